@@ -162,9 +162,9 @@ class AutoModel:
             revision: branch, tag or commit of the repository.
             cache_dir: folder of the hub cache.
             local_files_only: send no requests to the hub.
-            max_memory: maximum bytes of weights for each device, e.g. `{0: "14GiB", "cpu": "24GiB"}`. The default is
+            max_memory: maximum bytes of weights for each device, e.g. `{0: "14GB", "cpu": "24GB"}`. The default is
                 the free memory. With a GPU, "cpu" limits the weights that do not fit on it.
-            max_disk: maximum bytes of layer files and fetched shards together, e.g. "50GiB".
+            max_disk: maximum bytes of layer files and fetched shards together, e.g. "50GB".
             min_free_disk: bytes of the disk that must stay free. A split that needs them is refused, or stops.
             shard_transfer: how the shards of a repository arrive if `sequential_shard_processing` is True: "file" (each
                 is a file), "stream" (none is a file on this disk), or "auto" (the first of these that fits).

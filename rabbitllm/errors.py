@@ -432,7 +432,7 @@ _REMEDIES = (
         "Check the path and the targets of its links.",
     ),
     (_numbers("ENOTDIR", "EEXIST"), _IN_THE_WAY),
-    (_numbers("EFBIG"), "Use a disk without FAT32, which has no files of 4 GiB and more, or raise `ulimit -f`."),
+    (_numbers("EFBIG"), "Use a disk without FAT32, which has no files above 4.29 GB, or raise `ulimit -f`."),
     (_numbers("EMFILE", "ENFILE"), "Raise the limit of open files (`ulimit -n`), or end other processes."),
 )
 """Error numbers of an `OSError`, and their remedies."""

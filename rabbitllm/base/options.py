@@ -270,7 +270,7 @@ def usable_cores() -> int:
 
 
 def parse_size(size: int | str, name: str) -> int:
-    """Parse a number of bytes from an int, or from text such as "57GiB" or "15 GB" (1024s and 1000s; "15G" is "15GB").
+    """Parse a number of bytes from an int, or from text such as "15 GB" or "57GiB" (1000s and 1024s; "15G" is "15GB").
 
     Raises:
         OptionError: malformed, or negative.
@@ -280,7 +280,7 @@ def parse_size(size: int | str, name: str) -> int:
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None or match[2].lower() not in _UNITS:
         raise OptionError(
-            f"{name}={size!r} is not a size.", "Use a number of bytes, or text such as '57GiB' or '60GB'."
+            f"{name}={size!r} is not a size.", "Use a number of bytes, or text such as '50GB' or '14GiB'."
         )
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
@@ -304,7 +304,7 @@ def check_transfer(transfer: str, sequential: bool) -> str:
     return transfer
 
 
-_LIMITS = "Example: max_memory={0: '14GiB', 'cpu': '24GiB'}."
+_LIMITS = "Example: max_memory={0: '14GB', 'cpu': '24GB'}."
 
 
 def check_flag(value: bool, name: str) -> None:

@@ -85,12 +85,12 @@ def large(count: int) -> str:
 
 
 def unit_of(nbytes: float) -> tuple[int, str]:
-    """Return the unit for a size, and its name: GiB from one GiB on, else MiB."""
-    return (1 << 30, "GiB") if abs(nbytes) >= 1 << 30 else (1 << 20, "MiB")
+    """Return the unit for a size, and its name: GB from one GB on, else MB."""
+    return (10**9, "GB") if abs(nbytes) >= 10**9 else (10**6, "MB")
 
 
 def size(nbytes: int) -> str:
-    """Format bytes in MiB or GiB, with two decimals; below 100,000 as a number of bytes."""
+    """Format bytes in MB or GB, with two decimals; below 100,000 as a number of bytes."""
     if abs(nbytes) < 100_000:
         return counted(nbytes, "byte")
     scale, unit = unit_of(nbytes)
@@ -98,7 +98,7 @@ def size(nbytes: int) -> str:
 
 
 def size_rounded_up(nbytes: int) -> str:
-    """Format bytes in MiB or GiB, rounded up: parsed again, the text is never less than `nbytes`."""
+    """Format bytes in MB or GB, rounded up: parsed again, the text is never less than `nbytes`."""
     scale, unit = unit_of(nbytes)
     whole, hundredths = divmod(-(-nbytes * 100 // scale), 100)
     return f"{whole}.{hundredths:02} {unit}"
@@ -212,7 +212,7 @@ PLAIN_LETTERS = str.maketrans({"·": "|", FULL: "=", HALF: "-", EMPTY: "."})
 
 
 def amount(nbytes: float) -> str:
-    """Format bytes in GiB, or in MiB below one GiB, with three digits."""
+    """Format bytes in GB, or in MB below one GB, with three digits."""
     scale, unit = unit_of(nbytes)
     value = nbytes / scale
     decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
@@ -220,15 +220,15 @@ def amount(nbytes: float) -> str:
 
 
 def part(nbytes: float, of: float) -> str:
-    """Format a part and its whole, both in the unit of the whole: `12.3 of 57.0 GiB`."""
+    """Format a part and its whole, both in the unit of the whole: `12.3 of 57.0 GB`."""
     scale, unit = unit_of(of)
     decimals = 1 if of / scale >= 10 else 2
     return f"{nbytes / scale:.{decimals}f} of {of / scale:.{decimals}f} {unit}"
 
 
 def speed(bytes_per_second: float) -> str:
-    """Format a rate: `118 MiB/s`, `2.31 GiB/s`."""
-    return f"{amount(bytes_per_second)}/s" if bytes_per_second else "0 MiB/s"
+    """Format a rate: `118 MB/s`, `2.31 GB/s`."""
+    return f"{amount(bytes_per_second)}/s" if bytes_per_second else "0 MB/s"
 
 
 def duration(seconds: float) -> str:

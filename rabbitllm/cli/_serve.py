@@ -64,14 +64,14 @@ def serve_command(
     cache_memory: Annotated[
         str | None,
         cache_option(
-            metavar="SIZE", help="Memory for the KV cache, e.g. 4GiB; by default half of what the weights leave."
+            metavar="SIZE", help="Memory for the KV cache, e.g. 4GB; by default half of what the weights leave."
         ),
     ] = None,
     aside: Annotated[
         str | None,
         cache_option(
             metavar="SIZE",
-            help="Swap space for KV caches of preempted requests, e.g. 8GiB; 0 recomputes them; by default four times "
+            help="Swap space for KV caches of preempted requests, e.g. 8GB; 0 recomputes them; by default four times "
             "--cache-memory.",
         ),
     ] = None,
@@ -89,7 +89,7 @@ def serve_command(
     grace: Annotated[
         float, limits_option(metavar="SECONDS", help="Time that running requests get to finish at shutdown.", min=0)
     ] = 30.0,
-    max_body: Annotated[str, limits_option(metavar="SIZE", help="Maximum size of a request body.")] = "4MiB",
+    max_body: Annotated[str, limits_option(metavar="SIZE", help="Maximum size of a request body.")] = "5MB",
     media_dir: Annotated[
         Path | None, network_option(metavar="FOLDER", help="Folder that file: URLs may read; by default none.")
     ] = None,

@@ -110,7 +110,7 @@ DraftOption = Annotated[
 
 
 def limits_of(words: list[str] | None) -> dict[int | str, int | str] | None:
-    """`cpu=24GiB`, one for each device -> the argument `max_memory`.
+    """`cpu=24GB`, one for each device -> the argument `max_memory`.
 
     Raises:
         OptionError: no equals sign.
@@ -122,7 +122,7 @@ def limits_of(words: list[str] | None) -> dict[int | str, int | str] | None:
         name, equals, size = word.partition("=")
         if not equals:
             raise OptionError(
-                f"--max-memory {word} names no device; expected DEVICE=SIZE.", "Example: --max-memory cpu=24GiB."
+                f"--max-memory {word} names no device; expected DEVICE=SIZE.", "Example: --max-memory cpu=24GB."
             )
         limits[int(name) if name.strip().isdigit() else name.strip()] = size.strip()
     return limits or None
@@ -145,7 +145,7 @@ class ModelOptions:
         list[str] | None,
         model_option(
             metavar="DEVICE=SIZE",
-            help="Memory for weights, e.g. cpu=24GiB or 0=14GiB; repeatable; by default the free memory.",
+            help="Memory for weights, e.g. cpu=24GB or 0=14GB; repeatable; by default the free memory.",
         ),
     ] = None
     dtype: Annotated[
@@ -155,7 +155,7 @@ class ModelOptions:
     max_disk: Annotated[
         str | None,
         model_option(
-            metavar="SIZE", help="Maximum size of layer files and downloads, e.g. 50GiB; by default the free disk."
+            metavar="SIZE", help="Maximum size of layer files and downloads, e.g. 50GB; by default the free disk."
         ),
     ] = None
     sequential: Annotated[

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 QUESTIONS_SHOWN = 6
 BAR_WIDTH = 24
 SAMPLE_SECONDS = 0.005
-MIB = 1 << 20
+MB = 1_000_000
 MARK = ".rabbitllm-demo"
 """An empty file in a checkpoint that a demonstration wrote, which the next one may replace."""
 
@@ -94,8 +94,8 @@ class ShardTable:
             standard = event.disk_bytes + self._source
             self.standard_peak = max(self.standard_peak, standard)
             self._console.print(
-                f"{event.number:>2}/{event.of:<3} [green]{self._bar(in_use)}[/] {in_use / MIB:5.1f} MiB  "
-                f"[yellow]{self._bar(standard)}[/] {standard / MIB:5.1f} MiB",
+                f"{event.number:>2}/{event.of:<3} [green]{self._bar(in_use)}[/] {in_use / MB:5.1f} MB  "
+                f"[yellow]{self._bar(standard)}[/] {standard / MB:5.1f} MB",
                 highlight=False,
             )
 

@@ -63,7 +63,7 @@ def plan(
     """Estimate the disk use and the time of a split, at each compression and on each route, without making it.
 
     Also estimate generation after it: the placement of the weights, and the time per token, from measurements on this
-    machine that take a few seconds. Of a repository only headers and small files are fetched, and up to 8 MiB of a
+    machine that take a few seconds. Of a repository only headers and small files are fetched, and up to 8.4 MB of a
     shard to measure the connection.
 
     Args:
@@ -73,12 +73,12 @@ def plan(
         revision: branch, tag or commit of the repository.
         token: access token for the hub.
         cache_dir: folder of the hub cache.
-        max_disk: maximum bytes of the split, e.g. "50GiB".
+        max_disk: maximum bytes of the split, e.g. "50GB".
         min_free_disk: bytes of the disk that must stay free.
         bandwidth: bytes per second at which shards are fetched (or read, from a folder), e.g. "12MB", instead of a
             measurement.
         device: device to generate on.
-        max_memory: maximum bytes of weights for each device, e.g. `{0: "14GiB"}`; the default is the free memory.
+        max_memory: maximum bytes of weights for each device, e.g. `{0: "14GB"}`; the default is the free memory.
         fit_scales: expect the scales with the least squared error, as in `AutoModel.from_pretrained`.
 
     Returns:

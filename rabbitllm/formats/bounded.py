@@ -176,7 +176,7 @@ MAX_FILE_BYTES = 64 << 20
 
 
 def read_vocabulary(path: Path, refusal: Callable[[str], CorruptVocabularyError]) -> bytes:
-    """All of a regular file of at most 64 MiB.
+    """All of a regular file of at most 67 MB.
 
     Args:
         path: the file.

@@ -434,7 +434,7 @@ def read_model(path: Path) -> SentencePieceModel:
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CorruptVocabularyError: see `parse_model`; or it is not a regular file, or has more than 64 MiB.
+        CorruptVocabularyError: see `parse_model`; or it is not a regular file, or has more than 67 MB.
     """
     return parse_model(read_vocabulary(path, lambda problem: _corrupt(path.name, problem)), path.name)
 

@@ -233,7 +233,7 @@ class LeftOut(NamedTuple):
     tensors: int = 1
 
     def __str__(self) -> str:
-        """For messages: `optimizer (2 tensors, 1.50 GiB)`, `epoch (no tensor)`."""
+        """For messages: `optimizer (2 tensors, 1.50 GB)`, `epoch (no tensor)`."""
         if not self.tensors:
             return f"{terminal.harmless(self.name, MAX_SHOWN)} (no tensor)"
         tensors = terminal.counted(self.tensors, "tensor")

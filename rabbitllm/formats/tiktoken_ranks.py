@@ -31,7 +31,7 @@ def read_ranks(path: Path) -> tuple[bytes, ...]:
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CorruptVocabularyError: see `parse_ranks`; or it is not a regular file, or has more than 64 MiB.
+        CorruptVocabularyError: see `parse_ranks`; or it is not a regular file, or has more than 67 MB.
     """
     return parse_ranks(read_vocabulary(path, lambda problem: _corrupt(path.name, problem)), path.name)
 

@@ -54,7 +54,7 @@ def media_file(kind: Kind, path: Path, name: str | None = None) -> MediaFile:
     """
     shown = harmless(name or str(path))
 
-    remedy = f"Use the path of a file of at most {MAX_BYTES >> 20} MiB."
+    remedy = f"Use the path of a file of at most {MAX_BYTES:,} bytes."
     try:
         data = read_regular(
             path, MAX_BYTES, lambda problem: MediaError(f"{shown} cannot be used: it {problem}.", remedy)

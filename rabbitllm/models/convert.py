@@ -166,7 +166,7 @@ def convert(
         revision: branch, tag or commit of the repository.
         token: access token for the hub.
         cache_dir: the hub cache.
-        max_disk: disk budget in bytes, e.g. "50GiB".
+        max_disk: disk budget in bytes, e.g. "50GB".
         min_free_disk: bytes of the disk that must stay free.
         shard_transfer: how shards of a repository are fetched with `sequential`: "file", "stream" or "auto".
 

@@ -136,7 +136,7 @@ def split_options(
 
     Args:
         compression, shards, shard_transfer, fit_scales, verify_source, profiling: as in `SplitOptions`.
-        max_disk, min_free_disk: bytes, or text such as "50GiB".
+        max_disk, min_free_disk: bytes, or text such as "50GB".
 
     Raises:
         OptionError: an option is invalid, or two contradict each other.

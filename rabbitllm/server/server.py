@@ -301,7 +301,7 @@ def put_greeting(
 
 
 def _weights(model: StreamedModel) -> str:
-    """`in RAM: 0.35 GiB; disk, read for each pass: 3.20 GiB`."""
+    """`in RAM: 0.35 GB; disk, read for each pass: 3.20 GB`."""
     parts = []
     for device, tiers in model.placement.bytes_by_device.items():
         for tier, nbytes in tiers.items():

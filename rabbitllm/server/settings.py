@@ -39,7 +39,7 @@ class Settings:
     api_key: str | None = None
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = None
-    body_bytes: int = 4 << 20
+    body_bytes: int = 5_000_000
     body_seconds: float = 30.0
     seconds: float | None = None
     max_new_tokens: int = 4096

@@ -21,7 +21,7 @@ from rabbitllm.errors import NotEnoughSpaceException
 GB = 1000**3
 _LATER_BYTES = 1 << 20
 """Allowance for folders, small files and padding to whole blocks."""
-KAGGLE_BYTES = 50 << 30
+KAGGLE_BYTES = 54 * GB
 """Disk for a split on Kaggle: users report disks of 57 to 73 GB, and installed packages take some of it."""
 KAGGLE_TMP, KAGGLE_WORKING = Path("/kaggle/tmp"), Path("/kaggle/working")
 
@@ -73,7 +73,7 @@ _KAGGLE = Host(
     "Kaggle",
     (
         "/kaggle/working is kept as the notebook's output and holds 20 GB at most; free space there is the host's",
-        f"layers belong into /kaggle/tmp; set max_disk='{KAGGLE_BYTES >> 30}GiB', since the quota of the whole does "
+        f"layers belong into /kaggle/tmp; set max_disk='{KAGGLE_BYTES // GB}GB', since the quota of the whole does "
         "not show either",
         "downloads need Internet on in the notebook's settings, which needs a verified phone number",
     ),
@@ -83,7 +83,7 @@ _COLAB = Host(
     "Colab",
     (
         "the disk is deleted with the session; /content/drive is slow and has Google Drive's quota",
-        "resources differ by session; free ones have about 12 GiB of RAM",
+        "resources differ by session; free ones have about 13 GB of RAM",
     ),
     {},
 )

@@ -49,7 +49,7 @@ class Talk:
         streams = replace(streams, interactive=more.pop("interactive", False))
         self.session = Session(model, max_new_tokens, **more)
         chat = ChatLoop(self.session, streams, "a/model", Conversation(system), **shown)
-        self.well = chat.run({"cpu resident": 5 << 20})
+        self.well = chat.run({"cpu resident": 5_000_000})
         self.conversation = chat.conversation
         self.answers, self.notes = answers.getvalue(), notes.getvalue()
 
@@ -184,7 +184,7 @@ def test_stats(model: Any) -> None:
     assert f"passes      3, with {prompt - tokens + 2} tokens altogether" in facts
     assert "all 2 answers" in facts
     assert "nothing: all weights are resident" in facts
-    assert "5.00 MiB cpu resident" in facts
+    assert "5.00 MB cpu resident" in facts
     assert f"{prompt + 2} of 1,024 tokens" in notes
 
 

@@ -62,7 +62,7 @@ def test_lines_over_a_pipe(demo: Path, tmp_path: Path) -> None:
     process = piped(demo, lines, "--max-memory", "cpu=0")
     notes = process.stderr.decode()
     assert (process.returncode, process.stdout.decode()) == (1, "19\n42\n"), notes
-    assert re.search(r"moved +[\d.]+ MiB from the disk", notes)
+    assert re.search(r"moved +[\d.]+ MB from the disk", notes)
     assert "error: nowhere.json cannot be read" in notes
     assert "Traceback" not in notes
     assert json.loads(talk.read_text())["messages"][0]["content"] == "What is 12 + 7?"

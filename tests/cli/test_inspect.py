@@ -64,7 +64,7 @@ def on_a_terminal(path: Path, width: int, choice: RowChoice | None = None) -> st
 def test_the_weights_of_llama_2(tmp_path: Path) -> None:
     path = write_llama_2_weights(tmp_path)
     text = run(path)
-    assert re.search(r"tensors +292, 12.55 GiB: 292 BF16", text)
+    assert re.search(r"tensors +292, 13.48 GB: 292 BF16", text)
     assert re.search(r"layer files +36: rope, tok_embeddings, layers.0 to layers.31, norm, output", text)
     (line,) = re.findall(r"^tok_embeddings.*", text, re.MULTILINE)
     name, *rest = re.split(r"  +", line)

@@ -265,7 +265,7 @@ def test_picture_of_the_disk_needs_a_split(folder: Path, tmp_path: Path) -> None
     picture = tmp_path / "disk.svg"
     run("pull", folder, "--plot", picture)
     assert "complete" in run("show", folder).stdout
-    assert "MiB on the disk" in picture.read_text()
+    assert "MB on the disk" in picture.read_text()
     picture.unlink()
     run("pull", folder, "--plot", picture)
     assert not picture.exists()

@@ -103,14 +103,14 @@ def test_help_into_a_closed_pipe(words: list[str]) -> None:
 def test_memory_limit_below_torch_is_reported(limit: str, tmp_path: Path) -> None:
     """Before torch is imported, in which the process would end without a word, or with an error of the loader."""
     code = (
-        f"import resource; resource.setrlimit(resource.{limit}, (200 << 20,) * 2)\n"
+        f"import resource; resource.setrlimit(resource.{limit}, (200_000_000,) * 2)\n"
         "from rabbitllm.cli.main import main; main()"
     )
     command = [sys.executable, "-c", code, "run", str(tmp_path), "hi"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode == 1
     assert process.stderr.startswith("error: This process may take ")
-    assert f"({limit}, limit 200.00 MiB); Python with torch takes" in process.stderr
+    assert f"({limit}, limit 200.00 MB); Python with torch takes" in process.stderr
     assert "What to do: Raise the limit" in process.stderr
     ended = subprocess.run([*command[:3], "--version"], capture_output=True, text=True, timeout=120, check=False)
     assert ended.stdout.startswith("rabbitllm ")

@@ -95,7 +95,7 @@ def test_statistics_are_on_stderr(checkpoint: Path) -> None:
     assert result.stdout.rstrip("\n") == expected(checkpoint, PROMPT).rstrip("\n")
     for fact in ("load", "prompt", "first token", "answer", "each token"):
         assert re.search(rf"^{fact} +\S", result.stderr, re.MULTILINE), fact
-    pattern = r"^each token +[\d.]+ s: .*computing \d+%.*, [\d.,]+ (MiB|bytes) read"
+    pattern = r"^each token +[\d.]+ s: .*computing \d+%.*, [\d.,]+ (MB|bytes) read"
     assert re.search(pattern, result.stderr, re.MULTILINE)
     assert "dequantizing" not in result.stderr
     packed = run(str(checkpoint), PROMPT, "--raw", *SHORT, *streamed, "--compression", "4bit")

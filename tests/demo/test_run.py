@@ -42,7 +42,7 @@ def test_demo_passes_and_shows_every_shard(tmp_path: Path) -> None:
     environment = os.environ | {"COLUMNS": "120", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
-    lines = re.findall(r"^ *(\d+)/(\d+) .*?([\d.]+) MiB .*?([\d.]+) MiB *$", result.stdout, re.MULTILINE)
+    lines = re.findall(r"^ *(\d+)/(\d+) .*?([\d.]+) MB .*?([\d.]+) MB *$", result.stdout, re.MULTILINE)
     assert [int(number) for number, *_ in lines] == list(range(1, len(SHARDS) + 1))
     in_use = [float(nbytes) for _, _, nbytes, _ in lines]
     standard = [float(nbytes) for *_, nbytes in lines]

@@ -28,7 +28,7 @@ CELL = f"""
         print("something else")
         progress.tell(progress.SplitDone("x", 8, 3 * 10**9, 3.0, 4 * 10**9))
 """
-LAST = "split into 8 layer files, 2.79 GiB, in 3.0 s; peak disk 3.73 GiB"
+LAST = "split into 8 layer files, 2.79 GB, in 3.0 s; peak disk 3.73 GB"
 
 
 def run_cell() -> tuple[list[Any], list[dict[str, Any]]]:

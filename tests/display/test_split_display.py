@@ -30,16 +30,16 @@ from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.screen import TerminalStream
 from tests.support.splitting import split
 
-MIB, GIB = 1 << 20, 1 << 30
+MB, GB = 10**6, 10**9
 FACTS = SplitStats(
     doing="splitting",
     label="org/model",
-    done_bytes=60 * GIB,
-    total_bytes=145 * GIB,
-    rates=CurrentRates(118 * MIB, 121 * MIB, 118 * MIB, 33 * MIB),
+    done_bytes=60 * GB,
+    total_bytes=145 * GB,
+    rates=CurrentRates(118 * MB, 121 * MB, 118 * MB, 33 * MB),
     seconds_left=724,
-    disk_bytes=21 * GIB,
-    limit_bytes=57 * GIB,
+    disk_bytes=21 * GB,
+    limit_bytes=57 * GB,
     shard=13,
     shards=37,
     shard_here=0.64,
@@ -47,17 +47,17 @@ FACTS = SplitStats(
     layers_done=26,
     layers=83,
 )
-SPLIT = SplitStarted("m", ("a", "b"), 10 * GIB, 3 * GIB, 0, 0, (5 * GIB, 5 * GIB), 8)
+SPLIT = SplitStarted("m", ("a", "b"), 10 * GB, 3 * GB, 0, 0, (5 * GB, 5 * GB), 8)
 
 
 def test_rows_of_a_terminal() -> None:
     rows = [text_of(row) for row in rows_of(FACTS, 79)]
     assert rows[0].startswith("splitting ━━━")
-    assert rows[0].endswith("─ 41 % · 118 MiB/s · 12 min left")
+    assert rows[0].endswith("─ 41 % · 118 MB/s · 12 min left")
     assert rows[1:] == [
-        "60.0 of 145.0 GiB · shard 13 of 37 · 64 % downloaded · layers.27 · 26 of 83 layers"[:79].rpartition(" · ")[0],
-        "disk in use 21.0 of 57.0 GiB",
-        "fetch 121 MiB/s · quantize 118 MiB/s · write 33.0 MiB/s",
+        "60.0 of 145.0 GB · shard 13 of 37 · 64 % downloaded · layers.27 · 26 of 83 layers"[:79].rpartition(" · ")[0],
+        "disk in use 21.0 of 57.0 GB",
+        "fetch 121 MB/s · quantize 118 MB/s · write 33.0 MB/s",
     ]
 
 
@@ -67,21 +67,21 @@ def test_rows_fit_and_keep_important_pieces(width: int) -> None:
     assert len(rows) <= 4
     assert max(map(len, rows)) <= width
     text = "\n".join(rows)
-    for fact in ("41 %", "12 min left", "60.0 of 145.0 GiB", "disk in use 21.0 of 57.0 GiB", "fetch 121 MiB/s"):
+    for fact in ("41 %", "12 min left", "60.0 of 145.0 GB", "disk in use 21.0 of 57.0 GB", "fetch 121 MB/s"):
         assert fact in text
 
 
 def test_line_has_all_pieces() -> None:
     assert line_of(FACTS) == (
-        "splitting 41 %, 118 MiB/s, 12 min left, 60.0 of 145.0 GiB, shard 13 of 37, 64 % downloaded, layers.27, "
-        "26 of 83 layers, disk in use 21.0 of 57.0 GiB, fetch 121 MiB/s, quantize 118 MiB/s, write 33.0 MiB/s"
+        "splitting 41 %, 118 MB/s, 12 min left, 60.0 of 145.0 GB, shard 13 of 37, 64 % downloaded, layers.27, "
+        "26 of 83 layers, disk in use 21.0 of 57.0 GB, fetch 121 MB/s, quantize 118 MB/s, write 33.0 MB/s"
     )
 
 
 def test_display_before_the_first_event() -> None:
-    assert line_of(SplitStats(total_bytes=GIB)) == "splitting 0 %, 1.00 GiB"
-    stalled = SplitStats(total_bytes=GIB, rates=CurrentRates(0.0, 0.0, 0.0, 0.0), disk_bytes=9, limit_bytes=57 * GIB)
-    assert line_of(replace(stalled, shards=2, layers=8)) == "splitting 0 %, waiting, 1.00 GiB, shard 1 of 2"
+    assert line_of(SplitStats(total_bytes=GB)) == "splitting 0 %, 1.00 GB"
+    stalled = SplitStats(total_bytes=GB, rates=CurrentRates(0.0, 0.0, 0.0, 0.0), disk_bytes=9, limit_bytes=57 * GB)
+    assert line_of(replace(stalled, shards=2, layers=8)) == "splitting 0 %, waiting, 1.00 GB, shard 1 of 2"
 
 
 def test_kernels_that_are_compiled_are_named() -> None:
@@ -89,7 +89,7 @@ def test_kernels_that_are_compiled_are_named() -> None:
     display(replace(SPLIT, shards=()))
     display(KernelsCompiling())
     assert display.line().startswith("preparing kernels (once per installation) 0 %, ")
-    display(BytesDone("a", GIB, "layers.0"))
+    display(BytesDone("a", GB, "layers.0"))
     assert display.line().startswith("splitting ")
 
 
@@ -100,21 +100,21 @@ def test_split_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     with shown():
-        tell(DownloadStarted("m", 2, 4 * GIB))
-        tell(BytesFetched("a", 3 * GIB))
-        wait_for(terminal, "3.00 of 4.00 GiB")
+        tell(DownloadStarted("m", 2, 4 * GB))
+        tell(BytesFetched("a", 3 * GB))
+        wait_for(terminal, "3.00 of 4.00 GB")
         assert terminal.screen(80)[0].startswith("downloading ━━")
-        tell(DiskSampled(GIB, 57 * GIB))
+        tell(DiskSampled(GB, 57 * GB))
         tell(SPLIT)
         tell(ShardStarted("a", 1, 2))
-        tell(BytesDone("a", 2 * GIB, "layers.3"))
+        tell(BytesDone("a", 2 * GB, "layers.3"))
         wait_for(terminal, "20 %")
         rows = terminal.screen(80)
         assert len(rows) == 3 + ("fetch" in rows[-1])
-        assert rows[1].startswith("2.0 of 10.0 GiB · shard 1 of 2 · ")
-        assert rows[2] == "disk in use 1.0 of 57.0 GiB"
-        tell(SplitDone("there", 8, 3 * GIB, 61.0, 4 * GIB))
-    assert terminal.screen(80) == ["split into 8 layer files, 3.00 GiB, in 1 min 01 s; peak disk 4.00 GiB"]
+        assert rows[1].startswith("2.0 of 10.0 GB · shard 1 of 2 · ")
+        assert rows[2] == "disk in use 1.0 of 57.0 GB"
+        tell(SplitDone("there", 8, 3 * GB, 61.0, 4 * GB))
+    assert terminal.screen(80) == ["split into 8 layer files, 3.00 GB, in 1 min 01 s; peak disk 4.00 GB"]
 
 
 def wait_for(terminal: TerminalStream, text: str) -> None:
@@ -157,19 +157,19 @@ def test_lines_every_few_seconds_without_a_terminal(
     monkeypatch.setattr(region, "LINE_SECONDS", 0.02)
     with shown():
         tell(SPLIT)
-        tell(BytesDone("a", 2 * GIB, "layers.3"))
+        tell(BytesDone("a", 2 * GB, "layers.3"))
         end = time.monotonic() + 60
         lines: list[str] = []
         while len(lines) < 3 and time.monotonic() < end:
             lines += capsys.readouterr().err.splitlines()
     assert len(lines) >= 3
-    assert all(line.startswith("splitting 20 %, ") and "2.0 of 10.0 GiB, shard 1 of 2" in line for line in lines)
+    assert all(line.startswith("splitting 20 %, ") and "2.0 of 10.0 GB, shard 1 of 2" in line for line in lines)
 
 
 def test_complete_split_shows_no_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with shown():
-        tell(SplitStarted("m", (), GIB, GIB, 0, 2))
-        tell(SplitDone("there", 8, GIB, 0.1))
+        tell(SplitStarted("m", (), GB, GB, 0, 2))
+        tell(SplitDone("there", 8, GB, 0.1))
     assert capsys.readouterr().err == ""
 
 
@@ -192,21 +192,21 @@ def test_event_listener_does_not_replace_the_display(tmp_path: Path, capsys: pyt
 # The check of layer files
 
 
-def at(seconds: list[float], total: int = 4 << 30) -> ReadingDisplay:
+def at(seconds: list[float], total: int = 4 * GB) -> ReadingDisplay:
     return ReadingDisplay(total, lambda: seconds[0])
 
 
 def test_row_of_a_read_has_share_speed_and_time() -> None:
     clock = [100.0]
     reading = at(clock)
-    reading.add(600 << 20)
-    reading.add(424 << 20)
+    reading.add(600 * MB)
+    reading.add(400 * MB)
     clock[0] = 102.0
     (row,) = reading.rows(100)
     text = text_of(row)
-    assert text.startswith("reading ━━━━━━━━━━━────")
-    assert text.endswith(" 25 % · 1.00 of 4.00 GiB · 512 MiB/s · 6 s left")
-    assert reading.line() == "reading 25 %, 1.00 of 4.00 GiB, 512 MiB/s, 6 s left"
+    assert text.startswith("reading ━━━━━━━━━━━━───")
+    assert text.endswith(" 25 % · 1.00 of 4.00 GB · 500 MB/s · 6 s left")
+    assert reading.line() == "reading 25 %, 1.00 of 4.00 GB, 500 MB/s, 6 s left"
 
 
 def test_rows_fit_every_width() -> None:
@@ -221,5 +221,5 @@ def test_rows_fit_every_width() -> None:
 
 
 def test_read_of_zero_bytes_and_before_the_first() -> None:
-    assert text_of(at([5.0]).rows(80)[0]).endswith(" 0 % · 0.00 of 4.00 GiB · 0 MiB/s")
+    assert text_of(at([5.0]).rows(80)[0]).endswith(" 0 % · 0.00 of 4.00 GB · 0 MB/s")
     assert "100 %" in at([5.0], 0).line()

@@ -469,34 +469,34 @@ def test_more_host_memory_reads_no_more(layers: int, room: int, more: int) -> No
     assert read[1] <= read[0]
 
 
-GIB = 1 << 30
+GB = 10**9
 
 
 def test_placement_prints_as_a_table() -> None:
-    costs = [layer(f"layers.{i}", GIB) for i in range(6)]
-    placement = place(costs, [Budget("cuda:0", 3 * GIB, False), Budget("cuda:1", 4 * GIB, False)])
+    costs = [layer(f"layers.{i}", GB) for i in range(6)]
+    placement = place(costs, [Budget("cuda:0", 3 * GB, False), Budget("cuda:1", 4 * GB, False)])
     assert str(placement).splitlines() == [
-        "device  tier      units      size",
-        "cuda:0  resident      3  3.00 GiB",
-        "cuda:1  resident      3  3.00 GiB",
+        "device  tier      units     size",
+        "cuda:0  resident      3  3.00 GB",
+        "cuda:1  resident      3  3.00 GB",
     ]
 
 
 def test_placement_prints_the_traffic_of_a_pass() -> None:
-    costs = [layer(f"layers.{i}", GIB) for i in range(12)]
-    budgets = [Budget("cuda:0", 4 * GIB, False), Budget("cuda:1", 4 * GIB, False)]
-    assert str(place(costs, budgets, host_bytes=6 * GIB)).splitlines() == [
-        "device  tier             units      size",
-        "cuda:0  resident             2  2.00 GiB",
-        "cuda:0  page-locked RAM      1  1.00 GiB",
-        "cuda:0  streamed             3  3.00 GiB",
-        "cuda:1  resident             2  2.00 GiB",
-        "cuda:1  page-locked RAM      1  1.00 GiB",
-        "cuda:1  streamed             3  3.00 GiB",
-        "each pass: 4.00 GiB are copied to cuda:0, 4.00 GiB are copied to cuda:1, 6.00 GiB are read from the disk",
+    costs = [layer(f"layers.{i}", GB) for i in range(12)]
+    budgets = [Budget("cuda:0", 4 * GB, False), Budget("cuda:1", 4 * GB, False)]
+    assert str(place(costs, budgets, host_bytes=6 * GB)).splitlines() == [
+        "device  tier             units     size",
+        "cuda:0  resident             2  2.00 GB",
+        "cuda:0  page-locked RAM      1  1.00 GB",
+        "cuda:0  streamed             3  3.00 GB",
+        "cuda:1  resident             2  2.00 GB",
+        "cuda:1  page-locked RAM      1  1.00 GB",
+        "cuda:1  streamed             3  3.00 GB",
+        "each pass: 4.00 GB are copied to cuda:0, 4.00 GB are copied to cuda:1, 6.00 GB are read from the disk",
     ]
-    on_host = str(place(costs, [Budget("cpu", 4 * GIB, True)]))
-    assert on_host.splitlines()[-1] == "each pass: 10.00 GiB are read from the disk"
+    on_host = str(place(costs, [Budget("cpu", 4 * GB, True)]))
+    assert on_host.splitlines()[-1] == "each pass: 10.00 GB are read from the disk"
 
 
 SLOT, EXPERTS = 100, 20

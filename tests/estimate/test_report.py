@@ -16,12 +16,12 @@ from rabbitllm.estimate.plan import Plan
 from rabbitllm.estimate.report import generation_basis, moment, show_generations
 from rabbitllm.estimate.split_estimate import Rates
 
-GIB = 1 << 30
+GB = 10**9
 SPEEDS = (Speed("multiplying with bfloat16 on cpu", 28e9), Speed("reading past the page cache", 3.5e9))
 LARGE = GenerationEstimate(
-    None, None, (TierContent("cpu", "streamed", 80, 130 * GIB),), 17 * GIB, 130 * GIB, True, 41.2, 97.0, SPEEDS
+    None, None, (TierContent("cpu", "streamed", 80, 130 * GB),), 17 * GB, 130 * GB, True, 41.2, 97.0, SPEEDS
 )
-SMALL = GenerationEstimate("4bit", None, (TierContent("cpu", "resident", 80, GIB),), GIB, 0, False, 0.0171, 0.4, SPEEDS)
+SMALL = GenerationEstimate("4bit", None, (TierContent("cpu", "resident", 80, GB),), GB, 0, False, 0.0171, 0.4, SPEEDS)
 CACHED = dataclasses.replace(LARGE, compression="8bit", from_the_disk=False, token_seconds=None)
 
 
@@ -54,15 +54,15 @@ def text(plan: Plan, width: int = 80) -> list[str]:
 def test_a_line_for_each_compression() -> None:
     head, none, eight, four, legend, empty = text(plan_of(LARGE, CACHED, SMALL))
     assert " ".join(head.split()) == "generating on cpu in memory read/token first token a token"
-    assert " ".join(none.split()) == "uncompressed 17.00 GiB 130.00 GiB, disk 1.6 min 41.2 s"
-    assert " ".join(eight.split()) == "8bit 17.00 GiB 130.00 GiB, cached 1.6 min ?"
-    assert " ".join(four.split()) == "4bit 1.00 GiB nothing 400 ms 17 ms"
+    assert " ".join(none.split()) == "uncompressed 17.00 GB 130.00 GB, disk 1.6 min 41.2 s"
+    assert " ".join(eight.split()) == "8bit 17.00 GB 130.00 GB, cached 1.6 min ?"
+    assert " ".join(four.split()) == "4bit 1.00 GB nothing 400 ms 17 ms"
     assert "16" in legend
     assert empty == ""
 
 
 def test_too_little_memory_is_shown_for_the_compressions_concerned() -> None:
-    problem = "A pass takes at least 9.00 GiB of memory; this process may take 1.00 GiB."
+    problem = "A pass takes at least 9.00 GB of memory; this process may take 1.00 GB."
     small = dataclasses.replace(LARGE, too_little_memory=problem)
     small_too = dataclasses.replace(CACHED, too_little_memory=problem)
     lines = text(plan_of(small, small_too, SMALL), width=200)  # a sentence is one line where there is no terminal
@@ -71,45 +71,45 @@ def test_too_little_memory_is_shown_for_the_compressions_concerned() -> None:
 
 def test_several_devices_show_their_bytes() -> None:
     contents = (
-        TierContent("cuda:0", "resident", 3, 2 * GIB),
-        TierContent("cuda:1", "packed", 3, GIB),
+        TierContent("cuda:0", "resident", 3, 2 * GB),
+        TierContent("cuda:1", "packed", 3, GB),
         TierContent("cuda:1", "streamed", 1, 9),
     )
     lines = text(plan_of(dataclasses.replace(SMALL, placed=contents), devices=("cuda:0", "cuda:1")))
     assert lines[0] == "generating on cuda:0, cuda:1"
-    assert lines[3].strip() == "2.00 GiB on cuda:0, 1.00 GiB on cuda:1"
+    assert lines[3].strip() == "2.00 GB on cuda:0, 1.00 GB on cuda:1"
 
 
 def test_bytes_copied_to_a_gpu_are_shown() -> None:
-    lines = text(plan_of(dataclasses.replace(LARGE, copied_bytes=9 * GIB), SMALL, devices=("cuda:0",)))
-    assert [line for line in lines if "copies" in line] == ["    each token copies 9.00 GiB from host memory"]
+    lines = text(plan_of(dataclasses.replace(LARGE, copied_bytes=9 * GB), SMALL, devices=("cuda:0",)))
+    assert [line for line in lines if "copies" in line] == ["    each token copies 9.00 GB from host memory"]
 
 
 def experts(**settings: Any) -> Experts:
-    whole = Experts("cpu", "by routing", 24576, 480, 40 * GIB, GIB, 10 * GIB, 0, 700 << 20, 0)
+    whole = Experts("cpu", "by routing", 24576, 480, 40 * GB, GB, 10 * GB, 0, 700_000_000, 0)
     return dataclasses.replace(whole, **settings)
 
 
 def test_kept_experts_and_the_assumption_are_shown() -> None:
     routed = dataclasses.replace(LARGE, experts=(experts(),), found_token_seconds=0.5)
     lines = text(plan_of(routed))
-    assert "    kept: 10.00 GiB, of 40.00 GiB of experts" in lines
-    assert "    a token uses 1.00 GiB of experts; 500 ms if all of these are kept" in lines
+    assert "    kept: 10.00 GB, of 40.00 GB of experts" in lines
+    assert "    a token uses 1.00 GB of experts; 500 ms if all of these are kept" in lines
     assert len([line for line in lines if "uniform use" in line]) == 1
     none_kept = text(plan_of(dataclasses.replace(routed, experts=(experts(kept_bytes=0),))))
-    assert "    a token uses 1.00 GiB of experts" in none_kept
+    assert "    a token uses 1.00 GB of experts" in none_kept
 
 
 def test_experts_of_several_devices_are_counted_together() -> None:
-    both = tuple(experts(device=f"cuda:{index}", host_bytes=5 * GIB) for index in range(2))
+    both = tuple(experts(device=f"cuda:{index}", host_bytes=5 * GB) for index in range(2))
     routed = dataclasses.replace(LARGE, placed=(), experts=both, found_token_seconds=0.5)
     lines = text(plan_of(routed, devices=("cuda:0", "cuda:1")))
-    assert "    kept: 20.00 GiB and 10.00 GiB in pinned RAM, of 80.00 GiB of experts" in lines
-    assert "    10.00 GiB on cuda:0, 10.00 GiB on cuda:1" in lines
+    assert "    kept: 20.00 GB and 10.00 GB in pinned RAM, of 80.00 GB of experts" in lines
+    assert "    10.00 GB on cuda:0, 10.00 GB on cuda:1" in lines
 
 
 def test_resident_experts_need_no_line() -> None:
-    stay = experts(tier="resident", kept_bytes=40 * GIB, read_bytes=0)
+    stay = experts(tier="resident", kept_bytes=40 * GB, read_bytes=0)
     lines = text(plan_of(dataclasses.replace(SMALL, experts=(stay,), found_token_seconds=0.017)))
     assert not any("kept:" in line or "uniform" in line for line in lines)
     assert any("resident experts" in line for line in lines)
@@ -134,5 +134,5 @@ def test_moments(seconds: float | None, said: str) -> None:
 def test_basis_names_each_rate_once() -> None:
     line = generation_basis(plan_of(LARGE, SMALL))
     assert line is not None
-    assert line.count("bfloat16 on cpu 26.1 GiB/s") == line.count("past the page cache 3.26 GiB/s") == 1
+    assert line.count("bfloat16 on cpu 28.0 GB/s") == line.count("past the page cache 3.50 GB/s") == 1
     assert generation_basis(plan_of(GenerationEstimate(None, "no"))) is None

@@ -471,7 +471,7 @@ def test_tensors_left_out_are_counted(tmp_path: Path) -> None:
         LeftOut("tensors without a name", 12),
     )
     assert read.header().left_out == read.left_tensors
-    assert str(LeftOut("a\x1b" + "b" * 200, 200_000, 2)).endswith("b… (2 tensors, 0.19 MiB)")
+    assert str(LeftOut("a\x1b" + "b" * 200, 200_000, 2)).endswith("b… (2 tensors, 0.20 MB)")
     assert saved(tmp_path / "y.ckpt", {"model": {"w": weight}, "optimizer": {"lr": 0.1}}).left_tensors == (
         LeftOut("optimizer", 0, 0),
     )

@@ -399,9 +399,9 @@ def test_plan_proposes_only_loadable_compressions(checkpoint: Path, monkeypatch:
         show(estimate, Console(file=written, width=200))
         return None if estimate.choice is None else estimate.choice.call, " ".join(written.getvalue().split())
 
-    least = [float(text) for text in re.findall(r"A pass takes at least ([\d.]+) MiB", proposed(1 << 16)[1])]
+    least = [float(text) for text in re.findall(r"A pass takes at least ([\d.]+) MB", proposed(1 << 16)[1])]
     assert least[0] > least[1]  # uncompressed, 8bit
-    call, text = proposed(int((least[0] + least[1]) / 2 * (1 << 20)))
+    call, text = proposed(int((least[0] + least[1]) / 2 * 1e6))
     assert call is not None
     assert "compression='8bit'" in call or 'compression="8bit"' in call
     assert "ncompressed needs more memory than this process may use. 8bit fits" in text

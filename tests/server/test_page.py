@@ -451,7 +451,7 @@ def test_numbers_are_formatted(modules: Path) -> None:
         return [took({ tokens: 11, first: 2, seconds: 7 }),
                 took({ tokens: 11, thoughts: 6, first: 2, seconds: 7 }),
                 took({ tokens: 1, about: true, first: 75.2, seconds: 75.2 }),
-                duration(3723), duration(0.25), duration(12.4), size(3 << 20), size(471859), size(17)];
+                duration(3723), duration(0.25), duration(12.4), size(3e6), size(450000), size(17)];
         """,
     )
     assert texts == [
@@ -461,7 +461,7 @@ def test_numbers_are_formatted(modules: Path) -> None:
         "1:02 h",
         "250 ms",
         "12 s",
-        "3.00 MiB",
-        "0.45 MiB",
+        "3.00 MB",
+        "0.45 MB",
         "17 bytes",
     ]

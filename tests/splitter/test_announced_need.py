@@ -105,7 +105,7 @@ def check_limit(wish: LoadRequest, folder: Path) -> None:
 
 def _figure(text: str, before: str) -> str:
     """Return the size after these words."""
-    match = re.search(before + r" ([\d.]+ [MG]iB) \(", text)
+    match = re.search(before + r" ([\d.]+ [MG]B) \(", text)
     assert match is not None, text
     return match[1]
 

@@ -156,7 +156,7 @@ def test_command_on_a_sound_directory(split_folder: Path, local_hub: LocalHub) -
     assert code == 0
     assert "9 layer files, 4bit, of acme/tiny at " in text
     assert "sound: every checksum, shape and tensor matches" in text
-    assert re.search(r"\([\d.,]+ (MiB|bytes) read in [\d.]+ s\)", text)
+    assert re.search(r"\([\d.,]+ (MB|bytes) read in [\d.]+ s\)", text)
     assert local_hub.requests == []
 
 

@@ -877,7 +877,7 @@ def test_split_stops_before_other_processes_fill_the_disk(
             for _ in range(2):  # with the second look the watch has seen what came of the first one
                 assert looks.acquire(timeout=60)
 
-    with progress.listening(fill), pytest.raises(DiskFullError, match=r"Only 953.67 MiB were free") as stopped:
+    with progress.listening(fill), pytest.raises(DiskFullError, match=r"Only 1000.00 MB were free") as stopped:
         split(model)
     assert "Free disk space or lower min_free_disk" in stopped.value.remedy
     assert names_in(model, "*.safetensors") == list(SHARDS[1:])

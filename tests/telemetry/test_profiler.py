@@ -138,8 +138,8 @@ def test_report_marks_the_bottleneck() -> None:
     ]
     assert head.split("  ")[0] == "stage"
     assert [row.split()[0] for row in rows] == ["wait", "write", "read"]
-    assert rows[1].split() == ["write", "2.000", "1", "1", "2000.00", "477", "MiB/s", "<--", "BOTTLENECK"]
-    assert rows[2].split() == ["read", "0.500", "1", "1", "500.00", "1.86", "GiB/s"]
+    assert rows[1].split() == ["write", "2.000", "1", "1", "2000.00", "500", "MB/s", "<--", "BOTTLENECK"]
+    assert rows[2].split() == ["read", "0.500", "1", "1", "500.00", "2.00", "GB/s"]
 
 
 def test_report_has_core_seconds_where_they_were_measured() -> None:
@@ -267,9 +267,9 @@ def test_report_of_passes() -> None:
     head, first, further = passes.splitlines()
     assert head.split("  ")[0] == "passes"
     assert first.split()[:3] == ["first", "token", "1"]
-    assert first.split()[4:10] == ["30.0", "1.00", "1.86", "GiB", "0.00", "MiB"]
+    assert first.split()[4:10] == ["30.0", "1.00", "2.00", "GB", "0.00", "MB"]
     assert further.split()[:3] == ["further", "tokens", "2"]
-    assert further.split()[4:10] == ["4.0", "3.00", "954", "MiB", "0.00", "MiB"]
+    assert further.split()[4:10] == ["4.0", "3.00", "1.00", "GB", "0.00", "MB"]
     assert further.endswith("compute")
     assert [line.split()[0] for line in layers.splitlines()] == ["slowest", "layers.0", "norm"]
     assert all(len(line) <= 80 for line in profiler.report().splitlines())

@@ -115,7 +115,7 @@ import them. `OnePassLM` is in `rabbitllm.harness`, the other names under "Score
 `rabbitllm.__version__` is the version as text.
 
 Sizes are in bytes, times in seconds, unless an entry says otherwise. Arguments for a size take a number of bytes, or
-text with a unit: `"50GiB"`, `"4GB"`. Names behind `*` must be given by name.
+text with a unit: `"50GB"`, `"500MB"`. Names behind `*` must be given by name.
 """
 
 

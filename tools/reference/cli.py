@@ -34,8 +34,8 @@ python -m rabbitllm COMMAND [OPTIONS]
 - a file of weights or its index: it stands for the checkpoint in its folder (`inspect` reads the file itself);
 - a split directory.
 
-**SIZE** is a number of bytes, or a number with a unit: `50GiB`, `4GB`, `500MB`. 1 GiB is 1,073,741,824 bytes, 1 GB is
-1,000,000,000 bytes.
+**SIZE** is a number of bytes, or a number with a unit: `50GB`, `50G`, `500MB`. 1 GB is 1,000,000,000 bytes, here and in
+all output, as on the hub and of disks; 1 GiB, which an option takes too, is 1,073,741,824.
 
 **Output.** Results go to stdout. Progress, logs and errors go to stderr. `--json` prints one JSON object to stdout; its
 sizes are in bytes, its times in seconds. Without a terminal, progress is one plain line every few seconds.

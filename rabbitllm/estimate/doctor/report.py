@@ -199,7 +199,7 @@ def _cell(choice: AtCompression, timed: bool) -> tuple[str, str]:
 
 
 def _rough(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.0f} GiB" if nbytes >= 99.5 * 2**30 else f"{nbytes / 2**30:.1f} GiB"
+    return f"{nbytes / 1e9:.0f} GB" if nbytes >= 99.5e9 else f"{nbytes / 1e9:.1f} GB"
 
 
 def _show_model(console: Console, model: ModelEstimate) -> None:
@@ -208,13 +208,13 @@ def _show_model(console: Console, model: ModelEstimate) -> None:
     sizes = f": {large(model.parameters)} parameters, {size(model.checkpoint_bytes)} as published{quantized}"
     put(console, Text.assemble((model.repository, "bold"), sizes))
     heads = ("standard", "sequential", "stream", "fits by", "stays", "read", "a token")
-    put(console, Text(_columns("GiB", *heads), "dim"))
+    put(console, Text(_columns("GB", *heads), "dim"))
     for choice in model.at:
         needs = {need.route: need.disk_bytes for need in choice.needs}
-        disk = [f"{needs[route] / 2**30:,.1f}" for route in _ROUTES]
+        disk = [f"{needs[route] / 1e9:,.1f}" for route in _ROUTES]
         route = "stream" if choice.route == "sequential_stream" else (choice.route or "nothing").split("_")[0]
         gen = choice.generation
-        stays, read = (f"{gen.stays_bytes / 2**30:,.1f}", f"{gen.read_bytes / 2**30:,.1f}") if gen else ("", "")
+        stays, read = (f"{gen.stays_bytes / 1e9:,.1f}", f"{gen.read_bytes / 1e9:,.1f}") if gen else ("", "")
         name = choice.compression or ("as published" if model.quantized else "uncompressed")
         row = _columns(name, *disk, route, stays, read, moment(choice.token_seconds))
         put(console, Text(row, "red" if choice.route is None else ""))
@@ -224,7 +224,7 @@ def _show_model(console: Console, model: ModelEstimate) -> None:
 
 def _columns(name: str, *values: str) -> str:
     widths = (10, 12, 9, 12, 8, 9, 9)
-    lead = f"  {name:<13}" if name != "GiB" else f"{name:>15}"
+    lead = f"  {name:<13}" if name != "GB" else f"{name:>15}"
     return lead + "".join(f"{value:>{width}}" for value, width in zip(values, widths, strict=True))
 
 

@@ -40,7 +40,7 @@ export function percentages(parts) {
 
 export function size(bytes) {
   if (bytes < 100000) return `${bytes.toLocaleString("en")} bytes`;
-  return bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(2)} GiB` : `${(bytes / 2 ** 20).toFixed(2)} MiB`;
+  return bytes >= 1e9 ? `${(bytes / 1e9).toFixed(2)} GB` : `${(bytes / 1e6).toFixed(2)} MB`;
 }
 
 export function duration(seconds) {

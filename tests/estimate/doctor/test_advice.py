@@ -16,14 +16,14 @@ from rabbitllm.estimate.doctor.examine import HERE, SPLITS, advise
 from rabbitllm.estimate.doctor.records import Advice, Gpu, Gpus, Hub, MachineInfo, Memory, Package, Processor
 from rabbitllm.storage.folders import Folder, Host
 
-GIB = 1 << 30
-NEEDED = GIB
+GB = 10**9
+NEEDED = GB
 
 
 def folder(use: str = SPLITS, free: int = 500, **changed: Any) -> Folder:
     path = Path("/", use.replace(" ", "-"))
-    values: dict[str, Any] = {"writable": True, "filesystem": "ext4", "disk": hash(use), "total": 999 * GIB}
-    return Folder(uses=(use,), path=path, free=free * GIB, **{**values, **changed})
+    values: dict[str, Any] = {"writable": True, "filesystem": "ext4", "disk": hash(use), "total": 999 * GB}
+    return Folder(uses=(use,), path=path, free=free * GB, **{**values, **changed})
 
 
 def package(**changed: Any) -> Package:
@@ -37,18 +37,18 @@ def hub(**changed: Any) -> Hub:
 
 
 def gpu(free: int) -> Gpus:
-    return Gpus((Gpu("cuda:0", "T4", 15 * GIB, free * GIB, (7, 5), False),), True, "2.13")
+    return Gpus((Gpu("cuda:0", "T4", 15 * GB, free * GB, (7, 5), False),), True, "2.13")
 
 
 SOUND: dict[str, Any] = {
-    "memory": Memory(64 * GIB, 60 * GIB, 60 * GIB),
+    "memory": Memory(64 * GB, 60 * GB, 60 * GB),
     "folders": (folder(),),
     "hub": hub(),
     "packages": (package(), package(name="kernels", found=None, fits=False, optional=True)),
     "gpus": gpu(15),
     "rates": (Speed("reading the disk", 2e9),),
 }
-LIMIT = GroupLimit(2, Path("/sys/fs/cgroup"), 2 * GIB, GIB)
+LIMIT = GroupLimit(2, Path("/sys/fs/cgroup"), 2 * GB, GB)
 SMALL = folder(free=0)
 ROOMY = folder(HERE, 100)
 
@@ -115,23 +115,23 @@ def test_the_bfloat16_kernel_is_named_where_it_is_used(
         (
             {"folders": (SMALL, ROOMY)},
             True,
-            "/this-folder has 100.00 GiB",
+            "/this-folder has 100.00 GB",
             "export RABBITLLM_HOME=/this-folder/rabbitllm",
         ),
         ({"folders": (folder(writable=False), ROOMY)}, True, "is not writable", None),
-        ({"folders": (folder(free=9),)}, False, "Only 9.00 GiB is available", None),
-        ({"folders": (folder(quota=2 * GIB),)}, False, "Only 2.00 GiB is available", None),
+        ({"folders": (folder(free=9),)}, False, "Only 9.00 GB is available", None),
+        ({"folders": (folder(quota=2 * GB),)}, False, "Only 2.00 GB is available", None),
         ({"folders": (folder(free=40), ROOMY)}, False, "for large models", "export RABBITLLM_HOME="),
         ({"folders": (folder(filesystem="tmpfs"),)}, False, "layer files there use RAM", None),
-        ({"memory": Memory(8 * GIB, 8 * GIB, GIB // 2)}, True, "Only 512.00 MiB of RAM", None),
-        ({"memory": Memory(8 * GIB, 8 * GIB, GIB, (LIMIT,))}, False, "/sys/fs/cgroup allows 2.00 GiB", None),
+        ({"memory": Memory(8 * GB, 8 * GB, GB // 2)}, True, "Only 512.00 MB of RAM", None),
+        ({"memory": Memory(8 * GB, 8 * GB, GB, (LIMIT,))}, False, "/sys/fs/cgroup allows 2.00 GB", None),
         (
-            {"memory": Memory(8 * GIB, 8 * GIB, GIB, (), (ProcessLimit("RLIMIT_AS", 3 * GIB, GIB),))},
+            {"memory": Memory(8 * GB, 8 * GB, GB, (), (ProcessLimit("RLIMIT_AS", 3 * GB, GB),))},
             False,
-            "RLIMIT_AS allows 3.00 GiB",
+            "RLIMIT_AS allows 3.00 GB",
             None,
         ),
-        ({"gpus": gpu(3)}, False, "other programs use 12.00 GiB of 15.00 GiB", "nvidia-smi"),
+        ({"gpus": gpu(3)}, False, "other programs use 12.00 GB of 15.00 GB", "nvidia-smi"),
         ({"gpus": Gpus((), True, "2.13+cpu")}, False, "torch 2.13+cpu can use no GPU", "pip install"),
         ({"hub": hub(offline=True, reachable=None)}, False, "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
         (
@@ -141,7 +141,7 @@ def test_the_bfloat16_kernel_is_named_where_it_is_used(
             None,
         ),
         ({"hub": hub(token=False)}, False, "gated models", "hf auth login"),
-        ({"rates": (Speed("reading the disk", 9e7),)}, False, "reads only 85.8 MiB/s", None),
+        ({"rates": (Speed("reading the disk", 9e7),)}, False, "reads only 90.0 MB/s", None),
     ],
 )
 def test_each_fault_has_one_advice(changed: dict[str, Any], essential: bool, words: str, command: str | None) -> None:

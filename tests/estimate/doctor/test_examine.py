@@ -25,7 +25,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself
 from tests.support.tiny_models import one_thread  # noqa: F401  one more
 
-GIB = 1 << 30
+GB = 10**9
 PROBES = {
     "memory": (examining, "probe_memory"),
     "the processor": (examining, "probe_processor"),
@@ -141,11 +141,11 @@ def test_measuring_stops_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_no_measuring_with_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examining, "probe_memory", lambda: Memory(4 * GIB, 2 * GIB, 2 * GIB))
+    monkeypatch.setattr(examining, "probe_memory", lambda: Memory(4 * GB, 2 * GB, 2 * GB))
     report = examine()
     assert report.machine.rates == ()
     assert [failure.what for failure in report.failures] == ["times"]
-    assert "2.00 GiB of RAM is available" in text_of(report)
+    assert "2.00 GB of RAM is available" in text_of(report)
     assert report.models[0].at[0].route == "standard"
 
 

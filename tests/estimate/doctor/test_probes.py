@@ -40,15 +40,15 @@ def test_memory_of_this_machine_and_of_a_control_group(tmp_path: Path) -> None:
 
 LIMITED = """
 import resource
-resource.setrlimit(resource.RLIMIT_AS, (40 << 30, 40 << 30))
+resource.setrlimit(resource.RLIMIT_AS, (40 * 10**9, 40 * 10**9))
 import dataclasses
 from rabbitllm.estimate.doctor import examine, report
 found = dataclasses.replace(examine.probe_memory(), total=64 << 30, groups=())
 (limit,) = found.limits
-assert (limit.name, limit.limit) == ("RLIMIT_AS", 40 << 30) and 0 < limit.room < limit.limit
+assert (limit.name, limit.limit) == ("RLIMIT_AS", 40 * 10**9) and 0 < limit.room < limit.limit
 assert found.usable <= limit.room + (64 << 20)
-assert "; RLIMIT_AS allows 40.00 GiB, " in report._memory(found)
-assert "RLIMIT" not in report._memory(dataclasses.replace(found, total=40 << 30))
+assert "; RLIMIT_AS allows 40.00 GB, " in report._memory(found)
+assert "RLIMIT" not in report._memory(dataclasses.replace(found, total=40 * 10**9))
 """
 
 
