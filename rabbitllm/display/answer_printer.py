@@ -69,7 +69,7 @@ class WordWrap:
         return f"{erased}\n{begun}{letter}"
 
 
-class _Thinking:
+class _ThinkingLine:
     """One line about a reasoning that goes on: its time, its tokens, and its last words as far as they fit."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class AnswerPrinter:
         self._out = sys.stdout if out is None else out
         self._aside: IO[str] | None = self._out if self._out.isatty() else notes.file if notes.is_terminal else None
         self._wrap = WordWrap()
-        self._thinking: tuple[_Thinking, Claim] | None = None
+        self._thinking: tuple[_ThinkingLine, Claim] | None = None
         self._last = "\n"
 
     def think(self, text: str, tokens: int) -> None:
@@ -119,7 +119,7 @@ class AnswerPrinter:
         if self._aside is None:
             return
         if self._thinking is None:
-            thinking = _Thinking()
+            thinking = _ThinkingLine()
             self._thinking = thinking, THE_REGION.claim(thinking)
         self._thinking[0].add(text, tokens)
 

@@ -2,6 +2,7 @@
 
 __all__ = [
     "bfloat_products",
+    "block_encoders",
     "coded",
     "dequantize_kernels",
     "gguf_blocks",

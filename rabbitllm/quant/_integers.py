@@ -220,7 +220,7 @@ SEGMENT_LAYOUTS = {
 """The order of the inputs of a segment of 64 codes."""
 
 
-class _Nibbles:
+class _LookedUp:
     """Looks up 4bit codes, of which the first of a byte is in its high half.
 
     Attributes:
@@ -244,7 +244,7 @@ class _Nibbles:
         return interleaved_bytes(emit, look_up(emit, self._low, index), look_up(emit, self._high, index))
 
 
-class _Bytes:
+class _OnLines:
     """Computes 8bit codes: the 128 distances from zero are sixteen straight lines of eight; attributes as above."""
 
     segment_bytes = 64
@@ -278,7 +278,7 @@ class _Bytes:
         return words
 
 
-OWN_DECODERS: dict[str, type[_Nibbles | _Bytes]] = {"4bit": _Nibbles, "8bit": _Bytes}
+OWN_DECODERS: dict[str, type[_LookedUp | _OnLines]] = {"4bit": _LookedUp, "8bit": _OnLines}
 _LARGEST_LINE = 16000
 """The integer of 1 at 8bit: slopes of the largest values are 225 then, which fits a byte."""
 _LINE_ERROR = 3e-4

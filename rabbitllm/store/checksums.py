@@ -187,16 +187,15 @@ def sums_of_file(path: Path, starts: Sequence[int]) -> tuple[int, bytes]:
 
 def damaged(path: Path, problem: str) -> IncompleteSplitError:
     """The error for a layer file that differs from what was written; `problem` ends the sentence."""
-    return unlike_written(path, f"is damaged: {problem}.")
+    return IncompleteSplitError(f"{path} is damaged: {problem}.", how_to_repair(path))
 
 
-def unlike_written(path: Path, problem: str) -> IncompleteSplitError:
-    """The same with a sentence of its own, which follows the path."""
-    return IncompleteSplitError(
-        f"{path} {problem}",
+def how_to_repair(path: Path) -> str:
+    """The remedy for a layer file that is missing or damaged."""
+    return (
         f"`rabbitllm verify {shlex.quote(str(path.parent))} --repair` writes damaged layer files again from the "
         "original shards; add --original CHECKPOINT_FOLDER if the model was split from a folder. Then load the model "
-        "again.",
+        "again."
     )
 
 

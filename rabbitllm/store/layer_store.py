@@ -44,10 +44,9 @@ from rabbitllm.store.checksums import (
     block_starts,
     combine_all,
     crc32_of_file,
-    damaged,
+    how_to_repair,
     lengths_of,
     numbers,
-    unlike_written,
 )
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX
 from rabbitllm.store.manifest import (
@@ -228,7 +227,9 @@ class LayerStore(MappedWeights):
                 size = path.stat().st_size if path.exists() else None
                 if size != record.size:
                     state = "is missing" if size is None else f"has {size:,} bytes"
-                    raise unlike_written(path, f"{state}; by {MANIFEST_NAME} it has {record.size:,} bytes.")
+                    raise IncompleteSplitError(
+                        f"{path} {state}; by {MANIFEST_NAME} it has {record.size:,} bytes.", how_to_repair(path)
+                    )
             return {record.file: record for record in self.manifest.layers}
         files = sorted(path.name for path in self.folder.glob(f"*{LAYER_SUFFIX}"))
         unfinished = [name for name in files if not (self.folder / (name + DONE_SUFFIX)).exists()]
@@ -248,7 +249,7 @@ class LayerStore(MappedWeights):
             return False
 
     def _open(self, file: str, record: LayerRecord | None) -> None:
-        remedy = REMAKE if record is None else damaged(self.folder / file, "").remedy
+        remedy = REMAKE if record is None else how_to_repair(self.folder / file)
         try:
             header = read_header(self.folder / file, file)
         except CorruptShardError as error:
