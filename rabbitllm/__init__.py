@@ -49,6 +49,11 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 
+# Threads of a product wait actively for each other, by libgomp's default for milliseconds. If other work has the core
+# of one of them, a token took up to 15 times as long. libgomp reads this when torch is imported.
+if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+    os.environ["GOMP_SPINCOUNT"] = "1000"
+
 if os.environ.get("RABBITLLM_LOG"):
     importlib.import_module("rabbitllm.base.logs").set_up(os.environ["RABBITLLM_LOG"])
 

@@ -27,8 +27,8 @@ def test_a_model_without_vectors_and_with_several_threads(capsys: pytest.Capture
 @pytest.mark.skipif(_vectors.lanes() < 8, reason="emulated on AVX2")
 def test_kernels_for_pairs_of_bfloat16_run_here() -> None:
     """By emulation: the smaller of the two, since the other takes minutes to compile."""
-    kernels = "tests/quant/test_products.py::test_every_kernel_that_this_processor_can_run"
-    cell = run_cell(SETS[-1], 1, [f"{kernels}[4bit-{width}]" for width in (16, PAIRS)])
+    kernels = "tests/quant/test_coded.py::test_every_kernel_that_this_processor_can_run"
+    cell = run_cell(SETS[-1], 1, [f"{kernels}[{width}-fp8 F32 128x128]" for width in (16, PAIRS)])
     assert (cell.set_name, cell.passed, cell.failed) == ("emulated", 2, ())
 
 

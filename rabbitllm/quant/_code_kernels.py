@@ -1,22 +1,25 @@
 """Kernels that multiply by published codes: FP8, FP4 and integers of 4 bits, with scales for groups of inputs.
 
 One description, `CodeKernel`, is compiled for each kind of codes, dtype of scales and size of a group that is in use.
-A segment of 64 codes is decoded to vectors of those at even indices and of those at odd ones. So each lane of their
-products has codes of one group, and a vector of scales multiplies several groups at once. The loops and arguments are
-those of our own codes (`_product_kernels.py`), but for `shift`, see `shift_of`.
+A segment of 64 codes of FP8 is decoded to vectors of those at even indices and of those at odd ones, one of 4 bits to
+integers (`_integers.py`). So each lane of their products has codes of one group, and a vector of scales multiplies
+several groups at once. The loops and arguments are those of our own codes (`_product_kernels.py`), but for `shift`, see
+`shift_of`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
-from rabbitllm.quant import _product_kernels
-from rabbitllm.quant._kernel_interface import CODES, PAIRS, CodeKernel
+from rabbitllm.quant import _integers, _product_kernels
+from rabbitllm.quant._integers import InputLayout
+from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS, CodeKernel
 from rabbitllm.quant._vectors import (
     F32,
     I8,
@@ -25,7 +28,6 @@ from rabbitllm.quant._vectors import (
     SEGMENT,
     Emitter,
     Floats,
-    SixteenValues,
     every,
     number,
     pair_products,
@@ -34,7 +36,7 @@ from rabbitllm.quant._vectors import (
 
 NIBBLES = "nibbles"
 _SCALE_BITS = {"f32": 32, "bf16": 16, "f16": 16, "power": 8, "float8": 8}
-_TABLE_BYTES = {NIBBLES: 64, "float8": 256}
+_TABLE_BYTES = {NIBBLES: 16, "float8": 256}
 """Bytes of a table; a factor follows, float32, which multiplies sums."""
 _SMALLER = 256.0
 """A float8_e4m3fn whose bits are moved to those of a float16 is smaller by this factor."""
@@ -56,10 +58,10 @@ def table_of(kernel: CodeKernel, width: int, values: npt.NDArray[np.float32], fa
         values: of all codes, exact in bfloat16.
         factor: by which every product is multiplied.
     """
-    words = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     if kernel.codes == NIBBLES:
-        table = np.concatenate([words, words]).view(np.uint8) if width == PAIRS else values.view(np.uint8)
+        table = (2 * values).astype(np.int8).view(np.uint8)  # FP4 has halves
     else:
+        words = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         table = words[:128].view(np.uint8)
         factor *= _SMALLER if width != PAIRS else 1.0
     factor *= _SMALLER if kernel.scales == "float8" else 1.0
@@ -70,7 +72,8 @@ def table_of(kernel: CodeKernel, width: int, values: npt.NDArray[np.float32], fa
 def address(kernel: CodeKernel, width: int) -> int:
     """The address of a kernel, which is compiled at the first call, or loaded from numba's cache."""
     name = "_".join((CODES, *map(str, kernel), str(width)))
-    segment_type = _PairSegment if width == PAIRS else _FloatSegment
+    by_width: dict[int, Callable[..., _product_kernels.CodeSegment]] = {INTEGERS: _IntegerSegment, PAIRS: _PairSegment}
+    segment_type = by_width.get(width, _FloatSegment)
     return _product_kernels.address_of(
         _product_kernels.code_kernel(name, functools.partial(segment_type, kernel), width)
     )
@@ -102,8 +105,13 @@ class _ScaledSegment:
         bits = _SCALE_BITS[self._kernel.scales]
         ints = ir.VectorType(ir.IntType(bits), count)
         few = self._floats(emit.load(emit.add(scales, b.mul(index, number(bits // 8))), ints, 1), count)
-        order = [lane * count // emit.width for lane in range(emit.width)]
+        order = self._scale_of_lanes(count)
         return b.shuffle_vector(few, few, ir.Constant(ir.VectorType(I32, emit.width), order))
+
+    def _scale_of_lanes(self, count: int) -> list[int]:
+        """Which of so many consecutive scales a lane of the products has."""
+        width = self._emit.width
+        return [lane * count // width for lane in range(width)]
 
     def _floats(self, words: Any, count: int) -> Any:
         b, scale_type, wide = self._emit.b, self._kernel.scales, ir.VectorType(I32, count)
@@ -124,9 +132,41 @@ class _ScaledSegment:
         return self._emit.b.fmul(total, self._factor)
 
     def _halves(self, words: Any, vector_type: ir.VectorType) -> tuple[Any, Any]:
-        """The even and the odd codes of a vector of bytes with two nibbles, or of words with two bytes."""
-        b, bits = self._emit.b, 4 if self._kernel.codes == NIBBLES else 8
-        return b.and_(words, every(vector_type, (1 << bits) - 1)), b.lshr(words, every(vector_type, bits))
+        """The even and the odd codes of a vector of words with two bytes."""
+        return self._emit.b.and_(words, every(vector_type, 255)), self._emit.b.lshr(words, every(vector_type, 8))
+
+
+NIBBLE_LAYOUT = InputLayout(SEGMENT, (16, 2, 2), (1, 2, 0))
+"""The order of the inputs of a segment of codes of 4 bits."""
+
+
+class _IntegerSegment(_ScaledSegment):
+    """Looks codes of 4 bits up, of which the first of a byte is in its low half, and multiplies integers."""
+
+    def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
+        super().__init__(kernel, emit, table)
+        self._table = emit.load(table, ir.VectorType(I8, 16), 1)
+
+    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
+        emit = self._emit
+        *words, scale = _product_kernels.integer_inputs(emit, even, odd, begin)
+        return [*words, emit.b.fmul(scale, every(emit.floats, 0.5))]  # the table has twice the values
+
+    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+        emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16)
+        both = emit.load(address, words, 1)
+        nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
+        index = b.bitcast(_integers.joined(emit, *nibbles), ir.VectorType(I8, 64))
+        values = b.bitcast(_integers.look_up(emit, self._table, index), _integers.WORDS)
+        eight = every(_integers.WORDS, 8)
+        return [
+            _product_kernels.integer_products(
+                emit, [b.ashr(b.shl(values, eight), eight), b.ashr(values, eight)], inputs
+            )
+        ]
+
+    def _scale_of_lanes(self, count: int) -> list[int]:
+        return [lane % 8 * count // 8 for lane in range(16)]  # of low halves, then of high ones
 
 
 class _FloatSegment(_ScaledSegment, Floats):
@@ -135,13 +175,9 @@ class _FloatSegment(_ScaledSegment, Floats):
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
         super().__init__(kernel, emit, table)
         self.codes_a_part = max(2 * emit.width, kernel.group)
-        self._values = SixteenValues(emit, table) if kernel.codes == NIBBLES else None
 
     def weights(self, address: Any) -> tuple[Any, Any]:
         emit, width = self._emit, self._emit.width
-        if self._values is not None:
-            low, high = self._halves(emit.b.zext(emit.load(address, emit.bytes, 1), emit.ints), emit.ints)
-            return self._values.look_up(low), self._values.look_up(high)
         words = ir.VectorType(I16, width)
         low, high = self._halves(emit.load(address, words, 1), words)
         return _wider(emit.b, low, width), _wider(emit.b, high, width)
@@ -164,10 +200,6 @@ class _PairSegment(_ScaledSegment):
 
     def _weights(self, address: Any) -> list[Any]:
         emit, words = self._emit, self._words
-        if self._kernel.codes == NIBBLES:
-            permute = emit.function("llvm.x86.avx512.permvar.hi.512", words, words, words)
-            wide = emit.b.zext(emit.load(address, ir.VectorType(I8, 32), 1), words)
-            return [emit.b.call(permute, [self._tables[0], index]) for index in self._halves(wide, words)]
         return [self._of_128(code) for code in self._halves(emit.load(address, words, 1), words)]
 
     def _of_128(self, code: Any) -> Any:

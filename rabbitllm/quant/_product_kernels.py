@@ -22,7 +22,7 @@ bit for bit alone and among others. Functions release the interpreter lock, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -150,6 +150,24 @@ class CodeSegment(Protocol):
         """The product of a row, from the sum of its scaled parts."""
 
 
+def integer_inputs(emit: Emitter, integers: Any, scales: Any, begin: Any) -> list[Any]:
+    """Two vectors of a segment's inputs, from bytes `begin` on, and their scale in all lanes."""
+    words = [emit.load(emit.add(integers, begin, offset), _integers.WORDS, 2) for offset in (0, 64)]
+    scale = emit.add(scales, emit.b.lshr(begin, number(SCALE_SHIFT)))
+    return [*words, emit.spread(emit.load(scale, F32, 4))]
+
+
+def integer_products(emit: Emitter, codes: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:
+    """Sums of two vectors of codes times `integer_inputs` of each token, float32, still apart in lanes."""
+    pair, sums = [*codes], []
+    for *vectors, scale in inputs:
+        total: Any = ir.Constant(_integers.INTS, [0] * 16)
+        for words, values in zip(pair, vectors, strict=True):
+            total = _integers.multiply_add(emit, total, words, values)
+        sums.append(emit.b.fmul(emit.b.sitofp(total, emit.floats), scale))
+    return sums
+
+
 class _OwnSegment:
     """A segment of our own schemes, of which all codes have one scale."""
 
@@ -159,19 +177,10 @@ class _OwnSegment:
         self.segment_bytes = self._decoder.segment_bytes
 
     def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        emit = self._emit
-        words = [emit.load(emit.add(even, begin, offset), _integers.WORDS, 2) for offset in (0, 64)]
-        scale = emit.add(odd, emit.b.lshr(begin, number(SCALE_SHIFT)))
-        return [*words, emit.spread(emit.load(scale, F32, 4))]
+        return integer_inputs(self._emit, even, odd, begin)
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        emit, codes, sums = self._emit, self._decoder.words(address), []
-        for *vectors, scale in inputs:
-            total: Any = ir.Constant(_integers.INTS, [0] * 16)
-            for words, values in zip(codes, vectors, strict=True):
-                total = _integers.multiply_add(emit, total, words, values)
-            sums.append(emit.b.fmul(emit.b.sitofp(total, emit.floats), scale))
-        return [sums]
+        return [integer_products(self._emit, self._decoder.words(address), inputs)]
 
     def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
         emit = self._emit

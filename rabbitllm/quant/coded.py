@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import CODES, PAIRS, CodeKernel, InputRows
+from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS, CodeKernel, InputRows
 from rabbitllm.quant._kernels import segment_inputs
 from rabbitllm.quant.products import MAX_GROUPED, SEGMENT, dense_product
 
@@ -28,8 +28,8 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 """The values of the 16 codes of FP4 (E2M1), in the Open Compute Project's Microscaling Formats Specification."""
 SCALES = {"F32": "f32", "BF16": "bf16", "F16": "f16", "U8": "power", "F8_E8M0": "power", "F8_E4M3": "float8"}
 """Dtypes of scales -> how kernels call them; U8 is the exponent of a power of two, as E8M0 is."""
-MAX_INPUTS = {PAIRS: 48, 16: 48, 8: 24}
-"""Lanes -> rows of input up to which codes are decoded for every few of them (see benchmarks/NOTES.md)."""
+MAX_INPUTS = {INTEGERS: 48, PAIRS: 48, 16: 48, 8: 24}
+"""Width -> rows of input up to which codes are decoded for every few of them (see benchmarks/NOTES.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +116,16 @@ def multiplies(form: CodedForm) -> bool:
 
 @functools.cache
 def kernel_for(kernel: CodeKernel, dtype: torch.dtype | None) -> int:
-    """Lanes of the kernel for inputs of a dtype; `PAIRS` for bfloat16 if this machine has that kernel and it agrees."""
+    """Width of the kernel for inputs of a dtype: `INTEGERS` for codes of 4 bits; 0 if there is none here.
+
+    FP8 is multiplied with inputs of bfloat16 in `PAIRS`, if this machine has that kernel and it agrees.
+    """
     import torch
 
     from rabbitllm.quant import _vectors
 
+    if kernel.codes == "nibbles":
+        return INTEGERS if _vectors.lanes() and _vectors.reads_halves() else 0
     if dtype == torch.bfloat16 and _vectors.multiplies_pairs() and _agrees(kernel, PAIRS):
         return PAIRS
     return _vectors.lanes() if _vectors.reads_halves() else 0
@@ -175,7 +180,7 @@ class CodedMatrix:
 
         out = torch.empty(len(x), self.form.shape[0])
         if len(x):
-            _run(width, segment_inputs(width, x), [(self, 0, len(x))], out)
+            _run(width, _prepared(width, x), [(self, 0, len(x))], out)
         return out
 
     def table_for(self, width: int) -> int:
@@ -230,7 +235,7 @@ class CodedProduct:
 
         self._x = x
         self._width = kernel_for(form.kernel, x.dtype)
-        self._inputs = segment_inputs(self._width, x)
+        self._inputs = _prepared(self._width, x)
         self._out = torch.zeros(len(x), form.shape[0])
 
     def multiply(self, matrices: Sequence[CodedMatrix], groups: Sequence[tuple[int, int]]) -> None:
@@ -247,6 +252,14 @@ class CodedProduct:
     def result(self) -> torch.Tensor:
         """The products of all groups, (S, N) of x's dtype; rows of no group are zero."""
         return self._out.to(self._x.dtype)
+
+
+def _prepared(width: int, x: torch.Tensor) -> InputRows:
+    if width != INTEGERS:
+        return segment_inputs(width, x)
+    from rabbitllm.quant import _code_kernels
+
+    return _code_kernels.NIBBLE_LAYOUT.inputs(x)
 
 
 def _run(width: int, inputs: InputRows, work: Sequence[tuple[CodedMatrix, int, int]], out: torch.Tensor) -> None:
@@ -294,7 +307,8 @@ def _agrees(kernel: CodeKernel, width: int) -> bool:
             x = torch.randn(count, columns, generator=generator).to(dtype)
             yield matrix.times(width, x), x.float() @ matrix.dequantized(torch.float32).T
 
-    return _kernels.agrees(f"by {' '.join(map(str, kernel))} codes", trials())
+    tolerance = _kernels.INTEGER_TOLERANCE if width == INTEGERS else _kernels.TOLERANCE
+    return _kernels.agrees(f"by {' '.join(map(str, kernel))} codes", trials(), tolerance)
 
 
 def sample(kernel: CodeKernel, shape: tuple[int, int], generator: torch.Generator) -> CodedMatrix:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.quant import _kernels, _vectors, bfloat_products, coded
-from rabbitllm.quant._kernel_interface import CODES, PAIRS
+from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS
 from rabbitllm.quant.coded import FP4, FP8, INT4, MAX_INPUTS, SCALES, CodedForm, CodedMatrix, form_named, multiplies
 from rabbitllm.quant.products import MAX_GROUPED
+from tests.support.integer_products import in_steps
 from tests.support.rounding import assert_products
 
 needs_kernel = pytest.mark.skipif(
@@ -78,23 +79,29 @@ def inputs(count: int, columns: int, dtype: torch.dtype = torch.float32) -> torc
     return torch.randn(count, columns, generator=torch.Generator().manual_seed(9)).to(dtype)
 
 
+def as_multiplied(of: CodedMatrix, x: torch.Tensor) -> torch.Tensor:
+    """Rows as `linear` multiplies them: those with codes of 4 bits as integers."""
+    width = coded.kernel_for(of.form.kernel, x.dtype)
+    return in_steps(64, x) if width == INTEGERS and len(x) <= MAX_INPUTS[width] else x
+
+
 @pytest.mark.bits
 @needs_kernel
 @pytest.mark.parametrize(
     ("width", "name"),
     [
         pytest.param(width, name, marks=[pytest.mark.long] * (width != _vectors.lanes() and name not in OF_EACH_CODES))
-        for width in (PAIRS, 16, 8)
         for name in FORMS
+        for width in ((PAIRS, 16, 8) if name.startswith("fp8") else (INTEGERS,))
     ],
 )
 def test_every_kernel_that_this_processor_can_run(name: str, width: int) -> None:
-    if not _vectors.multiplies_pairs() if width == PAIRS else _vectors.lanes() < width:
+    if not _vectors.multiplies_pairs() if width == PAIRS else _vectors.lanes() < (8 if width == INTEGERS else width):
         pytest.skip("needs other vectors")
     dtype = torch.bfloat16 if width == PAIRS else torch.float32
     for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (200, 704, 11), (300, 320, 2)):
         of, x = matrix(name, rows, columns, factor=0.25), inputs(count, columns, dtype)
-        assert_products(of.times(width, x), x, meant(of))
+        assert_products(of.times(width, x), in_steps(64, x) if width == INTEGERS else x, meant(of))
 
 
 @needs_kernel
@@ -105,7 +112,7 @@ def test_many_shapes(name: str, rows: int, segments: int, count: int, seed: int)
     of = matrix(name, rows, 64 * segments, seed)
     x = inputs(count, 64 * segments)
     assert multiplies(of.form)
-    assert_products(of.linear(x, None), x, meant(of))
+    assert_products(of.linear(x, None), as_multiplied(of, x), meant(of))
 
 
 @needs_kernel
@@ -117,9 +124,11 @@ def test_inputs_of_every_dtype_and_a_bias(name: str, dtype: torch.dtype, count: 
     of, x, bias = matrix(name, 150, 640), inputs(2 * count, 640, dtype).view(2, count, 640), inputs(1, 150, dtype)[0]
     out = of.linear(x, bias)
     assert (out.dtype, out.shape) == (dtype, (2, count, 150))
+    flat = x.reshape(-1, 640)
     many = 2 * count > MAX_INPUTS[coded.kernel_for(of.form.kernel, dtype)]
     sums = dtype if many else torch.float32
-    assert_products(out.view(-1, 150), x.reshape(-1, 640), meant(of), bias, sums=sums, weights=dtype if many else None)
+    exact = as_multiplied(of, flat)
+    assert_products(out.view(-1, 150), exact, meant(of), bias, sums=sums, weights=dtype if many else None)
 
 
 @needs_kernel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -101,3 +102,19 @@ def _threads_of_this_process() -> int:
         return threading.active_count()
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
+
+
+@pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp")
+@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "77"}, {"OMP_WAIT_POLICY": "active"}])
+def test_threads_wait_actively_for_a_short_time(given: dict[str, str]) -> None:
+    """libgomp says what it read; what the user says is kept."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    environment |= given | {"OMP_DISPLAY_ENV": "verbose", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", "import rabbitllm, torch"]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
+    spins = re.search(r"GOMP_SPINCOUNT = '(\d+)'", shown)
+    assert spins is not None
+    assert (spins[1] == "1000") == (not given)
+    assert given.get("GOMP_SPINCOUNT", spins[1]) == spins[1]

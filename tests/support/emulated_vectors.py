@@ -16,7 +16,7 @@ from typing import Any
 import numba
 from llvmlite import ir
 
-from rabbitllm.quant import _vectors
+from rabbitllm.quant import _integers, _vectors
 from rabbitllm.quant._vectors import F32, I32, Emitter
 
 FEATURES = frozenset({"avx512f", "avx512bw", "avx512bf16"})
@@ -31,6 +31,7 @@ def install() -> None:
     if not numba.config.CACHE_DIR:
         raise RuntimeError("NUMBA_CACHE_DIR must name a folder for emulated kernels alone")
     real, ordinary = _vectors.features(), Emitter.function
+    assert _integers.features is _vectors.features  # kept: integers have the same bits with the instructions of AVX2
     _vectors.features = functools.cache(lambda: real | FEATURES)
 
     def function(self: Emitter, name: str, result: ir.Type, *arguments: ir.Type) -> Any:

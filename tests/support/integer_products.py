@@ -15,7 +15,12 @@ from rabbitllm.quant.schemes import SCHEMES
 
 def rounded_inputs(scheme: str, x: torch.Tensor) -> torch.Tensor:
     """Rows (T, K) as integers times the scale of their step, float64."""
-    steps = x.float().view(len(x), -1, products._layout(scheme).step)
+    return in_steps(products._layout(scheme).step, x)
+
+
+def in_steps(step: int, x: torch.Tensor) -> torch.Tensor:
+    """The same, with the inputs that have one scale."""
+    steps = x.float().view(len(x), -1, step)
     largest = steps.abs().amax(-1, keepdim=True)
     most = torch.tensor(float(LARGEST_INPUT))  # torch multiplies by the inverse of a number
     factor = torch.where(largest > 1e-30, most / largest, torch.zeros(()))
