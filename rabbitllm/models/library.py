@@ -154,7 +154,7 @@ def _finished(folder: Path, record: str) -> SplitEntry:
     try:
         manifest = read_manifest(folder, record)
     except RabbitLLMError as error:
-        return _unreadable(folder, error.problem)
+        return _unreadable(folder, error.problem.removesuffix("."))
     assert manifest is not None
     sizes = {layer.file: _size(folder / layer.file) for layer in manifest.layers}
     problem = _problem(manifest, sizes)
