@@ -559,6 +559,10 @@ def _finished_without_hub(spec: ModelSpec) -> Source | None:
     if commit is None and spec.folder is None:
         return None
     target = locations.for_repository(spec.name, commit or "", spec.folder, spec.compression, spec.base)
+    if not is_finished(target) and spec.folder is None:
+        same = locations.of_repository(spec.name, spec.base)
+        others = locations.of_any_name(target, spec.compression)
+        target = next((folder for folder in others if folder in same and is_finished(folder)), target)
     if not is_finished(target):
         return None
     source = Source(spec.name, target, target, finished=True)
