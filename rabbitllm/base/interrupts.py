@@ -31,9 +31,18 @@ def resumable() -> Iterator[None]:
 
 def answer_interrupts() -> None:
     """Answer Ctrl-C as above from now on, unless the caller of the command has its own handler."""
+    _replace(signal.default_int_handler, on_interrupt)
+
+
+def end_at_interrupts() -> None:
+    """End the process at once at Ctrl-C from now on: it is done, and Python with torch takes a second to end."""
+    _replace(on_interrupt, signal.SIG_DFL)
+
+
+def _replace(before: Any, handler: Any) -> None:
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, on_interrupt)
+    if is_main and signal.getsignal(signal.SIGINT) is before:
+        signal.signal(signal.SIGINT, handler)
 
 
 def on_interrupt(sig: int, frame: Any) -> None:

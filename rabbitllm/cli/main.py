@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rabbitllm.base.interrupts import answer_interrupts, resumable
+from rabbitllm.base.interrupts import answer_interrupts, end_at_interrupts, resumable
 from rabbitllm.base.terminal import size
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli._batch import batch_command
@@ -173,3 +173,5 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         sys.exit(exit_codes.INTERRUPTED)
+    finally:
+        end_at_interrupts()  # else a traceback may follow the answer
