@@ -291,8 +291,10 @@ class LoadRequest:
             OptionError: an option is invalid, or two contradict each other; or there is no name.
         """
         check_model(name)
-        access = HubAccess(revision, token, None if cache_dir is None else expand(cache_dir), local_files_only)
-        spec = prepare.ModelSpec(str(name), compression, None if folder is None else expand(Path(folder)), access)
+        cache = None if cache_dir is None else expand(cache_dir, "cache_dir")
+        saving_path = None if folder is None else expand(folder, "layer_shards_saving_path")
+        access = HubAccess(revision, token, cache, local_files_only)
+        spec = prepare.ModelSpec(str(name), compression, saving_path, access)
         run = RunOptions(dtype=parse_dtype(dtype), max_memory=parse_max_memory(max_memory), **of_run)
         return cls(spec, prepare.split_options(compression, shards, **of_split), run, hosts)
 

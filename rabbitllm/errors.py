@@ -449,7 +449,7 @@ def system_errors_by_name(prepared: str | Path | None = None) -> Iterator[None]:
     Errors not caused by a disk or memory (of the caller, of the network, an interrupt) are raised unchanged.
 
     Args:
-        prepared: the split directory, or the source, that is being prepared; the error for a full disk names it.
+        prepared: the split directory, or the source, that is being prepared; errors name it.
 
     Raises:
         DiskFullError: no space, no inodes or no quota left.
@@ -484,7 +484,7 @@ def _translated_error(error: BaseException, prepared: str | Path | None) -> Rabb
 
 def _storage_error(error: OSError, prepared: str | Path | None) -> RabbitLLMError | None:
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
-    paths = " -> ".join(names) or "A file or folder"
+    paths = " -> ".join(names) or ("A file or folder" if prepared is None else f"A file of {prepared}")
     if error.errno in _FULL_ERRORS:
         why = f"{paths}: {error.strerror}" if names else error.strerror
         what_to_do = "Free disk space, or inodes if there is space (`df -i`), and make the same call again"

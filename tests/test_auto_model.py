@@ -909,6 +909,19 @@ def test_transposed_tensors_without_a_split(tmp_path: Path, room: Any) -> None:
     assert_same(run(model), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("compression", ["4bit"], r"compression=\['4bit'\] does not exist; expected 'auto'"),
+        ("layer_shards_saving_path", 5, "layer_shards_saving_path is 5; expected a path"),
+        ("cache_dir", 5, "cache_dir is 5; expected a path"),
+    ],
+)
+def test_values_of_wrong_types(name: str, value: Any, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        AutoModel.from_pretrained("acme/tiny", **{name: value})
+
+
 def test_text_is_no_answer_to_split() -> None:
     wrong: Any = "no"
     with pytest.raises(OptionError, match="split='no' is not a truth value"):

@@ -95,6 +95,18 @@ def test_full_disk_names_the_folder_and_the_remedy(place: tuple[str, ...]) -> No
     assert caught.value.remedy.endswith("make the same call again: it resumes.")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="limits of POSIX")
+def test_a_limit_of_file_sizes_names_the_folder(model: Path) -> None:
+    code = f"""
+import resource
+from tests.support.splitting import split
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+split({str(model)!r})
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert f"A file of {model / 'splitted_model'} cannot be used: File too large." in run.stderr
+
+
 def test_other_errors_are_not_translated() -> None:
     gone = BrokenPipeError(errno.EPIPE, "x")
     for error in (TypeError("x"), KeyboardInterrupt(), RuntimeError("x"), gone, OSError("x")):

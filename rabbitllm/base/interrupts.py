@@ -6,29 +6,53 @@ takes seconds more to take them down again. Nothing is lost: a command that was 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, by the convention of shells."""
+_line = contextvars.ContextVar("line", default="interrupted")
+
+
+@contextlib.contextmanager
+def resumable() -> Iterator[None]:
+    """Say after Ctrl-C that the same command resumes, while the context is open."""
+    before = _line.set("interrupted; run the same command to resume")
+    try:
+        yield
+    finally:
+        _line.reset(before)
 
 
 def answer_interrupts() -> None:
     """Answer Ctrl-C as above from now on, unless the caller of the command has its own handler."""
+    _replace(signal.default_int_handler, on_interrupt)
+
+
+def end_at_interrupts() -> None:
+    """End the process at once at Ctrl-C from now on: it is done, and Python with torch takes a second to end."""
+    _replace(on_interrupt, signal.SIG_DFL)
+
+
+def _replace(before: Any, handler: Any) -> None:
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, on_interrupt)
+    if is_main and signal.getsignal(signal.SIGINT) is before:
+        signal.signal(signal.SIGINT, handler)
 
 
 def on_interrupt(sig: int, frame: Any) -> None:
-    """The handler: raises KeyboardInterrupt, unless the interrupted code is being imported."""
+    """The handler: raises KeyboardInterrupt with the line to print, unless the interrupted code is being imported."""
     caller = frame
     while caller is not None:
         if caller.f_code.co_filename == "<frozen importlib._bootstrap>":
             # a terminal has shown ^C, and a status line may have hidden its cursor
-            os.write(2, b"\x1b[?25h\ninterrupted\n" if os.isatty(2) else b"interrupted\n")
+            shown = "\x1b[?25h\n" if os.isatty(2) else ""
+            os.write(2, f"{shown}{_line.get()}\n".encode())
             os._exit(INTERRUPTED)
         caller = caller.f_back
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(_line.get())

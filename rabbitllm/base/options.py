@@ -372,12 +372,14 @@ def explain_unknown(
     return decorated
 
 
-def expand(path: str | Path) -> Path:
-    """Expand `~` in a path.
+def expand(path: str | os.PathLike[str], name: str = "The path") -> Path:
+    """Expand `~` in a path; `name` is the argument's.
 
     Raises:
-        OptionError: no home folder is known.
+        OptionError: it is no path, or no home folder is known.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise OptionError(f"{name} is {harmless(repr(path), 60)}; expected a path.", "Example: '~/splits'.")
     try:
         return Path(path).expanduser()
     except RuntimeError:

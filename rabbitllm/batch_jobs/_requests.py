@@ -121,7 +121,7 @@ class RequestBuilder:
                 raise prompt_error(error) from error
             thoughts = self.template.thoughts(prompt.ids)
         with bad_options(code="context_length_exceeded"):
-            limit = self.limits.new_tokens(len(prompt.ids), task.max_new_tokens, cut=True)
+            limit = self.limits.new_tokens(len(prompt.ids), task.max_new_tokens, cut=task.may_cut)
         requests = tuple(
             Request(prompt.ids, limit, task.sampling.nth(i), stop, media=prompt.media, thoughts=thoughts)
             for i in range(task.n)

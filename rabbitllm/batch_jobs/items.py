@@ -61,6 +61,7 @@ class Generate:
         stop: texts at which an answer ends; the answer excludes them.
         n: number of answers.
         thinking: see `Defaults`.
+        may_cut: whether the limit is a default, which is cut to the rest of the context; a line's own is refused.
     """
 
     prompt: str | tuple[int, ...] | tuple[Mapping[str, Any], ...]
@@ -69,6 +70,7 @@ class Generate:
     stop: tuple[str, ...] = ()
     n: int = 1
     thinking: Thinking = Thinking()  # noqa: RUF009  immutable
+    may_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +306,9 @@ def _parse_call(value: Mapping[str, Any], defaults: Defaults) -> BatchCall:
 
 def _parse_native(value: Any, index: int, defaults: Defaults) -> Task:
     if not isinstance(value, Mapping):
-        raise LineError(f'The line is {_type_name(value)}; expected an object, as {{"prompt": …}}')
+        raise LineError(
+            f'The line is {"null" if value is None else _type_name(value)}; expected an object, as {{"prompt": …}}'
+        )
     names = [name for name in _KINDS if value.get(name) is not None]
     if len(names) != 1:
         listing = " and ".join(names) if names else "none of them"
@@ -335,7 +339,8 @@ def _parse_generation(value: Mapping[str, Any], field: str, index: int, defaults
     usual = asdict(defaults.sampling.nth(index))
     sampling = Sampling(**{name: _number(value, name, default) for name, default in usual.items()})
     count = _number(value, "n", 1)
-    return Generate(prompt, max_new_tokens, sampling, _stops(value, defaults), count, defaults.thinking)
+    stops, may_cut = _stops(value, defaults), value.get(limit) is None
+    return Generate(prompt, max_new_tokens, sampling, stops, count, defaults.thinking, may_cut)
 
 
 def _messages(messages: Any) -> tuple[Mapping[str, Any], ...]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rabbitllm.base.interrupts import answer_interrupts
+from rabbitllm.base.interrupts import answer_interrupts, end_at_interrupts, resumable
 from rabbitllm.base.terminal import size
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli._batch import batch_command
@@ -57,7 +57,7 @@ class _Commands(GroupInWords):
         except KeyboardInterrupt as interrupt:
             if not hasattr(interrupt, "__notes__"):  # else it was reported
                 bar = "\n" if sys.stderr.isatty() else ""  # the terminal has shown ^C
-                print(f"{bar}interrupted", file=sys.stderr)
+                print(f"{bar}{str(interrupt) or 'interrupted'}", file=sys.stderr)
             raise typer.Exit(exit_codes.INTERRUPTED) from None
 
 
@@ -111,6 +111,17 @@ def _needs_torch(function: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
+def _resumable(function: Callable[..., None]) -> Callable[..., None]:
+    """A command that says after Ctrl-C that it can be resumed."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> None:
+        with contextlib.nullcontext() if kwargs.get("dry_run") else resumable():
+            function(*args, **kwargs)
+
+    return called
+
+
 def _add(name: str, panel: str, function: Callable[..., None]) -> None:
     """Add a command. Each paragraph of its help is one line, which the terminal wraps; examples keep their lines."""
     paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
@@ -120,7 +131,7 @@ def _add(name: str, panel: str, function: Callable[..., None]) -> None:
 
 MAIN, MANY = "Main commands", "Many prompts, several machines"
 SPLITS, OTHER, MEASURE = "Splits on this machine", "Machine and checkpoints", "Measure"
-_add("pull", MAIN, _needs_torch(pull_command))
+_add("pull", MAIN, _needs_torch(_resumable(pull_command)))
 _add("run", MAIN, _needs_torch(run_command))
 _add("chat", MAIN, _needs_torch(chat_command))
 _add("serve", MAIN, _needs_torch(serve_command))
@@ -133,7 +144,7 @@ _add("verify", SPLITS, verify_command)
 _add("rm", SPLITS, rm_command)
 _add("doctor", OTHER, doctor_command)
 _add("inspect", OTHER, inspect_command)
-_add("convert", OTHER, convert_command)
+_add("convert", OTHER, _resumable(convert_command))
 _add("bench", MEASURE, _needs_torch(bench_command))
 _add("quality", MEASURE, _needs_torch(quality_command))
 _add("demo", MEASURE, _needs_torch(demo))
@@ -162,3 +173,5 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         sys.exit(exit_codes.INTERRUPTED)
+    finally:
+        end_at_interrupts()  # else a traceback may follow the answer

@@ -39,6 +39,7 @@ class Weights(enum.Enum):
     PICKLE = "a bare pickle"
     GGUF = "GGUF"
     POINTER = "a git-lfs pointer, not the file itself"
+    EMPTY = "empty"
     UNKNOWN = "of no format known here"
 
 
@@ -88,6 +89,7 @@ FORMATS = (
         remedy="If you trust the file, load it with torch.load, save the result with safetensors' save_file or with "
         "torch.save under another name, and give the folder of that.",
     ),
+    WeightFormat(Weights.EMPTY, lambda head: not head, remedy="Download the file again; it has 0 bytes."),
     WeightFormat(Weights.UNKNOWN, lambda head: True, remedy="Download the file again; it may be a web page."),
 )
 """The formats, in the order in which a file is compared with them."""
@@ -135,7 +137,7 @@ def parse_shard_header(read: ReadAt, size: int, file: str, *, scattered: bool = 
         UnreadableFormatError: the format is not read here; with the format and a remedy.
     """
     weights = recognise(read(0, min(HEAD_BYTES, size)))
-    if weights is Weights.UNKNOWN and file.endswith(".safetensors"):
+    if weights in (Weights.EMPTY, Weights.UNKNOWN) and file.endswith(".safetensors"):
         weights = Weights.SAFETENSORS  # its reader reports the error
     entry = next(entry for entry in FORMATS if entry.kind is weights)
     if entry.header is None:

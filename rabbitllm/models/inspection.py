@@ -292,7 +292,7 @@ class WeightlessFile(enum.Enum):
 def kind_of(head: bytes, name: str) -> Weights | WeightlessFile:
     """The format of a file that begins with `head`; its name decides only where `head` is of no known format."""
     form = recognise(head)
-    if form is not Weights.UNKNOWN:
+    if form not in (Weights.EMPTY, Weights.UNKNOWN):
         return form
     # the first message has a text and a score, and perhaps a type, as sentencepiece writes them
     if len(head) > 3 and head[0] == head[2] == 0x0A and head[1] - head[3] in (7, 9):

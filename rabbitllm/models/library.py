@@ -154,7 +154,7 @@ def _finished(folder: Path, record: str) -> SplitEntry:
     try:
         manifest = read_manifest(folder, record)
     except RabbitLLMError as error:
-        return _unreadable(folder, error.problem)
+        return _unreadable(folder, error.problem.removesuffix("."))
     assert manifest is not None
     sizes = {layer.file: _size(folder / layer.file) for layer in manifest.layers}
     problem = _problem(manifest, sizes)
@@ -328,8 +328,7 @@ def _locations(name: str, saving_path: Path | None) -> Iterator[Path]:
         yield from (saving_path / directory_name(compression) for compression in SPLITS)
         return
     if locations.is_repo_id(name):
-        for compression in SPLITS:
-            yield from locations.of_other_commits(name, "", compression, base)
+        yield from locations.of_repository(name, base)
         if "/" not in name:
             folders = (locations.home() / locations.LOCAL_FOLDER).glob(f"{name}-*/{SPLIT_DIRECTORY}*")
             yield from sorted(path for path in folders if path.parent.name.rpartition("-")[0] == name)

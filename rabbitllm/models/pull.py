@@ -64,7 +64,7 @@ class Pulled:
         name: the user's name for it, normalised.
         entry: its split directory.
         config_folder: folder of config and tokenizer.
-        before: whether it was complete before this call.
+        before: whether it was complete before this call, or before it had waited for another process.
         seconds: duration of this call.
         shards: their state; None where it is unknown.
         shards_at: the folder that has shards, if any.
@@ -149,7 +149,7 @@ def pull(request: LoadRequest, executor: ShardExecutor | None = None) -> Pulled:
         )
     shards, folder = shards_of(source, entry.source)
     peak, seconds = ends[-1].peak_disk_bytes if ends else 0, time.perf_counter() - start
-    return Pulled(source.name, entry, prepared.config_folder, source.finished, seconds, shards, folder, peak)
+    return Pulled(source.name, entry, prepared.config_folder, not ends, seconds, shards, folder, peak)
 
 
 def shards_of(source: prepare.Source, origin: SourceIdentity | None) -> tuple[Shards | None, Path | None]:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from rabbitllm.base.options import ShardPolicy, SplitOptions, check_transfer, expand, parse_size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
@@ -60,7 +60,9 @@ from rabbitllm.store import locations
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX
 from rabbitllm.store.locations import resolve_name, with_near_names
 from rabbitllm.store.manifest import (
+    JOURNAL_NAME,
     SPLIT_DIRECTORY,
+    SPLITS,
     Manifest,
     check_split,
     directory_name,
@@ -71,6 +73,7 @@ from rabbitllm.store.manifest import (
 )
 
 logger = logging.getLogger(__name__)
+_Error = TypeVar("_Error", bound=CheckpointError)
 
 
 @dataclass(frozen=True)
@@ -394,13 +397,29 @@ def _find_local(folder: Path, spec: ModelSpec, *, only_look: bool, entry: str | 
     if spec.repo_id is not None and not finished:
         repository = open_repository(spec.repo_id, spec.access, target / STAGING_NAME)
     config = target if not names_a_model(folder / CONFIG_NAME) and (target / CONFIG_NAME).exists() else folder
-    if not (finished or only_look or has_legacy_layers):  # raises for a folder without weights
-        try:
-            finished = _finished_while_looking(folder, repository, target, entry)
-        except (CheckpointNotFoundError, MissingShardError):
-            folder_lock.shared(folder, FolderKind.SOURCE).close()  # raises if a split is deleting the shards
-            raise
-    return Source(spec.name, target, config, finished, None, folder, repository, entry, spec.base)
+    source = Source(spec.name, target, config, finished, None, folder, repository, entry, spec.base)
+    if finished or only_look or has_legacy_layers:
+        return source
+    try:  # raises for a folder without weights
+        return dataclasses.replace(source, finished=_finished_while_looking(folder, repository, target, entry))
+    except (CheckpointNotFoundError, MissingShardError) as error:
+        folder_lock.shared(folder, FolderKind.SOURCE).close()  # raises if a split is deleting the shards
+        raise with_other_splits(error, source) from None
+
+
+def with_other_splits(error: _Error, source: Source) -> _Error:
+    """Return the same error, naming other splits, finished or not, that may have used up the missing shards."""
+    split_folder = source.split_folder
+    if (split_folder / JOURNAL_NAME).exists():
+        return error
+    folders = {split_folder.parent / directory_name(c, source.base): c for c in SPLITS}
+    if source.local is not None:  # also where they are if the user names no folder
+        folders |= {locations.for_local(source.local, None, c, source.base): c for c in SPLITS}
+    splits = [f"compression={c!r} in {folder}" for folder, c in folders.items() if is_begun(folder)]
+    if not splits:
+        return error
+    remedy = f"Another split may have deleted them. Load or resume that one: {' or '.join(splits)}."
+    return type(error)(error.problem, remedy)
 
 
 def _manifest_of(folder: Path) -> Manifest | None:
@@ -540,6 +559,10 @@ def _finished_without_hub(spec: ModelSpec) -> Source | None:
     if commit is None and spec.folder is None:
         return None
     target = locations.for_repository(spec.name, commit or "", spec.folder, spec.compression, spec.base)
+    if not is_finished(target) and spec.folder is None:
+        same = locations.of_repository(spec.name, spec.base)
+        others = locations.of_any_name(target, spec.compression)
+        target = next((folder for folder in others if folder in same and is_finished(folder)), target)
     if not is_finished(target):
         return None
     source = Source(spec.name, target, target, finished=True)

@@ -35,6 +35,7 @@ from rabbitllm.prepare._finding import (
     is_complete,
     open_folder,
     refuse_another,
+    with_other_splits,
 )
 from rabbitllm.splitter import journal
 from rabbitllm.splitter import lock as split_lock
@@ -62,10 +63,7 @@ from rabbitllm.store.manifest import (
     AUTO,
     JOURNAL_NAME,
     MANIFEST_NAME,
-    SPLITS,
     Manifest,
-    directory_name,
-    is_begun,
     is_finished,
     is_fitted,
     read_manifest,
@@ -331,7 +329,7 @@ def ensure_split(
             with sharing:
                 return split(request)
         except MissingShardError as error:
-            raise _with_other_splits(error, source) from None
+            raise with_other_splits(error, source) from None
 
 
 def check_before_fetching(source: Source, accept: Acceptance) -> None:
@@ -409,21 +407,6 @@ def _open_checkpoint(source: Source, options: SplitOptions, *, by_executor: bool
             "Remove --keep-shards, or download the repository into a shared folder and use that folder.",
         )
     return HubCheckpoint(repository)
-
-
-def _with_other_splits(error: MissingShardError, source: Source) -> MissingShardError:
-    """Return the same error, naming other splits, finished or not, that may have used up the missing shards."""
-    split_folder = source.split_folder
-    if (split_folder / JOURNAL_NAME).exists():
-        return error
-    folders = {split_folder.parent / directory_name(c, source.base): c for c in SPLITS}
-    if source.local is not None:  # also where they are if the user names no folder
-        folders |= {locations.for_local(source.local, None, c, source.base): c for c in SPLITS}
-    splits = [f"compression={c!r} in {folder}" for folder, c in folders.items() if is_begun(folder)]
-    if not splits:
-        return error
-    remedy = f"Another split may have deleted them. Load or resume that one: {' or '.join(splits)}."
-    return MissingShardError(error.problem, remedy)
 
 
 def original_around(folder: Path, shards: Collection[str]) -> Path | None:

@@ -234,7 +234,7 @@ def check_compression(compression: str | None) -> None:
         OptionError: it is not None, "4bit", "4bit-double" or "8bit".
         MissingPackageError: bitsandbytes is not installed.
     """
-    if compression is not None and compression not in SCHEMES:
+    if compression not in (None, *SCHEMES):  # a list cannot be looked up
         raise OptionError(
             f"compression={compression!r} does not exist; expected 'auto', '4bit', '4bit-double', '8bit' or None "
             "('none' on the command line).",

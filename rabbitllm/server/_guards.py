@@ -187,7 +187,10 @@ def api_error_of(error: Exception) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, HTTPException):
-        return APIError(error.status_code, str(error.detail), headers=error.headers)
+        allowed = (error.headers or {}).get("Allow")
+        methods = " and ".join(sorted(allowed.split(", "))) if allowed else ""
+        message = f"This path answers {methods} only." if methods else str(error.detail)
+        return APIError(error.status_code, message, headers=error.headers)
     errors.error("A request could not be answered.", exc_info=error)
     return broken()
 

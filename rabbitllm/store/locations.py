@@ -34,6 +34,7 @@ from rabbitllm.checkpoints.index import (
     is_index,
     is_meta,
     is_rank,
+    names_quantization,
     read_index,
 )
 from rabbitllm.checkpoints.local import entry_in, is_writable
@@ -147,6 +148,21 @@ def of_any_name(folder: Path, compression: str | None) -> list[Path]:
     others = {f".{name}" for name in SPLITS if name != compression}
     paths = folder.parent.glob(directory_name(compression, f"{SPLIT_DIRECTORY}*"))
     return sorted(path for path in paths if path != folder and path.suffix not in others)
+
+
+def of_repository(repo_id: str, base: str) -> list[Path]:
+    """Split directories of a repository in `home()`: with this base name, and with another one of the same GGUF model.
+
+    The hub is not asked whether a repository has one GGUF model only: its splits decide.
+    """
+    paths = sorted((home() / hub_cache.folder_name(repo_id)).glob(f"*/{SPLIT_DIRECTORY}*"))
+    models = {path: tuple(gguf_models(_shards_of(path))) for path in paths}
+    own = {directory_name(compression, base) for compression in SPLITS}
+    if model := base.removeprefix(SPLIT_DIRECTORY)[1:]:
+        same = {path for path in paths if any(names_quantization(name, model) for name in models[path])}
+    else:
+        same = {*paths} if len({*models.values()}) == 1 and models[paths[0]] else set()
+    return [path for path in paths if path.name in own or path in same]
 
 
 def known_names() -> list[str]:

@@ -25,23 +25,28 @@ from rabbitllm.generation.request import Sampling
 DEFAULTS = Defaults(max_new_tokens=9, sampling=Sampling(0.5, seed=100), stop=("END",))
 
 
+def usual(prompt: Any, sampling: Sampling = Sampling(0.5, None, 103), **options: Any) -> Generate:  # noqa: B008
+    """What a line asks for that names no limit of tokens."""
+    return Generate(prompt, 9, sampling, **{"stop": ("END",), "may_cut": True, **options})
+
+
 @pytest.mark.parametrize(
     ("value", "task"),
     [
-        ({"prompt": "a"}, Generate("a", 9, Sampling(0.5, None, 103), ("END",))),
+        ({"prompt": "a"}, usual("a")),
         ({"prompt": [4, 5], "max_tokens": 2, "seed": 7}, Generate((4, 5), 2, Sampling(0.5, None, 7), ("END",))),
-        ({"tokens": [4, 5], "stop": "x", "n": 2}, Generate((4, 5), 9, Sampling(0.5, None, 103), ("x",), 2)),
-        ({"prompt": "a", "stop": ["x", "", "x"], "top_p": 1}, Generate("a", 9, Sampling(0.5, 1.0, 103), ("x",))),
-        ({"prompt": "a", "temperature": 0, "label": object()}, Generate("a", 9, Sampling(0.0, None, 103), ("END",))),
-        ({"prompt": "a", "tools": []}, Generate("a", 9, Sampling(0.5, None, 103), ("END",))),
+        ({"tokens": [4, 5], "stop": "x", "n": 2}, usual((4, 5), stop=("x",), n=2)),
+        ({"prompt": "a", "stop": ["x", "", "x"], "top_p": 1}, usual("a", Sampling(0.5, 1.0, 103), stop=("x",))),
+        ({"prompt": "a", "temperature": 0, "label": object()}, usual("a", Sampling(0.0, None, 103))),
+        ({"prompt": "a", "tools": []}, usual("a")),
         (
             {"prompt": "a", "repetition_penalty": 1, "min_p": 0.1, "top_k": 3},
-            Generate("a", 9, Sampling(0.5, None, 103, 3, 0.1, 1.0), ("END",)),
+            usual("a", Sampling(0.5, None, 103, 3, 0.1, 1.0)),
         ),
         ({"prompt": "a", "max_new_tokens": 3, "messages": None}, Generate("a", 3, Sampling(0.5, None, 103), ("END",))),
         (
             {"messages": [{"role": "user", "content": "a"}]},
-            Generate(({"role": "user", "content": "a"},), 9, Sampling(0.5, None, 103), ("END",)),
+            usual(({"role": "user", "content": "a"},)),
         ),
         ({"context": "a", "continuation": " b"}, ScoreItem("a", (" b",))),
         ({"context": "a", "continuation": [" b", " c"]}, ScoreItem("a", (" b", " c"), True)),
@@ -68,6 +73,7 @@ def test_parsed_lines(value: dict[str, Any], task: object) -> None:
         ({"prompt": "a", "min_p": 1.2}, "min_p is 1.2; expected a number from 0 to 1"),
         ({"prompt": "a", "tools": [{}]}, "tools is not supported here"),
         ([], "The line is a list; expected an object"),
+        (None, "The line is null; expected an object"),
         ({}, "the line has none of them"),
         ({"prompt": "a", "messages": []}, "the line has prompt and messages"),
         ({"prompt": ""}, "prompt is empty"),

@@ -79,20 +79,44 @@ from rabbitllm.base.interrupts import answer_interrupts
 answer_interrupts()
 import stubborn
 """
+RESUMES = IMPORTS.replace(
+    "import stubborn",
+    """
+from rabbitllm.base.interrupts import resumable
+with resumable():
+    import stubborn
+""",
+)
 COMPUTES = """
 import time
-from rabbitllm.base.interrupts import answer_interrupts
+from rabbitllm.base.interrupts import answer_interrupts, resumable
 answer_interrupts()
 try:
-    print("begun", flush=True)
-    time.sleep(60)
-except KeyboardInterrupt:
-    print("answered")
+    with resumable():
+        print("begun", flush=True)
+        time.sleep(60)
+except KeyboardInterrupt as interrupt:
+    print(f"answered: {interrupt}")
+"""
+ENDS = """
+import time
+from rabbitllm.base.interrupts import answer_interrupts, end_at_interrupts
+answer_interrupts()
+end_at_interrupts()
+print("begun", flush=True)
+time.sleep(60)
 """
 
 
 @pytest.mark.parametrize(
-    ("code", "end"), [(IMPORTS, (130, "", "interrupted\n")), (COMPUTES, (0, "answered\n", ""))], ids=["import", "work"]
+    ("code", "end"),
+    [
+        (IMPORTS, (130, "", "interrupted\n")),
+        (RESUMES, (130, "", "interrupted; run the same command to resume\n")),
+        (COMPUTES, (0, "answered: interrupted; run the same command to resume\n", "")),
+        (ENDS, (-signal.SIGINT, "", "")),
+    ],
+    ids=["import", "import in a command that resumes", "work", "end"],
 )
 def test_only_imports_are_ended_at_once(tmp_path: Path, code: str, end: tuple[int, str, str]) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)

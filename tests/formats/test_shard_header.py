@@ -58,7 +58,7 @@ def test_other_formats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("head", "weights"),
     [
-        (b"", Weights.UNKNOWN),
+        (b"", Weights.EMPTY),
         (b"PK", Weights.UNKNOWN),
         (b"PK\x05\x06", Weights.UNKNOWN),
         (b"GGUF\x03\0\0\0", Weights.GGUF),
@@ -117,6 +117,7 @@ WRITERS: dict[Weights, Callable[[Tensors], bytes]] = {
     Weights.PICKLE: lambda tensors: pickled({"x": 1}, 4),
     Weights.GGUF: _gguf,
     Weights.POINTER: lambda tensors: b"version https://git-lfs.github.com/spec/v1\n",
+    Weights.EMPTY: lambda tensors: b"",
     Weights.UNKNOWN: lambda tensors: b"<!DOCTYPE html>",
 }
 """A sound file of each format; a new entry of the registry needs one here."""

@@ -162,7 +162,7 @@ def test_config_and_index(tmp_path: Path) -> None:
     [
         (SOUND[:512], "x", WeightlessFile.VOCABULARY),
         (b"", "tokenizer.model", WeightlessFile.VOCABULARY),
-        (b"", "x.bin", Weights.UNKNOWN),
+        (b"", "x.bin", Weights.EMPTY),
         (b"IQ== 0\nIg== 1\n", "tokenizer.model", WeightlessFile.VOCABULARY),
         (b'\xef\xbb\xbf \n{"a": 1}', "x", WeightlessFile.JSON),
         (b'\n{\n  "a": 1}', "x", WeightlessFile.JSON),

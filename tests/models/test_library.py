@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from rabbitllm.errors import CheckpointNotFoundError, OptionError
 from rabbitllm.models.library import (
@@ -179,7 +180,12 @@ def test_splits_of_one_of_several_models(tmp_path: Path, hub_environment: HubEnv
 @pytest.mark.parametrize("first", ["", ":Q4_K_M"])
 @pytest.mark.parametrize("compression", [None, "8bit"])
 def test_a_repositorys_only_gguf_model_has_one_split(
-    tmp_path: Path, hub_environment: HubEnvironment, first: str, compression: str | None
+    tmp_path: Path,
+    hub_environment: HubEnvironment,
+    local_hub: LocalHub,
+    monkeypatch: pytest.MonkeyPatch,
+    first: str,
+    compression: str | None,
 ) -> None:
     hub = tmp_path / "hub" / REPO
     hub.mkdir(parents=True, exist_ok=True)
@@ -190,6 +196,23 @@ def test_a_repositorys_only_gguf_model_has_one_split(
         assert (source.split_folder, source.finished) == (made, True)
     other = "4bit" if compression is None else None
     assert not Call(REPO, compression=other, sequential=False).find().finished
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in (REPO, f"{REPO}:q4_k_m"):
+        assert [entry.folder for entry in of_model(name)] == [made]
+        source = Call(name, compression=compression, sequential=False).find()
+        assert (source.split_folder, source.finished) == (made, True)
+    assert of_model(f"{REPO}:Q8_0") == []
+
+
+def test_a_name_without_quantization_means_no_one_of_several(
+    tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub
+) -> None:
+    hub = tmp_path / "hub" / REPO
+    hub.mkdir(parents=True, exist_ok=True)
+    for seed, name in enumerate(("a-Q8_0", "b-Q4_K_M")):
+        write_gguf(hub / f"{name}.gguf", seed=seed)
+        Call(f"{REPO}:{name[2:]}", sequential=False).make()
+    assert of_model(REPO) == []
 
 
 def test_split_of_a_read_only_folder_is_known_by_its_name(

@@ -18,13 +18,19 @@ from huggingface_hub import snapshot_download
 
 from rabbitllm import prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions
-from rabbitllm.errors import MissingShardError, NotEnoughSpaceException, RabbitLLMError, SplitMismatchError
+from rabbitllm.errors import (
+    CheckpointNotFoundError,
+    MissingShardError,
+    NotEnoughSpaceException,
+    RabbitLLMError,
+    SplitMismatchError,
+)
 from rabbitllm.prepare import _finding
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
 from rabbitllm.storage.durable import observe_steps
 from tests.prepare.conftest import REPO
-from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, write_shards
+from tests.support.builders import INDEX_NAME, SINGLE_NAME, build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.splitting import Call, Counter, contents, interrupted, layer_files, names_in, split, steps_of
@@ -250,6 +256,14 @@ def test_missing_shards_and_a_split_at_another_compression(model: Path) -> None:
         "Another split may have deleted them. Load or resume that one: "
         f"compression='4bit' in {model}/splitted_model.4bit."
     )
+
+
+def test_a_single_file_used_up_by_a_split_at_a_compression(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama")
+    made = split(folder, compression="4bit")
+    with pytest.raises(CheckpointNotFoundError, match="holds no checkpoint") as absent:
+        split(folder)
+    assert absent.value.remedy.endswith(f"Load or resume that one: compression='4bit' in {made}.")
 
 
 def test_missing_shards_and_an_unfinished_split(model: Path, tmp_path: Path) -> None:

@@ -22,10 +22,12 @@ from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.main import app
 from rabbitllm.errors import IncompleteSplitError, InUseError
+from rabbitllm.models.pull import Pulled, pull
 from rabbitllm.store.layer_store import verify
 from rabbitllm.store.manifest import read_manifest
 from tests.support.builders import SINGLE_NAME, build_checkpoint, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
+from tests.support.load_requests import asked
 from tests.support.pausing import Paused
 from tests.support.splitting import Call, contents, layer_files, names_in
 
@@ -103,6 +105,18 @@ def test_same_call_waits_and_finds_the_finished_split(folder: Path) -> None:
         other.goes_on()
         thread.join(300)
     assert folders == [folder / "splitted_model"]
+
+
+def test_a_pull_that_waited_says_that_the_split_was_complete(folder: Path) -> None:
+    pulls: list[Pulled] = []
+    with Paused("split", source=str(folder)) as other:
+        thread = threading.Thread(target=lambda: pulls.append(pull(asked(folder, device="cpu"))))
+        thread.start()
+        time.sleep(1)
+        assert pulls == []
+        other.goes_on()
+        thread.join(300)
+    assert [pulled.before for pulled in pulls] == [True]
 
 
 def test_cached_shards_that_a_split_deletes(tmp_path: Path, hub_environment: HubEnvironment) -> None:

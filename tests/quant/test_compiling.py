@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +21,7 @@ from rabbitllm.base import progress
 from rabbitllm.quant import _compiling, _product_kernels, _vectors, quantize_kernels
 
 ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "rabbitllm" / "demo" / "model"
 
 NOWHERE = """
 import numba
@@ -63,6 +67,27 @@ for method, scheme, width in _product_kernels.KERNELS:
     command = [sys.executable, "-c", code]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_what_an_interrupt_amid_compilation_leaves_is_used_or_made_again(tmp_path: Path) -> None:
+    model, rabbitllm = shutil.copytree(DEMO, tmp_path / "model"), [sys.executable, "-m", "rabbitllm"]
+    subprocess.run([*rabbitllm, "pull", model, "--compression", "4bit"], check=True, capture_output=True)
+    command = [*rabbitllm, "run", model, "--compression", "4bit", "--max-new-tokens", "4", "What is a rabbit?"]
+    answers = set()
+    for seconds in (1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5):
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / f"after {seconds}")}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as first:
+            time.sleep(seconds)
+            first.send_signal(signal.SIGINT)
+            errors = first.communicate(timeout=60)[1]
+        assert b"Traceback" not in errors
+        assert first.returncode in (0, 130, -signal.SIGINT)  # a fast machine has finished
+        again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert again.returncode == 0, again.stderr
+        answers.add(again.stdout)
+    assert len(answers) == 1
 
 
 KERNELS = """

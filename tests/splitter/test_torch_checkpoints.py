@@ -585,9 +585,10 @@ def write_tar(path: Path) -> None:
             lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
             "a git-lfs pointer, not the file itself",
         ),
-        (lambda path: path.write_bytes(b""), "of no format known here"),
+        (lambda path: path.write_bytes(b""), "is empty; safetensors"),
+        (lambda path: path.write_bytes(b"<html>"), "of no format known here"),
     ],
-    ids=["tar", "pickle", "pointer", "empty"],
+    ids=["tar", "pickle", "pointer", "empty", "page"],
 )
 @pytest.mark.parametrize("hub", [False, True], ids=["local", "hub"])
 def test_unsupported_formats(tmp_path: Path, hub_environment: HubEnvironment, write: Any, says: str, hub: bool) -> None:
