@@ -45,7 +45,7 @@ def asked(folder: Path, limit: int | None = None, **thinking: Any) -> tuple[Resu
     pieces: list[str] = []
     thoughts: list[str] = []
     session = Session(load(folder), limit, thinking=Thinking(**thinking))
-    result = session.answer(ASKED, pieces.append, think=thoughts.append)
+    result = session.answer(ASKED, pieces.append, think=lambda text, _: thoughts.append(text))
     return result, "".join(pieces), "".join(thoughts)
 
 

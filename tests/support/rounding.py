@@ -62,6 +62,8 @@ def assert_products(
 def assert_as_near(found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, *, routed: bool = False) -> None:
     """A model's numbers have at most twice the error (one bit) of transformers' in the same dtype.
 
+    In float32 they have at most a thousandth: products of codes round their inputs to 15 bits of the largest near them.
+
     Args:
         found: as the package computes them.
         plain: as transformers does.
@@ -76,7 +78,8 @@ def assert_as_near(found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor
         return from_exact.norm(dim=-1).median() if routed else from_exact.norm()
 
     assert 0 < off(plain.double() - exact) < unit(plain.dtype) ** 0.5 * off(exact)  # else it tells nothing
-    assert off(found.double() - exact) <= 2 * off(plain.double() - exact)
+    allowed = 1e-3 * off(exact) if plain.dtype == torch.float32 else 2 * off(plain.double() - exact)
+    assert off(found.double() - exact) <= allowed
 
 
 def exact_logits(folder: Path, ids: torch.Tensor, compression: str | None = None) -> torch.Tensor:
