@@ -31,6 +31,7 @@ from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.storage.folder_lock import FolderLock
 from rabbitllm.store.layer_store import LayerStore, UnsplitStore, WeightFiles
+from rabbitllm.store.manifest import check_split
 from rabbitllm.telemetry.profiler import Profiler
 
 if TYPE_CHECKING:
@@ -291,6 +292,7 @@ class LoadRequest:
             OptionError: an option is invalid, or two contradict each other; or there is no name.
         """
         check_model(name)
+        compression = check_split(compression)
         cache = None if cache_dir is None else expand(cache_dir, "cache_dir")
         saving_path = None if folder is None else expand(folder, "layer_shards_saving_path")
         access = HubAccess(revision, token, cache, local_files_only)

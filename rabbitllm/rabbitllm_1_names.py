@@ -21,6 +21,7 @@ from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
 from rabbitllm.quant.quantize import dequantize, operands, quantize_blocks, settled
 from rabbitllm.quant.schemes import (
     DOUBLE,
+    PRESETS,
     StoredForm,
     check_compression,
     constants,
@@ -174,7 +175,7 @@ def compress_layer_state_dict(layer_state_dict: StateDict, compression: str | No
     stored: StateDict = {}
     for name, tensor in layer_state_dict.items():
         spec = TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), "", 0, tensor.nbytes)
-        form = stored_form(spec, compression)
+        form = stored_form(spec, PRESETS.get(compression, (compression,))[0])
         if form.scheme is None:
             stored[name] = tensor
             continue

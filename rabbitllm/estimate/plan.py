@@ -32,7 +32,6 @@ from rabbitllm.estimate.split_estimate import (
     big_layers,
     commonest_dtype,
 )
-from rabbitllm.quant.schemes import SCHEMES
 from rabbitllm.splitter.bit_allocation import allocation_of
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan
@@ -127,7 +126,7 @@ def plan(
         kind="hub" if source.repository is not None else "local" if source.local is not None else "split",
         label=scan.checkpoint.label if scan.checkpoint is not None else source.name,
         commit=scan.commit,
-        compression=compression,
+        compression=options.compression,
         max_disk=options.max_disk,
         min_free_disk=options.min_free,
         anatomy=anatomy,
@@ -135,7 +134,7 @@ def plan(
         outlooks=estimates,
         memory_bytes=split_estimate.memory_bytes(anatomy.tensors if anatomy is not None else 0),
         rates=measured,
-        choice=_choice(scan, estimates, compression, too_heavy, arguments),
+        choice=_choice(scan, estimates, options.compression, too_heavy, arguments),
         warnings=scan.warnings,
         devices=devices,
         generations=tuple(predicted),
@@ -168,14 +167,12 @@ def _measure(scan: SourceScan, bandwidth: Rate | None) -> Rates:
         read = Rate(speed, nbytes) if speed is not None else None
     quantize: dict[str, Rate] = {}
     fitted = scan.options.fit_scales
-    for scheme, entry in SCHEMES.items():
-        dtype = commonest_dtype(scan.feasible[scheme]) if scheme in scan.feasible else None
-        # before its scales are quantized 4bit-double is 4bit, unless they are fitted
-        same = scheme if fitted else entry.codes
-        if dtype is None or same in quantize:
+    for compression, plan in scan.feasible.items():
+        scheme, dtype = split_estimate.measured_scheme(compression, fitted=fitted), commonest_dtype(plan)
+        if scheme is None or dtype is None or scheme in quantize:
             continue
-        if (rate := split_estimate.quantize_rate(same, dtype, threads, fitted=fitted)) is not None:
-            quantize[same] = rate
+        if (rate := split_estimate.quantize_rate(scheme, dtype, threads, fitted=fitted)) is not None:
+            quantize[scheme] = rate
     return Rates(fetch, read, quantize, threads)
 
 

@@ -21,7 +21,7 @@ from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.request import SplitRequest, disk_budget_of, located, plan_split
-from rabbitllm.store.manifest import AUTO, JOURNAL_NAME, Manifest, is_finished, is_fitted, read_manifest
+from rabbitllm.store.manifest import AUTO, JOURNAL_NAME, SPLITS, Manifest, is_finished, is_fitted, read_manifest
 
 _MTP = re.compile(r"(?:model\.)?mtp(?:\..*)?|(?:[\w.]+\.)?layers\.(?P<index>\d+)")
 """Names of layers that may be for multi-token prediction: with an index only those behind the model's last layer."""
@@ -50,11 +50,13 @@ class SourceScan:
             folder = self.source.split_folder
             manifest = read_manifest(folder)
             return {manifest.compression if manifest is not None else self.spec.compression: folder}
-        folders = {c: prepare.folder_at(self.source, self.spec, c) for c in COMPRESSIONS}
-        mixed = prepare.folder_at(self.source, self.spec, AUTO)
-        if self.options.compression == AUTO or is_finished(mixed) or (mixed / JOURNAL_NAME).exists():
-            folders[AUTO] = mixed
-        return folders
+        folders = {c: prepare.folder_at(self.source, self.spec, c) for c in (*COMPRESSIONS, *SPLITS)}
+        named = (*COMPRESSIONS, self.options.compression)
+        return {
+            c: folder
+            for c, folder in folders.items()
+            if c in named or is_finished(folder) or (folder / JOURNAL_NAME).exists()
+        }
 
     @cached_property
     def checkpoint(self) -> Checkpoint | None:

@@ -26,7 +26,7 @@ from rabbitllm.checkpoints.hub import HubFile, HubRepository
 from rabbitllm.errors import MissingPackageError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.quant.quantize import quantize_blocks
-from rabbitllm.quant.schemes import MAX_ROUTER_ROWS, MIN_ELEMENTS, SCHEMES, is_compressible
+from rabbitllm.quant.schemes import BLOCKS, MAX_ROUTER_ROWS, MIN_ELEMENTS, PRESETS, SCHEMES, is_compressible
 from rabbitllm.splitter.bit_allocation import AllocationSummary
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, Shortage, disk_use
 from rabbitllm.splitter.plan import CHUNK_BYTES, SplitPlan
@@ -210,8 +210,21 @@ class Rates:
     def quantizing(self, compression: str) -> Rate | None:
         """Return the rate of quantizing at a compression; at "auto" that of the slowest scheme."""
         if compression == AUTO:
-            return min(self.quantize.values(), key=lambda rate: rate.bytes_per_second, default=None)
-        return self.quantize.get(compression) or self.quantize.get(SCHEMES[compression].codes)
+            rates = (self.quantize[scheme] for scheme in SCHEMES if scheme in self.quantize)
+            return min(rates, key=lambda rate: rate.bytes_per_second, default=None)
+        return self.quantize.get(compression) or self.quantize.get(measured_scheme(compression) or "")
+
+
+def measured_scheme(compression: str | None, *, fitted: bool = False) -> str | None:
+    """Return the scheme whose rate is that of a compression; None at None and "auto", which have none of their own.
+
+    Before its scales are quantized 4bit-double is 4bit, unless they are fitted. Of a preset it is the scheme of most
+    tensors.
+    """
+    if (scheme := SCHEMES.get(compression or "")) is not None:
+        return compression if fitted else scheme.codes
+    base, _ = PRESETS.get(compression or "", (compression, None))
+    return BLOCKS.get(base or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +269,7 @@ class CompressionEstimate:
     """The split estimate at one compression.
 
     Attributes:
-        compression: None, "8bit", "4bit", "4bit-double" or "auto".
+        compression: one of `SPLITS`.
         folder: the split directory; it may not exist yet.
         state: state of the split directory: "new", "unfinished" or "finished".
         output_bytes: size of all layer files; None if no header is left to compute it from.
@@ -349,7 +362,7 @@ class SplitEstimate:
         """Return the estimate at a compression; None if there is none.
 
         Args:
-            compression: None, "8bit", "4bit", "4bit-double" or "auto".
+            compression: one of `SPLITS`.
         """
         return next((estimate for estimate in self.outlooks if estimate.compression == compression), None)
 
@@ -534,7 +547,7 @@ def quantize_rate(scheme: str, dtype: str, threads: int, *, fitted: bool = False
     """Measure how many source bytes per second the quantizer processes, called as in a split.
 
     Args:
-        scheme: "4bit", "4bit-double" or "8bit".
+        scheme: see `quantize_blocks`.
         dtype: of the source, F32, F16 or BF16.
         threads: number of threads that call it at the same time.
         fitted: whether scales of 4bit are fitted to their blocks.

@@ -38,7 +38,6 @@ from rabbitllm.errors import (
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import DTYPES
-from rabbitllm.quant.schemes import DOUBLE
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.journal import reporting_interrupts
 from rabbitllm.splitter.lock import locked
@@ -46,7 +45,7 @@ from rabbitllm.splitter.request import Acceptance, SplitRequest
 from rabbitllm.splitter.split import clean_up, discard_finished, split
 from rabbitllm.store import locations
 from rabbitllm.store.layer_store import LayerStore, StoredTensor
-from rabbitllm.store.manifest import AUTO, directory_name, is_finished, read_manifest
+from rabbitllm.store.manifest import SPLITS, directory_name, is_finished, read_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +181,7 @@ def finished_split_of(name: str) -> Path | None:
             return None
     except CheckpointNotFoundError:
         pass
-    order = (None, "8bit", AUTO, "4bit", DOUBLE)
-    splits = (locations.for_local(folder, None, compression, base) for compression in order)
+    splits = (locations.for_local(folder, None, compression, base) for compression in SPLITS)
     return next(filter(is_finished, splits), None)
 
 

@@ -80,9 +80,12 @@ AUTO = "auto"
 """Each tensor keeps the type in which the source stores it."""
 OUTTYPES: Mapping[str, str] = {
     name.lower(): name
-    for name in ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "MXFP4", "TQ1_0", "TQ2_0")
+    for name in (
+        *("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0", "Q4_K", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS"),
+        *("MXFP4", "Q3_K", "Q2_K", "TQ2_0", "TQ1_0"),
+    )
 }
-"""Option -> type of ggml, of those that the package `gguf` can encode."""
+"""Option -> type of ggml, of those that `block_encoders` or else the package `gguf` can encode."""
 PIECE_ELEMENTS = 1 << 19
 """Elements that are encoded at a time; their float32 values and what the encoder needs take some megabytes."""
 CHUNK_BYTES = 8 << 20
@@ -338,6 +341,10 @@ def _encoded(values: npt.NDArray[np.float32], block: TensorType, name: str) -> m
             f"of {block.name}.",
             "Use --outtype bf16 or f32.",
         )
+    from rabbitllm.quant import block_encoders
+
+    if block.name in block_encoders.ENCODED:
+        return block_encoders.encode(block.name, values.reshape(-1, block.elements)).numpy().data.cast("B")
     encoded = gguf.quants.quantize(values.reshape(1, -1), gguf.GGMLQuantizationType[block.name])
     return memoryview(np.ascontiguousarray(encoded).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 

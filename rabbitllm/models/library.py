@@ -33,7 +33,6 @@ from rabbitllm.store.manifest import (
     Manifest,
     directory_name,
     is_legacy,
-    losses_first,
     read_manifest,
 )
 
@@ -251,6 +250,7 @@ def of_model(name: str, compression: str | None = None, saving_path: Path | None
     Raises:
         OptionError: the compression is unknown.
     """
+    compression = compression.lower() if compression is not None else None
     if compression not in ("none", *SPLITS):
         raise OptionError(
             f"compression={compression!r} does not exist.", f"Use one of none, {', '.join(filter(None, SPLITS))}."
@@ -294,14 +294,14 @@ def one_of_model(name: str, compression: str | None = None, saving_path: Path | 
 def compression_here(name: str, saving_path: Path | None = None) -> str | None:
     """The default compression of a model: that of its least compressed complete split, else none."""
     whole = [entry.compression for entry in of_model(name, saving_path=saving_path) if entry.state == WHOLE]
-    return min(whole, key=losses_first, default=None)
+    return min(whole, key=SPLITS.index, default=None)
 
 
 def compression_to_run(name: str, word: str | None, folder: Path | None = None) -> str | None:
     """The compression that the user names ("none" in any spelling), else that of a split on this machine."""
     if word is None:
         return compression_here(name, folder)
-    return None if word.lower() == "none" else word
+    return None if word.lower() == "none" else word.lower()
 
 
 def no_split_of(name: str) -> CheckpointNotFoundError:
@@ -340,7 +340,7 @@ def _entries(folders: Iterable[Path]) -> list[SplitEntry]:
         with contextlib.suppress(OSError):  # removed meanwhile, or not readable by this user
             results.append(look(folder))
     entries = [entry for entry in results if entry is not None]
-    return sorted(entries, key=lambda entry: (entry.name.lower(), entry.folder.parent, losses_first(entry.compression)))
+    return sorted(entries, key=lambda entry: (entry.name.lower(), entry.folder.parent, SPLITS.index(entry.compression)))
 
 
 def _split_directories(folder: Path, depth: int = DEPTH) -> Iterator[Path]:

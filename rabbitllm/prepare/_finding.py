@@ -144,9 +144,8 @@ def split_options(
     Raises:
         OptionError: an option is invalid, or two contradict each other.
     """
-    check_split(compression)
     return SplitOptions(
-        compression=compression,
+        compression=(compression := check_split(compression)),
         shards=shards,
         max_disk=None if max_disk is None else parse_size(max_disk, "max_disk"),
         min_free=parse_size(min_free_disk, "min_free_disk"),

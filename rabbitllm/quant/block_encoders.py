@@ -124,12 +124,13 @@ ENCODED = ("Q8_0", "Q4_0", *_FORMS)
 """The types that `encode` makes."""
 
 
-def encode(name: str, values: torch.Tensor | npt.NDArray[Any]) -> torch.Tensor:
+def encode(name: str, values: torch.Tensor | npt.NDArray[Any], threads: int | None = None) -> torch.Tensor:
     """Quantize a matrix to blocks.
 
     Args:
         name: one of `ENCODED`.
         values: (rows, columns) bfloat16, float16 or float32, on the CPU; rows are whole blocks.
+        threads: how many compute; by default as many as torch has.
 
     Returns:
         uint8 (rows, bytes of a row).
@@ -157,7 +158,7 @@ def encode(name: str, values: torch.Tensor | npt.NDArray[Any]) -> torch.Tensor:
             if largest > _LARGEST_BITS:
                 refused.append(np.uint32(largest))
 
-    share(work, -(-len(out) // step), words.size, torch.get_num_threads())
+    share(work, -(-len(out) // step), words.size, threads or torch.get_num_threads())
     if refused:
         raise UnreadableFormatError(
             f"A magnitude is {max(refused).view(np.float32)}, and scales of {name} blocks, which are float16, hold at "
@@ -165,6 +166,14 @@ def encode(name: str, values: torch.Tensor | npt.NDArray[Any]) -> torch.Tensor:
             "Store this tensor as BF16 or F32; if it is not a number, download the file again.",
         )
     return torch.from_numpy(out).view(len(matrix), block.row_bytes(matrix.shape[1]))
+
+
+def not_a_number(name: str) -> torch.Tensor:
+    """A block whose elements are not numbers: uint8 (bytes,)."""
+    block = torch.zeros(BLOCK_TYPES[name].nbytes, dtype=torch.uint8)
+    offset = _FORMS[name].halves[0] if name in _FORMS else 0
+    block[offset : offset + 2] = torch.tensor([torch.nan], dtype=torch.float16).view(torch.uint8)
+    return block
 
 
 def _encode(name: str, words: Any, kind: int, out: Bytes) -> int:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
 from rabbitllm.quant import gguf_blocks
@@ -67,7 +68,7 @@ def quantize_blocks(
     """Quantize a run of blocks.
 
     Args:
-        scheme: one of `SCHEMES`.
+        scheme: one of `STORED` that has an encoder.
         data: the elements' bytes; a whole number of blocks, unless it is the tensor's end.
         dtype: F32, F16 or BF16.
         device: the device that computes, "cpu" or "cuda:N".
@@ -75,13 +76,33 @@ def quantize_blocks(
 
     Returns:
         The payload (uint8: two elements per byte at 4bit, one at 8bit) and the scales (float32, one per block), as
-        bytes; at 4bit-double the scales are not quantized yet; see `settled`.
+        bytes; at 4bit-double the scales are not quantized yet; see `settled`. Blocks of ggml, which have their scales
+        in them, and no bytes.
     """
+    if STORED[scheme].block_bytes:
+        return _encoded(scheme, data, dtype), memoryview(b"")
     if fitted and SCHEMES[scheme].fits:
         return quantize_fitted(scheme, data, dtype)
     if device == "cpu" and _compiled_kernels_agree(scheme):
         return _quantize_compiled(scheme, data, dtype)
     return _quantize_with_bitsandbytes(scheme, data, dtype, device)
+
+
+def _encoded(scheme: str, data: memoryview, dtype: str) -> memoryview:
+    """Blocks of ggml. Those with values that their float16 scales cannot hold stand for no numbers: a split goes on."""
+    import torch
+
+    from rabbitllm.quant import block_encoders
+
+    values = torch.frombuffer(data, dtype=torch_dtype(dtype)).view(-1, BLOCK_TYPES[scheme].elements)
+    try:
+        blocks = block_encoders.encode(scheme, values, threads=1)
+    except UnreadableFormatError as error:
+        logger.warning("%s These weights become not-a-number.", error.problem)
+        refused = ~(values.float().abs().amax(1) <= block_encoders.LARGEST)
+        blocks = block_encoders.encode(scheme, values.masked_fill(refused[:, None], 0), threads=1)
+        blocks[refused] = block_encoders.not_a_number(scheme)
+    return _bytes_of(blocks)
 
 
 def _quantize_with_bitsandbytes(

@@ -10,8 +10,9 @@ Stored keys are RabbitLLM 1.1's (and AirLLM's) pattern:
 - 8bit: `<name>` uint8 in the tensor's own shape, `<name>.8bit.absmax` float32 (blocks of 2048), `<name>.8bit.code`
   float32 (256).
 
-Blocks of GGUF files (`gguf_blocks.py`) are stored as they came: `<name>` uint8, the tensor's shape with bytes of a row
-in place of its elements, and `<name>.gguf.q4_k` uint8 (1,), the number of the type, whose name is in the key.
+Blocks of ggml (`gguf_blocks.py`), which came from a GGUF file or are made by `block_encoders.py`: `<name>` uint8, the
+tensor's shape with bytes of a row in place of its elements, and `<name>.gguf.q4_k` uint8 (1,), the number of the type,
+whose name is in the key.
 
 At 4bit-double scales are quantized less their mean, which needs all of them. Until then they are kept as float32
 outside the layer file: `arriving` has the parts that come from a shard, `settling` those that are made from all scales.
@@ -170,6 +171,10 @@ class Scheme:
     smaller: str | None = None
     block_bytes: int = 0
 
+    def payload_bytes(self, elements: int) -> int:
+        """Bytes of the first part for so many elements, which are whole blocks."""
+        return elements // self.block * self.block_bytes if self.block_bytes else elements // self.codes_a_byte
+
 
 _CODES = ("", "U8", PartRole.CODES)
 _NF4_TABLE = (".4bit.quant_map", "F32", PartRole.TABLE)
@@ -222,25 +227,36 @@ def _of_blocks(block: TensorType) -> Scheme:
 
 
 STORED: Mapping[str, Scheme] = {**SCHEMES, **{name: _of_blocks(block) for name, block in BLOCK_TYPES.items()}}
-"""The schemes of stored tensors: those of compressions, and the types of blocks, which are stored as they came."""
+"""The schemes of stored tensors: those of `SCHEMES`, and the types of blocks."""
+BLOCKS: Mapping[str, str] = {
+    name.lower(): name for name in ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "Q4_0", "Q3_K", "Q2_K")
+}
+"""Compression -> the type of its blocks."""
+_OF_OTHER_ROWS = {"Q6_K": "Q8_0", "Q5_K": "Q8_0"}
+"""Type of blocks -> the type for rows that are not whole blocks, if not `IQ4_NL`."""
+ROW_ELEMENTS = 64
+"""Rows that are no multiple of it stay uncompressed by blocks: products have no kernel for them."""
+PRESETS: Mapping[str, tuple[str, str]] = {"q5_k_m": ("q5_k", "q6_k"), "q4_k_m": ("q4_k", "q6_k")}
+"""Mixture of llama.cpp -> the compression of most tensors, and that of the tensors that need more bits."""
 COMPRESSIONS: tuple[str | None, ...] = (None, *sorted(SCHEMES, key=lambda name: SCHEMES[name].codes_a_byte))
-"""The compressions of a split, from the largest output to the smallest."""
+"""The compressions of a split that are not of blocks, from the largest output to the smallest."""
 
 
 def check_compression(compression: str | None) -> None:
     """Refuse a compression that does not exist, or whose package is not installed.
 
     Raises:
-        OptionError: it is not None, "4bit", "4bit-double" or "8bit".
-        MissingPackageError: bitsandbytes is not installed.
+        OptionError: it is not None, and in none of `SCHEMES`, `BLOCKS` and `PRESETS`.
+        MissingPackageError: bitsandbytes is needed and not installed.
     """
-    if compression not in (None, *SCHEMES):  # a list cannot be looked up
+    if compression not in (None, *SCHEMES, *BLOCKS, *PRESETS):  # a list cannot be looked up
         raise OptionError(
-            f"compression={compression!r} does not exist; expected 'auto', '4bit', '4bit-double', '8bit' or None "
-            "('none' on the command line).",
-            "8bit is half the size of bf16, 4bit a quarter (plus scales), 4bit-double a quarter with smaller scales.",
+            f"compression={compression!r} does not exist; expected 'auto', '4bit', '4bit-double', '8bit', "
+            f"{', '.join(map(repr, {**PRESETS, **BLOCKS}))} or None ('none' on the command line).",
+            "8bit is half the size of bf16, 4bit a quarter (plus scales), 4bit-double a quarter with smaller scales; "
+            "the others are named as in llama.cpp.",
         )
-    if compression is not None and importlib.util.find_spec("bitsandbytes") is None:
+    if compression in SCHEMES and importlib.util.find_spec("bitsandbytes") is None:
         bitsandbytes()  # is not imported where it is installed: that takes a second
 
 
@@ -250,7 +266,9 @@ def check_fitting(compression: str | None, *, fit_scales: bool) -> bool:
     Raises:
         OptionError: it has none.
     """
-    if fit_scales and (compression is None or (compression in SCHEMES and not SCHEMES[compression].fits)):
+    fits: dict[str | None, bool] = {None: False, **dict.fromkeys([*BLOCKS, *PRESETS], False)}
+    fits |= {name: scheme.fits for name, scheme in SCHEMES.items()}
+    if fit_scales and not fits.get(compression, True):
         raise OptionError(
             f"fit_scales=True has no effect at compression={compression!r}.",
             "Remove it, or use '4bit' or '4bit-double'.",
@@ -288,12 +306,20 @@ def scheme_of(spec: TensorSpec, compression: str | None) -> str | None:
     """The scheme of a tensor in a model that is split at `compression`; None if it is not compressed.
 
     Blocks of GGUF files that compression does not touch are stored as they are, if that is possible.
+
+    Args:
+        spec: the tensor.
+        compression: None, or of `SCHEMES` or `BLOCKS`.
     """
-    if compression is None or not is_compressible(spec):
-        may_stay = spec.blocks is not None and spec.blocks.may_stay and row_blocks(spec) is not None
-        return spec.blocks.kind.name if spec.blocks is not None and may_stay else None
-    scheme = SCHEMES[compression]
-    return scheme.smaller if spec.elements < scheme.min_elements else compression
+    if compression is not None and is_compressible(spec):
+        if (scheme := SCHEMES.get(compression)) is not None:
+            return scheme.smaller if spec.elements < scheme.min_elements else compression
+        name, columns = BLOCKS[compression], spec.shape[-1]
+        if columns % ROW_ELEMENTS == 0:
+            is_whole = columns % BLOCK_TYPES[name].elements == 0
+            return name if is_whole else _OF_OTHER_ROWS.get(name, "IQ4_NL")
+    stored = spec.blocks
+    return stored.kind.name if stored is not None and keeps_blocks(spec, stored.kind.name) else None
 
 
 # Stored keys and forms.
@@ -370,6 +396,12 @@ def row_blocks(spec: TensorSpec) -> TensorSpec | None:
             return None
         strides = (*(block.row_bytes(stride) for stride in strides[:-1]), 1)
     return TensorSpec(spec.name, "U8", shape, spec.file, spec.offset, math.prod(shape), strides, view)
+
+
+def keeps_blocks(spec: TensorSpec, scheme: str | None) -> bool:
+    """Whether a tensor that is stored at `scheme` has its blocks unchanged from its file."""
+    stored = spec.blocks
+    return stored is not None and stored.kind.name == scheme and stored.may_stay and row_blocks(spec) is not None
 
 
 def stored_form(spec: TensorSpec, compression: str | None) -> StoredForm:

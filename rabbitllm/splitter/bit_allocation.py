@@ -31,6 +31,7 @@ from rabbitllm.quant.schemes import (
 )
 from rabbitllm.splitter.disk_budget import BitChoice, DiskBudget, EstimatedFile, Shortage, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, layout_at, recompressed
+from rabbitllm.splitter.presets import LAYER, role_of
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.manifest import AUTO, BitAllocation
 
@@ -57,21 +58,6 @@ MEASURED_LAYERS = 8
 FIRST_LAYERS = ((1 / 8, 8.0), (1 / 4, 3.0))
 """Pairs of a fraction of the decoder layers, from the first, and the factor for the layers up to there."""
 
-_ROLES: Sequence[tuple[str, re.Pattern[str]]] = [
-    (role, re.compile(rf"(?:^|[._])(?:{names})(?:[._]|$)"))
-    for role, names in (
-        ("head", "lm_head|embed_out|output_layer"),
-        ("embedding", "embed_tokens|tok_embeddings|word_embeddings|wte|embed_in|embeddings?"),
-        ("query, key and value", "qkv_proj|qkv|query_key_value|c_attn|Wqkv|W_pack|wqkv"),
-        ("query", "q_proj|wq|query|q_[ab]_proj"),
-        ("key", "k_proj|wk|key"),
-        ("value", "v_proj|wv|value|kv_[ab]_proj(?:_with_mqa)?"),
-        ("attention output", "o_proj|wo|attn_out|out_proj|attention[._]dense|attn[._]c_proj|attn[._]dense"),
-        ("gate and up", "gate_up_proj|gate_proj|up_proj|w1|w3|fc1|fc3|c_fc|dense_h_to_4h|input_linear|fc_in"),
-        ("down", "down_proj|w2|fc2|c_proj|dense_4h_to_h|output_linear|fc_out"),
-    )
-]
-_LAYER = re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"(?P<block>.*?experts\.(?:expert_)?)(?P<number>\d+)\.(?P<rest>.+)")
 _ALL_EXPERTS = re.compile(r"(?:^|\.)experts\.")
 _GATE_AND_UP = re.compile(r"(?:^|[._])(?:gate_up_proj|input_linear)(?:[._]|$)")
@@ -149,13 +135,6 @@ def groups(tensors: Iterable[TensorSpec], experts_a_token: int | None = None) ->
     return scheme_groups
 
 
-def role_of(name: str) -> str:
-    """Return the role of a tensor, by its name."""
-    if name.startswith("output."):  # Meta's own name for the head
-        return "head"
-    return next((role for role, pattern in _ROLES if pattern.search(name)), "other")
-
-
 def _group_name(name: str) -> str:
     expert = _EXPERT.fullmatch(name)
     return _UP.sub("gate_up", f"{expert['block']}*.{expert['rest']}" if expert else name)
@@ -186,7 +165,7 @@ def _elements_a_token(members: Sequence[TensorSpec], experts_a_token: int | None
 
 
 def _layer_index(name: str) -> int | None:
-    match = _LAYER.search(name)
+    match = LAYER.search(name)
     return int(match[1]) if match else None
 
 
@@ -589,7 +568,7 @@ def allocation_of(
         fitted: whether its scales are fitted to their blocks, or will be.
         experts_a_token: see `groups`.
     """
-    if plan.chosen is None:
+    if plan.chosen is None or plan.compression != AUTO:
         return None
     schemes = plan.chosen.schemes
     scheme_groups = groups(plan.tensors, experts_a_token)

@@ -424,7 +424,8 @@ def _suggest_remedy(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOpti
         return "shard_transfer='stream' (or 'auto') would fit: it writes no shard to the disk."
     if not options.shards.takes_one_at_a_time and any(need for _, need in disk_budget.downloads):
         return "Use sequential_shard_processing=True: it downloads one shard at a time instead of all."
-    smaller = COMPRESSIONS[COMPRESSIONS.index(plan.compression) + 1 :] if plan.compression != AUTO else ()
+    begin = COMPRESSIONS.index(plan.compression) if plan.compression in COMPRESSIONS else 0
+    smaller = COMPRESSIONS[begin + 1 :] if plan.compression != AUTO else ()
     for compression in () if disk_budget.used else smaller:
         if shortage(recompressed(plan, compression), disk_budget, options, transfer) is None:
             return f"compression='{compression}' would fit."

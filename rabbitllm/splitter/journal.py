@@ -40,7 +40,7 @@ from rabbitllm.storage import durable
 from rabbitllm.store import manifest
 from rabbitllm.store.checksums import SUM_BYTES
 from rabbitllm.store.layer_file import BY_NAME, FORMAT_VERSION
-from rabbitllm.store.manifest import AUTO, JOURNAL_NAME, MANIFEST_NAME
+from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 
 JOURNAL_VERSION = 2
 """Version 1 does not record the format version of the layer files, which was the first."""
@@ -330,7 +330,7 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
     source = SourceIdentity(source_kind, name, commit, {shard.name: shard.fingerprint for shard in shards})
     assigned = {tensor: LayerName(id, stem) for id, stem, tensors in content["layers"] for tensor in tensors}
     compression = content["compression"]
-    chosen = manifest.allocation_from_json(content["chosen"]) if compression == AUTO else None
+    chosen = manifest.allocation_from_json(content["chosen"]) if compression in manifest.MIXTURES else None
     plan = make_plan(source, shards, assigned, compression, layout, chosen, model_dtype(content.get("dtype")))
     return plan, content["quantiser"]
 

@@ -24,7 +24,15 @@ from rabbitllm.base.progress import BytesDone, BytesFetched, tell
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.tensor_spec import Readable
 from rabbitllm.quant.quantize import quantize_blocks, settled
-from rabbitllm.quant.schemes import SCALE_BYTES, SCHEMES, STORED, ScalesForm, StoredForm, constants, row_blocks
+from rabbitllm.quant.schemes import (
+    SCALE_BYTES,
+    STORED,
+    ScalesForm,
+    StoredForm,
+    constants,
+    keeps_blocks,
+    row_blocks,
+)
 from rabbitllm.quant.stored_blocks import HeldBytes, read_tensor
 from rabbitllm.splitter.plan import CHUNK_BYTES, Move
 from rabbitllm.splitter.sums import Sums
@@ -271,12 +279,12 @@ class Mover:
         written = 0
         for move in batch:
             buffer = self._own_buffer()[: move.nbytes]
-            if not keeps_blocks(move.form) or self.sums.sums_source(move.form):
+            if not _keeps_blocks(move.form) or self.sums.sums_source(move.form):
                 with self._profiler.stage(move.layer, READ, move.nbytes):
                     self._read(source, buffer, move)
             if move.form.scheme is not None and self.sums.sums_source(move.form):
                 self.sums.add_source(move.form, move.begin, buffer)
-            if keeps_blocks(move.form):
+            if _keeps_blocks(move.form):
                 buffer = self._kept(source, move)
             written += self._write(targets[move.layer], move, buffer, aligned=True)
         if label is not None:
@@ -323,8 +331,8 @@ class Mover:
                 data = buffer[begin:end]
                 if move.form.source.blocks is not None:
                     held = HeldBytes(data, move.span[0])
-                    data = self._kept(held, move) if keeps_blocks(move.form) else self._own_buffer()[: move.nbytes]
-                    if not keeps_blocks(move.form):
+                    data = self._kept(held, move) if _keeps_blocks(move.form) else self._own_buffer()[: move.nbytes]
+                    if not _keeps_blocks(move.form):
                         read_tensor(held, move.form.source, move.begin, data)
                 elif move.form.scheme is not None and begin % TENSOR_ALIGNMENT:  # kernels require aligned values
                     copy = self._own_buffer()[: move.nbytes]
@@ -343,20 +351,19 @@ class Mover:
             with self._profiler.stage(move.layer, WRITE, move.nbytes):
                 self._put(target, form, 0, move.first, data, aligned=aligned)
             return move.nbytes
-        written = 0
-        if keeps_blocks(form):
+        written, entry = 0, STORED[form.scheme]
+        if _keeps_blocks(form):
             written = len(data)
             with self._profiler.stage(move.layer, WRITE, written):
-                self._put(
-                    target, form, 0, move.first // STORED[form.scheme].block * STORED[form.scheme].block_bytes, data
-                )
+                self._put(target, form, 0, entry.payload_bytes(move.first), data)
         elif move.nbytes:
             with self._profiler.stage(move.layer, QUANTIZE, move.nbytes):
                 codes, scales = quantize_blocks(form.scheme, data, form.source.dtype, "cpu", fitted=self._fitted)
             written = len(codes) + len(scales)
             with self._profiler.stage(move.layer, WRITE, written):
-                self._put(target, form, 0, move.first // SCHEMES[form.scheme].codes_a_byte, codes)
-                self._put(target, form, 1, move.first // SCHEMES[form.scheme].block * SCALE_BYTES, scales)
+                self._put(target, form, 0, entry.payload_bytes(move.first), codes)
+                if scales:
+                    self._put(target, form, 1, move.first // entry.block * SCALE_BYTES, scales)
         if move.first == 0:
             fixed = constants(form)
             for part, placed in enumerate(form.parts):
@@ -392,9 +399,8 @@ class Mover:
         return buffer
 
 
-def keeps_blocks(form: StoredForm) -> bool:
-    """Return whether a tensor's blocks are stored unchanged."""
-    return form.scheme is not None and STORED[form.scheme].block_bytes > 0
+def _keeps_blocks(form: StoredForm) -> bool:
+    return keeps_blocks(form.source, form.scheme)
 
 
 def _bytes_done(shard: str, batch: list[Move], written: int) -> BytesDone:

@@ -22,7 +22,8 @@ from rabbitllm.checkpoints.naming import LayerName, layer_order
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.tensor_spec import DTYPES, LeftOut, TensorSpec, byte_size
-from rabbitllm.quant.schemes import DOUBLE, STORED, Quantized, StoredForm, form_in, stored_form
+from rabbitllm.quant.schemes import DOUBLE, PRESETS, STORED, Quantized, StoredForm, form_in, keeps_blocks, stored_form
+from rabbitllm.splitter.presets import of_preset
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_file import FORMAT_VERSION, LayerLayout, join, lay_out
 from rabbitllm.store.layer_store import StoredTensor
@@ -199,12 +200,12 @@ class SplitPlan:
 
     Attributes:
         source: identity of the source.
-        compression: None, one for all tensors, or "auto".
+        compression: None, one for all tensors, a preset, or "auto".
         shards: in processing order.
         layer_map: the layers and shards of all tensors.
         layouts: layer id -> its file.
         format_version: of the layer files.
-        chosen: the schemes of tensors at "auto"; None at every other compression.
+        chosen: the compressions of tensors at "auto" and presets; None at every other compression.
         dtype: of the model, if neither its config nor its layer files show it (`index.dtype_without_config`).
     """
 
@@ -289,8 +290,8 @@ def make_plan(
 ) -> SplitPlan:
     """Lay out every layer file from the shards' tensors and the layer each belongs to.
 
-    At "auto" `chosen` has the scheme of each tensor; without it all are stored unchanged. For `dtype` see `SplitPlan`;
-    None if headers with all tensors do not say more than the shards.
+    At "auto" and presets `chosen` has the compression of each tensor; without it "auto" stores all unchanged. For
+    `dtype` see `SplitPlan`; None if headers with all tensors do not say more than the shards.
     """
     weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
     layer_map = build_layer_map(weight_map, assigned)
@@ -311,6 +312,8 @@ def _lay_out_plan(
     if compression == AUTO and chosen is None:
         chosen = BitAllocation({})
     specs = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
+    if compression is not None and compression in PRESETS and chosen is None:
+        chosen = BitAllocation(of_preset(compression, [spec.whole for spec in specs.values()]))
     layouts = {
         layer: _lay_out_layer(
             name, map(specs.__getitem__, layer_map.layer_to_tensors[layer]), compression, chosen, format_version
@@ -353,7 +356,7 @@ def layout_at(name: LayerName, specs: Iterable[TensorSpec], schemes: Mapping[str
 
 @uncollected()
 def recompressed(plan: SplitPlan, compression: str | None, chosen: BitAllocation | None = None) -> SplitPlan:
-    """Return the same split at another compression, or at "auto" with another choice."""
+    """Return the same split at another compression, or with another choice."""
     if plan.compression is None and compression == AUTO and not (chosen and chosen.schemes):  # all are unchanged
         return dataclasses.replace(plan, compression=AUTO, chosen=chosen or BitAllocation({}))
     replanned = _lay_out_plan(plan.source, plan.shards, plan.layer_map, compression, plan.format_version, chosen)
@@ -425,8 +428,8 @@ def moves_of(forms: Iterable[tuple[str, StoredForm]]) -> Iterator[Move]:
                 length = min(step, spec.nbytes - begin)
                 yield Move(layer, form, begin, length, spec.offset + begin, length)
             continue
-        entry = STORED[form.scheme]
-        block = spec.shape[-1] if entry.block_bytes else entry.block  # blocks that are kept move by whole rows
+        # blocks that are kept move by whole rows
+        block = spec.shape[-1] if keeps_blocks(spec, form.scheme) else STORED[form.scheme].block
         width, step = DTYPES[spec.dtype].bits // 8, _step(spec, block)
         for first in range(0, spec.elements, step):
             count = min(step, spec.elements - first)

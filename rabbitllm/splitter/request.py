@@ -18,6 +18,7 @@ from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.index import dtype_without_config
 from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
 from rabbitllm.errors import MissingShardError
+from rabbitllm.quant.schemes import BLOCKS, PRESETS
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import with_choice
 from rabbitllm.splitter.disk_budget import (
@@ -38,6 +39,7 @@ from rabbitllm.storage.leases import FOLDER_LEASE
 from rabbitllm.store.layer_file import FORMAT_VERSION
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.store.manifest import AUTO, FITTED, BitAllocation
+from rabbitllm.version import __version__
 
 Acceptance = Callable[[WeightFiles], None]
 """Raises the errors that loading a model from these files would raise; the files may be planned or exist."""
@@ -95,10 +97,10 @@ def plan_split(
 
 def _with_bits(plan: SplitPlan, disk_budget: DiskBudget, request: SplitRequest) -> SplitPlan:
     """Return the plan; at "auto" with the bits that the request has, or with newly chosen ones."""
+    if request.chosen is not None:
+        return recompressed(plan, plan.compression, request.chosen)
     if plan.compression != AUTO:
         return plan
-    if request.chosen is not None:
-        return recompressed(plan, AUTO, request.chosen)
     return with_choice(plan, disk_budget, request.options, request.experts_a_token)
 
 
@@ -164,7 +166,7 @@ def check_before_download(request: SplitRequest) -> BitAllocation | None:
         request: with the repository as its checkpoint, whose missing shards are about to be fetched into the hub cache.
 
     Returns:
-        At "auto", bits with which both fit; None at other compressions.
+        At "auto", bits with which both fit; those of a preset; None at other compressions.
 
     Raises:
         NotEnoughSpaceException: before the first byte.
@@ -188,6 +190,8 @@ def quantizer_of(request: SplitRequest) -> str | None:
         return None
     from importlib.metadata import version
 
+    if request.options.compression in (*BLOCKS, *PRESETS):
+        return f"rabbitllm {__version__}"
     name = f"bitsandbytes {version('bitsandbytes')} on cpu"
     return name + FITTED if request.options.fit_scales else name
 

@@ -3,8 +3,8 @@
 `split.json` is written last, so a directory that has one is complete. A directory without one is unfinished (it has a
 journal), or made by RabbitLLM 1.1 (every layer file has its `.done`), or not a split directory.
 
-Journal and manifest keep the `BitAllocation` of a split at "auto", so that an unfinished split resumes with the same
-bits.
+Journal and manifest keep the `BitAllocation` of a split at "auto" or a preset, so that an unfinished split resumes with
+the same bits.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.index import model_dtype
 from rabbitllm.errors import IncompleteSplitError, InvalidIndexError, SplitMismatchError
 from rabbitllm.formats.bounded import read_json, text_of
-from rabbitllm.quant.schemes import COMPRESSIONS, SCHEMES, check_compression
+from rabbitllm.quant.schemes import BLOCKS, PRESETS, SCHEMES, check_compression
 from rabbitllm.storage import durable
 from rabbitllm.store.checksums import SUM_BYTES
 from rabbitllm.store.layer_file import BY_NAME, DONE_SUFFIX, FORMAT_VERSION, LAYER_SUFFIX
 
 AUTO = "auto"
 """A compression for each tensor."""
-SPLITS: tuple[str | None, ...] = (*COMPRESSIONS, AUTO)
-"""Names for the compression of a split directory."""
+SPLITS: tuple[str | None, ...] = (
+    *(None, "q8_0", "8bit", AUTO, "q6_k", "q5_k_m", "q5_k", "q4_k_m", "q4_k"),
+    *("iq4_xs", "4bit", "4bit-double", "q4_0", "q3_k", "q2_k"),
+)
+"""Names for the compression of a split directory, by increasing loss."""
+MIXTURES = (AUTO, *PRESETS)
+"""Those at which tensors have different compressions."""
 
 
-def check_split(compression: str | None) -> None:
-    """Refuse an unknown compression, and one whose package is not installed.
+def check_split(compression: str | None) -> str | None:
+    """Return the name of a compression in small letters.
 
     Raises:
         OptionError, MissingPackageError: see `check_compression`.
     """
-    check_compression("4bit" if compression == AUTO else compression)
-
-
-def losses_first(compression: str | None) -> float:
-    """A sort key for splits by increasing loss; a mixed split comes after 8bit."""
-    return COMPRESSIONS.index("8bit") + 0.5 if compression == AUTO else COMPRESSIONS.index(compression)
+    name = compression.lower() if isinstance(compression, str) else compression
+    check_compression("4bit" if name == AUTO else name)
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class BitAllocation:
     """Bits by tensor.
 
     Attributes:
-        schemes: tensor -> its scheme; tensors without one are stored uncompressed.
+        schemes: tensor -> its compression; tensors without one are stored uncompressed.
         max_disk: disk budget in bytes; None for the space that was free.
         memory: memory budget of all weights in bytes; None for no limit.
     """
@@ -75,7 +77,7 @@ def allocation_from_json(content: Mapping[str, Any]) -> BitAllocation:
     """
     schemes: dict[str, str] = {}
     for scheme, names in content["schemes"].items():
-        if scheme not in SCHEMES:
+        if scheme not in SCHEMES and scheme not in BLOCKS:
             raise ValueError(f"{scheme!r} is not a compression")
         schemes.update(dict.fromkeys(map(text_of, names), scheme))
     return BitAllocation(schemes, _size(content["max_disk"]), _size(content["memory"]))
@@ -123,11 +125,11 @@ class Manifest:
 
     Attributes:
         source: the checkpoint that was split.
-        compression: None, a single one for all tensors, or "auto".
+        compression: one of `SPLITS`.
         quantizer: name of the quantizer; None without compression.
         layers: all layer files.
         format_version: determines the order of tensors in them, see `layer_file.py`.
-        chosen: the bits of each tensor at "auto"; None otherwise.
+        chosen: the compression of each tensor at `MIXTURES`; None otherwise.
         source_checksums: shard -> CRC-32 of its data that the split used (`source_check.source_crc32`); only for shards
             without a digest of the hub.
         dtype: of the model, if neither its config nor its layer files show it; earlier versions did not record it.
@@ -252,12 +254,12 @@ REMAKE = (
 
 def _parse(content: dict[str, Any]) -> Manifest:
     source, compression = content["source"], content["compression"]
-    if compression not in (None, AUTO, *SCHEMES):
+    if compression not in SPLITS:
         raise ValueError(f"{compression!r} is not a compression")
     fingerprints = {shard: text_of(mark) for shard, mark in source["fingerprints"].items()}
     identity = SourceIdentity(text_of(source["kind"]), text_of(source["name"]), source["commit"], fingerprints)
     layers = tuple(_record(r) for r in content["layers"])
-    chosen = allocation_from_json(content["chosen"]) if compression == AUTO else None
+    chosen = allocation_from_json(content["chosen"]) if compression in MIXTURES else None
     checksums = {shard: int(text_of(crc), 16) for shard, crc in source.get("crc32", {}).items()}
     metadata = {
         shard: {key: text_of(text) for key, text in texts.items()}

@@ -32,11 +32,11 @@ from rabbitllm.splitter.bit_allocation import (
     allocate,
     allocation_of,
     groups,
-    role_of,
     with_choice,
 )
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, recompressed
+from rabbitllm.splitter.presets import role_of
 from rabbitllm.store.manifest import BitAllocation, read_manifest
 from tests.support.builders import build_checkpoint
 from tests.support.plans import MIB, all_freed, plan_of, resident_bytes, shard_of
