@@ -64,7 +64,7 @@ from rabbitllm.models._conversion_input import (
     open_split,
     shards_at_hand,
 )
-from rabbitllm.quant.schemes import STORED
+from rabbitllm.quant.schemes import STORED, type_for_rows
 from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile
@@ -287,7 +287,8 @@ class TensorInFile:
 def type_of(name: str, shape: tuple[int, ...], stored: TensorType, outtype: str) -> TensorType:
     """The type of a tensor of the file, by the rules of llama.cpp's converter.
 
-    Vectors, norms and routers are float32. Of a type whose blocks do not divide a row, float16 is taken instead.
+    Vectors, norms and routers are float32. If its blocks do not divide a row, smaller ones or float16
+    are taken instead.
 
     Args:
         name, shape: of the tensor in the file.
@@ -304,7 +305,9 @@ def type_of(name: str, shape: tuple[int, ...], stored: TensorType, outtype: str)
         return TENSOR_TYPES["F32"]
     if tensor_type.name in ("TQ1_0", "TQ2_0") and name in ("token_embd.weight", "output.weight"):
         return TENSOR_TYPES["F16"]
-    return TENSOR_TYPES["F16"] if shape[-1] % tensor_type.elements else tensor_type
+    if tensor_type.dtype is not None:
+        return tensor_type
+    return TENSOR_TYPES[type_for_rows(tensor_type.name, shape[-1]) or "F16"]
 
 
 # Encoding.

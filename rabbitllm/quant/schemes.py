@@ -232,8 +232,8 @@ BLOCKS: Mapping[str, str] = {
     name.lower(): name for name in ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "Q4_0", "Q3_K", "Q2_K")
 }
 """Compression -> the type of its blocks."""
-_OF_OTHER_ROWS = {"Q6_K": "Q8_0", "Q5_K": "Q8_0"}
-"""Type of blocks -> the type for rows that are not whole blocks, if not `IQ4_NL`."""
+_SMALLER_BLOCKS = {"Q6_K": "Q8_0", "Q5_K": "Q8_0", **dict.fromkeys(("Q4_K", "IQ4_XS", "Q3_K", "Q2_K"), "IQ4_NL")}
+"""Type of blocks of 256 -> the one of blocks of 32 that is used instead for rows that are not a multiple of 256."""
 ROW_ELEMENTS = 64
 """Rows that are no multiple of it stay uncompressed by blocks: products have no kernel for them."""
 PRESETS: Mapping[str, tuple[str, str]] = {"q5_k_m": ("q5_k", "q6_k"), "q4_k_m": ("q4_k", "q6_k")}
@@ -314,12 +314,16 @@ def scheme_of(spec: TensorSpec, compression: str | None) -> str | None:
     if compression is not None and is_compressible(spec):
         if (scheme := SCHEMES.get(compression)) is not None:
             return scheme.smaller if spec.elements < scheme.min_elements else compression
-        name, columns = BLOCKS[compression], spec.shape[-1]
-        if columns % ROW_ELEMENTS == 0:
-            is_whole = columns % BLOCK_TYPES[name].elements == 0
-            return name if is_whole else _OF_OTHER_ROWS.get(name, "IQ4_NL")
+        if spec.shape[-1] % ROW_ELEMENTS == 0:
+            return type_for_rows(BLOCKS[compression], spec.shape[-1])
     stored = spec.blocks
     return stored.kind.name if stored is not None and keeps_blocks(spec, stored.kind.name) else None
+
+
+def type_for_rows(name: str, columns: int) -> str | None:
+    """The type of blocks for rows of so many elements: the one that is named, or smaller blocks; None if none fits."""
+    names = (name, _SMALLER_BLOCKS.get(name, name))
+    return next((one for one in names if columns % BLOCK_TYPES[one].elements == 0), None)
 
 
 # Stored keys and forms.

@@ -34,7 +34,10 @@ from rabbitllm.models import gguf_output
 from rabbitllm.models._gguf_metadata import FAMILIES
 from rabbitllm.models.convert import convert
 from rabbitllm.models.gguf_output import OUTTYPES
+from rabbitllm.quant import block_encoders
+from rabbitllm.quant.block_encoders import ENCODED, encode
 from rabbitllm.storage import durable
+from rabbitllm.store.layer_store import LayerStore
 from tests.support.gguf_files import TEMPLATE, write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -119,7 +122,7 @@ def test_every_family_has_a_model_here_and_every_encoder_of_the_package_a_name()
         except NotImplementedError:
             continue
         encoders.add(kind.name)
-    assert {*OUTTYPES.values()} == encoders
+    assert {*OUTTYPES.values()} == encoders | {*ENCODED}
 
 
 @pytest.mark.bits
@@ -191,7 +194,7 @@ def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("outtype", ["q8_0", *(pytest.param(one, marks=pytest.mark.long) for one in OUTTYPES)])
-def test_blocks_are_those_of_the_package_gguf(outtype: str, tmp_path: Path) -> None:
+def test_blocks_are_those_of_the_encoder_or_the_package_gguf(outtype: str, tmp_path: Path) -> None:
     folder, file = build(tmp_path / "model", "llama", hidden_size=256, intermediate_size=512), tmp_path / "model.gguf"
     convert(folder, file, to="gguf", outtype=outtype)
     tensors, found = lazy_load(folder), stored(file)
@@ -205,18 +208,21 @@ def test_blocks_are_those_of_the_package_gguf(outtype: str, tmp_path: Path) -> N
     }
     for name, weight in expected.items():
         assert found[name][0] == kind
-        blocks = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
-        assert found[name][1].tobytes() == blocks.tobytes(), name
+        own = kind in ENCODED and kind != "Q8_0"
+        blocks = encode(kind, weight) if own else gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
+        assert found[name][1].tobytes() == np.asarray(blocks).tobytes(), name
     assert found["blk.1.attn_norm.weight"][0] == found["output_norm.weight"][0] == "F32"
 
 
 @pytest.mark.long
-def test_rows_that_blocks_do_not_divide_are_float16(tmp_path: Path) -> None:
-    folder, file = build(tmp_path / "model", "llama", intermediate_size=80), tmp_path / "model.gguf"
-    convert(folder, file, to="gguf", outtype="q8_0")
-    found = stored(file)
-    assert found["blk.0.ffn_down.weight"][0] == "F16"
-    assert found["blk.0.ffn_up.weight"][0] == "Q8_0"
+def test_rows_that_blocks_do_not_divide_have_smaller_ones_or_are_float16(tmp_path: Path) -> None:
+    folder = build(tmp_path / "model", "llama", intermediate_size=80)
+    for outtype, of_64 in (("q8_0", "Q8_0"), ("q5_k", "Q8_0"), ("q4_k", "IQ4_NL")):
+        file = tmp_path / f"{outtype}.gguf"
+        convert(folder, file, to="gguf", outtype=outtype)
+        found = stored(file)
+        assert found["blk.0.ffn_down.weight"][0] == "F16"
+        assert found["blk.0.ffn_up.weight"][0] == of_64
 
 
 @pytest.mark.parametrize("files", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -262,6 +268,30 @@ def test_a_split_of_blocks_becomes_the_same_blocks(family: str, tmp_path: Path) 
     for name, (kind, data) in before.items():
         if name != "output.weight" or name in after:
             assert (after[name][0], after[name][1].tobytes()) == (kind, data.tobytes()), name
+
+
+@pytest.mark.parametrize("compression", ["q4_k_m", pytest.param("q5_k", marks=pytest.mark.long)])
+def test_blocks_that_a_split_made_are_copied(compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build(tmp_path / "model", "llama", hidden_size=256, intermediate_size=512)
+    directory = split(folder, sequential=False, compression=compression)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("nothing is encoded again")
+
+    monkeypatch.setattr(block_encoders, "encode", refuse)
+    convert(directory, tmp_path / "model.gguf", to="gguf")
+    found, store = stored(tmp_path / "model.gguf"), LayerStore(directory)
+    same = {"blk.1.ffn_down.weight": "model.layers.1.mlp.down_proj.weight", "output.weight": "lm_head.weight"}
+    for name, of_split in same.items():
+        tensor = store.tensors[of_split]
+        assert tensor.quantized is not None
+        assert found[name][0] == tensor.quantized.scheme
+        raw = (directory / tensor.parts[0].file).read_bytes()
+        begin = tensor.parts[0].offset
+        assert found[name][1].tobytes() == raw[begin : begin + tensor.parts[0].nbytes]
+    convert(directory, tmp_path / "plain")
+    plain = logits(theirs(tmp_path / "plain", dtype=torch.float32))
+    assert float((logits(theirs(tmp_path / "model.gguf")) - plain).norm() / plain.norm()) < 1e-2  # plain is bfloat16
 
 
 @pytest.mark.long
@@ -545,7 +575,7 @@ def test_a_value_that_float16_cannot_hold_is_refused_and_nothing_stays(tmp_path:
 def test_options(tmp_path: Path) -> None:
     folder = build(tmp_path / "model")
     for options, message in (
-        ({"to": "gguf", "outtype": "q4_k"}, "outtype='q4_k' is not a type"),
+        ({"to": "gguf", "outtype": "q1_k"}, "outtype='q1_k' is not a type"),
         ({"to": "gguf", "sequential": True}, "apply only to safetensors"),
         ({"outtype": "q8_0"}, "expected safetensors with auto, f32, f16, bf16, or gguf"),
         ({"to": "ggml"}, "to='ggml'"),
