@@ -144,9 +144,11 @@ class AutoModel:
             layer_shards_saving_path: folder for the split directory. The default is the folder of a local checkpoint,
                 and `RABBITLLM_HOME` for a repository.
             profiling_mode: record where time is spent; see `model.profiler`.
-            compression: "8bit", "4bit", "4bit-double", "auto" or None. "4bit-double" also quantizes the scales. "auto"
-                chooses one of these for each tensor: the least expected loss that fits `max_disk` (or the free disk)
-                and, if all weights can stay in memory, `max_memory` (or the free memory).
+            compression: "8bit", "4bit", "4bit-double", "auto" or None; or blocks of llama.cpp, for the CPU: "q8_0",
+                "q6_k", "q5_k", "q4_k", "iq4_xs", "q4_0", "q3_k", "q2_k", and its mixtures "q5_k_m" and "q4_k_m".
+                "4bit-double" also quantizes the scales. "auto" chooses None, "8bit" or "4bit-double" for each tensor:
+                the least expected loss that fits `max_disk` (or the free disk) and, if all weights can stay in memory,
+                `max_memory` (or the free memory).
             token: access token for the hub.
             hf_token: another name of `token`.
             prefetching: read the next layer while the current one computes.

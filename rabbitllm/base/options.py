@@ -116,7 +116,8 @@ class SplitOptions:
     """Options of a split.
 
     Attributes:
-        compression: None, one for all tensors ("8bit", "4bit", "4bit-double"), or "auto" for bits chosen by tensor.
+        compression: None, one for all tensors ("8bit", "q4_k" …), a mixture of llama.cpp ("q4_k_m", "q5_k_m"), or
+            "auto" for bits chosen by tensor.
         shards: which of them are deleted.
         max_disk: bytes that the split may create (layer files and fetched shards); None for all free bytes.
         shard_transfer: how shards of a repository arrive that are taken one at a time: "file" (each is fetched whole,

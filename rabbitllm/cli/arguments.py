@@ -75,7 +75,7 @@ AddressOption = Annotated[
 ]
 
 # splitting
-_CHOICES = "none, 8bit, 4bit, 4bit-double, or auto"
+_CHOICES = "none, 8bit, 4bit, 4bit-double, llama.cpp's q8_0, q6_k, q5_k_m, q4_k_m and others, or auto"
 CompressionOption = Annotated[str, model_option(metavar="NAME", help=f"{_CHOICES} (chooses bits for each tensor).")]
 WhichSplitOption = Annotated[str | None, typer.Option(metavar="NAME", help=f"Compression of the split: {_CHOICES}.")]
 NoSplitOption = Annotated[bool, model_option("--no-split", help="Read the original shards directly; write nothing.")]

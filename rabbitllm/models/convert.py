@@ -158,7 +158,7 @@ def convert(
         folder: the destination, empty or not existing yet; of GGUF the file.
         to: "safetensors" or "gguf".
         outtype: with GGUF the type of matrices: "auto" for those of the source, "f32", "f16", "bf16", "q8_0" or another
-            type that the package `gguf` can encode. Vectors, norms and routers are float32. With safetensors, of a GGUF
+            of `OUTTYPES`. Vectors, norms and routers are float32. With safetensors, of a GGUF
             checkpoint only, the dtype of all tensors: "f32", "f16", "bf16", or "auto" for the file's own, float32 if it
             is quantized.
         sequential: take one shard at a time, and delete it as soon as all its tensors are copied.

@@ -1,4 +1,4 @@
-"""The contract of every scheme of quantization: each entry of the registry passes these tests."""
+"""The contract of every scheme of quantization: each entry of the registry, and blocks of ggml, pass these tests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, dtype_name
 from rabbitllm.quant import products
 from rabbitllm.quant.quantize import dequantize, operands, quantize_blocks, settled
 from rabbitllm.quant.schemes import (
+    BLOCKS,
     COMPRESSIONS,
     SCHEMES,
+    STORED,
     PartRole,
     Quantized,
     arriving,
@@ -30,13 +33,21 @@ from rabbitllm.quant.schemes import (
     stored_schemes,
 )
 
-pytestmark = pytest.mark.parametrize("scheme", SCHEMES)
+FEW = ("Q8_0", "Q4_K")
+pytestmark = pytest.mark.parametrize(
+    "scheme", [*SCHEMES, *(pytest.param(one, marks=() if one in FEW else pytest.mark.long) for one in BLOCKS.values())]
+)
 SHAPES = [(64, 64), (257, 256), (3, 65, 67), (1, 4097)]
 KINDS = {"U8": torch.uint8, "F32": torch.float32}
 
 
 def spec_of(shape: tuple[int, ...], dtype: str = "BF16") -> TensorSpec:
     return TensorSpec("w", dtype, shape, "shard", 0, byte_size(dtype, shape))
+
+
+def shape_for(scheme: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape like it, with rows that are whole blocks of ggml."""
+    return (*shape[:-1], round_up(shape[-1], 256)) if STORED[scheme].block_bytes else shape
 
 
 def weights(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -48,10 +59,13 @@ def stored(tensor: torch.Tensor, scheme: str, blocks: int = 1000) -> dict[str, b
     spec = spec_of(tuple(tensor.shape), dtype_name(tensor.dtype))
     form = form_in(spec, scheme)
     data = memoryview(bytearray(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()))
-    step = blocks * SCHEMES[scheme].block * tensor.element_size()
+    step = blocks * STORED[scheme].block * tensor.element_size()
     runs = [quantize_blocks(scheme, data[i : i + step], spec.dtype, "cpu") for i in range(0, len(data), step)]
     payload, waiting = (b"".join(bytes(run[part]) for run in runs) for part in (0, 1))
     parts = {"w": payload, **constants(form)}
+    if STORED[scheme].block_bytes:
+        assert not waiting
+        return parts
     if arriving(form) == form:
         return {form.parts[1].name: waiting, **parts}
     scales, later = np.frombuffer(waiting, np.float32), settling(form, "scratch", 0)
@@ -81,7 +95,14 @@ def read_back(parts: dict[str, bytes], scheme: str, spec: TensorSpec) -> tuple[Q
 
 
 def test_a_scheme_is_offered_and_uses_its_codes(scheme: str) -> None:
-    entry = SCHEMES[scheme]
+    entry = STORED[scheme]
+    if entry.block_bytes:
+        check_compression(scheme.lower())
+        assert scheme_of(spec_of((16, 512)), scheme.lower()) == scheme == entry.codes
+        assert scheme_of(spec_of((64, 96)), scheme.lower()) is None
+        smaller = scheme_of(spec_of((64, 192)), scheme.lower())
+        assert smaller == {256: "Q8_0" if scheme in ("Q6_K", "Q5_K") else "IQ4_NL"}.get(entry.block, scheme)
+        return
     check_compression(scheme)
     assert scheme in COMPRESSIONS
     codes = SCHEMES[entry.codes]
@@ -97,12 +118,14 @@ def test_a_scheme_is_offered_and_uses_its_codes(scheme: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 def test_names_and_sizes_of_parts(scheme: str, shape: tuple[int, ...], dtype: str) -> None:
+    shape = shape_for(scheme, shape)
     form = form_in(spec_of(shape, dtype), scheme)
     names = part_names("w", scheme)
     assert tuple(part.name for part in form.parts) == names
     assert len(set(names)) == len(names)
     assert names[0] == "w"
-    assert [role for _, _, role in SCHEMES[scheme].parts][:2] == [PartRole.CODES, PartRole.SCALES]
+    second = PartRole.KIND if STORED[scheme].block_bytes else PartRole.SCALES
+    assert [role for _, _, role in STORED[scheme].parts][:2] == [PartRole.CODES, second]
     assert form.nbytes == sum(part.nbytes for part in form.parts)
     assert form.nbytes < form.source.nbytes or math.prod(shape) < 1 << 15
     plain = "of another tensor"
@@ -115,7 +138,7 @@ def test_names_and_sizes_of_parts(scheme: str, shape: tuple[int, ...], dtype: st
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_runs_of_blocks_give_the_bytes_of_the_whole(scheme: str, shape: tuple[int, ...]) -> None:
-    tensor = weights(shape)
+    tensor = weights(shape_for(scheme, shape))
     whole = stored(tensor, scheme)
     for blocks in (1, 7):
         assert stored(tensor, scheme, blocks) == whole
@@ -124,12 +147,17 @@ def test_runs_of_blocks_give_the_bytes_of_the_whole(scheme: str, shape: tuple[in
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_dequantized_values_are_within_one_code(scheme: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    shape = shape_for(scheme, shape)
     tensor = weights(shape, dtype)
     form, (payload, scales, table) = read_back(stored(tensor, scheme), scheme, spec_of(shape, dtype_name(dtype)))
     assert form.shape == shape
-    assert form.scheme == SCHEMES[scheme].codes
+    assert form.scheme == STORED[scheme].codes
     result = dequantize(form, payload, scales, table, dtype)
     assert (result.dtype, tuple(result.shape)) == (dtype, shape)
+    if STORED[scheme].block_bytes:
+        bits = 8 * STORED[scheme].block_bytes / STORED[scheme].block
+        assert float((result.float() - tensor.float()).norm() / tensor.float().norm()) < 2 ** (1.5 - bits)
+        return
     widest = float(table.sort().values.diff().max())
     of_each = scales.repeat_interleave(SCHEMES[scheme].block)[: tensor.numel()].view(shape)
     # half of the widest step, and what scales and results are rounded by
@@ -137,17 +165,21 @@ def test_dequantized_values_are_within_one_code(scheme: str, shape: tuple[int, .
 
 
 def test_missing_and_wrong_parts_are_refused(scheme: str) -> None:
-    content, spec = stored(weights((65, 67)), scheme), spec_of((65, 67))
+    shape = shape_for(scheme, (65, 67))
+    content, spec = stored(weights(shape), scheme), spec_of(shape)
     specs, key = specs_of(spec, scheme), state_key("w", scheme)
     state = content[key] if key is not None else b""
-    assert read_state("w", scheme, specs, state).shape == (65, 67)
-    for name, (_, _, role) in zip(part_names("w", scheme), SCHEMES[scheme].parts, strict=True):
+    assert read_state("w", scheme, specs, state).shape == shape
+    for name, (_, _, role) in zip(part_names("w", scheme), STORED[scheme].parts, strict=True):
         if name != "w":
             with pytest.raises(IncompleteSplitError, match="without its part"):
                 read_state("w", scheme, {part: s for part, s in specs.items() if part != name}, state)
         changed = [specs[name]._replace(shape=(specs[name].elements + 1,)), specs[name]._replace(dtype="I8")]
-        for wrong in changed if role is not PartRole.STATE and (name != "w" or key is not None) else []:
-            with pytest.raises(IncompleteSplitError, match=f"a {scheme} tensor of shape"):
+        is_block = STORED[scheme].block_bytes > 0
+        is_checked = name == "w" if is_block else role is not PartRole.STATE and (name != "w" or key is not None)
+        for wrong in changed if is_checked else []:
+            expected = "is stored as" if is_block else f"a {scheme} tensor of shape"
+            with pytest.raises(IncompleteSplitError, match=expected):
                 read_state("w", scheme, specs | {name: wrong}, state)
 
 
