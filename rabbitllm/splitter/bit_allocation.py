@@ -29,9 +29,9 @@ from rabbitllm.quant.schemes import (
     scheme_of,
     stored_form,
 )
+from rabbitllm.splitter._presets import LAYER, role_of
 from rabbitllm.splitter.disk_budget import BitChoice, DiskBudget, EstimatedFile, Shortage, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, layout_at, recompressed
-from rabbitllm.splitter.presets import LAYER, role_of
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.manifest import AUTO, BitAllocation
 

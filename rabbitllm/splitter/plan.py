@@ -23,7 +23,7 @@ from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.tensor_spec import DTYPES, LeftOut, TensorSpec, byte_size
 from rabbitllm.quant.schemes import DOUBLE, PRESETS, STORED, Quantized, StoredForm, form_in, keeps_blocks, stored_form
-from rabbitllm.splitter.presets import of_preset
+from rabbitllm.splitter._presets import of_preset
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_file import FORMAT_VERSION, LayerLayout, join, lay_out
 from rabbitllm.store.layer_store import StoredTensor

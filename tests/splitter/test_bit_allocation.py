@@ -23,6 +23,7 @@ from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.quantize import quantize_blocks
 from rabbitllm.quant.schemes import COMPRESSIONS, DOUBLE, NESTED_BLOCK, NF4_BLOCK, code_values
+from rabbitllm.splitter._presets import role_of
 from rabbitllm.splitter.bit_allocation import (
     ERRORS,
     FITTED_ERRORS,
@@ -36,7 +37,6 @@ from rabbitllm.splitter.bit_allocation import (
 )
 from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, recompressed
-from rabbitllm.splitter.presets import role_of
 from rabbitllm.store.manifest import BitAllocation, read_manifest
 from tests.support.builders import build_checkpoint
 from tests.support.plans import MIB, all_freed, plan_of, resident_bytes, shard_of

@@ -15,7 +15,7 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant.block_encoders import encode
 from rabbitllm.quant.gguf_blocks import dequantize
 from rabbitllm.quant.schemes import BLOCKS, PRESETS
-from rabbitllm.splitter.presets import of_preset
+from rabbitllm.splitter._presets import of_preset
 from rabbitllm.store.checkpoint_folder import PlainReader
 from rabbitllm.store.layer_store import LayerStore, verify
 from rabbitllm.store.manifest import directory_name, read_manifest
