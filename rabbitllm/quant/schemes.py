@@ -252,7 +252,7 @@ def check_compression(compression: str | None) -> None:
     if compression not in (None, *SCHEMES, *BLOCKS, *PRESETS):  # a list cannot be looked up
         raise OptionError(
             f"compression={compression!r} does not exist; expected 'auto', '4bit', '4bit-double', '8bit', "
-            f"{', '.join(map(repr, {**PRESETS, **BLOCKS}))} or None ('none' on the command line).",
+            f"{', '.join(map(repr, {**BLOCKS, **PRESETS}))} or None ('none' on the command line).",
             "8bit is half the size of bf16, 4bit a quarter (plus scales), 4bit-double a quarter with smaller scales; "
             "the others are named as in llama.cpp.",
         )
