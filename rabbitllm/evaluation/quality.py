@@ -33,7 +33,7 @@ from rabbitllm.errors import CheckpointError, OptionError, QualityError, system_
 from rabbitllm.evaluation.compare import Summary, compare
 from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring import ScoredText
-from rabbitllm.models.library import compression_here
+from rabbitllm.models.library import compression_to_run
 from rabbitllm.prepare import ModelSpec, split_options
 from rabbitllm.store.locations import resolve_name, spelled_out
 from rabbitllm.store.manifest import read_manifest
@@ -55,7 +55,7 @@ def compared_spec(spec: ModelSpec, *, alone: bool) -> ModelSpec:
         QualityError: with `alone`, it is uncompressed without a request by `compression`, and would be compared with
             itself.
     """
-    chosen = compression_here(spec.name, spec.folder) if spec.compression is None else spec.compression
+    chosen = compression_to_run(spec.name, spec.compression, spec.folder)
     if alone and spec.compression is None and chosen is None:
         manifest = read_manifest(expand(resolve_name(spec.name)))
         if manifest is None or manifest.compression is None:
@@ -63,7 +63,7 @@ def compared_spec(spec: ModelSpec, *, alone: bool) -> ModelSpec:
                 f"{spec.name} is not compressed; the default comparison is with the uncompressed model.",
                 "Set --compression, e.g. 4bit, or a model to compare with: --against (against= in Python).",
             )
-    return replace(spec, compression=None if chosen == "none" else chosen)
+    return replace(spec, compression=chosen)
 
 
 def reference_spec(spec: ModelSpec) -> ModelSpec:

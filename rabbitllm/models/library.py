@@ -31,6 +31,7 @@ from rabbitllm.store.manifest import (
     SPLIT_DIRECTORY,
     SPLITS,
     Manifest,
+    check_split,
     directory_name,
     is_legacy,
     read_manifest,
@@ -301,7 +302,7 @@ def compression_to_run(name: str, word: str | None, folder: Path | None = None) 
     """The compression that the user names ("none" in any spelling), else that of a split on this machine."""
     if word is None:
         return compression_here(name, folder)
-    return None if word.lower() == "none" else word.lower()
+    return None if str(word).lower() == "none" else check_split(word)
 
 
 def no_split_of(name: str) -> CheckpointNotFoundError:

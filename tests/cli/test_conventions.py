@@ -119,7 +119,7 @@ def test_errors_exit_with_1_and_wrong_arguments_with_2(tmp_path: Path) -> None:
     assert process("ls", "--nonsense").returncode == exit_codes.USAGE
     unknown = process("pull", str(build_checkpoint(tmp_path / "hare", "llama")), "--compression", "5bit")
     assert (unknown.returncode, unknown.stdout) == (exit_codes.USAGE, "")
-    assert "expected 'auto', '4bit', '4bit-double', '8bit' or None ('none' on the command line)" in unknown.stderr
+    assert "expected 'auto', '4bit', '4bit-double', '8bit', 'q8_0'" in unknown.stderr
 
 
 def test_the_advice_to_install_is_of_the_copy_and_not_of_another_package() -> None:
