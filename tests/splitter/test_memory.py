@@ -88,7 +88,7 @@ def over_idle(source: Path, saving_path: Path, compression: str | None) -> int:
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("compression", [None, "8bit"])
+@pytest.mark.parametrize("compression", [None, "8bit", "q4_k"])
 def test_memory_for_a_tensor_larger_than_the_bound(tmp_path: Path, compression: str | None) -> None:
     source = embedding(tmp_path / "model", 60_000)
     assert (source / "model.safetensors").stat().st_size > 2 * MOST
