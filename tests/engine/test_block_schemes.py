@@ -11,7 +11,9 @@ import torch
 from rabbitllm.models.convert import convert
 from rabbitllm.quant.schemes import BLOCKS
 from rabbitllm.store.layer_store import LayerStore
+from tests.engine.test_fake_gpu import run_on
 from tests.support.builders import build_checkpoint, reference_logits
+from tests.support.fake_gpu import FakeGpu
 from tests.support.rounding import assert_as_near, exact_logits
 from tests.support.tiny_models import ALL, INPUT, assert_same, load, run, split
 
@@ -46,6 +48,7 @@ def test_every_budget_has_the_bits_of_the_dequantized_model(
     expected = reference_logits(tmp_path / "plain", INPUT, dtype)
     for budget in (ALL, 0):
         assert_same(run(load(directory, budget)), expected)
+    assert_same(run_on([FakeGpu(0)], directory), expected)  # a GPU dequantizes them
     if dtype == torch.bfloat16:  # products with codes round their inputs to integers
         logits, is_routed = run(load(directory, ALL, exact=False)).logits, family != "llama"
         assert_as_near(logits, expected.logits, exact_logits(tmp_path / "plain", INPUT), routed=is_routed)
