@@ -276,7 +276,7 @@ def _show_choice(console: Console, plan: Plan) -> None:
 
 def _capitalised(plan: SplitEstimate, estimate: CompressionEstimate) -> str:
     name = plan.called(estimate.compression)
-    return name if estimate.compression is not None else name[0].upper() + name[1:]
+    return name if "_" in name else name[0].upper() + name[1:]  # q4_k is written in small letters
 
 
 def _too_heavy(plan: Plan) -> dict[str | None, str]:
