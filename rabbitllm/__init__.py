@@ -50,9 +50,10 @@ __all__ = ["__version__", *_HOME]
 
 
 # Threads of a product wait actively for each other, by libgomp's default for milliseconds. If other work has the core
-# of one of them, a token took up to 15 times as long. libgomp reads this when torch is imported.
+# of one of them, a token took up to 15 times as long. libgomp reads this when torch is imported. With 1000, waking the
+# threads took as long as a small model's products.
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-    os.environ["GOMP_SPINCOUNT"] = "1000"
+    os.environ["GOMP_SPINCOUNT"] = "20000"
 
 if os.environ.get("RABBITLLM_LOG"):
     importlib.import_module("rabbitllm.base.logs").set_up(os.environ["RABBITLLM_LOG"])
