@@ -160,6 +160,7 @@ def _open_standard_streams() -> None:
 def main() -> None:
     """Run the command line."""
     answer_interrupts()
+    atexit.register(end_at_interrupts)  # else a traceback may follow the answer
     atexit.register(gc.freeze)  # else the last garbage collection visits torch's objects, which takes seconds
     _open_standard_streams()
     try:
@@ -173,5 +174,3 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         sys.exit(exit_codes.INTERRUPTED)
-    finally:
-        end_at_interrupts()  # else a traceback may follow the answer
