@@ -188,7 +188,7 @@ class _RowSums:
     def total(self, t: int) -> Any:
         """The result for one input."""
         total, least = (self._emit.b.load(lanes[t]) for lanes in (self._totals, self._least))
-        return _integers.tree_sum(self._emit, self._emit.b.fsub(total, least) if self._layout.group else total)
+        return self._emit.sum(self._emit.b.fsub(total, least) if self._layout.group else total)
 
 
 def _code_bytes(scheme: str) -> int:

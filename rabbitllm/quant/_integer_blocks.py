@@ -240,13 +240,13 @@ def _iq4_xs(step: _StepInMemory) -> Emitted:
     factors = step.b.sub(factors, step.emit.every(32))
     scales = step.times(step.lanes(step.half(0)), step.floats(factors))
 
-    def found() -> Iterator[IntegerPart]:
+    def decoded() -> Iterator[IntegerPart]:
         for z in range(2):
             index = step.codes(8 + 64 * z)
             words = [*step.both_bytes(IQ4_VALUES, index), *step.both_bytes(IQ4_VALUES, step.right(index, 4))]
             yield IntegerPart(tuple(words), step.pick(scales, _each(4 * z, 4)))
 
-    return found(), None
+    return decoded(), None
 
 
 def _six_bit_scales(step: _StepInMemory) -> Any:
@@ -266,20 +266,20 @@ def _pair_of_groups(first: int) -> list[int]:
 def _q4_k(step: _StepInMemory) -> Emitted:
     scales = _six_bit_scales(step)
 
-    def found() -> Iterator[IntegerPart]:
+    def decoded() -> Iterator[IntegerPart]:
         for z in range(2):
             index = step.codes(16 + 64 * z)
             for high in range(2):
                 words = step.both_bytes(range(16), step.right(index, 4 * high))
                 yield IntegerPart(words, step.pick(scales, _pair_of_groups(4 * z + high)))
 
-    return found(), scales
+    return decoded(), scales
 
 
 def _q5_k(step: _StepInMemory) -> Emitted:
     scales, fifth = _six_bit_scales(step), step.twice(16)
 
-    def found() -> Iterator[IntegerPart]:
+    def decoded() -> Iterator[IntegerPart]:
         for z in range(2):
             low = step.codes(48 + 64 * z)
             for high in range(2):
@@ -292,13 +292,13 @@ def _q5_k(step: _StepInMemory) -> Emitted:
                 index = step.merged(step.right(low, 4 * high), moved, 15)
                 yield IntegerPart(step.both_bytes(range(32), index), step.pick(scales, _pair_of_groups(4 * z + high)))
 
-    return found(), scales
+    return decoded(), scales
 
 
 def _q6_k(step: _StepInMemory) -> Emitted:
     scales = step.times(step.lanes(step.half(208)), step.floats(step.load(192, 8, 16), signed=True))
 
-    def found() -> Iterator[IntegerPart]:
+    def decoded() -> Iterator[IntegerPart]:
         for half in range(2):
             low, upper = step.codes(64 * half), step.twice(128 + 32 * half)
             for high in range(2):
@@ -307,7 +307,7 @@ def _q6_k(step: _StepInMemory) -> Emitted:
                 words = step.both_bytes(range(-32, 32), index)
                 yield IntegerPart(words, step.pick(scales, _each(8 * half + 4 * high, 4)))
 
-    return found(), None
+    return decoded(), None
 
 
 def _quarters(scales: Any, step: _StepInMemory, part: int) -> Any:
@@ -320,13 +320,13 @@ def _q2_k(step: _StepInMemory) -> Emitted:
     scales = step.times(step.lanes(step.half(80)), step.floats(step.masked(both, 15)))
     minima = step.times(step.lanes(step.half(82)), step.floats(step.right(both, 4)))
 
-    def found() -> Iterator[IntegerPart]:
+    def decoded() -> Iterator[IntegerPart]:
         index = step.codes(16)
         for part in range(4):
             words = step.both_bytes(range(4), step.right(index, 2 * part))
             yield IntegerPart(words, _quarters(scales, step, part))
 
-    return found(), minima
+    return decoded(), minima
 
 
 def _q3_k(step: _StepInMemory) -> Emitted:
@@ -336,14 +336,14 @@ def _q3_k(step: _StepInMemory) -> Emitted:
     factors = step.b.sub(factors, step.emit.every(32))
     scales = step.times(step.lanes(step.half(108)), step.floats(factors))
 
-    def found() -> Iterator[IntegerPart]:
+    def decoded() -> Iterator[IntegerPart]:
         index, third = step.codes(32), step.right(step.twice(0), [0] * 16 + [4] * 16)
         for part in range(4):
             moved = step.left(third, 2 - part) if part < 2 else step.right(third, part - 2)
             words = step.both_bytes(range(-4, 4), step.merged(step.right(index, 2 * part), moved, 3))
             yield IntegerPart(words, _quarters(scales, step, part))
 
-    return found(), None
+    return decoded(), None
 
 
 _EMITTED: Mapping[str, Callable[[_StepInMemory], Emitted]] = {

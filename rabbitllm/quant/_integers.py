@@ -62,7 +62,7 @@ class InputLayout:
     def inputs(self, x: torch.Tensor) -> InputRows:
         """Rows (T, K) of any floating dtype, in this order; K is a whole number of steps.
 
-        Beside the integers are float32 for each step: their scale, then the sums of the groups, of rounded inputs.
+        With them are float32 for each step: their scale, then the sums of the groups, of rounded inputs.
         """
         import torch
 
@@ -103,16 +103,16 @@ def _call(kept: Any, call: Any, *arguments: Any) -> None:
 
 def _round_inputs(x, halves, is_bfloat, rows, steps, row, step, group, order, integers, floats):  # type: ignore[no-untyped-def]
     """See `InputLayout.inputs`; `x` and `halves` are one address, and `row` the elements from one row to the next."""
-    width, beside = steps * step, 1 + (step // group if group else 0)
+    width, floats_a_step = steps * step, 1 + (step // group if group else 0)
     singles, words = to_array(x, rows * row), to_array(halves, rows * row)
     places = to_array(order, step)
-    results, others = to_array(integers, rows * width), to_array(floats, rows * steps * beside)
+    results, others = to_array(integers, rows * width), to_array(floats, rows * steps * floats_a_step)
     values = np.empty(step, np.float32)
     bits = values.view(np.int32)
     largest_bits = np.empty(1, np.int32)
     for r in range(rows):
         for index in range(steps):
-            begin, result, other = r * row + index * step, r * width + index * step, (r * steps + index) * beside
+            begin, result, other = r * row + index * step, r * width + index * step, (r * steps + index) * floats_a_step
             if is_bfloat:
                 for i in range(step):
                     bits[i] = np.int32(words[begin + i]) << 16
@@ -129,7 +129,7 @@ def _round_inputs(x, halves, is_bfloat, rows, steps, row, step, group, order, in
             factor = _LARGEST_FLOAT / largest if largest > _SMALLEST else np.float32(0)
             for i in range(step):
                 values[i] = values[i] * factor + _NEAREST
-            for g in range(beside - 1):
+            for g in range(floats_a_step - 1):
                 total = np.int32(0)
                 for i in range(g * group, (g + 1) * group):
                     total += bits[i] - _NEAREST_BITS
@@ -183,15 +183,6 @@ def pick(emit: Emitter, first: Any, second: Any, order: Any) -> Any:
     """Elements of two vectors by their numbers in both."""
     places = list(order)
     return emit.b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), places))
-
-
-def tree_sum(emit: Emitter, floats: Any) -> Any:
-    """The sum of 16 lanes, in an order that does not depend on the processor."""
-    half = floats.type.count // 2
-    while half:
-        low, high = (pick(emit, floats, floats, range(begin, begin + half)) for begin in (0, half))
-        floats, half = emit.b.fadd(low, high), half // 2
-    return emit.b.extract_element(floats, ir.Constant(I32, 0))
 
 
 def _divided(emit: Emitter, result: Any, half_name: str, name: str, *vectors: Any) -> Any:

@@ -165,8 +165,17 @@ class Emitter:
         return self.b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, self.width), [0] * self.width))
 
     def sum(self, vector: Any) -> Any:
-        add = self.function(f"llvm.vector.reduce.fadd.v{self.width}f32", F32, F32, self.floats)
-        return self.b.call(add, [ir.Constant(F32, -0.0), vector], fastmath=("reassoc",))
+        """The sum of the lanes, in an order that does not depend on the processor."""
+        half = vector.type.count // 2
+        while half:
+            low, high = (
+                self.b.shuffle_vector(
+                    vector, vector, ir.Constant(ir.VectorType(I32, half), list(range(first, first + half)))
+                )
+                for first in (0, half)
+            )
+            vector, half = self.b.fadd(low, high), half // 2
+        return self.b.extract_element(vector, ir.Constant(I32, 0))
 
 
 def number(value: Any) -> Any:

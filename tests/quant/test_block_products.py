@@ -148,8 +148,12 @@ def test_the_same_bits_with_other_instructions() -> None:
     code = """
 import hashlib
 from tests.quant.test_block_products import CODES, FEW, inputs, matrix, width_of
-for name in FEW:
-    product = matrix(name, 37, 1024).times_by(CODES, width_of(CODES), inputs(5, 1024))
+from tests.quant import test_coded, test_products
+matrices = [matrix(name, 37, 1024) for name in FEW]
+matrices += [test_products.Matrix(*test_products.matrix(name, 37, 1024)) for name in test_products.SCHEMES]
+products = [of.times_by(CODES, width_of(CODES), inputs(5, 1024)) for of in matrices]
+products.append(test_coded.matrix("fp4 U8 1x32", 37, 1024).times(64, inputs(5, 1024)))
+for product in products:
     print(hashlib.sha256(product.numpy().tobytes()).hexdigest())
 """
     outputs = set()
