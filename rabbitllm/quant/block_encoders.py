@@ -55,11 +55,12 @@ class _Form:
         group: elements of a group.
         codes: the least and the greatest; the least is stored as 0. None: indices of `IQ4_VALUES`.
         factors: the least and the greatest multiple of the block's scale; (1, 1) if a block is one group.
-        minima: the greatest multiple of the block's minimum; 0 if nothing is subtracted.
+        minima: the least and the greatest multiple of the block's minimum, which is positive unless both are 1; (0, 0)
+            if nothing is subtracted.
         spread: see above.
         ranges: codes that a group's largest magnitude, or the distance of its extremes, is tried to be.
         planes: bits of the codes: (offset in the block, first bit, bits, run). A byte has those of elements that are
-            16 * run apart, the first in its lowest bits.
+            16 * run apart, the first in its lowest bits; if run is 0, those of consecutive elements.
         halves: offsets of the scale and of the minimum.
         pack: writes factors and minima, int16 (blocks, groups), to blocks.
     """
@@ -67,7 +68,7 @@ class _Form:
     group: int
     codes: tuple[int, int] | None
     factors: tuple[int, int]
-    minima: int
+    minima: tuple[int, int]
     spread: float
     ranges: Sequence[float]
     planes: Sequence[tuple[int, int, int, int]]
@@ -101,24 +102,35 @@ def _pack_iq4_xs(out: Bytes, factors: Factors, minima: Factors) -> None:
     out[:, 2:4] = sum((six[:, part::4] >> 4) << 2 * part for part in range(4))
 
 
+def _negate(out: Bytes, factors: Factors, minima: Factors) -> None:
+    """The minimum is added, and not subtracted."""
+    out[:, 3] ^= 128
+
+
 def _evenly(first: float, last: float, count: int) -> tuple[float, ...]:
     return tuple(first + (last - first) * index / (count - 1) for index in range(count))
 
 
 _OF_IQ4 = (*_evenly(-135, -95, 6), *_evenly(95, 135, 6))
 _OF_Q3 = (*_evenly(-5, -2.6, 6), *_evenly(2.6, 5, 6))
+_OF_Q5_0 = (*_evenly(-17, -13.5, 6), *_evenly(13.5, 17, 6))
+_NO_MINIMA, _ONE_GROUP = (0, 0), (1, 1)
 _FORMS = {
-    "IQ4_NL": _Form(32, None, (1, 1), 0, 4, _OF_IQ4, [(2, 0, 4, 1)], [0]),
-    "IQ4_XS": _Form(32, None, (-32, 31), 0, 4, _OF_IQ4, [(8, 0, 4, 1)], [0], _pack_iq4_xs),
+    "IQ4_NL": _Form(32, None, _ONE_GROUP, _NO_MINIMA, 4, _OF_IQ4, [(2, 0, 4, 1)], [0]),
+    "IQ4_XS": _Form(32, None, (-32, 31), _NO_MINIMA, 4, _OF_IQ4, [(8, 0, 4, 1)], [0], _pack_iq4_xs),
+    "Q5_0": _Form(32, (-16, 15), _ONE_GROUP, _NO_MINIMA, 4, _OF_Q5_0, [(6, 0, 4, 1), (2, 4, 1, 0)], [0]),
+    "Q5_1": _Form(
+        32, (0, 31), _ONE_GROUP, _ONE_GROUP, 4, _evenly(26, 32, 12), [(8, 0, 4, 1), (4, 4, 1, 0)], [0, 2], _negate
+    ),
     "Q6_K": _Form(
-        16, (-32, 31), (-128, 127), 0, 4, _evenly(-33, -26, 18), [(0, 0, 4, 4), (128, 4, 2, 2)], [208], _pack_q6_k
+        16, (-32, 31), (-128, 127), _NO_MINIMA, 4, _evenly(-33, -26, 18), [(0, 0, 4, 4), (128, 4, 2, 2)], [208], _pack_q6_k
     ),
     "Q5_K": _Form(
-        32, (0, 31), (0, 63), 63, 4, _evenly(26, 32, 18), [(48, 0, 4, 2), (16, 4, 1, 2)], [0, 2], _pack_six_bits
+        32, (0, 31), (0, 63), (0, 63), 4, _evenly(26, 32, 18), [(48, 0, 4, 2), (16, 4, 1, 2)], [0, 2], _pack_six_bits
     ),
-    "Q4_K": _Form(32, (0, 15), (0, 63), 63, 4, _evenly(11.5, 16.5, 14), [(16, 0, 4, 2)], [0, 2], _pack_six_bits),
-    "Q3_K": _Form(16, (-4, 3), (-32, 31), 0, 2, _OF_Q3, [(32, 0, 2, 2), (0, 2, 1, 2)], [108], _pack_q3_k),
-    "Q2_K": _Form(16, (0, 3), (0, 15), 15, 1, _evenly(1.6, 3.8, 8), [(16, 0, 2, 2)], [80, 82], _pack_q2_k),
+    "Q4_K": _Form(32, (0, 15), (0, 63), (0, 63), 4, _evenly(11.5, 16.5, 14), [(16, 0, 4, 2)], [0, 2], _pack_six_bits),
+    "Q3_K": _Form(16, (-4, 3), (-32, 31), _NO_MINIMA, 2, _OF_Q3, [(32, 0, 2, 2), (0, 2, 1, 2)], [108], _pack_q3_k),
+    "Q2_K": _Form(16, (0, 3), (0, 15), (0, 15), 1, _evenly(1.6, 3.8, 8), [(16, 0, 2, 2)], [80, 82], _pack_q2_k),
 }
 ENCODED = ("Q8_0", "Q4_0", *_FORMS)
 """The types that `encode` makes."""
@@ -198,18 +210,20 @@ def _tables(name: str) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
     """What the kernel needs of a form.
 
     Returns:
-        Limits: least and greatest code and factor, greatest minimum, spread; codes of `IQ4_VALUES` are 0 to -1.
+        Limits: least and greatest code, factor and minimum, spread; codes of `IQ4_VALUES` are 0 to -1.
         The ranges.
-        Where the bits of 16 codes go: index of the first, bits to shift right, mask, offset, bits to shift left.
+        Where the bits of 16 codes, or of one, go: index of the first, their number, bits to shift right, mask, offset,
+        bits to shift left.
     """
     form = _FORMS[name]
-    limits = np.array([*(form.codes or (0, -1)), *form.factors, form.minima, form.spread], np.float32)
-    places = [
-        (16 * unit, first, (1 << bits) - 1, offset + 16 * (run * (unit // run // (8 // bits)) + unit % run), shift)
-        for offset, first, bits, run in form.planes
-        for unit in range(BLOCK_TYPES[name].elements // 16)
-        for shift in (bits * (unit // run % (8 // bits)),)
-    ]
+    limits = np.array([*(form.codes or (0, -1)), *form.factors, *form.minima, form.spread], np.float32)
+    places = []
+    for offset, first, bits, run in form.planes:
+        width, stride, a_byte = (16, run, 8 // bits) if run else (1, 1, 8 // bits)
+        for unit in range(BLOCK_TYPES[name].elements // width):
+            behind = width * (stride * (unit // stride // a_byte) + unit % stride)
+            target = offset + behind, bits * (unit // stride % a_byte)
+            places.append((width * unit, width, first, (1 << bits) - 1, *target))
     return limits, np.array(form.ranges, np.float32), np.array(places)
 
 
@@ -411,7 +425,8 @@ def _sum(x, weights, inverses, minima, low, high, sums):  # type: ignore[no-unty
 def _fit_groups(x, weights, known, limits, ranges, sums, scales, minima, kept):  # type: ignore[no-untyped-def]
     """The best scale and minimum of each group by itself, and the sums of its codes in `kept`."""
     least, greatest, total, first = known[0], known[1], known[2], known[3]
-    low, high, subtracts = limits[0], limits[1], limits[4] > 0
+    low, high, subtracts = limits[0], limits[1], limits[5] > 0
+    lowest = -np.float32(np.inf) if limits[4] > 0 else _ZERO  # of minima
     work = np.empty((3, LANES), np.float32)
     inverses, offsets, most = work[0], work[1], work[2]
     once, squares, products = sums[0], sums[1], sums[2]
@@ -422,7 +437,7 @@ def _fit_groups(x, weights, known, limits, ranges, sums, scales, minima, kept): 
             if k == ranges.size:  # the best one, fitted to its own codes
                 inverses[g], offsets[g] = _inverse(scales[g]), minima[g]
                 continue
-            offsets[g] = max(-least[g], _ZERO) if subtracts else _ZERO
+            offsets[g] = max(-least[g], lowest) if subtracts else _ZERO
             extreme = greatest[g] if greatest[g] > -least[g] else least[g]
             extreme = greatest[g] + offsets[g] if subtracts else extreme
             inverses[g] = ranges[k] / extreme if abs(extreme) > _NOTHING else _ZERO
@@ -432,9 +447,9 @@ def _fit_groups(x, weights, known, limits, ranges, sums, scales, minima, kept): 
             regular = subtracts and determinant > _SINGULAR * (total[g] * squares[g])
             inverse = _inverse(determinant if regular else _ZERO)
             minimum = (once[g] * products[g] - first[g] * squares[g]) * inverse
-            regular = regular and minimum > _ZERO
+            regular = regular and minimum > lowest
             alone = -first[g] * _inverse(total[g]) if subtracts and squares[g] == _ZERO else _ZERO
-            minimum = minimum if regular else (alone if alone > _ZERO else _ZERO)
+            minimum = minimum if regular else (alone if alone > lowest else _ZERO)
             scale = products[g] * _inverse(squares[g])
             scale = (total[g] * products[g] - first[g] * once[g]) * inverse if regular else scale
             gain = scale * products[g] - minimum * first[g]
@@ -488,15 +503,15 @@ def _move_factors(x, weights, known, limits, sums, units, least_units, factors, 
             tried[g] = min(max(middle[g] + np.float32(change), limits[2]), limits[3])
             inverses[g] = _inverse(units[g] * tried[g])
             offsets[g] = least_units[g] * around[g]
-            if limits[4] > 0:  # a larger scale goes with a larger minimum
+            if limits[5] > 0:  # a larger scale goes with a larger minimum
                 moved = offsets[g] + units[g] * np.float32(change) * before[g] * _inverse(total[g])
-                offsets[g] = moved if moved > 0 else _ZERO
+                offsets[g] = moved if moved > 0 or limits[4] > 0 else _ZERO
         _sum(x, weights, inverses, offsets, limits[0], limits[1], sums)
         for g in range(LANES):
             scale, multiple = units[g] * tried[g], _ZERO
-            if limits[4] > 0:
+            if limits[5] > 0:
                 wanted = (scale * once[g] - first[g]) * _inverse(total[g]) * _inverse(least_units[g])
-                multiple = min(max((wanted + _TO_WHOLE) - _TO_WHOLE, _ZERO), limits[4])
+                multiple = min(max((wanted + _TO_WHOLE) - _TO_WHOLE, limits[4]), limits[5])
             minimum = least_units[g] * multiple
             gain = scale * (np.float32(2) * products[g] - scale * squares[g])
             gain -= minimum * (minimum * total[g] + np.float32(2) * (first[g] - scale * once[g]))
@@ -556,7 +571,7 @@ def _search(words, kind, group, limits, ranges, places, out, all_factors, all_mi
     for first in range(0, len(out), at_once):
         count = min(at_once, len(out) - first)
         tile = words[first * elements : (first + count) * elements]
-        largest = max(largest, _load_tile(tile, kind, count, groups, values, x, limits[5], weights, known))
+        largest = max(largest, _load_tile(tile, kind, count, groups, values, x, limits[6], weights, known))
         _fit_groups(x, weights, known, limits, ranges, sums, scales, minima, kept)
         least_units[:], multiples[:] = _ZERO, _ZERO
         for g in range(LANES):
@@ -571,12 +586,15 @@ def _search(words, kind, group, limits, ranges, places, out, all_factors, all_mi
                 units[begin], factors[begin] = _half(scales[begin]), _ONE
         if limits[4] > 0:
             for g in range(LANES):
+                least_units[g], multiples[g] = _half(minima[g]), _ONE
+        elif limits[5] > 0:
+            for g in range(LANES):
                 minima[g] = (units[g] * factors[g] * kept[0, g] - first_sum[g]) * _inverse(total[g])
                 minima[g] = minima[g] if minima[g] > 0 else _ZERO
             for begin in range(0, LANES, groups):
                 end = begin + groups
                 least_units[begin:end] = _factors(
-                    minima[begin:end], total[begin:end], _ZERO, limits[4], multiples[begin:end]
+                    minima[begin:end], total[begin:end], _ZERO, limits[5], multiples[begin:end]
                 )
         for _ in range(_ROUNDS):
             _move_factors(x, weights, known, limits, sums, units, least_units, factors, multiples, kept)
@@ -609,8 +627,8 @@ def _search(words, kind, group, limits, ranges, places, out, all_factors, all_mi
                 all_factors[first + block, k] = np.int16(factors[block * groups + k])
                 all_minima[first + block, k] = np.int16(multiples[block * groups + k])
             for p in range(len(places)):
-                begin, right, mask, offset, left = places[p]
-                source, target = codes[block, begin : begin + 16], out[first + block, offset : offset + 16]
-                for i in range(16):
+                begin, width, right, mask, offset, left = places[p]
+                source, target = codes[block, begin : begin + width], out[first + block, offset : offset + width]
+                for i in range(width):
                     target[i] |= np.uint8(((source[i] >> np.uint8(right)) & np.uint8(mask)) << np.uint8(left))
     return largest

@@ -43,7 +43,7 @@ def test_every_budget_has_the_bits_of_the_dequantized_model(
     directory = split(folder, compression)
     kinds = {t.quantized.scheme for t in LayerStore(directory).tensors.values() if t.quantized}
     assert kinds
-    assert kinds <= set(BLOCKS.values()) | {"IQ4_NL"}
+    assert kinds <= set(BLOCKS.values()) | {"Q5_1", "Q5_0", "IQ4_NL"}
     convert(directory, tmp_path / "plain")
     expected = reference_logits(tmp_path / "plain", INPUT, dtype)
     for budget in (ALL, 0):

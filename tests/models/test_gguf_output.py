@@ -217,7 +217,7 @@ def test_blocks_are_those_of_the_encoder_or_the_package_gguf(outtype: str, tmp_p
 @pytest.mark.long
 def test_rows_that_blocks_do_not_divide_have_smaller_ones_or_are_float16(tmp_path: Path) -> None:
     folder = build(tmp_path / "model", "llama", intermediate_size=80)
-    for outtype, of_64 in (("q8_0", "Q8_0"), ("q5_k", "Q8_0"), ("q4_k", "IQ4_NL")):
+    for outtype, of_64 in (("q8_0", "Q8_0"), ("q5_k", "Q5_1"), ("q4_k", "Q5_0"), ("iq4_xs", "IQ4_NL")):
         file = tmp_path / f"{outtype}.gguf"
         convert(folder, file, to="gguf", outtype=outtype)
         found = stored(file)

@@ -22,6 +22,8 @@ WEIGHTS = torch.randn(96, 1024, generator=torch.Generator().manual_seed(0)) ** 3
 LLAMA_CPP = {
     "Q8_0": 7.677e-5,
     "Q4_0": 0.01235,
+    "Q5_0": 0.003644,
+    "Q5_1": 0.003114,
     "IQ4_NL": 0.008424,
     "IQ4_XS": 0.008693,
     "Q6_K": 0.0006137,
@@ -63,10 +65,13 @@ def test_q8_0_has_the_bytes_of_gguf() -> None:
         assert np.array_equal(encode("Q8_0", values).numpy(), expected)
 
 
-def test_q4_0_has_less_error_than_gguf() -> None:
-    theirs = torch.from_numpy(gguf.quantize(WEIGHTS.numpy(), gguf.GGMLQuantizationType.Q4_0))
-    off = float((decoded("Q4_0", theirs) - WEIGHTS).square().sum() / WEIGHTS.square().sum())
-    assert error("Q4_0", WEIGHTS) < 0.99 * off
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("offset", [0, 1, -1])
+def test_there_is_less_error_than_in_blocks_of_gguf(name: str, offset: float) -> None:
+    values = WEIGHTS + offset
+    theirs = torch.from_numpy(gguf.quantize(values.numpy(), gguf.GGMLQuantizationType[name]))
+    off = float((decoded(name, theirs) - values).square().sum() / values.square().sum())
+    assert error(name, values) < 0.99 * off
 
 
 @pytest.mark.parametrize("name", ENCODED)

@@ -100,8 +100,8 @@ def test_a_scheme_is_offered_and_uses_its_codes(scheme: str) -> None:
         check_compression(scheme.lower())
         assert scheme_of(spec_of((16, 512)), scheme.lower()) == scheme == entry.codes
         assert scheme_of(spec_of((64, 96)), scheme.lower()) is None
-        smaller = scheme_of(spec_of((64, 192)), scheme.lower())
-        assert smaller == {256: "Q8_0" if scheme in ("Q6_K", "Q5_K") else "IQ4_NL"}.get(entry.block, scheme)
+        smaller = {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0"}.get(scheme, "IQ4_NL")  # as in llama.cpp
+        assert scheme_of(spec_of((64, 192)), scheme.lower()) == (smaller if entry.block == 256 else scheme)
         return
     check_compression(scheme)
     assert scheme in COMPRESSIONS

@@ -54,7 +54,7 @@ def type_for(name: str, tensor: torch.Tensor, tensors: Weights, compression: str
     )
     kind = BLOCKS[more if of_more else base]
     if tensor.shape[1] % BLOCK_TYPES[kind].elements:
-        return "Q8_0" if kind in ("Q5_K", "Q6_K") else "IQ4_NL"
+        return {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0"}.get(kind, "IQ4_NL")
     return kind
 
 
