@@ -125,6 +125,7 @@ class SplitOptions:
             these that fits).
         memory: at "auto", bytes in which all weights should be resident; None for no such limit.
         memory_is_given: whether the caller gave those bytes; else they are the free memory.
+        for_gpu: at "auto", choose among the compressions that a GPU multiplies from their codes.
         fit_scales: at 4bit and 4bit-double choose scales that fit their blocks best, instead of bitsandbytes' own.
         verify_source: read every shard on this machine and compare its bytes with the recorded checksum, or with the
             hub's digest; when a split begins, record the checksums.
@@ -144,6 +145,7 @@ class SplitOptions:
     min_free: int = 1_000_000_000
     memory: int | None = None
     memory_is_given: bool = False
+    for_gpu: bool = False
     fit_scales: bool = False
     verify_source: bool = False
     gguf_dtype: str | None = None

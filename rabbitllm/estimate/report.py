@@ -41,26 +41,30 @@ from rabbitllm.estimate.split_estimate import (
     missing_bytes,
     smallest,
 )
-from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter.bit_allocation import AllocationSummary
+from rabbitllm.store.manifest import SPLITS
 
 # The bit allocation of "auto": a line for each role, and the expected loss.
 
 _ROLE_WIDTH = 22
+_CELL_WIDTH = 11
 
 
 def show_allocation(console: Console, allocation: AllocationSummary) -> None:
     """Print the bytes of each role at each number of bits, and the expected loss next to those of uniform schemes."""
-    schemes = [scheme for scheme in COMPRESSIONS if any(share.scheme == scheme for share in allocation.shares)]
-    heads = "".join(f"{scheme or 'as is':>13}" for scheme in schemes)
+    schemes = sorted({share.scheme for share in allocation.shares}, key=SPLITS.index)
+    heads = "".join(f"{scheme or 'as is':>{_CELL_WIDTH}}" for scheme in schemes)
     put(console, Text(f"  {'bits chosen':<{_ROLE_WIDTH}}{heads}", "dim"))
     sizes = {(share.role, share.scheme): share.nbytes for share in allocation.shares}
     for role in dict.fromkeys(share.role for share in allocation.shares):
-        cells = "".join(f"{size(sizes[role, s]) if (role, s) in sizes else '-':>13}" for s in schemes)
+        cells = "".join(f"{size(sizes[role, s]) if (role, s) in sizes else '-':>{_CELL_WIDTH}}" for s in schemes)
         put(console, Text(f"  {role:<{_ROLE_WIDTH}}{cells}"))
-    uniform = {scheme: loss for scheme, loss in allocation.uniform.items() if allocation.fitted or scheme != "4bit"}
+    compared = allocation.compared
+    uniform = {scheme: loss for scheme, loss in allocation.uniform.items() if allocation.fitted or scheme != compared}
     losses = ", ".join(f"{_times(loss)} at {scheme}" for scheme, loss in uniform.items())
-    line = f"  {allocation.bits:.2f} bits per weight; expected loss {_times(allocation.loss)} of 4bit's ({losses})"
+    line = (
+        f"  {allocation.bits:.2f} bits per weight; expected loss {_times(allocation.loss)} of {compared}'s ({losses})"
+    )
     put(console, Text(line))
     if allocation.fitted:
         put(console, Text("  all with fitted scales, except the 4bit of the comparison", "dim"))
@@ -75,7 +79,7 @@ def _limits(allocation: AllocationSummary) -> str:
     if allocation.memory is not None:
         return f"all weights stay in {size(allocation.memory)} of memory; a token reads nothing from the disk"
     place = "max_disk" if allocation.max_disk is not None else "the free disk"
-    return f"too large for memory at any bits; the limit is {place}, with at most 8bit per weight"
+    return f"too large for memory at 4 bits; the limit is {place}, with at most 8 bits per weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +210,7 @@ def _groups(groups: Iterable[TensorGroup]) -> str:
 
 
 def _columns(route: str, disk: str, created: str) -> str:
-    return f"  {route:<19}{disk:>13}{created:>13}  "
+    return f"  {route:<19}{disk:>{_CELL_WIDTH}}{created:>{_CELL_WIDTH}}  "
 
 
 def _show_estimate(console: Console, plan: SplitEstimate, estimate: CompressionEstimate) -> None:

@@ -37,6 +37,7 @@ from rabbitllm.prepare._finding import (
     refuse_another,
     with_other_splits,
 )
+from rabbitllm.quant.schemes import check_compression
 from rabbitllm.splitter import journal
 from rabbitllm.splitter import lock as split_lock
 from rabbitllm.splitter.bit_allocation import other_budget
@@ -92,7 +93,7 @@ def devices_of(options: RunOptions) -> Sequence[Device]:
 def with_memory(
     options: SplitOptions, run_options: RunOptions, devices: Sequence[Device] | None = None
 ) -> SplitOptions:
-    """Return the options of a split; at "auto" with the memory in which its weights should be resident.
+    """Return the options of a split; at "auto" with the memory for its weights, and whether a GPU multiplies them.
 
     Args:
         options: of the split.
@@ -101,13 +102,19 @@ def with_memory(
 
     Raises:
         DeviceError: the options name a GPU that does not exist.
+        MissingPackageError: a GPU needs bitsandbytes, which is not installed.
     """
     if options.compression != AUTO:
         return options
     from rabbitllm.engine.devices import weight_memory  # with torch
 
-    nbytes = weight_memory(devices or devices_of(run_options), run_options)
-    return dataclasses.replace(options, memory=nbytes, memory_is_given=run_options.max_memory is not None)
+    devices = devices or devices_of(run_options)
+    for_gpu = not all(device.shares_host_memory for device in devices)
+    if for_gpu or options.fit_scales:
+        check_compression("4bit")
+    nbytes = weight_memory(devices, run_options)
+    is_given = run_options.max_memory is not None
+    return dataclasses.replace(options, memory=nbytes, memory_is_given=is_given, for_gpu=for_gpu)
 
 
 @contextlib.contextmanager

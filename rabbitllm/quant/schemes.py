@@ -233,7 +233,9 @@ BLOCKS: Mapping[str, str] = {
 }
 """Compression -> the type of its blocks."""
 _SMALLER_BLOCKS = {
-    **{"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0"},
+    "Q6_K": "Q8_0",
+    "Q5_K": "Q5_1",
+    "Q4_K": "Q5_0",
     **dict.fromkeys(("IQ4_XS", "Q3_K", "Q2_K"), "IQ4_NL"),
 }
 """Type of blocks of 256 -> the one of blocks of 32 for rows that are not a multiple of 256; as in llama.cpp."""

@@ -21,10 +21,12 @@ from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.schemes import (
+    BLOCKS,
     COMPRESSIONS,
     DOUBLE,
     NF4_BLOCK,
     SCALE_BYTES,
+    SCHEMES,
     is_compressible,
     scheme_of,
     stored_form,
@@ -35,9 +37,26 @@ from rabbitllm.splitter.plan import SplitPlan, layout_at, recompressed
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.manifest import AUTO, BitAllocation
 
-ERRORS: Mapping[str | None, float] = {None: 0.0, "8bit": 1.8e-4, "4bit": 8.55e-3, "4bit-double": 8.57e-3}
-"""Squared error of the weights stored with a scheme, relative to the squared weights."""
-FITTED_ERRORS: Mapping[str | None, float] = {**ERRORS, "4bit": 0.84 * ERRORS["4bit"], DOUBLE: 0.89 * ERRORS[DOUBLE]}
+ERRORS: Mapping[str, float] = {
+    "8bit": 1.8e-4,
+    "4bit": 8.55e-3,
+    DOUBLE: 8.57e-3,
+    "Q8_0": 3.05e-5,
+    "Q6_K": 2.86e-4,
+    "Q5_K": 1.21e-3,
+    "Q4_K": 5.1e-3,
+    "IQ4_XS": 5.75e-3,
+    "Q3_K": 2.25e-2,
+    "Q2_K": 7.8e-2,
+    "Q5_1": 1.15e-3,
+    "Q5_0": 1.74e-3,
+    "IQ4_NL": 5.65e-3,
+}
+"""Squared error of the weights stored with a scheme, relative to the squared weights.
+
+Blocks: medians over matrices of SmolLM2-135M, Gemma 3 270M and Qwen2.5-Coder-1.5B, of which each model's is within 4 %.
+"""
+FITTED_ERRORS: Mapping[str, float] = {**ERRORS, "4bit": 0.84 * ERRORS["4bit"], DOUBLE: 0.89 * ERRORS[DOUBLE]}
 """The same with scales that are fitted to their blocks (`fit_scales`). Over the bundled model's 42 tensors of at least
 32,768 elements, the median ratio of the errors is 0.838 (0.82 to 0.85), at 4bit-double 0.886 (0.87 to 0.90).
 """
@@ -86,7 +105,9 @@ class SchemeGroup:
             compression: one that `scheme_of` accepts.
             fitted: whether scales are fitted to their blocks.
         """
-        return self.weight * (FITTED_ERRORS if fitted else ERRORS)[scheme_of(self.tensors[0], compression)]
+        scheme = scheme_of(self.tensors[0], compression)
+        is_changed = compression is not None and scheme is not None  # blocks of a GGUF file may be kept
+        return self.weight * (FITTED_ERRORS if fitted else ERRORS)[scheme] if is_changed else 0.0
 
     def nbytes(self, compression: str | None) -> int:
         """Return the bytes stored at a compression."""
@@ -255,17 +276,18 @@ class BitChoices:
         return BitChoice(tuple(schemes), self._bare.shards, self._bare.layer_map, sizes, scale_bytes)
 
     def schemes_of(self, schemes: Sequence[str | None], indices: Sequence[int] | None = None) -> dict[str, str]:
-        """Return tensor -> its scheme, for the tensors that are compressed.
+        """Return tensor -> its compression, for the tensors that are compressed.
 
         Args:
             schemes: the scheme of each group.
             indices: of the groups to include; None for all.
         """
         return {
-            spec.name: scheme
+            spec.name: scheme if scheme in SCHEMES else compression
             for index in (range(len(self._groups)) if indices is None else indices)
+            if (compression := schemes[index]) is not None
             for spec in self._groups[index].tensors
-            if (scheme := scheme_of(spec, schemes[index])) is not None
+            if (scheme := scheme_of(spec, compression)) is not None
         }
 
     def _looked_at(self, name: LayerName, specs: Sequence[TensorSpec], group_of: Mapping[str, int]) -> _Layer:
@@ -342,10 +364,11 @@ def allocate(items: Sequence[Sequence[SchemeOption]], budget: int) -> tuple[int,
     Of each item only the options on the lower convex hull of (bytes, loss) are candidates: a step from one to the next
     has a gain per byte, and steps are taken in descending order of it. A step that does not fit is skipped, with all
     later ones that build on it. The selection is optimal at a budget that is a sum of first steps; at others it loses
-    less than the gain of the first step that was skipped. A larger budget never gives a worse selection: the steps
-    before the first one that only it can take are the same, and those that the smaller one takes instead have no higher
-    gain per byte, in fewer bytes than that step. Steps of equal gain go by the order of the items, so the outcome is
-    deterministic.
+    less than the gain of the first step that was skipped. The item with the most bytes, such as a large embedding,
+    could leave much of the budget: each of its options is tried with the best of the others. A larger budget never
+    gives a worse selection: the steps before the first one that only it can take are the same, and those that the
+    smaller one takes instead have no higher gain per byte, in fewer bytes than that step. Steps of equal gain go by the
+    order of the items, so the outcome is deterministic.
 
     Args:
         items: the options of each, at least one.
@@ -355,6 +378,21 @@ def allocate(items: Sequence[Sequence[SchemeOption]], budget: int) -> tuple[int,
         The index of the option for each item; None if even the smallest ones exceed the budget.
     """
     hulls = [_hull(options) for options in items]
+    largest = max(range(len(items)), key=lambda item: items[item][hulls[item][-1]].nbytes, default=None)
+    tried = [hulls]
+    if largest is not None:
+        tried += [[*hulls[:largest], [option], *hulls[largest + 1 :]] for option in hulls[largest]]
+    selections = [selection for hulls in tried if (selection := _in_order_of_gain(items, hulls, budget)) is not None]
+    return min(selections, key=lambda selection: _sum_losses(items, selection), default=None)
+
+
+def _sum_losses(items: Sequence[Sequence[SchemeOption]], selection: Sequence[int]) -> float:
+    return math.fsum(options[option].loss for options, option in zip(items, selection, strict=True))
+
+
+def _in_order_of_gain(
+    items: Sequence[Sequence[SchemeOption]], hulls: Sequence[Sequence[int]], budget: int
+) -> tuple[int, ...] | None:
     selected = [hull[0] for hull in hulls]
     remaining = budget - sum(options[option].nbytes for options, option in zip(items, selected, strict=True))
     if remaining < 0:
@@ -396,8 +434,36 @@ def _bends_up(first: SchemeOption, middle: SchemeOption, last: SchemeOption) -> 
     return gained < (middle.loss - last.loss) * (middle.nbytes - first.nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Palette:
+    """The compressions that a choice is made from.
+
+    Attributes:
+        compressions: from the largest output to the smallest.
+        half: the one of 8 bits, whose loss is little.
+        quarter: those of 4 bits, at which a model is still good enough to keep it in memory rather than stream it.
+        compared: the one whose loss, for all tensors, is the unit of the expected loss.
+    """
+
+    compressions: tuple[str | None, ...]
+    half: str
+    quarter: tuple[str, ...]
+    compared: str
+
+
+FUSED = Palette(COMPRESSIONS, "8bit", ("4bit", DOUBLE), "4bit")
+"""Those that a GPU multiplies from their codes."""
+BLOCKWISE = Palette((None, *(name for name in BLOCKS if name != "q4_0")), "q8_0", ("iq4_xs",), "q4_k")
+"""Blocks, for a CPU; q4_0 has no fewer bits than q4_k, and loses more."""
+
+
+def palette_of(options: SplitOptions) -> Palette:
+    """Return the palette for a split; scales can be fitted only at 4bit."""
+    return FUSED if options.for_gpu or options.fit_scales else BLOCKWISE
+
+
 WORTH_LESS_BITS = 0.75
-"""Fewer bits for some tensors must be expected to lose at most this share of the loss with at least 8bit for all."""
+"""Fewer bits for some tensors must be expected to lose at most this share of the loss with at least 8 bits for all."""
 
 
 def with_choice(
@@ -406,11 +472,11 @@ def with_choice(
     """Return the plan with the best bits for each tensor.
 
     The disk is a hard limit (`disk_budget.shortage`). Memory is a soft limit: if the whole model can be resident at
-    some choice, only such choices are made, since resident weights are not read again for each token. If it cannot even
-    at the fewest bits, each additional bit costs time with every token; then only the disk limits, and tensors get more
-    than 8bit only if the caller has set `max_disk`.
+    about 4 bits, only resident choices are made, since resident weights are not read again for each token. If it
+    cannot, each additional bit costs time with every token; then only the disk limits, and tensors get more than 8 bits
+    only if the caller has set `max_disk`.
 
-    If 8bit fits for all, tensors get fewer bits only if a quarter less loss is expected: the expectation is not more
+    If 8 bits fit for all, tensors get fewer only if a quarter less loss is expected: the expectation is not more
     precise. On one trained model, where a few hundredths less were expected, the loss was a quarter higher.
 
     Args:
@@ -423,29 +489,33 @@ def with_choice(
         NotEnoughSpaceException: not even the fewest bits fit.
     """
     bare = recompressed(plan, AUTO)
+    palette = palette_of(options)
     scheme_groups = groups(plan.tensors, experts_a_token)
     choices = BitChoices(bare, scheme_groups)
-    # at 4bit-double, scales wait in scratch files, so its peak on disk may exceed that of 4bit; both are tried
-    fewest = {scheme: choices.at([scheme] * len(scheme_groups)) for scheme in ("4bit", DOUBLE)}
+
+    def uniform(compression: str | None) -> BitChoice:
+        return choices.at([compression] * len(scheme_groups))
+
     limits = _SizeLimits(bare, disk_budget, options, None)
-    lacking = {scheme: limits.over(least) for scheme, least in fewest.items()}
-    if all(lacking.values()):
-        raise _shortage_error(limits, fewest[min(lacking, key=lambda scheme: lacking[scheme])])
-    schemes = COMPRESSIONS
+    # at 4bit-double, scales wait in scratch files, so its peak on disk may exceed that of 4bit; both are tried
+    fewest = [uniform(name) for name in dict.fromkeys([*palette.quarter, palette.compressions[-1]])]
+    if all(limits.over(choice) > 0 for choice in fewest):
+        raise _shortage_error(limits, min(fewest, key=limits.over))
+    schemes = palette.compressions
     if options.memory is not None:
-        fitting = (least for scheme, least in fewest.items() if not lacking[scheme])
-        if min(map(limits.resident_bytes, fitting)) <= options.memory:
+        quarters = [choice for name in palette.quarter if limits.over(choice := uniform(name)) <= 0]
+        if quarters and min(map(limits.resident_bytes, quarters)) <= options.memory:
             limits = dataclasses.replace(limits, memory=options.memory)
         elif options.max_disk is None:
-            schemes = tuple(scheme for scheme in COMPRESSIONS if scheme is not None)
-    choosable = [schemes, tuple(scheme for scheme in schemes if scheme != DOUBLE)]
+            schemes = schemes[1:]
+    choosable = dict.fromkeys([schemes, tuple(scheme for scheme in schemes if scheme != DOUBLE)])
     fits = [
         choice for allowed in choosable if (choice := _best_choice(limits, choices, scheme_groups, allowed)) is not None
     ]
     fitted = options.fit_scales
     best = min(fits, key=lambda choice: (_total_loss(scheme_groups, choice.schemes, fitted), choice.output_bytes))
-    if limits.over(choices.at(["8bit"] * len(scheme_groups))) <= 0:
-        sure = _best_choice(limits, choices, scheme_groups, schemes[: schemes.index("8bit") + 1])
+    if limits.over(uniform(palette.half)) <= 0:
+        sure = _best_choice(limits, choices, scheme_groups, schemes[: schemes.index(palette.half) + 1])
         if sure is not None and _total_loss(scheme_groups, best.schemes, fitted) > WORTH_LESS_BITS * _total_loss(
             scheme_groups, sure.schemes, fitted
         ):
@@ -527,7 +597,7 @@ def other_budget(chosen: BitAllocation | None, options: SplitOptions) -> str | N
 
 @dataclass(frozen=True, slots=True)
 class RoleAllocation:
-    """The tensors of one role at one scheme: their number, their elements, and their bytes in the layer files."""
+    """The tensors of one role at one compression: their number, elements, and bytes in the layer files."""
 
     role: str
     scheme: str | None
@@ -541,10 +611,11 @@ class AllocationSummary:
     """Summary of a choice of bits.
 
     Attributes:
-        shares: by role and scheme, in the order of COMPRESSIONS within a role.
+        shares: by role and scheme, from the most bits to the fewest within a role.
         bits: average bits per weight, over the tensors that compression touches.
-        loss: expected, relative to 4bit for all tensors with bitsandbytes' own scales.
-        uniform: scheme -> the expected loss with that scheme for all tensors.
+        loss: expected, relative to `compared` for all tensors, with bitsandbytes' own scales if that is 4bit.
+        compared: a compression.
+        uniform: some compressions, and the expected loss with each of them for all tensors.
         max_disk, memory: the limits it keeps, bytes; None where there was none.
         fitted: whether `loss` and `uniform` are for scales that are fitted to their blocks.
     """
@@ -552,6 +623,7 @@ class AllocationSummary:
     shares: tuple[RoleAllocation, ...]
     bits: float
     loss: float
+    compared: str
     uniform: Mapping[str, float]
     max_disk: int | None
     memory: int | None
@@ -571,6 +643,7 @@ def allocation_of(
     if plan.chosen is None or plan.compression != AUTO:
         return None
     schemes = plan.chosen.schemes
+    palette = FUSED if SCHEMES.keys() & set(schemes.values()) else BLOCKWISE
     scheme_groups = groups(plan.tensors, experts_a_token)
     sums: dict[tuple[str, str | None], list[int]] = {}
     for group in scheme_groups:
@@ -580,15 +653,16 @@ def allocation_of(
         entry[1] += sum(spec.elements for spec in group.tensors)
         entry[2] += group.nbytes(scheme)
     roles = list(dict.fromkeys(group.role for group in scheme_groups))
-    ordered = sorted(sums, key=lambda key: (roles.index(key[0]), COMPRESSIONS.index(key[1])))
-    uniform = [scheme for scheme in COMPRESSIONS if scheme is not None]
-    losses = {scheme: sum(group.loss(scheme, fitted=fitted) for group in scheme_groups) for scheme in uniform}
-    base = sum(group.loss("4bit") for group in scheme_groups) or 1.0
+    ordered = sorted(sums, key=lambda key: (roles.index(key[0]), palette.compressions.index(key[1])))
+    base = sum(group.loss(palette.compared) for group in scheme_groups) or 1.0
+    named = dict.fromkeys([palette.half, *palette.quarter])
+    losses = {scheme: sum(group.loss(scheme, fitted=fitted) for group in scheme_groups) for scheme in named}
     elements = sum(entry[1] for entry in sums.values()) or 1
     return AllocationSummary(
         tuple(RoleAllocation(role, scheme, *sums[role, scheme]) for role, scheme in ordered),
         8 * sum(entry[2] for entry in sums.values()) / elements,
         _total_loss(scheme_groups, [schemes.get(group.tensors[0].name) for group in scheme_groups], fitted) / base,
+        palette.compared,
         {scheme: loss / base for scheme, loss in losses.items()},
         plan.chosen.max_disk,
         plan.chosen.memory,

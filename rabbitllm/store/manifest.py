@@ -43,7 +43,7 @@ def check_split(compression: str | None) -> str | None:
         OptionError, MissingPackageError: see `check_compression`.
     """
     name = compression.lower() if isinstance(compression, str) else compression
-    check_compression("4bit" if name == AUTO else name)
+    check_compression(None if name == AUTO else name)
     return name
 
 

@@ -22,7 +22,7 @@ from rabbitllm.cli.main import app
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
 from rabbitllm.models.library import compression_here, one_of_model
-from rabbitllm.quant.schemes import DOUBLE, scheme_of, stored_schemes
+from rabbitllm.quant.schemes import BLOCKS, DOUBLE, scheme_of, stored_schemes
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import groups
 from rabbitllm.splitter.request import SplitRequest, plan_split
@@ -66,14 +66,17 @@ def size_at(folder: Path, where: Path, compression: str | None) -> int:
     return sum(record.size for record in manifest_of(split_folder).layers)
 
 
-def between(folder: Path, where: Path, share: float = 0.6) -> int:
-    """Return memory between the needs of 4bit and 8bit."""
+def between(folder: Path, where: Path, share: float = 0.6, *, for_gpu: bool = False) -> int:
+    """Return memory between the needs of 4 and of 8 bits."""
     largest = max(path.stat().st_size for path in Call(str(folder), str(where), sequential=False).make().iterdir())
-    less, more = size_at(folder, where, "4bit"), size_at(folder, where, "8bit")
+    names = ("4bit", "8bit") if for_gpu else ("q4_k", "q8_0")
+    less, more = (size_at(folder, where, name) for name in names)
     return largest + int(less + (more - less) * share)
 
 
-def split_in(memory: int, source: str, where: Path, executor: Any = None, **call: Any) -> Path:
+def split_in(
+    memory: int, source: str, where: Path, executor: Any = None, *, for_gpu: bool = False, **call: Any
+) -> Path:
     options_of_call = Call(source, str(where), "auto", **call)
     source_found = options_of_call.find()
     options = SplitOptions(
@@ -82,35 +85,38 @@ def split_in(memory: int, source: str, where: Path, executor: Any = None, **call
         shard_transfer=options_of_call.shard_transfer,
         memory=memory,
         memory_is_given=True,
+        for_gpu=for_gpu,
     )
     prepare.ensure_split(source_found, options, executor=executor)
     return source_found.split_folder
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(("family", "for_gpu"), [("llama", False), ("llama", True), ("qwen3_moe", False)])
 def test_every_route_makes_the_same_folder(
-    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, family: str
+    tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment, family: str, for_gpu: bool
 ) -> None:
     folder = build_checkpoint(tmp_path / "hub" / REPO, family, dtype=torch.bfloat16, shards=4)
-    memory = between(folder, tmp_path / "uniform")
-    kept = split_in(memory, str(folder), tmp_path / "kept", sequential=False)
+    memory = between(folder, tmp_path / "uniform", for_gpu=for_gpu)
+    kept = split_in(memory, str(folder), tmp_path / "kept", sequential=False, for_gpu=for_gpu)
     assert kept.name == "splitted_model.auto"
     used = chosen_in(kept)
-    assert set(used.values()) == {"4bit", "8bit"}
+    assert len({*used.values()}) > 1
+    assert {*used.values()} <= {"4bit", "8bit"} if for_gpu else BLOCKS.keys() >= {*used.values()}
     layers = {name: data for name, data in contents(kept).items() if name.endswith(".safetensors")}
     assert sum(map(len, layers.values())) <= memory
     folders = [
-        split_in(memory, str(folder), tmp_path / "by hands", Here(3), sequential=False),
-        split_in(memory, REPO, tmp_path / "fetched", shard_transfer="file"),
-        split_in(memory, REPO, tmp_path / "streamed", shard_transfer="stream"),
-        split_in(memory, REPO, tmp_path / "downloaded", sequential=False),
-        split_in(memory, str(folder), tmp_path / "in turn"),
+        split_in(memory, str(folder), tmp_path / "by hands", Here(3), sequential=False, for_gpu=for_gpu),
+        split_in(memory, REPO, tmp_path / "fetched", shard_transfer="file", for_gpu=for_gpu),
+        split_in(memory, REPO, tmp_path / "streamed", shard_transfer="stream", for_gpu=for_gpu),
+        split_in(memory, REPO, tmp_path / "downloaded", sequential=False, for_gpu=for_gpu),
+        split_in(memory, str(folder), tmp_path / "in turn", for_gpu=for_gpu),
     ]
     for other in folders:
         assert {name: data for name, data in contents(other).items() if name.endswith(".safetensors")} == layers
         assert chosen_in(other) == used
     schemes = {name: how for file in layers for name, how in stored_schemes(spec_names(kept, file)).items() if how}
-    assert schemes == used
+    assert schemes.keys() == used.keys()
+    assert schemes == used if for_gpu else {*schemes.values()} <= {*BLOCKS.values(), "Q5_1", "Q5_0", "IQ4_NL"}
 
 
 def spec_names(folder: Path, file: str) -> list[str]:
@@ -119,14 +125,15 @@ def spec_names(folder: Path, file: str) -> list[str]:
     return [spec.name for spec in read_header(folder / file, file).tensors]
 
 
-def test_pieces_have_the_scheme_of_the_whole_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("for_gpu", [False, True])
+def test_pieces_have_the_scheme_of_the_whole_tensor(tmp_path: Path, for_gpu: bool) -> None:
     model = tiny_llama()
     whole = write_meta(tmp_path / "whole", model, ranks=1)
     pieces = write_meta(tmp_path / "pieces", model, ranks=4)
-    memory = between(whole, tmp_path / "uniform")
-    whole_split = split_in(memory, str(whole), tmp_path / "one", sequential=False)
-    pieces_split = split_in(memory, str(pieces), tmp_path / "four")
-    assert set(chosen_in(whole_split).values()) == {"4bit", "8bit"}
+    memory = between(whole, tmp_path / "uniform", for_gpu=for_gpu)
+    whole_split = split_in(memory, str(whole), tmp_path / "one", sequential=False, for_gpu=for_gpu)
+    pieces_split = split_in(memory, str(pieces), tmp_path / "four", for_gpu=for_gpu)
+    assert len({*chosen_in(whole_split).values()}) > 1
     assert chosen_in(pieces_split) == chosen_in(whole_split)
     assert {r.file: r.crc32 for r in manifest_of(pieces_split).layers} == {
         r.file: r.crc32 for r in manifest_of(whole_split).layers
@@ -177,13 +184,14 @@ def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, family: str
         half_double(folder, tmp_path / "mixed" / "splitted_model.auto")
     model = load(folder, tmp_path / "mixed", memory, exact=True)
     split_folder = tmp_path / "mixed" / "splitted_model.auto"
-    assert set(chosen_in(split_folder).values()) >= {"4bit-double" if wide else "4bit", "8bit"}
+    assert len({*chosen_in(split_folder).values()}) > 1
     reference = dequantized(folder, tmp_path / "meant", chosen_in(split_folder), dtype)
     expected = run(plain_model(reference, dtype=dtype))
     assert_same(run(model), expected)
-    assert not {Tier.STREAMED, Tier.ROUTED} & {*tiers(model).values()}
     assert_same(run(load(folder, tmp_path / "mixed", 0, exact=True)), expected)
-    quick = run(load(folder, tmp_path / "mixed", memory)).logits
+    model = load(folder, tmp_path / "mixed", memory)
+    assert not {Tier.STREAMED, Tier.ROUTED} & {*tiers(model).values()}
+    quick = run(model).logits
     codes = dequantized(folder, tmp_path / "codes", chosen_in(split_folder), torch.float64)
     assert_as_near(quick, expected.logits, exact_logits(codes, INPUT), routed=family == "qwen3_moe")
 
@@ -215,10 +223,12 @@ def load(folder: Path, where: Path, memory: int, **options: Any) -> Any:
 
 @pytest.fixture
 def split_folder(tmp_path: Path) -> Path:
-    """A mixed split for a disk budget, in the folder of its checkpoint."""
+    """A split for a disk budget at 4bit and 8bit, in the folder of its checkpoint."""
     folder = write_shards(tmp_path / "model", cut(llama_tensors(layers=3, vocabulary=512), 3))
     allowed = size_at(folder, tmp_path / "uniform", "4bit") + 150_000
-    return Call(str(folder), compression="auto", sequential=False, max_disk=allowed).make()
+    source = Call(str(folder), compression="auto", sequential=False).find()
+    prepare.ensure_split(source, SplitOptions("auto", max_disk=allowed, for_gpu=True))
+    return source.split_folder
 
 
 def test_another_budget_gives_a_warning_or_an_error(split_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -318,7 +328,8 @@ def test_plan_predicts_the_choice(tmp_path: Path) -> None:
     used = [*chosen_in(split_folder).values()]
     assert by_scheme == {scheme: used.count(scheme) for scheme in set(used)}
     mixture = outlook["mixture"]
-    assert mixture["uniform"]["8bit"] < mixture["loss"] < 1 == mixture["uniform"]["4bit"]
+    assert mixture["compared"] == "q4_k"
+    assert mixture["uniform"]["q8_0"] < mixture["loss"] < 1 < mixture["uniform"]["iq4_xs"]
     fitted = CliRunner().invoke(app, ["plan", *command, "--device", "cpu", "--json", "--fit-scales"])
     estimate = json.loads(fitted.stdout)
     same = next(entry for entry in estimate["outlooks"] if entry["compression"] == "auto")
@@ -331,7 +342,7 @@ def test_plan_predicts_the_choice(tmp_path: Path) -> None:
     assert "fit_scales=True" in estimate["choice"]["call"]
     fitted_mixture = next(entry for entry in estimate["outlooks"] if entry["compression"] == "auto")["mixture"]
     assert fitted_mixture["fitted"]
-    assert fitted_mixture["loss"] < mixture["loss"]
+    assert fitted_mixture["compared"] == "4bit"
     assert fitted_mixture["uniform"]["4bit"] < 1
     shown = CliRunner().invoke(app, ["plan", *command, *where, "--device", "cpu", "--fit-scales"])
     assert (

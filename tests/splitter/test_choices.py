@@ -21,7 +21,7 @@ from rabbitllm.errors import NotEnoughSpaceException
 from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec
 from rabbitllm.quant.schemes import COMPRESSIONS, DOUBLE
 from rabbitllm.splitter import bit_allocation
-from rabbitllm.splitter.bit_allocation import BitChoices, SchemeGroup, groups, with_choice
+from rabbitllm.splitter.bit_allocation import BLOCKWISE, FUSED, BitChoices, SchemeGroup, groups, with_choice
 from rabbitllm.splitter.disk_budget import BitChoice, DiskBudget, ShardTransfer
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at, make_plan, recompressed
 from rabbitllm.store.layer_file import BY_NAME, FORMAT_VERSION, LayerLayout
@@ -148,8 +148,9 @@ class Planned(BitChoices):
 
 def mixtures(count: int, groups_of_it: int) -> Iterator[list[str | None]]:
     draw = random.Random(0)
-    yield from ([scheme] * groups_of_it for scheme in COMPRESSIONS)
-    yield from (draw.choices(COMPRESSIONS, k=groups_of_it) for _ in range(count))
+    for palette in (FUSED, BLOCKWISE):
+        yield from ([scheme] * groups_of_it for scheme in palette.compressions)
+        yield from (draw.choices(palette.compressions, k=groups_of_it) for _ in range(count))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,7 +159,7 @@ def test_estimated_sizes_are_those_of_plans(kind: str) -> None:
     scheme_groups = groups(bare.tensors, 2)
     quick, slow = BitChoices(bare, scheme_groups), Planned(bare, scheme_groups)
     sizes = set()
-    for schemes in mixtures(12, len(scheme_groups)):
+    for schemes in mixtures(8, len(scheme_groups)):
         estimated, expected = quick.at(schemes), slow.at(schemes)
         assert (estimated.output_bytes, estimated.scales_made) == (expected.output_bytes, expected.scales_made)
         for layer, layout in expected.layouts.items():
@@ -184,6 +185,7 @@ def test_choice_by_estimates_is_the_choice_by_plans(tmp_path: Path, monkeypatch:
         smallest + (largest - smallest) * step // 16 for step in ((1, 5, 12) if kind in QUICK else (1, 3, 5, 8, 12))
     ]
     limits: list[dict[str, int | bool]] = [{"max_disk": budget} for budget in budgets]
+    limits += [{"max_disk": budget, "for_gpu": True} for budget in budgets]
     limits += [{"max_disk": budget, "fit_scales": True} for budget in budgets]
     limits += [{"memory": budget + max(layout.size for layout in bare.layouts.values())} for budget in budgets]
     chosen = set()

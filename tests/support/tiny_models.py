@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -24,6 +25,8 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.load_plan import make_load_plan, place_units
 from rabbitllm.engine.placement import Pool, Tier
 from rabbitllm.engine.units import find_units
+from rabbitllm.quant import block_encoders
+from rabbitllm.quant.schemes import BLOCKS, ROW_ELEMENTS, type_for_rows
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import SINGLE_NAME, Reference, read_tensors
 from tests.support.one_thread import one_thread as one_thread
@@ -133,7 +136,7 @@ def is_compressed(name: str, tensor: torch.Tensor) -> bool:
 
 
 def dequantized(folder: Path, target: Path, compression: str | Mapping[str, str], dtype: torch.dtype) -> Path:
-    """The checkpoint of the weights that bitsandbytes makes of a compressed one, computing in `dtype`.
+    """The checkpoint of the weights that bitsandbytes, or for blocks gguf, makes of a compressed one, in `dtype`.
 
     `compression` may be one for all tensors, or one by name for some of them. For float64 the weights are those that
     the codes stand for, in float32, whatever dtype was stored.
@@ -159,6 +162,14 @@ def dequantized(folder: Path, target: Path, compression: str | Mapping[str, str]
             codes, state = functional.quantize_4bit(tensor, blocksize=64, quant_type="nf4", compress_statistics=doubled)
             state.shape = torch.Size([tensor.numel()])  # its kernel for the CPU begins a block with each row
             changed = functional.dequantize_4bit(codes, state)
+        elif scheme in BLOCKS:
+            block = type_for_rows(BLOCKS[scheme], tensor.shape[-1]) if tensor.shape[-1] % ROW_ELEMENTS == 0 else None
+            if block is None:
+                continue
+            codes = block_encoders.encode(block, tensor.reshape(-1, tensor.shape[-1]))
+            changed = torch.from_numpy(gguf.quants.dequantize(codes.numpy(), gguf.GGMLQuantizationType[block])).to(
+                dtype
+            )
         else:
             codes, state = functional.quantize_blockwise(tensor, blocksize=2048)
             state.dtype = dtype
