@@ -473,8 +473,8 @@ def with_choice(
 
     The disk is a hard limit (`disk_budget.shortage`). Memory is a soft limit: if the whole model can be resident at
     about 4 bits, only resident choices are made, since resident weights are not read again for each token. If it
-    cannot, each additional bit costs time with every token; then only the disk limits, and tensors get more than 8 bits
-    only if the caller has set `max_disk`.
+    cannot, each additional bit costs time with every token; then only the disk limits. Tensors get more than 8 bits
+    only if the caller has set a limit, `max_disk` or for a resident model also the memory, or a GPU keeps all of them.
 
     If 8 bits fit for all, tensors get fewer only if a quarter less loss is expected: the expectation is not more
     precise. On one trained model, where a few hundredths less were expected, the loss was a quarter higher.
@@ -501,13 +501,15 @@ def with_choice(
     fewest = [uniform(name) for name in dict.fromkeys([*palette.quarter, palette.compressions[-1]])]
     if all(limits.over(choice) > 0 for choice in fewest):
         raise _shortage_error(limits, min(fewest, key=limits.over))
-    schemes = palette.compressions
+    # matrices at 8 bits are multiplied faster than uncompressed ones, except by a GPU that has them in memory
+    at_most_8_bits = options.max_disk is None and not options.memory_is_given and not options.for_gpu
     if options.memory is not None:
         quarters = [choice for name in palette.quarter if limits.over(choice := uniform(name)) <= 0]
         if quarters and min(map(limits.resident_bytes, quarters)) <= options.memory:
             limits = dataclasses.replace(limits, memory=options.memory)
-        elif options.max_disk is None:
-            schemes = schemes[1:]
+        else:
+            at_most_8_bits = options.max_disk is None
+    schemes = palette.compressions[1:] if at_most_8_bits else palette.compressions
     choosable = dict.fromkeys([schemes, tuple(scheme for scheme in schemes if scheme != DOUBLE)])
     fits = [
         choice for allowed in choosable if (choice := _best_choice(limits, choices, scheme_groups, allowed)) is not None

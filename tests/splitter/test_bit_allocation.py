@@ -394,7 +394,12 @@ def test_choice_is_resident_if_that_is_possible_with_4_bits(tmp_path: Path, for_
             assert resident_bytes(chosen_plan, bare) <= memory + more
             assert chosen_plan.chosen is not None
             assert chosen_plan.chosen.memory == memory + more
-    assert expected_loss(choose(tmp_path, plan=plan, for_gpu=for_gpu, memory=resident_bytes(bare, bare))) == 0
+    room = resident_bytes(bare, bare)
+    given = choose(tmp_path, plan=plan, for_gpu=for_gpu, memory=room, memory_is_given=True)
+    assert expected_loss(given) == 0
+    measured = choose(tmp_path, plan=plan, for_gpu=for_gpu, memory=room).chosen
+    assert measured is not None
+    assert {*measured.schemes.values()} == (set() if for_gpu else {"q8_0"})
     if not for_gpu:
         too_few = resident_bytes(recompressed(plan, "q3_k"), bare)
         streamed = choose(tmp_path, plan=plan, memory=too_few)
