@@ -102,11 +102,6 @@ def _pack_iq4_xs(out: Bytes, factors: Factors, minima: Factors) -> None:
     out[:, 2:4] = sum((six[:, part::4] >> 4) << 2 * part for part in range(4))
 
 
-def _negate(out: Bytes, factors: Factors, minima: Factors) -> None:
-    """The minimum is added, and not subtracted."""
-    out[:, 3] ^= 128
-
-
 def _evenly(first: float, last: float, count: int) -> tuple[float, ...]:
     return tuple(first + (last - first) * index / (count - 1) for index in range(count))
 
@@ -119,11 +114,17 @@ _FORMS = {
     "IQ4_NL": _Form(32, None, _ONE_GROUP, _NO_MINIMA, 4, _OF_IQ4, [(2, 0, 4, 1)], [0]),
     "IQ4_XS": _Form(32, None, (-32, 31), _NO_MINIMA, 4, _OF_IQ4, [(8, 0, 4, 1)], [0], _pack_iq4_xs),
     "Q5_0": _Form(32, (-16, 15), _ONE_GROUP, _NO_MINIMA, 4, _OF_Q5_0, [(6, 0, 4, 1), (2, 4, 1, 0)], [0]),
-    "Q5_1": _Form(
-        32, (0, 31), _ONE_GROUP, _ONE_GROUP, 4, _evenly(26, 32, 12), [(8, 0, 4, 1), (4, 4, 1, 0)], [0, 2], _negate
-    ),
+    "Q5_1": _Form(32, (0, 31), _ONE_GROUP, _ONE_GROUP, 4, _evenly(26, 32, 12), [(8, 0, 4, 1), (4, 4, 1, 0)], [0, 2]),
     "Q6_K": _Form(
-        16, (-32, 31), (-128, 127), _NO_MINIMA, 4, _evenly(-33, -26, 18), [(0, 0, 4, 4), (128, 4, 2, 2)], [208], _pack_q6_k
+        16,
+        (-32, 31),
+        (-128, 127),
+        _NO_MINIMA,
+        4,
+        _evenly(-33, -26, 18),
+        [(0, 0, 4, 4), (128, 4, 2, 2)],
+        [208],
+        _pack_q6_k,
     ),
     "Q5_K": _Form(
         32, (0, 31), (0, 63), (0, 63), 4, _evenly(26, 32, 18), [(48, 0, 4, 2), (16, 4, 1, 2)], [0, 2], _pack_six_bits
@@ -190,47 +191,44 @@ def not_a_number(name: str) -> torch.Tensor:
 
 def _encode(name: str, words: Any, kind: int, out: Bytes) -> int:
     """Encode whole blocks into `out`, which is zeros; returns the bits of the largest magnitude as float32."""
-    scales = np.empty((len(out), 2), np.float32)
     if name not in _FORMS:
-        largest: int = (_q8_0 if name == "Q8_0" else _q4_0)(words, kind, out, scales)
-        out[:, :2] = scales[:, :1].astype(np.float16).view(np.uint8)
+        largest: int = (_q8_0 if name == "Q8_0" else _q4_0)(words, kind, out)
         return largest
-    form, (limits, ranges, places) = _FORMS[name], _tables(name)
+    form = _FORMS[name]
     factors, minima = np.empty((2, len(out), BLOCK_TYPES[name].elements // form.group), np.int16)
-    offset = min(form.planes)[0]  # planes follow each other
-    payload = out[:, offset : offset + sum(out_bits for _, _, out_bits, _ in form.planes) * BLOCK_TYPES[name].elements // 8]
-    largest = _search(words, kind, form.group, limits, ranges, places, payload, factors, minima, scales)
-    for offset, column in zip(form.halves, scales.T, strict=False):
-        out[:, offset : offset + 2] = column[:, None].astype(np.float16).view(np.uint8)
+    largest = _search(words, kind, form.group, *_tables(name), out, factors, minima)
     if form.pack is not None:
         form.pack(out, factors, minima)
     return largest
 
 
 @cache
-def _tables(name: str) -> tuple[tuple[np.float32, ...], Floats, npt.NDArray[np.int64]]:
+def _tables(name: str) -> tuple[Any, ...]:
     """What the kernel needs of a form.
 
     Returns:
         Limits: least and greatest code, factor and minimum, spread; codes of `IQ4_VALUES` are 0 to -1.
         The ranges.
-        Where the bits of 16 or 32 codes go, all by fours: index of the first, number, bits to shift right, mask, offset,
-        bits to shift left; those of 32 are single bits of consecutive ones.
+        Where the bits of 16 or 32 codes go, by fours: index of the first, number, bits to shift right, mask, offset, bits
+        to shift left; those of 32 are single bits of consecutive ones.
+        The first offset of all codes, and the end.
+        The offsets of scale and minimum.
     """
     form = _FORMS[name]
     limits = tuple(map(np.float32, (*(form.codes or (0, -1)), *form.factors, *form.minima, form.spread)))
-    places, payload = [], min(form.planes)[0]
+    places, payload, elements = [], min(form.planes)[0], BLOCK_TYPES[name].elements
     for offset, first, bits, run in form.planes:
         a_byte, width, step = 8 // bits, 16 if run else 32, run or 1
-        for unit in range(BLOCK_TYPES[name].elements // width):
+        for unit in range(elements // width):
             behind = offset - payload + width * (step * (unit // step // a_byte) + unit % step)
             shift, mask = bits * (unit // step % a_byte), ((1 << bits) - 1) * 0x01010101
             places.append((width * unit // 4, width // 4, first, mask, behind // 4, shift))
-    return limits, np.array(form.ranges, np.float32), np.array(places)
+    end = payload + sum(plane[2] for plane in form.planes) * elements // 8
+    return limits, np.array(form.ranges, np.float32), np.array(places), (payload, end), np.array(form.halves)
 
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_SIGN = np.uint32(0x7FFFFFFF)
+_SIGN, _MINUS = np.uint32(0x7FFFFFFF), np.uint32(0x80000000)
 _TO_WHOLE = np.float32(3 << 22)
 """A number to which this is added and from which it is subtracted is whole, the nearest one, ties to even."""
 _LEAST_HALF, _LEAST_NORMAL_HALF = np.float32(2**-24), np.float32(2**-14)
@@ -281,66 +279,103 @@ def _load(words, kind, values, bits):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _q8_0(words, kind, out, scales):  # type: ignore[no-untyped-def]
-    values = np.empty(32, np.float32)
-    bits = values.view(np.uint32)
+def _store_half(value, target):  # type: ignore[no-untyped-def]
+    """A float32 that is below the limit, as float16: to the nearest, ties to even."""
+    word = np.float32(value).view(np.uint32)
+    bits = np.uint32(word & _SIGN)
+    small = np.float32(np.float32(abs(value)) + np.float32(0.5)).view(np.uint32)
+    even = np.uint32((bits >> np.uint32(13)) & np.uint32(1))
+    half = np.uint32(np.uint32(np.uint32(bits + np.uint32(0xFFF)) + even) >> np.uint32(13))
+    half = np.uint32(half - np.uint32(112 << 10))
+    if abs(value) < _LEAST_NORMAL_HALF:
+        half = np.uint32(small - np.uint32(0x3F000000))
+    half = np.uint32(half | np.uint32(np.uint32(word & _MINUS) >> np.uint32(16)))
+    target[0], target[1] = np.uint8(half), np.uint8(half >> np.uint32(8))
+
+
+@compiled
+def _q8_0(words, kind, out):  # type: ignore[no-untyped-def]
+    tile = np.empty(32 * LANES, np.float32)
+    tile_bits = tile.view(np.uint32)
     largest = np.uint32(0)
-    for block in range(len(out)):
-        top = _load(words[32 * block : 32 * block + 32], kind, values, bits)
-        largest = max(largest, top)
-        scale = np.uint32(top).view(np.float32) / np.float32(127)
-        inverse = _ONE / scale if scale != 0 else _ZERO
-        codes = out[block, 2:34]
-        for i in range(32):  # halves are rounded away from 0
-            multiple = values[i] * inverse
-            whole = np.int32(multiple)
-            rest = multiple - np.float32(whole)
-            codes[i] = np.uint8(whole + np.int32(rest >= np.float32(0.5)) - np.int32(rest <= np.float32(-0.5)))
-        scales[block, 0] = scale
+    for first in range(0, len(out), LANES):
+        some = words[32 * first : 32 * (first + LANES)]
+        largest = max(largest, _load(some, kind, tile[: len(some)], tile_bits[: len(some)]))
+        for block in range(len(some) // 32):
+            values, bits = tile[32 * block : 32 * block + 32], tile_bits[32 * block : 32 * block + 32]
+            top = np.uint32(0)
+            for i in range(len(values)):
+                top = np.uint32(max(top, np.uint32(bits[i] & _SIGN)))
+            scale = np.uint32(top).view(np.float32) / np.float32(127)
+            inverse = _inverse(scale)
+            codes = out[first + block, 2:34]
+            for i in range(len(values)):  # halves are rounded away from 0
+                below_half = np.uint32(np.uint32(bits[i] & _MINUS) | np.uint32(0x3EFFFFFF)).view(np.float32)
+                codes[i] = np.uint8(np.int32(values[i] * inverse + below_half))
+            _store_half(scale, out[first + block])
     return largest
 
 
 @compiled
-def _q4_0(words, kind, out, scales):  # type: ignore[no-untyped-def]
-    """The largest magnitude is tried as code -8 and as 7; least squares in integers, whose sums need no order."""
-    values, codes, weights = np.empty(32, np.float32), np.empty(32, np.uint8), np.empty(32, np.int32)
-    bits = values.view(np.uint32)
+def _q4_0(words, kind, out):  # type: ignore[no-untyped-def]
+    """The largest magnitude is tried as code -8 and as 7; least squares in whole numbers, whose sums are exact."""
+    t, values = np.empty(_TILE, np.float32), np.empty(32 * LANES, np.float32)
+    rests, row = np.empty(LANES, np.int32), np.empty(LANES, np.uint8)
     largest = np.uint32(0)
-    for block in range(len(out)):
-        top = _load(words[32 * block : 32 * block + 32], kind, values, bits)
-        positive = np.uint32(0)
-        for i in range(32):
-            positive = np.uint32(positive | np.uint32(bits[i] == top))
-        largest = max(largest, top)
-        extreme = np.uint32(top).view(np.float32)
-        best, least = _ZERO, np.float32(np.inf)
-        parts = np.float32(256) / extreme if extreme > _NOTHING else _ZERO
-        for i in range(32):
-            part = np.int32(values[i] * parts)
-            weights[i] = np.int32(np.int32(np.int32(part * part) >> np.int32(10)) + np.int32(8))
+    for first in range(0, len(out), LANES):
+        largest = max(largest, _load_tile(words[32 * first : 32 * (first + LANES)], kind, 32, t, values))
+        for g in range(LANES):
+            extreme = t[_GREATEST + g] if t[_GREATEST + g] >= -t[_LEAST + g] else t[_LEAST + g]
+            t[_EXTREMES + g] = extreme if abs(extreme) > _NOTHING else np.float32(np.inf)
+            t[_INVERSES + g] = np.float32(256) / abs(t[_EXTREMES + g])
+            t[_MOST + g], t[_SCALES + g] = np.float32(np.inf), _ZERO
+        for begin in range(_X, _X + 32 * LANES, LANES):
+            xs, weights = t[begin : begin + LANES], t[begin + _WEIGHTS - _X : begin + _WEIGHTS - _X + LANES]
+            for g in range(LANES):
+                part = np.int32(xs[g] * t[_INVERSES + g])
+                weights[g] = np.float32(np.int32(np.int32(np.int32(part * part) >> np.int32(10)) + np.int32(8)))
         for code in (-8, 7):
-            steps = np.float32(64 * code if positive else -64 * code) / extreme if extreme > _NOTHING else _ZERO
-            products, squares, rest = np.int32(0), np.int32(0), np.int32(0)
-            for i in range(32):
-                fine = np.int32(values[i] * steps)  # 64ths of a step
-                whole = np.int32(
-                    min(max(np.int32(np.int32(fine + np.int32(32)) >> np.int32(6)), np.int32(-8)), np.int32(7))
-                )
-                weighted = np.int32(weights[i] * fine)
-                products = np.int32(products + np.int32(weighted * whole))
-                rest = np.int32(rest + np.int32(weighted * fine))
-                squares = np.int32(squares + np.int32(np.int32(weights[i] * whole) * whole))
-            fitted = np.float32(products) / (np.float32(squares) if squares > 0 else _ONE)
-            error = (np.float32(rest) - fitted * np.float32(products)) / np.float32(code * code)
-            if error < least and steps != 0:
-                least, best = error, fitted / steps
-        inverse = _ONE / best if best != 0 else _ZERO
-        for i in range(32):
-            codes[i] = np.uint8(np.int32(min(max(values[i] * inverse + np.float32(8.5), _ZERO), np.float32(15))))
-        both = out[block, 2:18]
+            for g in range(LANES):
+                t[_UNITS + g] = np.float32(64 * code) / t[_EXTREMES + g]
+                t[_PRODUCTS + g] = t[_SQUARES + g] = _ZERO
+                rests[g] = 0
+            for begin in range(_X, _X + 32 * LANES, _UNROLLED * LANES):
+                xs, weights = _rows(t, begin), _rows(t, begin + _WEIGHTS - _X)
+                for g in range(LANES):
+                    products, squares, rest, steps = t[_PRODUCTS + g], t[_SQUARES + g], rests[g], t[_UNITS + g]
+                    for j in range(_UNROLLED):
+                        fine = np.int32(xs[j * LANES + g] * steps)  # 64ths of a step
+                        whole = np.float32(
+                            min(max(np.int32(np.int32(fine + np.int32(32)) >> np.int32(6)), np.int32(-8)), np.int32(7))
+                        )
+                        weighted = weights[j * LANES + g] * np.float32(fine)
+                        products += weighted * whole
+                        squares += weights[j * LANES + g] * whole * whole
+                        rest = np.int32(rest + np.int32(np.int32(weighted) * fine))
+                    t[_PRODUCTS + g], t[_SQUARES + g], rests[g] = products, squares, rest
+            for g in range(LANES):
+                products, squares, steps, most = t[_PRODUCTS + g], t[_SQUARES + g], t[_UNITS + g], t[_MOST + g]
+                fitted = products / (squares if squares > 0 else _ONE)
+                error = (np.float32(rests[g]) - fitted * products) / np.float32(code * code)
+                scale = fitted / (steps if steps != 0 else _ONE)
+                better = (error < most) & (steps != 0)
+                t[_MOST + g] = error if better else most
+                t[_SCALES + g] = scale if better else t[_SCALES + g]
+        for g in range(LANES):
+            t[_INVERSES + g] = _inverse(t[_SCALES + g])
+        count = min(LANES, len(out) - first)
         for i in range(16):
-            both[i] = codes[i] | (codes[i + 16] << np.uint8(4))
-        scales[block, 0] = best
+            low, high = t[_X + i * LANES : _X + (i + 1) * LANES], t[_X + (i + 16) * LANES : _X + (i + 17) * LANES]
+            for g in range(LANES):
+                inverse = t[_INVERSES + g]
+                both = np.int32(min(max(low[g] * inverse + np.float32(8.5), _ZERO), np.float32(15)))
+                upper = np.int32(min(max(high[g] * inverse + np.float32(8.5), _ZERO), np.float32(15)))
+                row[g] = np.uint8(np.int32(both | np.int32(upper << np.int32(4))))
+            column = out[first : first + count, 2 + i]
+            for g in range(count):
+                column[g] = row[g]
+        for g in range(count):
+            _store_half(t[_SCALES + g], out[first + g])
     return largest
 
 
@@ -376,15 +411,16 @@ def _rows(t, begin):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _load_tile(words, kind, group, groups, spread, t, values):  # type: ignore[no-untyped-def]
+def _load_tile(words, kind, group, t, values):  # type: ignore[no-untyped-def]
     """Begin a tile with whole blocks, of which there may be fewer; returns the bits of the largest magnitude."""
-    values[:], t[:] = _ZERO, _ZERO
+    values[len(words) :] = _ZERO
     largest = _load(words, kind, values[: len(words)], values.view(np.uint32)[: len(words)])
     for i in range(group):
         for g in range(LANES):
             t[_X + i * LANES + g] = values[g * group + i]
     for g in range(LANES):
         t[_LEAST + g] = t[_GREATEST + g] = t[_X + g]
+        t[_SQUARES + g] = _ZERO
     for begin in range(_X, _X + group * LANES, _UNROLLED * LANES):
         xs = _rows(t, begin)
         for g in range(LANES):
@@ -394,6 +430,12 @@ def _load_tile(words, kind, group, groups, spread, t, values):  # type: ignore[n
                 squares += x * x
                 least, greatest = min(least, x), max(greatest, x)
             t[_LEAST + g], t[_GREATEST + g], t[_SQUARES + g] = least, greatest, squares
+    return largest
+
+
+@compiled
+def _weigh(group, groups, spread, t):  # type: ignore[no-untyped-def]
+    """Weights of a tile, and their sums; what is too small for any scale becomes 0."""
     for begin in range(0, LANES, groups):
         mean, most = _ZERO, _ZERO
         for g in range(begin, begin + groups):
@@ -401,10 +443,12 @@ def _load_tile(words, kind, group, groups, spread, t, values):  # type: ignore[n
             most = max(most, max(t[_GREATEST + g], -t[_LEAST + g]))
         for g in range(begin, begin + groups):
             t[_OFFSETS + g] = mean * spread / np.float32(group * groups)
-            if most <= _LEAST_HALF / np.float32(2):  # no scale is so small
+            if most <= _LEAST_HALF / np.float32(2):
                 t[_LEAST + g] = t[_GREATEST + g] = t[_OFFSETS + g] = _ZERO
                 for i in range(group):
                     t[_X + i * LANES + g] = _ZERO
+    for g in range(LANES):
+        t[_TOTAL + g] = t[_FIRST + g] = _ZERO
     for begin in range(_X, _X + group * LANES, _UNROLLED * LANES):
         xs, weights = _rows(t, begin), _rows(t, begin + _WEIGHTS - _X)
         for g in range(LANES):
@@ -418,12 +462,11 @@ def _load_tile(words, kind, group, groups, spread, t, values):  # type: ignore[n
             t[_TOTAL + g], t[_FIRST + g] = total, first
     for g in range(LANES):
         t[_PER_TOTAL + g] = _inverse(t[_TOTAL + g])
-    return largest
 
 
 @compiled
 def _sum(t, group, low, high, subtracts):  # type: ignore[no-untyped-def]
-    """The weighted sums of the nearest codes for _INVERSES of scales and _OFFSETS; _ONCE only if these are subtracted."""
+    """The weighted sums of the nearest codes for inverses of scales and offsets; `once` only if these are subtracted."""
     for g in range(LANES):
         t[_ONCE + g] = t[_SQUARES + g] = t[_PRODUCTS + g] = _ZERO
     for begin in range(_X, _X + group * LANES, _UNROLLED * LANES):
@@ -506,7 +549,9 @@ def _fit_groups(t, group, limits, ranges):  # type: ignore[no-untyped-def]
                 alone = max(-first * per_total, lowest) if squares == _ZERO else _ZERO
                 minimum = rest * inverse if regular else alone
                 scale = (total * products - first * once if regular else products) * inverse
-                kept = _keep(t, g, scale * products - minimum * first, (scale, minimum), (t[_SCALES + g], t[_MINIMA + g]))
+                kept = _keep(
+                    t, g, scale * products - minimum * first, (scale, minimum), (t[_SCALES + g], t[_MINIMA + g])
+                )
                 t[_SCALES + g], t[_MINIMA + g] = kept
         else:
             for g in range(LANES):
@@ -600,7 +645,7 @@ def _fit_units(t, begin, end):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _search(words, kind, group, limits, ranges, places, payload, factors, minima, scales):  # type: ignore[no-untyped-def]
+def _search(words, kind, group, limits, ranges, places, payload, halves, out, factors, minima):  # type: ignore[no-untyped-def]
     """Encode blocks, all but their scales and factors; returns the bits of the largest magnitude."""
     groups = factors.shape[1]
     elements, at_once = group * groups, LANES // groups
@@ -608,13 +653,15 @@ def _search(words, kind, group, limits, ranges, places, payload, factors, minima
     shares = _SHARES.copy()  # loops over a constant are not made of vectors, but written out
     t, values = np.empty(_TILE, np.float32), np.empty(group * LANES, np.float32)
     row, codes = np.empty(LANES, np.uint8), np.empty(group * LANES, np.uint8)
-    packed = np.empty(payload.shape[1] // 4, np.uint32)
+    packed = np.empty((payload[1] - payload[0]) // 4, np.uint32)
     fours, packed_bytes = codes.view(np.uint32), packed.view(np.uint8)
     largest = np.uint32(0)
-    for first in range(0, len(payload), at_once):
-        count = min(at_once, len(payload) - first)
+    for first in range(0, len(out), at_once):
+        count = min(at_once, len(out) - first)
         tile = words[first * elements : (first + count) * elements]
-        largest = max(largest, _load_tile(tile, kind, group, groups, spread, t, values))
+        t[:_X] = _ZERO
+        largest = max(largest, _load_tile(tile, kind, group, t, values))
+        _weigh(group, groups, spread, t)
         _fit_groups(t, group, limits, ranges)
         for g in range(LANES):  # what a scale's error counts, if the minimum follows
             bend = t[_KEPT_ONCE + g] * t[_KEPT_ONCE + g] * t[_PER_TOTAL + g]
@@ -657,13 +704,17 @@ def _search(words, kind, group, limits, ranges, places, payload, factors, minima
                 codes[g * group + i] = row[g]
         for block in range(count):
             begin = block * groups
-            scales[first + block, 0], scales[first + block, 1] = t[_UNITS + begin], t[_LEAST_UNITS + begin]
+            _store_half(t[_UNITS + begin], out[first + block, halves[0] :])
+            if len(halves) > 1:  # a minimum without factors is added, and not subtracted
+                least = t[_LEAST_UNITS + begin]
+                _store_half(-least if least_multiple > 0 else least, out[first + block, halves[1] :])
             for k in range(groups):
                 factors[first + block, k] = np.int16(t[_FACTORS + begin + k])
                 minima[first + block, k] = np.int16(t[_MULTIPLES + begin + k])
             _pack(fours[block * elements // 4 : (block + 1) * elements // 4], places, packed)
-            for i in range(payload.shape[1]):
-                payload[first + block, i] = packed_bytes[i]
+            target = out[first + block, payload[0] : payload[1]]
+            for i in range(len(target)):
+                target[i] = packed_bytes[i]
     return largest
 
 
