@@ -209,8 +209,8 @@ def _tables(name: str) -> tuple[Any, ...]:
     Returns:
         Limits: least and greatest code, factor and minimum, spread; codes of `IQ4_VALUES` are 0 to -1.
         The ranges.
-        Where the bits of 16 or 32 codes go, by fours: index of the first, number, bits to shift right, mask, offset, bits
-        to shift left; those of 32 are single bits of consecutive ones.
+        Where the bits of 16 or 32 codes go, by fours: index of the first, number, bits to shift right, mask, offset,
+        bits to shift left; those of 32 are single bits of consecutive ones.
         The first offset of all codes, and the end.
         The offsets of scale and minimum.
     """
@@ -466,7 +466,7 @@ def _weigh(group, groups, spread, t):  # type: ignore[no-untyped-def]
 
 @compiled
 def _sum(t, group, low, high, subtracts):  # type: ignore[no-untyped-def]
-    """The weighted sums of the nearest codes for inverses of scales and offsets; `once` only if these are subtracted."""
+    """The weighted sums of the nearest codes, for inverses of scales and for offsets; `once` only if it is used."""
     for g in range(LANES):
         t[_ONCE + g] = t[_SQUARES + g] = t[_PRODUCTS + g] = _ZERO
     for begin in range(_X, _X + group * LANES, _UNROLLED * LANES):
