@@ -31,7 +31,7 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant._compiling import compiled
 from rabbitllm.quant._gguf_decoders import IQ4_VALUES
 from rabbitllm.quant.dequantize_kernels import share
-from rabbitllm.quant.quantize_kernels import BF16, F16, F32, widen
+from rabbitllm.quant.quantize_kernels import BF16, F16, F32, load
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Factors: TypeAlias = npt.NDArray[np.int16]
@@ -262,23 +262,6 @@ _UNROLLED = 8
 
 
 @compiled
-def _load(words, kind, values, bits):  # type: ignore[no-untyped-def]
-    """Load floats as float32, whose bits are `bits`; returns the bits of the largest magnitude."""
-    if kind == F16:
-        widen(words, kind, 0, len(words), values)
-    elif kind == BF16:
-        for i in range(len(words)):
-            bits[i] = np.uint32(np.uint32(words[i]) << np.uint32(16))
-    else:
-        for i in range(len(words)):
-            bits[i] = np.uint32(words[i])
-    largest = np.uint32(0)
-    for i in range(len(words)):  # magnitudes have the order of their bits
-        largest = np.uint32(max(largest, np.uint32(bits[i] & _SIGN)))
-    return largest
-
-
-@compiled
 def _store_half(value, target):  # type: ignore[no-untyped-def]
     """A float32 that is below the limit, as float16: to the nearest, ties to even."""
     word = np.float32(value).view(np.uint32)
@@ -300,7 +283,7 @@ def _q8_0(words, kind, out):  # type: ignore[no-untyped-def]
     largest = np.uint32(0)
     for first in range(0, len(out), LANES):
         some = words[32 * first : 32 * (first + LANES)]
-        largest = max(largest, _load(some, kind, tile[: len(some)], tile_bits[: len(some)]))
+        largest = max(largest, load(some, kind, tile[: len(some)], tile_bits[: len(some)]))
         for block in range(len(some) // 32):
             values, bits = tile[32 * block : 32 * block + 32], tile_bits[32 * block : 32 * block + 32]
             top = np.uint32(0)
@@ -414,7 +397,7 @@ def _rows(t, begin):  # type: ignore[no-untyped-def]
 def _load_tile(words, kind, group, t, values):  # type: ignore[no-untyped-def]
     """Begin a tile with whole blocks, of which there may be fewer; returns the bits of the largest magnitude."""
     values[len(words) :] = _ZERO
-    largest = _load(words, kind, values[: len(words)], values.view(np.uint32)[: len(words)])
+    largest = load(words, kind, values[: len(words)], values.view(np.uint32)[: len(words)])
     for i in range(group):
         for g in range(LANES):
             t[_X + i * LANES + g] = values[g * group + i]
