@@ -16,7 +16,7 @@ Every function releases the interpreter lock.
 from __future__ import annotations
 
 import functools
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +87,7 @@ def int8_bins(levels: bytes) -> Codes:
     return np.searchsorted(midpoints, centres, side="left").astype(np.uint8)
 
 
-def _words(values: Values) -> npt.NDArray[np.uint16] | npt.NDArray[np.uint32]:
+def _words(values: Values) -> Any:
     """The bits of floats."""
     return values if values.dtype == np.uint16 else values.view(np.uint32)
 
