@@ -48,6 +48,11 @@ CATALOGUE: Mapping[str, Benchmark] = {
         (GROUPS, PEERS),
         "6 GB; 120 runs of at most 90 s",
     ),
+    "decode.instructions": Benchmark(
+        "tokens/s with AVX2 and with all instructions, beside llama.cpp with the same bits",
+        (),
+        "10 GB; 100 runs of two processes",
+    ),
     "decode.predict": Benchmark(
         "seconds a token, predicted by `rabbitllm plan` and measured", (), "10 GB; 27 plans and runs"
     ),
