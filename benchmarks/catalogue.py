@@ -56,6 +56,11 @@ CATALOGUE: Mapping[str, Benchmark] = {
     "decode.predict": Benchmark(
         "seconds a token, predicted by `rabbitllm plan` and measured", (), "10 GB; 27 plans and runs"
     ),
+    "decode.start": Benchmark(
+        "processor time of one token from the command line, compared with a transformers script",
+        (),
+        "35 runs of some seconds",
+    ),
     "decode.tables": Benchmark(
         "bytes read, memory and seconds a token of a model whose table does not fit",
         (),
