@@ -64,7 +64,7 @@ class InstructionsCase:
 
     @property
     def name(self) -> str:
-        return f"{self.model}, {self.scheme}, {self.instructions}, {self.runner}"
+        return f"{self.model} {self.scheme} {self.instructions} {self.runner}"
 
 
 @dataclass
@@ -188,7 +188,7 @@ class Subjects:
             "endless": True,
         }
         variables = {**LIMITS[case.instructions], "OMP_NUM_THREADS": str(self.threads)}
-        label = f"instructions-{run.row.replace(', ', '-')}-{run.turn}"
+        label = f"instructions-{run.row.replace(' ', '-')}-{run.turn}"
 
         def asked(length: int, tokens: int) -> Outcome:
             prompts = [prompt(number, length, VOCABULARY) for number in range(1 + REPEATED)]

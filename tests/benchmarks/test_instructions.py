@@ -34,7 +34,7 @@ def test_a_small_file_with_avx2(tmp_path: Path) -> None:
     assert instructions.main([*given, *work, *size, *peer]) == 0
     results = json.loads((tmp_path / "r.json").read_text())
     rows = {(scheme, runner) for scheme in (NONE, "q4_0") for runner in ((OURS, PEER) if LLAMA else (OURS,))}
-    assert {run["row"] for run in results["runs"]} == {f"small, {scheme}, AVX2, {runner}" for scheme, runner in rows}
+    assert {run["row"] for run in results["runs"]} == {f"small {scheme} AVX2 {runner}" for scheme, runner in rows}
     assert all(run["error"] is None for run in results["runs"])
     assert all(run["token_seconds"] > 0 < run["prompt_seconds"] for run in results["runs"])
     assert not any(Path(tmp_path, "w", "instructions-run").glob("*"))
