@@ -260,6 +260,11 @@ def check_compression(compression: str | None) -> None:
         bitsandbytes()  # is not imported where it is installed: that takes a second
 
 
+def quantizes_as_bitsandbytes(compression: str | None) -> bool:
+    """Whether the bytes that a compression writes may depend on the installed bitsandbytes; so may those of "auto"."""
+    return compression not in (None, *BLOCKS, *PRESETS)
+
+
 def check_fitting(compression: str | None, *, fit_scales: bool) -> bool:
     """Check that a compression has 4bit scales to fit; return `fit_scales`.
 
