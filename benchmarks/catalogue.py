@@ -48,8 +48,18 @@ CATALOGUE: Mapping[str, Benchmark] = {
         (GROUPS, PEERS),
         "6 GB; 120 runs of at most 90 s",
     ),
+    "decode.instructions": Benchmark(
+        "tokens/s with AVX2 and with all instructions, beside llama.cpp with the same bits",
+        (),
+        "10 GB; 100 runs of two processes",
+    ),
     "decode.predict": Benchmark(
         "seconds a token, predicted by `rabbitllm plan` and measured", (), "10 GB; 27 plans and runs"
+    ),
+    "decode.start": Benchmark(
+        "processor time of one token from the command line, compared with a transformers script",
+        (),
+        "35 runs of some seconds",
     ),
     "decode.tables": Benchmark(
         "bytes read, memory and seconds a token of a model whose table does not fit",

@@ -49,9 +49,7 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 
-# Threads of a product wait actively for each other, by libgomp's default for milliseconds. If other work has the core
-# of one of them, a token took up to 15 times as long. libgomp reads this when torch is imported. With 1000, waking the
-# threads took as long as a small model's products.
+# libgomp reads it when torch is imported; see `base/openmp.py`
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
     os.environ["GOMP_SPINCOUNT"] = "20000"
 

@@ -126,7 +126,7 @@ def split_and_save_layers(
     spec = prepare.ModelSpec(
         str(checkpoint_path),
         compression,
-        expand(layer_shards_saving_path) if layer_shards_saving_path else None,
+        expand(layer_shards_saving_path, "layer_shards_saving_path") if layer_shards_saving_path else None,
         HubAccess(token=token if token is not None else hf_token),
         repo_id,
         splitted_model_dir_name,

@@ -171,6 +171,11 @@ def test_split_and_save_layers(checkpoint: Path, compression: str | None) -> Non
     assert_same(run(load(Path(where), 0)), expected)
 
 
+def test_a_wrong_folder_is_named_by_its_argument(checkpoint: Path) -> None:
+    with pytest.raises(OptionError, match="layer_shards_saving_path is 5; expected a path"):
+        split_and_save_layers(checkpoint, 5)  # type: ignore[arg-type]
+
+
 def test_a_gpu_does_not_change_the_bits_of_layer_files(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """bitsandbytes quantizes otherwise there. It is imported before it could see the GPU that is none."""
     pytest.importorskip("bitsandbytes")

@@ -85,14 +85,18 @@ def write_file(checkpoint: Path, path: Path, kind: str) -> Path:
         _convert(checkpoint, path, kind)
     except CorruptVocabularyError:
         with tempfile.TemporaryDirectory(dir=path.parent) as made:
-            folder = Path(made)
-            for file in checkpoint.absolute().iterdir():
-                if file.suffix == ".safetensors" or file.name in ("config.json", "model.safetensors.index.json"):
-                    _link(file, folder / file.name)
-            size = json.loads((folder / "config.json").read_text())["vocab_size"]
-            (folder / "tokenizer.json").write_text(_tokenizer(size))
-            _convert(folder, path, kind)
+            _convert(with_vocabulary(checkpoint, Path(made)), path, kind)
     return path
+
+
+def with_vocabulary(checkpoint: Path, folder: Path) -> Path:
+    """Link a checkpoint's weights and config into an empty folder, with a vocabulary of made-up words; return it."""
+    for file in checkpoint.absolute().iterdir():
+        if file.suffix == ".safetensors" or file.name in ("config.json", "model.safetensors.index.json"):
+            _link(file, folder / file.name)
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    (folder / "tokenizer.json").write_text(_tokenizer(size))
+    return folder
 
 
 def _link(file: Path, link: Path) -> None:

@@ -163,6 +163,7 @@ def run_worker(
     *,
     cap_bytes: int | None = None,
     limit_seconds: float | None = None,
+    more_variables: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Start a worker, wait until it is idle, drop files from the page cache, and sample it while it works.
 
@@ -176,12 +177,14 @@ def run_worker(
         cap_bytes: memory on top of its idle use; None for no limit.
         limit_seconds: after which it is stopped; `RUN_LIMIT_SECONDS` by default, and always at the smallest size, when
             the machine may be busy.
+        more_variables: of its environment.
 
     Raises:
         PeerError: it failed, died, or took too long.
     """
     seconds = RUN_LIMIT_SECONDS if limit_seconds is None or SMALLEST in os.environ else limit_seconds
-    given: dict[str, Any] = {"variables": variables(environment, work), "stop_seconds": seconds, "cap": None}
+    of_process = variables(environment, work) | dict(more_variables or {})
+    given: dict[str, Any] = {"variables": of_process, "stop_seconds": seconds, "cap": None}
     command = worker_command(environment, job, work)
     with contextlib.ExitStack() as held:
         if cap_bytes is not None:

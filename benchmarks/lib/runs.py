@@ -154,10 +154,12 @@ def good(runs: Sequence[AnyRun], row: str) -> list[AnyRun]:
     return [run for run in runs if run.row == row and run.error is None]
 
 
-def ratios(runs: Sequence[AnyRun], row: str, to: str) -> Spread | None:
-    """The headline of a row divided by that of another in the same turn."""
-    others = {run.turn: run.headline for run in good(runs, to)}
-    return spread(run.headline / others[run.turn] for run in good(runs, row) if run.turn in others)
+def ratios(
+    runs: Sequence[AnyRun], row: str, to: str, of: Callable[[AnyRun], float] = lambda run: run.headline
+) -> Spread | None:
+    """A figure of a row, by default its headline, divided by that of another in the same turn."""
+    others = {run.turn: of(run) for run in good(runs, to)}
+    return spread(of(run) / others[run.turn] for run in good(runs, row) if run.turn in others)
 
 
 def equal_in_turn(runs: Sequence[AnyRun], row: str, to: str, of: Callable[[AnyRun], object]) -> list[bool]:

@@ -143,10 +143,12 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
 def requests(job: dict[str, Any]) -> dict[str, Any]:
     """Load a model of experts and generate greedily for one prompt after another; see `experts.MoeRun`.
 
-    Only the steps after first tokens count, of all requests after the first `warm_up`.
+    Only the steps after first tokens count, of all requests after the first `warm_up`. `endless`: no token ends one.
     """
     start = time.perf_counter()
     model = LOADERS[job["loader"]](job)
+    if job.get("endless"):
+        model.generation_config.eos_token_id = None
     loaded = time.perf_counter() - start
     made = []
     for number, given in enumerate(job["prompts"]):

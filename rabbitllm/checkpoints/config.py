@@ -44,6 +44,13 @@ def predicts_more(config: Mapping[str, Any]) -> bool:
     return any(("nextn" in name or "mtp" in name) and bool(value) for name, value in settings.items())
 
 
+def layers_before_heads(config: Mapping[str, Any]) -> int | None:
+    """The number of layers of the model, if layers for multi-token prediction have the numbers behind them."""
+    text = config.get("text_config", config)
+    count = text.get("num_hidden_layers") if predicts_more(config) and isinstance(text, Mapping) else None
+    return count if isinstance(count, int) else None
+
+
 BITSANDBYTES = "bitsandbytes"
 MODELOPT = "modelopt"
 TORCHAO = "torchao"

@@ -81,6 +81,8 @@ _RULES = (
     rf"{WRAPPER}{_BODY}(?P<id>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*?)\.[^.]+{_STATE}$",
     rf"(?P<id>[^.]+(?:\.[^.]+)*?)\.[^.]+{_STATE}$",
 )
+_FURTHER = re.compile(r"(?:model\.)?mtp(?:\..*)?|(?:[\w.]+\.)?layers\.(?P<index>\d+)")
+"""Layers that may be for multi-token prediction: with an index only those behind the model's last layer."""
 _registered: dict[str, LayerNaming] = {}
 
 
@@ -95,6 +97,17 @@ def register_layer_naming(family: str, patterns: Sequence[str]) -> None:
         OptionError: a pattern is not usable.
     """
     _registered[family] = naming(patterns)
+
+
+def predicts_further(layer: str, layers: int | None) -> bool:
+    """Whether a layer is for multi-token prediction, by its id: named so, or behind the last of the model's layers.
+
+    Args:
+        layer: its id.
+        layers: `config.layers_before_heads`.
+    """
+    match = _FURTHER.fullmatch(layer)
+    return match is not None and (match["index"] is None or (layers is not None and int(match["index"]) >= layers))
 
 
 def naming_for(family: str | None) -> LayerNaming | None:

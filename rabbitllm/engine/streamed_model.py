@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rabbitllm.base import openmp
 from rabbitllm.base.options import RunOptions, expand
 from rabbitllm.base.rounding import round_up
 from rabbitllm.engine import _placeholders
@@ -151,6 +152,7 @@ class StreamedModel(_TransformersModel):
         Raises:
             MediaError: the prompt has more or fewer placeholders than its pictures or sounds need.
         """
+        openmp.look()
         try:
             return self._called(*args, **kwargs)
         except ValueError as error:
@@ -204,6 +206,7 @@ class StreamedModel(_TransformersModel):
     @contextlib.contextmanager
     def joint_pass(self, pass_input: PassInput) -> Iterator[None]:
         """A context around one pass of several callers; see `rabbitllm.generation`."""
+        openmp.look()
         shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(pass_input, None)
         with self.streamer.passing(), torch.no_grad(), shown, self.profiler.forward(pass_input, None):
             yield

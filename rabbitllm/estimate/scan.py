@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +13,8 @@ from rabbitllm import prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
-from rabbitllm.checkpoints.config import experts_a_token, predicts_more, quantized_as
+from rabbitllm.checkpoints.config import experts_a_token, layers_before_heads, quantized_as
+from rabbitllm.checkpoints.naming import predicts_further
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
 from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter import journal
@@ -22,9 +22,6 @@ from rabbitllm.splitter.bit_allocation import with_choice
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.splitter.request import SplitRequest, disk_budget_of, located, plan_split
 from rabbitllm.store.manifest import AUTO, JOURNAL_NAME, SPLITS, Manifest, is_finished, is_fitted, read_manifest
-
-_MTP = re.compile(r"(?:model\.)?mtp(?:\..*)?|(?:[\w.]+\.)?layers\.(?P<index>\d+)")
-"""Names of layers that may be for multi-token prediction: with an index only those behind the model's last layer."""
 
 
 @dataclass
@@ -113,16 +110,8 @@ class SourceScan:
     @cached_property
     def _mtp_layers(self) -> tuple[str, ...]:
         """The layers that predict further tokens: named so, or behind the last layer of the model."""
-        text = self.config.get("text_config", self.config)
-        has_count = predicts_more(self.config) and isinstance(text, Mapping)
-        count = text.get("num_hidden_layers") if has_count else None
-        layers = self.base.layouts if self.base is not None else ()
-        matches = ((layer, _MTP.fullmatch(layer)) for layer in layers)
-        return tuple(
-            layer
-            for layer, match in matches
-            if match and (match["index"] is None or (isinstance(count, int) and int(match["index"]) >= count))
-        )
+        layers, count = self.base.layouts if self.base is not None else (), layers_before_heads(self.config)
+        return tuple(layer for layer in layers if predicts_further(layer, count))
 
     @property
     def commit(self) -> str | None:
@@ -253,4 +242,5 @@ class SourceScan:
         options = dataclasses.replace(self.options, compression=compression, shards=shards)
         named = family if isinstance(family, str) else None
         folder, picked = self.folders[compression], experts_a_token(self.config)
-        return SplitRequest(self.checkpoint, folder, named, options, experts_a_token=picked)
+        layers = layers_before_heads(self.config)
+        return SplitRequest(self.checkpoint, folder, named, options, experts_a_token=picked, layers_before_heads=layers)

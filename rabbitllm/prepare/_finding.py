@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from rabbitllm.base.options import ShardPolicy, SplitOptions, check_transfer, expand, parse_size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
-from rabbitllm.checkpoints.config import MODELOPT_NAME, experts_a_token, read_config
+from rabbitllm.checkpoints.config import MODELOPT_NAME, read_config
 from rabbitllm.checkpoints.hub import (
     HubAccess,
     HubCheckpoint,
@@ -312,11 +312,6 @@ def family_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> str 
     """Return the model type by the config in a folder, or by the one that a checkpoint derives."""
     family = config_of(config_folder, checkpoint).get("model_type")
     return family if isinstance(family, str) else None
-
-
-def experts_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> int | None:
-    """Return the number of experts that a router picks for a token, by the same config."""
-    return experts_a_token(config_of(config_folder, checkpoint))
 
 
 def config_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions
 from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity
-from rabbitllm.checkpoints.config import quantized_as
+from rabbitllm.checkpoints.config import experts_a_token, layers_before_heads, quantized_as
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
 from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, gguf_models, gguf_stem, is_gguf_file, is_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
@@ -30,7 +30,6 @@ from rabbitllm.prepare._finding import (
     Source,
     config_folder,
     config_of,
-    experts_of,
     family_of,
     is_complete,
     open_folder,
@@ -322,8 +321,9 @@ def ensure_split(
         _refuse_to_quantize_again(source, options)
         checkpoint = _open_checkpoint(source, options, by_executor=executor is not None).with_dtype(options.gguf_dtype)
         family = family_of(source.config_folder, checkpoint)
-        picked = experts_of(source.config_folder, checkpoint)
-        request = SplitRequest(checkpoint, source.split_folder, family, options, naming, executor, None, picked, accept)
+        config = config_of(source.config_folder, checkpoint)
+        figures = experts_a_token(config), accept, layers_before_heads(config)
+        request = SplitRequest(checkpoint, source.split_folder, family, options, naming, executor, None, *figures)
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
             chosen = check_before_download(request)  # for the space that the shards will leave
             downloaded = LocalCheckpoint(download_all(checkpoint, checkpoint.index), entry=checkpoint.gguf_entry())

@@ -1,12 +1,6 @@
 """How products run compiled kernels: rows divided among torch's OpenMP team or threads of our own, and a trial first.
 
 The modules of kernels (see `_kernel_interface.py`) are imported when the first one runs. Needs no numba.
-
-torch computes in an OpenMP team whose threads wait actively between two operations. Threads of our own would compete
-with them for the same cores, which took more than twice as long; and submitting work to the team takes 2 microseconds,
-to a thread of Python 13 to 19. The interface is libgomp's, as compilers use it
-(https://gcc.gnu.org/onlinedocs/libgomp/Implementing-PARALLEL-construct.html). If torch uses another library, there is
-no team.
 """
 
 from __future__ import annotations
@@ -17,11 +11,10 @@ import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rabbitllm.base.forks import DaemonThread, Workers
+from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant._kernel_interface import CODES, NUMBERS, PAIRS, PANELS, CodeKernel, InputRows
@@ -38,53 +31,6 @@ logger = logging.getLogger(__name__)
 WORTH_A_THREAD = {CODES: 1 << 16, PANELS: 1 << 14, NUMBERS: 1 << 14}
 """Method -> bytes of codes per thread; larger matrices use more threads. By codes these are about 4 microseconds of
 work, while starting a second thread takes 2."""
-_MAPS = Path("/proc/self/maps")
-
-
-@dataclass(frozen=True)
-class Team:
-    """The OpenMP library that torch computes with.
-
-    Attributes:
-        library: libgomp.
-        thread_number: address of the function that returns a thread's index in the team.
-        thread_count: address of the function that returns the number of threads in the team.
-    """
-
-    library: ctypes.CDLL
-    thread_number: int
-    thread_count: int
-
-    def run(self, function: int, data: int, threads: int) -> None:
-        """Call `function(data)`, both given as addresses, once in each thread of a team; return when all are done.
-
-        The team has at most `threads` threads: fewer if there are limits, and one within another team. The calling
-        thread is one of them, and the interpreter lock is released during the call.
-        """
-        self.library.GOMP_parallel(function, data, threads, 0)
-
-
-@functools.cache
-def torchs_team() -> Team | None:
-    """The team of the libgomp that torch uses; None if there is none, or if it cannot be identified."""
-    import torch
-
-    home = Path(torch.__file__).resolve().parent  # mapped files have their real names
-    try:
-        mapped = {Path(line.split()[-1]) for line in _MAPS.read_text().splitlines() if "/libgomp" in line}
-    except OSError:
-        return None
-    libraries = [path for path in mapped if home in path.parents] or [*mapped]
-    if len(libraries) != 1 or "OpenMP" not in torch.__config__.parallel_info():
-        return None
-    library = ctypes.CDLL(str(libraries[0]))
-    library.GOMP_parallel.restype = None
-    library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    thread, count = (
-        ctypes.cast(function, ctypes.c_void_p).value
-        for function in (library.omp_get_thread_num, library.omp_get_num_threads)
-    )
-    return Team(library, thread, count) if thread is not None and count is not None else None
 
 
 def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:

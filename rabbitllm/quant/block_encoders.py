@@ -31,7 +31,7 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant._compiling import compiled
 from rabbitllm.quant._gguf_decoders import IQ4_VALUES
 from rabbitllm.quant.dequantize_kernels import share
-from rabbitllm.quant.quantize_kernels import BF16, F16, F32, widen
+from rabbitllm.quant.quantize_kernels import BF16, F16, F32, load
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Factors: TypeAlias = npt.NDArray[np.int16]
@@ -102,11 +102,6 @@ def _pack_iq4_xs(out: Bytes, factors: Factors, minima: Factors) -> None:
     out[:, 2:4] = sum((six[:, part::4] >> 4) << 2 * part for part in range(4))
 
 
-def _negate(out: Bytes, factors: Factors, minima: Factors) -> None:
-    """The minimum is added, and not subtracted."""
-    out[:, 3] ^= 128
-
-
 def _evenly(first: float, last: float, count: int) -> tuple[float, ...]:
     return tuple(first + (last - first) * index / (count - 1) for index in range(count))
 
@@ -119,9 +114,7 @@ _FORMS = {
     "IQ4_NL": _Form(32, None, _ONE_GROUP, _NO_MINIMA, 4, _OF_IQ4, [(2, 0, 4, 1)], [0]),
     "IQ4_XS": _Form(32, None, (-32, 31), _NO_MINIMA, 4, _OF_IQ4, [(8, 0, 4, 1)], [0], _pack_iq4_xs),
     "Q5_0": _Form(32, (-16, 15), _ONE_GROUP, _NO_MINIMA, 4, _OF_Q5_0, [(6, 0, 4, 1), (2, 4, 1, 0)], [0]),
-    "Q5_1": _Form(
-        32, (0, 31), _ONE_GROUP, _ONE_GROUP, 4, _evenly(26, 32, 12), [(8, 0, 4, 1), (4, 4, 1, 0)], [0, 2], _negate
-    ),
+    "Q5_1": _Form(32, (0, 31), _ONE_GROUP, _ONE_GROUP, 4, _evenly(26, 32, 12), [(8, 0, 4, 1), (4, 4, 1, 0)], [0, 2]),
     "Q6_K": _Form(
         16,
         (-32, 31),
@@ -198,45 +191,44 @@ def not_a_number(name: str) -> torch.Tensor:
 
 def _encode(name: str, words: Any, kind: int, out: Bytes) -> int:
     """Encode whole blocks into `out`, which is zeros; returns the bits of the largest magnitude as float32."""
-    scales = np.empty((len(out), 2), np.float32)
     if name not in _FORMS:
-        largest: int = (_q8_0 if name == "Q8_0" else _q4_0)(words, kind, out, scales)
-        out[:, :2] = scales[:, :1].astype(np.float16).view(np.uint8)
+        largest: int = (_q8_0 if name == "Q8_0" else _q4_0)(words, kind, out)
         return largest
-    form, (limits, ranges, places) = _FORMS[name], _tables(name)
+    form = _FORMS[name]
     factors, minima = np.empty((2, len(out), BLOCK_TYPES[name].elements // form.group), np.int16)
-    largest = _search(words, kind, form.group, limits, ranges, places, out, factors, minima, scales)
-    for offset, column in zip(form.halves, scales.T, strict=False):
-        out[:, offset : offset + 2] = column[:, None].astype(np.float16).view(np.uint8)
+    largest = _search(words, kind, form.group, *_tables(name), out, factors, minima)
     if form.pack is not None:
         form.pack(out, factors, minima)
     return largest
 
 
 @cache
-def _tables(name: str) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
+def _tables(name: str) -> tuple[Any, ...]:
     """What the kernel needs of a form.
 
     Returns:
         Limits: least and greatest code, factor and minimum, spread; codes of `IQ4_VALUES` are 0 to -1.
         The ranges.
-        Where the bits of 16 codes, or of one, go: index of the first, their number, bits to shift right, mask, offset,
-        bits to shift left.
+        Where the bits of 16 or 32 codes go, by fours: index of the first, number, bits to shift right, mask, offset,
+        bits to shift left; those of 32 are single bits of consecutive ones.
+        The first offset of all codes, and the end.
+        The offsets of scale and minimum.
     """
     form = _FORMS[name]
-    limits = np.array([*(form.codes or (0, -1)), *form.factors, *form.minima, form.spread], np.float32)
-    places = []
+    limits = tuple(map(np.float32, (*(form.codes or (0, -1)), *form.factors, *form.minima, form.spread)))
+    places, payload, elements = [], min(form.planes)[0], BLOCK_TYPES[name].elements
     for offset, first, bits, run in form.planes:
-        width, stride, a_byte = (16, run, 8 // bits) if run else (1, 1, 8 // bits)
-        for unit in range(BLOCK_TYPES[name].elements // width):
-            behind = width * (stride * (unit // stride // a_byte) + unit % stride)
-            target = offset + behind, bits * (unit // stride % a_byte)
-            places.append((width * unit, width, first, (1 << bits) - 1, *target))
-    return limits, np.array(form.ranges, np.float32), np.array(places)
+        a_byte, width, step = 8 // bits, 16 if run else 32, run or 1
+        for unit in range(elements // width):
+            behind = offset - payload + width * (step * (unit // step // a_byte) + unit % step)
+            shift, mask = bits * (unit // step % a_byte), ((1 << bits) - 1) * 0x01010101
+            places.append((width * unit // 4, width // 4, first, mask, behind // 4, shift))
+    end = payload + sum(plane[2] for plane in form.planes) * elements // 8
+    return limits, np.array(form.ranges, np.float32), np.array(places), (payload, end), np.array(form.halves)
 
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_SIGN = np.uint32(0x7FFFFFFF)
+_SIGN, _MINUS = np.uint32(0x7FFFFFFF), np.uint32(0x80000000)
 _TO_WHOLE = np.float32(3 << 22)
 """A number to which this is added and from which it is subtracted is whole, the nearest one, ties to even."""
 _LEAST_HALF, _LEAST_NORMAL_HALF = np.float32(2**-24), np.float32(2**-14)
@@ -245,105 +237,137 @@ _NOTHING = np.float32(2**-40)
 _SINGULAR = np.float32(1e-4)
 """Least squares for two numbers are not trusted if their determinant is a smaller part of the squares' product."""
 _VALUES = np.array(IQ4_VALUES, np.float32)
-_EDGES, _STEPS = (_VALUES[1:] + _VALUES[:-1]) / np.float32(2), _VALUES[1:] - _VALUES[:-1]
+_BELOW = np.searchsorted((_VALUES[1:] + _VALUES[:-1]).astype(np.int32), np.arange(-256, 256), "left").astype(np.float32)
+"""The index in `IQ4_VALUES` of the value nearest to y, by 256 + twice y, rounded up: a number is above an edge between
+two values, a multiple of a half, if and only if twice the number, rounded up, is above twice the edge."""
+_NEAREST = _VALUES[_BELOW.astype(np.int32)]
 _SHARES = np.linspace(1, 0.85, 16).astype(np.float32)
 """Shares of the greatest factor that the largest scale of a block is tried to get."""
 _ROUNDS = 2
+
+# A tile is one array, float32, since loops are only made of vectors if it is known that no arrays overlap. A row of it
+# has a number for each of LANES groups; here are the offsets of the rows, and of those of elements and their weights.
+_LEAST, _GREATEST, _TOTAL, _PER_TOTAL, _FIRST = range(0, 5 * LANES, LANES)  # sum of weights; 1 / it; weighted sum
+# weighted sums of codes q, of q * q, of x * q; then those of the best codes
+_ONCE, _SQUARES, _PRODUCTS, _KEPT_ONCE, _KEPT_SQUARES, _KEPT_PRODUCTS = range(5 * LANES, 11 * LANES, LANES)
+_SCALES, _MINIMA, _INVERSES, _OFFSETS, _EXTREMES, _MOST = range(11 * LANES, 17 * LANES, LANES)
+_FACTORS, _MULTIPLES, _UNITS, _LEAST_UNITS = range(17 * LANES, 21 * LANES, LANES)
+_MIDDLE, _AROUND, _BEFORE, _TRIED, _X = range(21 * LANES, 26 * LANES, LANES)
+_WEIGHTS = _X + 32 * LANES
+_TILE = _WEIGHTS + 32 * LANES
+_UNROLLED = 8
 
 
 # Numba makes int64 of operations on smaller integers; loops are only fast if each result is made small again.
 
 
 @compiled
-def _load(words, kind, values, bits):  # type: ignore[no-untyped-def]
-    """Load floats as float32, whose bits are `bits`; returns the bits of the largest magnitude."""
-    if kind == F16:
-        widen(words, kind, 0, len(words), values)
-    elif kind == BF16:
-        for i in range(len(words)):
-            bits[i] = np.uint32(np.uint32(words[i]) << np.uint32(16))
-    else:
-        for i in range(len(words)):
-            bits[i] = np.uint32(words[i])
+def _store_half(value, target):  # type: ignore[no-untyped-def]
+    """A float32 that is below the limit, as float16: to the nearest, ties to even."""
+    word = np.float32(value).view(np.uint32)
+    bits = np.uint32(word & _SIGN)
+    small = np.float32(np.float32(abs(value)) + np.float32(0.5)).view(np.uint32)
+    even = np.uint32((bits >> np.uint32(13)) & np.uint32(1))
+    half = np.uint32(np.uint32(np.uint32(bits + np.uint32(0xFFF)) + even) >> np.uint32(13))
+    half = np.uint32(half - np.uint32(112 << 10))
+    if abs(value) < _LEAST_NORMAL_HALF:
+        half = np.uint32(small - np.uint32(0x3F000000))
+    half = np.uint32(half | np.uint32(np.uint32(word & _MINUS) >> np.uint32(16)))
+    target[0], target[1] = np.uint8(half), np.uint8(half >> np.uint32(8))
+
+
+@compiled
+def _q8_0(words, kind, out):  # type: ignore[no-untyped-def]
+    tile = np.empty(32 * LANES, np.float32)
+    tile_bits = tile.view(np.uint32)
     largest = np.uint32(0)
-    for i in range(len(words)):  # magnitudes have the order of their bits
-        largest = np.uint32(max(largest, np.uint32(bits[i] & _SIGN)))
+    for first in range(0, len(out), LANES):
+        some = words[32 * first : 32 * (first + LANES)]
+        largest = max(largest, load(some, kind, tile[: len(some)], tile_bits[: len(some)]))
+        for block in range(len(some) // 32):
+            values, bits = tile[32 * block : 32 * block + 32], tile_bits[32 * block : 32 * block + 32]
+            top = np.uint32(0)
+            for i in range(len(values)):
+                top = np.uint32(max(top, np.uint32(bits[i] & _SIGN)))
+            scale = np.uint32(top).view(np.float32) / np.float32(127)
+            inverse = _inverse(scale)
+            codes = out[first + block, 2:34]
+            for i in range(len(values)):  # halves are rounded away from 0
+                below_half = np.uint32(np.uint32(bits[i] & _MINUS) | np.uint32(0x3EFFFFFF)).view(np.float32)
+                codes[i] = np.uint8(np.int32(values[i] * inverse + below_half))
+            _store_half(scale, out[first + block])
     return largest
 
 
 @compiled
-def _q8_0(words, kind, out, scales):  # type: ignore[no-untyped-def]
-    values = np.empty(32, np.float32)
-    bits = values.view(np.uint32)
+def _q4_0(words, kind, out):  # type: ignore[no-untyped-def]
+    """The largest magnitude is tried as code -8 and as 7; least squares in whole numbers, whose sums are exact."""
+    t, values = np.empty(_TILE, np.float32), np.empty(32 * LANES, np.float32)
+    rests, row = np.empty(LANES, np.int32), np.empty(LANES, np.uint8)
     largest = np.uint32(0)
-    for block in range(len(out)):
-        top = _load(words[32 * block : 32 * block + 32], kind, values, bits)
-        largest = max(largest, top)
-        scale = np.uint32(top).view(np.float32) / np.float32(127)
-        inverse = _ONE / scale if scale != 0 else _ZERO
-        codes = out[block, 2:34]
-        for i in range(32):  # halves are rounded away from 0
-            multiple = values[i] * inverse
-            whole = np.int32(multiple)
-            rest = multiple - np.float32(whole)
-            codes[i] = np.uint8(whole + np.int32(rest >= np.float32(0.5)) - np.int32(rest <= np.float32(-0.5)))
-        scales[block, 0] = scale
-    return largest
-
-
-@compiled
-def _q4_0(words, kind, out, scales):  # type: ignore[no-untyped-def]
-    """The largest magnitude is tried as code -8 and as 7; least squares in integers, whose sums need no order."""
-    values, codes, weights = np.empty(32, np.float32), np.empty(32, np.uint8), np.empty(32, np.int32)
-    bits = values.view(np.uint32)
-    largest = np.uint32(0)
-    for block in range(len(out)):
-        top = _load(words[32 * block : 32 * block + 32], kind, values, bits)
-        positive = np.uint32(0)
-        for i in range(32):
-            positive = np.uint32(positive | np.uint32(bits[i] == top))
-        largest = max(largest, top)
-        extreme = np.uint32(top).view(np.float32)
-        best, least = _ZERO, np.float32(np.inf)
-        parts = np.float32(256) / extreme if extreme > _NOTHING else _ZERO
-        for i in range(32):
-            part = np.int32(values[i] * parts)
-            weights[i] = np.int32(np.int32(np.int32(part * part) >> np.int32(10)) + np.int32(8))
+    for first in range(0, len(out), LANES):
+        largest = max(largest, _load_tile(words[32 * first : 32 * (first + LANES)], kind, 32, t, values))
+        for g in range(LANES):
+            extreme = t[_GREATEST + g] if t[_GREATEST + g] >= -t[_LEAST + g] else t[_LEAST + g]
+            t[_EXTREMES + g] = extreme if abs(extreme) > _NOTHING else np.float32(np.inf)
+            t[_INVERSES + g] = np.float32(256) / abs(t[_EXTREMES + g])
+            t[_MOST + g], t[_SCALES + g] = np.float32(np.inf), _ZERO
+        for begin in range(_X, _X + 32 * LANES, LANES):
+            xs, weights = t[begin : begin + LANES], t[begin + _WEIGHTS - _X : begin + _WEIGHTS - _X + LANES]
+            for g in range(LANES):
+                part = np.int32(xs[g] * t[_INVERSES + g])
+                weights[g] = np.float32(np.int32(np.int32(np.int32(part * part) >> np.int32(10)) + np.int32(8)))
         for code in (-8, 7):
-            steps = np.float32(64 * code if positive else -64 * code) / extreme if extreme > _NOTHING else _ZERO
-            products, squares, rest = np.int32(0), np.int32(0), np.int32(0)
-            for i in range(32):
-                fine = np.int32(values[i] * steps)  # 64ths of a step
-                whole = np.int32(
-                    min(max(np.int32(np.int32(fine + np.int32(32)) >> np.int32(6)), np.int32(-8)), np.int32(7))
-                )
-                weighted = np.int32(weights[i] * fine)
-                products = np.int32(products + np.int32(weighted * whole))
-                rest = np.int32(rest + np.int32(weighted * fine))
-                squares = np.int32(squares + np.int32(np.int32(weights[i] * whole) * whole))
-            fitted = np.float32(products) / (np.float32(squares) if squares > 0 else _ONE)
-            error = (np.float32(rest) - fitted * np.float32(products)) / np.float32(code * code)
-            if error < least and steps != 0:
-                least, best = error, fitted / steps
-        inverse = _ONE / best if best != 0 else _ZERO
-        for i in range(32):
-            codes[i] = np.uint8(np.int32(min(max(values[i] * inverse + np.float32(8.5), _ZERO), np.float32(15))))
-        both = out[block, 2:18]
+            for g in range(LANES):
+                t[_UNITS + g] = np.float32(64 * code) / t[_EXTREMES + g]
+                t[_PRODUCTS + g] = t[_SQUARES + g] = _ZERO
+                rests[g] = 0
+            for begin in range(_X, _X + 32 * LANES, _UNROLLED * LANES):
+                xs, weights = _rows(t, begin), _rows(t, begin + _WEIGHTS - _X)
+                for g in range(LANES):
+                    products, squares, rest, steps = t[_PRODUCTS + g], t[_SQUARES + g], rests[g], t[_UNITS + g]
+                    for j in range(_UNROLLED):
+                        fine = np.int32(xs[j * LANES + g] * steps)  # 64ths of a step
+                        whole = np.float32(
+                            min(max(np.int32(np.int32(fine + np.int32(32)) >> np.int32(6)), np.int32(-8)), np.int32(7))
+                        )
+                        weighted = weights[j * LANES + g] * np.float32(fine)
+                        products += weighted * whole
+                        squares += weights[j * LANES + g] * whole * whole
+                        rest = np.int32(rest + np.int32(np.int32(weighted) * fine))
+                    t[_PRODUCTS + g], t[_SQUARES + g], rests[g] = products, squares, rest
+            for g in range(LANES):
+                products, squares, steps, most = t[_PRODUCTS + g], t[_SQUARES + g], t[_UNITS + g], t[_MOST + g]
+                fitted = products / (squares if squares > 0 else _ONE)
+                error = (np.float32(rests[g]) - fitted * products) / np.float32(code * code)
+                scale = fitted / (steps if steps != 0 else _ONE)
+                better = (error < most) & (steps != 0)
+                t[_MOST + g] = error if better else most
+                t[_SCALES + g] = scale if better else t[_SCALES + g]
+        for g in range(LANES):
+            t[_INVERSES + g] = _inverse(t[_SCALES + g])
+        count = min(LANES, len(out) - first)
         for i in range(16):
-            both[i] = codes[i] | (codes[i + 16] << np.uint8(4))
-        scales[block, 0] = best
+            low, high = t[_X + i * LANES : _X + (i + 1) * LANES], t[_X + (i + 16) * LANES : _X + (i + 17) * LANES]
+            for g in range(LANES):
+                inverse = t[_INVERSES + g]
+                both = np.int32(min(max(low[g] * inverse + np.float32(8.5), _ZERO), np.float32(15)))
+                upper = np.int32(min(max(high[g] * inverse + np.float32(8.5), _ZERO), np.float32(15)))
+                row[g] = np.uint8(np.int32(both | np.int32(upper << np.int32(4))))
+            column = out[first : first + count, 2 + i]
+            for g in range(count):
+                column[g] = row[g]
+        for g in range(count):
+            _store_half(t[_SCALES + g], out[first + g])
     return largest
 
 
 @compiled
-def _nearest(y, least, greatest):  # type: ignore[no-untyped-def]
-    """The code nearest to a number; one of IQ4_VALUES if there is no code."""
-    if greatest < least:
-        value = _VALUES[0]
-        for k in range(15):
-            value += _STEPS[k] if y > _EDGES[k] else _ZERO
-        return value
-    return min(max((y + _TO_WHOLE) - _TO_WHOLE, least), greatest)
+def _place(y):  # type: ignore[no-untyped-def]
+    """The place of a number in `_BELOW` and `_NEAREST`."""
+    twice = min(max(y + y, np.float32(-256)), np.float32(255))
+    whole = (twice + _TO_WHOLE) - _TO_WHOLE
+    return np.int32(np.int32(np.int32(whole) + np.int32(twice > whole) + np.int32(256)) & np.int32(511))
 
 
 @compiled
@@ -360,283 +384,334 @@ def _half(value):  # type: ignore[no-untyped-def]
 
 @compiled
 def _inverse(value):  # type: ignore[no-untyped-def]
-    return _ONE / value if value != 0 else _ZERO
+    return _ONE / (value if value != 0 else np.float32(np.inf))
 
 
 @compiled
-def _load_tile(words, kind, count, groups, values, x, spread, weights, known):  # type: ignore[no-untyped-def]
-    """Fill x and weights, both (elements, LANES), with `count` blocks; returns the bits of the largest magnitude.
+def _rows(t, begin):  # type: ignore[no-untyped-def]
+    """Rows whose loop is unrolled: a slice, since an offset that may be negative would be checked for each number."""
+    return t[begin : begin + _UNROLLED * LANES]
 
-    Known of each lane: the least, the greatest, sum of weights, weighted sum.
-    """
-    group = len(x)
-    least, greatest, total, first = known[0], known[1], known[2], known[3]
-    bits = values.view(np.uint32)
-    largest = np.uint32(0)
-    x[:], known[:] = _ZERO, _ZERO
-    for block in range(count):
-        top = _load(words[block * len(values) : (block + 1) * len(values)], kind, values, bits)
-        largest = max(largest, top)
-        if np.uint32(top).view(np.float32) <= _LEAST_HALF / np.float32(2):
-            continue
-        for k in range(groups):
-            lane = x[:, block * groups + k]
-            for i in range(group):
-                lane[i] = values[k * group + i]
-    squares = weights[0]
-    squares[:], least[:], greatest[:] = _ZERO, x[0], x[0]
+
+@compiled
+def _load_tile(words, kind, group, t, values):  # type: ignore[no-untyped-def]
+    """Begin a tile with whole blocks, of which there may be fewer; returns the bits of the largest magnitude."""
+    values[len(words) :] = _ZERO
+    largest = load(words, kind, values[: len(words)], values.view(np.uint32)[: len(words)])
     for i in range(group):
-        row = x[i]
         for g in range(LANES):
-            squares[g] += row[g] * row[g]
-            least[g] = min(least[g], row[g])
-            greatest[g] = max(greatest[g], row[g])
-    added = np.empty(LANES, np.float32)
-    for begin in range(0, LANES, groups):
-        mean = _ZERO
-        for k in range(groups):
-            mean += squares[begin + k]
-        added[begin : begin + groups] = mean * spread / np.float32(len(values))
-    for i in range(group):
-        row, weight = x[i], weights[i]
+            t[_X + i * LANES + g] = values[g * group + i]
+    for g in range(LANES):
+        t[_LEAST + g] = t[_GREATEST + g] = t[_X + g]
+        t[_SQUARES + g] = _ZERO
+    for begin in range(_X, _X + group * LANES, _UNROLLED * LANES):
+        xs = _rows(t, begin)
         for g in range(LANES):
-            weight[g] = row[g] * row[g] + added[g]
-            total[g] += weight[g]
-            first[g] += weight[g] * row[g]
+            least, greatest, squares = t[_LEAST + g], t[_GREATEST + g], t[_SQUARES + g]
+            for j in range(_UNROLLED):
+                x = xs[j * LANES + g]
+                squares += x * x
+                least, greatest = min(least, x), max(greatest, x)
+            t[_LEAST + g], t[_GREATEST + g], t[_SQUARES + g] = least, greatest, squares
     return largest
 
 
 @compiled
-def _sum(x, weights, inverses, minima, low, high, sums):  # type: ignore[no-untyped-def]
-    """Weighted sums of the nearest codes q for scales and minima: of q, of q * q, of x * q."""
-    once, squares, products = sums[0], sums[1], sums[2]
-    sums[:] = _ZERO
-    for i in range(len(x)):
-        row, weight = x[i], weights[i]
-        if high < low:  # apart, so that each loop is made of vectors
+def _weigh(group, groups, spread, t):  # type: ignore[no-untyped-def]
+    """Weights of a tile, and their sums; what is too small for any scale becomes 0."""
+    for begin in range(0, LANES, groups):
+        mean, most = _ZERO, _ZERO
+        for g in range(begin, begin + groups):
+            mean += t[_SQUARES + g]
+            most = max(most, max(t[_GREATEST + g], -t[_LEAST + g]))
+        for g in range(begin, begin + groups):
+            t[_OFFSETS + g] = mean * spread / np.float32(group * groups)
+            if most <= _LEAST_HALF / np.float32(2):
+                t[_LEAST + g] = t[_GREATEST + g] = t[_OFFSETS + g] = _ZERO
+                for i in range(group):
+                    t[_X + i * LANES + g] = _ZERO
+    for g in range(LANES):
+        t[_TOTAL + g] = t[_FIRST + g] = _ZERO
+    for begin in range(_X, _X + group * LANES, _UNROLLED * LANES):
+        xs, weights = _rows(t, begin), _rows(t, begin + _WEIGHTS - _X)
+        for g in range(LANES):
+            total, first, added = t[_TOTAL + g], t[_FIRST + g], t[_OFFSETS + g]
+            for j in range(_UNROLLED):
+                x = xs[j * LANES + g]
+                weight = x * x + added
+                weights[j * LANES + g] = weight
+                total += weight
+                first += weight * x
+            t[_TOTAL + g], t[_FIRST + g] = total, first
+    for g in range(LANES):
+        t[_PER_TOTAL + g] = _inverse(t[_TOTAL + g])
+
+
+@compiled
+def _sum(t, group, low, high, subtracts):  # type: ignore[no-untyped-def]
+    """The weighted sums of the nearest codes, for inverses of scales and for offsets; `once` only if it is used."""
+    for g in range(LANES):
+        t[_ONCE + g] = t[_SQUARES + g] = t[_PRODUCTS + g] = _ZERO
+    for begin in range(_X, _X + group * LANES, _UNROLLED * LANES):
+        xs, weights = _rows(t, begin), _rows(t, begin + _WEIGHTS - _X)
+        if high < low:
             for g in range(LANES):
-                code = _nearest((row[g] + minima[g]) * inverses[g], _ZERO, -_ONE)
-                weighted = weight[g] * code
-                once[g] += weighted
-                squares[g] += weighted * code
-                products[g] += weighted * row[g]
+                squares, products, inverse = t[_SQUARES + g], t[_PRODUCTS + g], t[_INVERSES + g]
+                for j in range(_UNROLLED):
+                    x = xs[j * LANES + g]
+                    code = _NEAREST[_place(x * inverse)]
+                    weighted = weights[j * LANES + g] * code
+                    squares += weighted * code
+                    products += weighted * x
+                t[_SQUARES + g], t[_PRODUCTS + g] = squares, products
+        elif subtracts:
+            for g in range(LANES):
+                once, squares, products = t[_ONCE + g], t[_SQUARES + g], t[_PRODUCTS + g]
+                inverse, offset = t[_INVERSES + g], t[_OFFSETS + g]
+                for j in range(_UNROLLED):
+                    x = xs[j * LANES + g]
+                    code = min(max(((x + offset) * inverse + _TO_WHOLE) - _TO_WHOLE, low), high)
+                    weighted = weights[j * LANES + g] * code
+                    once += weighted
+                    squares += weighted * code
+                    products += weighted * x
+                t[_ONCE + g], t[_SQUARES + g], t[_PRODUCTS + g] = once, squares, products
         else:
             for g in range(LANES):
-                code = min(max(((row[g] + minima[g]) * inverses[g] + _TO_WHOLE) - _TO_WHOLE, low), high)
-                weighted = weight[g] * code
-                once[g] += weighted
-                squares[g] += weighted * code
-                products[g] += weighted * row[g]
+                squares, products, inverse = t[_SQUARES + g], t[_PRODUCTS + g], t[_INVERSES + g]
+                for j in range(_UNROLLED):
+                    x = xs[j * LANES + g]
+                    code = min(max((x * inverse + _TO_WHOLE) - _TO_WHOLE, low), high)
+                    weighted = weights[j * LANES + g] * code
+                    squares += weighted * code
+                    products += weighted * x
+                t[_SQUARES + g], t[_PRODUCTS + g] = squares, products
 
 
 @compiled
-def _fit_groups(x, weights, known, limits, ranges, sums, scales, minima, kept):  # type: ignore[no-untyped-def]
-    """The best scale and minimum of each group by itself, and the sums of its codes in `kept`."""
-    least, greatest, total, first = known[0], known[1], known[2], known[3]
+def _keep(t, g, gain, new, old):  # type: ignore[no-untyped-def]
+    """Keep the numbers and sums of better codes. Values are chosen, not branches, so that loops are made of vectors."""
+    most, once, squares, products = t[_MOST + g], t[_ONCE + g], t[_SQUARES + g], t[_PRODUCTS + g]
+    kept_once, kept_squares, kept_products = t[_KEPT_ONCE + g], t[_KEPT_SQUARES + g], t[_KEPT_PRODUCTS + g]
+    better = gain > most
+    t[_MOST + g] = gain if better else most
+    t[_KEPT_ONCE + g] = once if better else kept_once
+    t[_KEPT_SQUARES + g] = squares if better else kept_squares
+    t[_KEPT_PRODUCTS + g] = products if better else kept_products
+    return (new[0] if better else old[0], new[1] if better else old[1])
+
+
+@compiled
+def _fit_groups(t, group, limits, ranges):  # type: ignore[no-untyped-def]
+    """The best scale and minimum of each group by itself, and the sums of its codes."""
     low, high, subtracts = limits[0], limits[1], limits[5] > 0
     lowest = -np.float32(np.inf) if limits[4] > 0 else _ZERO  # of minima
-    work = np.empty((3, LANES), np.float32)
-    inverses, offsets, most = work[0], work[1], work[2]
-    once, squares, products = sums[0], sums[1], sums[2]
-    kept_once, kept_squares, kept_products = kept[0], kept[1], kept[2]
-    most[:], scales[:], minima[:], kept[:] = -_ONE, _ZERO, _ZERO, _ZERO
+    for g in range(LANES):
+        least, greatest = t[_LEAST + g], t[_GREATEST + g]
+        offset = max(-least, lowest) if subtracts else _ZERO
+        extreme = greatest if greatest > -least else least
+        t[_OFFSETS + g], t[_MOST + g] = offset, -_ONE
+        t[_EXTREMES + g] = greatest + offset if subtracts else extreme
     for k in range(ranges.size + 1):
-        for g in range(LANES):
-            if k == ranges.size:  # the best one, fitted to its own codes
-                inverses[g], offsets[g] = _inverse(scales[g]), minima[g]
-                continue
-            offsets[g] = max(-least[g], lowest) if subtracts else _ZERO
-            extreme = greatest[g] if greatest[g] > -least[g] else least[g]
-            extreme = greatest[g] + offsets[g] if subtracts else extreme
-            inverses[g] = ranges[k] / extreme if abs(extreme) > _NOTHING else _ZERO
-        _sum(x, weights, inverses, offsets, low, high, sums)
-        for g in range(LANES):  # values are chosen, not branches, so that this is made of vectors too
-            determinant = total[g] * squares[g] - once[g] * once[g]
-            regular = subtracts and determinant > _SINGULAR * (total[g] * squares[g])
-            inverse = _inverse(determinant if regular else _ZERO)
-            minimum = (once[g] * products[g] - first[g] * squares[g]) * inverse
-            regular = regular and minimum > lowest
-            alone = -first[g] * _inverse(total[g]) if subtracts and squares[g] == _ZERO else _ZERO
-            minimum = minimum if regular else (alone if alone > lowest else _ZERO)
-            scale = products[g] * _inverse(squares[g])
-            scale = (total[g] * products[g] - first[g] * once[g]) * inverse if regular else scale
-            gain = scale * products[g] - minimum * first[g]
-            better = gain > most[g]
-            most[g] = gain if better else most[g]
-            scales[g] = scale if better else scales[g]
-            minima[g] = minimum if better else minima[g]
-            kept_once[g] = once[g] if better else kept_once[g]
-            kept_squares[g] = squares[g] if better else kept_squares[g]
-            kept_products[g] = products[g] if better else kept_products[g]
+        if k < ranges.size:
+            for g in range(LANES):
+                extreme = t[_EXTREMES + g]
+                t[_INVERSES + g] = ranges[k] / extreme if abs(extreme) > _NOTHING else _ZERO
+        else:  # the best one, fitted to its own codes
+            for g in range(LANES):
+                t[_INVERSES + g], t[_OFFSETS + g] = _inverse(t[_SCALES + g]), t[_MINIMA + g]
+        _sum(t, group, low, high, subtracts)
+        if subtracts:
+            for g in range(LANES):
+                total, first, once = t[_TOTAL + g], t[_FIRST + g], t[_ONCE + g]
+                squares, products, per_total = t[_SQUARES + g], t[_PRODUCTS + g], t[_PER_TOTAL + g]
+                determinant = total * squares - once * once
+                rest = once * products - first * squares
+                regular = (determinant > _SINGULAR * (total * squares)) & (rest > lowest)
+                inverse = _inverse(determinant if regular else squares)
+                alone = max(-first * per_total, lowest) if squares == _ZERO else _ZERO
+                minimum = rest * inverse if regular else alone
+                scale = (total * products - first * once if regular else products) * inverse
+                kept = _keep(
+                    t, g, scale * products - minimum * first, (scale, minimum), (t[_SCALES + g], t[_MINIMA + g])
+                )
+                t[_SCALES + g], t[_MINIMA + g] = kept
+        else:
+            for g in range(LANES):
+                products = t[_PRODUCTS + g]
+                scale = products * _inverse(t[_SQUARES + g])
+                kept = _keep(t, g, scale * products, (scale, _ZERO), (t[_SCALES + g], _ZERO))
+                t[_SCALES + g] = kept[0]
 
 
 @compiled
-def _factors(targets, weights, low, high, factors):  # type: ignore[no-untyped-def]
+def _factors(t, shares, targets, weights, begin, end, low, high, factors):  # type: ignore[no-untyped-def]
     """A float16 and its multiples nearest to the numbers of a block; of some float16, the one with the least error."""
-    extreme, best, least = _ZERO, _ZERO, np.float32(np.inf)
-    for g in range(len(targets)):
-        extreme = targets[g] if abs(targets[g]) > abs(extreme) else extreme
-    for k in range(_SHARES.size):
-        scale = extreme / (_SHARES[k] * (low if low < 0 else high))
-        inverse = _inverse(scale)
-        products, squares, rest = _ZERO, _ZERO, _ZERO
-        for g in range(len(targets)):
-            factor = min(max((targets[g] * inverse + _TO_WHOLE) - _TO_WHOLE, low), high)
-            products += weights[g] * factor * targets[g]
-            squares += weights[g] * factor * factor
-            rest += weights[g] * targets[g] * targets[g]
-        fitted = products * _inverse(squares)
-        error = rest - fitted * products
+    extreme, rest = _ZERO, _ZERO
+    for g in range(begin, end):
+        extreme = t[targets + g] if abs(t[targets + g]) > abs(extreme) else extreme
+        rest += t[weights + g] * t[targets + g] * t[targets + g]
+    most = low if low < 0 else high
+    for k in range(len(shares)):  # lanes are shares here
+        t[_INVERSES + k] = _inverse(extreme / (shares[k] * most))
+        t[_PRODUCTS + k] = t[_SQUARES + k] = _ZERO
+    for g in range(begin, end):
+        target, weight = t[targets + g], t[weights + g]
+        for k in range(len(shares)):
+            factor = min(max((target * t[_INVERSES + k] + _TO_WHOLE) - _TO_WHOLE, low), high)
+            weighted = weight * factor
+            t[_PRODUCTS + k] += weighted * target
+            t[_SQUARES + k] += weighted * factor
+    best, least = _ZERO, np.float32(np.inf)
+    for k in range(len(shares)):
+        fitted = t[_PRODUCTS + k] * _inverse(t[_SQUARES + k])
+        error = rest - fitted * t[_PRODUCTS + k]
         if error < least:
             least, best = error, fitted
     best = _half(best)
     inverse = _inverse(best)
-    for g in range(len(targets)):
-        factors[g] = min(max((targets[g] * inverse + _TO_WHOLE) - _TO_WHOLE, low), high)
+    for g in range(begin, end):
+        t[factors + g] = min(max((t[targets + g] * inverse + _TO_WHOLE) - _TO_WHOLE, low), high)
     return best
 
 
 @compiled
-def _move_factors(x, weights, known, limits, sums, units, least_units, factors, multiples, kept):  # type: ignore[no-untyped-def]
+def _move_factors(t, group, limits):  # type: ignore[no-untyped-def]
     """Replace each factor by the best of it and its neighbours, with the best multiple of the minimum for its codes."""
-    total, first = known[2], known[3]
-    once, squares, products = sums[0], sums[1], sums[2]
-    work = np.empty((4, LANES), np.float32)
-    inverses, offsets, most, tried = work[0], work[1], work[2], work[3]
-    kept_once, kept_squares, kept_products = kept[0], kept[1], kept[2]
-    middle, around, before = factors.copy(), multiples.copy(), kept[0].copy()
-    most[:] = -np.float32(np.inf)
-    for change in range(-1, 2) if limits[2] < limits[3] else range(1):
+    low, high, least_factor, most_factor, least_multiple, most_multiple, _ = limits
+    subtracts, lowest = most_multiple > 0, -np.float32(np.inf) if least_multiple > 0 else _ZERO
+    for g in range(LANES):
+        t[_MIDDLE + g], t[_AROUND + g], t[_BEFORE + g] = t[_FACTORS + g], t[_MULTIPLES + g], t[_KEPT_ONCE + g]
+        t[_MOST + g] = -np.float32(np.inf)
+    for change in range(-1, 2) if least_factor < most_factor else range(1):
+        step = np.float32(change)
         for g in range(LANES):
-            tried[g] = min(max(middle[g] + np.float32(change), limits[2]), limits[3])
-            inverses[g] = _inverse(units[g] * tried[g])
-            offsets[g] = least_units[g] * around[g]
-            if limits[5] > 0:  # a larger scale goes with a larger minimum
-                moved = offsets[g] + units[g] * np.float32(change) * before[g] * _inverse(total[g])
-                offsets[g] = moved if moved > 0 or limits[4] > 0 else _ZERO
-        _sum(x, weights, inverses, offsets, limits[0], limits[1], sums)
+            t[_TRIED + g] = min(max(t[_MIDDLE + g] + step, least_factor), most_factor)
+            t[_INVERSES + g] = _inverse(t[_UNITS + g] * t[_TRIED + g])
+            # a larger scale goes with a larger minimum
+            moved = t[_LEAST_UNITS + g] * t[_AROUND + g]
+            moved = moved + t[_UNITS + g] * step * t[_BEFORE + g] * t[_PER_TOTAL + g]
+            t[_OFFSETS + g] = max(moved, lowest)
+        _sum(t, group, low, high, subtracts)
         for g in range(LANES):
-            scale, multiple = units[g] * tried[g], _ZERO
-            if limits[5] > 0:
-                wanted = (scale * once[g] - first[g]) * _inverse(total[g]) * _inverse(least_units[g])
-                multiple = min(max((wanted + _TO_WHOLE) - _TO_WHOLE, limits[4]), limits[5])
-            minimum = least_units[g] * multiple
-            gain = scale * (np.float32(2) * products[g] - scale * squares[g])
-            gain -= minimum * (minimum * total[g] + np.float32(2) * (first[g] - scale * once[g]))
-            better = gain > most[g]
-            most[g] = gain if better else most[g]
-            factors[g] = tried[g] if better else factors[g]
-            multiples[g] = multiple if better else multiples[g]
-            kept_once[g] = once[g] if better else kept_once[g]
-            kept_squares[g] = squares[g] if better else kept_squares[g]
-            kept_products[g] = products[g] if better else kept_products[g]
+            scale, least_unit, tried = t[_UNITS + g] * t[_TRIED + g], t[_LEAST_UNITS + g], t[_TRIED + g]
+            total, first, once, per_total = t[_TOTAL + g], t[_FIRST + g], t[_ONCE + g], t[_PER_TOTAL + g]
+            wanted = (scale * once - first) * per_total * _inverse(least_unit)
+            multiple = min(max((wanted + _TO_WHOLE) - _TO_WHOLE, least_multiple), most_multiple)
+            minimum = least_unit * multiple
+            gain = scale * (np.float32(2) * t[_PRODUCTS + g] - scale * t[_SQUARES + g])
+            gain -= minimum * (minimum * total + np.float32(2) * (first - scale * once))
+            kept = _keep(t, g, gain, (tried, multiple), (t[_FACTORS + g], t[_MULTIPLES + g]))
+            t[_FACTORS + g], t[_MULTIPLES + g] = kept
 
 
 @compiled
-def _fit_units(known, kept, factors, multiples, units, least_units):  # type: ignore[no-untyped-def]
+def _fit_units(t, begin, end):  # type: ignore[no-untyped-def]
     """Least squares for what the factors and multiples of one block are multiplied by."""
-    total, first = known
-    once, squares, products = kept
     a, b, mixed, right, least_right = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
-    for g in range(len(factors)):
-        a += factors[g] * factors[g] * squares[g]
-        b += multiples[g] * multiples[g] * total[g]
-        mixed += factors[g] * multiples[g] * once[g]
-        right += factors[g] * products[g]
-        least_right -= multiples[g] * first[g]
+    for g in range(begin, end):
+        factor, multiple = t[_FACTORS + g], t[_MULTIPLES + g]
+        a += factor * factor * t[_KEPT_SQUARES + g]
+        b += multiple * multiple * t[_TOTAL + g]
+        mixed += factor * multiple * t[_KEPT_ONCE + g]
+        right += factor * t[_KEPT_PRODUCTS + g]
+        least_right -= multiple * t[_FIRST + g]
     determinant = a * b - mixed * mixed
+    unit, least_unit = t[_UNITS + begin], t[_LEAST_UNITS + begin]
     if b == 0:
-        units[:] = _half(right * _inverse(a))
+        unit = _half(right * _inverse(a))
     elif determinant > _SINGULAR * (a * b):
-        units[:] = _half((b * right + mixed * least_right) / determinant)
-        least_units[:] = _half((a * least_right + mixed * right) / determinant)
+        unit = _half((b * right + mixed * least_right) / determinant)
+        least_unit = _half((a * least_right + mixed * right) / determinant)
+    for g in range(begin, end):
+        t[_UNITS + g], t[_LEAST_UNITS + g] = unit, least_unit
 
 
 @compiled
-def _search(words, kind, group, limits, ranges, places, out, all_factors, all_minima, all_scales):  # type: ignore[no-untyped-def]
+def _search(words, kind, group, limits, ranges, places, payload, halves, out, factors, minima):  # type: ignore[no-untyped-def]
     """Encode blocks, all but their scales and factors; returns the bits of the largest magnitude."""
-    groups = all_factors.shape[1]
+    groups = factors.shape[1]
     elements, at_once = group * groups, LANES // groups
-    x, weights = np.empty((group, LANES), np.float32), np.empty((group, LANES), np.float32)
-    known, sums, kept = (
-        np.empty((4, LANES), np.float32),
-        np.empty((3, LANES), np.float32),
-        np.empty((3, LANES), np.float32),
-    )
-    work = np.empty((7, LANES), np.float32)
-    scales, minima, factors, multiples, units, least_units, bend = (
-        work[0],
-        work[1],
-        work[2],
-        work[3],
-        work[4],
-        work[5],
-        work[6],
-    )
-    values, codes = np.empty(elements, np.float32), np.empty((LANES, elements), np.uint8)
-    total, first_sum = known[2], known[3]
+    low, high, least_factor, most_factor, least_multiple, most_multiple, spread = limits
+    shares = _SHARES.copy()  # loops over a constant are not made of vectors, but written out
+    t, values = np.empty(_TILE, np.float32), np.empty(group * LANES, np.float32)
+    row, codes = np.empty(LANES, np.uint8), np.empty(group * LANES, np.uint8)
+    packed = np.empty((payload[1] - payload[0]) // 4, np.uint32)
+    fours, packed_bytes = codes.view(np.uint32), packed.view(np.uint8)
     largest = np.uint32(0)
     for first in range(0, len(out), at_once):
         count = min(at_once, len(out) - first)
         tile = words[first * elements : (first + count) * elements]
-        largest = max(largest, _load_tile(tile, kind, count, groups, values, x, limits[6], weights, known))
-        _fit_groups(x, weights, known, limits, ranges, sums, scales, minima, kept)
-        least_units[:], multiples[:] = _ZERO, _ZERO
-        for g in range(LANES):
-            bend[g] = kept[1, g] - (kept[0, g] * kept[0, g] * _inverse(total[g]) if minima[g] > 0 else _ZERO)
+        t[:_X] = _ZERO
+        largest = max(largest, _load_tile(tile, kind, group, t, values))
+        _weigh(group, groups, spread, t)
+        _fit_groups(t, group, limits, ranges)
+        for g in range(LANES):  # what a scale's error counts, if the minimum follows
+            bend = t[_KEPT_ONCE + g] * t[_KEPT_ONCE + g] * t[_PER_TOTAL + g]
+            t[_OFFSETS + g] = t[_KEPT_SQUARES + g] - (bend if t[_MINIMA + g] > 0 else _ZERO)
         for begin in range(0, LANES, groups):
             end = begin + groups
-            if limits[2] < limits[3]:
-                units[begin:end] = _factors(
-                    scales[begin:end], bend[begin:end], limits[2], limits[3], factors[begin:end]
-                )
+            if least_factor < most_factor:
+                unit = _factors(t, shares, _SCALES, _OFFSETS, begin, end, least_factor, most_factor, _FACTORS)
             else:
-                units[begin], factors[begin] = _half(scales[begin]), _ONE
-        if limits[4] > 0:
+                unit, t[_FACTORS + begin] = _half(t[_SCALES + begin]), _ONE
+            t[_UNITS + begin : _UNITS + end] = unit
+        if least_multiple > 0:
             for g in range(LANES):
-                least_units[g], multiples[g] = _half(minima[g]), _ONE
-        elif limits[5] > 0:
+                t[_LEAST_UNITS + g], t[_MULTIPLES + g] = _half(t[_MINIMA + g]), _ONE
+        elif most_multiple > 0:
             for g in range(LANES):
-                minima[g] = (units[g] * factors[g] * kept[0, g] - first_sum[g]) * _inverse(total[g])
-                minima[g] = minima[g] if minima[g] > 0 else _ZERO
+                wanted = t[_UNITS + g] * t[_FACTORS + g] * t[_KEPT_ONCE + g] - t[_FIRST + g]
+                t[_MINIMA + g] = max(wanted * t[_PER_TOTAL + g], _ZERO)
             for begin in range(0, LANES, groups):
                 end = begin + groups
-                least_units[begin:end] = _factors(
-                    minima[begin:end], total[begin:end], _ZERO, limits[5], multiples[begin:end]
-                )
+                unit = _factors(t, shares, _MINIMA, _TOTAL, begin, end, _ZERO, most_multiple, _MULTIPLES)
+                t[_LEAST_UNITS + begin : _LEAST_UNITS + end] = unit
         for _ in range(_ROUNDS):
-            _move_factors(x, weights, known, limits, sums, units, least_units, factors, multiples, kept)
+            _move_factors(t, group, limits)
             for begin in range(0, LANES, groups):
-                end = begin + groups
-                _fit_units(
-                    known[2:, begin:end],
-                    kept[:, begin:end],
-                    factors[begin:end],
-                    multiples[begin:end],
-                    units[begin:end],
-                    least_units[begin:end],
-                )
+                _fit_units(t, begin, begin + groups)
         for g in range(LANES):
-            scales[g], minima[g] = _inverse(units[g] * factors[g]), least_units[g] * multiples[g]
+            t[_INVERSES + g] = _inverse(t[_UNITS + g] * t[_FACTORS + g])
+            t[_OFFSETS + g] = t[_LEAST_UNITS + g] * t[_MULTIPLES + g]
         for i in range(group):
-            for g in range(count * groups):
-                y = (x[i, g] + minima[g]) * scales[g]
-                code = np.uint8(0)
-                if limits[1] < limits[0]:
-                    for k in range(15):
-                        code += np.uint8(y > _EDGES[k])
-                else:
-                    code = np.uint8(_nearest(y, limits[0], limits[1]) - limits[0])
-                codes[g // groups, g % groups * group + i] = code
+            xs = t[_X + i * LANES : _X + (i + 1) * LANES]
+            if high < low:
+                for g in range(LANES):
+                    row[g] = np.uint8(np.int32(_BELOW[_place(xs[g] * t[_INVERSES + g])]))
+            else:
+                for g in range(LANES):
+                    y = (xs[g] + t[_OFFSETS + g]) * t[_INVERSES + g]
+                    row[g] = np.uint8(np.int32(min(max((y + _TO_WHOLE) - _TO_WHOLE, low), high) - low))
+            for g in range(LANES):
+                codes[g * group + i] = row[g]
         for block in range(count):
-            all_scales[first + block, 0] = units[block * groups]
-            all_scales[first + block, 1] = least_units[block * groups]
+            begin = block * groups
+            _store_half(t[_UNITS + begin], out[first + block, halves[0] :])
+            if len(halves) > 1:  # a minimum without factors is added, and not subtracted
+                least = t[_LEAST_UNITS + begin]
+                _store_half(-least if least_multiple > 0 else least, out[first + block, halves[1] :])
             for k in range(groups):
-                all_factors[first + block, k] = np.int16(factors[block * groups + k])
-                all_minima[first + block, k] = np.int16(multiples[block * groups + k])
-            for p in range(len(places)):
-                begin, width, right, mask, offset, left = places[p]
-                source, target = codes[block, begin : begin + width], out[first + block, offset : offset + width]
-                for i in range(width):
-                    target[i] |= np.uint8(((source[i] >> np.uint8(right)) & np.uint8(mask)) << np.uint8(left))
+                factors[first + block, k] = np.int16(t[_FACTORS + begin + k])
+                minima[first + block, k] = np.int16(t[_MULTIPLES + begin + k])
+            _pack(fours[block * elements // 4 : (block + 1) * elements // 4], places, packed)
+            target = out[first + block, payload[0] : payload[1]]
+            for i in range(len(target)):
+                target[i] = packed_bytes[i]
     return largest
+
+
+@compiled
+def _pack(codes, places, packed):  # type: ignore[no-untyped-def]
+    """Pack the codes of a block, four in a uint32."""
+    packed[:] = np.uint32(0)
+    for p in range(len(places)):
+        begin, count, right, mask, target, left = places[p]
+        bits, shift, up = np.uint32(mask), np.uint32(right), np.uint32(left)
+        if count == 4:
+            for i in range(count):
+                packed[target + i] |= np.uint32(np.uint32(np.uint32(codes[begin + i] >> shift) & bits) << up)
+        else:  # four bits of a uint32 become the highest ones
+            for i in range(count):
+                four = np.uint32(np.uint32(np.uint32(codes[begin + i] >> shift) & bits) * np.uint32(0x01020408))
+                packed[target] |= np.uint32(np.uint32(four >> np.uint32(24)) << np.uint32(4 * i))

@@ -10,9 +10,7 @@ The rules, derived from the results of bitsandbytes 0.50 (the reference in the t
   code 0.
 - 4bit with fitted scales: see `quantize.py`.
 
-A block of bfloat16 or float16 has one of 32,768 possible scales. So the 15 thresholds of 4bit are tabulated once for
-each scale, as keys of that type, and a block takes 16-bit integer comparisons only. Every function releases the
-interpreter lock.
+Every function releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -37,10 +35,6 @@ SMALLEST_FITTED, LARGEST_FITTED = np.float32(1e-18), np.float32(1e18)
 """Limits of a block's largest magnitude, between which squares neither overflow nor underflow."""
 ZERO_CODE = 7
 """The code of NF4's value 0."""
-_INFINITY = {BF16: 0x7F80, F16: 0x7C00}
-"""Bits of infinity; larger magnitudes are NaN."""
-_KEYS = 1 << 15
-"""Magnitudes of a 16-bit float."""
 
 
 def quantize_nf4(values: Values, kind: int, levels: Scales) -> tuple[Codes, Scales]:
@@ -56,12 +50,7 @@ def quantize_nf4(values: Values, kind: int, levels: Scales) -> tuple[Codes, Scal
     """
     codes = np.empty((values.size + 1) // 2, np.uint8)
     scales = np.empty(-(-values.size // NF4_BLOCK), np.float32)
-    midpoints = nf4_midpoints(levels.tobytes())
-    if kind == F32:
-        _nf4_floats(values, midpoints, codes, scales)
-    else:
-        thresholds = nf4_thresholds(kind, levels.tobytes())
-        _nf4_halves(values, kind, _INFINITY[kind], midpoints, thresholds, codes, scales)
+    _nf4_blocks(_words(values), kind, nf4_midpoints(levels.tobytes()), codes, scales)
     return codes, scales
 
 
@@ -78,11 +67,7 @@ def quantize_int8(values: Values, kind: int, levels: Scales) -> tuple[Codes, Sca
     """
     codes = np.empty(values.size, np.uint8)
     scales = np.empty(-(-values.size // INT8_BLOCK), np.float32)
-    bins = int8_bins(levels.tobytes())
-    if kind == F32:
-        _int8_floats(values, bins, codes, scales)
-    else:
-        _int8_halves(values, kind, _INFINITY[kind], bins, codes, scales)
+    _int8_blocks(_words(values), kind, int8_bins(levels.tobytes()), codes, scales)
     return codes, scales
 
 
@@ -94,31 +79,6 @@ def nf4_midpoints(levels: bytes) -> Scales:
 
 
 @functools.cache
-def nf4_thresholds(kind: int, levels: bytes) -> npt.NDArray[np.int16]:
-    """For each possible scale, the largest key whose value does not exceed each midpoint: (32768, 16), int16.
-
-    A key is a 16-bit float's bits as an integer in the order of the floats. x -> x * (1 / scale) is monotonic, so
-    "y is above the midpoint" is equivalent to "the key is above the threshold"; found by bisection with the rule above.
-    """
-    midpoints = nf4_midpoints(levels)
-    magnitudes = np.arange(_KEYS, dtype=np.uint16)
-    with np.errstate(divide="ignore", invalid="ignore"):  # blocks with infinities or NaNs do not use the table
-        inverse = np.float32(1) / np.maximum(_widened(magnitudes, kind), SMALLEST_SCALE)
-    finite = _INFINITY[kind]
-    low = np.full((_KEYS, 15), -finite, np.int32)  # one below the lowest finite key
-    high = np.full((_KEYS, 15), finite - 1, np.int32)
-    while np.any(low < high):
-        middle = (low + high + 1) // 2
-        bits = np.where(middle < 0, -middle | 0x8000, middle).astype(np.uint16)
-        with np.errstate(over="ignore", invalid="ignore"):
-            above = _widened(bits, kind) * inverse[:, None] > midpoints
-        low, high = np.where(above, low, middle), np.where(above, middle - 1, high)
-    table = np.zeros((_KEYS, 16), np.int16)
-    table[:, :15] = low
-    return table
-
-
-@functools.cache
 def int8_bins(levels: bytes) -> Codes:
     """The code of each of the 65,536 bins that [-1, 1] is divided into."""
     values = np.frombuffer(levels, np.float32)
@@ -127,54 +87,37 @@ def int8_bins(levels: bytes) -> Codes:
     return np.searchsorted(midpoints, centres, side="left").astype(np.uint8)
 
 
-def _widened(bits: npt.NDArray[np.uint16], kind: int) -> Scales:
-    if kind == BF16:
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return bits.view(np.float16).astype(np.float32)
+def _words(values: Values) -> Any:
+    """The bits of floats."""
+    return values if values.dtype == np.uint16 else values.view(np.uint32)
+
+
+# Blocks are slices: numba checks an index with a variable start for being negative, and does not vectorize its loop.
 
 
 @compiled
-def widen(bits, kind, first, count, values):  # type: ignore[no-untyped-def]
-    """The 16-bit floats `bits[first : first + count]` as float32, into `values`."""
-    words = values.view(np.uint32)
-    if kind == BF16:
-        for i in range(count):
-            words[i] = np.uint32(bits[first + i]) << np.uint32(16)
-        return
-    for i in range(count):
-        words[i] = (np.uint32(bits[first + i]) & np.uint32(0x7FFF)) << np.uint32(13)
-    for i in range(count):  # 2**112, the distance of the two exponents' biases; exact for subnormal ones too
-        values[i] *= np.float32(5.192296858534828e33)
-    for i in range(count):
-        half = np.uint32(bits[first + i])
-        if (half & np.uint32(0x7C00)) == np.uint32(0x7C00):
-            words[i] |= np.uint32(0x7F800000)
-        words[i] |= (half & np.uint32(0x8000)) << np.uint32(16)
-
-
-@compiled
-def _nf4_block(values, midpoints, ranks, codes, begin):  # type: ignore[no-untyped-def]
-    """One whole block of float32, changed in place; returns its scale."""
-    scale = np.float32(0)
-    unordered = False
-    for i in range(NF4_BLOCK):
-        scale = max(scale, abs(values[i]))
-        unordered |= values[i] != values[i]
-    if unordered:
-        for i in range(NF4_BLOCK - 1, -1, -1):
-            if values[i] != values[i]:
-                scale = abs(values[i])
-    inverse = np.float32(1) / (SMALLEST_SCALE if scale < SMALLEST_SCALE else scale)
-    for i in range(NF4_BLOCK):
-        values[i] *= inverse
-        ranks[i] = 15
-    for j in range(15):
-        edge = midpoints[j]
-        for i in range(NF4_BLOCK):
-            ranks[i] -= np.uint8(values[i] <= edge)  # false for NaN, which keeps 15
-    for i in range(NF4_BLOCK // 2):
-        codes[begin + i] = (ranks[2 * i] << np.uint8(4)) | ranks[2 * i + 1]
-    return scale
+def load(words, kind, values, bits):  # type: ignore[no-untyped-def]
+    """Load floats as float32, whose bits are `bits`; returns the bits of the largest magnitude."""
+    if kind == F32:
+        for i in range(len(words)):
+            bits[i] = np.uint32(words[i])
+    elif kind == BF16:
+        for i in range(len(words)):
+            bits[i] = np.uint32(np.uint32(words[i]) << np.uint32(16))
+    else:
+        for i in range(len(words)):
+            bits[i] = (np.uint32(words[i]) & np.uint32(0x7FFF)) << np.uint32(13)
+        for i in range(len(words)):  # 2**112, the distance of the two exponents' biases; exact for subnormal ones too
+            values[i] *= np.float32(5.192296858534828e33)
+        for i in range(len(words)):
+            half = np.uint32(words[i])
+            if (half & np.uint32(0x7C00)) == np.uint32(0x7C00):
+                bits[i] |= np.uint32(0x7F800000)
+            bits[i] |= (half & np.uint32(0x8000)) << np.uint32(16)
+    largest = np.uint32(0)
+    for i in range(len(words)):  # magnitudes have the order of their bits, and comparisons of these are vectorized
+        largest = np.uint32(max(largest, np.uint32(bits[i] & np.uint32(0x7FFFFFFF))))
+    return largest
 
 
 @compiled
@@ -198,58 +141,32 @@ def _nf4_tail(values, count, midpoints, ranks, codes, begin):  # type: ignore[no
 
 
 @compiled
-def _nf4_floats(floats, midpoints, codes, scales):  # type: ignore[no-untyped-def]
-    values = np.empty(NF4_BLOCK, np.float32)
-    ranks = np.empty(NF4_BLOCK, np.uint8)
-    whole = floats.size // NF4_BLOCK
-    for block in range(whole):
-        for i in range(NF4_BLOCK):
-            values[i] = floats[block * NF4_BLOCK + i]
-        scales[block] = _nf4_block(values, midpoints, ranks, codes, block * (NF4_BLOCK // 2))
-    count = floats.size - whole * NF4_BLOCK
-    if count:
-        for i in range(count):
-            values[i] = floats[whole * NF4_BLOCK + i]
-        scales[whole] = _nf4_tail(values, count, midpoints, ranks, codes, whole * (NF4_BLOCK // 2))
-
-
-@compiled
-def _nf4_halves(bits, kind, infinity, midpoints, thresholds, codes, scales):  # type: ignore[no-untyped-def]
-    values = np.empty(NF4_BLOCK, np.float32)
-    ranks = np.empty(NF4_BLOCK, np.uint8)
-    above = np.empty(NF4_BLOCK, np.int16)
-    pairs = above.view(np.uint32)  # the even one in the low half: every machine that numba supports is little-endian
-    edges = np.empty(15, np.int16)
-    largest_bits = np.empty(1, np.uint16)
-    scale = np.empty(1, np.float32)
-    whole = bits.size // NF4_BLOCK
-    for block in range(whole):
+def _nf4_blocks(words, kind, midpoints, codes, scales):  # type: ignore[no-untyped-def]
+    values, ranks, edges = np.empty(NF4_BLOCK, np.float32), np.empty(NF4_BLOCK, np.int16), np.empty(15, np.float32)
+    bits = values.view(np.uint32)
+    pairs = ranks.view(np.uint32)  # the even one in the low half: every machine that numba supports is little-endian
+    edges[:] = midpoints
+    for block in range(scales.size):
         first = block * NF4_BLOCK
-        largest = np.uint16(0)
-        for i in range(NF4_BLOCK):
-            largest = max(largest, bits[first + i] & np.uint16(0x7FFF))
-        if largest >= infinity:
-            widen(bits, kind, first, NF4_BLOCK, values)
-            scales[block] = _nf4_block(values, midpoints, ranks, codes, block * (NF4_BLOCK // 2))
+        count = min(NF4_BLOCK, words.size - first)
+        largest = load(words[first : first + count], kind, values, bits)
+        if count < NF4_BLOCK:
+            scales[block] = _nf4_tail(values, count, midpoints, np.empty(NF4_BLOCK, np.uint8), codes, first // 2)
             continue
-        for j in range(15):
-            edges[j] = thresholds[largest, j]
+        scale = np.uint32(largest).view(np.float32)
+        if largest > np.uint32(0x7F800000):
+            for i in range(NF4_BLOCK - 1, -1, -1):
+                if values[i] != values[i]:
+                    scale = abs(values[i])
+        scales[block] = scale
+        inverse = np.float32(1) / (SMALLEST_SCALE if scale < SMALLEST_SCALE else scale)
         for i in range(NF4_BLOCK):
-            magnitude = np.int16(bits[first + i] & np.uint16(0x7FFF))
-            key = np.int16(-magnitude) if bits[first + i] >> np.uint16(15) else magnitude
-            rank = np.int16(0)
-            for j in range(15):  # unrolled, so that a value stays in its register for all of them
-                rank = np.int16(rank + np.int16(key > edges[j]))
-            above[i] = rank
+            y, rank = values[i] * inverse, np.float32(15)
+            for j in range(15):  # unrolled, so that a value stays in its register; float32, which has as many lanes
+                rank -= np.float32(1) if y <= edges[j] else np.float32(0)  # not for NaN, which keeps 15
+            ranks[i] = np.int16(np.int32(rank))
         for i in range(NF4_BLOCK // 2):
-            codes[block * (NF4_BLOCK // 2) + i] = np.uint8((pairs[i] << np.uint32(4)) | (pairs[i] >> np.uint32(16)))
-        largest_bits[0] = largest
-        widen(largest_bits, kind, 0, 1, scale)
-        scales[block] = scale[0]
-    count = bits.size - whole * NF4_BLOCK
-    if count:
-        widen(bits, kind, whole * NF4_BLOCK, count, values)
-        scales[whole] = _nf4_tail(values, count, midpoints, ranks, codes, whole * (NF4_BLOCK // 2))
+            codes[first // 2 + i] = np.uint8((pairs[i] << np.uint32(4)) | (pairs[i] >> np.uint32(16)))
 
 
 @compiled
@@ -259,15 +176,9 @@ def _int8_place(value, inverse):  # type: ignore[no-untyped-def]
     return np.uint16(np.int32((y + np.float32(1)) * np.float32(0.5) * np.float32(65535) + np.float32(0.5)))
 
 
-# Blocks are slices: numba checks an index with a variable start for being negative, and does not vectorize its loop.
-
-
 @compiled
-def _int8_block(values, words, bins, codes, places):  # type: ignore[no-untyped-def]
-    """One block of float32, whole or short, and the same as bits; returns its scale."""
-    largest = np.uint32(0)
-    for i in range(values.size):  # magnitudes have the order of their bits, and integer comparisons are vectorized
-        largest = max(largest, words[i] & np.uint32(0x7FFFFFFF))
+def _int8_block(values, largest, bins, codes, places):  # type: ignore[no-untyped-def]
+    """One block of float32, whole or short, with the bits of its largest magnitude; returns its scale."""
     scale = np.uint32(largest).view(np.float32)
     if largest >= np.uint32(0x7F800000):  # with infinities or NaNs the scale is the result of these comparisons
         scale = np.float32(0)
@@ -285,53 +196,13 @@ def _int8_block(values, words, bins, codes, places):  # type: ignore[no-untyped-
 
 
 @compiled
-def _int8_floats(floats, bins, codes, scales):  # type: ignore[no-untyped-def]
-    words = floats.view(np.uint32)
-    places = np.empty(INT8_BLOCK, np.uint16)
+def _int8_blocks(words, kind, bins, codes, scales):  # type: ignore[no-untyped-def]
+    values, places = np.empty(INT8_BLOCK, np.float32), np.empty(INT8_BLOCK, np.uint16)
+    bits = values.view(np.uint32)
     for block in range(scales.size):
-        first, last = block * INT8_BLOCK, min((block + 1) * INT8_BLOCK, floats.size)
-        scales[block] = _int8_block(floats[first:last], words[first:last], bins, codes[first:last], places)
-
-
-@compiled
-def _int8_places(bits, kind, scale, places):  # type: ignore[no-untyped-def]
-    """The bins of a block of 16-bit floats, all finite and not all zero, widened in registers."""
-    inverse = np.float32(1) / scale
-    if kind == BF16:
-        for i in range(bits.size):
-            places[i] = _int8_place(np.uint32(np.uint32(bits[i]) << np.uint32(16)).view(np.float32), inverse)
-        return
-    for i in range(bits.size):  # like `widen`
-        half = np.uint32(bits[i])
-        shifted = np.uint32((half & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32)
-        magnitude = np.float32(shifted * np.float32(5.192296858534828e33)).view(np.uint32)
-        signed = np.uint32(magnitude | ((half & np.uint32(0x8000)) << np.uint32(16)))
-        places[i] = _int8_place(signed.view(np.float32), inverse)
-
-
-@compiled
-def _int8_halves(bits, kind, infinity, bins, codes, scales):  # type: ignore[no-untyped-def]
-    values = np.empty(INT8_BLOCK, np.float32)
-    words = values.view(np.uint32)
-    places = np.empty(INT8_BLOCK, np.uint16)
-    largest_bits = np.empty(1, np.uint16)
-    scale = np.empty(1, np.float32)
-    for block in range(scales.size):
-        first, last = block * INT8_BLOCK, min((block + 1) * INT8_BLOCK, bits.size)
-        block_bits, block_codes = bits[first:last], codes[first:last]
-        largest = np.uint16(0)
-        for i in range(block_bits.size):
-            largest = max(largest, block_bits[i] & np.uint16(0x7FFF))
-        if largest == 0 or largest >= infinity:
-            widen(block_bits, kind, 0, block_bits.size, values)
-            scales[block] = _int8_block(values[: block_bits.size], words[: block_bits.size], bins, block_codes, places)
-            continue
-        largest_bits[0] = largest
-        widen(largest_bits, kind, 0, 1, scale)
-        scales[block] = scale[0]
-        _int8_places(block_bits, kind, scale[0], places)
-        for i in range(block_bits.size):
-            block_codes[i] = bins[places[i]]
+        first, last = block * INT8_BLOCK, min((block + 1) * INT8_BLOCK, words.size)
+        largest = load(words[first:last], kind, values, bits)
+        scales[block] = _int8_block(values[: last - first], largest, bins, codes[first:last], places)
 
 
 def quantize_fitted(
@@ -351,21 +222,8 @@ def quantize_fitted(
     """
     codes = np.empty((values.size + 1) // 2, np.uint8)
     scales = np.empty(-(-values.size // NF4_BLOCK), np.float32)
-    words: Any = values.view(np.uint32) if kind == F32 else values
-    _fit_blocks(words, kind, midpoints, nearest, multiples, codes, scales)
+    _fit_blocks(_words(values), kind, midpoints, nearest, multiples, codes, scales)
     return codes, scales
-
-
-@compiled
-def _load_block(words, kind, first, count, values):  # type: ignore[no-untyped-def]
-    """Load a block as float32, padded with zeros."""
-    values[:] = np.float32(0)
-    if kind == F32:
-        bits = values.view(np.uint32)
-        for i in range(count):
-            bits[i] = np.uint32(words[first + i])
-    else:
-        widen(words, kind, first, count, values)
 
 
 @compiled
@@ -404,11 +262,8 @@ def _fit_blocks(words, kind, midpoints, nearest, multiples, codes, scales):  # t
     for block in range(scales.size):
         first = block * NF4_BLOCK
         count = min(NF4_BLOCK, words.size - first)
-        _load_block(words, kind, first, count, values)
-        largest_bits = np.uint32(0)
-        for i in range(NF4_BLOCK):  # magnitudes have the order of their bits
-            largest_bits = max(largest_bits, bits[i] & np.uint32(0x7FFFFFFF))
-        largest = np.uint32(largest_bits).view(np.float32)
+        values[count:] = np.float32(0)
+        largest = np.uint32(load(words[first : first + count], kind, values, bits)).view(np.float32)
         best = largest
         least = np.float32(np.inf)
         if SMALLEST_FITTED < largest < LARGEST_FITTED:

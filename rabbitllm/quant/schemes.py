@@ -232,12 +232,7 @@ BLOCKS: Mapping[str, str] = {
     name.lower(): name for name in ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "IQ4_XS", "Q4_0", "Q3_K", "Q2_K")
 }
 """Compression -> the type of its blocks."""
-_SMALLER_BLOCKS = {
-    "Q6_K": "Q8_0",
-    "Q5_K": "Q5_1",
-    "Q4_K": "Q5_0",
-    **dict.fromkeys(("IQ4_XS", "Q3_K", "Q2_K"), "IQ4_NL"),
-}
+_SMALLER_BLOCKS = dict.fromkeys(("IQ4_XS", "Q3_K", "Q2_K"), "IQ4_NL") | {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0"}
 """Type of blocks of 256 -> the one of blocks of 32 for rows that are not a multiple of 256; as in llama.cpp."""
 ROW_ELEMENTS = 64
 """Rows that are no multiple of it stay uncompressed by blocks: products have no kernel for them."""
@@ -263,6 +258,11 @@ def check_compression(compression: str | None) -> None:
         )
     if compression in SCHEMES and importlib.util.find_spec("bitsandbytes") is None:
         bitsandbytes()  # is not imported where it is installed: that takes a second
+
+
+def quantizes_as_bitsandbytes(compression: str | None) -> bool:
+    """Whether the bytes that a compression writes may depend on the installed bitsandbytes; so may those of "auto"."""
+    return compression not in (None, *BLOCKS, *PRESETS)
 
 
 def check_fitting(compression: str | None, *, fit_scales: bool) -> bool:

@@ -23,6 +23,7 @@ from rabbitllm.batch_jobs.items import BatchAnswer, Item, JobLimits
 from rabbitllm.batch_jobs.job import digest_of
 from rabbitllm.batch_jobs.journal import BatchJournal
 from rabbitllm.errors import ClusterError, OptionError
+from rabbitllm.quant.schemes import quantizes_as_bitsandbytes
 from rabbitllm.ray._answerer import Answerer, WorkerInfo, WorkerJob
 from rabbitllm.ray._cluster import Node, check_machines, connected, error_of, portable, say
 
@@ -47,7 +48,7 @@ def answering_on(
         order = [int(index) for index in scan.ordered(journal.missing())]
         with connected(address) as nodes:
             pool = worker_pool(nodes, workers)
-            check_machines(nodes, None, [], quantizes=request.spec.compression is not None)
+            check_machines(nodes, None, [], quantizes=quantizes_as_bitsandbytes(request.spec.compression))
             say(f"{counted(len(nodes), 'machine')}, {counted(pool.workers, 'worker')}; loading the model …")
             job = WorkerJob(portable(request), request.spec.name, limits, scan.longest(limits.sequences), pool.share)
             chunks = in_chunks(order, pool.workers, limits.sequences)

@@ -15,6 +15,7 @@ from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.terminal import counted
 from rabbitllm.errors import ClusterError, OptionError
 from rabbitllm.models.pull import Pulled, pull
+from rabbitllm.quant.schemes import quantizes_as_bitsandbytes
 from rabbitllm.ray._cluster import Node, check_machines, connected, error_of, portable, say
 from rabbitllm.splitter.filler import Filled, Filler, ShardFetcher, SplitWork
 from rabbitllm.splitter.lock import Lease, LeaseCheck, granted
@@ -98,7 +99,7 @@ class RayShardExecutor:
     Args:
         nodes: its machines.
         at_once: limit of shards in work at a time; None for as many as the processors of the machines allow.
-        quantizes: whether tensors are quantized.
+        quantizes: see `check_machines`.
         fill: the task for one shard.
 
     Raises:
@@ -193,6 +194,6 @@ def pull_on(address: str, request: LoadRequest, at_once: int | None = None) -> P
         RabbitLLMError: see `pull`.
     """
     with connected(address) as nodes:
-        executor = RayShardExecutor(nodes, at_once, quantizes=request.spec.compression is not None)
+        executor = RayShardExecutor(nodes, at_once, quantizes=quantizes_as_bitsandbytes(request.spec.compression))
         say(f"{counted(len(nodes), 'machine')}, up to {counted(executor.at_once, 'shard')} at a time")
         return pull(portable(request), executor)

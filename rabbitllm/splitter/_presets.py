@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.schemes import PRESETS, is_compressible
+from rabbitllm.quant.schemes import BLOCKS, PRESETS, SCHEMES, is_compressible
 
 _ROLES: Sequence[tuple[str, re.Pattern[str]]] = [
     (role, re.compile(rf"(?:^|[._])(?:{names})(?:[._]|$)"))
@@ -31,6 +31,29 @@ def role_of(name: str) -> str:
     if name.startswith("output."):  # Meta's own name for the head
         return "head"
     return next((role for role, pattern in _ROLES if pattern.search(name)), "other")
+
+
+_OF_HEADS = {**dict.fromkeys(SCHEMES, "8bit"), **dict.fromkeys([*BLOCKS, *PRESETS], "q8_0")}
+"""Compression -> that of heads for multi-token prediction: with fewer bits their drafts are refused more often."""
+
+
+def bits_by_tensor(compression: str, tensors: Sequence[TensorSpec], heads: Collection[str]) -> Mapping[str, str]:
+    """Return the compression of each tensor that compression touches; nothing if all have the same.
+
+    Args:
+        compression: any but "auto".
+        tensors: of the model.
+        heads: the tensors for multi-token prediction, which have 8 bits.
+    """
+    other = [spec for spec in tensors if spec.name not in heads]
+    few = [spec.name for spec in tensors if spec.name in heads and is_compressible(spec)]
+    if compression in PRESETS:
+        schemes = of_preset(compression, other)
+    elif not few or compression == _OF_HEADS[compression]:
+        return {}
+    else:
+        schemes = {spec.name: compression for spec in other if is_compressible(spec)}
+    return {**schemes, **dict.fromkeys(few, _OF_HEADS[compression])}
 
 
 def of_preset(preset: str, tensors: Iterable[TensorSpec]) -> Mapping[str, str]:

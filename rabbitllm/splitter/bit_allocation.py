@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rabbitllm.base.collection import uncollected
@@ -92,11 +92,13 @@ class SchemeGroup:
         role: their role, a key of `WEIGHTS`.
         tensors: in the checkpoint's order.
         weight: of all together; the factor of their relative squared error.
+        predicts_further: whether they are of heads for multi-token prediction.
     """
 
     role: str
     tensors: tuple[TensorSpec, ...]
     weight: float
+    predicts_further: bool = False
 
     def loss(self, compression: str | None, *, fitted: bool = False) -> float:
         """Return the expected loss at a compression, in no unit; it adds up over groups.
@@ -116,7 +118,9 @@ class SchemeGroup:
         return sum([each[spec.dtype, spec.shape] for spec in self.tensors])
 
 
-def groups(tensors: Iterable[TensorSpec], experts_a_token: int | None = None) -> list[SchemeGroup]:
+def groups(
+    tensors: Iterable[TensorSpec], experts_a_token: int | None = None, heads: Collection[str] = ()
+) -> list[SchemeGroup]:
     """Group the compressible tensors of a model, in numerical order of their names.
 
     Gate and up projections of all experts of a layer are one group, and down projections another: experts that differ
@@ -126,6 +130,7 @@ def groups(tensors: Iterable[TensorSpec], experts_a_token: int | None = None) ->
         tensors: of the model.
         experts_a_token: number of experts the router picks, without shared ones; None if unknown: then routed experts
             and shared ones each have the weight of a dense layer's matrix.
+        heads: names of those for multi-token prediction.
     """
     by_group: dict[str, list[TensorSpec]] = {}
     compressible = [spec for spec in tensors if is_compressible(spec)]
@@ -152,7 +157,7 @@ def groups(tensors: Iterable[TensorSpec], experts_a_token: int | None = None) ->
             weight += WEIGHTS["head"]
         if (layer := _layer_index(members[0].name)) is not None:
             weight *= MEASURED_LAYERS / depth * next((f for part, f in FIRST_LAYERS if layer < part * depth), 1.0)
-        scheme_groups.append(SchemeGroup(role, tuple(members), weight))
+        scheme_groups.append(SchemeGroup(role, tuple(members), weight, members[0].name in heads))
     return scheme_groups
 
 
@@ -450,6 +455,11 @@ class Palette:
     quarter: tuple[str, ...]
     compared: str
 
+    def applied(self, compression: str | None, scheme_groups: Sequence[SchemeGroup]) -> list[str | None]:
+        """Return the compression of each group at one for all: heads for multi-token prediction keep 8 bits."""
+        of_heads = compression if compression is None else self.half
+        return [of_heads if group.predicts_further else compression for group in scheme_groups]
+
 
 FUSED = Palette(COMPRESSIONS, "8bit", ("4bit", DOUBLE), "4bit")
 """Those that a GPU multiplies from their codes."""
@@ -490,11 +500,11 @@ def with_choice(
     """
     bare = recompressed(plan, AUTO)
     palette = palette_of(options)
-    scheme_groups = groups(plan.tensors, experts_a_token)
+    scheme_groups = groups(plan.tensors, experts_a_token, plan.heads)
     choices = BitChoices(bare, scheme_groups)
 
     def uniform(compression: str | None) -> BitChoice:
-        return choices.at([compression] * len(scheme_groups))
+        return choices.at(palette.applied(compression, scheme_groups))
 
     limits = _SizeLimits(bare, disk_budget, options, None)
     # at 4bit-double, scales wait in scratch files, so its peak on disk may exceed that of 4bit; both are tried
@@ -558,11 +568,15 @@ def _best_choice(
     limits: _SizeLimits, choices: BitChoices, scheme_groups: Sequence[SchemeGroup], allowed: Sequence[str | None]
 ) -> BitChoice | None:
     """Return the best choice among some schemes that keeps the limits; None if there is none."""
-    fitted = limits.options.fit_scales
-    items = [[SchemeOption(group.nbytes(c), group.loss(c, fitted=fitted)) for c in allowed] for group in scheme_groups]
+    fitted, palette = limits.options.fit_scales, palette_of(limits.options)
+    of_groups = [*zip(*(palette.applied(compression, scheme_groups) for compression in allowed), strict=True)]
+    items = [
+        [SchemeOption(group.nbytes(compression), group.loss(compression, fitted=fitted)) for compression in of_group]
+        for group, of_group in zip(scheme_groups, of_groups, strict=True)
+    ]
     budget = sum(max(option.nbytes for option in item) for item in items)
     while (selected := allocate(items, budget)) is not None:
-        choice = choices.at([allowed[option] for option in selected])
+        choice = choices.at([of_group[option] for of_group, option in zip(of_groups, selected, strict=True)])
         over = limits.over(choice)
         if over <= 0:
             return choice
@@ -646,7 +660,7 @@ def allocation_of(
         return None
     schemes = plan.chosen.schemes
     palette = FUSED if SCHEMES.keys() & set(schemes.values()) else BLOCKWISE
-    scheme_groups = groups(plan.tensors, experts_a_token)
+    scheme_groups = groups(plan.tensors, experts_a_token, plan.heads)
     sums: dict[tuple[str, str | None], list[int]] = {}
     for group in scheme_groups:
         scheme = schemes.get(group.tensors[0].name)

@@ -330,7 +330,11 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
     source = SourceIdentity(source_kind, name, commit, {shard.name: shard.fingerprint for shard in shards})
     assigned = {tensor: LayerName(id, stem) for id, stem, tensors in content["layers"] for tensor in tensors}
     compression = content["compression"]
-    chosen = manifest.allocation_from_json(content["chosen"]) if compression in manifest.MIXTURES else None
+    chosen = (
+        manifest.allocation_from_json(content["chosen"])
+        if compression in manifest.MIXTURES or "chosen" in content
+        else None
+    )
     plan = make_plan(source, shards, assigned, compression, layout, chosen, model_dtype(content.get("dtype")))
     return plan, content["quantiser"]
 

@@ -18,12 +18,12 @@ from rabbitllm.base.collection import uncollected
 from rabbitllm.base.options import ShardPolicy
 from rabbitllm.checkpoints.checkpoint import FileStat, ShardMetadata, SourceIdentity, has_digest
 from rabbitllm.checkpoints.index import CheckpointIndex, dtype_without_config, index_of
-from rabbitllm.checkpoints.naming import LayerName, layer_order
+from rabbitllm.checkpoints.naming import LayerName, layer_order, predicts_further
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.tensor_spec import DTYPES, LeftOut, TensorSpec, byte_size
-from rabbitllm.quant.schemes import DOUBLE, PRESETS, STORED, Quantized, StoredForm, form_in, keeps_blocks, stored_form
-from rabbitllm.splitter._presets import of_preset
+from rabbitllm.quant.schemes import DOUBLE, STORED, Quantized, StoredForm, form_in, keeps_blocks, stored_form
+from rabbitllm.splitter._presets import bits_by_tensor
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_file import FORMAT_VERSION, LayerLayout, join, lay_out
 from rabbitllm.store.layer_store import StoredTensor
@@ -205,8 +205,9 @@ class SplitPlan:
         layer_map: the layers and shards of all tensors.
         layouts: layer id -> its file.
         format_version: of the layer files.
-        chosen: the compressions of tensors at "auto" and presets; None at every other compression.
+        chosen: the compressions of tensors, if they are not all the same.
         dtype: of the model, if neither its config nor its layer files show it (`index.dtype_without_config`).
+        heads: tensors for multi-token prediction, which have 8 bits at least; none if the split was begun without that.
     """
 
     source: SourceIdentity
@@ -217,6 +218,7 @@ class SplitPlan:
     format_version: int = FORMAT_VERSION
     chosen: BitAllocation | None = None
     dtype: str | None = None
+    heads: frozenset[str] = frozenset()
 
     def stored_form(self, spec: TensorSpec) -> StoredForm:
         """Return the form in which a whole tensor is stored."""
@@ -287,15 +289,16 @@ def make_plan(
     format_version: int = FORMAT_VERSION,
     chosen: BitAllocation | None = None,
     dtype: str | None = None,
+    heads: frozenset[str] = frozenset(),
 ) -> SplitPlan:
     """Lay out every layer file from the shards' tensors and the layer each belongs to.
 
-    At "auto" and presets `chosen` has the compression of each tensor; without it "auto" stores all unchanged. For
-    `dtype` see `SplitPlan`; None if headers with all tensors do not say more than the shards.
+    Without `chosen`, "auto" stores all tensors unchanged. For `dtype` and `heads` see `SplitPlan`; `dtype` is None if
+    headers with all tensors do not say more than the shards.
     """
     weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
     layer_map = build_layer_map(weight_map, assigned)
-    plan = _lay_out_plan(source, shards, layer_map, compression, format_version, chosen)
+    plan = _lay_out_plan(source, shards, layer_map, compression, format_version, chosen, heads)
     if dtype is None:
         dtype = dtype_without_config(index_of({}), {shard.name: shard.tensors for shard in shards})
     return dataclasses.replace(plan, dtype=dtype)
@@ -308,19 +311,26 @@ def _lay_out_plan(
     compression: str | None,
     format_version: int,
     chosen: BitAllocation | None,
+    heads: frozenset[str],
 ) -> SplitPlan:
     if compression == AUTO and chosen is None:
         chosen = BitAllocation({})
     specs = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
-    if compression is not None and compression in PRESETS and chosen is None:
-        chosen = BitAllocation(of_preset(compression, [spec.whole for spec in specs.values()]))
+    if chosen is None and compression is not None:
+        schemes = bits_by_tensor(compression, [spec.whole for spec in specs.values()], heads)
+        chosen = BitAllocation(schemes) if schemes else None
     layouts = {
         layer: _lay_out_layer(
             name, map(specs.__getitem__, layer_map.layer_to_tensors[layer]), compression, chosen, format_version
         )
         for layer, name in layer_map.layers.items()
     }
-    return SplitPlan(source, compression, shards, layer_map, layouts, format_version, chosen)
+    return SplitPlan(source, compression, shards, layer_map, layouts, format_version, chosen, heads=heads)
+
+
+def further_heads(assigned: Mapping[str, LayerName], layers: int | None) -> frozenset[str]:
+    """Return the tensors for multi-token prediction; `layers` as for `naming.predicts_further`."""
+    return frozenset(tensor for tensor, layer in assigned.items() if predicts_further(layer.id, layers))
 
 
 def _scheme_of(spec: TensorSpec, compression: str | None, chosen: BitAllocation | None) -> str | None:
@@ -359,7 +369,9 @@ def recompressed(plan: SplitPlan, compression: str | None, chosen: BitAllocation
     """Return the same split at another compression, or with another choice."""
     if plan.compression is None and compression == AUTO and not (chosen and chosen.schemes):  # all are unchanged
         return dataclasses.replace(plan, compression=AUTO, chosen=chosen or BitAllocation({}))
-    replanned = _lay_out_plan(plan.source, plan.shards, plan.layer_map, compression, plan.format_version, chosen)
+    replanned = _lay_out_plan(
+        plan.source, plan.shards, plan.layer_map, compression, plan.format_version, chosen, plan.heads
+    )
     return dataclasses.replace(replanned, dtype=plan.dtype)
 
 

@@ -32,7 +32,15 @@ from rabbitllm.splitter.disk_budget import (
 from rabbitllm.splitter.disk_sampler import disk_bytes, occupied
 from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
-from rabbitllm.splitter.plan import PlannedFiles, PlannedShard, SplitPlan, make_plan, recompressed, tensors_by_shard
+from rabbitllm.splitter.plan import (
+    PlannedFiles,
+    PlannedShard,
+    SplitPlan,
+    further_heads,
+    make_plan,
+    recompressed,
+    tensors_by_shard,
+)
 from rabbitllm.splitter.source_check import left_out_of
 from rabbitllm.storage.folders import existing
 from rabbitllm.storage.leases import FOLDER_LEASE
@@ -62,6 +70,7 @@ class SplitRequest:
         experts_a_token: number of experts a router picks, by the config; None if it does not say.
         accept: called with the planned files before a shard is touched, and with the finished ones before the last
             shard is deleted; None if nothing will be loaded from them.
+        layers_before_heads: see `config.layers_before_heads`; by the config.
     """
 
     checkpoint: Checkpoint
@@ -73,6 +82,7 @@ class SplitRequest:
     chosen: BitAllocation | None = None
     experts_a_token: int | None = None
     accept: Acceptance | None = None
+    layers_before_heads: int | None = None
 
 
 def plan_split(
@@ -124,11 +134,14 @@ def _plan_of_headers(
         for f in metadata.values()
     )
     names = [tensor.name for shard in shards for tensor in shard.tensors]
+    is_new = not assigned
     unassigned = [name for name in names if name not in assigned]
     assigned = {**assigned, **assign_layers(unassigned, request.family, request.naming)}
     identity = checkpoint.identity(metadata.values())
     dtype = dtype_without_config(checkpoint.index, {name: f.header.tensors for name, f in metadata.items()})
-    return make_plan(identity, shards, assigned, request.options.compression, format_version, dtype=dtype)
+    heads = further_heads(assigned, request.layers_before_heads) if is_new else frozenset()
+    options = request.options.compression, format_version, request.chosen, dtype, heads
+    return make_plan(identity, shards, assigned, *options)
 
 
 def disk_budget_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[PlannedShard] = ()) -> DiskBudget:

@@ -58,6 +58,7 @@ from rabbitllm.store.checksums import block_starts, block_sums, combine_all, sum
 from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.store.layer_store import LayerStore, verify
 from rabbitllm.store.manifest import (
+    AUTO,
     JOURNAL_NAME,
     MANIFEST_NAME,
     LayerRecord,
@@ -349,7 +350,8 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     if request.accept is not None:
         request.accept(PlannedFiles(earlier.plan, request.folder))
     logger.info("Resuming %s: %d shards are used.", request.folder, len(earlier.used))
-    if (budget := other_budget(earlier.plan.chosen, request.options)) is not None:
+    budget = other_budget(earlier.plan.chosen, request.options) if earlier.plan.compression == AUTO else None
+    if budget is not None:
         logger.warning("%s was started %s, and keeps its original bit allocation.", request.folder, budget)
     verify = request.options.verify_source
     plan = located(check_resumed(earlier, metadata, checkpoint, request.folder, verify=verify), checkpoint)

@@ -129,7 +129,7 @@ class Manifest:
         quantizer: name of the quantizer; None without compression.
         layers: all layer files.
         format_version: determines the order of tensors in them, see `layer_file.py`.
-        chosen: the compression of each tensor at `MIXTURES`; None otherwise.
+        chosen: the compression of each tensor, if they are not all the same.
         source_checksums: shard -> CRC-32 of its data that the split used (`source_check.source_crc32`); only for shards
             without a digest of the hub.
         dtype: of the model, if neither its config nor its layer files show it; earlier versions did not record it.
@@ -259,7 +259,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
     fingerprints = {shard: text_of(mark) for shard, mark in source["fingerprints"].items()}
     identity = SourceIdentity(text_of(source["kind"]), text_of(source["name"]), source["commit"], fingerprints)
     layers = tuple(_record(r) for r in content["layers"])
-    chosen = allocation_from_json(content["chosen"]) if compression in MIXTURES else None
+    chosen = allocation_from_json(content["chosen"]) if compression in MIXTURES or "chosen" in content else None
     checksums = {shard: int(text_of(crc), 16) for shard, crc in source.get("crc32", {}).items()}
     metadata = {
         shard: {key: text_of(text) for key, text in texts.items()}

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import quantize, quantize_kernels
+from rabbitllm.quant import quantize
 from rabbitllm.quant.quantize import (
     _bytes_of,
     _compiled_kernels_agree,
@@ -156,9 +156,3 @@ def test_bitsandbytes_is_used_if_its_rules_differ(
     assert [record.message for record in caplog.records] == [
         f"This bitsandbytes quantizes to {scheme} differently from RabbitLLM's kernels; bitsandbytes is used instead."
     ]
-
-
-def test_threshold_tables_are_small_and_monotonic() -> None:
-    table = quantize_kernels.nf4_thresholds(quantize_kernels.BF16, levels().numpy().tobytes())
-    assert table.nbytes == 1 << 20
-    assert (np.diff(table[1:0x7F80, :15].astype(np.int32), axis=1) >= 0).all()

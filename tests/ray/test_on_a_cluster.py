@@ -215,6 +215,16 @@ def test_every_machine_is_checked_first(
     assert not (tmp_path / "spread").exists()
 
 
+def test_versions_of_bitsandbytes_must_agree_where_its_schemes_are_used(
+    cluster: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "quantizer_version", lambda: "0.1")
+    with pytest.raises(ClusterError, match=r"has bitsandbytes .*; this machine has 0\.1"):
+        pull_on(cluster, asked(source, "4bit", folder=tmp_path / "4bit"))
+    pulled = pull_on(cluster, asked(source, "q8_0", folder=tmp_path / "blocks"))
+    assert contents(pulled.entry.folder) == local(source, tmp_path / "local", "q8_0")
+
+
 def test_keeping_shards_where_only_one_machine_has_them_is_refused(
     cluster: str, tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment
 ) -> None:

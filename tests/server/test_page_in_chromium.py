@@ -201,8 +201,15 @@ def test_streamed_answer_survives_a_reload(tab: Tab) -> None:
     assert below.endswith("reached the maximum tokens")
     tab.wait("/disk \\d+ % .*copies \\d+ % .*computing \\d+ %/.test(document.querySelector('#shares').textContent)")
     tab.wait("document.querySelector('#requests').textContent === 'requests: 0 running, 0 waiting'")
+    tab.resize(360, 700)  # a phone: one line, under the bar
+    assert tab.run("document.querySelector('#shares').getClientRects().length") == 1
+    line = "(({height}) => height)(document.querySelector('summary').getBoundingClientRect())"
+    assert tab.run(line) < 35
+    assert tab.run("document.querySelector('#shares').scrollWidth <= document.querySelector('#shares').clientWidth")
+    tab.resize(1000, 700)
     tab.click("#work > summary")
     tab.wait("document.querySelector('#facts').innerText.includes('KV cache')")
+    assert "0 running, 0 waiting; at most" in tab.run("document.querySelector('#facts').innerText")
 
     tab.reload()
     tab.wait("document.querySelectorAll('article').length === 2")

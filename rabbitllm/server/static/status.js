@@ -11,7 +11,8 @@ export function showStatus(status, mine) {
   readings.add(status);
   const done = readings.work;
   const yours = mine && status.running + status.waiting ? ", with yours" : "";
-  $("requests").textContent = `requests: ${status.running} running, ${status.waiting} waiting${yours}`;
+  const now = `${status.running} running, ${status.waiting} waiting${yours}`;
+  $("requests").textContent = `requests: ${now}`;
   const facts = [];
   if (done) {
     const names = ["disk", "copies", "computing"];
@@ -23,7 +24,8 @@ export function showStatus(status, mine) {
     const each = names.map((name) => `${name} ${duration(done[name] / done.passes)}`).join(", ");
     const moved = `${size(done.bytes / done.passes)}, ${size(done.bytes / done.seconds)} a second`;
     const of = `${done.recent ? "last " : ""}${done.passes.toLocaleString("en")} ${done.passes === 1 ? "pass" : "passes"}`;
-    $("shares").replaceChildren(...words.flatMap((word) => [word, " · "]), of);
+    const separated = words.flatMap((word, at) => (at ? [" · ", word] : [word]));
+    $("shares").replaceChildren(...separated, made("span", { className: "passes" }, ` · ${of}`));
     facts.push(
       ["a pass", `${duration(done.seconds / done.passes)}: ${each}`],
       ["read or copied per pass", done.bytes ? moved : "nothing: all weights are resident"],
@@ -37,7 +39,7 @@ export function showStatus(status, mine) {
   const kept = `${status.kept_tokens.toLocaleString("en")} found in the prefix cache`;
   facts.push(
     ["KV cache", `${size(status.cache_bytes)} of ${size(status.cache_limit_bytes)}${aside}`],
-    ["requests", `at most ${status.most_running} running, ${status.most_waiting} waiting`],
+    ["requests", `${now}; at most ${status.most_running} running, ${status.most_waiting} waiting`],
     ["since the start", `${counted(status.new_tokens, "token")} generated; of ${counted(status.prompt_tokens, "token")} in prompts ${kept}`],
   );
   $("facts").replaceChildren(...facts.flatMap(([name, words]) => [made("dt", {}, name), made("dd", {}, words)]));

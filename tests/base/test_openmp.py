@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numba
@@ -16,8 +17,8 @@ import pytest
 import torch
 from numba import types
 
-from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernels import torchs_team
+from rabbitllm.base import openmp
+from rabbitllm.base.openmp import torchs_team
 from rabbitllm.quant._vectors import asked, lanes
 
 pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp here")
@@ -52,7 +53,7 @@ def test_a_smaller_team_does_all_of_the_work(limit: int) -> None:
 import torch
 from rabbitllm.quant import _kernels
 from tests.quant.test_products import inputs, matrix
-from rabbitllm.quant._kernels import torchs_team
+from rabbitllm.base.openmp import torchs_team
 from rabbitllm.quant.products import Matrix, width_of
 _kernels.WORTH_A_THREAD = {"codes": 1 << 10}
 torch.set_num_threads(8)
@@ -69,11 +70,11 @@ assert torch.equal(found, Matrix(*matrix("4bit", 777, 1024)).times_by(*product))
 
 def test_torchs_library_is_found_behind_a_symlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system lists mapped files by their real names."""
-    mapped = [line for line in _kernels._MAPS.read_text().splitlines() if "/libgomp" in line]
+    mapped = [line for line in openmp._MAPS.read_text().splitlines() if "/libgomp" in line]
     second = f"{mapped[0].rpartition(' ')[0]} {tmp_path}/libgomp.so.1"
     (tmp_path / "maps").write_text("\n".join([second, *mapped]))
     (tmp_path / "linked").symlink_to(Path(torch.__file__).resolve().parent)
-    monkeypatch.setattr(_kernels, "_MAPS", tmp_path / "maps")
+    monkeypatch.setattr(openmp, "_MAPS", tmp_path / "maps")
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "linked" / "__init__.py"))
     team_behind_link, team = torchs_team.__wrapped__(), torchs_team()
     assert team_behind_link is not None
@@ -97,6 +98,45 @@ def test_the_team_is_that_of_torch() -> None:
         torch.set_num_threads(before)
 
 
+def test_a_second_team_while_threads_wait_for_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libgomp's threads wait for microseconds then, since they are more than the processors."""
+
+    def look_after(waited: float) -> list[threading.Thread]:
+        (tmp_path / "1" / "schedstat").write_text(f"1000 {round(waited * 1e9)} 1\n")
+        time.sleep(0.02)
+        waiting.look()
+        return [thread for thread in threading.enumerate() if thread.name == "second-team"]
+
+    monkeypatch.setattr(openmp, "_TASKS", tmp_path)
+    monkeypatch.setattr(openmp, "_WINDOW_SECONDS", 0.01)
+    monkeypatch.setenv("GOMP_SPINCOUNT", openmp.SPINS)
+    (tmp_path / "1").mkdir()
+    (tmp_path / "ended").mkdir()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.randn(4, 200_000).exp()
+        waiting = openmp._Waiting()
+        assert look_after(0) == []
+        alive = _threads_of_this_process()
+        (second,) = look_after(1000)
+        assert look_after(2000) == [second]
+        limit = time.monotonic() + 30
+        while _threads_of_this_process() < alive + 2 and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert _threads_of_this_process() >= alive + 2
+        look_after(2000)
+        second.join(30)
+        assert look_after(2000) == []
+        monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+        assert look_after(3000) == []
+        torch.set_num_threads(1)
+        monkeypatch.setenv("GOMP_SPINCOUNT", openmp.SPINS)
+        assert look_after(4000) == []
+    finally:
+        torch.set_num_threads(before)
+
+
 def _threads_of_this_process() -> int:
     if sys.platform != "linux":
         return threading.active_count()
@@ -116,5 +156,5 @@ def test_threads_wait_actively_for_a_short_time(given: dict[str, str]) -> None:
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
     spins = re.search(r"GOMP_SPINCOUNT = '(\d+)'", shown)
     assert spins is not None
-    assert (spins[1] == "20000") == (not given)
+    assert (spins[1] == openmp.SPINS) == (not given)
     assert given.get("GOMP_SPINCOUNT", spins[1]) == spins[1]

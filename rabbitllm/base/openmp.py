@@ -1,0 +1,138 @@
+"""torch's OpenMP team: functions that run in it, and how its threads wait for each other.
+
+Threads of our own would compete with those of the team for the same cores, which took more than twice as long; and
+submitting work to the team takes 2 microseconds, to a thread of Python 13 to 19. The interface is libgomp's, as
+compilers use it (https://gcc.gnu.org/onlinedocs/libgomp/Implementing-PARALLEL-construct.html). If torch uses another
+library, there is no team.
+
+Between two operations the threads wait actively, for up to a millisecond: waking them would take as long as a small
+model's products. But where other work has the core of one of them, the others wait for it, each with a core of its own,
+and a token takes many times as long. libgomp reads once how long to wait. While it has more threads than processors it
+takes the time for that case, some microseconds (GOMP_SPINCOUNT in its manual). So while threads of this process lack a
+core, a sleeping thread has a team, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rabbitllm.base.forks import DaemonThread, own_lock
+
+_MAPS = Path("/proc/self/maps")
+_TASKS = Path("/proc/self/task")
+SPINS = "20000"
+"""GOMP_SPINCOUNT unless the user sets it or OMP_WAIT_POLICY: less than a millisecond. By default threads wait for
+milliseconds."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """The OpenMP library that torch computes with.
+
+    Attributes:
+        library: libgomp.
+        thread_number: address of the function that returns a thread's index in the team.
+        thread_count: address of the function that returns the number of threads in the team.
+    """
+
+    library: ctypes.CDLL
+    thread_number: int
+    thread_count: int
+
+    def run(self, function: int, data: int, threads: int) -> None:
+        """Call `function(data)`, both given as addresses, once in each thread of a team; return when all are done.
+
+        The team has at most `threads` threads: fewer if there are limits, and one within another team. The calling
+        thread is one of them, and the interpreter lock is released during the call.
+        """
+        self.library.GOMP_parallel(function, data, threads, 0)
+
+
+@functools.cache
+def torchs_team() -> Team | None:
+    """The team of the libgomp that torch uses; None if there is none, or if it cannot be identified."""
+    import torch
+
+    home = Path(torch.__file__).resolve().parent  # mapped files have their real names
+    try:
+        mapped = {Path(line.split()[-1]) for line in _MAPS.read_text().splitlines() if "/libgomp" in line}
+    except OSError:
+        return None
+    libraries = [path for path in mapped if home in path.parents] or [*mapped]
+    if len(libraries) != 1 or "OpenMP" not in torch.__config__.parallel_info():
+        return None
+    library = ctypes.CDLL(str(libraries[0]))
+    library.GOMP_parallel.restype = None
+    library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    thread, count = (
+        ctypes.cast(function, ctypes.c_void_p).value
+        for function in (library.omp_get_thread_num, library.omp_get_num_threads)
+    )
+    return Team(library, thread, count) if thread is not None and count is not None else None
+
+
+_WINDOW_SECONDS = 0.1
+_WAITED_SHARE = 0.1
+"""Seconds that threads waited for a core, per second, above which cores are taken. Quiet machines have 0.01; 0.4 with a
+busy process on each core, even if the team's threads sleep."""
+
+
+class _Waiting:
+    """Chooses how the team's threads wait, by how long threads of this process waited for cores."""
+
+    def __init__(self) -> None:
+        self._lock = own_lock(threading.Lock())
+        self._seen, self._waited = time.monotonic(), 0.0
+        self._over: threading.Event | None = None
+
+    def look(self) -> None:
+        """Choose anew, a few times a second; called before each pass."""
+        if time.monotonic() - self._seen < _WINDOW_SECONDS or not self._lock.acquire(blocking=False):
+            return
+        try:
+            now, waited = time.monotonic(), _waited_seconds()
+            is_taken = waited - self._waited > _WAITED_SHARE * (now - self._seen)
+            self._seen, self._waited = now, waited
+            if is_taken and self._over is None and os.environ.get("GOMP_SPINCOUNT") == SPINS:
+                self._over = _second_team()
+            elif not is_taken and self._over is not None:
+                self._over.set()
+                self._over = None
+        finally:
+            self._lock.release()
+
+
+look = _Waiting().look
+
+
+def _waited_seconds() -> float:
+    """Seconds for which threads of this process were ready and had no core (sched-stats in Linux's documentation)."""
+    total = 0
+    for task in os.listdir(_TASKS) if _TASKS.exists() else ():
+        try:
+            total += int((_TASKS / task / "schedstat").read_text().split()[1])
+        except OSError:  # the thread has ended, or the system does not count
+            continue
+    return total / 1e9
+
+
+def _second_team() -> threading.Event | None:
+    """Have so large a second team that there are more threads than processors, until the event; None without a team."""
+    import torch
+
+    if (team := torchs_team()) is None or torch.get_num_threads() == 1:
+        return None
+    over, count = threading.Event(), max(team.library.omp_get_num_procs() - torch.get_num_threads(), 0) + 2
+
+    def hold() -> None:
+        team.run(team.thread_number, 0, count)  # a function without effect
+        over.wait()  # libgomp ends the team with this thread
+
+    DaemonThread(hold, "second-team").start()
+    return over
