@@ -182,7 +182,7 @@ class _RowSums:
                 of_inputs = emit.load(emit.add(place, 4), ir.VectorType(F32, groups), 4)
                 if groups < 16:  # zeros follow
                     order = [*range(groups), *[groups] * (16 - groups)]
-                    of_inputs = _integers.pick(emit, of_inputs, ir.Constant(of_inputs.type, None), order)
+                    of_inputs = emit.pick(of_inputs, ir.Constant(of_inputs.type, None), order)
                 emit.b.store(emit.fma(minima, of_inputs, emit.b.load(self._least[t])), self._least[t])
 
     def total(self, t: int) -> Any:
