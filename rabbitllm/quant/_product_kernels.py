@@ -51,6 +51,9 @@ ROWS = 4
 """Rows of the matrix for each load of an input."""
 TOKENS = 4
 """Inputs for each lookup of a code."""
+LEAST_WIDE, LEAST_SLOW = 3, 2
+"""Inputs for which `TOKENS` are multiplied, some of them twice: code by code they take longer. The second is for codes
+that are slow to decode."""
 PANEL_TOKENS = {16: 6, 8: 3}
 """Lanes -> inputs for each load of a panel's value; limited by the registers for sums."""
 PREFETCHED = 2048
@@ -117,12 +120,20 @@ def own_rows(words, rows):  # type: ignore[no-untyped-def]
     return first, rows if is_last else min(first + share, rows)
 
 
-def _store_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any, row: Any, finish: Any) -> None:
-    """Store `finish(totals, pointer)` of the sums of all rows with each input at out[token, row]."""
+def numbers_to(emit: Emitter, count: int, tokens: Any) -> list[Any]:
+    """0 to `count` - 1, but at most `tokens` - 1: a tile with fewer inputs computes the last one again."""
+    numbers, last = [number(t) for t in range(count)], emit.b.sub(tokens, number(1))
+    return numbers[:1] + [emit.b.select(emit.b.icmp_signed("<", t, last), t, last) for t in numbers[1:]]
+
+
+def _store_sums(
+    emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any, row: Any, numbers: Iterable[Any], finish: Any
+) -> None:
+    """Store `finish(totals, place)` of the sums of all rows with each input at out[token, row], by its number."""
     builder = emit.b
-    for t, of_token in enumerate(zip(*sums, strict=True)):
+    for t, of_token in zip(numbers, zip(*sums, strict=True), strict=True):
         totals = emit.sum(*(builder.load(lanes) for lanes in of_token))
-        place = emit.add(out, builder.mul(emit.add(row, builder.mul(all_rows, number(t))), number(4)))
+        place = emit.add(out, builder.mul(emit.add(row, builder.mul(all_rows, t)), number(4)))
         emit.store(finish(totals, place), place, 4)
 
 
@@ -132,7 +143,7 @@ def _add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> 
     def finish(totals: Any, place: Any) -> Any:
         return emit.b.fadd(emit.load(place, totals.type, 4), totals)
 
-    _store_sums(emit, sums, out, all_rows, number(0), finish)
+    _store_sums(emit, sums, out, all_rows, number(0), map(number, range(len(sums[0]))), finish)
 
 
 # By codes.
@@ -202,17 +213,18 @@ class _OwnSegment:
 
 
 def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int, tokens: int) -> Any:
-    """An intrinsic that multiplies `rows` consecutive rows of codes by `tokens` consecutive inputs."""
+    """An intrinsic that multiplies `rows` consecutive rows of codes by up to `tokens` consecutive inputs."""
 
-    def dot(emit, codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row):  # type: ignore[no-untyped-def]
-        """All arguments are int64; the first six are addresses, `row` is the first row."""
+    def dot(emit, codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row, left):  # type: ignore[no-untyped-def]
+        """All arguments are int64; the first six are addresses, `row` is the first row, `left` the number of inputs."""
         builder = emit.b
+        numbers = numbers_to(emit, tokens, left)
         segment = make(emit, table)
         input_bytes = builder.mul(segments, number(HALF_BYTES))
         sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
         with cgutils.for_range(builder, segments) as loop:
             index = loop.index
-            begins = [builder.mul(input_bytes, number(t)) for t in range(tokens)]
+            begins = [builder.mul(input_bytes, t) for t in numbers]
             begins = [emit.add(begin, builder.mul(index, number(HALF_BYTES))) for begin in begins]
             inputs = [segment.inputs(even, odd, begin) for begin in begins]
             # the bytes after the end of a row are in the cache already; the next tile's rows are needed next
@@ -229,13 +241,13 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int
                 for part, scale in zip(parts, segment.scales(scales, here, segments, index, shift), strict=True):
                     for total, value in zip(sums[r], part, strict=True):
                         builder.store(emit.fma(value, scale, builder.load(total)), total)
-        _store_sums(emit, sums, out, all_rows, row, lambda totals, place: segment.finished(totals))
+        _store_sums(emit, sums, out, all_rows, row, numbers, lambda totals, place: segment.finished(totals))
 
     return emitted(dot, width)
 
 
 @inlined
-def _code_tiles(dots, odd_shift, data):  # type: ignore[no-untyped-def]
+def _code_tiles(dots, least, odd_shift, data):  # type: ignore[no-untyped-def]
     """The loops over rows and inputs, in tiles of `ROWS` and `TOKENS` and smaller ones at the ends."""
     single, tall, wide, square = dots
     words = pieces(data)
@@ -246,17 +258,18 @@ def _code_tiles(dots, odd_shift, data):  # type: ignore[no-untyped-def]
         while token < tokens:
             e, o = even + token * input_bytes, odd + (token * input_bytes >> odd_shift)
             to = out + token * rows * 4
-            row, is_wide = first, token + TOKENS <= tokens
+            row, left = first, tokens - token
+            is_wide = left >= least
             while row < last:
                 is_tall = row + ROWS <= last
                 if is_wide and is_tall:
-                    square(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                    square(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
                 elif is_wide:
-                    wide(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                    wide(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
                 elif is_tall:
-                    tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                    tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
                 else:
-                    single(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                    single(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
                 row += ROWS if is_tall else 1
             token += TOKENS if is_wide else 1
 
@@ -420,11 +433,11 @@ def _bfloat_tiles(dots, vector_bytes, data):  # type: ignore[no-untyped-def]
 # uses is global. So each kernel is a template with a name and globals of its own.
 
 ONE: Any = None
-TALL = WIDE = SQUARE = FILL = AT_ONCE = VECTOR = ODD_SHIFT = ONE
+TALL = WIDE = SQUARE = LEAST = FILL = AT_ONCE = VECTOR = ODD_SHIFT = ONE
 
 
 def _by_codes(data):  # type: ignore[no-untyped-def]
-    _code_tiles((ONE, TALL, WIDE, SQUARE), ODD_SHIFT, data)
+    _code_tiles((ONE, TALL, WIDE, SQUARE), LEAST, ODD_SHIFT, data)
 
 
 def _by_panels(data):  # type: ignore[no-untyped-def]
@@ -449,12 +462,15 @@ def panel_kernel(scheme: str, width: int, fill: Any) -> Callable[[Any], None]:
     return named(_by_panels, f"{PANELS}_{scheme}_{width}", FILL=fill, **constants)
 
 
-def code_kernel(name: str, make: Callable[[Emitter, Any], CodeSegment], width: int) -> Callable[[Any], None]:
-    """The kernel by codes of segments that `make` returns for an emitter and the address of a table."""
+def code_kernel(
+    name: str, make: Callable[[Emitter, Any], CodeSegment], width: int, least: int = LEAST_WIDE
+) -> Callable[[Any], None]:
+    """The kernel by codes of segments that `make` returns for an emitter and the address of a table; for `least`, see
+    `LEAST_WIDE`."""
     shapes = (1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)
     single, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
     shift = SCALE_SHIFT if width == INTEGERS else 0
-    return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, ODD_SHIFT=shift)
+    return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, ODD_SHIFT=shift)
 
 
 def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
@@ -463,7 +479,9 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     name = f"{method}_{scheme}_{width}"
     if scheme == BFLOAT16:
         return named(_of_bfloat16, name, ONE=_bfloat_dot(width, 1), TALL=_bfloat_dot(width, ROWS), VECTOR=4 * width)
-    return code_kernel(name, functools.partial(_OwnSegment, scheme), width)
+    return code_kernel(
+        name, functools.partial(_OwnSegment, scheme), width, LEAST_SLOW if scheme == "8bit" else LEAST_WIDE
+    )
 
 
 _KEYS = [(CODES, scheme, INTEGERS) for scheme in ("4bit", "8bit")]

@@ -353,7 +353,7 @@ def test_bfloat16_without_bfloat16_instructions(scheme: str, count: int, monkeyp
     assert_product(result, x, parts, bias, torch.bfloat16 if count > 256 else None)
 
 
-BY_PANELS = [key[1:] for key in _product_kernels.KERNELS if key[0] == PANELS]
+BY_PANELS = [key[1:] for key in _product_kernels.KERNELS if key[0] == PANELS and key[1] in SCHEMES]
 
 
 def by_panels(scheme: str, width: int, rows: int, columns: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -372,6 +372,15 @@ def test_any_number_of_inputs_rows_and_columns(scheme: str, width: int, count: i
     result, weight = by_panels(scheme, width, rows, columns, x)
     assert result.shape == (count, rows)
     assert_products(result, x, weight)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_row_has_the_same_bits_in_any_batch_by_codes(scheme: str) -> None:
+    of, x = Matrix(*matrix(scheme, 70, 1024)), inputs(13, 1024)
+    together = of.times_by(CODES, INTEGERS, x)
+    for begin, end in ((0, 1), (1, 3), (2, 5), (3, 10), (12, 13)):
+        assert torch.equal(of.times_by(CODES, INTEGERS, x[begin:end]), together[begin:end])
 
 
 @pytest.mark.parametrize(("scheme", "width"), BY_PANELS)
