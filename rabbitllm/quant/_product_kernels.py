@@ -309,7 +309,7 @@ def _fill(scheme: str, width: int) -> Any:
             if scheme != BFLOAT16:
                 block = builder.lshr(emit.add(before, loop.index), shift)
                 scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
-                both = [builder.fmul(value, scale) for value in both]
+                both = builder.fmul(both[0], scale), builder.fmul(both[1], scale)
             place = emit.add(panel, builder.mul(loop.index, number(8 * width)))
             for offset, value in zip((0, 4 * width), both, strict=True):
                 emit.store(value, emit.add(place, offset), 4)
@@ -479,9 +479,8 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     name = f"{method}_{scheme}_{width}"
     if scheme == BFLOAT16:
         return named(_of_bfloat16, name, ONE=_bfloat_dot(width, 1), TALL=_bfloat_dot(width, ROWS), VECTOR=4 * width)
-    return code_kernel(
-        name, functools.partial(_OwnSegment, scheme), width, LEAST_SLOW if scheme == "8bit" else LEAST_WIDE
-    )
+    least = LEAST_SLOW if scheme == "8bit" else LEAST_WIDE
+    return code_kernel(name, functools.partial(_OwnSegment, scheme), width, least)
 
 
 _KEYS = [(CODES, scheme, INTEGERS) for scheme in ("4bit", "8bit")]

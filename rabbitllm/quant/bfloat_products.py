@@ -75,12 +75,12 @@ def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     columns, rows = x.shape[1], len(weight)
     out = torch.zeros(len(x), rows)
-    for some, result in zip(x.split(MAX_INPUTS), out.split(MAX_INPUTS), strict=True):
-        if count := len(some):
-            inputs, shape = _kernels.interleaved(width, some), (2 * columns, columns // (2 * width), 0, count, rows)
-            work = (weight.data_ptr(), 0, inputs.data_ptr(), 0, 0, result.data_ptr(), *shape)
-            method = CODES if count <= FEW_ROWS else PANELS
-            _kernels.run(method, BFLOAT16, width, [work], 2 * weight.numel())
+    for begin in range(0, len(x), MAX_INPUTS):
+        inputs = _kernels.interleaved(width, x[begin : begin + MAX_INPUTS])
+        shape = 2 * columns, columns // (2 * width), 0, len(inputs), rows
+        work = weight.data_ptr(), 0, inputs.data_ptr(), 0, 0, out[begin:].data_ptr(), *shape
+        method = CODES if len(inputs) <= FEW_ROWS else PANELS
+        _kernels.run(method, BFLOAT16, width, [work], 2 * weight.numel())
     return out
 
 
