@@ -123,7 +123,7 @@ class AutoModel:
         shard_transfer: str = "auto",
         trust_remote_code: bool = False,
         exact: bool = False,
-        fast_bfloat16: bool = False,
+        fast_bfloat16: bool | None = False,
         verify_checksums: bool = True,
         fit_scales: bool = False,
         verify_source: bool = False,
@@ -179,7 +179,8 @@ class AutoModel:
             exact: dequantize quantized weights instead of multiplying by codes. Results have the bits of an
                 unquantized model with the dequantized weights; several times slower on the CPU.
             fast_bfloat16: multiply bfloat16 by this package's kernel where it is faster than torch: all rows on CPUs
-                without native bfloat16, up to 4 rows with AVX512-BF16. Results differ in the last bits.
+                without native bfloat16, up to 4 rows with AVX512-BF16. Results differ in the last bits. None, as in
+                the commands: only on CPUs without native bfloat16.
             verify_checksums: compare layer files with their checksums when this process first reads them.
             split: False reads the checkpoint's own shards and writes nothing; not with `compression`. An existing split
                 is still used.

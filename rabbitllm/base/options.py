@@ -168,7 +168,8 @@ class RunOptions:
         show_progress: a line during a slow pass.
         trust_remote_code: allow the model's own Python code.
         exact: compute with the matrices that 4bit and 8bit dequantize to, even if products with their codes are faster.
-        fast_bfloat16: multiply bfloat16 with a kernel of this package where it is faster than torch's.
+        fast_bfloat16: multiply bfloat16 with a kernel of this package where it is faster than torch's; None for
+            processors without instructions for bfloat16 alone, and not with `exact`.
         verify_checksums: compare layer files with their checksums when they are first read.
     """
 
@@ -184,7 +185,7 @@ class RunOptions:
     show_progress: bool = True
     trust_remote_code: bool = False
     exact: bool = False
-    fast_bfloat16: bool = False
+    fast_bfloat16: bool | None = False
     verify_checksums: bool = True
 
     def __post_init__(self) -> None:

@@ -176,12 +176,13 @@ class ModelOptions:
         bool, rare_option("--no-verify-checksums", help="Do not compare layer files with their checksums.")
     ] = False
     fast_bfloat16: Annotated[
-        bool,
+        bool | None,
         rare_option(
-            "--fast-bfloat16",
-            help="Use this package's bfloat16 kernel where it is faster than torch's; results differ in the last bits.",
+            "--fast-bfloat16/--no-fast-bfloat16",
+            help="Use this package's bfloat16 kernel where it is faster than torch's; results differ in the last bits. "
+            "By default on processors without bfloat16 instructions.",
         ),
-    ] = False
+    ] = None
 
     def request(
         self,

@@ -40,6 +40,7 @@ from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, ch
 from rabbitllm.engine.streamed_model import Internals, StreamedModel, adopt
 from rabbitllm.engine.units import input_embedding
 from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.quant import bfloat_products
 from rabbitllm.quant.schemes import SCHEMES, bitsandbytes
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 from rabbitllm.telemetry.passes import PLAN
@@ -201,7 +202,10 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     multiplied += [(leaf.recipe, leaf.matrix_type is not None) for leaf in leaves]
     coded = [is_coded for recipe, is_coded in multiplied if _published.loads(recipe.converter, plan.quantizer)]
     _published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices, coded)
-    if options.fast_bfloat16:
+    fast = options.fast_bfloat16
+    if fast is None and model.dtype == torch.bfloat16 and any(device.shares_host_memory for device in devices):
+        fast = not options.exact and bfloat_products.torch_lacks_instructions()
+    if fast:
         RowProducts(model)
 
 

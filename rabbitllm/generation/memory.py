@@ -29,7 +29,7 @@ from rabbitllm.errors import OptionError
 from rabbitllm.generation._cache_file import TAIL_TOKENS
 from rabbitllm.generation._sequence import SequenceLength
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_cache, cost_by_config, layer_configs
-from rabbitllm.quant.bfloat_products import CHUNK_ELEMENTS
+from rabbitllm.quant.products import CHUNK_ELEMENTS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -53,7 +53,8 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
         single, wide = (_dot(scheme, tokens) for tokens in (1, TOKENS))
         layout = LAYOUTS[scheme]
         sizes = {"INPUT_BYTES": 2 * layout.step, "FLOAT_BYTES": 4 + 4 * layout.groups}
-        return named(_by_codes, name, ONE=single, WIDE=wide, **sizes)
+        least = _product_kernels.LEAST_SLOW if scheme == "Q8_0" else _product_kernels.LEAST_WIDE
+        return named(_by_codes, name, ONE=single, WIDE=wide, LEAST=least, **sizes)
     if method == NUMBERS:
         return named(_by_numbers, name, FILL=_fill(scheme, width))
     assert method == PANELS
@@ -182,7 +183,7 @@ class _RowSums:
                 of_inputs = emit.load(emit.add(place, 4), ir.VectorType(F32, groups), 4)
                 if groups < 16:  # zeros follow
                     order = [*range(groups), *[groups] * (16 - groups)]
-                    of_inputs = _integers.pick(emit, of_inputs, ir.Constant(of_inputs.type, None), order)
+                    of_inputs = emit.pick(of_inputs, ir.Constant(of_inputs.type, None), order)
                 emit.b.store(emit.fma(minima, of_inputs, emit.b.load(self._least[t])), self._least[t])
 
     def total(self, t: int) -> Any:
@@ -197,21 +198,22 @@ def _code_bytes(scheme: str) -> int:
 
 
 def _dot(scheme: str, tokens: int) -> Any:
-    """An intrinsic that multiplies a row by `tokens` consecutive inputs."""
+    """An intrinsic that multiplies a row by up to `tokens` consecutive inputs."""
     layout, code_bytes = LAYOUTS[scheme], _code_bytes(scheme)
 
-    def dot(emit, codes, inputs, floats, out, steps, all_rows):  # type: ignore[no-untyped-def]
+    def dot(emit, codes, inputs, floats, out, steps, all_rows, left):  # type: ignore[no-untyped-def]
         """All arguments are int64; the first four are addresses: of the row, of the first input, of its scales and
-        sums, and of the result; then steps in a row, and rows of the matrix."""
+        sums, and of the result; then steps in a row, rows of the matrix, and the number of inputs."""
         builder = emit.b
+        numbers = _product_kernels.numbers_to(emit, tokens, left)
         sums = _RowSums(emit, scheme, tokens)
         with cgutils.for_range(builder, steps) as loop:
             base = emit.add(codes, builder.mul(loop.index, number(code_bytes)))
-            places = [emit.add(builder.mul(steps, number(t)), loop.index) for t in range(tokens)]
+            places = [emit.add(builder.mul(steps, t), loop.index) for t in numbers]
             starts = [emit.add(inputs, builder.mul(i, number(2 * layout.step))) for i in places]
             sums.add(base, starts, [emit.add(floats, builder.mul(i, number(4 + 4 * layout.groups))) for i in places])
-        for t in range(tokens):
-            emit.store(sums.total(t), emit.add(out, builder.mul(all_rows, number(4 * t))), 4)
+        for t, place in enumerate(numbers):
+            emit.store(sums.total(t), emit.add(out, builder.mul(all_rows, builder.mul(place, number(4)))), 4)
 
     return emitted(dot, 16)
 
@@ -247,7 +249,7 @@ def _fill(scheme: str, width: int) -> Any:
 # Templates of kernels; see `_product_kernels.named`.
 
 ONE: Any = None
-WIDE = FILL = INPUT_BYTES = FLOAT_BYTES = ONE
+WIDE = LEAST = FILL = INPUT_BYTES = FLOAT_BYTES = ONE
 
 
 def _by_codes(data):  # type: ignore[no-untyped-def]
@@ -257,13 +259,13 @@ def _by_codes(data):  # type: ignore[no-untyped-def]
         first, last = own_rows(words, rows)
         for row in range(first, last):
             token, base = 0, codes + row * row_bytes
-            while token + TOKENS <= tokens:  # two loops: with a branch in one, a single input takes 1.4 times as long
-                before, to = token * steps, out + (token * rows + row) * 4
-                WIDE(base, inputs + before * INPUT_BYTES, floats + before * FLOAT_BYTES, to, steps, rows)
+            while tokens - token >= LEAST:  # two loops: with a branch in one, a single input takes 1.4 times as long
+                before, to, left = token * steps, out + (token * rows + row) * 4, tokens - token
+                WIDE(base, inputs + before * INPUT_BYTES, floats + before * FLOAT_BYTES, to, steps, rows, left)
                 token += TOKENS
             while token < tokens:
                 before, to = token * steps, out + (token * rows + row) * 4
-                ONE(base, inputs + before * INPUT_BYTES, floats + before * FLOAT_BYTES, to, steps, rows)
+                ONE(base, inputs + before * INPUT_BYTES, floats + before * FLOAT_BYTES, to, steps, rows, 1)
                 token += 1
 
 

@@ -128,8 +128,8 @@ class _ScaledSegment:
         least = b.icmp_unsigned("==", exponents, every(wide, 0))  # 2 ** -127, below the normal numbers
         return b.bitcast(b.select(least, every(wide, 1 << 22), b.shl(exponents, every(wide, 23))), floats)
 
-    def finished(self, total: Any) -> Any:
-        return self._emit.b.fmul(total, self._factor)
+    def finished(self, totals: Any) -> Any:
+        return self._emit.b.fmul(totals, self._emit.spread(self._factor, totals.type.count))
 
     def _halves(self, words: Any, vector_type: ir.VectorType) -> tuple[Any, Any]:
         """The even and the odd codes of a vector of words with two bytes."""
@@ -156,7 +156,7 @@ class _IntegerSegment(_ScaledSegment):
         emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16)
         both = emit.load(address, words, 1)
         nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
-        index = b.bitcast(_integers.joined(emit, *nibbles), ir.VectorType(I8, 64))
+        index = b.bitcast(emit.joined(*nibbles), ir.VectorType(I8, 64))
         values = b.bitcast(_integers.look_up(emit, self._table, index), _integers.WORDS)
         eight = every(_integers.WORDS, 8)
         return [

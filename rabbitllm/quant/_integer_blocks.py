@@ -81,7 +81,7 @@ class _StepInMemory:
         return self.emit.load(self.emit.add(self.base, offset), ir.VectorType(ir.IntType(bits), count), 1)
 
     def pick(self, vector: Any, order: Any) -> Any:
-        return _integers.pick(self.emit, vector, vector, order)
+        return self.emit.pick(vector, vector, order)
 
     def codes(self, offset: int) -> Any:
         """64 bytes as 32 words."""
@@ -143,7 +143,7 @@ class _StepInMemory:
         result = vectors[0]
         for index, vector in enumerate(vectors[1:], 1):
             order = [16 + lane if lane // share == index else lane for lane in range(16)]
-            result = _integers.pick(self.emit, result, vector, order)
+            result = self.emit.pick(result, vector, order)
         return result
 
     def floats(self, ints: Any, *, signed: bool = False) -> Any:
@@ -177,10 +177,10 @@ def _two_blocks(scheme: str, values: range | tuple[int, ...]) -> Callable[[_Step
     def emitted(step: _StepInMemory) -> Emitted:
         def both(offset: int, count: int) -> Any:
             """Words at an offset in each block, one after the other."""
-            return _integers.joined(step.emit, *(step.load(block + offset, 16, count) for block in (0, nbytes)))
+            return step.emit.joined(*(step.load(block + offset, 16, count) for block in (0, nbytes)))
 
         low = both(nbytes - 16, 8)
-        index = _integers.joined(step.emit, low, step.right(low, 4))
+        index = step.emit.joined(low, step.right(low, 4))
         if has_fifth:
             # bits 0 to 15 of a block are those of lower halves, of which a word has two; AVX2 has no shifts by lane
             bits = both(nbytes - 20, 2)
@@ -222,7 +222,7 @@ def _half_power(step: _StepInMemory, offset: int) -> Any:
 def _q8_0(step: _StepInMemory) -> Emitted:
     words = []
     for half in range(2):
-        codes = _integers.joined(step.emit, *(step.load(block + 2 + 16 * half, 8, 16) for block in (0, 34)))
+        codes = step.emit.joined(*(step.load(block + 2 + 16 * half, 8, 16) for block in (0, 34)))
         words.append(step.b.sext(codes, WORDS))
     return iter([IntegerPart(tuple(words), step.lanes(step.half(0), step.half(34)))]), None
 

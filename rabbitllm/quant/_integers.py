@@ -153,7 +153,7 @@ def multiply_add(emit: Emitter, total: Any, words: Any, inputs: Any) -> Any:
 
 def look_up(emit: Emitter, table: Any, index: Any) -> Any:
     """64 bytes of a table, a vector of 16 bytes, by 64 bytes, whose upper halves are 0."""
-    return _divided(emit, _BYTES, "avx2.pshuf.b", "avx512.pshuf.b.512", joined(emit, *[table] * 4), index)
+    return _divided(emit, _BYTES, "avx2.pshuf.b", "avx512.pshuf.b.512", emit.joined(*[table] * 4), index)
 
 
 def multiply_bytes(emit: Emitter, unsigned: Any, signed: Any) -> Any:
@@ -166,23 +166,8 @@ def interleaved_bytes(emit: Emitter, even: Any, odd: Any) -> tuple[Any, Any]:
     pair = []
     for first in (0, _LANE // 2):
         order = [lane + first + i + half for lane in range(0, 64, _LANE) for i in range(_LANE // 2) for half in (0, 64)]
-        pair.append(emit.b.bitcast(pick(emit, even, odd, order), WORDS))
+        pair.append(emit.b.bitcast(emit.pick(even, odd, order), WORDS))
     return pair[0], pair[1]
-
-
-def joined(emit: Emitter, *vectors: Any) -> Any:
-    """Two or four vectors one after the other."""
-    halves = list(vectors)
-    while len(halves) > 1:
-        count = 2 * halves[0].type.count
-        halves = [pick(emit, *pair, range(count)) for pair in zip(halves[::2], halves[1::2], strict=True)]
-    return halves[0]
-
-
-def pick(emit: Emitter, first: Any, second: Any, order: Any) -> Any:
-    """Elements of two vectors by their numbers in both."""
-    places = list(order)
-    return emit.b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), places))
 
 
 def _divided(emit: Emitter, result: Any, half_name: str, name: str, *vectors: Any) -> Any:
@@ -195,11 +180,11 @@ def _divided(emit: Emitter, result: Any, half_name: str, name: str, *vectors: An
         halves = []
         for vector in vectors:
             count = vector.type.count // 2
-            halves.append(pick(emit, vector, vector, range(index * count, (index + 1) * count)))
+            halves.append(emit.pick(vector, vector, range(index * count, (index + 1) * count)))
         half_type = ir.VectorType(result.element, result.count // 2)
         call = emit.function(f"llvm.x86.{half_name}", half_type, *(half.type for half in halves))
         parts.append(emit.b.call(call, halves))
-    return joined(emit, *parts)
+    return emit.joined(*parts)
 
 
 # Codes of our own schemes.
@@ -231,7 +216,7 @@ class _LookedUp:
         emit, half = self._emit, ir.VectorType(I16, 16)
         both = emit.load(address, half, 1)
         nibbles = (emit.b.and_(word, every(half, 0x0F0F)) for word in (emit.b.lshr(both, every(half, 4)), both))
-        index = emit.b.bitcast(joined(emit, *nibbles), _BYTES)
+        index = emit.b.bitcast(emit.joined(*nibbles), _BYTES)
         return interleaved_bytes(emit, look_up(emit, self._low, index), look_up(emit, self._high, index))
 
 

@@ -11,9 +11,8 @@ are separated; the inputs have the same order, and are multiplied by the value o
 to out[token, row], float32.
 
 **bfloat16**, for processors that have no instructions for that type. A bfloat16 is the upper half of a float32. 32 bits
-of a row are two of its values: shifted up they are the even one, with the lower half cleared the odd one. Inputs are
-float32 in the same order as of panels. So a value is widened once for all inputs of a tile, in registers, where a
-library widens the whole matrix into memory or multiplies it input by input. Fills out[token, row], float32.
+of a row are two of its values: shifted up they are the even one, with the lower half cleared the odd one. For many
+inputs they are widened so into panels; for few of them in registers, with the same sums. Adds to out[token, row].
 
 Every sum adds its products in the same order, for any number of inputs and any tile: a row of the result is the same
 bit for bit alone and among others. Functions release the interpreter lock, and take addresses, not tensors.
@@ -51,16 +50,22 @@ from rabbitllm.quant._vectors import (
 ROWS = 4
 """Rows of the matrix for each load of an input."""
 TOKENS = 4
-"""Inputs for each lookup of a code, and for each widened bfloat16."""
-PANEL_TOKENS = {16: 6, 8: 2}
+"""Inputs for each lookup of a code."""
+LEAST_WIDE, LEAST_SLOW = 3, 2
+"""Inputs for which `TOKENS` are multiplied, some of them twice: code by code they take longer. The second is for codes
+that are slow to decode."""
+PANEL_TOKENS = {16: 6, 8: 3}
 """Lanes -> inputs for each load of a panel's value; limited by the registers for sums."""
 PREFETCHED = 2048
 """How many bytes ahead codes are prefetched; the processor's own prefetcher does not follow four rows at a time."""
-PANEL_ROWS, PANEL_COLUMNS = 32, 2048
-"""Size of a panel: 256 KiB, of which `ROWS` rows and their inputs fit a smaller cache."""
+PANEL_ROWS, PANEL_COLUMNS = 128, 1024
+"""Size of a panel: 512 KiB, of which `ROWS` rows and their inputs fit the smallest cache. With half the rows all inputs
+are read twice as often: 512 of them took 1.06 times as long."""
 PANEL_BYTES = PANEL_ROWS * PANEL_COLUMNS * 4
-INPUT_BYTES, MATRIX_BYTES = 1 << 17, 1 << 19
-"""Bytes of the inputs, and of the rows of bfloat16, that are processed together: both fit a core's cache."""
+INPUT_BYTES = 1 << 17
+"""Bytes of the inputs that are processed together, which fit a core's cache beside the panel."""
+STEP_BYTES = {"4bit": 1, "8bit": 2, BFLOAT16: 4}
+"""Scheme -> bytes of two codes, of which a panel's step has as many pairs as a vector has lanes."""
 PIECE_WORDS = len(ARGUMENTS)
 SCALE_SHIFT = 5
 """A segment of integers has 128 bytes of inputs and a scale of 4: a 2**5th."""
@@ -115,14 +120,30 @@ def own_rows(words, rows):  # type: ignore[no-untyped-def]
     return first, rows if is_last else min(first + share, rows)
 
 
-def _store_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any, row: Any, finish: Any) -> None:
-    """Store `finish(total, pointer)` of each row's sum with each input at out[token, row]."""
+def numbers_to(emit: Emitter, count: int, tokens: Any) -> list[Any]:
+    """0 to `count` - 1, but at most `tokens` - 1: a tile with fewer inputs computes the last one again."""
+    numbers, last = [number(t) for t in range(count)], emit.b.sub(tokens, number(1))
+    return numbers[:1] + [emit.b.select(emit.b.icmp_signed("<", t, last), t, last) for t in numbers[1:]]
+
+
+def _store_sums(
+    emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any, row: Any, numbers: Iterable[Any], finish: Any
+) -> None:
+    """Store `finish(totals, place)` of the sums of all rows with each input at out[token, row], by its number."""
     builder = emit.b
-    for r, of_row in enumerate(sums):
-        for t, lanes in enumerate(of_row):
-            place = emit.add(row, r, builder.mul(all_rows, number(t)))
-            pointer = builder.inttoptr(emit.add(out, builder.mul(place, number(4))), F32.as_pointer())
-            builder.store(finish(emit.sum(builder.load(lanes)), pointer), pointer)
+    for t, of_token in zip(numbers, zip(*sums, strict=True), strict=True):
+        totals = emit.sum(*(builder.load(lanes) for lanes in of_token))
+        place = emit.add(out, builder.mul(emit.add(row, builder.mul(all_rows, t)), number(4)))
+        emit.store(finish(totals, place), place, 4)
+
+
+def _add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> None:
+    """Add the sums of consecutive rows to those at out[token]."""
+
+    def finish(totals: Any, place: Any) -> Any:
+        return emit.b.fadd(emit.load(place, totals.type, 4), totals)
+
+    _store_sums(emit, sums, out, all_rows, number(0), map(number, range(len(sums[0]))), finish)
 
 
 # By codes.
@@ -146,8 +167,8 @@ class CodeSegment(Protocol):
     def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
         """The scales of the lanes of each part of segment `at` of a row of so many segments."""
 
-    def finished(self, total: Any) -> Any:
-        """The product of a row, from the sum of its scaled parts."""
+    def finished(self, totals: Any) -> Any:
+        """The products of rows, from a vector of the sums of their scaled parts."""
 
 
 def integer_inputs(emit: Emitter, integers: Any, scales: Any, begin: Any) -> list[Any]:
@@ -187,22 +208,23 @@ class _OwnSegment:
         block = emit.b.lshr(emit.add(emit.b.mul(row, segments), segment), shift)
         return [emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))]
 
-    def finished(self, total: Any) -> Any:
-        return self._emit.b.fmul(total, self._decoder.factor)
+    def finished(self, totals: Any) -> Any:
+        return self._emit.b.fmul(totals, self._emit.spread(self._decoder.factor, totals.type.count))
 
 
 def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int, tokens: int) -> Any:
-    """An intrinsic that multiplies `rows` consecutive rows of codes by `tokens` consecutive inputs."""
+    """An intrinsic that multiplies `rows` consecutive rows of codes by up to `tokens` consecutive inputs."""
 
-    def dot(emit, codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row):  # type: ignore[no-untyped-def]
-        """All arguments are int64; the first six are addresses, `row` is the first row."""
+    def dot(emit, codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row, left):  # type: ignore[no-untyped-def]
+        """All arguments are int64; the first six are addresses, `row` is the first row, `left` the number of inputs."""
         builder = emit.b
+        numbers = numbers_to(emit, tokens, left)
         segment = make(emit, table)
         input_bytes = builder.mul(segments, number(HALF_BYTES))
         sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
         with cgutils.for_range(builder, segments) as loop:
             index = loop.index
-            begins = [builder.mul(input_bytes, number(t)) for t in range(tokens)]
+            begins = [builder.mul(input_bytes, t) for t in numbers]
             begins = [emit.add(begin, builder.mul(index, number(HALF_BYTES))) for begin in begins]
             inputs = [segment.inputs(even, odd, begin) for begin in begins]
             # the bytes after the end of a row are in the cache already; the next tile's rows are needed next
@@ -219,13 +241,13 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int
                 for part, scale in zip(parts, segment.scales(scales, here, segments, index, shift), strict=True):
                     for total, value in zip(sums[r], part, strict=True):
                         builder.store(emit.fma(value, scale, builder.load(total)), total)
-        _store_sums(emit, sums, out, all_rows, row, lambda total, pointer: segment.finished(total))
+        _store_sums(emit, sums, out, all_rows, row, numbers, lambda totals, place: segment.finished(totals))
 
     return emitted(dot, width)
 
 
 @inlined
-def _code_tiles(dots, odd_shift, data):  # type: ignore[no-untyped-def]
+def _code_tiles(dots, least, odd_shift, data):  # type: ignore[no-untyped-def]
     """The loops over rows and inputs, in tiles of `ROWS` and `TOKENS` and smaller ones at the ends."""
     single, tall, wide, square = dots
     words = pieces(data)
@@ -236,17 +258,18 @@ def _code_tiles(dots, odd_shift, data):  # type: ignore[no-untyped-def]
         while token < tokens:
             e, o = even + token * input_bytes, odd + (token * input_bytes >> odd_shift)
             to = out + token * rows * 4
-            row, is_wide = first, token + TOKENS <= tokens
+            row, left = first, tokens - token
+            is_wide = left >= least
             while row < last:
                 is_tall = row + ROWS <= last
                 if is_wide and is_tall:
-                    square(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                    square(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
                 elif is_wide:
-                    wide(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                    wide(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
                 elif is_tall:
-                    tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                    tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
                 else:
-                    single(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row)
+                    single(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
                 row += ROWS if is_tall else 1
             token += TOKENS if is_wide else 1
 
@@ -272,22 +295,24 @@ stack_panel: Any = _stack_panel
 
 def _fill(scheme: str, width: int) -> Any:
     """An intrinsic that decodes a part of one row of the matrix to float32."""
+    step_bytes = width * STEP_BYTES[scheme]
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
         """All arguments are int64: addresses, `panel` that of a row in the panel; bytes of a row, steps in a row and
         the logarithm of steps in a block of the matrix; the row, its first step, and the number of steps."""
         builder = emit.b
-        step_bytes = width * (2 if scheme == "8bit" else 1)
         base = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(step_bytes)))
         before = emit.add(builder.mul(row, all_steps), first)
         decoder = codebook(emit, scheme, table)
         with cgutils.for_range(builder, steps) as loop:
-            block = builder.lshr(emit.add(before, loop.index), shift)
-            scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
             both = decoder.weights(emit.add(base, builder.mul(loop.index, number(step_bytes))))
+            if scheme != BFLOAT16:
+                block = builder.lshr(emit.add(before, loop.index), shift)
+                scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
+                both = builder.fmul(both[0], scale), builder.fmul(both[1], scale)
             place = emit.add(panel, builder.mul(loop.index, number(8 * width)))
             for offset, value in zip((0, 4 * width), both, strict=True):
-                emit.store(builder.fmul(value, scale), emit.add(place, offset), 4)
+                emit.store(value, emit.add(place, offset), 4)
 
     return emitted(fill, width)
 
@@ -309,11 +334,7 @@ def _panel_dot(width: int, rows: int, tokens: int) -> Any:
                 weight = emit.load(emit.add(bases[r], offset), emit.floats, 4)
                 for t in range(tokens):
                     builder.store(emit.fma(weight, vectors[t], builder.load(sums[r][t])), sums[r][t])
-
-        def finish(total: Any, pointer: Any) -> Any:
-            return builder.fadd(builder.load(pointer), total)
-
-        _store_sums(emit, sums, out, all_rows, number(0), finish)
+        _add_sums(emit, sums, out, all_rows)
 
     return emitted(dot, width)
 
@@ -363,77 +384,60 @@ def _panel_tiles(fill, dots, at_once, vector_bytes, data):  # type: ignore[no-un
 # bfloat16.
 
 
-def _bfloat_dot(width: int, rows: int, tokens: int) -> Any:
-    """An intrinsic that multiplies `rows` consecutive rows by `tokens` consecutive inputs."""
+def _bfloat_dot(width: int, rows: int) -> Any:
+    """An intrinsic that multiplies `rows` consecutive rows by an input."""
 
-    def dot(emit, matrix, inputs, out, row_bytes, steps, all_rows, row):  # type: ignore[no-untyped-def]
-        """All arguments are int64; the first three are addresses, `row` is the first row."""
+    def dot(emit, matrix, inputs, out, steps, row_bytes):  # type: ignore[no-untyped-def]
+        """All arguments are int64, the first three addresses: of the first row, the input and the first sum."""
         builder = emit.b
-        vector_bytes = 4 * width
-        sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
-        input_bytes = builder.mul(steps, number(2 * vector_bytes))
-        begins = [emit.add(inputs, builder.mul(input_bytes, number(t))) for t in range(tokens)]
-        bases = [emit.add(matrix, builder.mul(emit.add(row, r), row_bytes)) for r in range(rows)]
+        sums = [[emit.variable()] for _ in range(rows)]
+        bases = [emit.add(matrix, builder.mul(row_bytes, number(r))) for r in range(rows)]
+        decoder = codebook(emit, BFLOAT16, None)
         with cgutils.for_range(builder, steps) as loop:
-            offset = builder.mul(loop.index, number(vector_bytes))
-            places = [emit.add(begin, offset, offset) for begin in begins]
-            vectors = [
-                [emit.load(emit.add(place, odd), emit.floats, 4) for odd in (0, vector_bytes)] for place in places
-            ]
-            for r in range(rows):
-                both = emit.load(emit.add(bases[r], offset), emit.ints, 2)
-                halves = builder.shl(both, emit.every(16)), builder.and_(both, emit.every(-(1 << 16)))
-                for t in range(tokens):
-                    total = builder.load(sums[r][t])
-                    for half, value in zip(halves, vectors[t], strict=True):
-                        total = emit.fma(builder.bitcast(half, emit.floats), value, total)
-                    builder.store(total, sums[r][t])
-        _store_sums(emit, sums, out, all_rows, row, lambda total, pointer: total)
+            offset = builder.mul(loop.index, number(4 * width))
+            place = emit.add(inputs, offset, offset)
+            vectors = [emit.load(emit.add(place, odd), emit.floats, 4) for odd in (0, 4 * width)]
+            for base, (total,) in zip(bases, sums, strict=True):
+                for value, vector in zip(decoder.weights(emit.add(base, offset)), vectors, strict=True):
+                    builder.store(emit.fma(value, vector, builder.load(total)), total)
+        _add_sums(emit, sums, out, number(0))
 
     return emitted(dot, width)
 
 
 @inlined
 def _bfloat_tiles(dots, vector_bytes, data):  # type: ignore[no-untyped-def]
-    """The loops over rows and inputs: over parts that fit the cache, in tiles of `ROWS` and `TOKENS`."""
-    single, tall, square = dots
+    """The loops over tiles of rows, parts of long ones, and inputs."""
+    single, tall = dots
+    max_steps = PANEL_COLUMNS * 2 // vector_bytes
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         matrix, _, inputs, _, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
         first, last = own_rows(words, rows)
-        input_bytes = steps * 2 * vector_bytes
-        many_inputs = max(INPUT_BYTES // input_bytes // TOKENS, 1) * TOKENS
-        many_rows = max(MATRIX_BYTES // row_bytes // ROWS, 1) * ROWS
-        for top in range(first, last, many_rows):
-            bottom = min(top + many_rows, last)
-            for begin in range(0, tokens, many_inputs):
-                end = min(begin + many_inputs, tokens)
-                row = top
-                while row < bottom:
-                    token, is_tall = begin, row + ROWS <= bottom
-                    while token < end:
-                        of_token, to = inputs + token * input_bytes, out + token * rows * 4
-                        if is_tall and token + TOKENS <= end:
-                            square(matrix, of_token, to, row_bytes, steps, rows, row)
-                            token += TOKENS
-                        elif is_tall:
-                            tall(matrix, of_token, to, row_bytes, steps, rows, row)
-                            token += 1
-                        else:
-                            single(matrix, of_token, to, row_bytes, steps, rows, row)
-                            token += 1
-                    row += ROWS if is_tall else 1
+        row = first
+        while row < last:
+            is_tall = row + ROWS <= last
+            for step in range(0, steps, max_steps):
+                here, count = matrix + row * row_bytes + step * vector_bytes, min(max_steps, steps - step)
+                for token in range(tokens):
+                    of_token = inputs + (token * steps + step) * 2 * vector_bytes
+                    to = out + (token * rows + row) * 4
+                    if is_tall:
+                        tall(here, of_token, to, count, row_bytes)
+                    else:
+                        single(here, of_token, to, count, row_bytes)
+            row += ROWS if is_tall else 1
 
 
 # The kernels. numba keeps a compiled function for the next process only if it has a name in a module and all that it
 # uses is global. So each kernel is a template with a name and globals of its own.
 
 ONE: Any = None
-TALL = WIDE = SQUARE = FILL = AT_ONCE = VECTOR = ODD_SHIFT = ONE
+TALL = WIDE = SQUARE = LEAST = FILL = AT_ONCE = VECTOR = ODD_SHIFT = ONE
 
 
 def _by_codes(data):  # type: ignore[no-untyped-def]
-    _code_tiles((ONE, TALL, WIDE, SQUARE), ODD_SHIFT, data)
+    _code_tiles((ONE, TALL, WIDE, SQUARE), LEAST, ODD_SHIFT, data)
 
 
 def _by_panels(data):  # type: ignore[no-untyped-def]
@@ -441,7 +445,7 @@ def _by_panels(data):  # type: ignore[no-untyped-def]
 
 
 def _of_bfloat16(data):  # type: ignore[no-untyped-def]
-    _bfloat_tiles((ONE, TALL, SQUARE), VECTOR, data)
+    _bfloat_tiles((ONE, TALL), VECTOR, data)
 
 
 def named(template: Any, name: str, **constants: Any) -> Callable[[Any], None]:
@@ -458,12 +462,15 @@ def panel_kernel(scheme: str, width: int, fill: Any) -> Callable[[Any], None]:
     return named(_by_panels, f"{PANELS}_{scheme}_{width}", FILL=fill, **constants)
 
 
-def code_kernel(name: str, make: Callable[[Emitter, Any], CodeSegment], width: int) -> Callable[[Any], None]:
-    """The kernel by codes of segments that `make` returns for an emitter and the address of a table."""
+def code_kernel(
+    name: str, make: Callable[[Emitter, Any], CodeSegment], width: int, least: int = LEAST_WIDE
+) -> Callable[[Any], None]:
+    """The kernel by codes of segments that `make` returns for an emitter and the address of a table; for `least`, see
+    `LEAST_WIDE`."""
     shapes = (1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)
     single, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
     shift = SCALE_SHIFT if width == INTEGERS else 0
-    return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, ODD_SHIFT=shift)
+    return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, ODD_SHIFT=shift)
 
 
 def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
@@ -471,14 +478,13 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
         return panel_kernel(scheme, width, _fill(scheme, width))
     name = f"{method}_{scheme}_{width}"
     if scheme == BFLOAT16:
-        single, tall, square = (_bfloat_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, TOKENS)))
-        return named(_of_bfloat16, name, ONE=single, TALL=tall, SQUARE=square, VECTOR=4 * width)
-    return code_kernel(name, functools.partial(_OwnSegment, scheme), width)
+        return named(_of_bfloat16, name, ONE=_bfloat_dot(width, 1), TALL=_bfloat_dot(width, ROWS), VECTOR=4 * width)
+    least = LEAST_SLOW if scheme == "8bit" else LEAST_WIDE
+    return code_kernel(name, functools.partial(_OwnSegment, scheme), width, least)
 
 
 _KEYS = [(CODES, scheme, INTEGERS) for scheme in ("4bit", "8bit")]
-_KEYS += [(PANELS, scheme, width) for scheme in ("4bit", "8bit") for width in (16, 8)]
-KERNELS: dict[tuple[str, str, int], Callable[[Any], None]] = {
-    key: _kernel(*key) for key in (*_KEYS, (CODES, BFLOAT16, 16), (CODES, BFLOAT16, 8))
-}
+_KEYS += [(PANELS, scheme, width) for scheme in STEP_BYTES for width in (16, 8)]
+_KEYS += [(CODES, BFLOAT16, width) for width in (16, 8)]
+KERNELS: dict[tuple[str, str, int], Callable[[Any], None]] = {key: _kernel(*key) for key in _KEYS}
 """Method, scheme and width of a kernel (see `address`) -> the kernel."""

@@ -29,6 +29,8 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.core.extending import intrinsic
 
+from rabbitllm.quant._kernel_interface import BFLOAT16
+
 ZERO_CODE = 127
 """The 8bit code of 0: lower codes are negative values, higher codes positive ones."""
 RAMP_BYTES = 64
@@ -159,23 +161,36 @@ class Emitter:
     def every(self, value: int) -> Any:
         return every(self.ints, value)
 
-    def spread(self, scalar: Any) -> Any:
+    def spread(self, scalar: Any, count: int = 0) -> Any:
+        """A vector of a scalar, of `width` lanes or so many."""
         undefined = ir.Constant(self.floats, ir.Undefined)
         first = self.b.insert_element(undefined, scalar, ir.Constant(I32, 0))
-        return self.b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, self.width), [0] * self.width))
+        return self.pick(first, undefined, [0] * (count or self.width))
 
-    def sum(self, vector: Any) -> Any:
-        """The sum of the lanes, in an order that does not depend on the processor."""
-        half = vector.type.count // 2
-        while half:
-            low, high = (
-                self.b.shuffle_vector(
-                    vector, vector, ir.Constant(ir.VectorType(I32, half), list(range(first, first + half)))
-                )
-                for first in (0, half)
-            )
-            vector, half = self.b.fadd(low, high), half // 2
-        return self.b.extract_element(vector, ir.Constant(I32, 0))
+    def sum(self, *vectors: Any) -> Any:
+        """A vector of the sum of the lanes of each vector, in an order that does not depend on the processor.
+
+        Lanes of several vectors are added by one instruction, and their sums stored by one.
+        """
+        lanes, share = self.joined(*vectors), vectors[0].type.count
+        while share > 1:
+            share //= 2
+            halves = ([lane for lane in range(lanes.type.count) if lane // share % 2 == upper] for upper in (0, 1))
+            lanes = self.b.fadd(*(self.pick(lanes, lanes, order) for order in halves))
+        return lanes
+
+    def joined(self, *vectors: Any) -> Any:
+        """Vectors, as many as a power of two, one after the other."""
+        halves = list(vectors)
+        while len(halves) > 1:
+            count = 2 * halves[0].type.count
+            halves = [self.pick(*pair, range(count)) for pair in zip(halves[::2], halves[1::2], strict=True)]
+        return halves[0]
+
+    def pick(self, first: Any, second: Any, order: Iterable[int]) -> Any:
+        """Elements of two vectors by their numbers in both."""
+        places = list(order)
+        return self.b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), places))
 
 
 def number(value: Any) -> Any:
@@ -367,6 +382,21 @@ def pair_products(emit: Emitter, weights: Iterable[Any], inputs: list[list[Any]]
     return sums
 
 
-def codebook(emit: Emitter, scheme: str, table: Any) -> Any:
-    """The decoder of a scheme's codes to float32, with the table at an address."""
+class _Widened(Floats):
+    """Widens bfloat16, the upper half of a float32: `width` pairs give `width` even and `width` odd weights."""
+
+    def __init__(self, emit: Emitter) -> None:
+        self._emit = emit
+
+    def weights(self, address: Any) -> tuple[Any, Any]:
+        emit = self._emit
+        both = emit.load(address, emit.ints, 2)
+        halves = emit.b.shl(both, emit.every(16)), emit.b.and_(both, emit.every(-(1 << 16)))
+        return emit.b.bitcast(halves[0], emit.floats), emit.b.bitcast(halves[1], emit.floats)
+
+
+def codebook(emit: Emitter, scheme: str, table: Any) -> Floats:
+    """The decoder to float32 of a scheme's codes, with the table at an address, or of bfloat16."""
+    if scheme == BFLOAT16:
+        return _Widened(emit)
     return _Nibbles(emit, table) if scheme == "4bit" else _Bytes(emit, table)

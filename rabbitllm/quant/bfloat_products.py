@@ -1,9 +1,9 @@
 """Products of rows with a matrix of bfloat16, where torch's are slow.
 
-Without instructions for bfloat16, torch multiplies input by input: 16 rows took six times as long as one. With them it
-reads a matrix for one row at two thirds of the memory's speed (see docs/PERFORMANCE.md). Sums are in float32 and
-rounded once, as torch's are, but in another order: last bits differ. A row of the result is the same bit for bit alone
-and among others, up to `MAX_INPUTS` rows.
+Without instructions for bfloat16, torch multiplies input by input: 16 rows took six times as long as one. There parts
+of the matrix are widened, while they stay in the cache, and multiplied in float32. With them torch reads a matrix for
+one row at two thirds of the memory's speed (see docs/PERFORMANCE.md). Sums are in float32 and rounded once, as torch's
+are, but in another order: last bits differ. A row of the result is the same bit for bit alone and among any others.
 """
 
 from __future__ import annotations
@@ -14,20 +14,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import BFLOAT16, CODES
+from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, PANELS
 
 if TYPE_CHECKING:
     import torch
 
-MAX_INPUTS = 512
-"""Maximum rows for the kernel; for more, it is faster to widen parts of the matrix and multiply them by torch."""
 FEW_ROWS = 4
-"""Maximum rows for the kernel on a processor with AVX512-BF16. In a pass of an EPYC one row took 0.6 to 0.8 of torch's
-time, 2 to 4 rows 0.95, 8 rows 1.06."""
+"""Rows up to which values are widened in registers for each of them, and not once in a panel. On a processor with
+AVX512-BF16 more rows are left to torch: in a pass of an EPYC one row took 0.6 to 0.8 of its time, 2 to 4 rows 0.95."""
+MAX_INPUTS = 512
+"""Rows whose inputs are multiplied together with a panel: more of them leave the cache."""
 ALL_ROWS = sys.maxsize
-CHUNK_ELEMENTS = 1 << 22
-"""Elements that are widened at a time: 16 MiB of float32. With smaller parts torch's threads synchronise more often,
-which is slow on a busy machine: 256 rows by parts of 4 MiB took three times as long there as by the kernel."""
 
 
 def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -66,35 +63,24 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     from rabbitllm.quant import _vectors
 
     flat = x.reshape(-1, x.shape[-1])
-    result = times(_vectors.lanes(), flat, weight) if len(flat) <= MAX_INPUTS else _in_chunks(flat, weight)
+    result = times(_vectors.lanes(), flat, weight)
     if bias is not None:
         result += bias
     return result.to(x.dtype).view(*x.shape[:-1], len(weight))
 
 
 def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ W.T` by the kernel of `width` lanes: (T, K) and (N, K) -> (T, N), float32."""
+    """`x @ W.T` by the kernels of `width` lanes: (T, K) and (N, K) -> (T, N), float32."""
     import torch
 
-    (count, columns), rows = x.shape, len(weight)
-    out = torch.empty(count, rows)
-    if count:
-        inputs, steps = _kernels.interleaved(width, x), columns // (2 * width)
-        arguments = (weight.data_ptr(), 0, inputs.data_ptr(), 0, 0, out.data_ptr(), 2 * columns, steps, 0, count, rows)
-        _kernels.run(CODES, BFLOAT16, width, [arguments], 2 * weight.numel())
-    return out
-
-
-def _in_chunks(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The same by torch, with parts of the matrix that are widened one after the other."""
-    import torch
-
-    wide, (rows, columns) = x.float(), weight.shape
-    out = torch.empty(len(x), rows)
-    step = max(CHUNK_ELEMENTS // columns, 1)
-    for begin in range(0, rows, step):
-        part = weight[begin : begin + step].float()
-        out[:, begin : begin + step] = wide @ part.T
+    columns, rows = x.shape[1], len(weight)
+    out = torch.zeros(len(x), rows)
+    for begin in range(0, len(x), MAX_INPUTS):
+        inputs = _kernels.interleaved(width, x[begin : begin + MAX_INPUTS])
+        shape = 2 * columns, columns // (2 * width), 0, len(inputs), rows
+        work = weight.data_ptr(), 0, inputs.data_ptr(), 0, 0, out[begin:].data_ptr(), *shape
+        method = CODES if len(inputs) <= FEW_ROWS else PANELS
+        _kernels.run(method, BFLOAT16, width, [work], 2 * weight.numel())
     return out
 
 
@@ -112,6 +98,17 @@ def max_rows() -> int:
     return FEW_ROWS if _vectors.multiplies_pairs() else ALL_ROWS
 
 
+def torch_lacks_instructions() -> bool:
+    """Whether torch is slow at many rows of bfloat16 here and the kernel is not.
+
+    Where torch has the instructions it says so itself, and numba, which takes a quarter of a second, is not imported.
+    """
+    import torch
+
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return not (has_instructions and torch.backends.cpu.get_cpu_capability().startswith("AVX512")) and widens()
+
+
 def widens() -> bool:
     """Whether many rows are multiplied faster here once they and the matrix are float32."""
     return max_rows() == ALL_ROWS
@@ -124,7 +121,7 @@ def _agrees(width: int) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def products() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for count, rows, columns in ((1, 7, 64), (6, 5, 2048), (5, 70, 1024)):  # the last by several threads
+        for count, rows, columns in ((1, 70, 64), (4, 5, 2048), (7, 70, 4096)):  # the last by several threads
             x, weight = (torch.randn(size, columns, generator=generator).bfloat16() for size in (count, rows))
             yield times(width, x, weight), x.float() @ weight.float().T
 

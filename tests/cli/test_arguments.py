@@ -53,7 +53,9 @@ def test_every_option_reaches_the_request(tmp_path: Path) -> None:
 
 def test_shards_that_are_fetched_are_not_kept_by_default() -> None:
     assert wish("example/model") == LoadRequest(
-        prepare.ModelSpec("example/model"), SplitOptions(shards=ShardPolicy.DELETE_FETCHED), RunOptions()
+        prepare.ModelSpec("example/model"),
+        SplitOptions(shards=ShardPolicy.DELETE_FETCHED),
+        RunOptions(fast_bfloat16=None),  # by the processor
     )
 
 

@@ -184,6 +184,20 @@ def test_cpu_with_bfloat16_products_uses_torchs(checkpoint: Path, monkeypatch: p
     assert torch.equal(result.logits, expected.logits)
 
 
+@pytest.mark.parametrize(("lacks", "exact"), [(True, False), (False, False), (True, True)])
+def test_by_default_commands_use_the_kernel_where_torch_lacks_instructions(
+    checkpoint: Path, kernel_rows: list[int], monkeypatch: pytest.MonkeyPatch, lacks: bool, exact: bool
+) -> None:
+    monkeypatch.setattr(bfloat_products, "torch_lacks_instructions", lambda: lacks)
+    model = load(split(checkpoint), 0, fast_bfloat16=None, exact=exact)
+    with torch.inference_mode():
+        logits = model(INPUT).logits
+    assert bool(kernel_rows) == (lacks and not exact)
+    if not kernel_rows:
+        with torch.inference_mode():
+            assert torch.equal(logits, plain_model(checkpoint)(INPUT).logits)
+
+
 def test_fast_bfloat16_is_refused_with_exact() -> None:
     with pytest.raises(OptionError, match=r"exact=True .*fast_bfloat16=True"):
         RunOptions(exact=True, fast_bfloat16=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,15 +49,13 @@ def test_any_number_of_rows_inputs_and_columns(
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_row_has_the_same_bits_in_any_batch(width: int) -> None:
-    """Also where inputs and rows are more than stay in the cache, and what threads get is no whole tile."""
-    columns = 4096
-    many = _product_kernels.INPUT_BYTES // (4 * columns)
-    x, weight = some(3 * many + 1, columns), some(_product_kernels.MATRIX_BYTES // (2 * columns) * 2 + 7, columns, 1)
+    """Also where a row takes several panels, and inputs are more than are multiplied together."""
+    x, weight = some(MAX_INPUTS + 7, 5632), some(_product_kernels.PANEL_ROWS + 7, 5632, 1)
     together = times(width, x, weight)
     assert_products(together, x, weight)
-    for row in (0, 1, many - 1, many, 3 * many):
-        assert torch.equal(times(width, x[row : row + 1], weight)[0], together[row])
-    assert torch.equal(times(width, x[2:9], weight), together[2:9])
+    for begin in (0, 1, 16, MAX_INPUTS - 1, MAX_INPUTS):
+        for count in (1, FEW_ROWS, FEW_ROWS + 1, 7):
+            assert torch.equal(times(width, x[begin : begin + count], weight), together[begin : begin + count])
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -142,6 +143,26 @@ def test_the_number_of_rows_depends_on_the_instructions(
     assert [multiplies(some(count, 128), weight) for count in (1, FEW_ROWS, FEW_ROWS + 1)] == [
         rows >= count for count in (1, FEW_ROWS, FEW_ROWS + 1)
     ]
+
+
+@pytest.mark.parametrize("limit", ["avx2", ""])
+def test_commands_use_it_where_torch_lacks_instructions(limit: str) -> None:
+    """Without numba, which takes long to import, where torch has them."""
+    code = """
+import sys, torch
+from rabbitllm.quant import bfloat_products
+lacks = bfloat_products.torch_lacks_instructions()
+has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+print(lacks, "numba" in sys.modules, has)
+"""
+    limited = {"ATEN_CPU_CAPABILITY": limit, "NUMBA_CPU_FEATURES": "+avx2,+avx,+fma,+f16c,+sse4.2,+ssse3,+popcnt"}
+    environment = {**os.environ, **(limited if limit else {})}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
+    lacks, has_numba, has = ran.stdout.split()
+    if limit:
+        assert (lacks, has_numba) == ("True", "True")
+    elif has == "True" and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        assert (lacks, has_numba) == ("False", "False")
 
 
 def test_a_wrong_kernel_is_not_used(

@@ -334,7 +334,7 @@ def test_kernels_compiled_by_separate_processes_load_together(tmp_path: Path) ->
 
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("count", [1, 300])
+@pytest.mark.parametrize("count", [1, MAX_PANEL_INPUTS.get(_vectors.lanes(), 0) + 1])
 def test_bfloat16_without_bfloat16_instructions(scheme: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts are multiplied in float32; the result is rounded once."""
     monkeypatch.setattr(bfloat_products, "max_rows", lambda: bfloat_products.ALL_ROWS)
@@ -349,11 +349,11 @@ def test_bfloat16_without_bfloat16_instructions(scheme: str, count: int, monkeyp
     parts, x, bias = matrix(scheme, 130, 1024), inputs(count, 1024, torch.bfloat16), torch.ones(130).bfloat16()
     result = Matrix(*parts).linear(x, bias)
     assert result.dtype == torch.bfloat16
-    assert set(multiplied) == ({torch.float32} if count > 256 else set())
-    assert_product(result, x, parts, bias, torch.bfloat16 if count > 256 else None)
+    assert set(multiplied) == ({torch.float32} if count > 1 else set())
+    assert_product(result, x, parts, bias, torch.bfloat16 if count > 1 else None)
 
 
-BY_PANELS = [key[1:] for key in _product_kernels.KERNELS if key[0] == PANELS]
+BY_PANELS = [key[1:] for key in _product_kernels.KERNELS if key[0] == PANELS and key[1] in SCHEMES]
 
 
 def by_panels(scheme: str, width: int, rows: int, columns: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -372,6 +372,15 @@ def test_any_number_of_inputs_rows_and_columns(scheme: str, width: int, count: i
     result, weight = by_panels(scheme, width, rows, columns, x)
     assert result.shape == (count, rows)
     assert_products(result, x, weight)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_row_has_the_same_bits_in_any_batch_by_codes(scheme: str) -> None:
+    of, x = Matrix(*matrix(scheme, 70, 1024)), inputs(13, 1024)
+    together = of.times_by(CODES, INTEGERS, x)
+    for begin, end in ((0, 1), (1, 3), (2, 5), (3, 10), (12, 13)):
+        assert torch.equal(of.times_by(CODES, INTEGERS, x[begin:end]), together[begin:end])
 
 
 @pytest.mark.parametrize(("scheme", "width"), BY_PANELS)

@@ -566,9 +566,10 @@ def _of_processor(machine: MachineInfo) -> Iterator[Advice]:
         return
     # as bfloat_products.max_rows
     if processor.instructions.get("AVX2") and not processor.instructions.get("AMX"):
-        gain = "single tokens" if processor.instructions.get("AVX512-BF16") else "prompts and tokens"
-        text = f"Uncompressed models compute {gain} faster with --fast-bfloat16 (fast_bfloat16=True)"
-        yield Advice(False, f"{text}; the last bits differ.")
+        by = "prompts and tokens faster with fast_bfloat16=True, as the commands do by default (--no-fast-bfloat16)"
+        if processor.instructions.get("AVX512-BF16"):
+            by = "single tokens faster with --fast-bfloat16 (fast_bfloat16=True)"
+        yield Advice(False, f"Uncompressed models compute {by}; the last bits differ.")
 
 
 def _of_hub(machine: MachineInfo) -> Iterator[Advice]:
