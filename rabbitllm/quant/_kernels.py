@@ -49,11 +49,13 @@ class Team:
         library: libgomp.
         thread_number: address of the function that returns a thread's index in the team.
         thread_count: address of the function that returns the number of threads in the team.
+        parallel: address of GOMP_parallel; see `run`.
     """
 
     library: ctypes.CDLL
     thread_number: int
     thread_count: int
+    parallel: int
 
     def run(self, function: int, data: int, threads: int) -> None:
         """Call `function(data)`, both given as addresses, once in each thread of a team; return when all are done.
@@ -80,11 +82,8 @@ def torchs_team() -> Team | None:
     library = ctypes.CDLL(str(libraries[0]))
     library.GOMP_parallel.restype = None
     library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    thread, count = (
-        ctypes.cast(function, ctypes.c_void_p).value
-        for function in (library.omp_get_thread_num, library.omp_get_num_threads)
-    )
-    return Team(library, thread, count) if thread is not None and count is not None else None
+    functions = library.omp_get_thread_num, library.omp_get_num_threads, library.GOMP_parallel
+    return Team(library, *(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
 
 
 def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +115,7 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
     """
     import torch
 
-    function, call, tile = _kernel(method, scheme, width)
+    function, call, tile = kernel(method, scheme, width)
     threads, rows = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method])), work[0][-1]
     words = [value for piece in work for value in piece]
     if threads == 1:
@@ -136,7 +135,7 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
 
 
 @functools.cache
-def _kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, Callable[[int], None], int]:
+def kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, Callable[[int], None], int]:
     """The address of a kernel, a function of Python that calls it, and the rows that it computes together."""
     from rabbitllm.quant import _block_kernels, _code_kernels, _product_kernels  # takes a second
 

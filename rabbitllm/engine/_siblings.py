@@ -1,0 +1,129 @@
+"""Linears that get the same input: with the first of them, the products of the others are computed too.
+
+Queries, keys and values have one input, and so have gate and up. Which Linears these are is found while the model
+computes: one that is called with the values that another had just before is computed with it from then on, and its own
+call gets that result. Values are compared, not tensors: an input that a hook changed in place, or another tensor at the
+same address, is multiplied on its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Container, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rabbitllm.engine.weight_tensors import QuantizedWeight
+from rabbitllm.quant.joint import JointProduct
+
+MAX_UNUSED = 3
+"""How often the result of a Linear may be left unused; then it is computed by its own calls alone."""
+_MOST_INPUTS = 48
+"""Rows of input up to which any matrix is multiplied as integers."""
+_DTYPES = frozenset({torch.bfloat16, torch.float32})
+
+
+@dataclass
+class _Result:
+    """A product without its bias; `is_wide` if a bias is to be added, to float32."""
+
+    matrix: Any
+    product: torch.Tensor
+    is_wide: bool
+
+    def finished(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """The result of the Linear."""
+        if bias is None:
+            return self.product
+        self.product += bias
+        return self.product.to(dtype)
+
+
+@dataclass
+class _Call:
+    """A call of a Linear: its input, and the results of its followers that were not used yet."""
+
+    leader: Sibling
+    values: bytes
+    shape: torch.Size
+    dtype: torch.dtype
+    results: dict[Sibling, _Result]
+
+
+class LastCall(threading.local):
+    """The last call of a Linear in each thread; one object for all Linears of a model."""
+
+    call: _Call | None = None
+
+
+@dataclass(eq=False)
+class Sibling:
+    """A Linear whose product may be computed together with others.
+
+    Attributes:
+        table: its parameters.
+        last: of its model.
+        followers: those that are computed with it.
+        unused: how often its result was left unused.
+    """
+
+    table: MutableMapping[str, Any]
+    last: LastCall
+    followers: list[Sibling] = field(default_factory=list)
+    unused: int = 0
+
+    def linear(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x @ W.T + bias`, with the bits of `weight.matrix.linear`."""
+        matrix: Any = weight.matrix
+        columns = x.shape[-1]
+        rows = x.numel() // columns if columns == matrix.form.shape[1] else 0
+        if not 0 < rows <= _MOST_INPUTS or x.dtype not in _DTYPES or not x.is_contiguous():
+            return matrix.linear(x, bias)  # type: ignore[no-any-return]
+        values = ctypes.string_at(x.data_ptr(), rows * columns * x.itemsize)
+        call = self.last.call
+        if call is not None and call.values == values and call.shape == x.shape and call.dtype == x.dtype:
+            ready = call.results.pop(self, None)
+            if ready is not None and ready.matrix is matrix and ready.is_wide == (bias is not None):
+                return ready.finished(bias, x.dtype)
+            call.leader.lead(self)
+        elif call is not None and call.results:
+            call.leader.leave(call.results)
+        others = [(sibling, other.matrix) for sibling in self.followers if (other := sibling.weight()) is not None]
+        is_wide = [bias is not None, *(sibling.table.get("bias") is not None for sibling, _ in others)]
+        product = _product(weight, [matrix, *(other for _, other in others)], is_wide)
+        if product is None or rows > product.max_inputs:
+            return matrix.linear(x, bias)  # type: ignore[no-any-return]
+        own, *products = map(_Result, product.matrices, product(x, rows), is_wide)
+        results = dict(zip((sibling for sibling, _ in others), products, strict=True))
+        self.last.call = _Call(self, values, x.shape, x.dtype, results)
+        return own.finished(bias, x.dtype)
+
+    def weight(self) -> QuantizedWeight | None:
+        """Its weight, if that is the one that it was made for, and in memory."""
+        weight = self.table.get("weight")
+        return weight if isinstance(weight, QuantizedWeight) and weight.sibling is self else None
+
+    def lead(self, other: Sibling) -> None:
+        """From now on compute another one too."""
+        if other is not self and other not in self.followers and other.unused < MAX_UNUSED:
+            self.followers = [*self.followers, other]  # other threads may use the present list
+
+    def leave(self, unused: Container[Sibling]) -> None:
+        """No longer compute those whose results were left unused."""
+        for sibling in self.followers:
+            sibling.unused += sibling in unused
+        self.followers = [sibling for sibling in self.followers if sibling not in unused]
+
+
+def _product(weight: QuantizedWeight, matrices: list[Any], is_wide: list[bool]) -> JointProduct | None:
+    """The product of a weight's matrix and others, kept with the weight; None if there is none."""
+    key = (*map(id, matrices), *is_wide)
+    kept = weight.joint
+    if kept is None or kept[0] != key:
+        # the matrices are kept too, so their ids stay theirs
+        kept = weight.joint = key, JointProduct.of(matrices, is_wide), matrices
+    product: JointProduct | None = kept[1]
+    return product
