@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Container, MutableMapping
+from collections.abc import Container
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
+from torch import nn
 
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
@@ -64,16 +66,22 @@ class Sibling:
     """A Linear whose product may be computed together with others.
 
     Attributes:
-        table: its parameters.
+        module: the Linear.
         last: of its model.
         followers: those that are computed with it.
         unused: how often its result was left unused.
     """
 
-    table: MutableMapping[str, Any]
+    module: nn.Module
     last: LastCall
     followers: list[Sibling] = field(default_factory=list)
     unused: int = 0
+
+    def install(self) -> None:
+        """Let the Linear call `linear` itself: `torch.nn.functional.linear` takes longer to find it than a product."""
+        if "forward" not in vars(self.module):
+            # a method: a copy of the module then binds it to itself
+            self.module.forward = MethodType(_forward, self.module)
 
     def linear(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`, with the bits of `weight.matrix.linear`."""
@@ -92,7 +100,7 @@ class Sibling:
         elif call is not None and call.results:
             call.leader.leave(call.results)
         others = [(sibling, other.matrix) for sibling in self.followers if (other := sibling.weight()) is not None]
-        is_wide = [bias is not None, *(sibling.table.get("bias") is not None for sibling, _ in others)]
+        is_wide = [bias is not None, *(sibling.module._parameters["bias"] is not None for sibling, _ in others)]
         product = _product(weight, [matrix, *(other for _, other in others)], is_wide)
         if product is None or rows > product.max_inputs:
             return matrix.linear(x, bias)  # type: ignore[no-any-return]
@@ -103,7 +111,7 @@ class Sibling:
 
     def weight(self) -> QuantizedWeight | None:
         """Its weight, if that is the one that it was made for, and in memory."""
-        weight = self.table.get("weight")
+        weight = self.module._parameters["weight"]
         return weight if isinstance(weight, QuantizedWeight) and weight.sibling is self else None
 
     def lead(self, other: Sibling) -> None:
@@ -116,6 +124,19 @@ class Sibling:
         for sibling in self.followers:
             sibling.unused += sibling in unused
         self.followers = [sibling for sibling in self.followers if sibling not in unused]
+
+
+def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    is_plain = type(weight) is QuantizedWeight and type(input) is torch.Tensor and weight.sibling is not None
+    if not is_plain or (torch.is_grad_enabled() and (input.requires_grad or bias is not None)):
+        return nn.functional.linear(input, module.weight, module.bias)
+    return weight.sibling.linear(input, weight, bias)  # type: ignore[no-any-return]
+
+
+def is_installed(module: nn.Module) -> bool:
+    """Whether `Sibling.install` set its forward."""
+    return getattr(vars(module).get("forward"), "__func__", None) is _forward
 
 
 def _product(weight: QuantizedWeight, matrices: list[Any], is_wide: list[bool]) -> JointProduct | None:

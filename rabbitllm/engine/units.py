@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine._published import linear_with_activations
-from rabbitllm.engine._siblings import LastCall, Sibling
+from rabbitllm.engine._siblings import LastCall, Sibling, is_installed
 from rabbitllm.engine._weights import Recipe, WeightMap
 from rabbitllm.engine.published_codes import CodedRecipe, linear_recipe
 from rabbitllm.engine.span_reader import BLOCK, FileSpan
@@ -204,14 +204,14 @@ def _entries(
                 target = f"{prefix}.{leaf}" if prefix else leaf
                 multiplied = leaf == "weight" and _is_linear(owner)
                 marks = {key: value for key, value in vars(tensor).items() if isinstance(value, bool | int | str)}
-                sibling = Sibling(table, last_call) if multiplied else None
+                sibling = Sibling(owner, last_call) if multiplied else None
                 yield ParameterEntry(table, leaf, target, tensor.shape, tensor.dtype, multiplied, marks, sibling)
 
 
 def _is_linear(module: nn.Module) -> bool:
     """Whether a module uses its weight in `torch.nn.functional.linear` alone."""
     forward = vars(module).get("forward")
-    is_known = forward is None or getattr(forward, "func", None) is linear_with_activations
+    is_known = forward is None or getattr(forward, "func", None) is linear_with_activations or is_installed(module)
     return is_known and type(module).forward is nn.Linear.forward
 
 
