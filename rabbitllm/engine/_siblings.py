@@ -83,31 +83,33 @@ class Sibling:
             # a method: a copy of the module then binds it to itself
             self.module.forward = MethodType(_forward, self.module)
 
-    def linear(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x @ W.T + bias`, with the bits of `weight.matrix.linear`."""
-        matrix: Any = weight.matrix
+    def linear(self, x: torch.Tensor, own: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x @ W.T + bias` for the weight of the Linear, or a copy, with the bits of `own.matrix.linear`."""
+        matrix: Any = own.matrix
         columns = x.shape[-1]
         rows = x.numel() // columns if columns == matrix.form.shape[1] else 0
         if not 0 < rows <= _MOST_INPUTS or x.dtype not in _DTYPES or not x.is_contiguous():
             return matrix.linear(x, bias)  # type: ignore[no-any-return]
         values = ctypes.string_at(x.data_ptr(), rows * columns * x.itemsize)
-        call = self.last.call
-        if call is not None and call.values == values and call.shape == x.shape and call.dtype == x.dtype:
+        call, others = self.last.call, list[tuple[Sibling, Any]]()
+        is_same = call is not None and call.values == values and call.shape == x.shape and call.dtype == x.dtype
+        if call is not None and is_same and call.leader is not self:
             ready = call.results.pop(self, None)
             if ready is not None and ready.matrix is matrix and ready.is_wide == (bias is not None):
                 return ready.finished(bias, x.dtype)
-            call.leader.lead(self)
-        elif call is not None and call.results:
-            call.leader.leave(call.results)
-        others = [(sibling, other.matrix) for sibling in self.followers if (other := sibling.weight()) is not None]
-        is_wide = [bias is not None, *(sibling.module._parameters["bias"] is not None for sibling, _ in others)]
-        product = _product(weight, [matrix, *(other for _, other in others)], is_wide)
+        else:
+            if call is not None and call.results:
+                call.leader.leave(call.results)
+            others = [(other, weight.matrix) for other in self.followers if (weight := other.weight()) is not None]
+            call = self.last.call = _Call(self, values, x.shape, x.dtype, {})
+        is_wide = [bias is not None, *(other.module._parameters["bias"] is not None for other, _ in others)]
+        product = _product(own, [matrix, *(other for _, other in others)], is_wide)
         if product is None or rows > product.max_inputs:
             return matrix.linear(x, bias)  # type: ignore[no-any-return]
-        own, *products = map(_Result, product.matrices, product(x, rows), is_wide)
-        results = dict(zip((sibling for sibling, _ in others), products, strict=True))
-        self.last.call = _Call(self, values, x.shape, x.dtype, results)
-        return own.finished(bias, x.dtype)
+        call.leader.lead(self)
+        result, *products = map(_Result, product.matrices, product(x, rows), is_wide)
+        call.results.update(zip((other for other, _ in others), products, strict=True))
+        return result.finished(bias, x.dtype)
 
     def weight(self) -> QuantizedWeight | None:
         """Its weight, if that is the one that it was made for, and in memory."""

@@ -284,7 +284,7 @@ def called_by(package: str) -> bool:
 class LinearProduct(Protocol):
     """Multiplies inputs of a Linear by its weight; see `_siblings.Sibling`."""
 
-    def linear(self, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, own: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`."""
 
 
@@ -317,6 +317,12 @@ class QuantizedWeight(WeightStandIn):
     def again(self) -> QuantizedWeight:
         """Another object for the same codes."""
         return QuantizedWeight(self.matrix, self.dtype, self.sibling)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
+        copied = memo[id(self)] = QuantizedWeight(self.matrix.clone(), self.dtype)  # without siblings
+        own = ("matrix", "sibling", "joint")
+        copied.__dict__.update({name: value for name, value in vars(self).items() if name not in own})
+        return copied.requires_grad_(self.requires_grad)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, stored at {self.matrix.form.scheme})"
