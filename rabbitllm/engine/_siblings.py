@@ -28,7 +28,7 @@ _MOST_INPUTS = 48
 _DTYPES = frozenset({torch.bfloat16, torch.float32})
 
 
-@dataclass
+@dataclass(slots=True)
 class _Result:
     """A product without its bias; `is_wide` if a bias is to be added, to float32."""
 
@@ -44,7 +44,7 @@ class _Result:
         return self.product.to(dtype)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Call:
     """A call of a Linear: its input, and the results of its followers that were not used yet."""
 
@@ -88,7 +88,7 @@ class Sibling:
         matrix: Any = own.matrix
         columns = x.shape[-1]
         rows = x.numel() // columns if columns == matrix.form.shape[1] else 0
-        if not 0 < rows <= _MOST_INPUTS or x.dtype not in _DTYPES or not x.is_contiguous():
+        if not (0 < rows <= _MOST_INPUTS and x.is_cpu and x.dtype in _DTYPES and x.is_contiguous()):
             return matrix.linear(x, bias)  # type: ignore[no-any-return]
         values = ctypes.string_at(x.data_ptr(), rows * columns * x.itemsize)
         call, others = self.last.call, list[tuple[Sibling, Any]]()
