@@ -29,7 +29,7 @@ _DTYPES = frozenset({torch.bfloat16, torch.float32})
 
 
 @dataclass(slots=True)
-class _Result:
+class _LinearResult:
     """A product without its bias; `is_wide` if a bias is to be added, to float32."""
 
     matrix: Any
@@ -45,20 +45,20 @@ class _Result:
 
 
 @dataclass(slots=True)
-class _Call:
+class _LinearCall:
     """A call of a Linear: its input, and the results of its followers that were not used yet."""
 
     leader: Sibling
     values: bytes
     shape: torch.Size
     dtype: torch.dtype
-    results: dict[Sibling, _Result]
+    results: dict[Sibling, _LinearResult]
 
 
 class LastCall(threading.local):
     """The last call of a Linear in each thread; one object for all Linears of a model."""
 
-    call: _Call | None = None
+    call: _LinearCall | None = None
 
 
 @dataclass(eq=False)
@@ -101,13 +101,13 @@ class Sibling:
             if call is not None and call.results:
                 call.leader.leave(call.results)
             others = [(other, weight.matrix) for other in self.followers if (weight := other.weight()) is not None]
-            call = self.last.call = _Call(self, values, x.shape, x.dtype, {})
+            call = self.last.call = _LinearCall(self, values, x.shape, x.dtype, {})
         is_wide = [bias is not None, *(other.module._parameters["bias"] is not None for other, _ in others)]
         product = _product(own, [matrix, *(other for _, other in others)], is_wide)
         if product is None or rows > product.max_inputs:
             return matrix.linear(x, bias)  # type: ignore[no-any-return]
         call.leader.lead(self)
-        result, *products = map(_Result, product.matrices, product(x, rows), is_wide)
+        result, *products = map(_LinearResult, product.matrices, product(x, rows), is_wide)
         call.results.update(zip((other for other, _ in others), products, strict=True))
         return result.finished(bias, x.dtype)
 
