@@ -79,7 +79,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, rows: int, columns: int, lanes:
 def _lanes(module: Any, columns: int, dtype: torch.dtype, epsilon: float) -> int:
     """The lanes with which results are those of the module's class; 0 if they are not."""
     generator = torch.Generator().manual_seed(0)
-    samples = []
+    samples = list[tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]]()
     for kind in (dtype, torch.float32):
         like = copy.copy(module)
         weight = (torch.rand(columns, generator=generator) + 0.5).to(kind)
@@ -88,8 +88,7 @@ def _lanes(module: Any, columns: int, dtype: torch.dtype, epsilon: float) -> int
             x = (torch.randn(rows, columns, generator=generator) * 10.0 ** (rows % 3)).to(kind)
             samples.append((x, weight, rows, type(module).forward(like, x)))
     for lanes in LANES:
-        if lanes <= columns and all(
-            torch.equal(_norm(*of, columns, lanes, epsilon), expected) for *of, expected in samples
-        ):
+        results = (torch.equal(_norm(x, w, rows, columns, lanes, epsilon), y) for x, w, rows, y in samples)
+        if lanes <= columns and all(results):
             return lanes
     return 0

@@ -113,7 +113,7 @@ class Sibling:
 
     def weight(self) -> QuantizedWeight | None:
         """Its weight, if that is the one that it was made for, and in memory."""
-        weight = self.module._parameters["weight"]
+        weight: Any = self.module._parameters["weight"]
         return weight if isinstance(weight, QuantizedWeight) and weight.sibling is self else None
 
     def lead(self, other: Sibling) -> None:

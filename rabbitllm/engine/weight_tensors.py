@@ -322,7 +322,8 @@ class QuantizedWeight(WeightStandIn):
         copied = memo[id(self)] = QuantizedWeight(self.matrix.clone(), self.dtype)  # without siblings
         own = ("matrix", "sibling", "joint")
         copied.__dict__.update({name: value for name, value in vars(self).items() if name not in own})
-        return copied.requires_grad_(self.requires_grad)
+        copied.requires_grad_(self.requires_grad)
+        return copied
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, stored at {self.matrix.form.scheme})"

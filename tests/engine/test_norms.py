@@ -90,7 +90,7 @@ def test_a_class_that_computes_another_norm_is_not_replaced() -> None:
     assert fuse_norms(norm(LlamaRMSNorm, 64, torch.float16)) == 0
     assert fuse_norms(norm(LlamaRMSNorm, 7, torch.float32)) == 0
 
-    class ShiftedRMSNorm(LlamaRMSNorm):
+    class ShiftedRMSNorm(LlamaRMSNorm):  # type: ignore[misc]
         def forward(self, hidden_states: torch.Tensor) -> Any:
             return super().forward(hidden_states + 2**-20)
 
