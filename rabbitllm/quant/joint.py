@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.quant import _kernels
 from rabbitllm.quant._kernel_interface import CODES, INTEGERS
@@ -61,7 +62,7 @@ class JointProduct:
 
         usable = [matrix for matrix in matrices if not isinstance(matrix, FusedMatrix)]
         columns = {matrix.form.shape[1] for matrix in usable}
-        if len(usable) < len(matrices) or len(columns) > 1 or _kernels.torchs_team() is None:
+        if len(usable) < len(matrices) or len(columns) > 1 or torchs_team() is None:
             return None
         return cls(usable, is_wide) if all(matrix.as_integers() is not None for matrix in usable) else None
 
@@ -105,7 +106,7 @@ class JointProduct:
 
         from rabbitllm.quant import _integers, _joint_kernels
 
-        team = _kernels.torchs_team()
+        team = torchs_team()
         assert team is not None
         nbytes = sum(piece.nbytes for piece in self._pieces)
         threads = min(threads, -(-nbytes // _kernels.WORTH_A_THREAD[CODES]))

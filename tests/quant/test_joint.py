@@ -93,5 +93,5 @@ def test_results_stay_when_scratch_memory_is_used_again() -> None:
 def test_matrices_that_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert JointProduct.of([own("4bit", 3), own("4bit", 3, 256)], [False] * 2) is None
     assert JointProduct.of([own("4bit", 3), coded_matrix("fp8 F32 128x128", 3, COLUMNS)], [False] * 2) is None
-    monkeypatch.setattr("rabbitllm.quant._kernels.torchs_team", lambda: None)
+    monkeypatch.setattr("rabbitllm.quant.joint.torchs_team", lambda: None)
     assert JointProduct.of([own("4bit", 3)], [False]) is None
