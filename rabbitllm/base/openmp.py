@@ -39,11 +39,13 @@ class Team:
         library: libgomp.
         thread_number: address of the function that returns a thread's index in the team.
         thread_count: address of the function that returns the number of threads in the team.
+        parallel: address of GOMP_parallel; see `run`.
     """
 
     library: ctypes.CDLL
     thread_number: int
     thread_count: int
+    parallel: int
 
     def run(self, function: int, data: int, threads: int) -> None:
         """Call `function(data)`, both given as addresses, once in each thread of a team; return when all are done.
@@ -70,11 +72,8 @@ def torchs_team() -> Team | None:
     library = ctypes.CDLL(str(libraries[0]))
     library.GOMP_parallel.restype = None
     library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    thread, count = (
-        ctypes.cast(function, ctypes.c_void_p).value
-        for function in (library.omp_get_thread_num, library.omp_get_num_threads)
-    )
-    return Team(library, thread, count) if thread is not None and count is not None else None
+    functions = library.omp_get_thread_num, library.omp_get_num_threads, library.GOMP_parallel
+    return Team(library, *(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
 
 
 _WINDOW_SECONDS = 0.1

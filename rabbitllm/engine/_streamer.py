@@ -373,6 +373,10 @@ class Streamer:
         if not device.shares_host_memory:
             unit.module.register_forward_pre_hook(lambda module, args: self._current.enter(device))
             unit.module.register_forward_hook(lambda module, args, output: self._current.leave(), always_call=True)
+        for job in source.jobs:
+            for _, entry in job.quantized:
+                if entry.sibling is not None:
+                    entry.sibling.install()
         if len(self.executors) > 1:  # also on the first device: OPT's last norm is registered before its layers
             unit.module.register_forward_pre_hook(executor.boundary, with_kwargs=True)
         if tier in READY or (tier is Tier.PACKED and source.is_view):  # multiplied in stored form

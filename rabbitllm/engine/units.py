@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine._published import linear_with_activations
+from rabbitllm.engine._siblings import LastCall, Sibling, is_installed
 from rabbitllm.engine._weights import Recipe, WeightMap
 from rabbitllm.engine.published_codes import CodedRecipe, linear_recipe
 from rabbitllm.engine.span_reader import BLOCK, FileSpan
@@ -50,6 +51,7 @@ class ParameterEntry:
         shape, dtype: of the tensor.
         is_linear_weight: whether it is only used by `torch.nn.functional.linear`.
         marks: attributes that a quantizer sets on its own type of parameter, and peft reads.
+        sibling: multiplies a Linear's weight, together with others that have the same input.
     """
 
     table: MutableMapping[str, Any]
@@ -59,6 +61,7 @@ class ParameterEntry:
     dtype: torch.dtype
     is_linear_weight: bool = False
     marks: Mapping[str, object] = field(default_factory=dict)
+    sibling: Sibling | None = None
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +140,7 @@ def find_units(model: PreTrainedModel) -> list[Unit]:
     apart = {id(table) for table in find_tables(model)}
     units: list[Unit] = []
     lists: set[str] = set()
-    inside = ""
+    inside, last_call = "", LastCall()
     for name, module in model.named_modules():  # a module comes directly before the modules in it
         if inside and name.startswith(inside):
             continue
@@ -149,15 +152,17 @@ def find_units(model: PreTrainedModel) -> list[Unit]:
         # torch's own attention reads its output matrix, and uses another kernel if that is not a plain tensor
         is_whole = is_layer or isinstance(module, nn.MultiheadAttention)
         inside = f"{name}." if is_whole else ""
-        entries = tuple(_entries(module, name, recurse=is_whole, but=apart - {id(module)}))
+        entries = tuple(_entries(module, name, last_call, recurse=is_whole, but=apart - {id(module)}))
         if entries:
-            inner = (next(_entries(child, "", recurse=True), None) for child in module.children())
+            inner = (next(_entries(child, "", last_call, recurse=True), None) for child in module.children())
             units.append(Unit(name, module, entries, is_layer, not is_whole and any(inner)))
         if is_whole:
             for within, table in module.named_modules():
                 if id(table) in apart and table is not module:
                     path = f"{name}.{within}"
-                    units.append(Unit(path, table, tuple(_entries(table, path, recurse=False)), False, False))
+                    units.append(
+                        Unit(path, table, tuple(_entries(table, path, last_call, recurse=False)), False, False)
+                    )
     return units
 
 
@@ -182,7 +187,9 @@ def input_embedding(model: PreTrainedModel) -> nn.Module | None:
     return embedding
 
 
-def _entries(module: nn.Module, path: str, *, recurse: bool, but: Container[int] = ()) -> Iterator[ParameterEntry]:
+def _entries(
+    module: nn.Module, path: str, last_call: LastCall, *, recurse: bool, but: Container[int] = ()
+) -> Iterator[ParameterEntry]:
     """The entries of a module, and with `recurse` of those in it, except modules of these ids."""
     owners = module.named_modules() if recurse else [("", module)]
     for inner, owner in owners:
@@ -197,13 +204,14 @@ def _entries(module: nn.Module, path: str, *, recurse: bool, but: Container[int]
                 target = f"{prefix}.{leaf}" if prefix else leaf
                 multiplied = leaf == "weight" and _is_linear(owner)
                 marks = {key: value for key, value in vars(tensor).items() if isinstance(value, bool | int | str)}
-                yield ParameterEntry(table, leaf, target, tensor.shape, tensor.dtype, multiplied, marks)
+                sibling = Sibling(owner, last_call) if multiplied else None
+                yield ParameterEntry(table, leaf, target, tensor.shape, tensor.dtype, multiplied, marks, sibling)
 
 
 def _is_linear(module: nn.Module) -> bool:
     """Whether a module uses its weight in `torch.nn.functional.linear` alone."""
     forward = vars(module).get("forward")
-    is_known = forward is None or getattr(forward, "func", None) is linear_with_activations
+    is_known = forward is None or getattr(forward, "func", None) is linear_with_activations or is_installed(module)
     return is_known and type(module).forward is nn.Linear.forward
 
 
@@ -344,11 +352,13 @@ class UnitSource:
 
     def _quantized(self, form: FromCodes, recipe: Recipe, entry: ParameterEntry, part: PartReader) -> QuantizedWeight:
         if isinstance(form, CodedRecipe):
-            return QuantizedWeight(form.matrix(lambda name: part(self.stored[name].parts[0])), entry.dtype)
+            return QuantizedWeight(
+                form.matrix(lambda name: part(self.stored[name].parts[0])), entry.dtype, entry.sibling
+            )
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantized is not None
         assert recipe.dtype is not None
-        return QuantizedWeight(form.of(stored.quantized, stored.parts, part), recipe.dtype)
+        return QuantizedWeight(form.of(stored.quantized, stored.parts, part), recipe.dtype, entry.sibling)
 
     def part_of(self, buffer: torch.Tensor) -> PartReader:
         """A reader of parts as views of a buffer that was filled with `spans`, or of a copy of it on a device."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_map
@@ -281,17 +281,33 @@ def called_by(package: str) -> bool:
     return False
 
 
+class LinearProduct(Protocol):
+    """Multiplies inputs of a Linear by its weight; see `_siblings.Sibling`."""
+
+    def linear(self, x: torch.Tensor, own: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x @ W.T + bias`."""
+
+
 class QuantizedWeight(WeightStandIn):
-    """A quantized matrix as a tensor."""
+    """A quantized matrix as a tensor.
+
+    Args:
+        matrix: the matrix.
+        dtype: of the tensor.
+        sibling: multiplies it, together with other weights; None for its own product.
+    """
 
     matrix: StoredMatrix
+    sibling: LinearProduct | None
+    joint: Any = None
+    """What the sibling keeps."""
     _why = "only its codes are in memory"
 
     @staticmethod
-    def __new__(cls, matrix: StoredMatrix, dtype: torch.dtype) -> QuantizedWeight:
+    def __new__(cls, matrix: StoredMatrix, dtype: torch.dtype, sibling: LinearProduct | None = None) -> QuantizedWeight:
         where = matrix.payload.device
         weight: QuantizedWeight = torch.Tensor._make_wrapper_subclass(cls, matrix.form.shape, dtype=dtype, device=where)
-        weight.matrix = matrix
+        weight.matrix, weight.sibling = matrix, sibling
         return weight
 
     def whole(self) -> torch.Tensor:
@@ -300,7 +316,14 @@ class QuantizedWeight(WeightStandIn):
 
     def again(self) -> QuantizedWeight:
         """Another object for the same codes."""
-        return QuantizedWeight(self.matrix, self.dtype)
+        return QuantizedWeight(self.matrix, self.dtype, self.sibling)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
+        copied = memo[id(self)] = QuantizedWeight(self.matrix.clone(), self.dtype)  # without siblings
+        own = ("matrix", "sibling", "joint")
+        copied.__dict__.update({name: value for name, value in vars(self).items() if name not in own})
+        copied.requires_grad_(self.requires_grad)
+        return copied
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, stored at {self.matrix.form.scheme})"
@@ -318,6 +341,8 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         return torch.nn.functional.linear(*map(_whole, (input, weight, bias)))
     if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
         return _Differentiable.apply(input, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+    if weight.sibling is not None:
+        return weight.sibling.linear(input, weight, bias)
     return weight.matrix.linear(input, bias)
 
 

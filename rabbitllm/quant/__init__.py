@@ -6,6 +6,8 @@ __all__ = [
     "coded",
     "dequantize_kernels",
     "gguf_blocks",
+    "joint",
+    "norm_kernels",
     "products",
     "quantize",
     "quantize_kernels",

@@ -54,6 +54,11 @@ class InputLayout:
         return self.step // self.group if self.group else 0
 
     @functools.cached_property
+    def order_address(self) -> int:
+        """The address of the number of the element at each place, int32."""
+        return int(self._elements.ctypes.data)
+
+    @functools.cached_property
     def _elements(self) -> npt.NDArray[np.int32]:
         """The element at each place."""
         elements = np.arange(self.step, dtype=np.int32).reshape(self.sizes)
@@ -76,7 +81,7 @@ class InputLayout:
         floats = torch.empty(count, steps * (1 + self.groups))
         place, is_bfloat = x.data_ptr(), x.dtype == torch.bfloat16
         sizes = count, steps, x.stride(0), self.step, self.group
-        _rounding()(place, place, is_bfloat, *sizes, self._elements.ctypes.data, integers.data_ptr(), floats.data_ptr())
+        rounding()[1](place, place, is_bfloat, *sizes, self.order_address, integers.data_ptr(), floats.data_ptr())
         return InputRows(integers, floats)
 
 
@@ -87,14 +92,15 @@ _LARGEST_FLOAT, _SMALLEST = np.float32(LARGEST_INPUT), np.float32(1e-30)
 
 
 @functools.cache
-def _rounding() -> Any:
+def rounding() -> tuple[int, Any]:
+    """The address of the compiled `_round_inputs`, and a function of Python that calls it."""
     words, ints, floats = (types.CPointer(dtype) for dtype in (types.int16, types.int32, types.float32))  # type: ignore[no-untyped-call]
     signature = types.void(floats, words, *[types.int64] * 6, ints, words, floats)
     compiled = c_function(signature, _round_inputs)
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 6, *[ctypes.c_void_p] * 3)(
         compiled.address
     )
-    return functools.partial(_call, compiled, call)  # the compiled function is kept
+    return compiled.address, functools.partial(_call, compiled, call)  # the compiled function is kept
 
 
 def _call(kept: Any, call: Any, *arguments: Any) -> None:

@@ -7,7 +7,7 @@ instructions, `_block_kernels.py` those of blocks, `_code_kernels.py` those of p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +50,24 @@ class CodeKernel(NamedTuple):
     codes: str
     scales: str
     group: int
+
+
+class IntegerProduct(NamedTuple):
+    """How the kernel by codes multiplies a matrix as integers; `joint.py` does it for several matrices.
+
+    Attributes:
+        scheme: of the kernel.
+        layout: of its inputs, an `_integers.InputLayout`.
+        words: `ARGUMENTS` with 0 for those that depend on the inputs.
+        nbytes: of the codes.
+        max_inputs: rows of input up to which this is the fastest method.
+    """
+
+    scheme: str | CodeKernel
+    layout: Any
+    words: tuple[int, ...]
+    nbytes: int
+    max_inputs: int
 
 
 class InputRows:

@@ -62,7 +62,7 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
     """
     import torch
 
-    function, call, tile = _kernel(method, scheme, width)
+    function, call, tile = kernel(method, scheme, width)
     threads, rows = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method])), work[0][-1]
     words = [value for piece in work for value in piece]
     if threads == 1:
@@ -82,7 +82,7 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
 
 
 @functools.cache
-def _kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, Callable[[int], None], int]:
+def kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, Callable[[int], None], int]:
     """The address of a kernel, a function of Python that calls it, and the rows that it computes together."""
     from rabbitllm.quant import _block_kernels, _code_kernels, _product_kernels  # takes a second
 

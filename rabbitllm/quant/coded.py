@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS, CodeKernel, InputRows
+from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS, CodeKernel, InputRows, IntegerProduct
 from rabbitllm.quant._kernels import segment_inputs
 from rabbitllm.quant.products import MAX_GROUPED, SEGMENT, dense_product
 
@@ -173,6 +173,18 @@ class CodedMatrix:
     def grouped(self, x: torch.Tensor) -> CodedProduct | None:
         """See `products.GroupedProduct`; None for so many rows that a product's overhead is negligible."""
         return CodedProduct(x, self.form) if len(x) <= MAX_GROUPED else None
+
+    def as_integers(self) -> IntegerProduct | None:
+        """See `products.Matrix.as_integers`."""
+        kernel = self.form.kernel
+        if kernel_for(kernel, None) != INTEGERS:
+            return None
+        from rabbitllm.quant._code_kernels import NIBBLE_LAYOUT, shift_of
+
+        rows, row_bytes = self.form.shape[0], self.form.row_bytes
+        pointers = self.payload.data_ptr(), self.scales.data_ptr(), 0, 0, self.table_for(INTEGERS), 0
+        words = (*pointers, row_bytes, self.form.shape[1] // SEGMENT, shift_of(*self.form.block), 0, rows)
+        return IntegerProduct(kernel, NIBBLE_LAYOUT, words, rows * row_bytes, MAX_INPUTS[INTEGERS])
 
     def times(self, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by the kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""

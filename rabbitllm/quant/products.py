@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
-from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PANELS, InputRows
+from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PANELS, InputRows, IntegerProduct
 from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
     NestedScales,
@@ -217,6 +217,16 @@ class Matrix(QuantizedMatrix):
     def grouped(self, x: torch.Tensor) -> GroupedProduct | None:
         """See `GroupedProduct`; None without a kernel, or for so many rows that a product's overhead is negligible."""
         return GroupedProduct(x, self) if len(x) <= MAX_GROUPED and method_for(self, 1) != DEQUANTIZED else None
+
+    def as_integers(self) -> IntegerProduct | None:
+        """How it is multiplied as integers, for few inputs; None if it is not."""
+        if method_for(self, 1) != CODES:
+            return None
+        scheme, (rows, columns) = self.form.scheme, self.form.shape
+        row_bytes, *shape = _shape(scheme, columns, _layout(scheme).step)
+        pointers = self.payload.data_ptr(), self.absmax.data_ptr(), 0, 0, self.table_for(INTEGERS), 0
+        words = (*pointers, row_bytes, *shape, 0, rows)
+        return IntegerProduct(scheme, _layout(scheme), words, rows * row_bytes, MAX_CODE_INPUTS.get(scheme, 16))
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""

@@ -1,0 +1,120 @@
+"""A product as one call of compiled code: rounds the inputs, runs kernels by codes in a team, and rounds the results.
+
+The function takes the address of int64s: `HEAD` of them, then `INPUTS` for each layout of inputs, then `PRODUCT` for
+each matrix. Offsets are from the scratch memory that the caller provides.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
+from rabbitllm.quant._product_kernels import address_of
+from rabbitllm.quant._vectors import I16, I32, I64, Emitter, emitted, number, to_array
+
+HEAD = (
+    "own",
+    "inputs",
+    "scratch",
+    "team",
+    "each",
+    "threads",
+    "round",
+    "layouts",
+    "matrices",
+    "bfloat",
+    "rows",
+    "columns",
+)
+"""Own address; addresses of the inputs, of the scratch memory, of GOMP_parallel, and of the function for a thread;
+threads; address of the function that rounds inputs; how many layouts and matrices follow; whether inputs are bfloat16,
+else float32; rows of input, without gaps, and columns."""
+INPUTS = ("step", "group", "order", "integers", "floats")
+"""An `_integers.InputLayout`: its step, group and the address of its order; offsets of rounded inputs and of scales."""
+PRODUCT = ("kernel", "layout", "sums", "result")
+"""Address of a kernel; number of its layout; offset of its sums, and the address of the result in bfloat16; or -1, and
+the address of the sums. `BEFORE_WORK` words and one piece of work follow."""
+HEAD_WORDS, INPUT_WORDS, BEFORE_PIECE = len(HEAD), len(INPUTS), len(PRODUCT)
+PRODUCT_WORDS = BEFORE_PIECE + BEFORE_WORK + len(ARGUMENTS)
+_EVEN, _ODD, _OUT, _TOKENS, _ROWS = (
+    BEFORE_PIECE + BEFORE_WORK + ARGUMENTS.index(name) for name in ("even", "odd", "out", "tokens", "rows")
+)
+
+
+def _emit_call(emit, function, data):  # type: ignore[no-untyped-def]
+    signature = ir.FunctionType(ir.VoidType(), [I64])
+    emit.b.call(emit.b.inttoptr(function, signature.as_pointer()), [data])
+
+
+def _emit_team(emit, parallel, function, data, threads):  # type: ignore[no-untyped-def]
+    signature = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32])
+    count = emit.b.trunc(threads, I32)
+    emit.b.call(emit.b.inttoptr(parallel, signature.as_pointer()), [function, data, count, ir.Constant(I32, 0)])
+
+
+def _emit_round(emit, function, x, bfloat, rows, steps, columns, step, group, order, integers, floats):  # type: ignore[no-untyped-def]
+    signature = ir.FunctionType(ir.VoidType(), [I64] * 11)
+    arguments = [x, x, bfloat, rows, steps, columns, step, group, order, integers, floats]
+    emit.b.call(emit.b.inttoptr(function, signature.as_pointer()), arguments)
+
+
+def _emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
+    """Round float32 to bfloat16: to nearest, ties to even; NaN stays NaN."""
+    b = emit.b
+
+    def of(value: int) -> Any:
+        return ir.Constant(I32, value)
+
+    with cgutils.for_range(b, count) as loop:
+        bits = emit.load(emit.add(source, b.shl(loop.index, number(2))), I32, 4)
+        odd = b.and_(b.lshr(bits, of(16)), of(1))
+        is_nan = b.icmp_unsigned(">", b.and_(bits, of(0x7FFFFFFF)), of(0x7F800000))
+        value = b.select(is_nan, of(0x7FC00000), b.add(bits, b.add(odd, of(0x7FFF))))
+        emit.store(b.trunc(b.lshr(value, of(16)), I16), emit.add(target, b.shl(loop.index, number(1))), 2)
+
+
+_CALL, _TEAM, _ROUND, _NARROW = (emitted(code, 16) for code in (_emit_call, _emit_team, _emit_round, _emit_narrow))
+
+
+def _each(data):  # type: ignore[no-untyped-def]
+    """The part of one thread: some rows of every matrix."""
+    head = to_array(data, HEAD_WORDS)
+    own, begin, matrices = head[0], HEAD_WORDS + head[7] * INPUT_WORDS, head[8]
+    words = to_array(data, begin + matrices * PRODUCT_WORDS)
+    for i in range(begin, begin + matrices * PRODUCT_WORDS, PRODUCT_WORDS):
+        _CALL(words[i], own + 8 * (i + BEFORE_PIECE))
+
+
+def _product(data):  # type: ignore[no-untyped-def]
+    head = to_array(data, HEAD_WORDS)
+    own, inputs, scratch, team, each, threads, rounding = head[0], head[1], head[2], head[3], head[4], head[5], head[6]
+    layouts, matrices, bfloat, rows, columns = head[7], head[8], head[9], head[10], head[11]
+    begin = HEAD_WORDS + layouts * INPUT_WORDS
+    end = begin + matrices * PRODUCT_WORDS
+    words = to_array(data, end)
+    for i in range(HEAD_WORDS, begin, INPUT_WORDS):
+        step, group, order = words[i], words[i + 1], words[i + 2]
+        integers, floats = scratch + words[i + 3], scratch + words[i + 4]
+        _ROUND(rounding, inputs, bfloat, rows, columns // step, columns, step, group, order, integers, floats)
+    for i in range(begin, end, PRODUCT_WORDS):
+        of_layout = HEAD_WORDS + words[i + 1] * INPUT_WORDS
+        words[i + _EVEN], words[i + _ODD] = scratch + words[of_layout + 3], scratch + words[of_layout + 4]
+        words[i + _OUT] = scratch + words[i + 2] if words[i + 2] >= 0 else words[i + 3]
+        words[i + _TOKENS] = rows
+    if threads > 1:
+        _TEAM(team, each, own, threads)
+    else:
+        _CALL(each, own)
+    for i in range(begin, end, PRODUCT_WORDS):
+        if words[i + 2] >= 0:
+            _NARROW(words[i + _OUT], words[i + 3], rows * words[i + _ROWS])
+
+
+@functools.cache
+def addresses() -> tuple[int, int]:
+    """The address of the whole, and of the function for a thread."""
+    return address_of(_product), address_of(_each)

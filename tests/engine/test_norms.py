@@ -1,0 +1,111 @@
+"""RMSNorm in one call has the bits of the model's own classes, which are used where it has not."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from rabbitllm.engine import _norms
+from rabbitllm.engine._norms import MAX_ELEMENTS, fuse_norms
+from rabbitllm.quant import _vectors
+from tests.engine.test_siblings import checkpoint, logits
+from tests.support.tiny_models import ALL, load
+
+pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
+SIZES = (64, 100, 128, 576, 896, 2048, 5120, 8191, 16384)
+
+
+def norm(norm_type: Any, columns: int, dtype: torch.dtype) -> Any:
+    made = norm_type(columns)
+    made.weight.data = torch.rand(columns, generator=torch.Generator().manual_seed(columns)) + 0.5
+    return made.to(dtype)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each norm in one call."""
+    rows, compute = list[int](), _norms._norm
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, count: int, *more: Any) -> torch.Tensor:
+        rows.append(count)
+        return compute(x, weight, count, *more)
+
+    monkeypatch.setattr(_norms, "_norm", counted)
+    return rows
+
+
+@pytest.mark.parametrize("norm_type", [LlamaRMSNorm, Qwen3RMSNorm])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@torch.no_grad()
+def test_bits_of_the_class(norm_type: Any, dtype: torch.dtype, calls: list[int]) -> None:
+    for columns in SIZES:
+        plain = norm(norm_type, columns, dtype)
+        fused = copy.deepcopy(plain)
+        assert fuse_norms(fused) == 1
+        del calls[:]
+        for rows in (1, 2, 5):
+            for scale in (1e-12, 1, 300):
+                x = (torch.randn(1, rows, columns) * scale).to(dtype)
+                x[..., -1, : columns // 2] = 0
+                assert torch.equal(fused(x), plain(x))
+        assert len(calls) == (
+            9 if 5 * columns < MAX_ELEMENTS else 3 * sum(n * columns < MAX_ELEMENTS for n in (1, 2, 5))
+        )
+        x = torch.full((1, columns), torch.inf, dtype=dtype)
+        assert torch.equal(fused(x).isnan(), plain(x).isnan())
+
+
+@torch.no_grad()
+def test_what_is_left_to_the_class(calls: list[int]) -> None:
+    plain = norm(LlamaRMSNorm, 64, torch.bfloat16)
+    fused = copy.deepcopy(plain)
+    fuse_norms(fused)
+    del calls[:]
+    x = torch.randn(2, 3, 64).bfloat16()
+    for value in (x.float(), x.transpose(0, 1), torch.randn(1024, 64).bfloat16(), x[:0]):
+        assert torch.equal(fused(value), plain(value))
+    assert torch.equal(fused(hidden_states=x), plain(x))
+    with torch.enable_grad():
+        fused(x).sum().backward()
+    assert fused.weight.grad is not None
+    assert not calls
+    fused(x)
+    assert calls == [6]
+    copied = copy.deepcopy(fused)
+    copied.weight = nn.Parameter(2 * plain.weight)
+    assert torch.equal(copied(x), 2 * plain(x))
+    assert calls == [6, 6]
+
+
+def test_a_class_that_computes_another_norm_is_not_replaced() -> None:
+    assert fuse_norms(norm(Gemma3RMSNorm, 64, torch.bfloat16)) == 0
+    assert fuse_norms(norm(LlamaRMSNorm, 64, torch.float16)) == 0
+    assert fuse_norms(norm(LlamaRMSNorm, 7, torch.float32)) == 0
+
+    class ShiftedRMSNorm(LlamaRMSNorm):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor) -> Any:
+            return super().forward(hidden_states + 2**-20)
+
+    assert fuse_norms(norm(ShiftedRMSNorm, 64, torch.bfloat16)) == 0
+
+
+@pytest.mark.parametrize("budget", [ALL, 0], ids=["resident", "streamed"])
+def test_a_model_has_the_same_logits(
+    tmp_path: Path, budget: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = checkpoint(tmp_path, "qwen3", "4bit")
+    got = logits(load(directory, budget, exact=False))
+    assert len(calls) > 4 * 2 * 5  # of 2 layers with 4 norms, 5 steps, and those that were tried
+    monkeypatch.setattr("rabbitllm.engine.load.fuse_norms", lambda model: 0)
+    assert torch.equal(got, logits(load(directory, budget, exact=False)))
+    monkeypatch.undo()
+    exact = load(directory, budget)
+    assert not any("forward" in vars(module) for module in exact.modules() if "Norm" in type(module).__name__)

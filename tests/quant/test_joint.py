@@ -1,0 +1,97 @@
+"""Joint products have the bits of separate ones, for any mix of matrices that are multiplied as integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.quant import _vectors, gguf_blocks
+from rabbitllm.quant.joint import JointProduct
+from rabbitllm.quant.products import Matrix
+from rabbitllm.quant.schemes import Quantized
+from tests.quant.test_coded import matrix as coded_matrix
+from tests.quant.test_products import inputs, matrix
+
+pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
+COLUMNS = 512
+
+
+def blocks(scheme: str, rows: int, columns: int = COLUMNS) -> Matrix:
+    """A matrix of GGUF's blocks."""
+    empty = torch.empty(0)
+    stored = gguf_blocks.sample(scheme, rows * columns, torch.Generator().manual_seed(rows))
+    return Matrix(Quantized(scheme, (rows, columns), None), stored, empty, empty)
+
+
+def own(scheme: str, rows: int, columns: int = COLUMNS) -> Matrix:
+    """A matrix of a scheme of ours."""
+    return Matrix(*matrix(scheme, rows, columns, seed=rows))
+
+
+MIXES: dict[str, list[Any]] = {
+    "4bit": [own("4bit", rows) for rows in (300, 70, 70)],
+    "q4_k_m": [blocks("Q4_K", 300), blocks("Q4_K", 70), blocks("Q6_K", 70)],
+    "all": [
+        own("4bit", 33),
+        own("8bit", 5),
+        blocks("Q8_0", 64),
+        blocks("Q4_1", 1),
+        coded_matrix("fp4 U8 1x32", 41, COLUMNS),
+    ],
+    "one": [blocks("Q5_K", 9)],
+}
+
+
+@pytest.fixture(params=[1, 2, 4])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_bits_of_separate_products(name: str, dtype: torch.dtype, threads: int) -> None:
+    matrices = MIXES[name]
+    is_wide = [index % 2 == 1 for index in range(len(matrices))]
+    product = JointProduct.of(matrices, is_wide)
+    assert product is not None
+    assert product.max_inputs == (5 if name == "all" else 16)
+    for count in (1, 2, 4, 5, 1):
+        x = 30 * inputs(count, COLUMNS, dtype)
+        x[-1, 64:200] = 0
+        results = product(x.view(count, 1, COLUMNS), count)
+        for result, of, wide in zip(results, matrices, is_wide, strict=True):
+            expected = of.linear(x.float(), None)  # float32
+            assert result.dtype == (torch.float32 if wide else dtype)
+            assert torch.equal(result.view(count, -1), expected if wide else expected.to(dtype))
+
+
+def test_infinite_inputs_give_no_number(threads: int) -> None:
+    (of,) = MIXES["one"]
+    product = JointProduct.of([of], [False])
+    assert product is not None
+    x = inputs(1, COLUMNS, torch.bfloat16)
+    x[0, 3] = torch.inf
+    assert torch.equal(product(x, 1)[0].isfinite(), of.linear(x, None).isfinite())
+
+
+def test_results_stay_when_scratch_memory_is_used_again() -> None:
+    (of,) = MIXES["one"]
+    product = JointProduct.of([of], [False])
+    assert product is not None
+    first, second = inputs(1, COLUMNS, torch.bfloat16), inputs(2, COLUMNS, torch.bfloat16)
+    kept = product(first, 1)[0]
+    product(second, 2)
+    assert torch.equal(kept, of.linear(first, None))
+
+
+def test_matrices_that_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert JointProduct.of([own("4bit", 3), own("4bit", 3, 256)], [False] * 2) is None
+    assert JointProduct.of([own("4bit", 3), coded_matrix("fp8 F32 128x128", 3, COLUMNS)], [False] * 2) is None
+    monkeypatch.setattr("rabbitllm.quant.joint.torchs_team", lambda: None)
+    assert JointProduct.of([own("4bit", 3)], [False]) is None
