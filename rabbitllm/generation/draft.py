@@ -1,28 +1,28 @@
 """Drafts: a small model or the text so far proposes tokens, and the model checks them in a pass (speculative decoding).
 
 A streamed model reads its weights once for each pass, so an answer takes as many passes fewer as proposals are right.
-The answer is the model's own: greedy decoding gives the same tokens except for rounding, sampling the same
-distribution. The steps are transformers' assisted generation (Leviathan et al. 2023, arXiv:2211.17192), and its prompt
-lookup, which proposes the tokens that followed the last two the last time.
+The answer is the model's own: greedy decoding gives the same tokens except for rounding, sampling the same distribution
+(Leviathan et al. 2023, arXiv:2211.17192). One loop serves all models, those with states included (`_rewind.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
-from rabbitllm.generation.kv_cache import can_drop_tokens
+from rabbitllm.generation._rewind import Rewindable
+from rabbitllm.generation.kv_cache import cache_argument, can_go_back
 from rabbitllm.generation.request import check_generates, tokenizer_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
@@ -32,33 +32,214 @@ NGRAM: Literal["ngram"] = "ngram"
 """The draft from the text so far."""
 NGRAM_TOKENS = 10
 """The most tokens that it proposes."""
+NGRAM_LENGTH = 2
+"""The last tokens that it looks for in the text before them, or fewer."""
+MODEL_TOKENS = 20
+"""The most tokens that a model proposes, unless its generation config has `num_assistant_tokens`."""
+LEAST_SURE = 0.4
+"""A model stops after a token to which it gives less than this probability, unless its generation config has
+`assistant_confidence_threshold`."""
+MAX_CARRIED = 16
+"""The most tokens that states lack after wrong drafts; then a pass without a draft computes them."""
+PER_TOKEN = ("attention_mask", "position_ids")
+"""Arguments of a pass that have a value for each token."""
 _LEAVE_OUT = "Leave the draft model out, or use a smaller model of the same family."
 
 
-@contextlib.contextmanager
-def continuing(model: StreamedModel, tokens: int) -> Iterator[None]:
-    """Let assisted generation continue a KV cache of so many tokens.
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """Tokens that may follow.
 
-    transformers (5.23, 5.24) feeds the whole prompt to its first pass, as if the cache were empty.
+    Attributes:
+        tokens: ids, int64 of shape (1, count).
+        probabilities: those with which a model drew each token from the vocabulary, float32 of shape (count,
+            vocabulary); None for tokens that were not drawn.
     """
-    ordinary = model.prepare_inputs_for_generation
 
-    @functools.wraps(ordinary)  # `generate` reads the signature
-    def prepared(ids: torch.Tensor, *args: Any, next_sequence_length: int | None = None, **kwargs: Any) -> Any:
-        if kwargs.get("is_first_iteration") and next_sequence_length is None:
-            next_sequence_length = ids.shape[1] - tokens
-        return ordinary(ids, *args, next_sequence_length=next_sequence_length, **kwargs)
+    tokens: torch.Tensor
+    probabilities: torch.Tensor | None = None
 
-    model.prepare_inputs_for_generation = prepared
-    try:
-        yield
-    finally:
-        del model.prepare_inputs_for_generation
+    @property
+    def count(self) -> int:
+        return self.tokens.shape[1]
 
 
-def draft_arguments(draft: StreamedModel | Literal["ngram"]) -> dict[str, Any]:
-    """Arguments for `generate`."""
-    return {"prompt_lookup_num_tokens": NGRAM_TOKENS} if draft == NGRAM else {"assistant_model": draft}
+class _FromText:
+    """Proposes the tokens that followed the last two, or the last one, when they occurred first."""
+
+    def propose(self, ids: torch.Tensor, most: int) -> _Proposal:
+        """Propose up to `most` tokens after `ids`, (1, tokens)."""
+        text, count = ids[0], min(most, NGRAM_TOKENS)
+        for length in range(min(NGRAM_LENGTH, len(text) - 1), 0, -1):
+            places = (text[:-1].unfold(0, length, 1) == text[-length:]).all(dim=1).nonzero()
+            if len(places):
+                begin = int(places[0]) + length
+                return _Proposal(ids[:, begin : begin + max(count, 0)])
+        return _Proposal(ids[:, :0])
+
+    def settle(self, tokens: int) -> None:
+        """Nothing is kept."""
+
+
+class _FromModel:
+    """Proposes the tokens that a model generates.
+
+    Args:
+        draft: the model.
+        processors: change its scores as those of the model that checks them.
+        config: how tokens are chosen, and which end a text.
+    """
+
+    def __init__(self, draft: StreamedModel, processors: LogitsProcessorList, config: GenerationConfig) -> None:
+        self._track = Rewindable(draft, DynamicCache(config=draft.config.get_text_config(decoder=True)))
+        self._device = draft.device
+        self._processors = processors
+        self._samples = config.do_sample
+        ends = config.eos_token_id
+        self._ends = {ends} if isinstance(ends, int) else {*(ends or ())}
+        own = draft.generation_config
+        self._most = own.num_assistant_tokens or MODEL_TOKENS
+        threshold = own.assistant_confidence_threshold
+        self._least_sure = LEAST_SURE if threshold is None else threshold
+
+    def propose(self, ids: torch.Tensor, most: int) -> _Proposal:
+        """Propose up to `most` tokens after `ids`, (1, tokens)."""
+        count = min(most, self._most)
+        if count < 1:
+            return _Proposal(ids[:, :0])
+        known, device, ids = ids.shape[1], ids.device, ids.to(self._device)
+        logits, drawn = self._track.logits(ids, 1), []
+        self._track.mark()
+        while True:
+            scores = self._processors(ids, logits)
+            probabilities = scores.softmax(dim=-1)
+            token = torch.multinomial(probabilities, 1) if self._samples else scores.argmax(dim=-1, keepdim=True)
+            ids = torch.cat((ids, token), dim=1)
+            drawn.append(probabilities)
+            is_unsure = probabilities[0, token[0, 0]] < self._least_sure
+            if len(drawn) == count or is_unsure or int(token) in self._ends:
+                break
+            logits = self._track.logits(ids, 1)
+        probabilities = torch.cat(drawn).to(device) if self._samples else None
+        return _Proposal(ids[:, known:].to(device), probabilities)
+
+    def settle(self, tokens: int) -> None:
+        """Drop the tokens after the first `tokens`."""
+        self._track.settle(tokens)
+
+
+class Drafting:
+    """The steps of `generate` with a draft, for its argument `custom_generate`.
+
+    Args:
+        draft: a model, or "ngram", after `prepare_draft`.
+        streamer: gets the tokens; `generate` gives its own streamer the prompt only.
+    """
+
+    def __init__(self, draft: StreamedModel | Literal["ngram"], streamer: Any = None) -> None:
+        self._draft = draft
+        self._streamer = streamer
+
+    def __call__(
+        self,
+        model: StreamedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        """Generate; `generate` gives the arguments.
+
+        Returns:
+            Prompt and answer, int64 of shape (1, tokens).
+
+        Raises:
+            OptionError: beams, several sequences, or outputs other than tokens are wanted.
+        """
+        cache: Any = model_kwargs.get(cache_argument(model))
+        _check_form(input_ids, cache, generation_config)
+        given = {name: model_kwargs[name] for name in PER_TOKEN if model_kwargs.get(name) is not None}
+        has_length = any(hasattr(layer, "get_seq_length") for layer in cache.layers)
+        track = Rewindable(model, cache, cache.get_seq_length() if has_length else 0, **given)
+        source: _FromText | _FromModel = _FromText()
+        if not isinstance(self._draft, str):
+            source = _FromModel(self._draft, logits_processor, generation_config)
+        ids, is_prompt, is_over = input_ids, True, False
+        try:
+            while not is_over:
+                known = ids.shape[1]
+                # a prompt would be the first rows of the next pass, too, and windows would grow to its length
+                waits = not track.keeps_every_token if is_prompt else known - track.tokens > MAX_CARRIED
+                proposal = source.propose(ids, 0 if waits else generation_config.max_length - known - 1)
+                rows = torch.cat((ids, proposal.tokens), dim=1)
+                if proposal.count:
+                    track.mark()
+                # a pass with fewer logits than rows is a prompt for the profiler
+                count = proposal.count + 1 if is_prompt else rows.shape[1] - track.tokens
+                logits = track.logits(rows, count)[-proposal.count - 1 :]
+                for index in range(proposal.count + 1):
+                    scores = logits_processor(ids, logits[index : index + 1])
+                    token, is_right = _chosen(scores, proposal, index, generation_config.do_sample)
+                    ids = torch.cat((ids, token), dim=1)
+                    is_over = bool(stopping_criteria(ids, None).all())
+                    if self._streamer is not None:
+                        self._streamer.put(token.flatten().cpu())
+                    if is_over or not is_right:
+                        break
+                track.settle(ids.shape[1] - 1)
+                source.settle(ids.shape[1] - 1)
+                is_prompt = False
+        finally:
+            track.release()
+        if self._streamer is not None:
+            self._streamer.end()
+        return ids
+
+
+def _check_form(ids: torch.Tensor, cache: Any, config: GenerationConfig) -> None:
+    """Refuse what drafts cannot be used with.
+
+    Raises:
+        OptionError: beams, several sequences, another cache, or outputs other than tokens are requested.
+    """
+    found = [
+        f"num_beams={config.num_beams}" if (config.num_beams or 1) > 1 else "",
+        f"{len(ids)} sequences" if len(ids) > 1 else "",
+        "" if isinstance(cache, DynamicCache) else f"a {type(cache).__name__} as the KV cache",
+        "return_dict_in_generate" if config.return_dict_in_generate else "",
+    ]
+    if any(found):
+        raise OptionError(
+            f"Drafts need one sequence, a DynamicCache, and tokens as the result; found {next(filter(None, found))}.",
+            "Leave out that option, or the draft.",
+        )
+
+
+def _chosen(scores: torch.Tensor, proposal: _Proposal, index: int, samples: bool) -> tuple[torch.Tensor, bool]:
+    """Choose a token, and tell whether it is the proposed one.
+
+    Args:
+        scores: of the model, after all processors, (1, vocabulary).
+        proposal: the proposal; it may end before `index`.
+        index: index of the token in the proposal.
+        samples: whether tokens are sampled, not chosen greedily.
+
+    Returns:
+        The token's id, (1, 1).
+    """
+    guess = proposal.tokens[:, index : index + 1]
+    if not samples:
+        token = scores.argmax(dim=-1, keepdim=True)
+    elif proposal.probabilities is None or not guess.numel():
+        token = torch.multinomial(scores.softmax(dim=-1), 1)  # the random numbers are those of `generate`
+    else:
+        ours, theirs = scores.softmax(dim=-1), proposal.probabilities[index : index + 1]
+        if torch.rand((), device=scores.device) * theirs[0, guess[0, 0]] < ours[0, guess[0, 0]]:
+            return guess, True
+        rest = (ours - theirs).clamp(min=0)
+        return torch.multinomial(rest if rest.any() else ours, 1), False
+    return token, bool((token == guess).any())
 
 
 def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"]) -> None:
@@ -67,14 +248,16 @@ def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"])
     Models of one family often have the same tokens, but embeddings of different lengths.
 
     Raises:
-        OptionError: its vocabulary is another one, its weights are not all in memory, or the KV cache of one of the
-            models cannot drop tokens.
+        OptionError: its vocabulary is another one, its weights are not all in memory, or one of the models cannot drop
+            tokens.
     """
     for causal in (model,) if draft == NGRAM else (model, draft):
         check_generates(causal)
-        if not can_drop_tokens(causal):
+        if not can_go_back(causal):
             raise OptionError(
-                f"A {type(causal).__name__} cannot be used with a draft: its KV cache cannot drop tokens.", _LEAVE_OUT
+                f"A {type(causal).__name__} cannot be used with a draft: it is not known to compute several tokens as "
+                "one after the other, or to drop them.",
+                _LEAVE_OUT,
             )
     if draft == NGRAM:
         return
@@ -94,7 +277,7 @@ def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"])
         known = functools.partial(_known_tokens, theirs.vocab_size)
         draft.get_input_embeddings().register_forward_pre_hook(known, prepend=True)
         draft.register_forward_hook(functools.partial(_fit_logits, ours.vocab_size))
-        theirs.vocab_size = ours.vocab_size  # transformers compares them
+        theirs.vocab_size = ours.vocab_size
 
 
 def _known_tokens(vocabulary: int, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

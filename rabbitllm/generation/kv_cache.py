@@ -6,6 +6,8 @@ What a cache can do depends on its kinds of layers (transformers 5, `cache_utils
     a sliding window                      cut as long as it has not slid; after that older tokens are gone
     a state (linear attention, Mamba, …)  cannot be cut: it sums up all tokens
 
+Windows and states go back by a copy of what they were: `saved` makes it, `restore` puts it back.
+
 Two caches outlive an answer: `ConversationCache`, of one conversation, and `PrefixCache`, of many finished sequences.
 """
 
@@ -326,6 +328,35 @@ def _cut_layer(layer: CacheLayerMixin, length: int) -> None:
             layer.cumulative_length = min(layer.cumulative_length, length)
 
 
+Saved = Mapping[int, Mapping[str, Any]]
+"""Number of a layer -> its attributes to restore."""
+
+
+def saved(cache: Cache) -> Saved:
+    """A copy of the windows and states of a cache."""
+    return {
+        index: _cloned(_uncroppable(layer))
+        for index, layer in enumerate(cache.layers)
+        if not keeps_every_token(layer) and not is_nothing(layer)
+    }
+
+
+def restore(cache: Cache, attributes: Saved, length: int) -> None:
+    """Make a cache what it was when `attributes` were saved; layers that keep every token are cut to a length."""
+    for index, layer in enumerate(cache.layers):
+        if index not in attributes or _grows(layer):
+            _cut_layer(layer, length)
+        vars(layer).update(_cloned(dict(attributes.get(index, {}))))
+
+
+def _uncroppable(layer: CacheLayerMixin) -> dict[str, Any]:
+    """The attributes of a layer that cutting does not restore."""
+    state: dict[str, Any] = dict(vars(layer))
+    if _grows(layer):
+        del state["keys"], state["values"]
+    return state
+
+
 class PrefixCache:
     """KV caches of up to `MAX_SEQUENCES` finished sequences; evicts the least recently used.
 
@@ -385,6 +416,11 @@ CONTINUING = frozenset(
 )
 """Model types whose states continue with further prompts (transformers 5.23 and 5.24), tested in
 `tests/generation/test_kv_cache.py`."""
+BY_ROWS = frozenset({"falcon_mamba", "jamba", "mamba", "nemotron_h", "recurrent_gemma", "zamba", "zamba2"})
+"""Model types whose states, after several tokens at once, differ from those after one after the other: with Mamba of
+the first kind the recurrence starts anew, with others only its steps are limited."""
+_TESTED_STATES = CONTINUING | BY_ROWS | {"bamba", "deepseek_v4", "mamba2", "qwen4_exp_text"}
+"""Model types whose states can be put back, each with a test in `tests/generation/test_rewind.py`."""
 NOT_CONTINUING = frozenset({"big_bird", "cpmant", "megatron-bert", "moshi", "prophetnet", "rembert", "roformer", "xlm"})
 """Model types that take a KV cache but compute something else with it, or fail, if a prompt comes in parts. The
 published models of most are encoders; Moshi attends to all tokens of a prompt, and its KV cache is a window."""
@@ -394,27 +430,31 @@ MAX_SNAPSHOTS = 2
 """Maximum snapshots: at the beginning of a turn and at the end of its prompt."""
 
 
-def can_drop_tokens(model: StreamedModel) -> bool:
-    """Whether a model's cache can drop its last tokens, as after a wrong draft: with full attention and windows.
+def can_go_back(model: StreamedModel) -> bool:
+    """Whether a model can compute several tokens in a pass and drop the last of them, as after a wrong draft.
 
-    States of other layers cannot go back. Indexes that choose tokens choose others for several tokens at once than for
-    one after the other, so that the answer would not be the model's own. So do angles that change within the context:
-    with a draft they change a few tokens too early.
+    Most indexes that choose tokens choose others for several tokens at once than for one after the other, so that the
+    answer would not be the model's own. So do angles that change within the context: with a draft they change a few
+    tokens too early.
     """
-    config = model.config.get_text_config(decoder=True)
-    changes = angles_change_after(config) < (getattr(config, "max_position_embeddings", None) or NEVER)
-    return keeps(model) and not changes and all(map(is_plain, cache_layers(model)))
-
-
-def has_full_cache(model: StreamedModel) -> bool:
-    """Whether every layer of a model keeps the KV cache of every token and nothing else."""
-    return all(map(keeps_every_token, cache_layers(model)))
+    config, layers = model.config.get_text_config(decoder=True), cache_layers(model)
+    if angles_change_after(config) < (getattr(config, "max_position_embeddings", None) or NEVER):
+        return False
+    if getattr(model, "hosts", None) is not None and not all(map(keeps_every_token, layers)):
+        return False  # a copy of the layers would have those of this host only
+    return _continues(model) and (config.model_type in _TESTED_STATES or all(map(is_plain, layers)))
 
 
 def cache_layers(model: StreamedModel) -> Sequence[CacheLayerMixin]:
     """The empty layers of the cache that transformers makes for a model."""
     layers: Sequence[CacheLayerMixin] = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return layers
+
+
+def cache_argument(model: StreamedModel) -> str:
+    """Name of a model's argument for its cache: "cache_params" of Mamba in transformers 5.23; "" if it takes none."""
+    arguments = inspect.signature(model.forward).parameters
+    return next((name for name in (CACHE_ARGUMENT, "cache_params") if name in arguments), "")
 
 
 def looks_ahead(model: StreamedModel) -> bool:
@@ -461,13 +501,9 @@ def keeps(model: StreamedModel) -> bool:
     that choose tokens, where rounding changes the choice), models without attention or a cache (GPT-1), and models
     whose tokens attend to later ones.
     """
-    if model.config.is_encoder_decoder or not has_dynamic_cache(model):
+    if not _continues(model):
         return False
     config = model.config.get_text_config(decoder=True)
-    if config.model_type in NOT_CONTINUING or CACHE_ARGUMENT not in inspect.signature(model.forward).parameters:
-        return False
-    if config.model_type not in CONTINUING and looks_ahead(model):  # Inkling 2 attends to other layers so, not tokens
-        return False
     layers = cache_layers(model)
     plain = [layer for layer in layers if is_plain(layer)]
     if not any(isinstance(layer, DynamicLayer) for layer in layers):
@@ -476,6 +512,15 @@ def keeps(model: StreamedModel) -> bool:
         return False  # a snapshot has the layers of this host only
     states = [layer for layer in layers if hasattr(layer, "conv_states")]
     return len(plain) == len(layers) or (config.model_type in CONTINUING and len(states) + len(plain) == len(layers))
+
+
+def _continues(model: StreamedModel) -> bool:
+    """Whether a model takes further tokens with the cache that `generate` makes, and none attends to later ones."""
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder or not has_dynamic_cache(model) or config.model_type in NOT_CONTINUING:
+        return False
+    # Inkling 2 attends to other layers so, not tokens
+    return bool(cache_argument(model)) and (config.model_type in CONTINUING or not looks_ahead(model))
 
 
 class ConversationCache:
@@ -503,8 +548,8 @@ class ConversationCache:
         """Empty the cache and drop its snapshots."""
         self.ids: list[int] = []
         self.cache = DynamicCache(config=self._config)
-        # length of the cache -> number of a layer -> its attributes to restore; ascending
-        self._snapshots: dict[int, Mapping[int, Mapping[str, Any]]] = {}
+        # length of the cache -> what is restored; ascending
+        self._snapshots: dict[int, Saved] = {}
 
     @property
     def nbytes(self) -> int:
@@ -524,11 +569,7 @@ class ConversationCache:
     def snapshot(self, ids: list[int]) -> None:
         """Record that the cache has exactly these tokens now, and copy its windows and states."""
         self.ids = list(ids)
-        layers = {
-            index: _cloned(_uncroppable(layer))
-            for index, layer in enumerate(self.cache.layers)
-            if not keeps_every_token(layer) and not is_nothing(layer)
-        }
+        layers = saved(self.cache)
         if layers and ids:
             before = [item for item in self._snapshots.items() if item[0] < len(ids)][1 - MAX_SNAPSHOTS :]
             self._snapshots = dict([*before, (len(ids), layers)])
@@ -549,24 +590,13 @@ class ConversationCache:
     def _crop(self, length: int) -> int:
         layers = self.cache.layers
         self._snapshots = {tokens: snapshot for tokens, snapshot in self._snapshots.items() if tokens <= length}
-        restored: Mapping[int, Mapping[str, Any]] = {}
+        restored: Saved = {}
         if not length or not all(can_be_cut(layer) for layer in layers):
             if not self._snapshots:
                 self.clear()
                 return 0
             length = max(self._snapshots)
             restored = self._snapshots[length]
-        for index, layer in enumerate(layers):
-            if index not in restored or _grows(layer):
-                _cut_layer(layer, length)
-            vars(layer).update(_cloned(dict(restored.get(index, {}))))
+        restore(self.cache, restored, length)
         self.ids = self.ids[:length]
         return length
-
-
-def _uncroppable(layer: CacheLayerMixin) -> dict[str, Any]:
-    """The attributes of a layer that cutting does not restore."""
-    state: dict[str, Any] = dict(vars(layer))
-    if _grows(layer):
-        del state["keys"], state["values"]
-    return state

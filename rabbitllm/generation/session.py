@@ -22,8 +22,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError, OptionError
 from rabbitllm.generation._recommended import check_options, stop_strings
-from rabbitllm.generation.draft import continuing, draft_arguments
-from rabbitllm.generation.kv_cache import ConversationCache, angles_change_after, common_prefix, has_full_cache, keeps
+from rabbitllm.generation.draft import Drafting
+from rabbitllm.generation.kv_cache import ConversationCache, angles_change_after, common_prefix, keeps
 from rabbitllm.generation.reasoning import Thinking
 from rabbitllm.generation.request import (
     FinishReason,
@@ -96,8 +96,6 @@ def generate(
     """
     stops = (*request.stop, *stop_strings(model))
     arguments = generate_arguments(model, request, cache=cache)
-    if draft is not None and request.media is None:
-        arguments |= draft_arguments(draft)
     stream = TextStream(
         tokenizer_of(model),
         write,
@@ -107,15 +105,15 @@ def generate(
         thoughts=request.thoughts,
         prompt_done=prompt_done,
     )
+    if draft is not None and request.media is None:
+        arguments["custom_generate"] = Drafting(draft, stream)
     if stops:
         arguments["stopping_criteria"] = StoppingCriteriaList([_AtStopString(stream)])
     before = model.profiler.sums
     start = time.perf_counter()
     finish = None
     try:
-        cached = cache.get_seq_length() if cache is not None else 0
-        with continuing(model, cached) if draft is not None and cached else contextlib.nullcontext():
-            model.generate(streamer=stream, **arguments)
+        model.generate(streamer=stream, **arguments)
     except (Stopped, KeyboardInterrupt):
         finish = FinishReason.CANCELLED
         stream.end()
@@ -224,7 +222,7 @@ class Session:
         self.sampling = sampling
         self._draft = draft
         self._variables = self.template.thinking(thinking)
-        self.cache = ConversationCache(model) if keeps(model) and (draft is None or has_full_cache(model)) else None
+        self.cache = ConversationCache(model) if keeps(model) else None
         self._same_angles = angles_change_after(model.config.get_text_config(decoder=True))
         self._is_consistent = True
         if sampling.seed is not None:
@@ -248,9 +246,7 @@ class Session:
     @property
     def uncached(self) -> str:
         """Why there is no `cache`."""
-        # a snapshot of windows would have the draft's tokens
-        subject = "with a draft this" if self._draft else "this"
-        return f"{subject} model type has no reusable KV cache"
+        return "this model type has no reusable KV cache"
 
     @property
     def cached_tokens(self) -> int:

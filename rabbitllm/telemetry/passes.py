@@ -124,7 +124,7 @@ class PassInput:
     def kind(self) -> str:
         """`PROMPT` for prefill: the first pass of a sequence, or one without all logits; else `FURTHER` (decode)."""
         if self.past is None:
-            return PROMPT if self.length > 1 else FURTHER
+            return PROMPT if self.length > 1 and self.logits != self.length else FURTHER
         return PROMPT if self.past == 0 or (self.logits is not None and self.logits < self.length) else FURTHER
 
     def made(self, then: PassInput) -> int | None:
@@ -133,7 +133,7 @@ class PassInput:
         Of candidates (prompt lookup, an assistant) the cache keeps the correct ones, and one token more than these was
         made. A pass whose next one still belongs to the prompt made none.
         """
-        if self.past is None or then.past is None or then.past <= self.past:
+        if self.past is None or then.past is None or then.past < self.past:
             return None
         if self.kind == FURTHER:
             return (then.past - self.past) * self.batch

@@ -21,6 +21,7 @@ from rabbitllm.base.options import Hosts
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import ForkedError, HostGoneError, HostsError, OptionError
 from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.draft import Drafting
 from rabbitllm.pipeline._stack import Span
 from tests.support.builders import build_checkpoint
 from tests.support.forked import in_a_fork
@@ -102,6 +103,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "beams": (PADDED, {"max_new_tokens": 12, "num_beams": 3}),
     "several answers": (PADDED, {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 2}),
     "prompt lookup": ({"input_ids": INPUT.repeat(1, 3)}, {"max_new_tokens": 24, "prompt_lookup_num_tokens": 3}),
+    "draft": ({"input_ids": INPUT.repeat(1, 3)}, {"max_new_tokens": 24, "custom_generate": Drafting("ngram")}),
     "no cache": ({"input_ids": INPUT}, {"max_new_tokens": 4, "use_cache": False}),
 }
 

@@ -1,0 +1,171 @@
+"""A model and a KV cache of it that can go back: it computes tokens that may be wrong, and drops them if they are.
+
+Attention drops them by cutting. States sum up all tokens, so a copy of them is made before the pass and put back after
+it. Then the cache lacks the correct tokens of that pass too; they are the first rows of the next one, which reads the
+weights anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rabbitllm.generation.kv_cache import (
+    BY_ROWS,
+    Saved,
+    cache_argument,
+    is_nothing,
+    is_plain,
+    is_window,
+    keeps_every_token,
+    restore,
+    saved,
+)
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
+
+_RECURRENT = ("Mixer", "RecurrentBlock")
+"""Ends of the names of classes that have the recurrence of the models in `BY_ROWS`."""
+_IN_MODULES = ("conv1d_state", "recurrent_states")
+"""Attributes with states that RecurrentGemma keeps in its modules."""
+
+
+class Rewindable:
+    """A causal model and the KV cache of one sequence.
+
+    Args:
+        model: a model for which `can_go_back` holds.
+        cache: its KV cache.
+        tokens: number of tokens in the cache.
+        arguments: further arguments of every pass: `attention_mask` and `position_ids`, (…, tokens), of the first
+            tokens; later ones follow them.
+
+    Attributes:
+        tokens: number of tokens in the cache.
+    """
+
+    def __init__(self, model: StreamedModel, cache: Any, tokens: int = 0, **arguments: Any) -> None:
+        self.tokens = tokens
+        self._model = model
+        self._cache = cache
+        self._arguments = arguments
+        self._is_first = True
+        self._takes = inspect.signature(model.forward).parameters
+        if "position_ids" in self._takes and not arguments:
+            arguments["position_ids"] = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        self._is_plain = all(map(is_plain, cache.layers))
+        by_rows = model.config.get_text_config(decoder=True).model_type in BY_ROWS
+        self._recurrent = [
+            module for module in model.modules() if by_rows and type(module).__name__.endswith(_RECURRENT)
+        ]
+        self._mark: tuple[int, Saved, list[tuple[dict[str, Any], dict[str, Any]]]] | None = None
+
+    @property
+    def keeps_every_token(self) -> bool:
+        """Whether the cache goes back at no cost, however long the pass was."""
+        return all(keeps_every_token(layer) or is_nothing(layer) for layer in self._cache.layers)
+
+    def logits(self, ids: torch.Tensor, count: int) -> torch.Tensor:
+        """Compute the tokens that the cache lacks.
+
+        Args:
+            ids: all tokens of the sequence, int64 of shape (1, tokens).
+            count: number of tokens whose logits are wanted.
+
+        Returns:
+            Logits of the last `count` tokens, float32 of shape (count, vocabulary).
+        """
+        rows, is_first, self._is_first = ids.shape[1] - self.tokens, self._is_first, False
+        arguments = {name: _continued(name, tensor, ids.shape[1]) for name, tensor in self._arguments.items()}
+        arguments[cache_argument(self._model)] = self._cache
+        inputs = self._model.prepare_inputs_for_generation(
+            ids,
+            next_sequence_length=rows,
+            is_first_iteration=is_first,
+            use_cache=True,
+            **arguments,
+        )
+        if "logits_to_keep" in self._takes:
+            inputs["logits_to_keep"] = count  # some models set another number
+        with contextlib.nullcontext() if is_first else self._by_rows():
+            logits: torch.Tensor = self._model(**inputs, return_dict=True).logits[0, -count:]
+        self.tokens = ids.shape[1]
+        return logits.to(dtype=torch.float32, device=ids.device)
+
+    def mark(self) -> None:
+        """Remember the cache as it is. Tokens after it may be dropped."""
+        if self._is_plain:
+            self._cache.activate_past_recording()  # of windows
+            self._mark = self.tokens, {}, []
+        else:
+            states = [vars(module) for part in self._recurrent for module in part.modules()]
+            kept = [(held, {name: held[name] for name in _IN_MODULES if name in held}) for held in states]
+            self._mark = self.tokens, saved(self._cache), kept
+
+    def settle(self, tokens: int) -> None:
+        """Drop the tokens after the first `tokens`, and forget the mark; if any are dropped, states go back to it."""
+        if self._mark is None:
+            return
+        length, attributes, kept = self._mark
+        dropped = max(self.tokens - tokens, 0)
+        if self._is_plain:
+            self._cache.crop(-dropped)
+            self.tokens -= dropped
+        elif dropped:
+            restore(self._cache, attributes, length)
+            for held, values in kept:
+                held.update(values)
+            self.tokens = length
+        self.release()
+
+    def release(self) -> None:
+        """Forget the mark."""
+        self._mark = None
+        for layer in self._cache.layers:
+            if is_window(layer):
+                layer.record_past = False
+
+    @contextlib.contextmanager
+    def _by_rows(self) -> Iterator[None]:
+        """Let the recurrences compute one token after the other. All else in the pass computes them at once."""
+        before = [vars(module).get("forward") for module in self._recurrent]
+        for module in self._recurrent:
+            module.forward = functools.partial(_each_row, module.forward)
+        try:
+            yield
+        finally:
+            for module, forward in zip(self._recurrent, before, strict=True):
+                del module.forward
+                if forward is not None:
+                    module.forward = forward
+
+
+def _each_row(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a module for each token; of its outputs the first is (1, tokens, width)."""
+    rows = next(value.shape[1] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+
+    def of(value: Any, row: int) -> Any:
+        of_rows = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == rows
+        return value[:, row : row + 1] if of_rows else value
+
+    outputs = [
+        forward(*(of(value, row) for value in args), **{name: of(value, row) for name, value in kwargs.items()})
+        for row in range(rows)
+    ]
+    if isinstance(outputs[0], tuple):
+        return (torch.cat([output[0] for output in outputs], dim=1), *outputs[-1][1:])
+    return torch.cat(outputs, dim=1)
+
+
+def _continued(name: str, tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """The `attention_mask` or `position_ids` of the first tokens, extended to a number of tokens."""
+    if tensor.shape[-1] >= length:
+        return tensor[..., :length]
+    more = torch.arange(1, length - tensor.shape[-1] + 1, device=tensor.device) * (name == "position_ids")
+    return torch.cat((tensor, (tensor[..., -1:] + more).to(tensor.dtype)), dim=-1)

@@ -1,0 +1,247 @@
+"""Every kind of cache goes back after wrong tokens, and is then what it is one token after the other."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from rabbitllm.engine.placement import Tier
+from rabbitllm.errors import OptionError
+from rabbitllm.generation._rewind import Rewindable
+from rabbitllm.generation.draft import Drafting, prepare_draft
+from rabbitllm.generation.kv_cache import BY_ROWS, can_go_back, is_plain
+from rabbitllm.generation.request import Request, Result, Sampling
+from rabbitllm.generation.session import Session, answer
+from rabbitllm.telemetry.passes import FURTHER
+from tests.chat.talkers import characters, talker, talker_folder
+from tests.support.builders import FAMILIES, Family, build_checkpoint
+from tests.support.hybrid_families import HYBRIDS
+from tests.support.tiny_models import load, one_thread, plain_model, split, tiers  # noqa: F401
+
+REFUSED = ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "minimax", "rwkv", "xlstm")
+"""Families that choose tokens by an index, and those whose states are in a cache of their own."""
+PLAIN = ("llama", "gemma3", "gpt_oss", "gemma3n", "llama4")
+SHORT = ("llama", "gemma3", "qwen3_next", "mamba", "falcon_h1", "recurrent_gemma")
+PROMPT, TOKENS = 12, 24
+IDS = torch.randint(3, 270, (1, 48), generator=torch.Generator().manual_seed(1))
+
+
+def family_of(name: str) -> Family:
+    return HYBRIDS.get(name) or FAMILIES[name]
+
+
+def checkpoint(folder: Path, name: str, **options: Any) -> Path:
+    family = family_of(name)
+    if family.model_type not in CONFIG_MAPPING_NAMES:
+        pytest.skip("transformers does not know it")
+    return build_checkpoint(folder, family, tied=family.ties[0], **options)
+
+
+def all_families() -> list[Any]:
+    """Every family with states, and some without; the short run has one of each kind."""
+    names = [name for name in (*PLAIN, *list(HYBRIDS)[list(HYBRIDS).index("axk2") :]) if name not in REFUSED]
+    return [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in names]
+
+
+def states(model: Any, cache: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a cache, and the states in a model's modules."""
+    held = [vars(layer) for layer in cache.layers] + [vars(module) for module in model.modules()]
+    for name in ("keys", "values", "conv_states", "recurrent_states", "conv1d_state", "indexer_keys"):
+        for attributes in held:
+            value = attributes.get(name)
+            yield from value.values() if isinstance(value, dict) else [value]
+
+
+def copies(model: Any, cache: Any) -> list[torch.Tensor]:
+    found = [tensor.clone() for tensor in states(model, cache) if isinstance(tensor, torch.Tensor) and tensor.numel()]
+    assert found
+    return found
+
+
+@torch.no_grad()
+def one_by_one(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    cache = new_cache(model)
+    track = Rewindable(model, cache)
+    logits = [track.logits(IDS[:, :end], 1) for end in range(PROMPT, IDS.shape[1] + 1)]
+    return torch.cat(logits), copies(model, cache)
+
+
+def new_cache(model: Any) -> DynamicCache:
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+@pytest.mark.parametrize("name", all_families())
+@torch.no_grad()
+def test_a_cache_goes_back_after_wrong_tokens(tmp_path: Path, name: str) -> None:
+    """Passes of right tokens and wrong ones after them: the wrong ones are dropped; logits and states remain right."""
+    model = plain_model(checkpoint(tmp_path / "model", name))
+    assert can_go_back(model)
+    expected, expected_states = one_by_one(model)
+    wrong, cache = (IDS.repeat(1, 2) + 7) % 260 + 3, new_cache(model)
+    track = Rewindable(model, cache)
+    actual = [track.logits(IDS[:, :PROMPT], 1)]
+    known, right, carried = PROMPT, 0, 0
+    while known < IDS.shape[1]:
+        right = (right + 1) % 4
+        until = min(known + 1 + right, IDS.shape[1])
+        if until - track.tokens <= 6 and until < IDS.shape[1]:
+            track.mark()
+            logits = track.logits(torch.cat((IDS[:, :until], wrong[:, until : until + 3]), dim=1), until - known + 3)
+            actual.append(logits[: until - known])
+            track.settle(until)
+        else:
+            actual.append(track.logits(IDS[:, :until], until - known))
+        carried = max(carried, until - track.tokens)
+        known = until
+    assert (carried > 0) == (not all(map(is_plain, cache.layers)))
+    assert track.tokens == known
+    scale = expected.std()
+    assert float((torch.cat(actual) - expected).abs().max()) < 1e-4 * scale
+    for state, other in zip(copies(model, cache), expected_states, strict=True):
+        assert state.shape == other.shape
+        if state.is_floating_point():
+            assert (state.double() - other.double()).norm() <= 1e-5 * other.double().norm()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_go_back_is_told(tmp_path: Path, name: str) -> None:
+    assert not can_go_back(plain_model(checkpoint(tmp_path / "model", name)))
+
+
+def spoiled(draft: Any, how: str) -> Any:
+    """A draft that is always right, sometimes, or never."""
+    draft.generation_config.assistant_confidence_threshold = 0  # a random model is never sure
+    noise = torch.Generator().manual_seed(0)
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        spread = output.logits.std()
+        if how == "noisy":
+            output.logits = output.logits + 0.7 * spread * torch.randn(output.logits.shape, generator=noise)
+        if how == "wrong":
+            output.logits = -output.logits
+        if how == "flat":
+            output.logits = output.logits / 4
+        return output
+
+    draft.register_forward_hook(hook)
+    return draft
+
+
+def asked(model: Any, draft: Any = None, **request: Any) -> Result:
+    return answer(model, Request(tuple(IDS[0, :PROMPT].tolist()), TOKENS, **request), lambda piece: None, draft=draft)
+
+
+@pytest.mark.parametrize("name", all_families())
+def test_greedy_answers_are_the_models_own(tmp_path: Path, name: str) -> None:
+    """Streamed and in memory; with drafts of the same family, whose own states go back too."""
+    directory = split(checkpoint(tmp_path / "model", name))
+    resident, streamed = load(directory), load(directory, 0, profiling=True)
+    assert Tier.STREAMED in tiers(streamed).values()
+    expected = asked(streamed).tokens
+    passes = {}
+    for how in ("right", "noisy", "wrong"):
+        draft = spoiled(load(directory), how)
+        for model in (streamed, resident):
+            prepare_draft(model, draft)
+            streamed.profiler.clear()
+            assert asked(model, draft).tokens == expected
+            if model is streamed:
+                passes[how] = model.profiler.sums[FURTHER].passes
+    prepare_draft(streamed, "ngram")
+    assert asked(streamed, "ngram").tokens == expected
+    assert passes["right"] <= 4
+    assert passes["right"] < passes["noisy"] < passes["wrong"] <= len(expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma3", "nemotron_h", "lfm3"])
+def test_a_chat_keeps_its_cache(tmp_path: Path, name: str) -> None:
+    model = talker(talker_folder(tmp_path / "model", name))
+    draft = spoiled(load(split(tmp_path / "model")), "noisy")
+    draft.tokenizer = characters()
+    prepare_draft(model, draft)
+    sessions = Session(model, 12), Session(model, 12, draft=draft)
+    messages: list[dict[str, Any]] = []
+    for question in ("hi", "and then?", "why?", "so?"):
+        messages.append({"role": "user", "content": question})
+        plain, drafted = (session.answer(list(messages), lambda piece: None) for session in sessions)
+        assert drafted.tokens == plain.tokens
+        assert (drafted.kept_tokens > 0) == (plain.kept_tokens > 0)
+        messages.append({"role": "assistant", "content": plain.text})
+    assert drafted.kept_tokens > 0
+
+
+def test_sampled_answers_with_a_seed_are_the_same_with_ngrams(tmp_path: Path) -> None:
+    directory = split(checkpoint(tmp_path / "model", "qwen3_next"))
+    model = load(directory, 0)
+    prepare_draft(model, "ngram")
+    warm = Sampling(0.3, top_k=4, seed=5)
+    assert asked(model, "ngram", sampling=warm).tokens == asked(model, sampling=warm).tokens
+
+
+def probabilities(model: Any, ids: tuple[int, ...]) -> dict[int, float]:
+    """Of the tokens that a sampling with these options chooses from: token -> probability."""
+    best = (model(torch.tensor([ids])).logits[0, -1].float() / HOT.temperature).topk(HOT.top_k)
+    return dict(zip(best.indices.tolist(), best.values.softmax(dim=0).tolist(), strict=True))
+
+
+HOT = Sampling(0.5, top_k=3)
+DRAWN = 3
+"""Tokens of an answer."""
+
+
+@pytest.mark.parametrize(
+    ("name", "draws"),
+    [("qwen3_next", 200), *(pytest.param(name, 5000, marks=pytest.mark.long) for name in ("llama", "qwen3_next"))],
+)
+@torch.no_grad()
+def test_sampled_answers_have_the_models_distribution(tmp_path: Path, name: str, draws: int) -> None:
+    """Chi-square over all answers of three tokens; the draft model has another distribution."""
+    directory = split(checkpoint(tmp_path / "model", name))
+    model, draft = load(directory, profiling=True), spoiled(load(directory), "flat")
+    model.generation_config.eos_token_id = model.tokenizer.eos_token_id = None
+    prepare_draft(model, draft)
+    prompt = tuple(IDS[0, :PROMPT].tolist())
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(DRAWN):
+        expected = {
+            (*answer, token): before * share
+            for answer, before in expected.items()
+            for token, share in probabilities(model, (*prompt, *answer)).items()
+        }
+    torch.manual_seed(0)
+    model.profiler.clear()
+    found = Counter(
+        answer(model, Request(prompt, DRAWN, HOT), lambda piece: None, draft=draft).tokens for _ in range(draws)
+    )
+    assert found.keys() <= expected.keys()
+    chi = sum((found[key] - draws * share) ** 2 / (draws * share) for key, share in expected.items())
+    free = len(expected) - 1
+    assert chi < free + 5 * math.sqrt(2 * free)
+    passes = sum(sums.passes for sums in model.profiler.sums.values())
+    assert passes < (DRAWN - 0.3) * draws
+
+
+def test_beams_are_refused(tmp_path: Path) -> None:
+    model = load(split(checkpoint(tmp_path / "model", "qwen3_next")))
+    for options, found in (
+        ({"num_beams": 3}, "num_beams=3"),
+        ({"num_return_sequences": 2, "do_sample": True}, "2 sequences"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+        ({"cache_implementation": "static"}, "a StaticCache as the KV cache"),
+    ):
+        with pytest.raises(OptionError, match=f"found {found}"):
+            model.generate(IDS, max_new_tokens=3, custom_generate=Drafting("ngram"), **options)
+    plain = model.generate(IDS, max_new_tokens=9, do_sample=False)
+    assert torch.equal(model.generate(IDS, max_new_tokens=9, do_sample=False, custom_generate=Drafting("ngram")), plain)
+
+
+def test_every_family_by_rows_is_tested() -> None:
+    assert {family.model_type for family in HYBRIDS.values()} >= BY_ROWS
