@@ -62,20 +62,22 @@ FITTED_ERRORS: Mapping[str, float] = {**ERRORS, "4bit": 0.84 * ERRORS["4bit"], D
 """
 WEIGHTS: Mapping[str, float] = {
     "head": 1.0,
-    "embedding": 0.5,
-    "query": 0.02,
-    "key": 0.008,
-    "value": 0.008,
-    "query, key and value": 0.036,
-    "attention output": 0.01,
-    "gate and up": 0.004,
-    "down": 0.006,
-    "other": 0.008,
+    "embedding": 0.25,
+    "query": 0.33,
+    "key": 0.28,
+    "value": 1.6,
+    "query, key and value": 2.2,
+    "attention output": 0.45,
+    "gate and up": 0.85,
+    "down": 1.9,
+    "other": 1.0,
 }
-"""Nats of divergence per token for each unit of relative squared error, for one matrix of a model of eight layers."""
-MEASURED_LAYERS = 8
-FIRST_LAYERS = ((1 / 8, 8.0), (1 / 4, 3.0))
-"""Pairs of a fraction of the decoder layers, from the first, and the factor for the layers up to there."""
+"""Divergence for each unit of relative squared error, relative to the head's: of one matrix of all layers together.
+
+Means over models; see docs/PERFORMANCE.md.
+"""
+LAST_LAYERS, LAST_WEIGHTS = 1 / 8, {"down": 2.8, "gate and up": 1.6}
+"""Fraction of the decoder layers, from the last, and the factor there; other roles have 0.5."""
 
 _EXPERT = re.compile(r"(?P<block>.*?experts\.(?:expert_)?)(?P<number>\d+)\.(?P<rest>.+)")
 _ALL_EXPERTS = re.compile(r"(?:^|\.)experts\.")
@@ -156,7 +158,8 @@ def groups(
         if role == "embedding" and not has_head:  # it is the head too
             weight += WEIGHTS["head"]
         if (layer := _layer_index(members[0].name)) is not None:
-            weight *= MEASURED_LAYERS / depth * next((f for part, f in FIRST_LAYERS if layer < part * depth), 1.0)
+            is_last = layer >= depth - depth * LAST_LAYERS
+            weight *= (LAST_WEIGHTS.get(role, 0.5) if is_last else 1.0) / depth
         scheme_groups.append(SchemeGroup(role, tuple(members), weight, members[0].name in heads))
     return scheme_groups
 
