@@ -42,8 +42,8 @@ WINDOW, TOKENS, PROBLEMS = 128, 4096, 400
 ASKED = 32
 """Texts in the middle of which llama.cpp's own program predicts the next token."""
 AUTO, OURS, BITSANDBYTES, LLAMA_CPP = "RabbitLLM auto", "RabbitLLM", "bitsandbytes", "llama.cpp"
-COMPRESSED = ("8bit", "4bit", "4bit-double")
-BUDGETS = (0.27, 0.285, 0.31, 0.35, 0.4, 0.45, 0.5, 0.53)
+COMPRESSED = ("8bit", "4bit", "4bit-double", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs")
+BUDGETS = (0.285, 0.31, 0.335, 0.36, 0.385, 0.41, 0.46, 0.51, 0.535, 0.57)
 """Of `auto`: shares of the checkpoint's bytes."""
 _RESULTS = command_line.RESULTS / "quality"
 _WORK = command_line.WORK / "quality"

@@ -57,7 +57,7 @@ def show_allocation(console: Console, allocation: AllocationSummary) -> None:
     put(console, Text(f"  {'bits chosen':<{_ROLE_WIDTH}}{heads}", "dim"))
     sizes = {(share.role, share.scheme): share.nbytes for share in allocation.shares}
     for role in dict.fromkeys(share.role for share in allocation.shares):
-        cells = "".join(f"{size(sizes[role, s]) if (role, s) in sizes else '-':>{_CELL_WIDTH}}" for s in schemes)
+        cells = "".join(f"{_cell(sizes.get((role, scheme))):>{_CELL_WIDTH}}" for scheme in schemes)
         put(console, Text(f"  {role:<{_ROLE_WIDTH}}{cells}"))
     compared = allocation.compared
     uniform = {scheme: loss for scheme, loss in allocation.uniform.items() if allocation.fitted or scheme != compared}
@@ -69,6 +69,10 @@ def show_allocation(console: Console, allocation: AllocationSummary) -> None:
     if allocation.fitted:
         put(console, Text("  all with fitted scales, except the 4bit of the comparison", "dim"))
     put(console, Text(f"  {_limits(allocation)}", "dim"))
+
+
+def _cell(nbytes: int | None) -> str:
+    return "-" if nbytes is None else size(nbytes) if nbytes >= 10_000_000 else f"{nbytes / 1e6:.2f} MB"
 
 
 def _times(loss: float) -> str:
