@@ -29,7 +29,11 @@ class Group(NamedTuple):
 
 
 class BlockReader(Protocol):
-    """The fields of a block. Byte vectors have the operators & | >> << and -, modulo 256; ints have them too."""
+    """The fields of a block.
+
+    Byte vectors have the operators & | >> << and -, modulo 256; ints have them too. A float32 has a sign, and a product
+    with an int.
+    """
 
     def bytes(self, offset: int, count: int) -> Any:
         """A vector of bytes."""
@@ -52,12 +56,6 @@ class BlockReader(Protocol):
     def half_power(self, exponent: Any) -> Any:
         """2 ** (exponent - 128), float32."""
 
-    def times(self, scale: Any, factor: Any) -> Any:
-        """The product of a float32 and an int, float32."""
-
-    def negative(self, value: Any) -> Any:
-        """A float32 with the other sign."""
-
 
 Decode: TypeAlias = Callable[[BlockReader], Iterator[Group]]
 
@@ -76,7 +74,7 @@ def _q4_0(block: BlockReader) -> Iterator[Group]:
 
 
 def _q4_1(block: BlockReader) -> Iterator[Group]:
-    scale, least, both = block.half(0), block.negative(block.half(2)), block.bytes(4, 16)
+    scale, least, both = block.half(0), -block.half(2), block.bytes(4, 16)
     for codes in (both & 15, both >> 4):
         yield Group(codes, (scale,), (least,))
 
@@ -88,7 +86,7 @@ def _q5_0(block: BlockReader) -> Iterator[Group]:
 
 
 def _q5_1(block: BlockReader) -> Iterator[Group]:
-    scale, least, both = block.half(0), block.negative(block.half(2)), block.bytes(8, 16)
+    scale, least, both = block.half(0), -block.half(2), block.bytes(8, 16)
     for part, low in enumerate((both & 15, both >> 4)):
         yield Group(low | block.bits(4 + 2 * part, 16) << 4, (scale,), (least,))
 
@@ -102,8 +100,8 @@ def _q2_k(block: BlockReader) -> Iterator[Group]:
     for group in range(8):
         codes = block.bytes(16 + 32 * (group // 4), 32) >> 2 * (group % 4) & 3
         pair = [block.byte(2 * group + part) for part in (0, 1)]
-        scales = tuple(block.times(scale, both & 15) for both in pair)
-        yield Group(codes, scales, tuple(block.times(least, both >> 4) for both in pair))
+        scales = tuple(scale * (both & 15) for both in pair)
+        yield Group(codes, scales, tuple(least * (both >> 4) for both in pair))
 
 
 def _q3_k(block: BlockReader) -> Iterator[Group]:
@@ -115,7 +113,7 @@ def _q3_k(block: BlockReader) -> Iterator[Group]:
 
     for group in range(8):
         low = block.bytes(32 + 32 * (group // 4), 32) >> 2 * (group % 4) & 3
-        scales = tuple(block.times(scale, factor(2 * group + part)) for part in (0, 1))
+        scales = tuple(scale * factor(2 * group + part) for part in (0, 1))
         yield Group((low | (high >> group & 1) << 2) - 4, scales, signed=True)
 
 
@@ -133,7 +131,7 @@ def _q4_k(block: BlockReader) -> Iterator[Group]:
         factors = _six_bits(block, group)
         both = block.bytes(16 + 32 * (group // 2), 32)
         codes = both >> 4 if group % 2 else both & 15
-        yield Group(codes, (block.times(scale, factors[0]),), (block.times(least, factors[1]),))
+        yield Group(codes, (scale * factors[0],), (least * factors[1],))
 
 
 def _q5_k(block: BlockReader) -> Iterator[Group]:
@@ -142,7 +140,7 @@ def _q5_k(block: BlockReader) -> Iterator[Group]:
         factors = _six_bits(block, group)
         both = block.bytes(48 + 32 * (group // 2), 32)
         codes = (both >> 4 if group % 2 else both & 15) | (high >> group & 1) << 4
-        yield Group(codes, (block.times(scale, factors[0]),), (block.times(least, factors[1]),))
+        yield Group(codes, (scale * factors[0],), (least * factors[1],))
 
 
 def _q6_k(block: BlockReader) -> Iterator[Group]:
@@ -153,7 +151,7 @@ def _q6_k(block: BlockReader) -> Iterator[Group]:
         high = block.bytes(128 + 32 * half, 32) >> 2 * part & 3
         codes = ((both >> 4 if part > 1 else both & 15) | high << 4) - 32
         factors = (block.signed(block.byte(192 + 2 * group + pair)) for pair in (0, 1))
-        yield Group(codes, tuple(block.times(scale, factor) for factor in factors), signed=True)
+        yield Group(codes, tuple(scale * factor for factor in factors), signed=True)
 
 
 def _iq4_nl(block: BlockReader) -> Iterator[Group]:
@@ -165,7 +163,7 @@ def _iq4_xs(block: BlockReader) -> Iterator[Group]:
     for group in range(8):
         low = block.byte(4 + group // 2) >> 4 * (group % 2) & 15
         high = block.byte(2 + group // 4) >> 2 * (group % 4) & 3
-        yield from _halves(block, 8 + 16 * group, IQ4_VALUES, block.times(scale, (low | high << 4) - 32))
+        yield from _halves(block, 8 + 16 * group, IQ4_VALUES, scale * ((low | high << 4) - 32))
 
 
 def _tq2_0(block: BlockReader) -> Iterator[Group]:

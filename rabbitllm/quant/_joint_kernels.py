@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
 from rabbitllm.quant._product_kernels import address_of
@@ -69,12 +68,12 @@ def _emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
     def of(value: int) -> Any:
         return ir.Constant(I32, value)
 
-    with cgutils.for_range(b, count) as loop:
-        bits = emit.load(emit.add(source, b.shl(loop.index, number(2))), I32, 4)
+    with emit.loop(count) as index:
+        bits = emit.load(emit.add(source, b.shl(index, number(2))), I32, 4)
         odd = b.and_(b.lshr(bits, of(16)), of(1))
         is_nan = b.icmp_unsigned(">", b.and_(bits, of(0x7FFFFFFF)), of(0x7F800000))
         value = b.select(is_nan, of(0x7FC00000), b.add(bits, b.add(odd, of(0x7FFF))))
-        emit.store(b.trunc(b.lshr(value, of(16)), I16), emit.add(target, b.shl(loop.index, number(1))), 2)
+        emit.store(b.trunc(b.lshr(value, of(16)), I16), emit.add(target, b.shl(index, number(1))), 2)
 
 
 _CALL, _TEAM, _ROUND, _NARROW = (emitted(code, 16) for code in (_emit_call, _emit_team, _emit_round, _emit_narrow))
