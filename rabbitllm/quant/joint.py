@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rabbitllm.quant.coded import CodedMatrix
-    from rabbitllm.quant.products import FusedMatrix, Matrix
+    from rabbitllm.quant.products import FusedMatrix, KernelMatrix
 
 KEPT_BYTES = 1 << 20
 """Bytes of scratch memory that a thread keeps for its next product."""
@@ -41,7 +40,7 @@ class JointProduct:
         max_inputs: rows of input up to which this is the fastest method for all of them.
     """
 
-    def __init__(self, matrices: Sequence[Matrix | CodedMatrix], is_wide: Sequence[bool]) -> None:
+    def __init__(self, matrices: Sequence[KernelMatrix], is_wide: Sequence[bool]) -> None:
         self.matrices = tuple(matrices)
         self._is_wide = tuple(is_wide)
         self._pieces = [piece for matrix in matrices if (piece := matrix.as_integers()) is not None]
@@ -51,16 +50,16 @@ class JointProduct:
         self._templates: dict[tuple[int, int, torch.dtype], tuple[array[int], int, int]] = {}
 
     @classmethod
-    def of(cls, matrices: Sequence[Matrix | FusedMatrix | CodedMatrix], is_wide: Sequence[bool]) -> JointProduct | None:
+    def of(cls, matrices: Sequence[KernelMatrix | FusedMatrix], is_wide: Sequence[bool]) -> JointProduct | None:
         """The product of matrices that are all multiplied as integers, with one number of columns; None if not all are.
 
         Args:
             matrices: at least one.
             is_wide: for each, whether its result stays in float32.
         """
-        from rabbitllm.quant.products import FusedMatrix
+        from rabbitllm.quant.products import KernelMatrix
 
-        usable = [matrix for matrix in matrices if not isinstance(matrix, FusedMatrix)]
+        usable = [matrix for matrix in matrices if isinstance(matrix, KernelMatrix)]
         columns = {matrix.form.shape[1] for matrix in usable}
         if len(usable) < len(matrices) or len(columns) > 1 or torchs_team() is None:
             return None
