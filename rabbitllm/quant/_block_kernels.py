@@ -25,7 +25,7 @@ from rabbitllm.quant._gguf_decoders import DECODERS, Group
 from rabbitllm.quant._integer_blocks import LAYOUTS
 from rabbitllm.quant._kernel_interface import BEFORE_WORK, CODES, NUMBERS, PANELS
 from rabbitllm.quant._product_kernels import PIECE_WORDS, arguments, named, own_rows, pieces
-from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, number
+from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, half_power, number
 
 TOKENS = 4
 """Inputs for each decoded group."""
@@ -91,7 +91,7 @@ class _Number:
     def __neg__(self) -> _Number:
         return _Number(self.b, self.b.fneg(self.value))
 
-    __and__, __or__, __add__, __sub__ = map(_operator, ("and_", "or_", "add", "sub"))
+    __and__, __or__, __sub__ = map(_operator, ("and_", "or_", "sub"))
 
 
 class _BlockInMemory:
@@ -126,10 +126,7 @@ class _BlockInMemory:
         return _Number(self._emit.b, self._emit.b.fpext(self._read(offset, ir.HalfType()).value, F32))
 
     def half_power(self, exponent: _Number) -> _Number:
-        b = self._emit.b
-        is_small = b.icmp_signed("<", exponent.value, ir.Constant(I32, 2))
-        bits = b.select(is_small, ((exponent + 1) << 21).value, ((exponent - 1) << 23).value)
-        return _Number(b, b.bitcast(bits, F32))
+        return _Number(self._emit.b, half_power(self._emit.b, exponent.value))
 
     def _read(self, offset: int, ir_type: ir.Type) -> _Number:
         return _Number(self._emit.b, self._emit.load(self._emit.add(self._base, offset), ir_type, 1))
@@ -164,11 +161,10 @@ class _RowSums:
         products = [emit.zero] * len(inputs)
         for part in parts:
             for t, place in enumerate(inputs):
-                total: Any = ir.Constant(_integers.INTS, [0] * 16)
-                for n, words in enumerate(part.words):
-                    loaded = emit.load(emit.add(place, offset + 64 * n), _integers.WORDS, 2)
-                    total = _integers.multiply_add(emit, total, words, loaded)
-                products[t] = emit.fma(emit.b.sitofp(total, emit.floats), part.scale, products[t])
+                places = (emit.add(place, offset + 64 * n) for n in range(len(part.words)))
+                loaded = (emit.load(address, _integers.WORDS, 2) for address in places)
+                total = _integers.summed_products(emit, part.words, loaded)
+                products[t] = emit.fma(total, part.scale, products[t])
             offset += 64 * len(part.words)
         for t, place in enumerate(floats):
             scale = emit.spread(emit.load(place, F32, 4))

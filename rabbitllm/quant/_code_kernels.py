@@ -145,14 +145,8 @@ class _IntegerSegment(_ScaledSegment):
         emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16)
         both = emit.load(address, words, 1)
         nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
-        index = b.bitcast(emit.joined(*nibbles), ir.VectorType(I8, 64))
-        values = b.bitcast(_integers.look_up(emit, self._table, index), _integers.WORDS)
-        eight = every(_integers.WORDS, 8)
-        return [
-            _product_kernels.integer_products(
-                emit, [b.ashr(b.shl(values, eight), eight), b.ashr(values, eight)], inputs
-            )
-        ]
+        values = _integers.looked_up_words(emit, self._table, emit.joined(*nibbles))
+        return [_product_kernels.integer_products(emit, values, inputs)]
 
     def _scale_of_lanes(self, count: int) -> list[int]:
         return [lane % 8 * count // 8 for lane in range(16)]  # of low halves, then of high ones

@@ -22,7 +22,7 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _integers
 from rabbitllm.quant._gguf_decoders import FP4_VALUES, IQ4_VALUES
 from rabbitllm.quant._integers import WORDS, InputLayout
-from rabbitllm.quant._vectors import F32, I8, I32, Emitter
+from rabbitllm.quant._vectors import F32, I8, I32, Emitter, half_power
 
 # two blocks: of each word the even and the odd byte, then low and high nibbles apart
 _TWO_BLOCKS = InputLayout(64, (2, 2, 8, 2), (3, 1, 0, 2))
@@ -119,12 +119,8 @@ class _StepInMemory:
         if isinstance(values, range):
             even, odd = (self.masked(word, len(values) - 1) for word in (index, self.right(index, 8)))
             return self.minus(even, -values.start), self.minus(odd, -values.start)
-        emit = self.emit
         table = ir.Constant(ir.VectorType(I8, 16), [value & 255 for value in values])
-        places = self.b.bitcast(self.masked(index, 0x0F0F), ir.VectorType(I8, 64))
-        both = self.b.bitcast(_integers.look_up(emit, table, places), WORDS)
-        eight = ir.Constant(WORDS, [8] * 32)
-        return self.b.ashr(self.b.shl(both, eight), eight), self.b.ashr(both, eight)
+        return _integers.looked_up_words(self.emit, table, self.masked(index, 0x0F0F))
 
     def minus(self, words: Any, value: int) -> Any:
         return self._by(self.b.sub, words, value) if value else words
@@ -197,7 +193,9 @@ def _two_blocks(scheme: str, values: range | tuple[int, ...]) -> Callable[[_Step
 
         def scales(offset: int) -> list[Any]:
             if scheme == "MXFP4":
-                return [_half_power(step, block + offset) for block in (0, nbytes)]
+                # half the powers, since the table has twice the values
+                exponents = (step.emit.load(step.emit.add(step.base, block + offset), I8, 1) for block in (0, nbytes))
+                return [half_power(step.b, step.b.zext(exponent, I32)) for exponent in exponents]
             return [step.half(block + offset) for block in (0, nbytes)]
 
         least = None
@@ -206,17 +204,6 @@ def _two_blocks(scheme: str, values: range | tuple[int, ...]) -> Callable[[_Step
         return iter([IntegerPart(tuple(words), step.lanes(*scales(0) * 2))]), least
 
     return emitted
-
-
-def _half_power(step: _StepInMemory, offset: int) -> Any:
-    """Half the power of two whose exponent (E8M0) is at an offset, since the table has twice the values."""
-    b = step.b
-    raw = step.emit.load(step.emit.add(step.base, offset), I8, 1)
-    exponent = b.zext(raw, I32)
-    is_small = b.icmp_unsigned("<", exponent, ir.Constant(I32, 2))
-    small = b.shl(b.add(exponent, ir.Constant(I32, 1)), ir.Constant(I32, 21))
-    usual = b.shl(b.sub(exponent, ir.Constant(I32, 1)), ir.Constant(I32, 23))
-    return b.bitcast(b.select(is_small, small, usual), F32)
 
 
 def _q8_0(step: _StepInMemory) -> Emitted:

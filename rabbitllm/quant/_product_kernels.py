@@ -25,10 +25,8 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, Protocol
 
-from llvmlite import ir
-
+from rabbitllm.base.compiling import c_function, to_array
 from rabbitllm.quant import _integers
-from rabbitllm.quant._compiling import c_function
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, PANELS
 from rabbitllm.quant._vectors import (
     CODEBOOKS,
@@ -41,7 +39,6 @@ from rabbitllm.quant._vectors import (
     inlined,
     number,
     on_stack,
-    to_array,
 )
 
 ROWS = 4
@@ -176,13 +173,8 @@ def integer_inputs(emit: Emitter, integers: Any, scales: Any, begin: Any) -> lis
 
 def integer_products(emit: Emitter, codes: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:
     """Sums of two vectors of codes times `integer_inputs` of each token, float32, still apart in lanes."""
-    pair, sums = [*codes], []
-    for *vectors, scale in inputs:
-        total: Any = ir.Constant(_integers.INTS, [0] * 16)
-        for words, values in zip(pair, vectors, strict=True):
-            total = _integers.multiply_add(emit, total, words, values)
-        sums.append(emit.b.fmul(emit.b.sitofp(total, emit.floats), scale))
-    return sums
+    pair = [*codes]
+    return [emit.b.fmul(_integers.summed_products(emit, pair, vectors), scale) for *vectors, scale in inputs]
 
 
 class _OwnSegment:

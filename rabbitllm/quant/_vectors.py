@@ -200,6 +200,14 @@ class Emitter:
         return self.b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), places))
 
 
+def half_power(b: Any, exponent: Any) -> Any:
+    """2 ** (exponent - 128), float32, of an int of 32 bits."""
+    one, two = ir.Constant(I32, 1), ir.Constant(I32, 2)
+    small = b.shl(b.add(exponent, one), ir.Constant(I32, 21))
+    usual = b.shl(b.sub(exponent, one), ir.Constant(I32, 23))
+    return b.bitcast(b.select(b.icmp_unsigned("<", exponent, two), small, usual), F32)
+
+
 def number(value: Any) -> Any:
     """An LLVM value, or a Python number as one."""
     return ir.Constant(I64, value) if isinstance(value, int) else value
@@ -263,7 +271,6 @@ def on_stack(nbytes: int) -> Any:
 # Inlined into each caller: a separate function would have the same name in every kernel. A process that loads two
 # kernels that other processes have compiled and cached links them by name, so one would use the other's loops.
 inlined: Any = numba.njit(nogil=True, inline="always")
-to_array: Any = getattr(numba, "carray")  # noqa: B009 - numba does not say that it exports it
 
 
 SEGMENT = 64

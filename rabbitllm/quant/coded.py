@@ -168,7 +168,7 @@ class CodedMatrix(KernelMatrix):
 
     def method_for(self, count: int, dtype: torch.dtype) -> tuple[str, int]:
         width = kernel_for(self.form.kernel, dtype)
-        return CODES if count <= MAX_INPUTS[width] else DEQUANTIZED, width
+        return CODES if count <= MAX_INPUTS.get(width, 0) else DEQUANTIZED, width
 
     def layout(self) -> InputLayout:
         from rabbitllm.quant._code_kernels import NIBBLE_LAYOUT

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rabbitllm.base.compiling import compiled
 from rabbitllm.base.forks import Workers
-from rabbitllm.quant._compiling import compiled
 from rabbitllm.quant._vectors import inlined
 
 if TYPE_CHECKING:

@@ -83,6 +83,7 @@ class JointProduct:
         if template is None:
             template = self._templates[key] = self._template(*key)
         words, scratch_bytes, first = template
+        call, words_of_a_product = _compiled()
         shape = x.shape[:-1]
         results = [
             torch.empty((*shape, count), dtype=torch.float32 if is_wide else x.dtype)
@@ -95,8 +96,8 @@ class JointProduct:
         data[2] = scratch.data_ptr()
         for result in results:
             data[first] = result.data_ptr()
-            first += _words_of_a_product()
-        _compiled()(own)
+            first += words_of_a_product
+        call(own)
         return results
 
     def _template(self, threads: int, rows: int, dtype: torch.dtype) -> tuple[array[int], int, int]:
@@ -131,22 +132,17 @@ class JointProduct:
         _, each = _joint_kernels.addresses()
         head = [0, 0, 0, team.parallel, each, threads, _integers.rounding()[0]]
         head += [len(layouts), len(self._pieces), int(dtype == torch.bfloat16), rows, self._columns]
-        first = len(head) + len(inputs) + _joint_kernels.PRODUCT.index("result")
+        first = len(head) + len(inputs) + _joint_kernels.BEFORE_PIECE - 1
         return array("q", [*head, *inputs, *products]), size, first
 
 
 @functools.cache
-def _words_of_a_product() -> int:
+def _compiled() -> tuple[Callable[[int], None], int]:
+    """A function of Python that calls the compiled one, and the words of a product."""
     from rabbitllm.quant import _joint_kernels
 
-    return _joint_kernels.PRODUCT_WORDS
-
-
-@functools.cache
-def _compiled() -> Callable[[int], None]:
-    from rabbitllm.quant import _joint_kernels
-
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_joint_kernels.addresses()[0])
+    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_joint_kernels.addresses()[0])
+    return call, _joint_kernels.PRODUCT_WORDS
 
 
 class _Kept(threading.local):

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rabbitllm.quant._compiling import compiled
+from rabbitllm.base.compiling import compiled
 from rabbitllm.quant.schemes import INT8_BLOCK, NF4_BLOCK
 
 Codes: TypeAlias = npt.NDArray[np.uint8]
