@@ -13,6 +13,7 @@ groups by a single instruction; the sums are the same for all rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -148,9 +149,6 @@ class _StepInMemory:
             ints = (self.b.sext if signed else self.b.zext)(ints, self.emit.ints)
         return self.b.sitofp(ints, self.emit.floats)
 
-    def times(self, a: Any, b: Any) -> Any:
-        return self.b.fmul(a, b)
-
     def ints(self, offset: int, bits: int, count: int, order: Any) -> Any:
         """Ints of 32 bits from consecutive shorter ones, in an order."""
         picked = self.pick(self.load(offset, bits, count), order)
@@ -225,7 +223,7 @@ def _iq4_xs(step: _StepInMemory) -> Emitted:
     high = step.right(step.ints(2, 16, 1, [0] * 16), [2 * (lane % 8) for lane in range(16)])
     factors = step.b.or_(step.masked(low, 15), step.left(step.masked(high, 3), 4))
     factors = step.b.sub(factors, step.emit.every(32))
-    scales = step.times(step.lanes(step.half(0)), step.floats(factors))
+    scales = step.b.fmul(step.lanes(step.half(0)), step.floats(factors))
 
     def decoded() -> Iterator[IntegerPart]:
         for z in range(2):
@@ -242,48 +240,30 @@ def _six_bit_scales(step: _StepInMemory) -> Any:
     low = step.masked(step.right(step.pick(fields, [2, 3, 1, 3]), [0, 4, 0, 0]), [0x3F3F3F3F, 0x0F0F0F0F] * 2)
     high = step.masked(step.right(step.pick(fields, [2, 2, 1, 1]), 2), [0, 0x30303030] * 2)
     factors = step.b.bitcast(step.b.or_(low, high), ir.VectorType(I8, 16))
-    return step.times(step.lanes(step.half(2), step.half(0)), step.floats(factors))
+    return step.b.fmul(step.lanes(step.half(2), step.half(0)), step.floats(factors))
 
 
-def _pair_of_groups(first: int) -> list[int]:
-    """Lanes of the scales of a group and of the next but one, whose codes are in one vector."""
-    return [8 + first] * 8 + [8 + first + 2] * 8
-
-
-def _q4_k(step: _StepInMemory) -> Emitted:
-    scales = _six_bit_scales(step)
+def _q4_k(step: _StepInMemory, *, has_fifth: bool = False) -> Emitted:
+    scales, fifth = _six_bit_scales(step), step.twice(16) if has_fifth else None
 
     def decoded() -> Iterator[IntegerPart]:
         for z in range(2):
-            index = step.codes(16 + 64 * z)
+            low = step.codes((48 if has_fifth else 16) + 64 * z)
             for high in range(2):
-                words = step.both_bytes(range(16), step.right(index, 4 * high))
-                yield IntegerPart(words, step.pick(scales, _pair_of_groups(4 * z + high)))
-
-    return decoded(), scales
-
-
-def _q5_k(step: _StepInMemory) -> Emitted:
-    scales, fifth = _six_bit_scales(step), step.twice(16)
-
-    def decoded() -> Iterator[IntegerPart]:
-        for z in range(2):
-            low = step.codes(48 + 64 * z)
-            for high in range(2):
-                groups = [4 * z + high] * 16 + [4 * z + high + 2] * 16  # whose bits become the lowest of upper halves
-                moved = (
-                    step.right(fifth, [group - 4 for group in groups])
-                    if z
-                    else step.left(fifth, [4 - group for group in groups])
-                )
-                index = step.merged(step.right(low, 4 * high), moved, 15)
-                yield IntegerPart(step.both_bytes(range(32), index), step.pick(scales, _pair_of_groups(4 * z + high)))
+                index, first = step.right(low, 4 * high), 4 * z + high
+                if fifth is not None:
+                    groups = [first] * 16 + [first + 2] * 16  # whose bits become the lowest of upper halves
+                    shift = step.right if z else step.left
+                    index = step.merged(index, shift(fifth, [abs(group - 4) for group in groups]), 15)
+                words = step.both_bytes(range(32 if has_fifth else 16), index)
+                # a group and the next but one, whose codes are in one vector
+                yield IntegerPart(words, step.pick(scales, [8 + first] * 8 + [8 + first + 2] * 8))
 
     return decoded(), scales
 
 
 def _q6_k(step: _StepInMemory) -> Emitted:
-    scales = step.times(step.lanes(step.half(208)), step.floats(step.load(192, 8, 16), signed=True))
+    scales = step.b.fmul(step.lanes(step.half(208)), step.floats(step.load(192, 8, 16), signed=True))
 
     def decoded() -> Iterator[IntegerPart]:
         for half in range(2):
@@ -304,8 +284,8 @@ def _quarters(scales: Any, step: _StepInMemory, part: int) -> Any:
 
 def _q2_k(step: _StepInMemory) -> Emitted:
     both = step.load(0, 8, 16)
-    scales = step.times(step.lanes(step.half(80)), step.floats(step.masked(both, 15)))
-    minima = step.times(step.lanes(step.half(82)), step.floats(step.right(both, 4)))
+    scales = step.b.fmul(step.lanes(step.half(80)), step.floats(step.masked(both, 15)))
+    minima = step.b.fmul(step.lanes(step.half(82)), step.floats(step.right(both, 4)))
 
     def decoded() -> Iterator[IntegerPart]:
         index = step.codes(16)
@@ -321,7 +301,7 @@ def _q3_k(step: _StepInMemory) -> Emitted:
     high = step.right(step.ints(104, 8, 4, [*range(4)] * 4), [lane // 4 * 2 for lane in range(16)])
     factors = step.b.or_(step.masked(low, 15), step.left(step.masked(high, 3), 4))
     factors = step.b.sub(factors, step.emit.every(32))
-    scales = step.times(step.lanes(step.half(108)), step.floats(factors))
+    scales = step.b.fmul(step.lanes(step.half(108)), step.floats(factors))
 
     def decoded() -> Iterator[IntegerPart]:
         index, third = step.codes(32), step.right(step.twice(0), [0] * 16 + [4] * 16)
@@ -346,6 +326,6 @@ _EMITTED: Mapping[str, Callable[[_StepInMemory], Emitted]] = {
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
+    "Q5_K": functools.partial(_q4_k, has_fifth=True),
     "Q6_K": _q6_k,
 }

@@ -79,8 +79,12 @@ class CodedForm:
     @property
     def kernel(self) -> CodeKernel:
         """The kernel that multiplies it."""
-        group = min(self.block[1] or SEGMENT, SEGMENT)
-        return CodeKernel("float8" if self.codes == FP8 else "nibbles", SCALES[self.scales], group)
+        return _kernel_of(self.codes, self.scales, self.block[1])
+
+
+@functools.cache
+def _kernel_of(codes: str, scales: str, columns: int) -> CodeKernel:
+    return CodeKernel("float8" if codes == FP8 else "nibbles", SCALES[scales], min(columns or SEGMENT, SEGMENT))
 
 
 def is_scale(dtype: str) -> bool:

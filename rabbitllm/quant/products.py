@@ -292,12 +292,13 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         return MAX_CODE_INPUTS.get(self.form.scheme, 16)
 
     def method_for(self, count: int, dtype: torch.dtype) -> tuple[str, int]:
+        scheme = self.form.scheme
+        # a few types of blocks are smaller than the steps of the kernel by codes
+        if count <= self.max_inputs and self.table_for(INTEGERS) and not self.form.shape[1] % _layout(scheme).step:
+            return CODES, INTEGERS
         from rabbitllm.quant import _vectors
 
-        scheme, lanes = self.form.scheme, _vectors.lanes()
-        # a few types of blocks are smaller than the steps of the kernel by codes
-        if count <= self.max_inputs and self.table_for(INTEGERS) and not self.form.shape[1] % self.layout().step:
-            return CODES, INTEGERS
+        lanes = _vectors.lanes()
         if count <= MAX_PANEL_INPUTS.get(lanes, 0) and self.table_for(lanes) and _agrees(PANELS, scheme, lanes):
             return PANELS, lanes
         return DEQUANTIZED, 0
@@ -307,11 +308,11 @@ class Matrix(QuantizedMatrix, KernelMatrix):
 
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
         if width == INTEGERS:
-            return self.layout().inputs(x)
+            return _layout(self.form.scheme).inputs(x)
         return InputRows(x.float().contiguous() if self.form.scheme in BLOCK_TYPES else _kernels.interleaved(width, x))
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
-        step = self.layout().step if width == INTEGERS else 2 * width
+        step = _layout(self.form.scheme).step if width == INTEGERS else 2 * width
         sizes = _sizes(self.form.scheme, self.form.shape[1], step)
         return self.payload.data_ptr(), self.absmax.data_ptr(), self.table_for(width), *sizes
 
