@@ -1,14 +1,9 @@
 """The vector instructions of this processor, and the code with which kernels decode and multiply codes in registers.
 
-`Emitter` is an emitter of LLVM code. 16 (AVX-512) or 8 (AVX2) codes are decoded at a time. 4bit codes are looked up in
-a table in registers (VPERMPS, as an intrinsic, since LLVM would gather from memory). The 256 values of 8bit are too
-many for that: looking them up took twice as long as computing them from the slopes and starts of eight ramps.
-
-Even and odd inputs are in two arrays, because two 4bit codes share a byte, and 8bit codes are read in words.
-
-bfloat16 inputs are used unchanged if the processor multiplies pairs of them (VDPBF16PS). A table of bfloat16 then needs
-half the lookups and half the products, and the 256 values of 8bit are looked up too, by VPERMI2W. The values are
-rounded to bfloat16, after multiplication by the factor with the least rounding error; sums are in float32 as before.
+`Emitter` is an emitter of LLVM code. For panels 16 (AVX-512) or 8 (AVX2) codes are decoded at a time to float32. 4bit
+codes are looked up in a table in registers (VPERMPS, as an intrinsic, since LLVM would gather from memory). The 256
+values of 8bit are too many for that: looking them up took twice as long as computing them from the slopes and starts of
+eight ramps. Even and odd values are apart, because two 4bit codes share a byte, and 8bit codes are read in words.
 
 Rows and scales are left to the kernels.
 """
