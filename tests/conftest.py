@@ -94,7 +94,7 @@ BITS = frozenset(
         "quant/test_products.py",
         "quant/test_kernel_trial.py",
         "quant/test_nested_scales.py",
-        "quant/test_openmp.py",
+        "base/test_openmp.py",
         "pipeline/test_families.py",
         "pipeline/test_spread.py",
         "prepare/test_mixed.py",
@@ -136,7 +136,7 @@ FIRST = (
     "cli/test_worker.py",
     "splitter/test_memory.py",
     "benchmarks/test_quantizers.py",
-    "quant/test_compiling.py",
+    "base/test_compiling.py",
 )
 """Files with few tests that take long, the longest ones first. By their number of tests, which orders the others, they
 would be begun last."""

@@ -2,9 +2,11 @@
 
 __all__ = [
     "collection",
+    "compiling",
     "forks",
     "interrupts",
     "logs",
+    "openmp",
     "options",
     "plain_json",
     "progress",

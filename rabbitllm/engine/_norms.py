@@ -65,13 +65,13 @@ _FORWARDS = {lanes: functools.partial(_forward, lanes) for lanes in LANES}
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, rows: int, columns: int, lanes: int, epsilon: Any) -> torch.Tensor:
-    from rabbitllm.quant import norm_kernels  # numba comes with it
+    from rabbitllm.engine import _norm_kernels  # numba comes with it
 
     out = torch.empty_like(x)
     source, factor, result = x.data_ptr(), weight.data_ptr(), out.data_ptr()
     is_bfloat = x.dtype is torch.bfloat16
     pointers = source, source, factor, factor, result, result
-    norm_kernels.norm()(*pointers, is_bfloat, rows, columns, lanes, epsilon)
+    _norm_kernels.norm()(*pointers, is_bfloat, rows, columns, lanes, epsilon)
     return out
 
 

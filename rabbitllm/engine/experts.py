@@ -27,8 +27,7 @@ from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import ReadMode, SpanReader
 from rabbitllm.engine.weight_tensors import QuantizedWeight, WeightStandIn
 from rabbitllm.errors import AbsentWeightError
-from rabbitllm.quant.coded import CodedMatrix, CodedProduct
-from rabbitllm.quant.products import GroupedProduct, Matrix
+from rabbitllm.quant.products import GroupedProduct, KernelMatrix
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.telemetry.profiler import Profiler
@@ -145,7 +144,7 @@ class ExpertStack(WeightStandIn):
         product: Any = self._grouped(rows, first)
         if product is not None:
             candidates = (getattr(weight, "matrix", None) for weight in chain([first], weights))
-            matrices = (matrix for matrix in candidates if isinstance(matrix, Matrix | CodedMatrix))
+            matrices = (matrix for matrix in candidates if isinstance(matrix, KernelMatrix))
             at_once = list(islice(matrices, max(len(filled), 1)))
             product.multiply(at_once, spans[: len(at_once)])
             for span, matrix in zip(spans[len(at_once) :], matrices, strict=True):
@@ -157,7 +156,7 @@ class ExpertStack(WeightStandIn):
             out[begin:end] = self._product(rows[begin:end], weight)
         return out
 
-    def _grouped(self, rows: torch.Tensor, weight: torch.Tensor) -> GroupedProduct | CodedProduct | None:
+    def _grouped(self, rows: torch.Tensor, weight: torch.Tensor) -> GroupedProduct | None:
         """A grouped product for weights like this one; None if they are multiplied one by one."""
         needs_gradient = torch.is_grad_enabled() and rows.requires_grad
         if not self.transposed or not isinstance(weight, QuantizedWeight) or needs_gradient:

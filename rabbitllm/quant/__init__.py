@@ -7,7 +7,6 @@ __all__ = [
     "dequantize_kernels",
     "gguf_blocks",
     "joint",
-    "norm_kernels",
     "products",
     "quantize",
     "quantize_kernels",

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _integer_blocks, _integers, _product_kernels
@@ -26,13 +25,12 @@ from rabbitllm.quant._gguf_decoders import DECODERS, Group
 from rabbitllm.quant._integer_blocks import LAYOUTS
 from rabbitllm.quant._kernel_interface import BEFORE_WORK, CODES, NUMBERS, PANELS
 from rabbitllm.quant._product_kernels import PIECE_WORDS, arguments, named, own_rows, pieces
-from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, number
+from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, half_power, number
 
 TOKENS = 4
 """Inputs for each decoded group."""
 PREFETCHED = 8192
 """How many bytes ahead codes are prefetched: one row at a time hides less of the memory's latency than four."""
-_HALF = ir.HalfType()
 
 
 def address(method: str, scheme: str, width: int) -> int:
@@ -61,8 +59,15 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     return _product_kernels.panel_kernel(scheme, width, _fill(scheme, width))
 
 
+def _operator(instruction: str) -> Callable[[_Number, _Number | int], _Number]:
+    def apply(self: _Number, operand: _Number | int) -> _Number:
+        return _Number(self.b, getattr(self.b, instruction)(self.value, self._other(operand)))
+
+    return apply
+
+
 class _Number:
-    """An LLVM int, or a vector of bytes, with Python's operators."""
+    """An LLVM int or float32, or a vector of bytes, with Python's operators."""
 
     def __init__(self, builder: Any, value: Any) -> None:
         self.b = builder
@@ -74,23 +79,19 @@ class _Number:
         int_type = self.value.type
         return ir.Constant(int_type, [operand] * int_type.count if isinstance(int_type, ir.VectorType) else operand)
 
-    def __and__(self, operand: _Number | int) -> _Number:
-        return _Number(self.b, self.b.and_(self.value, self._other(operand)))
-
-    def __or__(self, operand: _Number | int) -> _Number:
-        return _Number(self.b, self.b.or_(self.value, self._other(operand)))
-
     def __rshift__(self, count: int) -> _Number:
         return _Number(self.b, self.b.lshr(self.value, self._other(count))) if count else self
 
     def __lshift__(self, count: int) -> _Number:
         return _Number(self.b, self.b.shl(self.value, self._other(count))) if count else self
 
-    def __add__(self, operand: _Number | int) -> _Number:
-        return _Number(self.b, self.b.add(self.value, self._other(operand)))
+    def __mul__(self, factor: _Number) -> _Number:
+        return _Number(self.b, self.b.fmul(self.value, self.b.sitofp(factor.value, F32)))
 
-    def __sub__(self, operand: _Number | int) -> _Number:
-        return _Number(self.b, self.b.sub(self.value, self._other(operand)))
+    def __neg__(self) -> _Number:
+        return _Number(self.b, self.b.fneg(self.value))
+
+    __and__, __or__, __sub__ = map(_operator, ("and_", "or_", "sub"))
 
 
 class _BlockInMemory:
@@ -121,20 +122,11 @@ class _BlockInMemory:
         b = self._emit.b
         return _Number(b, b.sext(b.trunc(value.value, I8), I32))
 
-    def half(self, offset: int) -> Any:
-        return self._emit.b.fpext(self._read(offset, _HALF).value, F32)
+    def half(self, offset: int) -> _Number:
+        return _Number(self._emit.b, self._emit.b.fpext(self._read(offset, ir.HalfType()).value, F32))
 
-    def half_power(self, exponent: _Number) -> Any:
-        b = self._emit.b
-        is_small = b.icmp_signed("<", exponent.value, ir.Constant(I32, 2))
-        bits = b.select(is_small, ((exponent + 1) << 21).value, ((exponent - 1) << 23).value)
-        return b.bitcast(bits, F32)
-
-    def times(self, scale: Any, factor: _Number) -> Any:
-        return self._emit.b.fmul(scale, self._emit.b.sitofp(factor.value, F32))
-
-    def negative(self, value: Any) -> Any:
-        return self._emit.b.fneg(value)
+    def half_power(self, exponent: _Number) -> _Number:
+        return _Number(self._emit.b, half_power(self._emit.b, exponent.value))
 
     def _read(self, offset: int, ir_type: ir.Type) -> _Number:
         return _Number(self._emit.b, self._emit.load(self._emit.add(self._base, offset), ir_type, 1))
@@ -169,11 +161,10 @@ class _RowSums:
         products = [emit.zero] * len(inputs)
         for part in parts:
             for t, place in enumerate(inputs):
-                total: Any = ir.Constant(_integers.INTS, [0] * 16)
-                for n, words in enumerate(part.words):
-                    loaded = emit.load(emit.add(place, offset + 64 * n), _integers.WORDS, 2)
-                    total = _integers.multiply_add(emit, total, words, loaded)
-                products[t] = emit.fma(emit.b.sitofp(total, emit.floats), part.scale, products[t])
+                places = (emit.add(place, offset + 64 * n) for n in range(len(part.words)))
+                loaded = (emit.load(address, _integers.WORDS, 2) for address in places)
+                total = _integers.summed_products(emit, part.words, loaded)
+                products[t] = emit.fma(total, part.scale, products[t])
             offset += 64 * len(part.words)
         for t, place in enumerate(floats):
             scale = emit.spread(emit.load(place, F32, 4))
@@ -207,9 +198,9 @@ def _dot(scheme: str, tokens: int) -> Any:
         builder = emit.b
         numbers = _product_kernels.numbers_to(emit, tokens, left)
         sums = _RowSums(emit, scheme, tokens)
-        with cgutils.for_range(builder, steps) as loop:
-            base = emit.add(codes, builder.mul(loop.index, number(code_bytes)))
-            places = [emit.add(builder.mul(steps, t), loop.index) for t in numbers]
+        with emit.loop(steps) as index:
+            base = emit.add(codes, builder.mul(index, number(code_bytes)))
+            places = [emit.add(builder.mul(steps, t), index) for t in numbers]
             starts = [emit.add(inputs, builder.mul(i, number(2 * layout.step))) for i in places]
             sums.add(base, starts, [emit.add(floats, builder.mul(i, number(4 + 4 * layout.groups))) for i in places])
         for t, place in enumerate(numbers):
@@ -229,14 +220,14 @@ def _fill(scheme: str, width: int) -> Any:
             builder.udiv(builder.mul(step, number(2 * width)), number(block.elements)) for step in (first, steps)
         )
         start = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(block.nbytes)))
-        with cgutils.for_range(builder, count) as loop:
-            base = emit.add(start, builder.mul(loop.index, number(block.nbytes)))
-            place = emit.add(panel, builder.mul(loop.index, number(block.elements * 4)))
+        with emit.loop(count) as index:
+            base = emit.add(start, builder.mul(index, number(block.nbytes)))
+            place = emit.add(panel, builder.mul(index, number(block.elements * 4)))
             element = 0
             for group in decode(_BlockInMemory(emit, base)):
                 for part, scale in enumerate(group.scales):
-                    spread = emit.spread(scale)
-                    least = emit.spread(group.minima[part]) if group.minima else None
+                    spread = emit.spread(scale.value)
+                    least = emit.spread(group.minima[part].value) if group.minima else None
                     for value in _floats(emit, group, part):
                         product = builder.fmul(value, spread)
                         product = builder.fsub(product, least) if least is not None else product

@@ -18,21 +18,10 @@ import numpy.typing as npt
 from llvmlite import ir
 
 from rabbitllm.quant import _integers, _product_kernels
+from rabbitllm.quant._integers import WORDS as _WORDS
 from rabbitllm.quant._integers import InputLayout
 from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS, CodeKernel
-from rabbitllm.quant._vectors import (
-    F32,
-    I8,
-    I16,
-    I32,
-    SEGMENT,
-    Emitter,
-    Floats,
-    every,
-    number,
-    pair_products,
-    pairs_apart,
-)
+from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, SEGMENT, Emitter, every, number
 
 NIBBLES = "nibbles"
 _SCALE_BITS = {"f32": 32, "bf16": 16, "f16": 16, "power": 8, "float8": 8}
@@ -156,31 +145,50 @@ class _IntegerSegment(_ScaledSegment):
         emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16)
         both = emit.load(address, words, 1)
         nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
-        index = b.bitcast(emit.joined(*nibbles), ir.VectorType(I8, 64))
-        values = b.bitcast(_integers.look_up(emit, self._table, index), _integers.WORDS)
-        eight = every(_integers.WORDS, 8)
-        return [
-            _product_kernels.integer_products(
-                emit, [b.ashr(b.shl(values, eight), eight), b.ashr(values, eight)], inputs
-            )
-        ]
+        values = _integers.looked_up_words(emit, self._table, emit.joined(*nibbles))
+        return [_product_kernels.integer_products(emit, values, inputs)]
 
     def _scale_of_lanes(self, count: int) -> list[int]:
         return [lane % 8 * count // 8 for lane in range(16)]  # of low halves, then of high ones
 
 
-class _FloatSegment(_ScaledSegment, Floats):
-    """Multiplies in float32."""
+class _FloatSegment(_ScaledSegment):
+    """Multiplies in float32; even and odd inputs are in separate arrays."""
 
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
         super().__init__(kernel, emit, table)
         self.codes_a_part = max(2 * emit.width, kernel.group)
 
-    def weights(self, address: Any) -> tuple[Any, Any]:
+    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
+        emit = self._emit
+        places = range(0, HALF_BYTES, emit.width * 4)
+        return [emit.load(emit.add(half, begin, offset), emit.floats, 4) for offset in places for half in (even, odd)]
+
+    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
         emit, width = self._emit, self._emit.width
         words = ir.VectorType(I16, width)
-        low, high = self._halves(emit.load(address, words, 1), words)
-        return _wider(emit.b, low, width), _wider(emit.b, high, width)
+        parts = [[emit.zero] * len(inputs) for _ in range(SEGMENT // self.codes_a_part)]
+        for begin in range(0, SEGMENT, 2 * width):
+            part = parts[begin // self.codes_a_part]
+            halves = self._halves(emit.load(emit.add(address, begin), words, 1), words)
+            both = [_wider(emit.b, codes, width) for codes in halves]
+            for t, vectors in enumerate(inputs):
+                for weight, value in zip(both, vectors[begin // width :], strict=False):
+                    part[t] = emit.fma(weight, value, part[t])
+        return parts
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """bfloat16, a type that llvmlite lacks."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
 
 
 class _PairSegment(_ScaledSegment):
@@ -188,27 +196,32 @@ class _PairSegment(_ScaledSegment):
 
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
         super().__init__(kernel, emit, table)
-        self._words = ir.VectorType(I16, 32)
         places = range(0, _TABLE_BYTES[kernel.codes], 64)
-        self._tables = [emit.load(emit.add(table, offset), self._words, 1) for offset in places]
+        self._tables = [emit.load(emit.add(table, offset), _WORDS, 1) for offset in places]
 
     def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        return pairs_apart(self._emit, self._emit.add(even, begin))
+        emit = self._emit
+        first, second = (emit.load(emit.add(even, begin, offset), _WORDS, 2) for offset in (0, 64))
+        return [emit.pick(first, second, range(parity, 64, 2)) for parity in (0, 1)]
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        return [pair_products(self._emit, self._weights(address), inputs)]
-
-    def _weights(self, address: Any) -> list[Any]:
-        emit, words = self._emit, self._words
-        return [self._of_128(code) for code in self._halves(emit.load(address, words, 1), words)]
+        emit, paired = self._emit, ir.VectorType(_BFloat(), 32)
+        multiply = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, emit.floats, paired, paired)
+        halves = self._halves(emit.load(address, _WORDS, 1), _WORDS)
+        weights = [emit.b.bitcast(self._of_128(code), paired) for code in halves]
+        sums: list[Any] = [emit.zero] * len(inputs)
+        for t, vectors in enumerate(inputs):
+            for weight, value in zip(weights, vectors, strict=True):
+                sums[t] = emit.b.call(multiply, [sums[t], weight, emit.b.bitcast(value, paired)])
+        return [sums]
 
     def _of_128(self, code: Any) -> Any:
         """The values of float8 codes, which are positive up to 127 and the same, negative, beyond."""
-        emit, b, words = self._emit, self._emit.b, self._words
-        permute = emit.function("llvm.x86.avx512.vpermi2var.hi.512", words, words, words, words)
+        emit, b = self._emit, self._emit.b
+        permute = emit.function("llvm.x86.avx512.vpermi2var.hi.512", *[_WORDS] * 4)
         low, high = (b.call(permute, [self._tables[index], code, self._tables[index + 1]]) for index in (0, 2))
-        is_high = b.icmp_unsigned("!=", b.and_(code, every(words, 64)), every(words, 0))
-        return b.or_(b.select(is_high, high, low), b.shl(b.and_(code, every(words, 128)), every(words, 8)))
+        is_high = b.icmp_unsigned("!=", b.and_(code, every(_WORDS, 64)), every(_WORDS, 0))
+        return b.or_(b.select(is_high, high, low), b.shl(b.and_(code, every(_WORDS, 128)), every(_WORDS, 8)))
 
 
 def _wider(b: Any, codes: Any, count: int) -> Any:

@@ -8,6 +8,7 @@ Formats: https://github.com/ggml-org/ggml, `src/ggml-common.h` and `src/ggml-qua
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -29,7 +30,11 @@ class Group(NamedTuple):
 
 
 class BlockReader(Protocol):
-    """The fields of a block. Byte vectors have the operators & | >> << and -, modulo 256; ints have them too."""
+    """The fields of a block.
+
+    Byte vectors have the operators & | >> << and -, modulo 256; ints have them too. A float32 has a sign, and a product
+    with an int.
+    """
 
     def bytes(self, offset: int, count: int) -> Any:
         """A vector of bytes."""
@@ -52,12 +57,6 @@ class BlockReader(Protocol):
     def half_power(self, exponent: Any) -> Any:
         """2 ** (exponent - 128), float32."""
 
-    def times(self, scale: Any, factor: Any) -> Any:
-        """The product of a float32 and an int, float32."""
-
-    def negative(self, value: Any) -> Any:
-        """A float32 with the other sign."""
-
 
 Decode: TypeAlias = Callable[[BlockReader], Iterator[Group]]
 
@@ -69,28 +68,18 @@ def _halves(block: BlockReader, offset: int, values: tuple[int, ...], scale: Any
         yield Group(block.look_up(values, index), (scale,), signed=True)
 
 
-def _q4_0(block: BlockReader) -> Iterator[Group]:
-    scale, both = block.half(0), block.bytes(2, 16)
-    for codes in (both & 15, both >> 4):
-        yield Group(codes - 8, (scale,), signed=True)
+def _nibbles(*, has_minimum: bool, has_fifth: bool) -> Decode:
+    """A scale, in some types a minimum and the fifth bits of all codes, and 16 bytes with two codes each."""
+    first = 4 if has_minimum else 2
 
+    def decode(block: BlockReader) -> Iterator[Group]:
+        scale, minima = block.half(0), (-block.half(2),) if has_minimum else ()
+        both = block.bytes(first + 4 * has_fifth, 16)
+        for part, low in enumerate((both & 15, both >> 4)):
+            codes = low | block.bits(first + 2 * part, 16) << 4 if has_fifth else low
+            yield Group(codes if has_minimum else codes - (16 if has_fifth else 8), (scale,), minima, not has_minimum)
 
-def _q4_1(block: BlockReader) -> Iterator[Group]:
-    scale, least, both = block.half(0), block.negative(block.half(2)), block.bytes(4, 16)
-    for codes in (both & 15, both >> 4):
-        yield Group(codes, (scale,), (least,))
-
-
-def _q5_0(block: BlockReader) -> Iterator[Group]:
-    scale, both = block.half(0), block.bytes(6, 16)
-    for part, low in enumerate((both & 15, both >> 4)):
-        yield Group((low | block.bits(2 + 2 * part, 16) << 4) - 16, (scale,), signed=True)
-
-
-def _q5_1(block: BlockReader) -> Iterator[Group]:
-    scale, least, both = block.half(0), block.negative(block.half(2)), block.bytes(8, 16)
-    for part, low in enumerate((both & 15, both >> 4)):
-        yield Group(low | block.bits(4 + 2 * part, 16) << 4, (scale,), (least,))
+    return decode
 
 
 def _q8_0(block: BlockReader) -> Iterator[Group]:
@@ -102,8 +91,8 @@ def _q2_k(block: BlockReader) -> Iterator[Group]:
     for group in range(8):
         codes = block.bytes(16 + 32 * (group // 4), 32) >> 2 * (group % 4) & 3
         pair = [block.byte(2 * group + part) for part in (0, 1)]
-        scales = tuple(block.times(scale, both & 15) for both in pair)
-        yield Group(codes, scales, tuple(block.times(least, both >> 4) for both in pair))
+        scales = tuple(scale * (both & 15) for both in pair)
+        yield Group(codes, scales, tuple(least * (both >> 4) for both in pair))
 
 
 def _q3_k(block: BlockReader) -> Iterator[Group]:
@@ -115,7 +104,7 @@ def _q3_k(block: BlockReader) -> Iterator[Group]:
 
     for group in range(8):
         low = block.bytes(32 + 32 * (group // 4), 32) >> 2 * (group % 4) & 3
-        scales = tuple(block.times(scale, factor(2 * group + part)) for part in (0, 1))
+        scales = tuple(scale * factor(2 * group + part) for part in (0, 1))
         yield Group((low | (high >> group & 1) << 2) - 4, scales, signed=True)
 
 
@@ -127,22 +116,14 @@ def _six_bits(block: BlockReader, group: int) -> tuple[Any, Any]:
     return both & 15 | scale >> 6 << 4, both >> 4 | least >> 6 << 4
 
 
-def _q4_k(block: BlockReader) -> Iterator[Group]:
-    scale, least = block.half(0), block.half(2)
+def _q4_k(block: BlockReader, *, has_fifth: bool = False) -> Iterator[Group]:
+    scale, least, high = block.half(0), block.half(2), block.bytes(16, 32) if has_fifth else None
     for group in range(8):
         factors = _six_bits(block, group)
-        both = block.bytes(16 + 32 * (group // 2), 32)
+        both = block.bytes((48 if has_fifth else 16) + 32 * (group // 2), 32)
         codes = both >> 4 if group % 2 else both & 15
-        yield Group(codes, (block.times(scale, factors[0]),), (block.times(least, factors[1]),))
-
-
-def _q5_k(block: BlockReader) -> Iterator[Group]:
-    scale, least, high = block.half(0), block.half(2), block.bytes(16, 32)
-    for group in range(8):
-        factors = _six_bits(block, group)
-        both = block.bytes(48 + 32 * (group // 2), 32)
-        codes = (both >> 4 if group % 2 else both & 15) | (high >> group & 1) << 4
-        yield Group(codes, (block.times(scale, factors[0]),), (block.times(least, factors[1]),))
+        codes = codes if high is None else codes | (high >> group & 1) << 4
+        yield Group(codes, (scale * factors[0],), (least * factors[1],))
 
 
 def _q6_k(block: BlockReader) -> Iterator[Group]:
@@ -153,7 +134,7 @@ def _q6_k(block: BlockReader) -> Iterator[Group]:
         high = block.bytes(128 + 32 * half, 32) >> 2 * part & 3
         codes = ((both >> 4 if part > 1 else both & 15) | high << 4) - 32
         factors = (block.signed(block.byte(192 + 2 * group + pair)) for pair in (0, 1))
-        yield Group(codes, tuple(block.times(scale, factor) for factor in factors), signed=True)
+        yield Group(codes, tuple(scale * factor for factor in factors), signed=True)
 
 
 def _iq4_nl(block: BlockReader) -> Iterator[Group]:
@@ -165,7 +146,7 @@ def _iq4_xs(block: BlockReader) -> Iterator[Group]:
     for group in range(8):
         low = block.byte(4 + group // 2) >> 4 * (group % 2) & 15
         high = block.byte(2 + group // 4) >> 2 * (group % 4) & 3
-        yield from _halves(block, 8 + 16 * group, IQ4_VALUES, block.times(scale, (low | high << 4) - 32))
+        yield from _halves(block, 8 + 16 * group, IQ4_VALUES, scale * ((low | high << 4) - 32))
 
 
 def _tq2_0(block: BlockReader) -> Iterator[Group]:
@@ -185,15 +166,15 @@ FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 DECODERS: Mapping[str, Decode] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
+    "Q4_0": _nibbles(has_minimum=False, has_fifth=False),
+    "Q4_1": _nibbles(has_minimum=True, has_fifth=False),
+    "Q5_0": _nibbles(has_minimum=False, has_fifth=True),
+    "Q5_1": _nibbles(has_minimum=True, has_fifth=True),
     "Q8_0": _q8_0,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
+    "Q5_K": functools.partial(_q4_k, has_fifth=True),
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,

@@ -13,6 +13,7 @@ groups by a single instruction; the sums are the same for all rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _integers
 from rabbitllm.quant._gguf_decoders import FP4_VALUES, IQ4_VALUES
 from rabbitllm.quant._integers import WORDS, InputLayout
-from rabbitllm.quant._vectors import F32, I8, I32, Emitter
+from rabbitllm.quant._vectors import F32, I8, I32, Emitter, half_power
 
 # two blocks: of each word the even and the odd byte, then low and high nibbles apart
 _TWO_BLOCKS = InputLayout(64, (2, 2, 8, 2), (3, 1, 0, 2))
@@ -119,12 +120,8 @@ class _StepInMemory:
         if isinstance(values, range):
             even, odd = (self.masked(word, len(values) - 1) for word in (index, self.right(index, 8)))
             return self.minus(even, -values.start), self.minus(odd, -values.start)
-        emit = self.emit
         table = ir.Constant(ir.VectorType(I8, 16), [value & 255 for value in values])
-        places = self.b.bitcast(self.masked(index, 0x0F0F), ir.VectorType(I8, 64))
-        both = self.b.bitcast(_integers.look_up(emit, table, places), WORDS)
-        eight = ir.Constant(WORDS, [8] * 32)
-        return self.b.ashr(self.b.shl(both, eight), eight), self.b.ashr(both, eight)
+        return _integers.looked_up_words(self.emit, table, self.masked(index, 0x0F0F))
 
     def minus(self, words: Any, value: int) -> Any:
         return self._by(self.b.sub, words, value) if value else words
@@ -151,9 +148,6 @@ class _StepInMemory:
         if ints.type.element.width < 32:
             ints = (self.b.sext if signed else self.b.zext)(ints, self.emit.ints)
         return self.b.sitofp(ints, self.emit.floats)
-
-    def times(self, a: Any, b: Any) -> Any:
-        return self.b.fmul(a, b)
 
     def ints(self, offset: int, bits: int, count: int, order: Any) -> Any:
         """Ints of 32 bits from consecutive shorter ones, in an order."""
@@ -197,7 +191,9 @@ def _two_blocks(scheme: str, values: range | tuple[int, ...]) -> Callable[[_Step
 
         def scales(offset: int) -> list[Any]:
             if scheme == "MXFP4":
-                return [_half_power(step, block + offset) for block in (0, nbytes)]
+                # half the powers, since the table has twice the values
+                exponents = (step.emit.load(step.emit.add(step.base, block + offset), I8, 1) for block in (0, nbytes))
+                return [half_power(step.b, step.b.zext(exponent, I32)) for exponent in exponents]
             return [step.half(block + offset) for block in (0, nbytes)]
 
         least = None
@@ -206,17 +202,6 @@ def _two_blocks(scheme: str, values: range | tuple[int, ...]) -> Callable[[_Step
         return iter([IntegerPart(tuple(words), step.lanes(*scales(0) * 2))]), least
 
     return emitted
-
-
-def _half_power(step: _StepInMemory, offset: int) -> Any:
-    """Half the power of two whose exponent (E8M0) is at an offset, since the table has twice the values."""
-    b = step.b
-    raw = step.emit.load(step.emit.add(step.base, offset), I8, 1)
-    exponent = b.zext(raw, I32)
-    is_small = b.icmp_unsigned("<", exponent, ir.Constant(I32, 2))
-    small = b.shl(b.add(exponent, ir.Constant(I32, 1)), ir.Constant(I32, 21))
-    usual = b.shl(b.sub(exponent, ir.Constant(I32, 1)), ir.Constant(I32, 23))
-    return b.bitcast(b.select(is_small, small, usual), F32)
 
 
 def _q8_0(step: _StepInMemory) -> Emitted:
@@ -238,7 +223,7 @@ def _iq4_xs(step: _StepInMemory) -> Emitted:
     high = step.right(step.ints(2, 16, 1, [0] * 16), [2 * (lane % 8) for lane in range(16)])
     factors = step.b.or_(step.masked(low, 15), step.left(step.masked(high, 3), 4))
     factors = step.b.sub(factors, step.emit.every(32))
-    scales = step.times(step.lanes(step.half(0)), step.floats(factors))
+    scales = step.b.fmul(step.lanes(step.half(0)), step.floats(factors))
 
     def decoded() -> Iterator[IntegerPart]:
         for z in range(2):
@@ -255,48 +240,30 @@ def _six_bit_scales(step: _StepInMemory) -> Any:
     low = step.masked(step.right(step.pick(fields, [2, 3, 1, 3]), [0, 4, 0, 0]), [0x3F3F3F3F, 0x0F0F0F0F] * 2)
     high = step.masked(step.right(step.pick(fields, [2, 2, 1, 1]), 2), [0, 0x30303030] * 2)
     factors = step.b.bitcast(step.b.or_(low, high), ir.VectorType(I8, 16))
-    return step.times(step.lanes(step.half(2), step.half(0)), step.floats(factors))
+    return step.b.fmul(step.lanes(step.half(2), step.half(0)), step.floats(factors))
 
 
-def _pair_of_groups(first: int) -> list[int]:
-    """Lanes of the scales of a group and of the next but one, whose codes are in one vector."""
-    return [8 + first] * 8 + [8 + first + 2] * 8
-
-
-def _q4_k(step: _StepInMemory) -> Emitted:
-    scales = _six_bit_scales(step)
+def _q4_k(step: _StepInMemory, *, has_fifth: bool = False) -> Emitted:
+    scales, fifth = _six_bit_scales(step), step.twice(16) if has_fifth else None
 
     def decoded() -> Iterator[IntegerPart]:
         for z in range(2):
-            index = step.codes(16 + 64 * z)
+            low = step.codes((48 if has_fifth else 16) + 64 * z)
             for high in range(2):
-                words = step.both_bytes(range(16), step.right(index, 4 * high))
-                yield IntegerPart(words, step.pick(scales, _pair_of_groups(4 * z + high)))
-
-    return decoded(), scales
-
-
-def _q5_k(step: _StepInMemory) -> Emitted:
-    scales, fifth = _six_bit_scales(step), step.twice(16)
-
-    def decoded() -> Iterator[IntegerPart]:
-        for z in range(2):
-            low = step.codes(48 + 64 * z)
-            for high in range(2):
-                groups = [4 * z + high] * 16 + [4 * z + high + 2] * 16  # whose bits become the lowest of upper halves
-                moved = (
-                    step.right(fifth, [group - 4 for group in groups])
-                    if z
-                    else step.left(fifth, [4 - group for group in groups])
-                )
-                index = step.merged(step.right(low, 4 * high), moved, 15)
-                yield IntegerPart(step.both_bytes(range(32), index), step.pick(scales, _pair_of_groups(4 * z + high)))
+                index, first = step.right(low, 4 * high), 4 * z + high
+                if fifth is not None:
+                    groups = [first] * 16 + [first + 2] * 16  # whose bits become the lowest of upper halves
+                    shift = step.right if z else step.left
+                    index = step.merged(index, shift(fifth, [abs(group - 4) for group in groups]), 15)
+                words = step.both_bytes(range(32 if has_fifth else 16), index)
+                # a group and the next but one, whose codes are in one vector
+                yield IntegerPart(words, step.pick(scales, [8 + first] * 8 + [8 + first + 2] * 8))
 
     return decoded(), scales
 
 
 def _q6_k(step: _StepInMemory) -> Emitted:
-    scales = step.times(step.lanes(step.half(208)), step.floats(step.load(192, 8, 16), signed=True))
+    scales = step.b.fmul(step.lanes(step.half(208)), step.floats(step.load(192, 8, 16), signed=True))
 
     def decoded() -> Iterator[IntegerPart]:
         for half in range(2):
@@ -317,8 +284,8 @@ def _quarters(scales: Any, step: _StepInMemory, part: int) -> Any:
 
 def _q2_k(step: _StepInMemory) -> Emitted:
     both = step.load(0, 8, 16)
-    scales = step.times(step.lanes(step.half(80)), step.floats(step.masked(both, 15)))
-    minima = step.times(step.lanes(step.half(82)), step.floats(step.right(both, 4)))
+    scales = step.b.fmul(step.lanes(step.half(80)), step.floats(step.masked(both, 15)))
+    minima = step.b.fmul(step.lanes(step.half(82)), step.floats(step.right(both, 4)))
 
     def decoded() -> Iterator[IntegerPart]:
         index = step.codes(16)
@@ -334,7 +301,7 @@ def _q3_k(step: _StepInMemory) -> Emitted:
     high = step.right(step.ints(104, 8, 4, [*range(4)] * 4), [lane // 4 * 2 for lane in range(16)])
     factors = step.b.or_(step.masked(low, 15), step.left(step.masked(high, 3), 4))
     factors = step.b.sub(factors, step.emit.every(32))
-    scales = step.times(step.lanes(step.half(108)), step.floats(factors))
+    scales = step.b.fmul(step.lanes(step.half(108)), step.floats(factors))
 
     def decoded() -> Iterator[IntegerPart]:
         index, third = step.codes(32), step.right(step.twice(0), [0] * 16 + [4] * 16)
@@ -359,6 +326,6 @@ _EMITTED: Mapping[str, Callable[[_StepInMemory], Emitted]] = {
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
+    "Q5_K": functools.partial(_q4_k, has_fifth=True),
     "Q6_K": _q6_k,
 }

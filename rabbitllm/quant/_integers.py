@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,9 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 
-from rabbitllm.quant._compiling import c_function
+from rabbitllm.base.compiling import c_function, to_array
 from rabbitllm.quant._kernel_interface import InputRows
-from rabbitllm.quant._vectors import F32, I8, I16, I32, ZERO_CODE, Emitter, every, features, to_array
+from rabbitllm.quant._vectors import F32, I8, I16, I32, ZERO_CODE, Emitter, every, features
 
 if TYPE_CHECKING:
     import torch
@@ -160,6 +161,21 @@ def multiply_add(emit: Emitter, total: Any, words: Any, inputs: Any) -> Any:
 def look_up(emit: Emitter, table: Any, index: Any) -> Any:
     """64 bytes of a table, a vector of 16 bytes, by 64 bytes, whose upper halves are 0."""
     return _divided(emit, _BYTES, "avx2.pshuf.b", "avx512.pshuf.b.512", emit.joined(*[table] * 4), index)
+
+
+def looked_up_words(emit: Emitter, table: Any, index: Any) -> tuple[Any, Any]:
+    """Signed bytes of a table, as words: by the even and by the odd bytes of 64, whose upper halves are 0."""
+    both = emit.b.bitcast(look_up(emit, table, emit.b.bitcast(index, _BYTES)), WORDS)
+    eight = every(WORDS, 8)
+    return emit.b.ashr(emit.b.shl(both, eight), eight), emit.b.ashr(both, eight)
+
+
+def summed_products(emit: Emitter, codes: Iterable[Any], inputs: Iterable[Any]) -> Any:
+    """The sums of products of vectors of words with as many of inputs, 16 float32."""
+    total: Any = ir.Constant(INTS, [0] * 16)
+    for words, values in zip(codes, inputs, strict=True):
+        total = multiply_add(emit, total, words, values)
+    return emit.b.sitofp(total, emit.floats)
 
 
 def multiply_bytes(emit: Emitter, unsigned: Any, signed: Any) -> Any:

@@ -1,7 +1,7 @@
 """A product as one call of compiled code: rounds the inputs, runs kernels by codes in a team, and rounds the results.
 
-The function takes the address of int64s: `HEAD` of them, then `INPUTS` for each layout of inputs, then `PRODUCT` for
-each matrix. Offsets are from the scratch memory that the caller provides.
+The function takes the address of int64s: `HEAD_WORDS`, then `INPUT_WORDS` for each layout of inputs, then
+`PRODUCT_WORDS` for each matrix. Offsets are from the scratch memory that the caller provides.
 """
 
 from __future__ import annotations
@@ -10,35 +10,21 @@ import functools
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
+from rabbitllm.base.compiling import to_array
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
 from rabbitllm.quant._product_kernels import address_of
-from rabbitllm.quant._vectors import I16, I32, I64, Emitter, emitted, number, to_array
+from rabbitllm.quant._vectors import I16, I32, I64, Emitter, emitted, number
 
-HEAD = (
-    "own",
-    "inputs",
-    "scratch",
-    "team",
-    "each",
-    "threads",
-    "round",
-    "layouts",
-    "matrices",
-    "bfloat",
-    "rows",
-    "columns",
-)
+HEAD_WORDS = 12
 """Own address; addresses of the inputs, of the scratch memory, of GOMP_parallel, and of the function for a thread;
 threads; address of the function that rounds inputs; how many layouts and matrices follow; whether inputs are bfloat16,
 else float32; rows of input, without gaps, and columns."""
-INPUTS = ("step", "group", "order", "integers", "floats")
-"""An `_integers.InputLayout`: its step, group and the address of its order; offsets of rounded inputs and of scales."""
-PRODUCT = ("kernel", "layout", "sums", "result")
+INPUT_WORDS = 5
+"""Of an `_integers.InputLayout`: its step, group and the address of its order; offsets of rounded inputs and scales."""
+BEFORE_PIECE = 4
 """Address of a kernel; number of its layout; offset of its sums, and the address of the result in bfloat16; or -1, and
 the address of the sums. `BEFORE_WORK` words and one piece of work follow."""
-HEAD_WORDS, INPUT_WORDS, BEFORE_PIECE = len(HEAD), len(INPUTS), len(PRODUCT)
 PRODUCT_WORDS = BEFORE_PIECE + BEFORE_WORK + len(ARGUMENTS)
 _EVEN, _ODD, _OUT, _TOKENS, _ROWS = (
     BEFORE_PIECE + BEFORE_WORK + ARGUMENTS.index(name) for name in ("even", "odd", "out", "tokens", "rows")
@@ -69,12 +55,12 @@ def _emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
     def of(value: int) -> Any:
         return ir.Constant(I32, value)
 
-    with cgutils.for_range(b, count) as loop:
-        bits = emit.load(emit.add(source, b.shl(loop.index, number(2))), I32, 4)
+    with emit.loop(count) as index:
+        bits = emit.load(emit.add(source, b.shl(index, number(2))), I32, 4)
         odd = b.and_(b.lshr(bits, of(16)), of(1))
         is_nan = b.icmp_unsigned(">", b.and_(bits, of(0x7FFFFFFF)), of(0x7F800000))
         value = b.select(is_nan, of(0x7FC00000), b.add(bits, b.add(odd, of(0x7FFF))))
-        emit.store(b.trunc(b.lshr(value, of(16)), I16), emit.add(target, b.shl(loop.index, number(1))), 2)
+        emit.store(b.trunc(b.lshr(value, of(16)), I16), emit.add(target, b.shl(index, number(1))), 2)
 
 
 _CALL, _TEAM, _ROUND, _NARROW = (emitted(code, 16) for code in (_emit_call, _emit_team, _emit_round, _emit_narrow))

@@ -20,7 +20,7 @@ NUMBERS = "numbers"
 INTEGERS = 64
 """Value of `width` for kernels that multiply integers (`_integers.py`)."""
 PAIRS = 32
-"""Value of `width` for kernels that multiply pairs of bfloat16."""
+"""Value of `width` for kernels that multiply pairs of bfloat16, inputs and the values of FP8 (VDPBF16PS)."""
 BFLOAT16 = "bfloat16"
 """The scheme of a plain matrix of bfloat16, whose codes are its values."""
 BEFORE_WORK = 4

@@ -25,26 +25,20 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, Protocol
 
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.core.extending import intrinsic
-
+from rabbitllm.base.compiling import c_function, to_array
 from rabbitllm.quant import _integers
-from rabbitllm.quant._compiling import c_function
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, PANELS
 from rabbitllm.quant._vectors import (
+    CODEBOOKS,
     F32,
     FOR_A_THREAD,
     HALF_BYTES,
-    I8,
     Emitter,
     asked,
-    codebook,
     emitted,
     inlined,
     number,
-    to_array,
+    on_stack,
 )
 
 ROWS = 4
@@ -61,7 +55,6 @@ PREFETCHED = 2048
 PANEL_ROWS, PANEL_COLUMNS = 128, 1024
 """Size of a panel: 512 KiB, of which `ROWS` rows and their inputs fit the smallest cache. With half the rows all inputs
 are read twice as often: 512 of them took 1.06 times as long."""
-PANEL_BYTES = PANEL_ROWS * PANEL_COLUMNS * 4
 INPUT_BYTES = 1 << 17
 """Bytes of the inputs that are processed together, which fit a core's cache beside the panel."""
 STEP_BYTES = {"4bit": 1, "8bit": 2, BFLOAT16: 4}
@@ -180,13 +173,8 @@ def integer_inputs(emit: Emitter, integers: Any, scales: Any, begin: Any) -> lis
 
 def integer_products(emit: Emitter, codes: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:
     """Sums of two vectors of codes times `integer_inputs` of each token, float32, still apart in lanes."""
-    pair, sums = [*codes], []
-    for *vectors, scale in inputs:
-        total: Any = ir.Constant(_integers.INTS, [0] * 16)
-        for words, values in zip(pair, vectors, strict=True):
-            total = _integers.multiply_add(emit, total, words, values)
-        sums.append(emit.b.fmul(emit.b.sitofp(total, emit.floats), scale))
-    return sums
+    pair = [*codes]
+    return [emit.b.fmul(_integers.summed_products(emit, pair, vectors), scale) for *vectors, scale in inputs]
 
 
 class _OwnSegment:
@@ -222,8 +210,7 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int
         segment = make(emit, table)
         input_bytes = builder.mul(segments, number(HALF_BYTES))
         sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
-        with cgutils.for_range(builder, segments) as loop:
-            index = loop.index
+        with emit.loop(segments) as index:
             begins = [builder.mul(input_bytes, t) for t in numbers]
             begins = [emit.add(begin, builder.mul(index, number(HALF_BYTES))) for begin in begins]
             inputs = [segment.inputs(even, odd, begin) for begin in begins]
@@ -277,20 +264,7 @@ def _code_tiles(dots, least, odd_shift, data):  # type: ignore[no-untyped-def]
 # By panels.
 
 
-@intrinsic
-def _stack_panel(context):  # type: ignore[no-untyped-def]
-    """The address of a panel on the stack, valid until the calling function returns."""
-
-    def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        with builder.goto_entry_block():  # numba's own way would fill it with zeros, value by value
-            place = builder.alloca(I8, size=number(PANEL_BYTES))
-        place.align = 64
-        return builder.ptrtoint(place, ir.IntType(64))
-
-    return types.int64(), emit_code
-
-
-stack_panel: Any = _stack_panel
+stack_panel: Any = on_stack(PANEL_ROWS * PANEL_COLUMNS * 4)
 
 
 def _fill(scheme: str, width: int) -> Any:
@@ -303,14 +277,14 @@ def _fill(scheme: str, width: int) -> Any:
         builder = emit.b
         base = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(step_bytes)))
         before = emit.add(builder.mul(row, all_steps), first)
-        decoder = codebook(emit, scheme, table)
-        with cgutils.for_range(builder, steps) as loop:
-            both = decoder.weights(emit.add(base, builder.mul(loop.index, number(step_bytes))))
+        decode = CODEBOOKS[scheme](emit, table)
+        with emit.loop(steps) as index:
+            both = decode(emit.add(base, builder.mul(index, number(step_bytes))))
             if scheme != BFLOAT16:
-                block = builder.lshr(emit.add(before, loop.index), shift)
+                block = builder.lshr(emit.add(before, index), shift)
                 scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
                 both = builder.fmul(both[0], scale), builder.fmul(both[1], scale)
-            place = emit.add(panel, builder.mul(loop.index, number(8 * width)))
+            place = emit.add(panel, builder.mul(index, number(8 * width)))
             for offset, value in zip((0, 4 * width), both, strict=True):
                 emit.store(value, emit.add(place, offset), 4)
 
@@ -327,8 +301,8 @@ def _panel_dot(width: int, rows: int, tokens: int) -> Any:
         sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
         begins = [emit.add(inputs, builder.mul(input_bytes, number(t))) for t in range(tokens)]
         bases = [emit.add(panel, builder.mul(panel_bytes, number(r))) for r in range(rows)]
-        with cgutils.for_range(builder, builder.mul(steps, number(2))) as loop:
-            offset = builder.mul(loop.index, number(4 * width))
+        with emit.loop(builder.mul(steps, number(2))) as index:
+            offset = builder.mul(index, number(4 * width))
             vectors = [emit.load(emit.add(begin, offset), emit.floats, 4) for begin in begins]
             for r in range(rows):
                 weight = emit.load(emit.add(bases[r], offset), emit.floats, 4)
@@ -392,13 +366,13 @@ def _bfloat_dot(width: int, rows: int) -> Any:
         builder = emit.b
         sums = [[emit.variable()] for _ in range(rows)]
         bases = [emit.add(matrix, builder.mul(row_bytes, number(r))) for r in range(rows)]
-        decoder = codebook(emit, BFLOAT16, None)
-        with cgutils.for_range(builder, steps) as loop:
-            offset = builder.mul(loop.index, number(4 * width))
+        decode = CODEBOOKS[BFLOAT16](emit, None)
+        with emit.loop(steps) as index:
+            offset = builder.mul(index, number(4 * width))
             place = emit.add(inputs, offset, offset)
             vectors = [emit.load(emit.add(place, odd), emit.floats, 4) for odd in (0, 4 * width)]
             for base, (total,) in zip(bases, sums, strict=True):
-                for value, vector in zip(decoder.weights(emit.add(base, offset)), vectors, strict=True):
+                for value, vector in zip(decode(emit.add(base, offset)), vectors, strict=True):
                     builder.store(emit.fma(value, vector, builder.load(total)), total)
         _add_sums(emit, sums, out, number(0))
 

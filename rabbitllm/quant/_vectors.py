@@ -1,14 +1,9 @@
 """The vector instructions of this processor, and the code with which kernels decode and multiply codes in registers.
 
-`Emitter` is an emitter of LLVM code. 16 (AVX-512) or 8 (AVX2) codes are decoded at a time. 4bit codes are looked up in
-a table in registers (VPERMPS, as an intrinsic, since LLVM would gather from memory). The 256 values of 8bit are too
-many for that: looking them up took twice as long as computing them from the slopes and starts of eight ramps.
-
-Even and odd inputs are in two arrays, because two 4bit codes share a byte, and 8bit codes are read in words.
-
-bfloat16 inputs are used unchanged if the processor multiplies pairs of them (VDPBF16PS). A table of bfloat16 then needs
-half the lookups and half the products, and the 256 values of 8bit are looked up too, by VPERMI2W. The values are
-rounded to bfloat16, after multiplication by the factor with the least rounding error; sums are in float32 as before.
+`Emitter` is an emitter of LLVM code. For panels 16 (AVX-512) or 8 (AVX2) codes are decoded at a time to float32. 4bit
+codes are looked up in a table in registers (VPERMPS, as an intrinsic, since LLVM would gather from memory). The 256
+values of 8bit are too many for that: looking them up took twice as long as computing them from the slopes and starts of
+eight ramps. Even and odd values are apart, because two 4bit codes share a byte, and 8bit codes are read in words.
 
 Rows and scales are left to the kernels.
 """
@@ -17,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import numba
 import numpy as np
@@ -132,6 +128,12 @@ class Emitter:
         """A variable for a vector, initially zero, which LLVM keeps in a register."""
         return cgutils.alloca_once_value(self.b, self.zero)  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def loop(self, count: Any) -> Iterator[Any]:
+        """A loop over so many steps; gives the number of the step."""
+        with cgutils.for_range(self.b, count) as loop:
+            yield loop.index
+
     def load(self, address: Any, ir_type: ir.Type, alignment: int) -> Any:
         loaded = self.b.load(self.b.inttoptr(address, ir_type.as_pointer()))
         loaded.align = alignment
@@ -193,6 +195,14 @@ class Emitter:
         return self.b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), places))
 
 
+def half_power(b: Any, exponent: Any) -> Any:
+    """2 ** (exponent - 128), float32, of an int of 32 bits."""
+    one, two = ir.Constant(I32, 1), ir.Constant(I32, 2)
+    small = b.shl(b.add(exponent, one), ir.Constant(I32, 21))
+    usual = b.shl(b.sub(exponent, one), ir.Constant(I32, 23))
+    return b.bitcast(b.select(b.icmp_unsigned("<", exponent, two), small, usual), F32)
+
+
 def number(value: Any) -> Any:
     """An LLVM value, or a Python number as one."""
     return ir.Constant(I64, value) if isinstance(value, int) else value
@@ -236,10 +246,26 @@ def _told_by(context, address):  # type: ignore[no-untyped-def]
 
 asked: Any = _told_by
 
+
+def on_stack(nbytes: int) -> Any:
+    """An intrinsic: the address of memory on the stack, valid until the calling function returns."""
+
+    @intrinsic
+    def reserve(context):  # type: ignore[no-untyped-def]
+        def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            with builder.goto_entry_block():  # numba's own way would fill it with zeros, value by value
+                place = builder.alloca(I8, size=number(nbytes))
+            place.align = 64
+            return builder.ptrtoint(place, I64)
+
+        return types.int64(), emit_code
+
+    return reserve
+
+
 # Inlined into each caller: a separate function would have the same name in every kernel. A process that loads two
 # kernels that other processes have compiled and cached links them by name, so one would use the other's loops.
 inlined: Any = numba.njit(nogil=True, inline="always")
-to_array: Any = getattr(numba, "carray")  # noqa: B009 - numba does not say that it exports it
 
 
 SEGMENT = 64
@@ -251,152 +277,62 @@ _LARGE, _LARGE_VALUE = 0x4C000000, float(1 << 25)
 conversion."""
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """bfloat16, a type that llvmlite lacks."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
+Weights: TypeAlias = Callable[[Any], tuple[Any, Any]]
+"""From an address, `width` even and `width` odd weights of the codes there."""
 
 
-_WORDS = ir.VectorType(I16, 32)
+def _nibbles(emit: Emitter, table: Any) -> Weights:
+    """Looks 4bit codes up, of which the first of a byte is in its high half."""
+    parts = [emit.load(emit.add(table, offset), emit.floats, 1) for offset in range(0, 64, 4 * emit.width)]
 
-
-class Floats:
-    """Multiplies segments in float32; even and odd inputs are in separate arrays.
-
-    Attributes:
-        segment_bytes: bytes of the codes of a segment.
-        codes_a_part: consecutive codes whose products are in one vector.
-    """
-
-    segment_bytes: int
-    codes_a_part = SEGMENT
-    _emit: Emitter
-
-    def weights(self, address: Any) -> tuple[Any, Any]:
-        """Even and odd weights of the codes at an address."""
-        raise NotImplementedError
-
-    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        """Vectors of a segment's inputs, from bytes `begin` on."""
-        emit = self._emit
-        places = range(0, HALF_BYTES, emit.width * 4)
-        return [emit.load(emit.add(half, begin, offset), emit.floats, 4) for offset in places for half in (even, odd)]
-
-    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        """Sums of each part of a segment's codes times the inputs of each token, still apart in lanes."""
-        emit, codes_a_step = self._emit, 2 * self._emit.width
-        parts = [[emit.zero] * len(inputs) for _ in range(SEGMENT // self.codes_a_part)]
-        for step in range(SEGMENT // codes_a_step):
-            part = parts[step * codes_a_step // self.codes_a_part]
-            both = self.weights(emit.add(address, step * codes_a_step * self.segment_bytes // SEGMENT))
-            for t, vectors in enumerate(inputs):
-                for weight, value in zip(both, vectors[2 * step :], strict=False):
-                    part[t] = emit.fma(weight, value, part[t])
-        return parts
-
-
-class SixteenValues:
-    """A table of 16 float32 in registers, from an address."""
-
-    def __init__(self, emit: Emitter, table: Any) -> None:
-        self._emit = emit
-        self._parts = [emit.load(emit.add(table, offset), emit.floats, 1) for offset in range(0, 64, 4 * emit.width)]
-
-    def look_up(self, index: Any) -> Any:
-        """The values by the lowest 4 bits of each index."""
-        emit, values = self._emit, [self._emit.look_up(part, index) for part in self._parts]
+    def value(index: Any) -> Any:
+        values = [emit.look_up(part, index) for part in parts]
         if len(values) == 1:
             return values[0]
         is_high = emit.b.icmp_unsigned("!=", emit.b.and_(index, emit.every(8)), emit.every(0))
         return emit.b.select(is_high, values[1], values[0])
 
-
-class _Nibbles(Floats):
-    """Looks up 4bit codes: `width` bytes give `width` even and `width` odd weights."""
-
-    segment_bytes = SEGMENT // 2
-
-    def __init__(self, emit: Emitter, table: Any) -> None:
-        self._emit = emit
-        self._values = SixteenValues(emit, table)
-
-    def weights(self, address: Any) -> tuple[Any, Any]:
-        emit = self._emit
+    def weights(address: Any) -> tuple[Any, Any]:
         wide = emit.b.zext(emit.load(address, emit.bytes, 1), emit.ints)
-        # the first code of a byte is in its high half
-        return self._values.look_up(emit.b.lshr(wide, emit.every(4))), self._values.look_up(wide)
+        return value(emit.b.lshr(wide, emit.every(4))), value(wide)
+
+    return weights
 
 
-class _Bytes(Floats):
-    """Computes the values of 8bit codes: `width` words give `width` even and `width` odd weights."""
+def _bytes(emit: Emitter, table: Any) -> Weights:
+    """Computes the values of 8bit codes."""
+    slopes, starts = (emit.load(emit.add(table, offset), emit.floats, 4) for offset in (0, RAMP_BYTES))
 
-    segment_bytes = SEGMENT
-
-    def __init__(self, emit: Emitter, table: Any) -> None:
-        self._emit = emit
-        self._slopes, self._starts = (emit.load(emit.add(table, offset), emit.floats, 4) for offset in (0, RAMP_BYTES))
-
-    def weights(self, address: Any) -> tuple[Any, Any]:
-        emit = self._emit
-        wide = emit.b.zext(emit.load(address, ir.VectorType(I16, emit.width), 1), emit.ints)
-        return self._decoded(emit.b.and_(wide, emit.every(255))), self._decoded(emit.b.lshr(wide, emit.every(8)))
-
-    def _decoded(self, code: Any) -> Any:
+    def value(code: Any) -> Any:
         """The value on the ramp whose index is the exponent of the code's distance from zero, with the code's sign.
 
         The lookup ignores the sign bit.
         """
-        emit = self._emit
         large = emit.b.bitcast(emit.b.or_(code, emit.every(_LARGE)), emit.floats)
         distance = emit.b.fsub(large, every(emit.floats, _LARGE_VALUE + RAMP_STEP * ZERO_CODE))
         bits = emit.b.bitcast(distance, emit.ints)
         ramp = emit.b.lshr(bits, emit.every(23))
-        start = emit.b.bitcast(emit.look_up(self._starts, ramp), emit.ints)
+        start = emit.b.bitcast(emit.look_up(starts, ramp), emit.ints)
         start = emit.b.bitcast(emit.b.xor(start, emit.b.and_(bits, emit.every(-(1 << 31)))), emit.floats)
-        return emit.fma(emit.look_up(self._slopes, ramp), distance, start)
+        return emit.fma(emit.look_up(slopes, ramp), distance, start)
+
+    def weights(address: Any) -> tuple[Any, Any]:
+        wide = emit.b.zext(emit.load(address, ir.VectorType(I16, emit.width), 1), emit.ints)
+        return value(emit.b.and_(wide, emit.every(255))), value(emit.b.lshr(wide, emit.every(8)))
+
+    return weights
 
 
-def pairs_apart(emit: Emitter, address: Any) -> list[Any]:
-    """The 64 inputs at an address: a vector of those at even indices, and one of those at odd ones."""
-    first, second = (emit.load(emit.add(address, offset), _WORDS, 2) for offset in (0, 64))
-    order = ir.VectorType(I32, 32)
-    return [emit.b.shuffle_vector(first, second, ir.Constant(order, list(range(odd, 64, 2)))) for odd in (0, 1)]
+def _widened(emit: Emitter, table: Any) -> Weights:
+    """Widens bfloat16, the upper half of a float32."""
 
-
-def pair_products(emit: Emitter, weights: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:
-    """Sums of vectors of weights times the inputs of each token, in pairs of bfloat16, still apart in lanes."""
-    paired = ir.VectorType(_BFloat(), 32)
-    multiply = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, emit.floats, paired, paired)
-    both = [emit.b.bitcast(words, paired) for words in weights]
-    sums: list[Any] = [emit.zero] * len(inputs)
-    for t, vectors in enumerate(inputs):
-        for weight, value in zip(both, vectors, strict=True):
-            sums[t] = emit.b.call(multiply, [sums[t], weight, emit.b.bitcast(value, paired)])
-    return sums
-
-
-class _Widened(Floats):
-    """Widens bfloat16, the upper half of a float32: `width` pairs give `width` even and `width` odd weights."""
-
-    def __init__(self, emit: Emitter) -> None:
-        self._emit = emit
-
-    def weights(self, address: Any) -> tuple[Any, Any]:
-        emit = self._emit
+    def weights(address: Any) -> tuple[Any, Any]:
         both = emit.load(address, emit.ints, 2)
         halves = emit.b.shl(both, emit.every(16)), emit.b.and_(both, emit.every(-(1 << 16)))
         return emit.b.bitcast(halves[0], emit.floats), emit.b.bitcast(halves[1], emit.floats)
 
+    return weights
 
-def codebook(emit: Emitter, scheme: str, table: Any) -> Floats:
-    """The decoder to float32 of a scheme's codes, with the table at an address, or of bfloat16."""
-    if scheme == BFLOAT16:
-        return _Widened(emit)
-    return _Nibbles(emit, table) if scheme == "4bit" else _Bytes(emit, table)
+
+CODEBOOKS: Mapping[str, Callable[[Emitter, Any], Weights]] = {"4bit": _nibbles, "8bit": _bytes, BFLOAT16: _widened}
+"""Decoders of a scheme's codes, or of bfloat16, to float32: from an emitter and the address of the table."""

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rabbitllm.base.compiling import compiled
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant._compiling import compiled
 from rabbitllm.quant._gguf_decoders import IQ4_VALUES
 from rabbitllm.quant.dequantize_kernels import share
 from rabbitllm.quant.quantize_kernels import BF16, F16, F32, load

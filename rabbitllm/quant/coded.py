@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS, CodeKernel, InputRows, IntegerProduct
+from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PAIRS, CodeKernel, InputRows
 from rabbitllm.quant._kernels import segment_inputs
-from rabbitllm.quant.products import MAX_GROUPED, SEGMENT, dense_product
+from rabbitllm.quant.products import SEGMENT, KernelMatrix, dense_product
 
 if TYPE_CHECKING:
     import torch
+
+    from rabbitllm.quant._integers import InputLayout
 
 FP8, FP4, INT4 = "fp8", "fp4", "int4"
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -77,8 +79,12 @@ class CodedForm:
     @property
     def kernel(self) -> CodeKernel:
         """The kernel that multiplies it."""
-        group = min(self.block[1] or SEGMENT, SEGMENT)
-        return CodeKernel("float8" if self.codes == FP8 else "nibbles", SCALES[self.scales], group)
+        return _kernel_of(self.codes, self.scales, self.block[1])
+
+
+@functools.cache
+def _kernel_of(codes: str, scales: str, columns: int) -> CodeKernel:
+    return CodeKernel("float8" if codes == FP8 else "nibbles", SCALES[scales], min(columns or SEGMENT, SEGMENT))
 
 
 def is_scale(dtype: str) -> bool:
@@ -132,7 +138,7 @@ def kernel_for(kernel: CodeKernel, dtype: torch.dtype | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class CodedMatrix:
+class CodedMatrix(KernelMatrix):
     """A published matrix (N, K) in memory; `multiplies` is true for its form.
 
     Attributes:
@@ -156,51 +162,37 @@ class CodedMatrix:
         """The dequantized matrix: value times scale in float32, rounded once."""
         return self._rows(self._float_scales(), 0, self.form.shape[0], dtype)
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same; the kernels' sums are in float32."""
-        flat = x.reshape(-1, x.shape[-1])
-        width = kernel_for(self.form.kernel, x.dtype)
-        if len(flat) <= MAX_INPUTS[width]:
-            result = self.times(width, flat)
-            if bias is not None:
-                result += bias
-            result = result.to(x.dtype)
-        else:
-            rows_at = functools.partial(self._rows, self._float_scales())
-            result = dense_product(flat, bias, self.form.shape, self.form.block[0] or 1, rows_at)
-        return result.view(*x.shape[:-1], self.form.shape[0])
+    @property
+    def kernel(self) -> CodeKernel:  # type: ignore[override]
+        return self.form.kernel
 
-    def grouped(self, x: torch.Tensor) -> CodedProduct | None:
-        """See `products.GroupedProduct`; None for so many rows that a product's overhead is negligible."""
-        return CodedProduct(x, self.form) if len(x) <= MAX_GROUPED else None
+    @property
+    def max_inputs(self) -> int:  # type: ignore[override]
+        return MAX_INPUTS[INTEGERS]
 
-    def as_integers(self) -> IntegerProduct | None:
-        """See `products.Matrix.as_integers`."""
-        kernel = self.form.kernel
-        if kernel_for(kernel, None) != INTEGERS:
-            return None
-        from rabbitllm.quant._code_kernels import NIBBLE_LAYOUT, shift_of
+    def method_for(self, count: int, dtype: torch.dtype) -> tuple[str, int]:
+        width = kernel_for(self.form.kernel, dtype)
+        return CODES if count <= MAX_INPUTS.get(width, 0) else DEQUANTIZED, width
 
-        rows, row_bytes = self.form.shape[0], self.form.row_bytes
-        pointers = self.payload.data_ptr(), self.scales.data_ptr(), 0, 0, self.table_for(INTEGERS), 0
-        words = (*pointers, row_bytes, self.form.shape[1] // SEGMENT, shift_of(*self.form.block), 0, rows)
-        return IntegerProduct(kernel, NIBBLE_LAYOUT, words, rows * row_bytes, MAX_INPUTS[INTEGERS])
+    def layout(self) -> InputLayout:
+        from rabbitllm.quant._code_kernels import NIBBLE_LAYOUT
 
-    def times(self, width: int, x: torch.Tensor) -> torch.Tensor:
-        """`x @ W.T` in float32 by the kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
-        import torch
+        return NIBBLE_LAYOUT
 
-        out = torch.empty(len(x), self.form.shape[0])
-        if len(x):
-            _run(width, _prepared(width, x), [(self, 0, len(x))], out)
-        return out
+    def inputs(self, width: int, x: torch.Tensor) -> InputRows:
+        return self.layout().inputs(x) if width == INTEGERS else segment_inputs(width, x)
 
-    def table_for(self, width: int) -> int:
-        """The address of the table for the kernel of `width` lanes."""
+    def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
+        from rabbitllm.quant._code_kernels import shift_of
+
         if width not in self._tables:
             self._tables[width] = _table(self.form.codes, self.form.kernel, width, self.factor)
-        address: int = self._tables[width].ctypes.data
-        return address
+        sizes = self.form.row_bytes, self.form.shape[1] // SEGMENT, shift_of(*self.form.block)
+        return self.payload.data_ptr(), self.scales.data_ptr(), self._tables[width].ctypes.data, *sizes
+
+    def in_chunks(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows_at = functools.partial(self._rows, self._float_scales())
+        return dense_product(x, bias, self.form.shape, self.form.block[0] or 1, rows_at)
 
     def _rows(self, scales: torch.Tensor, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """Some rows, dequantized with all float32 scales; `begin` is the first of a block, or all have one scale."""
@@ -234,61 +226,6 @@ class CodedMatrix:
         return floats.view(self.form.grid) * self.factor
 
 
-class CodedProduct:
-    """Products of groups of rows, each with a matrix of its own, all of one form; see `products.GroupedProduct`.
-
-    Args:
-        x: (S, K), of a floating dtype.
-        form: of the matrices, (N, K).
-    """
-
-    def __init__(self, x: torch.Tensor, form: CodedForm) -> None:
-        import torch
-
-        self._x = x
-        self._width = kernel_for(form.kernel, x.dtype)
-        self._inputs = _prepared(self._width, x)
-        self._out = torch.zeros(len(x), form.shape[0])
-
-    def multiply(self, matrices: Sequence[CodedMatrix], groups: Sequence[tuple[int, int]]) -> None:
-        """Compute `x[begin:end] @ W.T` for each matrix and its group; each group is computed once."""
-        few = []
-        for matrix, (begin, end) in zip(matrices, groups, strict=True):
-            if end - begin <= MAX_INPUTS[self._width]:
-                few.append((matrix, begin, end))
-            else:
-                self._out[begin:end] = matrix.linear(self._x[begin:end], None)
-        if few:
-            _run(self._width, self._inputs, few, self._out)
-
-    def result(self) -> torch.Tensor:
-        """The products of all groups, (S, N) of x's dtype; rows of no group are zero."""
-        return self._out.to(self._x.dtype)
-
-
-def _prepared(width: int, x: torch.Tensor) -> InputRows:
-    if width != INTEGERS:
-        return segment_inputs(width, x)
-    from rabbitllm.quant import _code_kernels
-
-    return _code_kernels.NIBBLE_LAYOUT.inputs(x)
-
-
-def _run(width: int, inputs: InputRows, work: Sequence[tuple[CodedMatrix, int, int]], out: torch.Tensor) -> None:
-    """Multiply the rows [begin, end) with each matrix, as one job for all threads; all matrices are of one form."""
-    from rabbitllm.quant._code_kernels import shift_of
-
-    form = work[0][0].form
-    (rows, columns), start = form.shape, out.data_ptr()
-    shape = form.row_bytes, columns // SEGMENT, shift_of(*form.block)
-    pieces = [
-        (matrix.payload.data_ptr(), matrix.scales.data_ptr(), *inputs.of(begin), matrix.table_for(width))
-        + (start + begin * rows * 4, *shape, end - begin, rows)
-        for matrix, begin, end in work
-    ]
-    _kernels.run(CODES, form.kernel, width, pieces, rows * form.row_bytes * len(work))
-
-
 @functools.cache
 def _values(codes: str) -> Any:
     """The value of each code, float32."""
@@ -317,7 +254,7 @@ def _agrees(kernel: CodeKernel, width: int) -> bool:
         for count, rows, columns in ((1, 7, 192), (6, 5, 4096), (1, 64, 4096)):  # the last by several threads
             matrix = sample(kernel, (rows, columns), generator)
             x = torch.randn(count, columns, generator=generator).to(dtype)
-            yield matrix.times(width, x), x.float() @ matrix.dequantized(torch.float32).T
+            yield matrix.times_by(CODES, width, x), x.float() @ matrix.dequantized(torch.float32).T
 
     tolerance = _kernels.INTEGER_TOLERANCE if width == INTEGERS else _kernels.TOLERANCE
     return _kernels.agrees(f"by {' '.join(map(str, kernel))} codes", trials(), tolerance)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rabbitllm.base.compiling import compiled
 from rabbitllm.base.forks import Workers
-from rabbitllm.quant._compiling import compiled
 from rabbitllm.quant._vectors import inlined
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def blocks(codes: Bytes, values: Floats, scales: Floats, size: tuple[int, int], 
         out: (N, K); the bits of bfloat16 as uint16, or of float32 as uint32.
         threads: maximum number of threads.
     """
-    kernel = _blocks_16 if out.dtype == np.uint16 else _blocks_32
-    share(lambda begin, end: kernel(codes, values, scales, *size, out, begin, end), len(codes), codes.size, threads)
+    to = _targets(out)
+    share(lambda begin, end: _blocks(codes, values, scales, *size, *to, begin, end), len(codes), codes.size, threads)
 
 
 def fours(codes: Bytes, table: Floats, scales: Floats, out: Bits, threads: int, *, high_first: bool = False) -> None:
@@ -70,8 +70,13 @@ def fours(codes: Bytes, table: Floats, scales: Floats, out: Bits, threads: int, 
         threads: maximum number of threads.
         high_first: whether the first code of a byte is its upper half, and not the lower.
     """
-    kernel, first = _fours_16 if out.dtype == np.uint16 else _fours_32, np.uint8(4 if high_first else 0)
-    share(lambda begin, end: kernel(codes, table, scales, first, out, begin, end), len(codes), 2 * codes.size, threads)
+    to, first = _targets(out), np.uint8(4 if high_first else 0)
+    share(lambda begin, end: _fours(codes, table, scales, first, *to, begin, end), len(codes), 2 * codes.size, threads)
+
+
+def _targets(out: Bits) -> tuple[Bits | None, Floats | None]:
+    """Bits of bfloat16 as they are, or those of float32 as floats; numba compiles a kernel for each."""
+    return (out, None) if out.dtype == np.uint16 else (None, out.view(np.float32))
 
 
 def nibbles(codes: Bytes, scales: Bytes, table: Bits, out: Bits, threads: int) -> None:
@@ -134,8 +139,8 @@ def _pool() -> Workers:
 
 
 # Rows are sliced before the innermost loops: numba does not check a plain loop index for being negative, and
-# vectorises the loops. Kernels for bfloat16 and float32 stay apart: with one loop for both, which writes float32 and
-# rounds it or not, FP4 took 2 to 3 times as long.
+# vectorises the loops. One of `halves` and `floats` is None, and numba leaves out what is not for the other; where that
+# is decided as the loop runs, FP4 took 2 to 3 times as long.
 
 
 @inlined
@@ -149,57 +154,34 @@ def _round(words, halves, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _blocks_16(codes, values, scales, rows, columns, out, begin, end):  # type: ignore[no-untyped-def]
-    floats = np.empty(columns, np.float32)
-    words = floats.view(np.uint32)
+def _blocks(codes, values, scales, rows, columns, halves, floats, begin, end):  # type: ignore[no-untyped-def]
+    line = np.empty(columns, np.float32)
+    words = line.view(np.uint32)
     for row in range(begin, end):
         for block in range(scales.shape[1]):
-            scale = scales[row // rows, block]
-            code = codes[row, block * columns : (block + 1) * columns]
-            halves = out[row, block * columns : (block + 1) * columns]
-            for i in range(len(code)):
-                floats[i] = values[code[i]] * scale
-            _round(words, halves, len(code))
-
-
-@compiled
-def _blocks_32(codes, values, scales, rows, columns, out, begin, end):  # type: ignore[no-untyped-def]
-    floats = out.view(np.float32)
-    for row in range(begin, end):
-        for block in range(scales.shape[1]):
-            scale = scales[row // rows, block]
-            code = codes[row, block * columns : (block + 1) * columns]
-            weights = floats[row, block * columns : (block + 1) * columns]
+            first, last, scale = block * columns, (block + 1) * columns, scales[row // rows, block]
+            code = codes[row, first:last]
+            weights = line if floats is None else floats[row, first:last]
             for i in range(len(code)):
                 weights[i] = values[code[i]] * scale
+            if halves is not None:
+                _round(words, halves[row, first:last], len(code))
 
 
 @compiled
-def _fours_16(codes, table, scales, first, out, begin, end):  # type: ignore[no-untyped-def]
+def _fours(codes, table, scales, first, halves, floats, begin, end):  # type: ignore[no-untyped-def]
     half, second = codes.shape[1] // scales.shape[1], np.uint8(4) - first
-    floats = np.empty(2 * half, np.float32)
-    words = floats.view(np.uint32)
+    line = np.empty(2 * half, np.float32)
+    words = line.view(np.uint32)
     for row in range(begin, end):
         for run in range(scales.shape[1]):
             scale, code = scales[row, run], codes[row, run * half : (run + 1) * half]
-            halves = out[row, 2 * run * half : 2 * (run + 1) * half]
-            for i in range(half):
-                floats[2 * i] = table[(code[i] >> first) & np.uint8(15)] * scale
-                floats[2 * i + 1] = table[(code[i] >> second) & np.uint8(15)] * scale
-            _round(words, halves, 2 * half)
-
-
-@compiled
-def _fours_32(codes, table, scales, first, out, begin, end):  # type: ignore[no-untyped-def]
-    half, floats = codes.shape[1] // scales.shape[1], out.view(np.float32)
-    second = np.uint8(4) - first
-    for row in range(begin, end):
-        for run in range(scales.shape[1]):
-            scale, code = scales[row, run], codes[row, run * half : (run + 1) * half]
-            weights = floats[row, 2 * run * half : 2 * (run + 1) * half]
+            weights = line if floats is None else floats[row, 2 * run * half : 2 * (run + 1) * half]
             for i in range(half):
                 weights[2 * i] = table[(code[i] >> first) & np.uint8(15)] * scale
                 weights[2 * i + 1] = table[(code[i] >> second) & np.uint8(15)] * scale
+            if halves is not None:
+                _round(words, halves[row, 2 * run * half : 2 * (run + 1) * half], 2 * half)
 
 
 @compiled

@@ -234,9 +234,3 @@ class _TensorReader:
 
         usual = (exponent - 1) << 23
         return torch.where(exponent < 2, (exponent + 1) << 21, usual).view(torch.float32)
-
-    def times(self, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return scale * factor
-
-    def negative(self, value: torch.Tensor) -> torch.Tensor:
-        return -value

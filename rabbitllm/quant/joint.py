@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rabbitllm.quant.coded import CodedMatrix
-    from rabbitllm.quant.products import FusedMatrix, Matrix
+    from rabbitllm.quant.products import FusedMatrix, KernelMatrix
 
 KEPT_BYTES = 1 << 20
 """Bytes of scratch memory that a thread keeps for its next product."""
@@ -41,7 +40,7 @@ class JointProduct:
         max_inputs: rows of input up to which this is the fastest method for all of them.
     """
 
-    def __init__(self, matrices: Sequence[Matrix | CodedMatrix], is_wide: Sequence[bool]) -> None:
+    def __init__(self, matrices: Sequence[KernelMatrix], is_wide: Sequence[bool]) -> None:
         self.matrices = tuple(matrices)
         self._is_wide = tuple(is_wide)
         self._pieces = [piece for matrix in matrices if (piece := matrix.as_integers()) is not None]
@@ -51,16 +50,16 @@ class JointProduct:
         self._templates: dict[tuple[int, int, torch.dtype], tuple[array[int], int, int]] = {}
 
     @classmethod
-    def of(cls, matrices: Sequence[Matrix | FusedMatrix | CodedMatrix], is_wide: Sequence[bool]) -> JointProduct | None:
+    def of(cls, matrices: Sequence[KernelMatrix | FusedMatrix], is_wide: Sequence[bool]) -> JointProduct | None:
         """The product of matrices that are all multiplied as integers, with one number of columns; None if not all are.
 
         Args:
             matrices: at least one.
             is_wide: for each, whether its result stays in float32.
         """
-        from rabbitllm.quant.products import FusedMatrix
+        from rabbitllm.quant.products import KernelMatrix
 
-        usable = [matrix for matrix in matrices if not isinstance(matrix, FusedMatrix)]
+        usable = [matrix for matrix in matrices if isinstance(matrix, KernelMatrix)]
         columns = {matrix.form.shape[1] for matrix in usable}
         if len(usable) < len(matrices) or len(columns) > 1 or torchs_team() is None:
             return None
@@ -84,6 +83,7 @@ class JointProduct:
         if template is None:
             template = self._templates[key] = self._template(*key)
         words, scratch_bytes, first = template
+        call, words_of_a_product = _compiled()
         shape = x.shape[:-1]
         results = [
             torch.empty((*shape, count), dtype=torch.float32 if is_wide else x.dtype)
@@ -96,8 +96,8 @@ class JointProduct:
         data[2] = scratch.data_ptr()
         for result in results:
             data[first] = result.data_ptr()
-            first += _words_of_a_product()
-        _compiled()(own)
+            first += words_of_a_product
+        call(own)
         return results
 
     def _template(self, threads: int, rows: int, dtype: torch.dtype) -> tuple[array[int], int, int]:
@@ -132,22 +132,17 @@ class JointProduct:
         _, each = _joint_kernels.addresses()
         head = [0, 0, 0, team.parallel, each, threads, _integers.rounding()[0]]
         head += [len(layouts), len(self._pieces), int(dtype == torch.bfloat16), rows, self._columns]
-        first = len(head) + len(inputs) + _joint_kernels.PRODUCT.index("result")
+        first = len(head) + len(inputs) + _joint_kernels.BEFORE_PIECE - 1
         return array("q", [*head, *inputs, *products]), size, first
 
 
 @functools.cache
-def _words_of_a_product() -> int:
+def _compiled() -> tuple[Callable[[int], None], int]:
+    """A function of Python that calls the compiled one, and the words of a product."""
     from rabbitllm.quant import _joint_kernels
 
-    return _joint_kernels.PRODUCT_WORDS
-
-
-@functools.cache
-def _compiled() -> Callable[[int], None]:
-    from rabbitllm.quant import _joint_kernels
-
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_joint_kernels.addresses()[0])
+    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_joint_kernels.addresses()[0])
+    return call, _joint_kernels.PRODUCT_WORDS
 
 
 class _Kept(threading.local):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,15 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
-from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PANELS, InputRows, IntegerProduct
+from rabbitllm.quant._kernel_interface import (
+    CODES,
+    DEQUANTIZED,
+    INTEGERS,
+    PANELS,
+    CodeKernel,
+    InputRows,
+    IntegerProduct,
+)
 from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
     NestedScales,
@@ -195,20 +204,48 @@ def _rows_at_a_time(form: Quantized, inputs: int, is_nested: bool) -> int:
     return max(elements // columns // step, 1) * step
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix(QuantizedMatrix):
-    """A matrix in memory, multiplied by our kernels; `multiplies` is true for its form."""
+class KernelMatrix(ABC):
+    """A matrix (N, K) in memory that is multiplied by our kernels, whatever its codes are.
 
-    _tables: dict[int, int] = field(init=False, default_factory=dict)
+    Attributes:
+        form: has the shape.
+        kernel: the scheme of its kernels.
+        max_inputs: rows of input up to which codes are decoded for every few of them as integers.
+    """
+
+    __slots__ = ()
+    form: Any
+    kernel: str | CodeKernel
+    max_inputs: int
+
+    @abstractmethod
+    def method_for(self, count: int, dtype: torch.dtype) -> tuple[str, int]:
+        """The fastest method for `count` rows of a dtype, and the width of its kernel (`_product_kernels.address`)."""
+
+    @abstractmethod
+    def layout(self) -> InputLayout:
+        """How the kernel by codes takes inputs as integers."""
+
+    @abstractmethod
+    def inputs(self, width: int, x: torch.Tensor) -> InputRows:
+        """Rows (T, K) as kernels of a width take them; K is a multiple of their steps."""
+
+    @abstractmethod
+    def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
+        """What kernels of a width get as "codes", "scales", "table", "row_bytes", "steps" and "shift"."""
+
+    @abstractmethod
+    def in_chunks(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x @ W.T + bias` by torch: (T, K) of a floating dtype -> (T, N) of the same; see `dense_product`."""
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same; the kernels' sums are in float32."""
         flat = x.reshape(-1, x.shape[-1])
-        method = method_for(self, len(flat))
+        method, width = self.method_for(len(flat), x.dtype)
         if method == DEQUANTIZED:
-            result = _in_chunks(flat, self, bias)
+            result = self.in_chunks(flat, bias)
         else:
-            result = self.times_by(method, width_of(method), flat)
+            result = self.times_by(method, width, flat)
             if bias is not None:
                 result += bias
             result = result.to(x.dtype)
@@ -216,17 +253,18 @@ class Matrix(QuantizedMatrix):
 
     def grouped(self, x: torch.Tensor) -> GroupedProduct | None:
         """See `GroupedProduct`; None without a kernel, or for so many rows that a product's overhead is negligible."""
-        return GroupedProduct(x, self) if len(x) <= MAX_GROUPED and method_for(self, 1) != DEQUANTIZED else None
+        has_kernel = self.method_for(1, x.dtype)[0] != DEQUANTIZED
+        return GroupedProduct(x, self) if has_kernel and len(x) <= MAX_GROUPED else None
 
     def as_integers(self) -> IntegerProduct | None:
         """How it is multiplied as integers, for few inputs; None if it is not."""
-        if method_for(self, 1) != CODES:
+        import torch
+
+        if self.method_for(1, torch.float32) != (CODES, INTEGERS):
             return None
-        scheme, (rows, columns) = self.form.scheme, self.form.shape
-        row_bytes, *shape = _shape(scheme, columns, _layout(scheme).step)
-        pointers = self.payload.data_ptr(), self.absmax.data_ptr(), 0, 0, self.table_for(INTEGERS), 0
-        words = (*pointers, row_bytes, *shape, 0, rows)
-        return IntegerProduct(scheme, _layout(scheme), words, rows * row_bytes, MAX_CODE_INPUTS.get(scheme, 16))
+        (codes, scales, table, *sizes), rows = self.operands(INTEGERS), self.form.shape[0]
+        words = codes, scales, 0, 0, table, 0, *sizes, 0, rows
+        return IntegerProduct(self.kernel, self.layout(), words, rows * sizes[0], self.max_inputs)
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
@@ -234,8 +272,61 @@ class Matrix(QuantizedMatrix):
 
         make = torch.zeros if method == PANELS else torch.empty
         out = make(len(x), self.form.shape[0])
-        _run(method, width, _prepared(method, self.form.scheme, width, x), [(self, 0, len(x))], out)
+        if len(x):
+            _run(method, width, self.inputs(width, x), [(self, 0, len(x))], out)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix(QuantizedMatrix, KernelMatrix):
+    """A matrix of a scheme of ours or of blocks; `multiplies` is true for its form."""
+
+    _tables: dict[int, int] = field(init=False, default_factory=dict)
+
+    @property
+    def kernel(self) -> str:  # type: ignore[override]
+        return self.form.scheme
+
+    @property
+    def max_inputs(self) -> int:  # type: ignore[override]
+        return MAX_CODE_INPUTS.get(self.form.scheme, 16)
+
+    def method_for(self, count: int, dtype: torch.dtype) -> tuple[str, int]:
+        scheme = self.form.scheme
+        # a few types of blocks are smaller than the steps of the kernel by codes
+        if count <= self.max_inputs and self.table_for(INTEGERS) and not self.form.shape[1] % _layout(scheme).step:
+            return CODES, INTEGERS
+        from rabbitllm.quant import _vectors
+
+        lanes = _vectors.lanes()
+        if count <= MAX_PANEL_INPUTS.get(lanes, 0) and self.table_for(lanes) and _agrees(PANELS, scheme, lanes):
+            return PANELS, lanes
+        return DEQUANTIZED, 0
+
+    def layout(self) -> InputLayout:
+        return _layout(self.form.scheme)
+
+    def inputs(self, width: int, x: torch.Tensor) -> InputRows:
+        if width == INTEGERS:
+            return _layout(self.form.scheme).inputs(x)
+        return InputRows(x.float().contiguous() if self.form.scheme in BLOCK_TYPES else _kernels.interleaved(width, x))
+
+    def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
+        step = _layout(self.form.scheme).step if width == INTEGERS else 2 * width
+        sizes = _sizes(self.form.scheme, self.form.shape[1], step)
+        return self.payload.data_ptr(), self.absmax.data_ptr(), self.table_for(width), *sizes
+
+    def in_chunks(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        form, (rows, columns) = self.form, self.form.shape
+        block = STORED[form.scheme].block
+        codes = self.payload.view(rows, -1)
+
+        def decode(begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+            scales = self.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
+            few = replace(form, shape=(end - begin, columns))
+            return dequantize(few, codes[begin:end].reshape(-1, 1), scales, self.table, dtype)
+
+        return dense_product(x, bias, (rows, columns), block // math.gcd(block, columns), decode)
 
     def table_for(self, width: int) -> int:
         """The address of the lookup table for kernels of `width` lanes; 0 if these cannot represent the codes."""
@@ -250,42 +341,30 @@ class Matrix(QuantizedMatrix):
         return self._tables[width]
 
 
-def _prepared(method: str, scheme: str, width: int, x: torch.Tensor) -> InputRows:
-    """Rows (T, K) in the format of a kernel of `width` lanes; K is a multiple of 64, or of the elements of a block."""
-    if method == CODES:
-        return _layout(scheme).inputs(x)
-    return InputRows(x.float().contiguous() if scheme in BLOCK_TYPES else _kernels.interleaved(width, x))
-
-
 @functools.cache
 def _layout(scheme: str) -> InputLayout:
-    """How the kernel by codes takes inputs."""
     from rabbitllm.quant import _integer_blocks, _integers  # numba comes with them
 
     return (_integer_blocks.LAYOUTS if scheme in BLOCK_TYPES else _integers.SEGMENT_LAYOUTS)[scheme]
 
 
 def _run(
-    method: str, width: int, inputs: InputRows, work: Sequence[tuple[Matrix, int, int]], out: torch.Tensor
+    method: str, width: int, inputs: InputRows, work: Sequence[tuple[KernelMatrix, int, int]], out: torch.Tensor
 ) -> None:
     """Multiply the rows [begin, end) with each matrix, as one job for all threads; all matrices are of one form.
 
     By codes `out` is filled; by panels the products are added to it.
     """
-    form = work[0][0].form
-    step = _layout(form.scheme).step if method == CODES else 2 * width
-    row_bytes, *shape = _shape(form.scheme, form.shape[1], step)
-    rows, start = form.shape[0], out.data_ptr()
-    pieces = [
-        (matrix.payload.data_ptr(), matrix.absmax.data_ptr(), *inputs.of(begin), matrix.table_for(width))
-        + (start + begin * rows * 4, row_bytes, *shape, end - begin, rows)
-        for matrix, begin, end in work
-    ]
-    _kernels.run(method, form.scheme, width, pieces, rows * row_bytes * len(work))
+    rows, start, pieces = out.shape[1], out.data_ptr(), list[tuple[int, ...]]()
+    for matrix, begin, end in work:
+        codes, scales, table, *sizes = matrix.operands(width)
+        to = start + begin * rows * 4
+        pieces.append((codes, scales, *inputs.of(begin), table, to, *sizes, end - begin, rows))
+    _kernels.run(method, work[0][0].kernel, width, pieces, rows * sizes[0] * len(work))
 
 
 @functools.lru_cache(maxsize=1024)
-def _shape(scheme: str, columns: int, step: int) -> tuple[int, int, int]:
+def _sizes(scheme: str, columns: int, step: int) -> tuple[int, int, int]:
     """Bytes of codes in a row, steps in a row, and the logarithm of steps in a block."""
     if scheme in BLOCK_TYPES:
         return BLOCK_TYPES[scheme].row_bytes(columns), columns // step, 0
@@ -303,62 +382,30 @@ class GroupedProduct:
         like: a matrix of the form, (N, K).
     """
 
-    def __init__(self, x: torch.Tensor, like: Matrix) -> None:
+    def __init__(self, x: torch.Tensor, like: KernelMatrix) -> None:
         import torch
 
         self._x = x
         self._out = torch.zeros(len(x), like.form.shape[0])
-        self._inputs: dict[str, InputRows] = {}
+        self._inputs: dict[tuple[str, int], InputRows] = {}
 
-    def multiply(self, matrices: Sequence[Matrix], groups: Sequence[tuple[int, int]]) -> None:
+    def multiply(self, matrices: Sequence[KernelMatrix], groups: Sequence[tuple[int, int]]) -> None:
         """Compute `x[begin:end] @ W.T` for each matrix and its group; each group is computed once."""
-        by_method: dict[str, list[tuple[Matrix, int, int]]] = {}
-        scheme = matrices[0].form.scheme if matrices else ""
+        jobs: dict[tuple[str, int], list[tuple[KernelMatrix, int, int]]] = {}
         for matrix, (begin, end) in zip(matrices, groups, strict=True):
-            by_method.setdefault(method_for(matrix, end - begin), []).append((matrix, begin, end))
-        for matrix, begin, end in by_method.pop(DEQUANTIZED, []):
-            self._out[begin:end] = _in_chunks(self._x[begin:end], matrix, None)
-        for method, work in by_method.items():
-            width = width_of(method)
-            if method not in self._inputs:
-                self._inputs[method] = _prepared(method, scheme, width, self._x)
-            _run(method, width, self._inputs[method], work, self._out)
+            method, width = matrix.method_for(end - begin, self._x.dtype)
+            if method == DEQUANTIZED:
+                self._out[begin:end] = matrix.in_chunks(self._x[begin:end], None)
+            else:
+                jobs.setdefault((method, width), []).append((matrix, begin, end))
+        for how, work in jobs.items():
+            if how not in self._inputs:
+                self._inputs[how] = work[0][0].inputs(how[1], self._x)
+            _run(*how, self._inputs[how], work, self._out)
 
     def result(self) -> torch.Tensor:
         """The products of all groups, (S, N) of x's dtype; rows of no group are zero."""
         return self._out.to(self._x.dtype)
-
-
-def method_for(matrix: Matrix, count: int) -> str:
-    """The fastest method for `count` rows."""
-    scheme, lanes = matrix.form.scheme, width_of(PANELS)
-    # a few types of blocks are smaller than the steps of the kernel by codes
-    by_codes = matrix.table_for(INTEGERS) and not matrix.form.shape[1] % _layout(scheme).step
-    if by_codes and count <= MAX_CODE_INPUTS.get(scheme, 16):
-        return CODES
-    if count <= MAX_PANEL_INPUTS.get(lanes, 0) and matrix.table_for(lanes) and _agrees(PANELS, scheme, lanes):
-        return PANELS
-    return DEQUANTIZED
-
-
-def width_of(method: str) -> int:
-    """The width of a method's kernels on this processor; see `_product_kernels.address`."""
-    from rabbitllm.quant import _vectors
-
-    return INTEGERS if method == CODES else _vectors.lanes()
-
-
-def _in_chunks(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-    form, (rows, columns) = matrix.form, matrix.form.shape
-    block = STORED[form.scheme].block
-    codes = matrix.payload.view(rows, -1)
-
-    def decode(begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        scales = matrix.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
-        few = replace(form, shape=(end - begin, columns))
-        return dequantize(few, codes[begin:end].reshape(-1, 1), scales, matrix.table, dtype)
-
-    return dense_product(x, bias, (rows, columns), block // math.gcd(block, columns), decode)
 
 
 def dense_product(

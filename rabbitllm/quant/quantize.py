@@ -120,22 +120,10 @@ def _quantize_with_bitsandbytes(
 
 
 def _quantize_compiled(scheme: str, data: memoryview, dtype: str) -> tuple[memoryview, memoryview]:
-    import numpy as np
-
     from rabbitllm.quant import quantize_kernels
 
     entry = SCHEMES[scheme]
-    quantize = quantize_kernels.quantize_nf4 if entry.codes == "4bit" else quantize_kernels.quantize_int8
-    levels = np.frombuffer(entry.values(), np.float32)
-    codes, scales = quantize(_values(data, dtype), quantize_kernels.KINDS[dtype], levels)
-    return codes.data.cast("B"), scales.data.cast("B")
-
-
-def _values(data: memoryview, dtype: str) -> npt.NDArray[np.uint16] | Floats:
-    """Float32, or the bits of 16-bit floats."""
-    import numpy as np
-
-    return np.frombuffer(data, np.float32) if dtype == "F32" else np.frombuffer(data, np.uint16)
+    return quantize_kernels.quantize(entry.codes, data, dtype, entry.values())
 
 
 @functools.cache
@@ -180,12 +168,7 @@ def quantize_fitted(scheme: str, data: memoryview, dtype: str) -> tuple[memoryvi
 
     from rabbitllm.quant import quantize_kernels
 
-    midpoints, nearest = fitting_tables()
-    multiples = np.array(MULTIPLES[scheme], np.float32)
-    codes, scales = quantize_kernels.quantize_fitted(
-        _values(data, dtype), quantize_kernels.KINDS[dtype], midpoints, nearest, multiples
-    )
-    return codes.data.cast("B"), scales.data.cast("B")
+    return quantize_kernels.quantize_fitted(data, dtype, *fitting_tables(), np.array(MULTIPLES[scheme], np.float32))
 
 
 @functools.cache

@@ -21,15 +21,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rabbitllm.quant._compiling import compiled
+from rabbitllm.base.compiling import compiled
 from rabbitllm.quant.schemes import INT8_BLOCK, NF4_BLOCK
 
 Codes: TypeAlias = npt.NDArray[np.uint8]
 Scales: TypeAlias = npt.NDArray[np.float32]
-Values: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
+Quantized: TypeAlias = tuple[memoryview, memoryview]
+"""The bytes of the codes, at 4bit two a byte, and of one scale per block, float32."""
 
 BF16, F16, F32 = 0, 1, 2
-KINDS = {"BF16": BF16, "F16": F16, "F32": F32}
+_KINDS = {"BF16": BF16, "F16": F16, "F32": F32}
 SMALLEST_SCALE = np.float32(1e-38)
 SMALLEST_FITTED, LARGEST_FITTED = np.float32(1e-18), np.float32(1e18)
 """Limits of a block's largest magnitude, between which squares neither overflow nor underflow."""
@@ -37,38 +38,31 @@ ZERO_CODE = 7
 """The code of NF4's value 0."""
 
 
-def quantize_nf4(values: Values, kind: int, levels: Scales) -> tuple[Codes, Scales]:
-    """Quantize to 4bit.
+def quantize(codes: str, data: memoryview, dtype: str, levels: bytes) -> Quantized:
+    """Quantize floats of a dtype to "4bit" or "8bit", whose values are `levels`, float32, ascending."""
+    if codes == "4bit":
+        return _quantized(_nf4_blocks, data, dtype, NF4_BLOCK, 2, nf4_midpoints(levels))
+    return _quantized(_int8_blocks, data, dtype, INT8_BLOCK, 1, int8_bins(levels))
+
+
+def quantize_fitted(data: memoryview, dtype: str, midpoints: Scales, nearest: Scales, multiples: Scales) -> Quantized:
+    """Quantize to 4bit with fitted scales.
 
     Args:
-        values: the bits of bfloat16 or float16 as uint16, or float32; one-dimensional.
-        kind: `BF16`, `F16` or `F32`.
-        levels: the 16 NF4 values, ascending.
-
-    Returns:
-        Two codes per byte, ((n + 1) // 2,), and one scale per block of 64.
+        data, dtype: the floats.
+        midpoints: between the 16 NF4 values, ascending.
+        nearest: the NF4 value nearest to each of an odd number of evenly spaced numbers from -1 to 1.
+        multiples: the multiples of a block's largest magnitude to try.
     """
-    codes = np.empty((values.size + 1) // 2, np.uint8)
-    scales = np.empty(-(-values.size // NF4_BLOCK), np.float32)
-    _nf4_blocks(_words(values), kind, nf4_midpoints(levels.tobytes()), codes, scales)
-    return codes, scales
+    return _quantized(_fit_blocks, data, dtype, NF4_BLOCK, 2, midpoints, nearest, multiples)
 
 
-def quantize_int8(values: Values, kind: int, levels: Scales) -> tuple[Codes, Scales]:
-    """Quantize to 8bit.
-
-    Args:
-        values: the bits of bfloat16 or float16 as uint16, or float32; one-dimensional.
-        kind: `BF16`, `F16` or `F32`.
-        levels: the 256 values of the codes, ascending.
-
-    Returns:
-        One code per element, (n,), and one scale per block of 2048.
-    """
-    codes = np.empty(values.size, np.uint8)
-    scales = np.empty(-(-values.size // INT8_BLOCK), np.float32)
-    _int8_blocks(_words(values), kind, int8_bins(levels.tobytes()), codes, scales)
-    return codes, scales
+def _quantized(kernel: Any, data: memoryview, dtype: str, block: int, codes_a_byte: int, *tables: Any) -> Quantized:
+    words: Any = np.frombuffer(data, np.uint32 if dtype == "F32" else np.uint16)
+    codes = np.empty(-(-words.size // codes_a_byte), np.uint8)
+    scales = np.empty(-(-words.size // block), np.float32)
+    kernel(words, _KINDS[dtype], *tables, codes, scales)
+    return codes.data.cast("B"), scales.data.cast("B")
 
 
 @functools.cache
@@ -85,11 +79,6 @@ def int8_bins(levels: bytes) -> Codes:
     midpoints = np.float32(0.5) * (values[:-1] + values[1:])
     centres = np.float32(-1) + (np.float32(2) * np.arange(65536, dtype=np.float32)) / np.float32(65535)
     return np.searchsorted(midpoints, centres, side="left").astype(np.uint8)
-
-
-def _words(values: Values) -> Any:
-    """The bits of floats."""
-    return values if values.dtype == np.uint16 else values.view(np.uint32)
 
 
 # Blocks are slices: numba checks an index with a variable start for being negative, and does not vectorize its loop.
@@ -203,27 +192,6 @@ def _int8_blocks(words, kind, bins, codes, scales):  # type: ignore[no-untyped-d
         first, last = block * INT8_BLOCK, min((block + 1) * INT8_BLOCK, words.size)
         largest = load(words[first:last], kind, values, bits)
         scales[block] = _int8_block(values[: last - first], largest, bins, codes[first:last], places)
-
-
-def quantize_fitted(
-    values: Values, kind: int, midpoints: Scales, nearest: Scales, multiples: Scales
-) -> tuple[Codes, Scales]:
-    """Quantize to 4bit with fitted scales.
-
-    Args:
-        values: the bits of bfloat16 or float16 as uint16, or float32; one-dimensional.
-        kind: one of `KINDS`.
-        midpoints: between the 16 NF4 values, ascending.
-        nearest: the NF4 value nearest to each of an odd number of evenly spaced numbers from -1 to 1.
-        multiples: the multiples of a block's largest magnitude to try.
-
-    Returns:
-        Two codes per byte, ((n + 1) // 2,), and one scale per block of 64.
-    """
-    codes = np.empty((values.size + 1) // 2, np.uint8)
-    scales = np.empty(-(-values.size // NF4_BLOCK), np.float32)
-    _fit_blocks(_words(values), kind, midpoints, nearest, multiples, codes, scales)
-    return codes, scales
 
 
 @compiled

@@ -30,29 +30,6 @@ PIECE_ELEMENTS = 1 << 18
 """Elements that are dequantized at a time; the float32 values and their parts take some megabytes."""
 
 
-class HeldBytes:
-    """A part of a file in memory, by the offsets of the file.
-
-    Args:
-        data: the bytes.
-        begin: offset of the first one in the file.
-    """
-
-    def __init__(self, data: memoryview, begin: int) -> None:
-        self._data = data
-        self._begin = begin
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        """See `Readable`."""
-        held = self._data[offset - self._begin :][: len(buffer)]
-        buffer[: len(held)] = held
-        return len(held)
-
-    def read_at(self, offset: int, length: int) -> bytes:
-        """The bytes of a range, fewer only at the end."""
-        return bytes(self._data[offset - self._begin :][:length])
-
-
 def read_tensor(file: Readable, spec: TensorSpec, begin: int, buffer: memoryview) -> int:
     """Fill `buffer` with the tensor's bytes from byte `begin` on in row-major order, of the specification's dtype.
 

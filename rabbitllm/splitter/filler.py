@@ -27,7 +27,7 @@ from rabbitllm.formats.safetensors_file import LENGTH_BYTES, header_length
 from rabbitllm.formats.shard_header import parse_shard_header, read_shard_header
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.quant.schemes import StoredForm
-from rabbitllm.quant.stored_blocks import HeldBytes
+from rabbitllm.splitter._held_bytes import HeldBytes
 from rabbitllm.splitter.disk_budget import DiskUse, ShardTransfer
 from rabbitllm.splitter.mover import ByteStream, FillTarget, Mover
 from rabbitllm.splitter.plan import Gaps, LayerMap, PlannedShard, SplitPlan, moves

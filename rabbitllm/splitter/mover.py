@@ -33,7 +33,8 @@ from rabbitllm.quant.schemes import (
     keeps_blocks,
     row_blocks,
 )
-from rabbitllm.quant.stored_blocks import HeldBytes, read_tensor
+from rabbitllm.quant.stored_blocks import read_tensor
+from rabbitllm.splitter._held_bytes import HeldBytes
 from rabbitllm.splitter.plan import CHUNK_BYTES, Move
 from rabbitllm.splitter.sums import Sums
 from rabbitllm.storage import durable

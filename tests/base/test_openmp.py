@@ -54,7 +54,8 @@ import torch
 from rabbitllm.quant import _kernels
 from tests.quant.test_products import inputs, matrix
 from rabbitllm.base.openmp import torchs_team
-from rabbitllm.quant.products import Matrix, width_of
+from rabbitllm.quant.products import Matrix
+from tests.support.integer_products import width_of
 _kernels.WORTH_A_THREAD = {"codes": 1 << 10}
 torch.set_num_threads(8)
 product = "codes", width_of("codes"), inputs(2, 1024)

@@ -25,7 +25,7 @@ from rabbitllm.estimate.machine import (
     upload_rate,
 )
 from rabbitllm.quant import _vectors
-from rabbitllm.quant.products import Matrix, method_for
+from rabbitllm.quant.products import Matrix
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself
 from tests.support.tiny_models import one_thread  # noqa: F401  another one
@@ -69,7 +69,7 @@ def test_codes_are_multiplied_by_the_kernel(form: str, dtype: torch.dtype) -> No
     weight, _ = machine._weight(CpuDevice(), form, dtype)
     assert isinstance(weight, QuantizedWeight)
     assert isinstance(weight.matrix, Matrix)
-    assert method_for(weight.matrix, 1) == "codes"
+    assert weight.matrix.method_for(1, dtype)[0] == "codes"
 
 
 def test_the_rate_counts_all_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ from rabbitllm.quant import _kernels, _vectors, gguf_blocks, products
 from rabbitllm.quant._gguf_decoders import DECODERS
 from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, PANELS
 from rabbitllm.quant.gguf_blocks import sample
-from rabbitllm.quant.products import Matrix, multiplies, width_of
+from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import Quantized
-from tests.support.integer_products import is_by_codes, rounded_inputs
+from tests.support.integer_products import is_by_codes, rounded_inputs, width_of
 from tests.support.rounding import assert_products
 
 pytestmark = pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used here")
@@ -87,7 +87,7 @@ def test_other_inputs_and_a_bias(scheme: str, dtype: torch.dtype) -> None:
         x = inputs(count, 512, dtype)
         result = of.linear(x.view(1, count, 512), bias)[0]
         assert result.dtype == dtype
-        dequantized = products.method_for(of, count) == DEQUANTIZED
+        dequantized = of.method_for(count, torch.float32)[0] == DEQUANTIZED
         assert_product(result, x, of, bias, dtype if dequantized else None)
 
 
@@ -127,13 +127,13 @@ def test_each_code_of_a_block_is_multiplied_with_its_input(scheme: str) -> None:
 
 def test_methods_by_the_number_of_inputs() -> None:
     of, limit = matrix("Q4_K", 7, 512), products.MAX_PANEL_INPUTS[_vectors.lanes()]
-    methods = [products.method_for(of, count) for count in (1, 16, 17, limit, limit + 1)]
+    methods = [of.method_for(count, torch.float32)[0] for count in (1, 16, 17, limit, limit + 1)]
     assert methods == [CODES, CODES, PANELS, PANELS, DEQUANTIZED]
 
 
 def test_a_row_with_a_partial_step_is_multiplied_by_panels() -> None:
     of, x = matrix("Q4_0", 7, 96), inputs(2, 96, torch.bfloat16)
-    assert products.method_for(of, 2) == PANELS
+    assert of.method_for(2, torch.float32)[0] == PANELS
     assert_products(of.linear(x, None), x, meant(of))
 
 
@@ -152,7 +152,7 @@ from tests.quant import test_coded, test_products
 matrices = [matrix(name, 37, 1024) for name in FEW]
 matrices += [test_products.Matrix(*test_products.matrix(name, 37, 1024)) for name in test_products.SCHEMES]
 products = [of.times_by(CODES, width_of(CODES), inputs(5, 1024)) for of in matrices]
-products.append(test_coded.matrix("fp4 U8 1x32", 37, 1024).times(64, inputs(5, 1024)))
+products.append(test_coded.matrix("fp4 U8 1x32", 37, 1024).times_by(CODES, 64, inputs(5, 1024)))
 for product in products:
     print(hashlib.sha256(product.numpy().tobytes()).hexdigest())
 """

@@ -101,7 +101,7 @@ def test_every_kernel_that_this_processor_can_run(name: str, width: int) -> None
     dtype = torch.bfloat16 if width == PAIRS else torch.float32
     for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (200, 704, 11), (300, 320, 2)):
         of, x = matrix(name, rows, columns, factor=0.25), inputs(count, columns, dtype)
-        assert_products(of.times(width, x), in_steps(64, x) if width == INTEGERS else x, meant(of))
+        assert_products(of.times_by(CODES, width, x), in_steps(64, x) if width == INTEGERS else x, meant(of))
 
 
 @needs_kernel
@@ -243,8 +243,8 @@ def test_matrices_without_a_kernel(form: CodedForm) -> None:
 
 
 def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    right = CodedMatrix.times
-    monkeypatch.setattr(CodedMatrix, "times", lambda *args: right(*args) * 1.001)
+    right = CodedMatrix.times_by
+    monkeypatch.setattr(CodedMatrix, "times_by", lambda *args: right(*args) * 1.001)
     for cached in (coded._agrees, coded.kernel_for):
         cached.cache_clear()
     try:

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from rabbitllm.quant import products
+from rabbitllm.quant import _vectors, products
 from rabbitllm.quant._integers import LARGEST_CODE, LARGEST_INPUT
-from rabbitllm.quant._kernel_interface import CODES
+from rabbitllm.quant._kernel_interface import CODES, INTEGERS
 from rabbitllm.quant.products import Matrix
 from rabbitllm.quant.schemes import SCHEMES
 
@@ -54,4 +54,9 @@ def meant(of: Matrix) -> torch.Tensor:
 
 def is_by_codes(of: Matrix, x: torch.Tensor) -> bool:
     """Whether so many rows are multiplied as integers."""
-    return products.method_for(of, x.shape[:-1].numel()) == CODES
+    return of.method_for(x.shape[:-1].numel(), x.dtype) == (CODES, INTEGERS)
+
+
+def width_of(method: str) -> int:
+    """The width of a method's kernels on this processor."""
+    return INTEGERS if method == CODES else _vectors.lanes()

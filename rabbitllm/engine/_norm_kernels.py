@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from rabbitllm.quant._compiling import c_function
-from rabbitllm.quant._vectors import to_array
+from rabbitllm.base.compiling import c_function, to_array
 
 _VECTORS, _LEVELS = 4, 4
 """Vectors that are added to side by side, and levels of runs."""

@@ -47,6 +47,9 @@ def digest_of(package: str) -> str | None:
     return summed.hexdigest()[:32] if contents else None
 
 
+to_array: Any = getattr(numba, "carray")  # noqa: B009 - numba does not say that it exports it
+
+
 def compiled(function: Any) -> Any:
     """A function that is compiled when it is first called, and releases the interpreter lock."""
     return _cached(functools.partial(numba.njit, nogil=True), function)
