@@ -5,6 +5,7 @@ __all__ = [
     "forks",
     "interrupts",
     "logs",
+    "openmp",
     "options",
     "plain_json",
     "progress",

@@ -7,6 +7,7 @@ __all__ = [
     "dequantize_kernels",
     "gguf_blocks",
     "joint",
+    "layer_kernels",
     "norm_kernels",
     "products",
     "quantize",
