@@ -19,7 +19,6 @@ LANES = (8, 16)
 MAX_ELEMENTS = 1 << 15
 """Elements from which torch computes in several threads."""
 _DTYPES = (torch.bfloat16, torch.float32)
-_EPSILONS = ("variance_epsilon", "eps")
 
 
 def fuse_norms(model: nn.Module) -> int:
@@ -48,14 +47,16 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _epsilon(module: nn.Module) -> object:
-    return next((value for name in _EPSILONS if (value := vars(module).get(name)) is not None), None)
+    own = vars(module)
+    value = own.get("variance_epsilon")
+    return own.get("eps") if value is None else value
 
 
 def _forward(lanes: int, module: Any, *args: Any, **named: Any) -> Any:
     weight = module._parameters["weight"]
     if len(args) == 1 and not named and type(x := args[0]) is torch.Tensor and type(weight) is nn.Parameter:
-        count, columns = x.numel(), x.shape[-1]
-        is_alike = x.dtype is weight.dtype and x.dtype in _DTYPES and weight.shape == x.shape[-1:]
+        count, columns, dtype = x.numel(), weight.shape[0], x.dtype
+        is_alike = dtype is weight.dtype and dtype in _DTYPES and x.shape[-1] == columns
         if is_alike and 0 < count < MAX_ELEMENTS and x.is_cpu and x.is_contiguous() and not torch.is_grad_enabled():
             return _norm(x, weight, count // columns, columns, lanes, _epsilon(module))
     return type(module).forward(module, *args, **named)

@@ -26,22 +26,12 @@ MAX_UNUSED = 3
 _MOST_INPUTS = 48
 """Rows of input up to which any matrix is multiplied as integers."""
 _DTYPES = frozenset({torch.bfloat16, torch.float32})
+_NONE = list[Any]()
+"""The followers of a Linear that is computed alone."""
 
 
-@dataclass(slots=True)
-class _LinearResult:
-    """A product without its bias; `is_wide` if a bias is to be added, to float32."""
-
-    matrix: Any
-    product: torch.Tensor
-    is_wide: bool
-
-    def finished(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """The result of the Linear."""
-        if bias is None:
-            return self.product
-        self.product += bias
-        return self.product.to(dtype)
+_Result = tuple[Any, torch.Tensor, bool]
+"""A matrix, its product without bias, and whether a bias is to be added, to float32."""
 
 
 @dataclass(slots=True)
@@ -52,7 +42,39 @@ class _LinearCall:
     values: bytes
     shape: torch.Size
     dtype: torch.dtype
-    results: dict[Sibling, _LinearResult]
+    results: dict[Sibling, _Result] = field(default_factory=dict)
+
+    def is_of(self, x: torch.Tensor) -> bool:
+        """Whether a tensor has the same values, shape and dtype."""
+        is_alike = x.shape == self.shape and x.dtype is self.dtype and x.is_cpu and x.is_contiguous()
+        return is_alike and ctypes.string_at(x.data_ptr(), len(self.values)) == self.values
+
+
+@dataclass(slots=True)
+class _Together:
+    """What a Linear computes: its own matrix and those of its followers.
+
+    Attributes:
+        followers: the list of the Linear that it was made of.
+        weights: of each follower that has a weight: its module's parameters, their weight and whether it has a bias.
+        product: None if there is none.
+        most: rows of input up to which it is used.
+    """
+
+    followers: list[Sibling]
+    is_wide: bool
+    weights: list[tuple[Sibling, dict[str, Any], Any, bool]]
+    product: JointProduct | None
+    most: int
+
+    def is_valid(self, followers: list[Sibling], is_wide: bool) -> bool:
+        """Whether these are still the weights."""
+        if self.followers is not followers or self.is_wide is not is_wide:
+            return False
+        for _, parameters, weight, wide in self.weights:
+            if parameters["weight"] is not weight or (parameters["bias"] is not None) is not wide:
+                return False
+        return True
 
 
 class LastCall(threading.local):
@@ -86,30 +108,34 @@ class Sibling:
     def linear(self, x: torch.Tensor, own: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias` for the weight of the Linear, or a copy, with the bits of `own.matrix.linear`."""
         matrix: Any = own.matrix
-        columns = x.shape[-1]
-        rows = x.numel() // columns if columns == matrix.form.shape[1] else 0
+        call, followers = self.last.call, self.followers
+        if call is not None and call.leader is not self and call.is_of(x):
+            ready = call.results.pop(self, None)
+            if ready is not None and ready[0] is matrix and ready[2] is (bias is not None):
+                return _finished(ready, bias, x.dtype)
+            followers = _NONE
+        shape = x.shape
+        columns = matrix.form.shape[1]
+        rows = x.numel() // columns if shape[-1] == columns else 0
         if not (0 < rows <= _MOST_INPUTS and x.is_cpu and x.dtype in _DTYPES and x.is_contiguous()):
             return matrix.linear(x, bias)  # type: ignore[no-any-return]
-        values = ctypes.string_at(x.data_ptr(), rows * columns * x.itemsize)
-        call, others = self.last.call, list[tuple[Sibling, Any]]()
-        is_same = call is not None and call.values == values and call.shape == x.shape and call.dtype == x.dtype
-        if call is not None and is_same and call.leader is not self:
-            ready = call.results.pop(self, None)
-            if ready is not None and ready.matrix is matrix and ready.is_wide == (bias is not None):
-                return ready.finished(bias, x.dtype)
-        else:
+        if followers is not _NONE or call is None:
             if call is not None and call.results:
                 call.leader.leave(call.results)
-            others = [(other, weight.matrix) for other in self.followers if (weight := other.weight()) is not None]
-            call = self.last.call = _LinearCall(self, values, x.shape, x.dtype, {})
-        is_wide = [bias is not None, *(other.module._parameters["bias"] is not None for other, _ in others)]
-        product = _product(own, [matrix, *(other for _, other in others)], is_wide)
-        if product is None or rows > product.max_inputs:
+                followers = self.followers
+            values = ctypes.string_at(x.data_ptr(), rows * columns * x.itemsize)
+            call = self.last.call = _LinearCall(self, values, shape, x.dtype)
+        together = own.joint
+        if together is None or not together.is_valid(followers, bias is not None):
+            together = own.joint = _together(matrix, followers, bias is not None)
+        product = together.product
+        if product is None or rows > together.most:
             return matrix.linear(x, bias)  # type: ignore[no-any-return]
         call.leader.lead(self)
-        result, *products = map(_LinearResult, product.matrices, product(x, rows), is_wide)
-        call.results.update(zip((other for other, _ in others), products, strict=True))
-        return result.finished(bias, x.dtype)
+        result, *others = product(x, rows)
+        for (sibling, _, weight, is_wide), other in zip(together.weights, others, strict=True):
+            call.results[sibling] = weight.matrix, other, is_wide
+        return result if bias is None else _finished((matrix, result, True), bias, x.dtype)
 
     def weight(self) -> QuantizedWeight | None:
         """Its weight, if that is the one that it was made for, and in memory."""
@@ -141,12 +167,21 @@ def is_installed(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "__func__", None) is _forward
 
 
-def _product(weight: QuantizedWeight, matrices: list[Any], is_wide: list[bool]) -> JointProduct | None:
-    """The product of a weight's matrix and others, kept with the weight; None if there is none."""
-    key = (*map(id, matrices), *is_wide)
-    kept = weight.joint
-    if kept is None or kept[0] != key:
-        # the matrices are kept too, so their ids stay theirs
-        kept = weight.joint = key, JointProduct.of(matrices, is_wide), matrices
-    product: JointProduct | None = kept[1]
-    return product
+def _finished(result: _Result, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """The result of the Linear."""
+    product = result[1]
+    if bias is None:
+        return product
+    product += bias
+    return product.to(dtype)
+
+
+def _together(matrix: Any, followers: list[Sibling], is_wide: bool) -> _Together:
+    weights = [
+        (sibling, parameters, weight, parameters["bias"] is not None)
+        for sibling in followers
+        if (weight := sibling.weight()) is not None and (parameters := sibling.module._parameters)
+    ]
+    matrices = [matrix, *(weight.matrix for _, _, weight, _ in weights)]
+    product = JointProduct.of(matrices, [is_wide, *(wide for *_, wide in weights)])
+    return _Together(followers, is_wide, weights, product, product.max_inputs if product is not None else 0)

@@ -148,6 +148,35 @@ def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> 
     return layer.keys, layer.values
 
 
+class GrowingCache(DynamicCache):  # type: ignore[misc]
+    """The KV cache of one sequence, whose layers grow by `append`.
+
+    Args:
+        config: config of the text model.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config=config)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DynamicCache.update`."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if layer is not None and keeps_every_token(layer) and len(key_states) == 1 and not torch.is_grad_enabled():
+            return append(layer, key_states, value_states)
+        updated: tuple[torch.Tensor, torch.Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        return updated
+
+
+def empty_cache(model: StreamedModel) -> DynamicCache:
+    """An empty KV cache of one sequence; other hosts take transformers' own class alone."""
+    config = model.config.get_text_config(decoder=True)
+    return GrowingCache(config) if getattr(model, "hosts", None) is None else DynamicCache(config=config)
+
+
 def without_room(layer: CacheLayerMixin) -> Any:
     """The layer without its spare room; only for a copy of the layer, or before its tensors are replaced."""
     vars(layer).pop("_room", None)
@@ -541,13 +570,13 @@ class ConversationCache:
     """
 
     def __init__(self, model: StreamedModel) -> None:
-        self._config = model.config.get_text_config(decoder=True)
+        self._model = model
         self.clear()
 
     def clear(self) -> None:
         """Empty the cache and drop its snapshots."""
         self.ids: list[int] = []
-        self.cache = DynamicCache(config=self._config)
+        self.cache = empty_cache(self._model)
         # length of the cache -> what is restored; ascending
         self._snapshots: dict[int, Saved] = {}
 

@@ -23,7 +23,7 @@ from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError, OptionError
 from rabbitllm.generation._recommended import check_options, stop_strings
 from rabbitllm.generation.draft import Drafting
-from rabbitllm.generation.kv_cache import ConversationCache, angles_change_after, common_prefix, keeps
+from rabbitllm.generation.kv_cache import ConversationCache, angles_change_after, common_prefix, empty_cache, keeps
 from rabbitllm.generation.reasoning import Thinking
 from rabbitllm.generation.request import (
     FinishReason,
@@ -151,7 +151,9 @@ def answer(
     check_options(model)
     if request.sampling.seed is not None:
         torch.manual_seed(request.sampling.nth(0).seed)
-    return generate(model, request, write, draft=draft, prompt_done=prompt_done, think=think)
+    is_plain = draft is None and request.media is None and keeps(model)
+    cache = empty_cache(model) if is_plain else None
+    return generate(model, request, write, cache=cache, draft=draft, prompt_done=prompt_done, think=think)
 
 
 def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) -> Work:

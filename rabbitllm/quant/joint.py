@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from rabbitllm.quant.products import FusedMatrix, KernelMatrix
 
+_Template = tuple["array[int]", int, int, list["torch.Tensor"]]
 KEPT_BYTES = 1 << 20
 """Bytes of scratch memory that a thread keeps for its next product."""
 _ALIGNMENT = 64
@@ -47,7 +48,7 @@ class JointProduct:
         self.max_inputs = min(piece.max_inputs for piece in self._pieces)
         self._columns: int = matrices[0].form.shape[1]
         self._rows = [matrix.form.shape[0] for matrix in matrices]
-        self._templates: dict[tuple[int, int, torch.dtype], tuple[array[int], int, int]] = {}
+        self._templates: dict[tuple[int, torch.Size, torch.dtype], _Template] = {}
 
     @classmethod
     def of(cls, matrices: Sequence[KernelMatrix | FusedMatrix], is_wide: Sequence[bool]) -> JointProduct | None:
@@ -77,18 +78,13 @@ class JointProduct:
         """
         import torch
 
-        threads = torch.get_num_threads()
-        key = threads, rows, x.dtype
+        key = torch.get_num_threads(), x.shape, x.dtype
         template = self._templates.get(key)
         if template is None:
-            template = self._templates[key] = self._template(*key)
-        words, scratch_bytes, first = template
+            template = self._templates[key] = *self._template(key[0], rows, x.dtype), self._forms(x)
+        words, scratch_bytes, first, forms = template
         call, words_of_a_product = _compiled()
-        shape = x.shape[:-1]
-        results = [
-            torch.empty((*shape, count), dtype=torch.float32 if is_wide else x.dtype)
-            for count, is_wide in zip(self._rows, self._is_wide, strict=True)
-        ]
+        results = [torch.empty_like(form) for form in forms]
         data = words[:]
         data[0] = own = data.buffer_info()[0]
         data[1] = x.data_ptr()
@@ -99,6 +95,15 @@ class JointProduct:
             first += words_of_a_product
         call(own)
         return results
+
+    def _forms(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Tensors like the results, of one element each: `torch.empty` takes twice the time of `torch.empty_like`."""
+        import torch
+
+        return [
+            torch.empty((), dtype=torch.float32 if is_wide else x.dtype).expand(*x.shape[:-1], count)
+            for count, is_wide in zip(self._rows, self._is_wide, strict=True)
+        ]
 
     def _template(self, threads: int, rows: int, dtype: torch.dtype) -> tuple[array[int], int, int]:
         """The words of `_joint_kernels.py` without addresses of a call; bytes of scratch; place of the first result."""

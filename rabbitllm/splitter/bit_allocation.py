@@ -110,8 +110,9 @@ class SchemeGroup:
             fitted: whether scales are fitted to their blocks.
         """
         scheme = scheme_of(self.tensors[0], compression)
-        is_changed = compression is not None and scheme is not None  # blocks of a GGUF file may be kept
-        return self.weight * (FITTED_ERRORS if fitted else ERRORS)[scheme] if is_changed else 0.0
+        if compression is None or scheme is None:  # unchanged; blocks of a GGUF file may be kept
+            return 0.0
+        return self.weight * (FITTED_ERRORS if fitted else ERRORS)[scheme]
 
     def nbytes(self, compression: str | None) -> int:
         """Return the bytes stored at a compression."""
@@ -517,7 +518,7 @@ def with_choice(
     # matrices at 8 bits are multiplied faster than uncompressed ones, except by a GPU that has them in memory
     at_most_8_bits = options.max_disk is None and not options.memory_is_given and not options.for_gpu
     if options.memory is not None:
-        quarters = [choice for name in palette.quarter if limits.over(choice := uniform(name)) <= 0]
+        quarters = [quarter for quarter in map(uniform, palette.quarter) if limits.over(quarter) <= 0]
         if quarters and min(map(limits.resident_bytes, quarters)) <= options.memory:
             limits = dataclasses.replace(limits, memory=options.memory)
         else:

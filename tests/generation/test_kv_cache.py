@@ -27,6 +27,7 @@ from rabbitllm.generation.kv_cache import (
     copied,
     cost_by_cache,
     cost_by_config,
+    empty_cache,
     keeps,
     usable,
 )
@@ -212,6 +213,24 @@ def test_caches_grow_in_place() -> None:
         both(layer, plain, tokens)
         places.add(layer.keys.data_ptr())
     assert len(places) < 30  # and not a new one for each
+
+
+@pytest.mark.usefixtures("small_layers_have_room")
+def test_a_growing_cache_has_the_same_logits(model: Any) -> None:
+    growing, plain = empty_cache(model), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for begin, end in ((0, 9), *((at, at + 1) for at in range(9, 50)), (50, 57)):
+            outputs = (model(ids(60)[:, begin:end], past_key_values=cache).logits for cache in (growing, plain))
+            assert torch.equal(*outputs)
+    every = [layer for layer in growing.layers if kv_cache.keeps_every_token(layer)]
+    assert [layer for layer in growing.layers if "_room" in vars(layer)] == every
+    pair = [value.requires_grad_() for value in some(1)]
+    for cache in (growing, plain):
+        cache.layers = [DynamicLayer()]
+        for _ in range(12):  # what a gradient needs is not overwritten
+            keys, values = cache.update(*pair, 0)
+        assert "_room" not in vars(cache.layers[0])
+        (keys * values).sum().backward()
 
 
 @pytest.mark.usefixtures("small_layers_have_room")

@@ -64,7 +64,9 @@ def test_heads_have_8_bits(source: Path, compression: str | None, of_heads: str 
 
 
 def test_heads_have_8_bits_at_auto(source: Path) -> None:
-    least = sum(path.stat().st_size for path in split(source, compression="q4_k", sequential=False).glob("*.safetensors"))
+    least = sum(
+        path.stat().st_size for path in split(source, compression="q4_k", sequential=False).glob("*.safetensors")
+    )
     folder = split(source, compression="auto", max_disk=least, sequential=False)
     found = schemes_in(folder)
     assert {found[name] for name in HEADS} == {"Q8_0"}

@@ -1,0 +1,110 @@
+"""Rotary embeddings of one position by one call where it has the bits of the model's function, of a dozen operations.
+
+transformers' attention classes call `apply_rotary_pos_emb` of their module. Their instances here get the class's own
+forward, with its decorators, in which that name means a function of ours; the module and its other users keep theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+NAME = "apply_rotary_pos_emb"
+MAX_ELEMENTS = 1 << 15
+"""Elements from which torch computes in several threads."""
+_WIDTHS = (32, 128)
+
+
+def fuse_rotary(model: nn.Module) -> int:
+    """Let attentions rotate the queries and keys of a decode step in one call.
+
+    Returns:
+        How many these are.
+    """
+    fused, forwards = 0, dict[type, Callable[..., Any] | None]()
+    for module in model.modules():
+        kind = type(module)
+        if kind not in forwards:
+            forwards[kind] = _forward_of(kind)
+        forward = forwards[kind]
+        if forward is not None and "forward" not in vars(module):
+            # a method: a copy of the module then binds it to itself
+            module.forward = MethodType(forward, module)
+            fused += 1
+    return fused
+
+
+def _forward_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
+    """A class's forward that rotates in one call; None if it calls no function whose bits these are."""
+    inner = inspect.unwrap(kind.forward)
+    ordinary = getattr(inner, "__globals__", {}).get(NAME)
+    if ordinary is None or NAME not in inner.__code__.co_names or not _has_bits(ordinary):
+        return None
+    forward: Callable[..., Any] | None = _with_global(kind.forward, functools.partial(_rotated, ordinary))
+    return forward
+
+
+def _with_global(function: Any, value: object) -> Any:
+    """The same function, and the functions around it, for another `NAME`; None if one around it is not a closure."""
+    variables, cells = function.__globals__, function.__closure__
+    if not hasattr(function, "__wrapped__"):
+        variables = {**variables, NAME: value}
+    else:
+        inner, changed = function.__wrapped__, _with_global(function.__wrapped__, value)
+        places = [index for index, cell in enumerate(cells or ()) if cell.cell_contents is inner]
+        if changed is None or not places:
+            return None
+        cells = tuple(CellType(changed) if index in places else cell for index, cell in enumerate(cells))
+    made = FunctionType(function.__code__, variables, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(made, function)
+
+
+def _rotated(ordinary: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any, *more: Any, **named: Any) -> Any:
+    is_plain = type(q) is type(k) is type(cos) is type(sin) is torch.Tensor and not more and not named
+    if is_plain and q.dtype is k.dtype is cos.dtype is sin.dtype is torch.bfloat16 and not torch.is_grad_enabled():
+        rows, heads, tokens, width = form if len(form := q.shape) == 4 else (0, 0, 0, 0)
+        key_heads = k.shape[1] if k.dim() == 4 else 0
+        is_step = tokens == 1 and width % 2 == 0 and 0 < rows * max(heads, key_heads) * width < MAX_ELEMENTS
+        is_alike = is_step and k.shape == (rows, key_heads, 1, width) and cos.shape == sin.shape
+        has_angles = is_alike and cos.shape in ((1, 1, width), (rows, 1, width))
+        if has_angles and all(value.is_cpu and value.is_contiguous() for value in (q, k, cos, sin)):
+            return _rotate(q, k, cos, sin, rows, heads, key_heads, width)
+    return ordinary(q, k, cos, sin, *more, **named)
+
+
+def _rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: int, heads: int, keys: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from rabbitllm.engine import _layer_kernels  # numba comes with it
+
+    rotated, rotated_k = torch.empty_like(q), torch.empty_like(k)
+    pointers = q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), rotated.data_ptr(), rotated_k.data_ptr()
+    _layer_kernels.rotate()(*pointers, rows, heads, keys, width, width if len(cos) > 1 else 0)
+    return rotated, rotated_k
+
+
+@torch.no_grad()
+def _has_bits(ordinary: Callable[..., Any]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    for width in _WIDTHS:
+        for rows, angles in ((1, 1), (3, 1), (3, 3)):
+            q, k, cos, sin = (
+                torch.randn(form, generator=generator).bfloat16()
+                for form in ((rows, 4, 1, width), (rows, 2, 1, width), (angles, 1, width), (angles, 1, width))
+            )
+            try:
+                expected = ordinary(q, k, cos, sin)
+            except (TypeError, RuntimeError):  # it has other arguments
+                return False
+            if type(expected) is not tuple or not all(
+                map(torch.equal, expected, _rotate(q, k, cos, sin, rows, 4, 2, width))
+            ):
+                return False
+    return True

@@ -1,0 +1,119 @@
+"""Rotary embeddings in one call have the bits of the model's own function, which is used where they have not."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.cohere.modeling_cohere import CohereAttention
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from rabbitllm.engine import _rotary
+from rabbitllm.engine._rotary import MAX_ELEMENTS, fuse_rotary
+from rabbitllm.quant import _vectors
+from tests.engine.test_siblings import checkpoint, logits
+from tests.support.tiny_models import ALL, load
+
+pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
+ORDINARY = modeling_llama.apply_rotary_pos_emb
+FUSED = functools.partial(_rotary._rotated, ORDINARY)
+
+
+def values(rows: int, heads: int, keys: int, width: int, angles: int, tokens: int = 1) -> tuple[torch.Tensor, ...]:
+    q, k = (torch.randn(rows, tokens, count, width).bfloat16().transpose(1, 2) for count in (heads, keys))
+    return q, k, *(torch.randn(angles, tokens, width).cos().bfloat16() for _ in range(2))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each rotation in one call."""
+    rows, compute = list[int](), _rotary._rotate
+
+    def counted(q: torch.Tensor, *more: Any) -> Any:
+        rows.append(len(q))
+        return compute(q, *more)
+
+    monkeypatch.setattr(_rotary, "_rotate", counted)
+    return rows
+
+
+@pytest.mark.parametrize("width", [2, 6, 64, 80, 128, 256])
+@torch.no_grad()
+def test_bits_of_the_function(width: int, calls: list[int]) -> None:
+    for rows, heads, keys, angles in ((1, 9, 3, 1), (1, 1, 4, 1), (5, 4, 4, 1), (5, 4, 2, 5)):
+        given = values(rows, heads, keys, width, angles)
+        for scale in (1e-38, 1, 1e37):
+            q, k, cos, sin = given[0] * scale, given[1] * scale, *given[2:]
+            for got, expected in zip(FUSED(q, k, cos, sin), ORDINARY(q, k, cos, sin), strict=True):
+                assert torch.equal(got, expected)
+                assert got.is_contiguous()
+    assert calls == [1] * 6 + [5] * 6
+    q, k, cos, sin = values(1, 2, 1, width, 1)
+    q[..., 0], k[..., -1] = torch.inf, torch.nan
+    for got, expected in zip(FUSED(q, k, cos, sin), ORDINARY(q, k, cos, sin), strict=True):
+        assert torch.equal(got.nan_to_num(7), expected.nan_to_num(7))
+
+
+@torch.no_grad()
+def test_what_is_left_to_the_function(calls: list[int]) -> None:
+    q, k, cos, sin = values(2, 4, 2, 64, 1)
+    wide = q.new_ones(2, MAX_ELEMENTS // 128, 1, 64)
+    others = [
+        values(2, 4, 2, 64, 1, tokens=3),
+        tuple(value.float() for value in (q, k, cos, sin)),
+        (q.expand(2, 4, 1, 64)[:, ::2], k, cos, sin),
+        (wide, k, cos, sin),
+        (q, k, cos.float(), sin.float()),
+    ]
+    for given in others:
+        assert all(map(torch.equal, FUSED(*given), ORDINARY(*given)))
+    assert all(map(torch.equal, FUSED(q, k, cos, sin, unsqueeze_dim=1), ORDINARY(q, k, cos, sin)))
+    with torch.enable_grad():
+        FUSED(q.requires_grad_(), k, cos, sin)[0].sum().backward()
+    assert q.grad is not None
+    assert not calls
+
+
+def test_the_forward_is_that_of_the_class() -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    config._attn_implementation = "sdpa"
+    plain = LlamaAttention(config, 0).bfloat16().eval()
+    fused = copy.deepcopy(plain)
+    assert fuse_rotary(fused) == 1
+    assert fuse_rotary(fused) == 0
+    assert modeling_llama.apply_rotary_pos_emb is ORDINARY
+    x, angles = torch.randn(1, 1, 64).bfloat16(), torch.randn(1, 1, 32).bfloat16()
+    with torch.no_grad():
+        expected, _ = plain(x, position_embeddings=(angles, angles))
+        for module in (fused, copy.deepcopy(fused)):
+            assert module.forward.__self__ is module
+            assert torch.equal(module(x, position_embeddings=(angles, angles))[0], expected)
+        with pytest.warns(FutureWarning, match="Use `cache`"):  # the class's decorators are around it too
+            fused(x, position_embeddings=(angles, angles), past_key_values=None)
+
+
+def test_a_function_that_rotates_otherwise_is_not_replaced() -> None:
+    assert _rotary._forward_of(CohereAttention) is None  # neighbours are pairs
+    assert _rotary._forward_of(torch.nn.Linear) is None
+    assert not _rotary._has_bits(lambda q, k, cos, sin: ORDINARY(q, k, cos, -sin))
+    assert not _rotary._has_bits(lambda q, k, cos: (q, k))
+
+
+@pytest.mark.parametrize("budget", [ALL, 0], ids=["resident", "streamed"])
+def test_a_model_has_the_same_logits(
+    tmp_path: Path, budget: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = checkpoint(tmp_path, "qwen3", "4bit")
+    got = logits(load(directory, budget, exact=False))
+    assert len(calls) >= 2 * 4  # of 2 layers, 4 steps
+    monkeypatch.setattr("rabbitllm.engine.load.fuse_rotary", lambda model: 0)
+    assert torch.equal(got, logits(load(directory, budget, exact=False)))
+    monkeypatch.undo()
+    exact = load(directory, budget)
+    assert not any("forward" in vars(module) for module in exact.modules() if "Attention" in type(module).__name__)
