@@ -107,6 +107,8 @@ class Watch:
             is_module = path.startswith(self._code) and path.endswith((".py", ".pyc", ".so"))
             if isinstance(arguments[0], int) or is_module or path.startswith(("/proc/", "/sys/")):
                 return
+        if event == "os.listdir" and str(arguments[0]).startswith("/proc/"):
+            return
         if event == "socket.connect" and tuple(arguments[1][:2]) == self.own:
             return
         if event == "socket.getaddrinfo" and tuple(arguments[:2]) == self.own:
