@@ -6,8 +6,8 @@ devices and large inputs are left to the class.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 from types import MethodType
 from typing import Any
 
@@ -34,7 +34,7 @@ def fuse_norms(model: nn.Module) -> int:
         weight, epsilon = module._parameters.get("weight"), _epsilon(module)
         if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or weight.dtype not in _DTYPES:
             continue
-        if not isinstance(epsilon, float) or not 0 < len(weight) < MAX_ELEMENTS:
+        if not isinstance(epsilon, float) or epsilon <= 0 or not 0 < len(weight) < MAX_ELEMENTS:
             continue
         form = len(weight), weight.dtype, epsilon
         if (key := (type(module), *form)) not in tried:
@@ -54,15 +54,27 @@ def _epsilon(module: nn.Module) -> object:
 
 def _forward(lanes: int, module: Any, *args: Any, **named: Any) -> Any:
     weight = module._parameters["weight"]
-    if len(args) == 1 and not named and type(x := args[0]) is torch.Tensor and type(weight) is nn.Parameter:
+    is_step = len(args) == 1 and not named and type(weight) is nn.Parameter and not torch.compiler.is_compiling()
+    if is_step and type(x := args[0]) is torch.Tensor:
         count, columns, dtype = x.numel(), weight.shape[0], x.dtype
         is_alike = dtype is weight.dtype and dtype in _DTYPES and x.shape[-1] == columns
         if is_alike and 0 < count < MAX_ELEMENTS and x.is_cpu and x.is_contiguous() and not torch.is_grad_enabled():
-            return _norm(x, weight, count // columns, columns, lanes, _epsilon(module))
+            # a tensor within torch.func's transforms has no memory
+            with contextlib.suppress(RuntimeError):
+                return _norm(x, weight, count // columns, columns, lanes, _epsilon(module))
     return type(module).forward(module, *args, **named)
 
 
-_FORWARDS = {lanes: functools.partial(_forward, lanes) for lanes in LANES}
+def _forward_by_8(module: Any, *args: Any, **named: Any) -> Any:
+    return _forward(8, module, *args, **named)
+
+
+def _forward_by_16(module: Any, *args: Any, **named: Any) -> Any:
+    return _forward(16, module, *args, **named)
+
+
+_FORWARDS = {8: _forward_by_8, 16: _forward_by_16}
+"""Lanes -> forward of a norm; functions, since torch.compile reads their source."""
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, rows: int, columns: int, lanes: int, epsilon: Any) -> torch.Tensor:

@@ -68,6 +68,7 @@ def _with_global(function: Any, value: object) -> Any:
 
 def _rotated(ordinary: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any, *more: Any, **named: Any) -> Any:
     is_plain = type(q) is type(k) is type(cos) is type(sin) is torch.Tensor and not more and not named
+    is_plain = is_plain and not torch.compiler.is_compiling()
     if is_plain and q.dtype is k.dtype is cos.dtype is sin.dtype is torch.bfloat16 and not torch.is_grad_enabled():
         rows, heads, tokens, width = form if len(form := q.shape) == 4 else (0, 0, 0, 0)
         key_heads = k.shape[1] if k.dim() == 4 else 0

@@ -157,6 +157,7 @@ class Sibling:
 def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     is_plain = type(weight) is QuantizedWeight and type(input) is torch.Tensor and weight.sibling is not None
+    is_plain = is_plain and not torch.compiler.is_compiling()
     if not is_plain or (torch.is_grad_enabled() and (input.requires_grad or bias is not None)):
         return nn.functional.linear(input, module.weight, module.bias)
     return weight.sibling.linear(input, weight, bias)  # type: ignore[no-any-return]

@@ -325,6 +325,9 @@ class QuantizedWeight(WeightStandIn):
         copied.requires_grad_(self.requires_grad)
         return copied
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "sibling": None, "joint": None}
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, stored at {self.matrix.form.scheme})"
 

@@ -85,6 +85,20 @@ def test_what_is_left_to_the_class(calls: list[int]) -> None:
     assert calls == [6, 6]
 
 
+@torch.no_grad()
+def test_compilers_and_transforms_get_the_class() -> None:
+    plain = norm(LlamaRMSNorm, 64, torch.bfloat16)
+    fused = copy.deepcopy(plain)
+    assert fuse_norms(fused) == 1
+    x = torch.randn(2, 3, 64).bfloat16()
+    assert torch.equal(torch.compile(fused, backend="eager")(x), plain(x))
+    assert torch.equal(torch.func.vmap(fused)(x), plain(x))
+
+
+def test_a_norm_that_may_divide_by_zero_is_left_to_its_class() -> None:
+    assert fuse_norms(LlamaRMSNorm(64, eps=0.0).bfloat16()) == 0
+
+
 def test_a_class_that_computes_another_norm_is_not_replaced() -> None:
     assert fuse_norms(norm(Gemma3RMSNorm, 64, torch.bfloat16)) == 0
     assert fuse_norms(norm(LlamaRMSNorm, 64, torch.float16)) == 0

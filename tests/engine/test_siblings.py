@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,6 +179,25 @@ def test_a_copy_of_a_linear_has_weights_of_its_own(attention: Any) -> None:
     copied.bias = None
     assert not copied(x).any()
     assert attention.q_proj(x).any()
+
+
+def test_weights_can_be_pickled(attention: Any) -> None:
+    x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
+    expected = attention.q_proj(x)
+    attention.k_proj(x)
+    file = io.BytesIO()
+    torch.save(attention.state_dict(), file)
+    file.seek(0)
+    weight = torch.load(file, weights_only=False)["q_proj.weight"]
+    assert isinstance(weight, QuantizedWeight)
+    assert weight.sibling is None
+    assert torch.equal(nn.functional.linear(x, weight, attention.q_proj.bias), expected)
+
+
+@torch.no_grad()
+def test_torch_compile_gets_ordinary_linears(attention: Any) -> None:
+    x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
+    assert torch.equal(torch.compile(attention.q_proj, backend="eager")(x), attention.q_proj(x))
 
 
 def test_gradients_of_inputs_and_biases(attention: Any) -> None:
