@@ -29,7 +29,7 @@ from tests.support.tiny_models import load, one_thread, plain_model, split, tier
 REFUSED = ("axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "hy_v4", "minimax", "rwkv", "xlstm")
 """Families that choose tokens by an index, and those whose states are in a cache of their own."""
 PLAIN = ("llama", "gemma3", "gpt_oss", "gemma3n", "llama4")
-SHORT = ("llama", "gemma3", "qwen3_next", "mamba", "falcon_h1", "recurrent_gemma")
+SHORT = ("llama", "gemma3", "qwen3_next", "mamba", "falcon_h1")
 PROMPT, TOKENS = 12, 24
 IDS = torch.randint(3, 270, (1, 48), generator=torch.Generator().manual_seed(1))
 
@@ -199,7 +199,7 @@ DRAWN = 3
 
 @pytest.mark.parametrize(
     ("name", "draws"),
-    [("qwen3_next", 200), *(pytest.param(name, 5000, marks=pytest.mark.long) for name in ("llama", "qwen3_next"))],
+    [("llama", 200), *(pytest.param(name, 5000, marks=pytest.mark.long) for name in ("llama", "qwen3_next"))],
 )
 @torch.no_grad()
 def test_sampled_answers_have_the_models_distribution(tmp_path: Path, name: str, draws: int) -> None:

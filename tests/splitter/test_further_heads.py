@@ -15,6 +15,7 @@ from rabbitllm.splitter.journal import SplitJournal
 from rabbitllm.store.layer_store import LayerStore, verify
 from rabbitllm.store.manifest import read_manifest
 from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.quick_measuring import quick_measuring as quick_measuring
 from tests.support.splitting import Call, layer_files, split
 
 HEADS = ("mtp.layers.0.eh_proj.weight", "model.layers.2.eh_proj.weight", "model.layers.2.mlp.down_proj.weight")
