@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rabbitllm.engine._norms import kind_of
+
 MULTIPLE = 64
 """Elements that torch computes at once with any of its vectors; it computes a rest in another way."""
 MAX_ELEMENTS = 1 << 15
@@ -28,7 +30,7 @@ def fuse_gates(model: nn.Module) -> int:
     Returns:
         How many these are.
     """
-    fused, tried = 0, dict[type[nn.Module], bool]()
+    fused, tried = 0, dict[object, bool]()
     for module in model.modules():
         if "forward" in vars(module) or module._modules.keys() != set(_PARTS):
             continue
@@ -36,9 +38,9 @@ def fuse_gates(model: nn.Module) -> int:
         # without attributes of its own, a class says all of what it computes
         if act is None or vars(act).keys() - _OF_ANY or act._parameters or act._buffers:
             continue
-        if type(module) not in tried:
-            tried[type(module)] = _has_bits(module)
-        if tried[type(module)]:
+        if (kind := (kind_of(module), type(act))) not in tried:
+            tried[kind] = _has_bits(module)
+        if tried[kind]:
             # a method: a copy of the module then binds it to itself
             module.forward = MethodType(_forward, module)
             fused += 1

@@ -37,13 +37,19 @@ def fuse_norms(model: nn.Module) -> int:
         if not isinstance(epsilon, float) or epsilon <= 0 or not 0 < len(weight) < MAX_ELEMENTS:
             continue
         form = len(weight), weight.dtype, epsilon
-        if (key := (type(module), *form)) not in tried:
+        if (key := (kind_of(module), *form)) not in tried:
             tried[key] = _lanes(module, *form)
         if lanes := tried[key]:
             # a method: a copy of the module then binds it to itself
             module.forward = MethodType(_FORWARDS[lanes], module)
             fused += 1
     return fused
+
+
+def kind_of(module: nn.Module) -> object:
+    """Equal for modules that compute alike: their class and their own numbers and texts, which may differ by layer."""
+    own = ((name, value) for name, value in vars(module).items() if isinstance(value, int | float | str))
+    return type(module), *sorted(own)
 
 
 def _epsilon(module: nn.Module) -> object:

@@ -99,6 +99,19 @@ def test_what_is_left_to_the_class(calls: list[int]) -> None:
     assert not calls
 
 
+def test_a_layer_that_computes_another_gate_by_its_own_number_is_not_replaced() -> None:
+    class ShiftedMLP(LlamaMLP):
+        shift = 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) + self.shift)  # type: ignore[no-any-return]
+
+    layers = nn.ModuleList(mlp(ShiftedMLP) for _ in range(3))
+    layers[1].shift = 1.0
+    assert fuse_gates(layers) == 2
+    assert "forward" not in vars(layers[1])
+
+
 def test_a_class_that_computes_another_gate_is_not_replaced() -> None:
     class Limited(LlamaMLP):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> Any:
