@@ -214,7 +214,7 @@ def _groups(groups: Iterable[TensorGroup]) -> str:
 
 
 def _columns(route: str, disk: str, created: str) -> str:
-    return f"  {route:<19}{disk:>{_CELL_WIDTH}}{created:>{_CELL_WIDTH}}  "
+    return f"  {route:<19}{disk:>13}{created:>13}  "
 
 
 def _show_estimate(console: Console, plan: SplitEstimate, estimate: CompressionEstimate) -> None:
