@@ -8,7 +8,6 @@ The answer is the model's own: greedy decoding gives the same tokens except for 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,6 +16,7 @@ from transformers import DynamicCache
 
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
+from rabbitllm.generation._proposals import Proposal, proposals_of
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation.kv_cache import cache_argument, can_go_back
 from rabbitllm.generation.request import check_generates, tokenizer_of
@@ -30,102 +30,11 @@ SAME_TOKENS = 0.9
 """The least share of the smaller vocabulary that both have under the same ids; others are only never right."""
 NGRAM: Literal["ngram"] = "ngram"
 """The draft from the text so far."""
-NGRAM_TOKENS = 10
-"""The most tokens that it proposes."""
-NGRAM_LENGTH = 2
-"""The last tokens that it looks for in the text before them, or fewer."""
-MODEL_TOKENS = 20
-"""The most tokens that a model proposes, unless its generation config has `num_assistant_tokens`."""
-LEAST_SURE = 0.4
-"""A model stops after a token to which it gives less than this probability, unless its generation config has
-`assistant_confidence_threshold`."""
 MAX_CARRIED = 16
 """The most tokens that states lack after wrong drafts; then a pass without a draft computes them."""
 PER_TOKEN = ("attention_mask", "position_ids")
 """Arguments of a pass that have a value for each token."""
 _LEAVE_OUT = "Leave the draft model out, or use a smaller model of the same family."
-
-
-@dataclass(frozen=True, slots=True)
-class _Proposal:
-    """Tokens that may follow.
-
-    Attributes:
-        tokens: ids, int64 of shape (1, count).
-        probabilities: those with which a model drew each token from the vocabulary, float32 of shape (count,
-            vocabulary); None for tokens that were not drawn.
-    """
-
-    tokens: torch.Tensor
-    probabilities: torch.Tensor | None = None
-
-    @property
-    def count(self) -> int:
-        return self.tokens.shape[1]
-
-
-class _FromText:
-    """Proposes the tokens that followed the last two, or the last one, when they occurred first."""
-
-    def propose(self, ids: torch.Tensor, most: int) -> _Proposal:
-        """Propose up to `most` tokens after `ids`, (1, tokens)."""
-        text, count = ids[0], min(most, NGRAM_TOKENS)
-        for length in range(min(NGRAM_LENGTH, len(text) - 1), 0, -1):
-            places = (text[:-1].unfold(0, length, 1) == text[-length:]).all(dim=1).nonzero()
-            if len(places):
-                begin = int(places[0]) + length
-                return _Proposal(ids[:, begin : begin + max(count, 0)])
-        return _Proposal(ids[:, :0])
-
-    def settle(self, tokens: int) -> None:
-        """Nothing is kept."""
-
-
-class _FromModel:
-    """Proposes the tokens that a model generates.
-
-    Args:
-        draft: the model.
-        processors: change its scores as those of the model that checks them.
-        config: how tokens are chosen, and which end a text.
-    """
-
-    def __init__(self, draft: StreamedModel, processors: LogitsProcessorList, config: GenerationConfig) -> None:
-        self._track = Rewindable(draft, DynamicCache(config=draft.config.get_text_config(decoder=True)))
-        self._device = draft.device
-        self._processors = processors
-        self._samples = config.do_sample
-        ends = config.eos_token_id
-        self._ends = {ends} if isinstance(ends, int) else {*(ends or ())}
-        own = draft.generation_config
-        self._most = own.num_assistant_tokens or MODEL_TOKENS
-        threshold = own.assistant_confidence_threshold
-        self._least_sure = LEAST_SURE if threshold is None else threshold
-
-    def propose(self, ids: torch.Tensor, most: int) -> _Proposal:
-        """Propose up to `most` tokens after `ids`, (1, tokens)."""
-        count = min(most, self._most)
-        if count < 1:
-            return _Proposal(ids[:, :0])
-        known, device, ids = ids.shape[1], ids.device, ids.to(self._device)
-        logits, drawn = self._track.logits(ids, 1), []
-        self._track.mark()
-        while True:
-            scores = self._processors(ids, logits)
-            probabilities = scores.softmax(dim=-1)
-            token = torch.multinomial(probabilities, 1) if self._samples else scores.argmax(dim=-1, keepdim=True)
-            ids = torch.cat((ids, token), dim=1)
-            drawn.append(probabilities)
-            is_unsure = probabilities[0, token[0, 0]] < self._least_sure
-            if len(drawn) == count or is_unsure or int(token) in self._ends:
-                break
-            logits = self._track.logits(ids, 1)
-        probabilities = torch.cat(drawn).to(device) if self._samples else None
-        return _Proposal(ids[:, known:].to(device), probabilities)
-
-    def settle(self, tokens: int) -> None:
-        """Drop the tokens after the first `tokens`."""
-        self._track.settle(tokens)
 
 
 class Drafting:
@@ -162,16 +71,14 @@ class Drafting:
         given = {name: model_kwargs[name] for name in PER_TOKEN if model_kwargs.get(name) is not None}
         has_length = any(hasattr(layer, "get_seq_length") for layer in cache.layers)
         track = Rewindable(model, cache, cache.get_seq_length() if has_length else 0, **given)
-        source: _FromText | _FromModel = _FromText()
-        if not isinstance(self._draft, str):
-            source = _FromModel(self._draft, logits_processor, generation_config)
+        proposals = proposals_of(self._draft, logits_processor, generation_config)
         ids, is_prompt, is_over = input_ids, True, False
         try:
             while not is_over:
                 known = ids.shape[1]
                 # a prompt would be the first rows of the next pass, too, and windows would grow to its length
                 waits = not track.keeps_every_token if is_prompt else known - track.tokens > MAX_CARRIED
-                proposal = source.propose(ids, 0 if waits else generation_config.max_length - known - 1)
+                proposal = proposals.propose(ids, 0 if waits else generation_config.max_length - known - 1)
                 rows = torch.cat((ids, proposal.tokens), dim=1)
                 if proposal.count:
                     track.mark()
@@ -188,7 +95,7 @@ class Drafting:
                     if is_over or not is_right:
                         break
                 track.settle(ids.shape[1] - 1)
-                source.settle(ids.shape[1] - 1)
+                proposals.settle(ids.shape[1] - 1)
                 is_prompt = False
         finally:
             track.release()
@@ -216,7 +123,7 @@ def _check_form(ids: torch.Tensor, cache: Any, config: GenerationConfig) -> None
         )
 
 
-def _chosen(scores: torch.Tensor, proposal: _Proposal, index: int, samples: bool) -> tuple[torch.Tensor, bool]:
+def _chosen(scores: torch.Tensor, proposal: Proposal, index: int, samples: bool) -> tuple[torch.Tensor, bool]:
     """Choose a token, and tell whether it is the proposed one.
 
     Args:
