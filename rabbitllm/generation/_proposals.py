@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from transformers import DynamicCache
 
-from rabbitllm.generation._rewind import Rewindable
+from rabbitllm.generation._rewind import Rewindable, takes_trees
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
@@ -24,6 +25,10 @@ MODEL_TOKENS = 20
 LEAST_SURE = 0.4
 """A model stops after a token to which it gives less than this probability, unless its generation config has
 `assistant_confidence_threshold`."""
+BRANCHES, LEVEL_ROWS = 8, 16
+"""The most tokens that may follow one of a tree, and the most rows of a draft model's pass."""
+LEAST_GAIN = 0.2
+"""A tree grows no further where fewer tokens of the next level are expected to be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +39,21 @@ class Proposal:
         tokens: ids, int64 of shape (1, count).
         probabilities: those with which a model drew each token from the vocabulary, float32 of shape (count,
             vocabulary); None for tokens that were not drawn.
+        tree: of a tree the parent of each token, an index before it, -1 for the text; None if each follows the last.
     """
 
     tokens: torch.Tensor
     probabilities: torch.Tensor | None = None
+    tree: Sequence[int] | None = None
 
     @property
     def count(self) -> int:
         return self.tokens.shape[1]
+
+    @property
+    def parents(self) -> Sequence[int]:
+        """The parent of each token."""
+        return range(-1, self.count - 1) if self.tree is None else self.tree
 
 
 class Proposals(Protocol):
@@ -50,8 +62,8 @@ class Proposals(Protocol):
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, int64 of shape (1, tokens). It may be none."""
 
-    def settle(self, tokens: int) -> None:
-        """Drop all that is kept of tokens after the first `tokens`: the model has chosen others."""
+    def settle(self, tokens: int, path: Sequence[int]) -> None:
+        """Drop all that is kept of tokens after the first `tokens`, which end with the proposed tokens of `path`."""
 
 
 class FromText:
@@ -67,21 +79,29 @@ class FromText:
                 return Proposal(ids[:, begin : begin + max(count, 0)])
         return Proposal(ids[:, :0])
 
-    def settle(self, tokens: int) -> None:
+    def settle(self, tokens: int, path: Sequence[int]) -> None:
         """Nothing is kept."""
 
 
 class FromModel:
-    """Proposes the tokens that a model generates.
+    """Proposes the tokens that a model generates, or a tree of those that are most probable.
+
+    A tree grows by what is most probable from its root on (SpecExec, arXiv:2406.02532): each step computes the tokens
+    of a level that may be in it, in one pass.
 
     Args:
         draft: the model.
         processors: change its scores as those of the model that checks them.
         config: how tokens are chosen, and which end a text.
+        may_branch: whether the model that checks them takes trees.
     """
 
-    def __init__(self, draft: StreamedModel, processors: LogitsProcessorList, config: GenerationConfig) -> None:
+    def __init__(
+        self, draft: StreamedModel, processors: LogitsProcessorList, config: GenerationConfig, may_branch: bool
+    ) -> None:
         self._track = Rewindable(draft, DynamicCache(config=draft.config.get_text_config(decoder=True)))
+        self._branches = may_branch and takes_trees(draft)
+        self._computed: list[int] = []
         self._device = draft.device
         self._processors = processors
         self._samples = config.do_sample
@@ -97,9 +117,14 @@ class FromModel:
         count = min(most, self._most)
         if count < 1:
             return Proposal(ids[:, :0])
-        known, device, ids = ids.shape[1], ids.device, ids.to(self._device)
-        logits, drawn = self._track.logits(ids, 1), []
+        device, ids = ids.device, ids.to(self._device)
+        has_prompt, logits = self._track.tokens > 0, self._track.logits(ids, 1)
         self._track.mark()
+        proposal = self._tree(ids, logits, count) if self._branches and has_prompt else self._chain(ids, logits, count)
+        return replace(proposal, tokens=proposal.tokens.to(device))
+
+    def _chain(self, ids: torch.Tensor, logits: torch.Tensor, count: int) -> Proposal:
+        known, drawn = ids.shape[1], []
         while True:
             scores = self._processors(ids, logits)
             probabilities = scores.softmax(dim=-1)
@@ -110,16 +135,69 @@ class FromModel:
             if len(drawn) == count or is_unsure or int(token) in self._ends:
                 break
             logits = self._track.logits(ids, 1)
-        probabilities = torch.cat(drawn).to(device) if self._samples else None
-        return Proposal(ids[:, known:].to(device), probabilities)
+        self._computed = [*range(len(drawn) - 1)]
+        return Proposal(ids[:, known:], torch.cat(drawn) if self._samples else None)
 
-    def settle(self, tokens: int) -> None:
-        """Drop the tokens after the first `tokens`."""
-        self._track.settle(tokens)
+    def _tree(self, ids: torch.Tensor, logits: torch.Tensor, count: int) -> Proposal:
+        nodes = [_Node(1.0, -1, None)]
+        computed: list[_Node] = []
+        level, depth = nodes[:], 0
+        while level and depth < self._most:
+            children = []
+            for node, row in zip(level, logits, strict=True):
+                path = torch.cat((ids, ids.new_tensor([node.tokens()])), dim=1)
+                best = self._processors(path, row[None])[0].softmax(dim=-1).topk(min(BRANCHES, row.shape[-1]))
+                for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                    children.append(_Node(node.probability * probability, token, node))
+            nodes = sorted((*nodes, *children), key=lambda node: -node.probability)[: count + 1]
+            chosen = {*map(id, nodes)}
+            level = [node for node in children if id(node) in chosen and node.token not in self._ends][:LEVEL_ROWS]
+            depth += 1
+            if sum(node.probability for node in level) < LEAST_GAIN or depth == self._most:
+                break
+            places = {id(node): index for index, node in enumerate((*computed, *level))}
+            computed += level
+            rows = torch.cat((ids, ids.new_tensor([[node.token for node in computed]])), dim=1)
+            logits = self._track.logits(rows, len(level), [places.get(id(node.parent), -1) for node in computed])
+        nodes = nodes[1:]
+        places = {id(node): index for index, node in enumerate(nodes)}
+        self._computed = [places.get(id(node), -1) for node in computed]
+        tokens = ids.new_tensor([[node.token for node in nodes]])
+        return Proposal(tokens, tree=[places.get(id(node.parent), -1) for node in nodes])
+
+    def settle(self, tokens: int, path: Sequence[int]) -> None:
+        """Drop all that is kept of tokens after the first `tokens`, which end with the proposed tokens of `path`."""
+        rows = [self._computed.index(index) for index in path if index in self._computed]
+        self._track.settle(tokens - len(path) + len(rows), rows, len(self._computed))
+        self._computed = []
+
+
+class _Node:
+    """A token of a tree.
+
+    Attributes:
+        probability: of the path from the text to it.
+        token: its id; the root has none.
+        parent: the token before it.
+    """
+
+    __slots__ = ("parent", "probability", "token")
+
+    def __init__(self, probability: float, token: int, parent: _Node | None) -> None:
+        self.probability = probability
+        self.token = token
+        self.parent = parent
+
+    def tokens(self) -> list[int]:
+        """The path from the text to it."""
+        return [] if self.parent is None else [*self.parent.tokens(), self.token]
 
 
 def proposals_of(
-    draft: StreamedModel | Literal["ngram"], processors: LogitsProcessorList, config: GenerationConfig
+    draft: StreamedModel | Literal["ngram"],
+    model: StreamedModel,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
 ) -> Proposals:
-    """Return the proposals of a draft for one answer; for the arguments see `FromModel`."""
-    return FromText() if isinstance(draft, str) else FromModel(draft, processors, config)
+    """Return the proposals of a draft for one answer of `model`; for the arguments see `FromModel`."""
+    return FromText() if isinstance(draft, str) else FromModel(draft, processors, config, takes_trees(model))

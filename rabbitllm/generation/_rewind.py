@@ -3,6 +3,9 @@
 Attention drops them by cutting. States sum up all tokens, so a copy of them is made before the pass and put back after
 it. Then the cache lacks the correct tokens of that pass too; they are the first rows of the next one, which reads the
 weights anyway.
+
+Where every layer keeps every token, the tokens of a pass may also be a tree (SpecInfer, arXiv:2305.09781): each attends
+to the text and to its ancestors, and the rows of one path are kept.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +23,7 @@ from rabbitllm.generation.kv_cache import (
     BY_ROWS,
     Saved,
     cache_argument,
+    cache_layers,
     is_nothing,
     is_plain,
     is_window,
@@ -71,12 +76,14 @@ class Rewindable:
         """Whether the cache goes back at no cost, however long the pass was."""
         return all(keeps_every_token(layer) or is_nothing(layer) for layer in self._cache.layers)
 
-    def logits(self, ids: torch.Tensor, count: int) -> torch.Tensor:
+    def logits(self, ids: torch.Tensor, count: int, parents: Sequence[int] = ()) -> torch.Tensor:
         """Compute the tokens that the cache lacks.
 
         Args:
             ids: all tokens of the sequence, int64 of shape (1, tokens).
             count: number of tokens whose logits are wanted.
+            parents: the last tokens are a tree: for each its parent, an index into them; -1 for the token before them.
+                Only for a model for which `takes_trees` holds.
 
         Returns:
             Logits of the last `count` tokens, float32 of shape (count, vocabulary).
@@ -93,10 +100,37 @@ class Rewindable:
         )
         if "logits_to_keep" in self._takes:
             inputs["logits_to_keep"] = count  # some models set another number
+        if any(parent != index - 1 for index, parent in enumerate(parents)):
+            inputs |= self._as_tree(ids, parents, arguments)
         with contextlib.nullcontext() if is_first else self._by_rows():
             logits: torch.Tensor = self._model(**inputs, return_dict=True).logits[0, -count:]
         self.tokens = ids.shape[1]
         return logits.to(dtype=torch.float32, device=ids.device)
+
+    def _as_tree(self, ids: torch.Tensor, parents: Sequence[int], arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The mask and the positions of a pass whose last tokens are a tree.
+
+        Returns:
+            `attention_mask`, added to scores, of shape (1, 1, rows, tokens); `position_ids`, (1, rows).
+        """
+        total, rows, count = ids.shape[1], ids.shape[1] - self.tokens, len(parents)
+        text = total - count
+        ancestors = torch.eye(count, dtype=torch.bool)
+        for index, parent in enumerate(parents):
+            if parent >= 0:
+                ancestors[index] |= ancestors[parent]
+        attends = torch.ones(rows, total, dtype=torch.bool).tril_(self.tokens)
+        in_tree = min(rows, count)
+        attends[rows - in_tree :, text:] = ancestors[count - in_tree :]
+        attends[rows - in_tree :, :text] = True
+        positions = arguments.get("position_ids")
+        position = torch.arange(total)[None] if positions is None else positions.cpu().clone()
+        position[..., text:] = position[..., text - 1 : text] + ancestors.sum(dim=1)
+        if (kept := arguments.get("attention_mask")) is not None:
+            attends &= kept.cpu().bool()
+        dtype = self._model.dtype
+        mask = torch.zeros(1, 1, rows, total, dtype=dtype).masked_fill_(~attends, torch.finfo(dtype).min)
+        return {"attention_mask": mask.to(ids.device), "position_ids": position[..., self.tokens :].to(ids.device)}
 
     def mark(self) -> None:
         """Remember the cache as it is. Tokens after it may be dropped."""
@@ -108,11 +142,22 @@ class Rewindable:
             kept = [(held, {name: held[name] for name in _IN_MODULES if name in held}) for held in states]
             self._mark = self.tokens, saved(self._cache), kept
 
-    def settle(self, tokens: int) -> None:
-        """Drop the tokens after the first `tokens`, and forget the mark; if any are dropped, states go back to it."""
+    def settle(self, tokens: int, path: Sequence[int] = (), leaves: int = 0) -> None:
+        """Drop the tokens after the first `tokens`, and forget the mark; if any are dropped, states go back to it.
+
+        Args:
+            tokens: number of tokens to keep.
+            path: of a tree of the last `leaves` tokens the indices of those to keep, in ascending order.
+        """
         if self._mark is None:
             return
         length, attributes, kept = self._mark
+        text = self.tokens - leaves
+        if list(path) != list(range(len(path))):
+            rows = torch.tensor(path) + text
+            for layer in self._cache.layers:
+                for tensor in (layer.keys, layer.values):
+                    tensor[:, :, text : text + len(rows)] = tensor[:, :, rows.to(tensor.device)]
         dropped = max(self.tokens - tokens, 0)
         if self._is_plain:
             self._cache.crop(-dropped)
@@ -169,3 +214,17 @@ def _continued(name: str, tensor: torch.Tensor, length: int) -> torch.Tensor:
         return tensor[..., :length]
     more = torch.arange(1, length - tensor.shape[-1] + 1, device=tensor.device) * (name == "position_ids")
     return torch.cat((tensor, (tensor[..., -1:] + more).to(tensor.dtype)), dim=-1)
+
+
+def takes_trees(model: StreamedModel) -> bool:
+    """Whether the tokens of a pass can be a tree: a mask and the positions say all of what a token attends to."""
+    decoder = model.get_decoder() or model
+    config = model.config.get_text_config(decoder=True)
+    return bool(
+        all(map(keeps_every_token, cache_layers(model)))
+        and getattr(model, "hosts", None) is None
+        and getattr(config, "rope_parameters", None)
+        and config._attn_implementation in ("sdpa", "eager")
+        and "position_ids" in inspect.signature(model.forward).parameters
+        and hasattr(sys.modules[type(decoder).__module__], "create_causal_mask")
+    )

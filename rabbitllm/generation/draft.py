@@ -8,6 +8,7 @@ The answer is the model's own: greedy decoding gives the same tokens except for 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -71,7 +72,7 @@ class Drafting:
         given = {name: model_kwargs[name] for name in PER_TOKEN if model_kwargs.get(name) is not None}
         has_length = any(hasattr(layer, "get_seq_length") for layer in cache.layers)
         track = Rewindable(model, cache, cache.get_seq_length() if has_length else 0, **given)
-        proposals = proposals_of(self._draft, logits_processor, generation_config)
+        proposals = proposals_of(self._draft, model, logits_processor, generation_config)
         ids, is_prompt, is_over = input_ids, True, False
         try:
             while not is_over:
@@ -84,18 +85,23 @@ class Drafting:
                     track.mark()
                 # a pass with fewer logits than rows is a prompt for the profiler
                 count = proposal.count + 1 if is_prompt else rows.shape[1] - track.tokens
-                logits = track.logits(rows, count)[-proposal.count - 1 :]
-                for index in range(proposal.count + 1):
-                    scores = logits_processor(ids, logits[index : index + 1])
-                    token, is_right = _chosen(scores, proposal, index, generation_config.do_sample)
+                parents = proposal.parents
+                logits = track.logits(rows, count, parents)[-proposal.count - 1 :]
+                path: list[int] = []
+                while True:
+                    node = path[-1] if path else -1
+                    scores = logits_processor(ids, logits[node + 1 : node + 2])
+                    followers = [index for index, parent in enumerate(parents) if parent == node]
+                    token, index = _chosen(scores, proposal, followers, generation_config.do_sample)
                     ids = torch.cat((ids, token), dim=1)
                     is_over = bool(stopping_criteria(ids, None).all())
                     if self._streamer is not None:
                         self._streamer.put(token.flatten().cpu())
-                    if is_over or not is_right:
+                    if is_over or index is None:
                         break
-                track.settle(ids.shape[1] - 1)
-                proposals.settle(ids.shape[1] - 1)
+                    path.append(index)
+                track.settle(ids.shape[1] - 1, path, proposal.count)
+                proposals.settle(ids.shape[1] - 1, path)
                 is_prompt = False
         finally:
             track.release()
@@ -123,30 +129,32 @@ def _check_form(ids: torch.Tensor, cache: Any, config: GenerationConfig) -> None
         )
 
 
-def _chosen(scores: torch.Tensor, proposal: Proposal, index: int, samples: bool) -> tuple[torch.Tensor, bool]:
-    """Choose a token, and tell whether it is the proposed one.
+def _chosen(
+    scores: torch.Tensor, proposal: Proposal, followers: Sequence[int], samples: bool
+) -> tuple[torch.Tensor, int | None]:
+    """Choose a token, and tell which of the proposed ones it is.
 
     Args:
         scores: of the model, after all processors, (1, vocabulary).
-        proposal: the proposal; it may end before `index`.
-        index: index of the token in the proposal.
+        proposal: the proposal.
+        followers: indexes of its tokens that may follow.
         samples: whether tokens are sampled, not chosen greedily.
 
     Returns:
-        The token's id, (1, 1).
+        The token's id, (1, 1), and its index in the proposal.
     """
-    guess = proposal.tokens[:, index : index + 1]
     if not samples:
         token = scores.argmax(dim=-1, keepdim=True)
-    elif proposal.probabilities is None or not guess.numel():
+    elif proposal.probabilities is None or not followers:
         token = torch.multinomial(scores.softmax(dim=-1), 1)  # the random numbers are those of `generate`
     else:
-        ours, theirs = scores.softmax(dim=-1), proposal.probabilities[index : index + 1]
+        guess = proposal.tokens[:, followers[0] : followers[0] + 1]
+        ours, theirs = scores.softmax(dim=-1), proposal.probabilities[followers[0] : followers[0] + 1].to(scores.device)
         if torch.rand((), device=scores.device) * theirs[0, guess[0, 0]] < ours[0, guess[0, 0]]:
-            return guess, True
+            return guess, followers[0]
         rest = (ours - theirs).clamp(min=0)
-        return torch.multinomial(rest if rest.any() else ours, 1), False
-    return token, bool((token == guess).any())
+        return torch.multinomial(rest if rest.any() else ours, 1), None
+    return token, next((index for index in followers if int(proposal.tokens[0, index]) == int(token)), None)
 
 
 def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"]) -> None:
