@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
-from rabbitllm.generation._rewind import Rewindable
+from rabbitllm.generation._rewind import Rewindable, takes_trees
 from rabbitllm.generation.draft import Drafting, prepare_draft
 from rabbitllm.generation.kv_cache import BY_ROWS, can_go_back, is_plain
 from rabbitllm.generation.request import Request, Result, Sampling
@@ -111,6 +111,45 @@ def test_a_cache_goes_back_after_wrong_tokens(tmp_path: Path, name: str) -> None
             assert (state.double() - other.double()).norm() <= 1e-5 * other.double().norm()
 
 
+TREE = (-1, -1, 0, 0, 1, 2, 4, 4)
+BRANCHED, NO_TREES = ("llama", "qwen3_moe", "deepseek_v3", "falcon", "phi3"), ("gemma3", "gpt2", "bloom", "qwen3_next")
+
+
+@pytest.mark.parametrize("name", [*BRANCHED, *NO_TREES])
+@torch.no_grad()
+def test_rows_of_a_tree_are_those_of_their_paths(tmp_path: Path, name: str) -> None:
+    """Each row has the logits of its path alone, also if the tree grows by levels, and so has what follows a path."""
+    model = plain_model(checkpoint(tmp_path / "model", name))
+    assert takes_trees(model) == (name in BRANCHED)
+    if name in NO_TREES:
+        return
+    text, leaves = IDS[:, :PROMPT], IDS[:, PROMPT : PROMPT + len(TREE)]
+
+    def alone(path: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = model(torch.cat((text, leaves[:, path]), dim=1)).logits[0, -1].float()
+        return logits
+
+    paths = [[index] for index in range(len(TREE))]
+    for index, parent in enumerate(TREE):
+        paths[index] = [*paths[parent], index] if parent >= 0 else [index]
+    expected = torch.stack([alone([]), *map(alone, paths)])
+    for levels in ((8,), (2, 5, 8)):
+        track = Rewindable(model, new_cache(model))
+        track.logits(text[:, :-1], 1)
+        track.mark()
+        rows, known = [], -1
+        for level in levels:
+            tokens = torch.cat((text, leaves[:, :level]), dim=1)
+            rows.append(track.logits(tokens, level - known, TREE[:level])[-(level - known) :])
+            known = level
+        assert float((torch.cat(rows) - expected).abs().max()) < 1e-4 * expected.std()
+        track.settle(PROMPT + 3, [1, 4, 7], len(TREE))
+        further = torch.cat((text, leaves[:, [1, 4, 7, 0]]), dim=1)
+        assert track.tokens == PROMPT + 3
+        following = alone([1, 4, 7, 0])
+        assert float((track.logits(further, 1)[0] - following).abs().max()) < 1e-4 * following.std()
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_cannot_go_back_is_told(tmp_path: Path, name: str) -> None:
     assert not can_go_back(plain_model(checkpoint(tmp_path / "model", name)))
@@ -199,7 +238,11 @@ DRAWN = 3
 
 @pytest.mark.parametrize(
     ("name", "draws"),
-    [("llama", 200), *(pytest.param(name, 5000, marks=pytest.mark.long) for name in ("llama", "qwen3_next"))],
+    [
+        ("llama", 200),
+        ("qwen3_next", 200),
+        *(pytest.param(name, 5000, marks=pytest.mark.long) for name in ("llama", "qwen3_next")),
+    ],
 )
 @torch.no_grad()
 def test_sampled_answers_have_the_models_distribution(tmp_path: Path, name: str, draws: int) -> None:
