@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import torch
 from transformers import DynamicCache
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
+Draft: TypeAlias = "StreamedModel | Literal['ngram', 'self']"
+"""A model; "ngram", the text so far; or "self", the model itself with copies of its streamed layers at fewer bits."""
 NGRAM_TOKENS = 10
 """The most tokens that it proposes."""
 NGRAM_LENGTH = 2
@@ -78,10 +80,17 @@ class FromModel:
         draft: the model.
         processors: change its scores as those of the model that checks them.
         config: how tokens are chosen, and which end a text.
+        track: the model and its cache; None for a new cache.
     """
 
-    def __init__(self, draft: StreamedModel, processors: LogitsProcessorList, config: GenerationConfig) -> None:
-        self._track = Rewindable(draft, DynamicCache(config=draft.config.get_text_config(decoder=True)))
+    def __init__(
+        self,
+        draft: StreamedModel,
+        processors: LogitsProcessorList,
+        config: GenerationConfig,
+        track: Rewindable | None = None,
+    ) -> None:
+        self._track = track or Rewindable(draft, DynamicCache(config=draft.config.get_text_config(decoder=True)))
         self._device = draft.device
         self._processors = processors
         self._samples = config.do_sample
@@ -98,8 +107,7 @@ class FromModel:
         if count < 1:
             return Proposal(ids[:, :0])
         known, device, ids = ids.shape[1], ids.device, ids.to(self._device)
-        logits, drawn = self._track.logits(ids, 1), []
-        self._track.mark()
+        logits, drawn = self._begin(ids), []
         while True:
             scores = self._processors(ids, logits)
             probabilities = scores.softmax(dim=-1)
@@ -113,13 +121,62 @@ class FromModel:
         probabilities = torch.cat(drawn).to(device) if self._samples else None
         return Proposal(ids[:, known:].to(device), probabilities)
 
+    def _begin(self, ids: torch.Tensor) -> torch.Tensor:
+        """Compute what the cache lacks of the known tokens; return the logits of the last one, (1, vocabulary)."""
+        logits = self._track.logits(ids, 1)
+        self._track.mark()
+        return logits
+
     def settle(self, tokens: int) -> None:
         """Drop the tokens after the first `tokens`."""
         self._track.settle(tokens)
 
 
+class FromItself(FromModel):
+    """Proposes the tokens that a streamed model generates with the copies of its streamed layers, in its own cache.
+
+    All that it computes is dropped before the pass that checks the tokens: that has all bits. For the arguments see
+    `FromModel`; `track` is the one of that pass.
+    """
+
+    def __init__(
+        self, model: StreamedModel, processors: LogitsProcessorList, config: GenerationConfig, track: Rewindable
+    ) -> None:
+        super().__init__(model, processors, config, track)
+        self._drafting = model.streamer.drafting
+        self._is_prompt = True
+
+    def propose(self, ids: torch.Tensor, most: int) -> Proposal:
+        """Propose up to `most` tokens after `ids`, (1, tokens); none after a prompt, which is read first."""
+        is_prompt, self._is_prompt = self._is_prompt, False
+        if is_prompt or most < 1:
+            return Proposal(ids[:, :0])
+        begin = self._track.tokens
+        try:
+            with self._drafting():
+                return super().propose(ids, most)
+        finally:
+            self._track.settle(begin)
+
+    def _begin(self, ids: torch.Tensor) -> torch.Tensor:
+        """The same, but the cache goes back to what it is now."""
+        self._track.mark()
+        return self._track.logits(ids, 1)
+
+    def settle(self, tokens: int) -> None:
+        """Nothing is kept."""
+
+
 def proposals_of(
-    draft: StreamedModel | Literal["ngram"], processors: LogitsProcessorList, config: GenerationConfig
+    draft: Draft, model: StreamedModel, track: Rewindable, processors: LogitsProcessorList, config: GenerationConfig
 ) -> Proposals:
-    """Return the proposals of a draft for one answer; for the arguments see `FromModel`."""
+    """Return the proposals of a draft for one answer; for the arguments see `FromModel`.
+
+    Args:
+        draft: the draft, after `prepare_draft`.
+        model, track: the model that checks them, and its cache.
+        processors, config: see `FromModel`.
+    """
+    if draft == "self":
+        return FromItself(model, processors, config, track)
     return FromText() if isinstance(draft, str) else FromModel(draft, processors, config)
