@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine.expert_source import ExpertPart, ExpertSource, with_tables
@@ -122,7 +121,9 @@ class WeightCopies:
             self._copies += _of_unit(model, sources[name], placement.copies, disk)
         for source in experts:
             if source.name in routed:
-                self._copies += _of_experts(model, with_tables(source, store, torch.device("cpu")), placement.copies, disk)
+                self._copies += _of_experts(
+                    model, with_tables(source, store, torch.device("cpu")), placement.copies, disk
+                )
 
     def __bool__(self) -> bool:
         return bool(self._copies)

@@ -577,7 +577,9 @@ def _with_copies(
         raise OptionError("draft='self' is for streamed layers; all weights of this model fit in memory.", remedy)
     best, lacking = None, 0
     for kind in ACCEPTED:
-        inside = [replace(c, copy=expert_copy_bytes(s, kind)) for c, s in zip(expert_costs(experts), experts, strict=True)]
+        inside = [
+            replace(c, copy=expert_copy_bytes(s, kind)) for c, s in zip(expert_costs(experts), experts, strict=True)
+        ]
         chosen = placed(unit_costs(model, sources, experts, kind=kind), experts=inside, kind=kind)
         assert chosen.copies is not None
         lacking = chosen.copies.lacking
@@ -591,8 +593,8 @@ def _with_copies(
         )
     if tokens_per_read(best) < tokens_per_read(plain):
         logger.warning(
-            "With draft='self' each pass reads %s instead of %s from the disk, since copies take memory: it will probably "
-            "be slower than without a draft.",
+            "With draft='self' each pass reads %s instead of %s from the disk, since copies take memory: it will "
+            "probably be slower than without a draft.",
             size(best.streamed_bytes),
             size(plain.streamed_bytes),
         )

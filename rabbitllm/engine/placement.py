@@ -478,7 +478,8 @@ def place(
     copies = None
     if kind is not None:
         read = {p.unit for p in (*placement.units, *routed) if p.tier in (Tier.STREAMED, Tier.ROUTED)}
-        nbytes = sum(cost.copy for cost in (*costs, *experts) if cost.name in read)
+        nbytes = sum(cost.copy for cost in costs if cost.name in read)
+        nbytes += sum(cost.copy for cost in experts if cost.name in read)
         copies = Copies(kind, nbytes, max(-free, 0))
     return replace(placement, units=units, pools=_with_host_slots(placement, host_bytes), copies=copies)
 
