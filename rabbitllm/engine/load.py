@@ -47,7 +47,7 @@ from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.quant import bfloat_products
 from rabbitllm.quant.schemes import SCHEMES, bitsandbytes
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
-from rabbitllm.telemetry.passes import PLAN
+from rabbitllm.telemetry.passes import LOAD, PLAN
 from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,8 @@ def _with_weights(
     with torch.no_grad():
         pools = bind_experts(model, plan.experts, placement, by_name, store, profiler, read_modes)
         executors = device_executors(sources, placement, by_name, store, profiler, pinned, read_mode)
-        copies = WeightCopies(model, sources, plan.experts, placement, store)
+        with loading.stage("copies", LOAD):
+            copies = WeightCopies(model, sources, plan.experts, placement, store)
         streamer = Streamer(
             model, sources, placement, executors, store, profiler, pools, options.prefetching, loading, copies
         )

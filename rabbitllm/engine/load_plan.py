@@ -67,6 +67,7 @@ from rabbitllm.errors import (
     OptionError,
     RabbitLLMError,
 )
+from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import coded
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix, can_multiply, multiplies
@@ -568,15 +569,19 @@ def _with_copies(
         placed: see `place`.
 
     Raises:
-        OptionError: there is nothing to copy, no room for copies, or another device than the CPU computes.
+        OptionError: there is nothing to copy, no room for copies, no kernel for them, or another device than the CPU
+            computes.
     """
     remedy = "Leave the draft out, or use another kind of draft."
     if not all(budget.is_host for budget in plain.budgets):
         raise OptionError("draft='self' works on the CPU alone; this model computes on a GPU.", remedy)
     if not any(placed.tier in (Tier.STREAMED, Tier.ROUTED) for placed in (*plain.units, *plain.experts)):
         raise OptionError("draft='self' is for streamed layers; all weights of this model fit in memory.", remedy)
+    kinds = [kind for kind in ACCEPTED if multiplies(Quantized(kind, (8, BLOCK_TYPES[kind].elements), None))]
+    if not kinds:
+        raise OptionError("draft='self' needs products with blocks of few bits; this machine has no kernel.", remedy)
     best, lacking = None, 0
-    for kind in ACCEPTED:
+    for kind in kinds:
         inside = [
             replace(c, copy=expert_copy_bytes(s, kind)) for c, s in zip(expert_costs(experts), experts, strict=True)
         ]
