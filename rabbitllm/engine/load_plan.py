@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -580,30 +581,22 @@ def _with_copies(
     kinds = [kind for kind in ACCEPTED if multiplies(Quantized(kind, (8, BLOCK_TYPES[kind].elements), None))]
     if not kinds:
         raise OptionError("draft='self' needs products with blocks of few bits; this machine has no kernel.", remedy)
-    best, lacking = None, 0
+    possible, lacking = list[tuple[float, Placement]](), 0
     for kind in kinds:
-        inside = [
-            replace(c, copy=expert_copy_bytes(s, kind)) for c, s in zip(expert_costs(experts), experts, strict=True)
-        ]
-        chosen = placed(unit_costs(model, sources, experts, kind=kind), experts=inside, kind=kind)
-        assert chosen.copies is not None
-        lacking = chosen.copies.lacking
-        if not lacking and (best is None or tokens_per_read(chosen) > tokens_per_read(best)):
-            best = chosen
-    if best is None:
+        costs = zip(expert_costs(experts), experts, strict=True)
+        copied = [replace(cost, copy=expert_copy_bytes(source, kind)) for cost, source in costs]
+        placement = placed(unit_costs(model, sources, experts, kind=kind), experts=copied, kind=kind)
+        assert placement.copies is not None
+        lacking = placement.copies.lacking
+        if not lacking:
+            possible.append((tokens_per_read(placement, placement.copies), placement))
+    if not possible:
         raise OptionError(
             f"draft='self' keeps copies of the streamed layers in memory, and {size(lacking)} are lacking for the "
             "smallest ones.",
             f"Raise max_memory. {remedy}",
         )
-    if tokens_per_read(best) < tokens_per_read(plain):
-        logger.warning(
-            "With draft='self' each pass reads %s instead of %s from the disk, since copies take memory: it will "
-            "probably be slower than without a draft.",
-            size(best.streamed_bytes),
-            size(plain.streamed_bytes),
-        )
-    return best
+    return max(possible, key=operator.itemgetter(0))[1]
 
 
 def _matrix_on_host(form: Quantized | CodedForm, dtype: torch.dtype) -> type[StoredMatrix] | None:
