@@ -412,6 +412,10 @@ def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *
         RabbitLLMError: as `AutoModel.from_pretrained`; anything that can be refused is refused before the split.
     """
     run, split = request.run, request.split
+    if run.self_draft and request.hosts is not None:
+        raise OptionError(
+            "draft='self' needs all layers in one process, and several hosts share them.", "Leave the draft out."
+        )
     # a device that does not exist is refused before a request to the hub
     devices = prepare.devices_of(run) if loads else None
     source = prepare.find(request.spec, only_look=split is None)

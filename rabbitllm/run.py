@@ -7,6 +7,7 @@ import stat
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from rabbitllm.auto_model import LoadRequest, load
 from rabbitllm.base.options import Hosts
 from rabbitllm.base.terminal import counted, harmless, put_fact, size
 from rabbitllm.errors import OptionError
-from rabbitllm.generation.draft import prepare_draft
+from rabbitllm.generation.draft import SELF, prepare_draft
 from rabbitllm.generation.media import MediaFile
 from rabbitllm.generation.reasoning import Thinking, Thoughts, thoughts_note
 from rabbitllm.generation.request import FinishReason, ModelLimits, Prompt, Result
@@ -25,6 +26,7 @@ from rabbitllm.telemetry.passes import BETWEEN_LAYERS, COMPUTE, DEQUANTIZE, PROM
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation._proposals import Draft
 
 WAIT_SECONDS = 1.5
 """Time after which waiting for the pipe is reported on stderr."""
@@ -124,15 +126,19 @@ def prompt_of(
 
 
 def load_with_draft(
-    request: LoadRequest, draft: LoadRequest | Literal["ngram"] | None, console: Console
-) -> tuple[StreamedModel, StreamedModel | Literal["ngram"] | None]:
+    request: LoadRequest, draft: LoadRequest | Literal["ngram", "self"] | None, console: Console
+) -> tuple[StreamedModel, Draft | None]:
     """Load a model, and before it its draft model, so that the model is placed in the memory that is left.
+
+    If it is its own draft, it is loaded with copies of its streamed layers.
 
     Raises:
         OptionError: the draft does not suit the model; see `prepare_draft`.
         RabbitLLMError: see `AutoModel.from_pretrained`.
     """
     drafting = load(draft, console) if isinstance(draft, LoadRequest) else draft
+    if draft == SELF:
+        request = replace(request, run=replace(request.run, self_draft=True))
     model = load(request, console)
     if drafting is not None:
         prepare_draft(model, drafting)

@@ -103,7 +103,7 @@ DraftOption = Annotated[
     answer_option(
         metavar="MODEL",
         help="A small model with the same vocabulary proposes tokens, and a pass checks several of them; ngram takes "
-        "those that followed the same words before.",
+        "those that followed the same words before; self uses copies of the streamed layers at 2 to 4 bits, in memory.",
         autocompletion=complete_model,
     ),
 ]
@@ -237,8 +237,8 @@ class ModelOptions:
             check_unsplit(SplitOptions(compression))
         return replace(request, split=None) if self.no_split else request
 
-    def draft_request(self, draft: str | None) -> LoadRequest | Literal["ngram"] | None:
-        """The request for a draft model: on the same device, in its own split and dtype.
+    def draft_request(self, draft: str | None) -> LoadRequest | Literal["ngram", "self"] | None:
+        """The request for a draft model: on the same device, in its own split and dtype; or the draft without one.
 
         Raises:
             OptionError: see `request`.
@@ -247,6 +247,8 @@ class ModelOptions:
             return None
         if draft == "ngram":
             return "ngram"
+        if draft == "self":
+            return "self"
         device = None if self.device == "auto" else self.device
         options = ModelOptions(device=device, no_split=self.no_split, trust_remote_code=self.trust_remote_code)
         return options.request(draft)

@@ -226,6 +226,7 @@ class ExpertPool:
     Attributes:
         sources: as given.
         waited: seconds that computations have waited for experts.
+        is_paused: whether its modules compute with other experts now.
     """
 
     def __init__(
@@ -263,6 +264,7 @@ class ExpertPool:
         counts = [source.experts for source in sources]
         self.cache, self.host_cache = ExpertCache(counts, slots), ExpertCache(counts, host_slots)
         self._call: _Call | None = None
+        self.is_paused = False
         self._expected: tuple[int, torch.Tensor] | None = None
         self._copies: list[tuple[torch.Tensor, int | None, Numbers]] = []
         self._sent: list[tuple[Future[Any], ExpertSlot | None]] = []
@@ -568,12 +570,13 @@ class PooledExperts:
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Prepare the pass, before the module computes, from its second argument."""
         index = _routing(args, kwargs)
-        if index is not None:
+        if index is not None and not self._pool.is_paused:
             self._pool.expect(self._module, index)
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """End the pass over the module's experts."""
-        self._pool.end()
+        if not self._pool.is_paused:
+            self._pool.end()
 
 
 def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any], experts: int) -> tuple[Numbers, Numbers, int] | None:

@@ -31,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from rabbitllm.base.forks import ForkGuard, compute_on_one_thread, own_lock
+from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import TableRows
 from rabbitllm.engine._expert_pool import ExpertPool
 from rabbitllm.engine.devices import Device, memory_explained
@@ -193,6 +194,8 @@ class Streamer:
 
     Attributes:
         pass_lock: held by the thread that runs a pass; see `passing`.
+        copies: of what is streamed, for drafts.
+        is_drafting: whether these are in use; then passes read nothing and are not recorded.
     """
 
     def __init__(
@@ -206,12 +209,14 @@ class Streamer:
         pools: Mapping[str, ExpertPool],
         prefetching: bool,
         loading: Profiler,
+        copies: WeightCopies,
     ) -> None:
         self._model = model
         self._store = store
         self._profiler = profiler
         self._limits = placement.limits
         self._prefetching = prefetching
+        self.copies, self.is_drafting = copies, False
         self.pools = pools
         self.executors = executors
         # between the weights of a layer are experts that the pools read
@@ -331,6 +336,23 @@ class Streamer:
         for executor in self.executors.values():
             executor.boundary.forget()
 
+    @contextlib.contextmanager
+    def drafting(self) -> Iterator[None]:
+        """A context in which the passes of this thread use `copies` instead of the disk; others wait."""
+        with self.pass_lock:
+            self._release_all()  # an interrupted pass would do so later, and unbind the copies
+            with self.copies.bound():
+                self._set_drafting(value=True)
+                try:
+                    yield
+                finally:
+                    self._set_drafting(value=False)
+
+    def _set_drafting(self, *, value: bool) -> None:
+        self.is_drafting = value
+        for pool in self.pools.values():
+            pool.is_paused = value
+
     def _check_process(self) -> None:
         """In a forked process, before its first pass, discard the state of the parent's threads.
 
@@ -432,6 +454,8 @@ class Streamer:
         name, module = source.unit.name, source.unit.module
 
         def before(module: nn.Module, args: Any) -> None:
+            if self.is_drafting:
+                return
             if name not in self._release:  # else it is bound, by a call that was interrupted
                 for entry in source.entries:
                     entry.check_absent()
@@ -449,7 +473,8 @@ class Streamer:
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._stop(name, device)
-            self._release.pop(name, release)()
+            if not self.is_drafting:
+                self._release.pop(name, release)()
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
@@ -461,7 +486,8 @@ class Streamer:
         return contextlib.nullcontext()
 
     def _start(self, unit: str) -> None:
-        self._started[unit] = self._working_time()
+        if not self.is_drafting:
+            self._started[unit] = self._working_time()
 
     def _stop(self, unit: str, device: Device) -> None:
         started = self._started.pop(unit, None)

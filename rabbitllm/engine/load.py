@@ -14,6 +14,7 @@ from accelerate.utils import send_to_device
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import _published, skeleton
+from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
 from rabbitllm.engine._gates import fuse_gates
@@ -46,7 +47,7 @@ from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.quant import bfloat_products
 from rabbitllm.quant.schemes import SCHEMES, bitsandbytes
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
-from rabbitllm.telemetry.passes import PLAN
+from rabbitllm.telemetry.passes import LOAD, PLAN
 from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)
@@ -176,7 +177,11 @@ def _with_weights(
     with torch.no_grad():
         pools = bind_experts(model, plan.experts, placement, by_name, store, profiler, read_modes)
         executors = device_executors(sources, placement, by_name, store, profiler, pinned, read_mode)
-        streamer = Streamer(model, sources, placement, executors, store, profiler, pools, options.prefetching, loading)
+        with loading.stage("copies", LOAD):
+            copies = WeightCopies(model, sources, plan.experts, placement, store)
+        streamer = Streamer(
+            model, sources, placement, executors, store, profiler, pools, options.prefetching, loading, copies
+        )
     for unit in (source.unit for source in mapped if checks is not None):
         if unit.name in whole:
             wait_before(unit.module, functools.partial(read_ahead.wait_for, unit.name))

@@ -212,7 +212,7 @@ class StreamedModel(_TransformersModel):
             yield
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.profiler.enabled and self.pass_line is None:
+        if self.streamer.is_drafting or (not self.profiler.enabled and self.pass_line is None):
             return super().__call__(*args, **kwargs)
         pass_input, kv_cache = pass_input_of(args, kwargs)
         shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(pass_input, kv_cache)

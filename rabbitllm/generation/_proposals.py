@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import torch
 from transformers import DynamicCache
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
+Draft: TypeAlias = "StreamedModel | Literal['ngram', 'self']"
+"""A model; "ngram", the text so far; or "self", the model itself with copies of its streamed layers at fewer bits."""
 NGRAM_TOKENS = 10
 """The most tokens that it proposes."""
 NGRAM_LENGTH = 2
@@ -93,14 +95,20 @@ class FromModel:
         draft: the model.
         processors: change its scores as those of the model that checks them.
         config: how tokens are chosen, and which end a text.
-        may_branch: whether the model that checks them takes trees.
+        branches: whether proposals are trees; only for a draft for which `takes_trees` holds.
+        track: the model and its cache; None for a new cache.
     """
 
     def __init__(
-        self, draft: StreamedModel, processors: LogitsProcessorList, config: GenerationConfig, may_branch: bool
+        self,
+        draft: StreamedModel,
+        processors: LogitsProcessorList,
+        config: GenerationConfig,
+        branches: bool,
+        track: Rewindable | None = None,
     ) -> None:
-        self._track = Rewindable(draft, DynamicCache(config=draft.config.get_text_config(decoder=True)))
-        self._branches = may_branch and takes_trees(draft)
+        self._track = track or Rewindable(draft, DynamicCache(config=draft.config.get_text_config(decoder=True)))
+        self._branches = branches
         self._computed: list[int] = []
         self._device = draft.device
         self._processors = processors
@@ -118,10 +126,15 @@ class FromModel:
         if count < 1:
             return Proposal(ids[:, :0])
         device, ids = ids.device, ids.to(self._device)
-        has_prompt, logits = self._track.tokens > 0, self._track.logits(ids, 1)
-        self._track.mark()
+        has_prompt, logits = self._track.tokens > 0, self._begin(ids)
         proposal = self._tree(ids, logits, count) if self._branches and has_prompt else self._chain(ids, logits, count)
         return replace(proposal, tokens=proposal.tokens.to(device))
+
+    def _begin(self, ids: torch.Tensor) -> torch.Tensor:
+        """Compute what the cache lacks of the known tokens; return the logits of the last one, (1, vocabulary)."""
+        logits = self._track.logits(ids, 1)
+        self._track.mark()
+        return logits
 
     def _chain(self, ids: torch.Tensor, logits: torch.Tensor, count: int) -> Proposal:
         known, drawn = ids.shape[1], []
@@ -135,7 +148,6 @@ class FromModel:
             if len(drawn) == count or is_unsure or int(token) in self._ends:
                 break
             logits = self._track.logits(ids, 1)
-        self._computed = [*range(len(drawn) - 1)]
         return Proposal(ids[:, known:], torch.cat(drawn) if self._samples else None)
 
     def _tree(self, ids: torch.Tensor, logits: torch.Tensor, count: int) -> Proposal:
@@ -167,6 +179,9 @@ class FromModel:
 
     def settle(self, tokens: int, path: Sequence[int]) -> None:
         """Drop all that is kept of tokens after the first `tokens`, which end with the proposed tokens of `path`."""
+        if not self._computed:
+            self._track.settle(tokens)
+            return
         rows = [self._computed.index(index) for index in path if index in self._computed]
         self._track.settle(tokens - len(path) + len(rows), rows, len(self._computed))
         self._computed = []
@@ -193,11 +208,59 @@ class _Node:
         return [] if self.parent is None else [*self.parent.tokens(), self.token]
 
 
+class FromItself(FromModel):
+    """Proposes the tokens that a streamed model generates with the copies of its streamed layers, in its own cache.
+
+    All that it computes is dropped before the pass that checks the tokens: that has all bits. For the arguments see
+    `FromModel`; `track` is the one of that pass.
+    """
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        processors: LogitsProcessorList,
+        config: GenerationConfig,
+        branches: bool,
+        track: Rewindable,
+    ) -> None:
+        super().__init__(model, processors, config, branches, track)
+        self._drafting = model.streamer.drafting
+        self._is_prompt = True
+
+    def propose(self, ids: torch.Tensor, most: int) -> Proposal:
+        """Propose up to `most` tokens after `ids`, (1, tokens); none after a prompt, which is read first."""
+        is_prompt, self._is_prompt = self._is_prompt, False
+        if is_prompt or most < 1:
+            return Proposal(ids[:, :0])
+        begin = self._track.tokens
+        try:
+            with self._drafting():
+                return super().propose(ids, most)
+        finally:
+            self._track.settle(begin)
+
+    def _begin(self, ids: torch.Tensor) -> torch.Tensor:
+        """The same, but the cache goes back to what it is now."""
+        self._track.mark()
+        return self._track.logits(ids, 1)
+
+    def settle(self, tokens: int, path: Sequence[int]) -> None:
+        """Nothing is kept."""
+
+
 def proposals_of(
-    draft: StreamedModel | Literal["ngram"],
-    model: StreamedModel,
-    processors: LogitsProcessorList,
-    config: GenerationConfig,
+    draft: Draft, model: StreamedModel, track: Rewindable, processors: LogitsProcessorList, config: GenerationConfig
 ) -> Proposals:
-    """Return the proposals of a draft for one answer of `model`; for the arguments see `FromModel`."""
-    return FromText() if isinstance(draft, str) else FromModel(draft, processors, config, takes_trees(model))
+    """Return the proposals of a draft for one answer; for the arguments see `FromModel`.
+
+    Args:
+        draft: the draft, after `prepare_draft`.
+        model, track: the model that checks them, and its cache.
+        processors, config: see `FromModel`.
+    """
+    branches = takes_trees(model)
+    if draft == "self":
+        return FromItself(model, processors, config, branches, track)
+    return (
+        FromText() if isinstance(draft, str) else FromModel(draft, processors, config, branches and takes_trees(draft))
+    )

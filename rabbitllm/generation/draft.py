@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
-from rabbitllm.generation._proposals import Proposal, proposals_of
+from rabbitllm.generation._proposals import Draft, Proposal, proposals_of
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation.kv_cache import cache_argument, can_go_back
 from rabbitllm.generation.request import check_generates, tokenizer_of
@@ -31,6 +31,8 @@ SAME_TOKENS = 0.9
 """The least share of the smaller vocabulary that both have under the same ids; others are only never right."""
 NGRAM: Literal["ngram"] = "ngram"
 """The draft from the text so far."""
+SELF: Literal["self"] = "self"
+"""The draft by the model itself, with copies of its streamed layers at fewer bits."""
 MAX_CARRIED = 16
 """The most tokens that states lack after wrong drafts; then a pass without a draft computes them."""
 PER_TOKEN = ("attention_mask", "position_ids")
@@ -42,11 +44,11 @@ class Drafting:
     """The steps of `generate` with a draft, for its argument `custom_generate`.
 
     Args:
-        draft: a model, or "ngram", after `prepare_draft`.
+        draft: see `_proposals.Draft`; after `prepare_draft`.
         streamer: gets the tokens; `generate` gives its own streamer the prompt only.
     """
 
-    def __init__(self, draft: StreamedModel | Literal["ngram"], streamer: Any = None) -> None:
+    def __init__(self, draft: Draft, streamer: Any = None) -> None:
         self._draft = draft
         self._streamer = streamer
 
@@ -72,7 +74,7 @@ class Drafting:
         given = {name: model_kwargs[name] for name in PER_TOKEN if model_kwargs.get(name) is not None}
         has_length = any(hasattr(layer, "get_seq_length") for layer in cache.layers)
         track = Rewindable(model, cache, cache.get_seq_length() if has_length else 0, **given)
-        proposals = proposals_of(self._draft, model, logits_processor, generation_config)
+        proposals = proposals_of(self._draft, model, track, logits_processor, generation_config)
         ids, is_prompt, is_over = input_ids, True, False
         try:
             while not is_over:
@@ -157,16 +159,16 @@ def _chosen(
     return token, next((index for index in followers if int(proposal.tokens[0, index]) == int(token)), None)
 
 
-def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"]) -> None:
+def prepare_draft(model: StreamedModel, draft: Draft) -> None:
     """Check that a draft suits a model, and fit a draft model to the model's vocabulary.
 
     Models of one family often have the same tokens, but embeddings of different lengths.
 
     Raises:
-        OptionError: its vocabulary is another one, its weights are not all in memory, or one of the models cannot drop
-            tokens.
+        OptionError: its vocabulary is another one, its weights are not all in memory, one of the models cannot drop
+            tokens, or the model was loaded without copies for "self".
     """
-    for causal in (model,) if draft == NGRAM else (model, draft):
+    for causal in (model,) if isinstance(draft, str) else (model, draft):
         check_generates(causal)
         if not can_go_back(causal):
             raise OptionError(
@@ -174,7 +176,12 @@ def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"])
                 "one after the other, or to drop them.",
                 _LEAVE_OUT,
             )
-    if draft == NGRAM:
+    if draft == SELF and not model.streamer.copies:
+        raise OptionError(
+            "The model was loaded without copies of its streamed layers, so it cannot be its own draft.",
+            "Load it with draft='self'.",
+        )
+    if isinstance(draft, str):
         return
     share = _same_share(tokenizer_of(model), tokenizer_of(draft))
     if share < SAME_TOKENS:

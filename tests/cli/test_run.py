@@ -105,6 +105,11 @@ def test_statistics_are_on_stderr(checkpoint: Path) -> None:
 def test_a_draft_model(checkpoint: Path, tmp_path: Path) -> None:
     result = run(str(checkpoint), PROMPT, "--raw", *SHORT, "--draft", str(checkpoint))
     assert result.stdout.rstrip("\n") == expected(checkpoint, PROMPT).rstrip("\n")
+    limit = ["--max-memory", "cpu=0.42MB"]
+    own = run(str(checkpoint), PROMPT, "--raw", *SHORT, *limit, "--draft", "self")
+    assert own.stdout.rstrip("\n") == expected(checkpoint, PROMPT).rstrip("\n")
+    with pytest.raises(OptionError, match="all weights of this model fit in memory"):
+        run(str(checkpoint), PROMPT, "--raw", *SHORT, "--draft", "self")
     other = talker_folder(tmp_path / "other", "llama")
     with pytest.raises(OptionError, match="another vocabulary"):
         run(str(checkpoint), PROMPT, "--raw", *SHORT, "--draft", str(other))

@@ -24,6 +24,7 @@ from rabbitllm.engine.placement import (
     SLOTS,
     STAGING,
     Budget,
+    Copies,
     ExpertCost,
     PlacedUnit,
     Placement,
@@ -167,6 +168,39 @@ def test_units_have_only_possible_tiers(costs: list[UnitCost], budgets: list[Bud
         cost.stored for cost in costs if placement.of(cost.name).tier is Tier.STREAMED
     )
     assert placement.is_resident == all(placed.tier in READY for placed in placement.units)
+
+
+@settings(max_examples=300)
+@given(units(), st.integers(0, 20_000), st.integers(0, 1000), st.booleans())
+def test_copies_of_what_is_streamed_are_within_the_limit(
+    costs: list[UnitCost], nbytes: int, thousandths: int, small_first: bool
+) -> None:
+    costs = [replace(cost, copy=cost.stored * thousandths // 1000) for cost in costs]
+    placement = place(costs, [Budget("cpu", nbytes, True)], small_first=small_first, kind="Q2_K")
+    streamed = [cost for cost in costs if placement.of(cost.name).tier is Tier.STREAMED]
+    copies = placement.copies
+    assert copies is not None
+    assert copies.nbytes == sum(cost.copy for cost in streamed)
+    free = [cost for cost in costs if not cost.must_stay and not cost.by_rows]
+    least = sum(cost.ready for cost in costs if cost.must_stay) + max((cost.scratch for cost in free), default=0)
+    least += SLOTS * max((cost.stored for cost in free), default=0) + sum(cost.copy for cost in free)
+    assert copies.lacking <= max(least - nbytes, 0)
+    if streamed and not copies.lacking:
+        assert footprint(costs, placement, "cpu") + copies.nbytes <= nbytes
+    plain = place([replace(cost, copy=0) for cost in costs], [Budget("cpu", nbytes, True)], small_first=small_first)
+    assert bool(streamed) == (Tier.STREAMED in {placed.tier for placed in plain.units})
+
+
+def test_copies_of_experts_come_before_slots() -> None:
+    costs, budget = [layer("a", 100), layer("b", 100)], Budget("cpu", 1500, True)
+    plain = [experts_of("a"), experts_of("b")]
+    copied = [replace(cost, copy=300) for cost in plain]
+    placements = [place(costs, [budget], experts=some, kind="Q2_K") for some in (plain, copied)]
+    assert placements[1].copies == Copies("Q2_K", 600)
+    assert [placement.pools[0].slots for placement in placements] == [9, 3]
+    short = place(costs, [replace(budget, nbytes=500)], experts=copied, kind="Q2_K")
+    assert short.copies is not None
+    assert short.copies.lacking > 0
 
 
 def test_fitting_units_are_resident_to_the_byte() -> None:

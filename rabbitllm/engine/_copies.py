@@ -1,0 +1,170 @@
+"""Copies of what is streamed, at fewer bits and in memory: with them a model is its own draft (SubSpec, 2509.18344).
+
+The matrices of Linears and of experts are encoded as blocks of ggml, which kernels multiply as they are; all else of a
+streamed unit is kept as it is used. Nothing else is copied: units that stay in memory and the KV cache are the model's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from rabbitllm.engine.expert_source import ExpertPart, ExpertSource, with_tables
+from rabbitllm.engine.experts import MappedExperts, stack_of
+from rabbitllm.engine.placement import Copies, Placement, Tier
+from rabbitllm.engine.prefetch import bytes_of
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader
+from rabbitllm.engine.units import ParameterEntry, UnitSource
+from rabbitllm.engine.weight_tensors import QuantizedWeight
+from rabbitllm.formats.gguf_types import BLOCK_TYPES
+from rabbitllm.quant import block_encoders
+from rabbitllm.quant.products import Matrix
+from rabbitllm.quant.schemes import ROW_ELEMENTS, Quantized, type_for_rows
+from rabbitllm.store.layer_store import WeightFiles
+
+_ENCODED_FROM = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _type_of(kind: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
+    """The type of the blocks of a matrix (N, K) in copies of a kind; None if it is kept as it is."""
+    if len(shape) != 2 or shape[1] % ROW_ELEMENTS or not dtype.is_floating_point or not math.prod(shape):
+        return None
+    return type_for_rows(kind, shape[1])
+
+
+def _copy_bytes(kind: str, shape: Sequence[int], dtype: torch.dtype, *, is_matrix: bool) -> int:
+    blocks = _type_of(kind, shape, dtype) if is_matrix else None
+    if blocks is None:
+        return math.prod(shape) * dtype.itemsize
+    return shape[0] * BLOCK_TYPES[blocks].row_bytes(shape[1])
+
+
+def unit_copy_bytes(source: UnitSource, kind: str) -> int:
+    """Bytes of the copy of a unit, with blocks of a type, or of smaller ones where its rows are no whole blocks."""
+    return sum(_copy_bytes(kind, e.shape, e.dtype, is_matrix=e.is_linear_weight) for e in source.entries)
+
+
+def expert_copy_bytes(source: ExpertSource, kind: str) -> int:
+    """The same of all experts of a module."""
+    leaves = source.leaves.values()
+    return source.experts * sum(_copy_bytes(kind, leaf.shape, leaf.entry.dtype, is_matrix=True) for leaf in leaves)
+
+
+def _copied(weight: torch.Tensor, kind: str, dtype: torch.dtype, entry: ParameterEntry | None = None) -> torch.Tensor:
+    """A weight as it is kept: encoded, or another tensor with its values.
+
+    Args:
+        weight: the weight, in its own form.
+        kind: the type of the blocks of a matrix; "" to keep the weight as it is.
+        dtype: in which it is used.
+        entry: where it is bound, if its product may be computed together with others.
+    """
+    blocks = _type_of(kind, weight.shape, dtype) if kind else None
+    if blocks is None:
+        return weight.clone()
+    values = weight.whole() if isinstance(weight, QuantizedWeight) else weight.detach()
+    values = values if values.dtype in _ENCODED_FROM else values.float()
+    form = Quantized(blocks, tuple(weight.shape), str(dtype).removeprefix("torch."))
+    none = torch.empty(0)
+    matrix = Matrix(form, block_encoders.encode(blocks, values).view(-1), none, none)
+    return QuantizedWeight(matrix, dtype, None if entry is None else entry.sibling)
+
+
+class _CopiedExperts(MappedExperts):
+    """The copies of the experts of one module, by the name of the leaf and the expert."""
+
+    def __init__(self, weights: Mapping[tuple[str, int], torch.Tensor]) -> None:
+        self._weights = weights
+
+    def _weight(self, leaf: str, expert: int) -> torch.Tensor:
+        return self._weights[leaf, expert]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A parameter of a streamed unit: where it is bound, and what is bound there while the model is its own draft."""
+
+    entry: ParameterEntry
+    weight: torch.Tensor
+
+
+class WeightCopies:
+    """The copies of all that a model streams.
+
+    Args:
+        model: the model, for conversions.
+        sources, experts: its units, and its modules with experts.
+        placement: says which of them are streamed; none is copied if it has no `copies`.
+        store: their files. One unit or expert at a time is read.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sources: Mapping[str, UnitSource],
+        experts: Sequence[ExpertSource],
+        placement: Placement,
+        store: WeightFiles,
+    ) -> None:
+        self._copies: list[_Copy] = []
+        if placement.copies is None:
+            return
+        disk = SpanReader(store, THROUGH_THE_CACHE, store.checks)
+        streamed = {placed.unit for placed in placement.units if placed.tier is Tier.STREAMED}
+        routed = {placed.unit for placed in placement.experts if placed.tier is Tier.ROUTED}
+        for name in streamed:
+            self._copies += _of_unit(model, sources[name], placement.copies, disk)
+        for source in experts:
+            if source.name in routed:
+                self._copies += _of_experts(
+                    model, with_tables(source, store, torch.device("cpu")), placement.copies, disk
+                )
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
+    @contextlib.contextmanager
+    def bound(self) -> Iterator[None]:
+        """A context in which the copies are bound instead of what the streamed units have between two passes."""
+        before = [copy.entry.table[copy.entry.leaf] for copy in self._copies]
+        try:
+            for copy in self._copies:
+                copy.entry.table[copy.entry.leaf] = copy.weight
+            yield
+        finally:
+            for copy, tensor in zip(self._copies, before, strict=True):
+                copy.entry.table[copy.entry.leaf] = tensor
+
+
+def _of_unit(model: PreTrainedModel, source: UnitSource, copies: Copies, disk: SpanReader) -> Iterator[_Copy]:
+    buffer = torch.empty(source.buffer_bytes, dtype=torch.uint8)
+    disk.read(source.spans, bytes_of(buffer))
+    for entry, weight in source.parameters(model, source.part_of(buffer)):
+        kind = copies.kind if entry.is_linear_weight else ""
+        copied = _copied(weight, kind, entry.dtype, entry)
+        if entry.sibling is not None and isinstance(copied, QuantizedWeight):
+            entry.sibling.install()
+        yield _Copy(entry, entry.bindable(copied))
+
+
+def _of_experts(model: PreTrainedModel, source: ExpertSource, copies: Copies, disk: SpanReader) -> Iterator[_Copy]:
+    weights: dict[tuple[str, int], torch.Tensor] = {}
+    buffer = torch.empty(source.nbytes, dtype=torch.uint8)
+
+    def part_of(part: ExpertPart) -> torch.Tensor:
+        return buffer[part.at : part.at + part.nbytes]
+
+    for expert in range(source.experts):
+        disk.read(source.spans(expert), bytes_of(buffer))
+        for name, leaf in source.leaves.items():
+            weight = leaf.weight(model, part_of, expert)
+            weights[name, expert] = _copied(weight, copies.kind, leaf.entry.dtype)
+    supply = _CopiedExperts(weights)
+    for name, leaf in source.leaves.items():
+        stack = stack_of(supply, name, leaf, torch.device("cpu"))
+        yield _Copy(leaf.entry, leaf.entry.bindable(stack))

@@ -1,0 +1,196 @@
+"""A streamed model is its own draft: copies of its streamed layers at few bits propose, its answers stay its own."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rabbitllm.auto_model import LoadRequest, prepare_model
+from rabbitllm.base.options import Hosts
+from rabbitllm.engine.load import load_model
+from rabbitllm.engine.placement import Tier
+from rabbitllm.errors import OptionError
+from rabbitllm.generation.draft import prepare_draft
+from rabbitllm.generation.request import Request
+from rabbitllm.generation.session import Session, answer
+from rabbitllm.quant import block_encoders, gguf_blocks
+from rabbitllm.quant.schemes import ROW_ELEMENTS, type_for_rows
+from rabbitllm.telemetry.passes import FURTHER
+from tests.chat.talkers import characters, talker_folder
+from tests.generation.test_rewind import DRAWN, HOT, IDS, PROMPT, TOKENS, asked, checkpoint, probabilities
+from tests.support.fake_gpu import FakeGpu
+from tests.support.tiny_models import load, one_thread, options_for, plain_model, split, tiers  # noqa: F401
+
+SHORT = ("llama", "gemma3", "qwen3_next", "mixtral", "gpt_oss")
+LONG = ("qwen3", "qwen3_5", "qwen3_moe", "mamba", "falcon_h1", "nemotron_h", "lfm3", "gemma3n")
+"""Dense, with windows, with states, and mixtures, of which one has its experts transposed."""
+
+
+def load_with_copies(directory: Path, **options: Any) -> Any:
+    """The model with as little memory as copies of its layers take, within a tenth of all weights."""
+    whole = load(directory, **options).get_memory_footprint()
+    for tenth in range(4, 10):
+        try:
+            model = load(directory, whole * tenth // 10, self_draft=True, **options)
+        except OptionError:
+            continue
+        assert {Tier.STREAMED, Tier.ROUTED}.intersection(tiers(model).values())
+        prepare_draft(model, "self")
+        model.generation_config.assistant_confidence_threshold = 0  # a random model is never sure
+        return model
+    pytest.fail("No limit of memory leaves room for copies, and streams something.")
+
+
+@pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+def test_greedy_answers_are_the_models_own(tmp_path: Path, name: str) -> None:
+    directory = split(checkpoint(tmp_path / "model", name))
+    model = load_with_copies(directory, profiling=True)
+    assert "are copies at" in str(model.placement)
+    expected = asked(model).tokens
+    assert asked(load(directory)).tokens == expected
+    plain = model.profiler.sums[FURTHER]
+    model.profiler.clear()
+    assert asked(model, "self").tokens == expected
+    drafted = model.profiler.sums[FURTHER]
+    assert drafted.passes < plain.passes == TOKENS - 1  # drafts count as no passes,
+    if not model.placement.pools:
+        assert drafted.disk_bytes == drafted.passes * model.placement.streamed_bytes > 0  # and read nothing
+    assert asked(model).tokens == expected
+
+
+@pytest.mark.parametrize("compression", ["8bit", "q8_0"])
+def test_a_compressed_model_is_its_own_draft(tmp_path: Path, compression: str) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+    model = load_with_copies(split(checkpoint(tmp_path / "model", "llama", **wide), compression), exact=False)
+    assert asked(model, "self").tokens == asked(model).tokens
+
+
+@torch.no_grad()
+def test_drafts_compute_with_the_encoded_matrices(tmp_path: Path) -> None:
+    """A plain model with the decoded blocks in its streamed layers has the logits of a draft, and others than the model
+    itself, whose own are the same before and after, also if the draft was interrupted."""
+    folder = checkpoint(tmp_path / "model", "llama", hidden_size=256, intermediate_size=512)
+    model, plain = load_with_copies(split(folder)), plain_model(folder)
+    before, kind = model(IDS).logits, model.placement.copies.kind
+    assert torch.equal(before, plain(IDS).logits)
+    for unit in (placed.unit for placed in model.placement.units if placed.tier is Tier.STREAMED):
+        for linear in (m for m in plain.get_submodule(unit).modules() if isinstance(m, nn.Linear)):
+            matrix, blocks = linear.weight.data, type_for_rows(kind, linear.in_features)
+            if matrix.shape[1] % ROW_ELEMENTS == 0 and blocks is not None:
+                codes = block_encoders.encode(blocks, matrix)
+                linear.weight.data = gguf_blocks.dequantize(blocks, codes, tuple(matrix.shape), torch.float32)
+    expected = plain(IDS).logits
+    with model.streamer.drafting():
+        drafted = model(IDS).logits
+    assert (drafted - expected).norm() < 0.02 * (before - expected).norm()
+    hook = model.model.layers[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), model.streamer.drafting():
+        model(IDS)
+    hook.remove()
+    assert torch.equal(model(IDS).logits, before)
+
+
+def interrupt(*arguments: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_other_threads_wait_for_a_draft(tmp_path: Path) -> None:
+    model = load_with_copies(split(checkpoint(tmp_path / "model", "llama")))
+    expected, logits = model(IDS).logits, list[torch.Tensor]()
+    other = threading.Thread(target=lambda: logits.append(model(IDS).logits))
+    with model.streamer.drafting():
+        other.start()
+        other.join(0.3)
+        assert not logits
+        assert not torch.equal(model(IDS).logits, expected)
+    other.join()
+    assert torch.equal(logits[0], expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_chat_keeps_its_cache(tmp_path: Path, name: str) -> None:
+    model = load_with_copies(split(talker_folder(tmp_path / "model", name)))
+    model.tokenizer = characters()
+    sessions = Session(model, 12), Session(model, 12, draft="self")
+    messages: list[dict[str, Any]] = []
+    for question in ("hi", "and then?", "why?"):
+        messages.append({"role": "user", "content": question})
+        plain, drafted = (session.answer(list(messages), lambda piece: None) for session in sessions)
+        assert drafted.tokens == plain.tokens
+        assert (drafted.kept_tokens > 0) == (plain.kept_tokens > 0)
+        messages.append({"role": "assistant", "content": plain.text})
+    assert drafted.kept_tokens > 0
+
+
+@pytest.mark.parametrize("draws", [150, pytest.param(5000, marks=pytest.mark.long)])
+@torch.no_grad()
+def test_sampled_answers_have_the_models_distribution(tmp_path: Path, draws: int) -> None:
+    model = load_with_copies(split(checkpoint(tmp_path / "model", "llama")))
+    model.generation_config.eos_token_id = model.tokenizer.eos_token_id = None
+    prompt = tuple(IDS[0, :PROMPT].tolist())
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(DRAWN):
+        expected = {
+            (*drawn, token): before * share
+            for drawn, before in expected.items()
+            for token, share in probabilities(model, (*prompt, *drawn)).items()
+        }
+    torch.manual_seed(0)
+    found = Counter(
+        answer(model, Request(prompt, DRAWN, HOT), lambda piece: None, draft="self").tokens for _ in range(draws)
+    )
+    assert found.keys() <= expected.keys()
+    chi = sum((found[key] - draws * share) ** 2 / (draws * share) for key, share in expected.items())
+    free = len(expected) - 1
+    assert chi < free + 5 * math.sqrt(2 * free)
+
+
+def test_more_memory_is_for_more_bits(tmp_path: Path) -> None:
+    """From the least memory on: copies at few bits, then at more, then resident layers too; within the limit."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+    directory = split(checkpoint(tmp_path / "model", "llama", **wide))
+    whole = load(directory).get_memory_footprint()
+    kinds, read = [], []
+    for budget in range(whole * 4 // 10, whole * 9 // 10, whole // 50):
+        try:
+            model = load(directory, budget, self_draft=True)
+        except OptionError:
+            assert not kinds
+            continue
+        mapped = model.placement.of("model.embed_tokens").stored  # takes no memory; the rest is rounding of buffers
+        assert model.get_memory_footprint() - mapped <= budget + (1 << 15)
+        kinds.append(model.placement.copies.kind)
+        read.append(model.placement.streamed_bytes)
+    order = ["Q2_K", "Q3_K", "IQ4_XS"]
+    assert [kind for kind, after in zip(kinds, [*kinds[1:], ""], strict=True) if kind != after] == order
+    assert read[-1] < read[0]
+
+
+def test_what_cannot_be_its_own_draft_is_refused(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", "llama")
+    directory = split(folder)
+    with pytest.raises(OptionError, match="loaded without copies"):
+        prepare_draft(load(directory, 0), "self")
+    with pytest.raises(OptionError, match="all weights of this model fit in memory"):
+        load(directory, self_draft=True)
+    with pytest.raises(OptionError, match="are lacking for the smallest"):
+        load(directory, 0, self_draft=True)
+    options = options_for(0, self_draft=True, max_memory={"cuda:0": 0})
+    with pytest.raises(OptionError, match="works on the CPU alone"):
+        load_model(directory, options, devices=[FakeGpu(0)])
+    hosts = Hosts("127.0.0.1:29555", 1)
+    with pytest.raises(OptionError, match="needs all layers in one process"):
+        prepare_model(LoadRequest.of(folder, hosts=hosts, self_draft=True))
+    # before the first shard is touched
+    fresh = checkpoint(tmp_path / "fresh", "llama")
+    files = sorted(fresh.rglob("*"))
+    with pytest.raises(OptionError, match="are lacking for the smallest"):
+        prepare_model(LoadRequest.of(fresh, max_memory={"cpu": 0}, device="cpu", self_draft=True))
+    assert sorted(fresh.rglob("*")) == files
