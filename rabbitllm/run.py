@@ -7,6 +7,7 @@ import stat
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from rabbitllm.auto_model import LoadRequest, load
 from rabbitllm.base.options import Hosts
 from rabbitllm.base.terminal import counted, harmless, put_fact, size
 from rabbitllm.errors import OptionError
-from rabbitllm.generation.draft import prepare_draft
+from rabbitllm.generation.draft import MTP, Draft, prepare_draft
 from rabbitllm.generation.media import MediaFile
 from rabbitllm.generation.reasoning import Thinking, Thoughts, thoughts_note
 from rabbitllm.generation.request import FinishReason, ModelLimits, Prompt, Result
@@ -124,8 +125,8 @@ def prompt_of(
 
 
 def load_with_draft(
-    request: LoadRequest, draft: LoadRequest | Literal["ngram"] | None, console: Console
-) -> tuple[StreamedModel, StreamedModel | Literal["ngram"] | None]:
+    request: LoadRequest, draft: LoadRequest | Literal["ngram", "mtp"] | None, console: Console
+) -> tuple[StreamedModel, Draft | None]:
     """Load a model, and before it its draft model, so that the model is placed in the memory that is left.
 
     Raises:
@@ -133,7 +134,7 @@ def load_with_draft(
         RabbitLLMError: see `AutoModel.from_pretrained`.
     """
     drafting = load(draft, console) if isinstance(draft, LoadRequest) else draft
-    model = load(request, console)
+    model = load(replace(request, run=replace(request.run, heads=draft == MTP)), console)
     if drafting is not None:
         prepare_draft(model, drafting)
     return model, drafting

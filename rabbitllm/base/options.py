@@ -171,6 +171,7 @@ class RunOptions:
         fast_bfloat16: multiply bfloat16 with a kernel of this package where it is faster than torch's; None for
             processors without instructions for bfloat16 alone, and not with `exact`.
         verify_checksums: compare layer files with their checksums when they are first read.
+        heads: keep the checkpoint's heads for multi-token prediction in memory, for a draft.
     """
 
     device: str | None = None
@@ -187,6 +188,7 @@ class RunOptions:
     exact: bool = False
     fast_bfloat16: bool | None = False
     verify_checksums: bool = True
+    heads: bool = False
 
     def __post_init__(self) -> None:
         """

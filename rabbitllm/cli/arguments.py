@@ -102,8 +102,8 @@ DraftOption = Annotated[
     str | None,
     answer_option(
         metavar="MODEL",
-        help="A small model with the same vocabulary proposes tokens, and a pass checks several of them; ngram takes "
-        "those that followed the same words before.",
+        help="A small model with the same vocabulary proposes tokens, and a pass checks several of them; mtp takes the "
+        "checkpoint's own heads for that, ngram the tokens that followed the same words before.",
         autocompletion=complete_model,
     ),
 ]
@@ -237,16 +237,14 @@ class ModelOptions:
             check_unsplit(SplitOptions(compression))
         return replace(request, split=None) if self.no_split else request
 
-    def draft_request(self, draft: str | None) -> LoadRequest | Literal["ngram"] | None:
+    def draft_request(self, draft: str | None) -> LoadRequest | Literal["ngram", "mtp"] | None:
         """The request for a draft model: on the same device, in its own split and dtype.
 
         Raises:
             OptionError: see `request`.
         """
-        if draft is None:
-            return None
-        if draft == "ngram":
-            return "ngram"
+        if draft is None or draft == "ngram" or draft == "mtp":
+            return draft
         device = None if self.device == "auto" else self.device
         options = ModelOptions(device=device, no_split=self.no_split, trust_remote_code=self.trust_remote_code)
         return options.request(draft)

@@ -116,6 +116,7 @@ class StreamedModel(_TransformersModel):
         shared_passes: callers that share passes; internal.
         hosts: processes that compute layers on other hosts; None if all layers are here. `hosts.close()` ends them.
         unused_tensors: stored tensors that the model class ignores; they are never read.
+        heads: its heads for multi-token prediction, if it was loaded with them; internal.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -126,6 +127,7 @@ class StreamedModel(_TransformersModel):
     shared_passes: SharedPasses | None = None
     hosts: Any | None = None
     unused_tensors: tuple[str, ...]
+    heads: Any | None = None
     _internals: Internals
 
     @functools.cached_property

@@ -1,13 +1,14 @@
-"""What proposes the tokens of a draft, one sequence at a time: the text so far, or a model."""
+"""What proposes the tokens of a draft, one sequence at a time: the text so far, a model, or the model's own heads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import torch
 from transformers import DynamicCache
 
+from rabbitllm.generation._mtp import HeadTrack
 from rabbitllm.generation._rewind import Rewindable
 
 if TYPE_CHECKING:
@@ -15,12 +16,18 @@ if TYPE_CHECKING:
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
+Draft: TypeAlias = "StreamedModel | Literal['ngram', 'mtp']"
+"""What drafts are made by: a model, the text so far, or the model's own heads."""
+NGRAM: Literal["ngram"] = "ngram"
+MTP: Literal["mtp"] = "mtp"
 NGRAM_TOKENS = 10
 """The most tokens that it proposes."""
 NGRAM_LENGTH = 2
 """The last tokens that it looks for in the text before them, or fewer."""
 MODEL_TOKENS = 20
 """The most tokens that a model proposes, unless its generation config has `num_assistant_tokens`."""
+HEAD_TOKENS = 8
+"""The same of a head that is used again for each token; a head of several proposes one token."""
 LEAST_SURE = 0.4
 """A model stops after a token to which it gives less than this probability, unless its generation config has
 `assistant_confidence_threshold`."""
@@ -53,6 +60,9 @@ class Proposals(Protocol):
     def settle(self, tokens: int) -> None:
         """Drop all that is kept of tokens after the first `tokens`: the model has chosen others."""
 
+    def close(self) -> None:
+        """End: the answer is complete, or an error has ended it."""
+
 
 class FromText:
     """Proposes the tokens that followed the last two, or the last one, when they occurred first."""
@@ -70,6 +80,9 @@ class FromText:
     def settle(self, tokens: int) -> None:
         """Nothing is kept."""
 
+    def close(self) -> None:
+        """Nothing is kept."""
+
 
 class FromModel:
     """Proposes the tokens that a model generates.
@@ -81,7 +94,9 @@ class FromModel:
     """
 
     def __init__(self, draft: StreamedModel, processors: LogitsProcessorList, config: GenerationConfig) -> None:
-        self._track = Rewindable(draft, DynamicCache(config=draft.config.get_text_config(decoder=True)))
+        self._track: Rewindable | HeadTrack = Rewindable(
+            draft, DynamicCache(config=draft.config.get_text_config(decoder=True))
+        )
         self._device = draft.device
         self._processors = processors
         self._samples = config.do_sample
@@ -117,9 +132,48 @@ class FromModel:
         """Drop the tokens after the first `tokens`."""
         self._track.settle(tokens)
 
+    def close(self) -> None:
+        """Nothing is kept elsewhere."""
+
+
+class FromHead(FromModel):
+    """Proposes the tokens that the model's own head predicts.
+
+    Args:
+        model: loaded with its heads.
+        track: the model and its KV cache, as the loop uses them.
+        processors, config: see `FromModel`.
+    """
+
+    def __init__(
+        self, model: StreamedModel, track: Rewindable, processors: LogitsProcessorList, config: GenerationConfig
+    ) -> None:
+        super().__init__(model, processors, config)
+        self._track: HeadTrack = HeadTrack(model, track)
+        assert model.heads is not None
+        own = model.generation_config.num_assistant_tokens or HEAD_TOKENS
+        self._most = own if model.heads.count == 1 else 1
+
+    def propose(self, ids: torch.Tensor, most: int) -> Proposal:
+        """Propose up to `most` tokens after `ids`, (1, tokens); none before the model's first pass."""
+        return super().propose(ids, most if self._track.is_ready(ids) else 0)
+
+    def close(self) -> None:
+        """Take no more hidden states."""
+        self._track.close()
+
 
 def proposals_of(
-    draft: StreamedModel | Literal["ngram"], processors: LogitsProcessorList, config: GenerationConfig
+    draft: Draft, model: StreamedModel, track: Rewindable, processors: LogitsProcessorList, config: GenerationConfig
 ) -> Proposals:
-    """Return the proposals of a draft for one answer; for the arguments see `FromModel`."""
-    return FromText() if isinstance(draft, str) else FromModel(draft, processors, config)
+    """Return the proposals of a draft for one answer.
+
+    Args:
+        draft: after `prepare_draft`.
+        model: the model that checks them.
+        track: it and its KV cache.
+        processors, config: see `FromModel`.
+    """
+    if draft == NGRAM:
+        return FromText()
+    return FromHead(model, track, processors, config) if draft == MTP else FromModel(draft, processors, config)

@@ -1,4 +1,4 @@
-"""Drafts: a small model or the text so far proposes tokens, and the model checks them in a pass (speculative decoding).
+"""Drafts: a small model, the model's own heads or the text so far propose tokens; the model checks them in a pass.
 
 A streamed model reads its weights once for each pass, so an answer takes as many passes fewer as proposals are right.
 The answer is the model's own: greedy decoding gives the same tokens except for rounding, sampling the same distribution
@@ -8,7 +8,7 @@ The answer is the model's own: greedy decoding gives the same tokens except for 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from transformers import DynamicCache
 
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
+from rabbitllm.generation._proposals import MTP as MTP
+from rabbitllm.generation._proposals import Draft as Draft
 from rabbitllm.generation._proposals import Proposal, proposals_of
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation.kv_cache import cache_argument, can_go_back
@@ -28,12 +30,11 @@ if TYPE_CHECKING:
 
 SAME_TOKENS = 0.9
 """The least share of the smaller vocabulary that both have under the same ids; others are only never right."""
-NGRAM: Literal["ngram"] = "ngram"
-"""The draft from the text so far."""
 MAX_CARRIED = 16
 """The most tokens that states lack after wrong drafts; then a pass without a draft computes them."""
 PER_TOKEN = ("attention_mask", "position_ids")
 """Arguments of a pass that have a value for each token."""
+_LOAD_HEADS = "Load it with --draft mtp, or use another draft."
 _LEAVE_OUT = "Leave the draft model out, or use a smaller model of the same family."
 
 
@@ -41,11 +42,11 @@ class Drafting:
     """The steps of `generate` with a draft, for its argument `custom_generate`.
 
     Args:
-        draft: a model, or "ngram", after `prepare_draft`.
+        draft: what proposes tokens, after `prepare_draft`.
         streamer: gets the tokens; `generate` gives its own streamer the prompt only.
     """
 
-    def __init__(self, draft: StreamedModel | Literal["ngram"], streamer: Any = None) -> None:
+    def __init__(self, draft: Draft, streamer: Any = None) -> None:
         self._draft = draft
         self._streamer = streamer
 
@@ -71,7 +72,7 @@ class Drafting:
         given = {name: model_kwargs[name] for name in PER_TOKEN if model_kwargs.get(name) is not None}
         has_length = any(hasattr(layer, "get_seq_length") for layer in cache.layers)
         track = Rewindable(model, cache, cache.get_seq_length() if has_length else 0, **given)
-        proposals = proposals_of(self._draft, logits_processor, generation_config)
+        proposals = proposals_of(self._draft, model, track, logits_processor, generation_config)
         ids, is_prompt, is_over = input_ids, True, False
         try:
             while not is_over:
@@ -99,6 +100,7 @@ class Drafting:
                 is_prompt = False
         finally:
             track.release()
+            proposals.close()
         if self._streamer is not None:
             self._streamer.end()
         return ids
@@ -149,7 +151,7 @@ def _chosen(scores: torch.Tensor, proposal: Proposal, index: int, samples: bool)
     return token, bool((token == guess).any())
 
 
-def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"]) -> None:
+def prepare_draft(model: StreamedModel, draft: Draft) -> None:
     """Check that a draft suits a model, and fit a draft model to the model's vocabulary.
 
     Models of one family often have the same tokens, but embeddings of different lengths.
@@ -158,7 +160,7 @@ def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"])
         OptionError: its vocabulary is another one, its weights are not all in memory, or one of the models cannot drop
             tokens.
     """
-    for causal in (model,) if draft == NGRAM else (model, draft):
+    for causal in (model,) if isinstance(draft, str) else (model, draft):
         check_generates(causal)
         if not can_go_back(causal):
             raise OptionError(
@@ -166,7 +168,9 @@ def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"])
                 "one after the other, or to drop them.",
                 _LEAVE_OUT,
             )
-    if draft == NGRAM:
+    if draft == MTP and model.heads is None:
+        raise OptionError("The model was loaded without its heads for multi-token prediction.", _LOAD_HEADS)
+    if isinstance(draft, str):
         return
     share = _same_share(tokenizer_of(model), tokenizer_of(draft))
     if share < SAME_TOKENS:
