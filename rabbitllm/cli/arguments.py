@@ -243,8 +243,12 @@ class ModelOptions:
         Raises:
             OptionError: see `request`.
         """
-        if draft is None or draft == "ngram" or draft == "mtp":
-            return draft
+        if draft is None:
+            return None
+        if draft == "ngram":
+            return "ngram"
+        if draft == "mtp":
+            return "mtp"
         device = None if self.device == "auto" else self.device
         options = ModelOptions(device=device, no_split=self.no_split, trust_remote_code=self.trust_remote_code)
         return options.request(draft)

@@ -132,13 +132,15 @@ def plan_heads(
     Raises:
         OptionError: the checkpoint has no heads, or heads of another form; or they do not fit in memory.
     """
+    if any(unit.tier is Tier.ELSEWHERE for unit in plan.placement.units):
+        raise OptionError("Heads for multi-token prediction need all layers in one process.", _LEAVE_OUT)
     device = next(device for device in devices if device.name == plan.placement.home)
     planned = _plan_alone(plan, store, home, options, device)
     nbytes = held_bytes(planned.placement, planned.sources, planned.experts)
     budgets = {each.name: budget_of(each, options) for each in devices}
     placed = (*planned.placement.units, *planned.placement.experts)
     if nbytes > budgets[device.name] or any(unit.tier not in IN_MEMORY for unit in placed):
-        needed = sum(source.stored_bytes for source in (*planned.sources.values(), *planned.experts))
+        needed = sum(unit.stored for unit in placed)
         raise OptionError(
             f"The heads for multi-token prediction take {size(needed)} of memory; {size(budgets[device.name])} may be "
             f"used on {device.name}.",

@@ -48,7 +48,7 @@ with checked_parts():
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
         from transformers.modeling_layers import MtpModel
 
-        check_call(MtpModel.forward_layer, "self", 0, "hidden", "positions", "cache", inputs_embeds="")
+        check_call(MtpModel.forward_layer, "self", "index", "hidden", "positions", "cache", inputs_embeds="")
         check_call(MtpModel._project_to_logits, "self", "hidden")
 
 
@@ -133,7 +133,7 @@ def has_adapter(model: PreTrainedModel) -> bool:
 
 
 def build_heads(model: PreTrainedModel, config: PretrainedConfig) -> Any:
-    """transformers' `MtpModel` of as many heads as the config has layers, without the parts that it shares with `model`.
+    """transformers' `MtpModel` with as many heads as the config has layers, without the parts that the model shares.
 
     Args:
         model: whose layers and norms have the classes of those of the heads.
@@ -188,7 +188,7 @@ def has_heads() -> bool:
 
 
 def conversions_of(model: PreTrainedModel, quantizer: HfQuantizer | None) -> list[WeightTransform]:
-    """The conversions from a checkpoint's tensors to a model, or to its heads, as `MtpModel.from_pretrained` has them."""
+    """The conversions from a checkpoint's tensors to a model, or to its heads as `MtpModel.from_pretrained` does it."""
     if not has_heads() or not isinstance(model, MtpModel):
         conversions: list[WeightTransform] = get_model_conversion_mapping(model, hf_quantizer=quantizer)
         return conversions

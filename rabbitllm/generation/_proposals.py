@@ -91,12 +91,17 @@ class FromModel:
         draft: the model.
         processors: change its scores as those of the model that checks them.
         config: how tokens are chosen, and which end a text.
+        track: it and its KV cache; None for an empty one.
     """
 
-    def __init__(self, draft: StreamedModel, processors: LogitsProcessorList, config: GenerationConfig) -> None:
-        self._track: Rewindable | HeadTrack = Rewindable(
-            draft, DynamicCache(config=draft.config.get_text_config(decoder=True))
-        )
+    def __init__(
+        self,
+        draft: StreamedModel,
+        processors: LogitsProcessorList,
+        config: GenerationConfig,
+        track: Rewindable | HeadTrack | None = None,
+    ) -> None:
+        self._track = track or Rewindable(draft, DynamicCache(config=draft.config.get_text_config(decoder=True)))
         self._device = draft.device
         self._processors = processors
         self._samples = config.do_sample
@@ -148,19 +153,19 @@ class FromHead(FromModel):
     def __init__(
         self, model: StreamedModel, track: Rewindable, processors: LogitsProcessorList, config: GenerationConfig
     ) -> None:
-        super().__init__(model, processors, config)
-        self._track: HeadTrack = HeadTrack(model, track)
+        self._head = HeadTrack(model, track)
+        super().__init__(model, processors, config, self._head)
         assert model.heads is not None
         own = model.generation_config.num_assistant_tokens or HEAD_TOKENS
         self._most = own if model.heads.count == 1 else 1
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, (1, tokens); none before the model's first pass."""
-        return super().propose(ids, most if self._track.is_ready(ids) else 0)
+        return super().propose(ids, most if self._head.is_ready(ids) else 0)
 
     def close(self) -> None:
         """Take no more hidden states."""
-        self._track.close()
+        self._head.close()
 
 
 def proposals_of(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from tests.support.builders import FAMILIES, ROUTED, SINGLE_NAME, Family, build_checkpoint, read_tensors
@@ -48,7 +49,7 @@ def build_with_head(folder: Path, name: str, *, seed: int = 0, **settings: Any) 
 
 def add_head(folder: Path, family: Family, seed: int = 1) -> Path:
     """Add a random head to a checkpoint of a family."""
-    tensors, head = read_tensors(folder), random_head(family, seed)
+    tensors, head = read_tensors(folder), random_head(folder, family, seed)
     if family.model_type in NUMBERED:
         settings = json.loads((folder / "config.json").read_text())
         layers = settings["num_hidden_layers"]
@@ -65,9 +66,9 @@ def add_head(folder: Path, family: Family, seed: int = 1) -> Path:
     return folder
 
 
-def random_head(family: Family, seed: int) -> dict[str, torch.Tensor]:
+def random_head(folder: Path, family: Family, seed: int) -> dict[str, torch.Tensor]:
     """The tensors of a random head: its norms and projection, and those of its layer by their names in a layer."""
-    config = family.config(tied=False)
+    config = transformers.AutoConfig.from_pretrained(folder)
     if getattr(config, "layer_types", None):
         config.layer_types = ["full_attention"] * config.num_hidden_layers
     with torch.random.fork_rng(devices=[]):
