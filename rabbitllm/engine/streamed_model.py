@@ -172,7 +172,7 @@ class StreamedModel(_TransformersModel):
         if kwargs.get("use_mtp", getattr(config, "use_mtp", False)) and self._internals.origin.store.is_split:
             raise OptionError(
                 "use_mtp=True needs the shards of the checkpoint; the model was loaded from a split directory.",
-                "Use --draft mtp; in Python, custom_generate=Drafting('mtp') of rabbitllm.generation.draft.",
+                "Use --draft mtp, or load the checkpoint with split=False.",
             )
         return super().generate(*args, **kwargs)
 

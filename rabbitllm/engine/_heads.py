@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rabbitllm.base.options import RunOptions
-from rabbitllm.base.terminal import listed, size
+from rabbitllm.base.terminal import error_line, listed, size
 from rabbitllm.checkpoints.naming import head_of
 from rabbitllm.engine import _published, skeleton
 from rabbitllm.engine._streamer import Streamer
@@ -171,6 +171,7 @@ def _plan_alone(plan: LoadPlan, store: WeightFiles, home: Path, options: RunOpti
         raise OptionError(f"{store.label} has no usable heads for multi-token prediction: {why}.", _LEAVE_OUT)
     files = copy.copy(store)
     files.tensors = {name: tensor for name, tensor in store.tensors.items() if numbers[name] is not None}
+    problem, cause = "", None
     quantizer = _published.quantizer_for(home, copy.deepcopy(model.config), [device])
     try:
         heads = skeleton.build_heads(
@@ -178,13 +179,14 @@ def _plan_alone(plan: LoadPlan, store: WeightFiles, home: Path, options: RunOpti
         )
         weights = map_weights(heads, files.tensors, store.label, quantizer)
         if unknown := unexpected(heads, weights):
-            raise IncompleteSplitError(f"{listed(unknown, 3)} are not part of it.")
+            problem = f"{listed(unknown, 3)} are not part of it."
     except (IncompleteSplitError, AttributeError, TypeError, ValueError, StopIteration) as error:
-        problem = error.problem if isinstance(error, IncompleteSplitError) else str(error)
+        problem, cause = (error.problem if isinstance(error, IncompleteSplitError) else error_line(error)), error
+    if problem:
         raise OptionError(
             f"The heads for multi-token prediction of {store.label} have a form that is not supported: {problem}",
             _LEAVE_OUT,
-        ) from error
+        ) from cause
     choose_matrix, choosers = choosers_for([device], options)
     units = find_units(heads)
     experts = expert_sources(heads, units, weights, files, choose_matrix)
