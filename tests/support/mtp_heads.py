@@ -51,8 +51,7 @@ def add_head(folder: Path, family: Family, seed: int = 1) -> Path:
     """Add a random head to a checkpoint of a family."""
     tensors, head = read_tensors(folder), random_head(folder, family, seed)
     if family.model_type in NUMBERED:
-        settings = json.loads((folder / "config.json").read_text())
-        layers = settings["num_hidden_layers"]
+        settings, layers = json.loads((folder / "config.json").read_text()), _layers(folder)
         settings["num_nextn_predict_layers"] = 1
         (folder / "config.json").write_text(json.dumps(settings))
         names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
@@ -92,6 +91,11 @@ FIRST, LAST = 3, 270
 """The tokens of a predictable model."""
 
 
+def _layers(folder: Path) -> int:
+    layers: int = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    return layers
+
+
 def next_token(token: int) -> int:
     """The token that follows another one in a predictable model."""
     return FIRST + (7 * (token - FIRST) + 1) % (LAST - FIRST)
@@ -105,8 +109,11 @@ def make_predictable(folder: Path, how: str) -> Path:
     head = tensors["lm_head.weight"].zero_()
     for token in range(FIRST, LAST):
         head[next_token(token)] = embedding[token]
+    of_head = re.compile(rf"mtp\.|model\.layers\.{_layers(folder)}\.")
     for name, tensor in tensors.items():
-        if re.search(r"(o_proj\.weight|out_proj\.weight|down_proj(\.weight)?)$", name):
+        if of_head.match(name) and how == "noisy":
+            tensor *= 0.3 if "o_proj" in name else 1.0
+        elif re.search(r"(o_proj\.weight|out_proj\.weight|down_proj(\.weight)?)$", name):
             tensor.zero_()
         if name.endswith(("mtp.fc.weight", ".eh_proj.weight")):
             width = len(tensor)
