@@ -22,8 +22,10 @@ from typer.testing import CliRunner
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.auto_model import load as load_request
+from rabbitllm.base.options import RunOptions
 from rabbitllm.cli.main import app
 from rabbitllm.engine._heads import IN_MEMORY
+from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
 from rabbitllm.generation._proposals import FromHead
@@ -34,6 +36,7 @@ from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.telemetry.passes import FURTHER
 from tests.chat.talkers import characters, talker_folder
 from tests.support.builders import SINGLE_NAME, build_checkpoint, make_tokenizer, read_tensors
+from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.mtp_heads import (
     NUMBERED,
     QWEN,
@@ -44,7 +47,7 @@ from tests.support.mtp_heads import (
     next_token,
 )
 from tests.support.quantized import fp8_blocks
-from tests.support.tiny_models import load, one_thread, plain_model, split, tiers  # noqa: F401
+from tests.support.tiny_models import ALL, load, one_thread, plain_model, split, tiers  # noqa: F401
 
 IDS = torch.randint(3, 270, (1, 40), generator=torch.Generator().manual_seed(1))
 PROMPT, TOKENS = 12, 24
@@ -425,6 +428,22 @@ def test_published_codes_and_a_plain_projection(tmp_path: Path, is_split: bool) 
     _, logits = model.heads(IDS[:, 1:10], states, torch.arange(1, 10)[None], model.heads.empty_cache())
     _, expected = qwen_head(tensors, config, IDS[0, 1:10], states[0])
     assert float((logits[0] - expected[-1]).norm() / expected[-1].norm()) < 0.05  # inputs are rounded to FP8, too
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_heads_on_gpus(tmp_path: Path, streams: bool) -> None:
+    """The head is on the device of the first layers; the output layer may be on another one."""
+    directory = split(make_predictable(build_with_head(tmp_path / "model", "qwen3_5"), "noisy"))
+    expected = asked(load(directory)).tokens
+    with watched():
+        gpus = [FakeGpu(0), FakeGpu(1)]
+        limits = {gpu.name: 450_000 if streams else ALL for gpu in gpus} | {"cpu": 0}
+        options = RunOptions(max_memory=limits, show_progress=False, exact=True, heads=True, profiling=True)
+        model = load_model(directory, options, None, gpus)
+        assert (Tier.STREAMED in tiers(model).values()) == streams
+        prepare_draft(model, "mtp")
+        assert asked(model, "mtp").tokens == expected
+    assert model.profiler.sums[FURTHER].passes < TOKENS - 1
 
 
 # refusals ------------------------------------------------------------------------------------------------------------
