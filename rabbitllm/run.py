@@ -17,7 +17,7 @@ from rabbitllm.auto_model import LoadRequest, load
 from rabbitllm.base.options import Hosts
 from rabbitllm.base.terminal import counted, harmless, put_fact, size
 from rabbitllm.errors import OptionError
-from rabbitllm.generation.draft import SELF, prepare_draft
+from rabbitllm.generation.draft import MTP, SELF, Draft, prepare_draft
 from rabbitllm.generation.media import MediaFile
 from rabbitllm.generation.reasoning import Thinking, Thoughts, thoughts_note
 from rabbitllm.generation.request import FinishReason, ModelLimits, Prompt, Result
@@ -126,7 +126,7 @@ def prompt_of(
 
 
 def load_with_draft(
-    request: LoadRequest, draft: LoadRequest | Literal["ngram", "self"] | None, console: Console
+    request: LoadRequest, draft: LoadRequest | Literal["ngram", "mtp", "self"] | None, console: Console
 ) -> tuple[StreamedModel, Draft | None]:
     """Load a model, and before it its draft model, so that the model is placed in the memory that is left.
 
@@ -137,9 +137,7 @@ def load_with_draft(
         RabbitLLMError: see `AutoModel.from_pretrained`.
     """
     drafting = load(draft, console) if isinstance(draft, LoadRequest) else draft
-    if draft == SELF:
-        request = replace(request, run=replace(request.run, self_draft=True))
-    model = load(request, console)
+    model = load(replace(request, run=replace(request.run, heads=draft == MTP, self_draft=draft == SELF)), console)
     if drafting is not None:
         prepare_draft(model, drafting)
     return model, drafting

@@ -195,3 +195,21 @@ def layer_order(stem: str) -> tuple[object, ...]:
     else:
         rank = 0
     return (rank, natural_key(stem))
+
+
+_TENSOR_OF_HEADS = re.compile(
+    rf"{WRAPPER}(?:(?:model|language_model)\.)*(?:mtp\.(?:layers\.(?P<head>\d+)\.)?|layers\.(?P<index>\d+)\.)"
+)
+
+
+def head_of(tensor: str, layers: int) -> int | None:
+    """The head for multi-token prediction, counted from 0, that a tensor belongs to; None if it belongs to none.
+
+    Args:
+        tensor: its name.
+        layers: number of the model's layers, behind which the heads may be numbered.
+    """
+    match = _TENSOR_OF_HEADS.match(tensor)
+    if match is None or match["index"] is None:
+        return None if match is None else int(match["head"] or 0)
+    return int(match["index"]) - layers if int(match["index"]) >= layers else None

@@ -102,8 +102,9 @@ DraftOption = Annotated[
     str | None,
     answer_option(
         metavar="MODEL",
-        help="A small model with the same vocabulary proposes tokens, and a pass checks several of them; ngram takes "
-        "those that followed the same words before; self uses copies of the streamed layers at 2 to 4 bits, in memory.",
+        help="A small model with the same vocabulary proposes tokens, and a pass checks several of them; mtp takes the "
+        "checkpoint's own heads for that, ngram the tokens that followed the same words before, self copies of the "
+        "streamed layers at few bits, in memory.",
         autocompletion=complete_model,
     ),
 ]
@@ -237,7 +238,7 @@ class ModelOptions:
             check_unsplit(SplitOptions(compression))
         return replace(request, split=None) if self.no_split else request
 
-    def draft_request(self, draft: str | None) -> LoadRequest | Literal["ngram", "self"] | None:
+    def draft_request(self, draft: str | None) -> LoadRequest | Literal["ngram", "mtp", "self"] | None:
         """The request for a draft model: on the same device, in its own split and dtype; or the draft without one.
 
         Raises:
@@ -249,6 +250,8 @@ class ModelOptions:
             return "ngram"
         if draft == "self":
             return "self"
+        if draft == "mtp":
+            return "mtp"
         device = None if self.device == "auto" else self.device
         options = ModelOptions(device=device, no_split=self.no_split, trust_remote_code=self.trust_remote_code)
         return options.request(draft)

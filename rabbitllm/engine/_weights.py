@@ -162,6 +162,13 @@ def map_weights(
     return WeightMap(recipes, ties, allowed, tuple(unused))
 
 
+def unexpected(model: PreTrainedModel, weights: WeightMap) -> list[str]:
+    """Unused stored tensors that the model's class does not ignore."""
+    from rabbitllm.engine.transformers_api import may_be_unused
+
+    return [name for name in weights.unused if not _matches(may_be_unused(model), name)]
+
+
 UNUSED_SHARE = 0.5
 """Maximum share of a checkpoint's bytes that a model may leave unused; tensors that its class ignores do not count."""
 
@@ -174,9 +181,7 @@ def check_unused(model: PreTrainedModel, weights: WeightMap, store: WeightFiles)
     Raises:
         IncompleteSplitError: they are further layers, or most of the bytes.
     """
-    from rabbitllm.engine.transformers_api import may_be_unused
-
-    unused = [name for name in weights.unused if not _matches(may_be_unused(model), name)]
+    unused = unexpected(model, weights)
     beyond = _blocks_beyond(unused, weights)
     settings = {"text_config": model.config.get_text_config().to_dict(), **model.config.to_dict()}
     if beyond and not predicts_more(settings):  # transformers omits layers for multi-token prediction
@@ -215,9 +220,9 @@ def _recipes(
 ) -> tuple[dict[str, Recipe], list[str]]:
     from transformers import WeightConverter
 
-    from rabbitllm.engine.transformers_api import WeightRenaming, dot_natural_key, get_model_conversion_mapping
+    from rabbitllm.engine.transformers_api import WeightRenaming, conversions_of, dot_natural_key
 
-    mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+    mapping = conversions_of(model, quantizer)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}

@@ -18,6 +18,7 @@ from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
 from rabbitllm.engine._gates import fuse_gates
+from rabbitllm.engine._heads import Heads, plan_heads
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._rotary import fuse_rotary
 from rabbitllm.engine._saving import origin_of
@@ -116,10 +117,12 @@ def _bound(
         plan = planner.take(store, home, options)
     if share is not None:
         plan = only_a_part(plan, share, store, devices, options)
+    of_heads = None
+    if options.heads:
+        of_heads, plan = plan_heads(plan, store, home, options, devices)
     if (error := too_little_memory(plan, devices)) is not None:
         raise error  # the system would kill the process in the first pass, without a message
-    plan, by_name = plan.as_multiplied(), {device.name: device for device in devices}
-    skeleton.materialise_buffers(plan.model, _device_finder(plan.placement, by_name), plan.weights.absent)
+    by_name = {device.name: device for device in devices}
     profiler = Profiler(options.profiling, "Passes, by stage")
     profiler.before = (loading,)
     plan, streamer = _with_weights(plan, store, by_name, profiler, loading, options)
@@ -140,6 +143,12 @@ def _bound(
     # all of it is bound by now
     origin = origin_of(model, store, home, plan.weights, changes_itself=model.config.model_type in SCALES_IN_PLACE)
     held = held_bytes(placement, sources, plan.experts)
+    if of_heads is not None:
+        beside = {of_heads.device.name: of_heads.device}
+        made, streamer = _with_weights(of_heads.plan, store, beside, Profiler(False, "Heads"), loading, options)
+        _adapt_modules(made, store, beside, options)
+        model.heads = Heads(model, made.model, streamer, of_heads.device.torch_device, of_heads.nbytes)
+        held += of_heads.nbytes
     model._internals = Internals(device, placement.is_resident, origin, held, options)
     return model
 
@@ -157,6 +166,8 @@ def _with_weights(
     Read modes come first: they depend on whether what is streamed fits into host memory with all resident weights.
     Units in mapped files are compared with their checksums before their use: completely, or an embedding by its rows.
     """
+    plan = plan.as_multiplied()
+    skeleton.materialise_buffers(plan.model, _device_finder(plan.placement, by_name), plan.weights.absent)
     model, sources, checks = plan.model, plan.sources, store.checks
     room = cache_room(plan.placement)
     streamed = (sources[placed.unit] for placed in plan.placement.units if placed.tier is Tier.STREAMED)

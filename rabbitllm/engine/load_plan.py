@@ -408,12 +408,7 @@ def _plan_of(
 ) -> LoadPlan:
     """The plan of a skeleton with these files; `weights` are the recipes, if they are known."""
     model = bare.model
-    choose_matrix: MatrixChooser | None = None
-    choosers: dict[str, MatrixChooser] = {}
-    if not options.exact and all(device.shares_host_memory for device in devices):
-        choose_matrix = _matrix_on_host
-    elif not options.exact:
-        choosers = {device.name: fused_chooser(device) for device in devices}
+    choose_matrix, choosers = choosers_for(devices, options)
     units = find_units(model)
     try:
         if weights is None:
@@ -429,6 +424,17 @@ def _plan_of(
     sources = {unit.name: source_of(without_experts(unit, experts), weights, store, choose_matrix) for unit in units}
     placement = place_units(model, sources, experts, devices, options, choosers)
     return LoadPlan(model, weights, sources, tuple(experts), placement, bare.quantizer, bare.is_narrowed, choosers)
+
+
+def choosers_for(
+    devices: Sequence[Device], options: RunOptions
+) -> tuple[MatrixChooser | None, dict[str, MatrixChooser]]:
+    """The choice of matrices that are multiplied from their codes: on the host alone, and of each GPU."""
+    if options.exact:
+        return None, {}
+    if all(device.shares_host_memory for device in devices):
+        return _matrix_on_host, {}
+    return None, {device.name: fused_chooser(device) for device in devices}
 
 
 def too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> NotEnoughMemoryError | None:

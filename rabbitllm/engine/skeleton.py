@@ -7,9 +7,10 @@ computed from configs, such as rotary frequencies, have the same bits. Independe
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -251,6 +252,47 @@ def build_skeleton(
         _put_empty(model, name, dtype=kept)
     set_source_folder(model, folder)
     return model
+
+
+def build_heads(
+    model: PreTrainedModel, count: int, dtype: torch.dtype, quantizer: HfQuantizer | None, plain: Callable[[Any], Any]
+) -> Any:
+    """The heads for multi-token prediction of a model, as `build_skeleton` builds the model.
+
+    Args:
+        model: the model.
+        count: number of heads.
+        dtype: of the parameters.
+        quantizer: its own one of the heads.
+        plain: the heads -> paths of modules that no quantizer replaces, since their weights are stored as plain ones.
+    """
+    import torch
+
+    from rabbitllm.engine.transformers_api import build_heads, kept_dtypes
+
+    config = copy.deepcopy(model.config.get_text_config(decoder=True))
+    # Qwen's configs have no such settings; their heads attend to all tokens
+    types = {"layer_types": "full_attention", "mlp_layer_types": (getattr(config, "mlp_layer_types", None) or [""])[-1]}
+    for name, kind in types.items():
+        if getattr(config, name, None) is not None and getattr(config, f"mtp_{name}", None) is None:
+            setattr(config, f"mtp_{name}", [kind] * count)
+    config.num_mtp_layers = count
+    with _BUILDING, torch.device("meta"):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            heads = build_heads(model, config.get_mtp_config())
+        finally:
+            torch.set_default_dtype(before)
+    if quantizer is not None:
+        kept = {name: heads.get_submodule(name) for name in plain(heads)}
+        change_modules(heads, quantizer, dtype)
+        for name, module in kept.items():
+            heads.set_submodule(name, module)
+    heads.eval()
+    for name, other in kept_dtypes(heads, dtype).items():
+        _put_empty(heads, name, dtype=other)
+    return heads
 
 
 def set_source_folder(model: PreTrainedModel, folder: Path) -> None:

@@ -29,7 +29,7 @@ from rabbitllm.engine.pass_line import PassLine, pass_input_of
 from rabbitllm.engine.placement import Placement
 from rabbitllm.engine.transformers_api import has_adapter
 from rabbitllm.engine.weight_tensors import AbsentWeight, untrainable
-from rabbitllm.errors import CopyError, RabbitLLMError
+from rabbitllm.errors import CopyError, OptionError, RabbitLLMError
 from rabbitllm.telemetry.passes import PassInput
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -116,6 +116,7 @@ class StreamedModel(_TransformersModel):
         shared_passes: callers that share passes; internal.
         hosts: processes that compute layers on other hosts; None if all layers are here. `hosts.close()` ends them.
         unused_tensors: stored tensors that the model class ignores; they are never read.
+        heads: its heads for multi-token prediction, if it was loaded with them; internal.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -126,6 +127,7 @@ class StreamedModel(_TransformersModel):
     shared_passes: SharedPasses | None = None
     hosts: Any | None = None
     unused_tensors: tuple[str, ...]
+    heads: Any | None = None
     _internals: Internals
 
     @functools.cached_property
@@ -159,6 +161,20 @@ class StreamedModel(_TransformersModel):
             if (media_error := _placeholders.explained(error, self.config)) is None:
                 raise
             raise media_error from error
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does.
+
+        Raises:
+            OptionError: `use_mtp=True`, for which transformers reads a checkpoint's own shards, and the model is split.
+        """
+        config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else self.generation_config)
+        if kwargs.get("use_mtp", getattr(config, "use_mtp", False)) and self._internals.origin.store.is_split:
+            raise OptionError(
+                "use_mtp=True needs the shards of the checkpoint; the model was loaded from a split directory.",
+                "Use --draft mtp, or load the checkpoint with split=False.",
+            )
+        return super().generate(*args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
         """As in transformers, whose `generate` calls it first, with the whole prompt.

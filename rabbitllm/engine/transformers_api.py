@@ -9,6 +9,7 @@ clear error if a part is missing or is called otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,6 +43,13 @@ with checked_parts():
     check_call(get_model_conversion_mapping, "model", hf_quantizer="")
     check_call(WeightTransform.add_tensor, "self", "target", "source", "pattern", "read")
     check_call(WeightConverter.convert, "self", "target", model="", config="")
+    if hasattr(cache_utils, "MtpCache"):  # since 5.24
+        from transformers.cache_utils import MtpCache
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.modeling_layers import MtpModel
+
+        check_call(MtpModel.forward_layer, "self", "index", "hidden", "positions", "cache", inputs_embeds="")
+        check_call(MtpModel._project_to_logits, "self", "hidden")
 
 
 # the skeleton --------------------------------------------------------------------------------------------------------
@@ -119,6 +127,78 @@ def may_be_unused(model: PreTrainedModel) -> Iterable[str]:
 def has_adapter(model: PreTrainedModel) -> bool:
     """Whether `load_adapter` was called."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+# heads for multi-token prediction ------------------------------------------------------------------------------------
+
+
+def build_heads(model: PreTrainedModel, config: PretrainedConfig) -> Any:
+    """transformers' `MtpModel` with as many heads as the config has layers, without the parts that the model shares.
+
+    Args:
+        model: whose layers and norms have the classes of those of the heads.
+        config: of the heads, by `heads_config`.
+    """
+    decoder = model.get_decoder()
+    layer = next(layer for layer in reversed(decoder.layers) if hasattr(layer, "self_attn"))
+    nothing = torch.nn.Identity()
+    stand_in = SimpleNamespace(
+        config=SimpleNamespace(get_mtp_config=lambda: config),
+        get_decoder=lambda: SimpleNamespace(
+            layers=[layer], rotary_emb=nothing if getattr(decoder, "rotary_emb", None) is not None else None
+        ),
+        get_input_embeddings=lambda: nothing,
+        lm_head=nothing,
+    )
+    heads = MtpModel(stand_in, config.num_hidden_layers)
+    for name in _SHARED:
+        heads._modules.pop(name, None)
+    for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        setattr(heads, name, getattr(model, name))
+    heads.first = model.config.get_text_config(decoder=True).num_hidden_layers
+    return heads
+
+
+_SHARED = ("embed_tokens", "shared_head", "rotary_emb")
+"""Modules that `MtpModel` takes from the model."""
+
+
+def share_with_heads(heads: Any, model: PreTrainedModel) -> None:
+    """Let heads use the model's output layer and rotary embedding, which stay modules of the model alone."""
+    shared = (None, model.get_output_embeddings(), getattr(model.get_decoder(), "rotary_emb", None))
+    vars(heads).update(zip(_SHARED, shared, strict=True))
+
+
+def logits_of_heads(heads: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Apply the output layer as the model does, to hidden states of shape (1, tokens, width)."""
+    logits: torch.Tensor = heads._project_to_logits(hidden)
+    return logits
+
+
+def heads_cache(heads: Any) -> Any:
+    """An empty KV cache of heads, whose windows can go back."""
+    cache = MtpCache(config=heads.config)
+    cache.activate_past_recording()
+    return cache
+
+
+def has_heads() -> bool:
+    """Whether this version of transformers has classes for heads."""
+    return hasattr(cache_utils, "MtpCache")
+
+
+def conversions_of(model: PreTrainedModel, quantizer: HfQuantizer | None) -> list[WeightTransform]:
+    """The conversions from a checkpoint's tensors to a model, or to its heads as `MtpModel.from_pretrained` does it."""
+    if not has_heads() or not isinstance(model, MtpModel):
+        conversions: list[WeightTransform] = get_model_conversion_mapping(model, hf_quantizer=quantizer)
+        return conversions
+    conversions = [
+        WeightRenaming(f"layers.{model.first + index}.", f"layers.{index}.mtp_block.")
+        for index in range(model.config.num_hidden_layers)
+    ]
+    conversions += get_model_conversion_mapping(model, add_legacy=False)
+    conversions += get_checkpoint_conversion_mapping(model.config.model_type) or []
+    return conversions if quantizer is None else quantizer.update_weight_conversions(conversions, model)
 
 
 # attention -----------------------------------------------------------------------------------------------------------

@@ -98,7 +98,9 @@ class SourceScan:
                     warnings[-1] += "; it is kept where shards are deleted"
         if self._mtp_layers:
             nbytes = size(sum(self.base.layouts[layer].size for layer in self._mtp_layers if self.base is not None))
-            warnings.append(f"{listed(self._mtp_layers, 3)} ({nbytes}, multi-token prediction) is kept, and not used")
+            warnings.append(
+                f"{listed(self._mtp_layers, 3)} ({nbytes}, multi-token prediction) is used by --draft mtp only"
+            )
         if self.config:
             return tuple(warnings)
         state = "cannot be read" if (self.source.config_folder / "config.json").exists() else "is missing"

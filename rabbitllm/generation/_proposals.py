@@ -1,14 +1,15 @@
-"""What proposes the tokens of a draft, one sequence at a time: the text so far, or a model."""
+"""What proposes the tokens of a draft, one sequence at a time: the text so far, a model, or the model's own heads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 from transformers import DynamicCache
 
+from rabbitllm.generation._mtp import HeadTrack
 from rabbitllm.generation._rewind import Rewindable, takes_trees
 
 if TYPE_CHECKING:
@@ -16,14 +17,20 @@ if TYPE_CHECKING:
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
-Draft: TypeAlias = "StreamedModel | Literal['ngram', 'self']"
-"""A model; "ngram", the text so far; or "self", the model itself with copies of its streamed layers at fewer bits."""
+Draft: TypeAlias = "StreamedModel | Literal['ngram', 'mtp', 'self']"
+"""A model; "ngram", the text so far; "mtp", the model's own heads; or "self", the model itself with copies of its
+streamed layers at fewer bits."""
+NGRAM: Literal["ngram"] = "ngram"
+MTP: Literal["mtp"] = "mtp"
+SELF: Literal["self"] = "self"
 NGRAM_TOKENS = 10
 """The most tokens that it proposes."""
 NGRAM_LENGTH = 2
 """The last tokens that it looks for in the text before them, or fewer."""
 MODEL_TOKENS = 20
 """The most tokens that a model proposes, unless its generation config has `num_assistant_tokens`."""
+HEAD_TOKENS = 8
+"""The same of a head that is used again for each token; a head of several proposes one token."""
 LEAST_SURE = 0.4
 """A model stops after a token to which it gives less than this probability, unless its generation config has
 `assistant_confidence_threshold`."""
@@ -67,6 +74,9 @@ class Proposals(Protocol):
     def settle(self, tokens: int, path: Sequence[int]) -> None:
         """Drop all that is kept of tokens after the first `tokens`, which end with the proposed tokens of `path`."""
 
+    def close(self) -> None:
+        """End: the answer is complete, or an error has ended it."""
+
 
 class FromText:
     """Proposes the tokens that followed the last two, or the last one, when they occurred first."""
@@ -82,6 +92,9 @@ class FromText:
         return Proposal(ids[:, :0])
 
     def settle(self, tokens: int, path: Sequence[int]) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
         """Nothing is kept."""
 
 
@@ -105,9 +118,9 @@ class FromModel:
         processors: LogitsProcessorList,
         config: GenerationConfig,
         branches: bool,
-        track: Rewindable | None = None,
+        track: Rewindable | HeadTrack | None = None,
     ) -> None:
-        self._track = track or Rewindable(draft, DynamicCache(config=draft.config.get_text_config(decoder=True)))
+        self._track: Any = track or Rewindable(draft, DynamicCache(config=draft.config.get_text_config(decoder=True)))
         self._branches = branches
         self._computed: list[int] = []
         self._device = draft.device
@@ -126,13 +139,13 @@ class FromModel:
         if count < 1:
             return Proposal(ids[:, :0])
         device, ids = ids.device, ids.to(self._device)
-        has_prompt, logits = self._track.tokens > 0, self._begin(ids)
-        proposal = self._tree(ids, logits, count) if self._branches and has_prompt else self._chain(ids, logits, count)
+        grow = self._tree if self._branches and self._track.tokens else self._chain
+        proposal = grow(ids, self._begin(ids), count)
         return replace(proposal, tokens=proposal.tokens.to(device))
 
     def _begin(self, ids: torch.Tensor) -> torch.Tensor:
         """Compute what the cache lacks of the known tokens; return the logits of the last one, (1, vocabulary)."""
-        logits = self._track.logits(ids, 1)
+        logits: torch.Tensor = self._track.logits(ids, 1)
         self._track.mark()
         return logits
 
@@ -185,6 +198,9 @@ class FromModel:
         rows = [self._computed.index(index) for index in path if index in self._computed]
         self._track.settle(tokens - len(path) + len(rows), rows, len(self._computed))
         self._computed = []
+
+    def close(self) -> None:
+        """Nothing is kept elsewhere."""
 
 
 class _Node:
@@ -242,10 +258,38 @@ class FromItself(FromModel):
     def _begin(self, ids: torch.Tensor) -> torch.Tensor:
         """The same, but the cache goes back to what it is now."""
         self._track.mark()
-        return self._track.logits(ids, 1)
+        logits: torch.Tensor = self._track.logits(ids, 1)
+        return logits
 
     def settle(self, tokens: int, path: Sequence[int]) -> None:
         """Nothing is kept."""
+
+
+class FromHead(FromModel):
+    """Proposes the tokens that the model's own head predicts.
+
+    Args:
+        model: loaded with its heads.
+        track: the model and its KV cache, as the loop uses them.
+        processors, config: see `FromModel`.
+    """
+
+    def __init__(
+        self, model: StreamedModel, track: Rewindable, processors: LogitsProcessorList, config: GenerationConfig
+    ) -> None:
+        self._head = HeadTrack(model, track)
+        super().__init__(model, processors, config, branches=False, track=self._head)
+        assert model.heads is not None
+        own = model.generation_config.num_assistant_tokens or HEAD_TOKENS
+        self._most = own if model.heads.count == 1 else 1
+
+    def propose(self, ids: torch.Tensor, most: int) -> Proposal:
+        """Propose up to `most` tokens after `ids`, (1, tokens); none before the model's first pass."""
+        return super().propose(ids, most if self._head.is_ready(ids) else 0)
+
+    def close(self) -> None:
+        """Take no more hidden states."""
+        self._head.close()
 
 
 def proposals_of(
@@ -258,9 +302,10 @@ def proposals_of(
         model, track: the model that checks them, and its cache.
         processors, config: see `FromModel`.
     """
-    branches = takes_trees(model)
-    if draft == "self":
-        return FromItself(model, processors, config, branches, track)
-    return (
-        FromText() if isinstance(draft, str) else FromModel(draft, processors, config, branches and takes_trees(draft))
-    )
+    if draft == NGRAM:
+        return FromText()
+    if draft == MTP:
+        return FromHead(model, track, processors, config)
+    if draft == SELF:
+        return FromItself(model, processors, config, takes_trees(model), track)
+    return FromModel(draft, processors, config, takes_trees(model) and takes_trees(draft))

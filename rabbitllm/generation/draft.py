@@ -1,4 +1,4 @@
-"""Drafts: a small model or the text so far proposes tokens, and the model checks them in a pass (speculative decoding).
+"""Drafts: a small model, the model's own heads or the text so far propose tokens; the model checks them in a pass.
 
 A streamed model reads its weights once for each pass, so an answer takes as many passes fewer as proposals are right.
 The answer is the model's own: greedy decoding gives the same tokens except for rounding, sampling the same distribution
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,11 @@ from transformers import DynamicCache
 
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
-from rabbitllm.generation._proposals import Draft, Proposal, proposals_of
+from rabbitllm.generation._proposals import MTP as MTP
+from rabbitllm.generation._proposals import NGRAM as NGRAM
+from rabbitllm.generation._proposals import SELF as SELF
+from rabbitllm.generation._proposals import Draft as Draft
+from rabbitllm.generation._proposals import Proposal, proposals_of
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation.kv_cache import cache_argument, can_go_back
 from rabbitllm.generation.request import check_generates, tokenizer_of
@@ -29,14 +33,11 @@ if TYPE_CHECKING:
 
 SAME_TOKENS = 0.9
 """The least share of the smaller vocabulary that both have under the same ids; others are only never right."""
-NGRAM: Literal["ngram"] = "ngram"
-"""The draft from the text so far."""
-SELF: Literal["self"] = "self"
-"""The draft by the model itself, with copies of its streamed layers at fewer bits."""
 MAX_CARRIED = 16
 """The most tokens that states lack after wrong drafts; then a pass without a draft computes them."""
 PER_TOKEN = ("attention_mask", "position_ids")
 """Arguments of a pass that have a value for each token."""
+_LOAD_HEADS = "Load it with --draft mtp, or use another draft."
 _LEAVE_OUT = "Leave the draft model out, or use a smaller model of the same family."
 
 
@@ -44,7 +45,7 @@ class Drafting:
     """The steps of `generate` with a draft, for its argument `custom_generate`.
 
     Args:
-        draft: see `_proposals.Draft`; after `prepare_draft`.
+        draft: what proposes tokens, after `prepare_draft`.
         streamer: gets the tokens; `generate` gives its own streamer the prompt only.
     """
 
@@ -107,6 +108,7 @@ class Drafting:
                 is_prompt = False
         finally:
             track.release()
+            proposals.close()
         if self._streamer is not None:
             self._streamer.end()
         return ids
@@ -181,6 +183,8 @@ def prepare_draft(model: StreamedModel, draft: Draft) -> None:
             "The model was loaded without copies of its streamed layers, so it cannot be its own draft.",
             "Load it with draft='self'.",
         )
+    if draft == MTP and model.heads is None:
+        raise OptionError("The model was loaded without its heads for multi-token prediction.", _LOAD_HEADS)
     if isinstance(draft, str):
         return
     share = _same_share(tokenizer_of(model), tokenizer_of(draft))

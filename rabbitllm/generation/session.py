@@ -21,9 +21,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError, OptionError
-from rabbitllm.generation._proposals import Draft
 from rabbitllm.generation._recommended import check_options, stop_strings
-from rabbitllm.generation.draft import Drafting
+from rabbitllm.generation.draft import Draft, Drafting
 from rabbitllm.generation.kv_cache import ConversationCache, angles_change_after, common_prefix, empty_cache, keeps
 from rabbitllm.generation.reasoning import Thinking
 from rabbitllm.generation.request import (
@@ -88,7 +87,7 @@ def generate(
         request: the request. Random numbers continue the thread's, whatever its seed is.
         write: called with each piece of the text; its exceptions are passed on.
         cache: KV cache to continue; None leaves it to `generate`.
-        draft: see `_proposals.Draft`, after `prepare_draft`; not used for pictures and sounds.
+        draft: what proposes tokens, after `prepare_draft`; not used for pictures and sounds.
         prompt_done: called once, before the first piece.
         think: called with each piece of reasoning; see `TextStream`.
 
@@ -181,7 +180,7 @@ class Session:
         model: as `AutoModel.from_pretrained` returns it; with `profiling_mode=True` answers have `work`.
         max_new_tokens: maximum tokens of an answer; None for as many as the model's settings or its context allow.
         sampling: how tokens are chosen; its seed is set once, at the start of the session.
-        draft: see `_proposals.Draft`, after `prepare_draft`; it proposes tokens.
+        draft: what proposes tokens, after `prepare_draft`.
         stop: stop strings, at which an answer ends; they are not part of it.
         context: limit of the tokens of prompt and answer together; None for the model's.
         thinking: whether the model thinks, and how much.

@@ -23,7 +23,7 @@ from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, is_sidec
 from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, gguf_label, read_index
-from rabbitllm.checkpoints.naming import assign_layers, layer_order, naming_by_block, naming_for
+from rabbitllm.checkpoints.naming import assign_layers, layer_order, naming_by_block, naming_for, predicts_further
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, OptionError, RabbitLLMError
 from rabbitllm.formats.bounded import open_regular, read_json
 from rabbitllm.formats.pickle_reader import MAX_LISTED, MAX_PICKLE_BYTES, list_opcodes
@@ -100,6 +100,12 @@ class Tensors:
     def dtypes(self) -> Mapping[str, int]:
         """Number of tensors of each dtype, most frequent first."""
         return dict(Counter(tensor.dtype for tensor in self.tensors).most_common())
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Ids of layers for multi-token prediction, by their names or by the projection that only those have."""
+        projecting = {tensor.layer for tensor in self.tensors if ".eh_proj." in tensor.name}
+        return tuple(layer for layer in self.layers if layer in projecting or predicts_further(layer, None))
 
     @property
     def sharing(self) -> int:

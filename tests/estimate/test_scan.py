@@ -32,4 +32,4 @@ def test_layers_for_multi_token_prediction_are_named(
     (folder / "config.json").write_text(json.dumps(config | settings))
     (warning,) = rabbitllm.plan(folder, **options).warnings
     assert warning.startswith(f"{layers} (")
-    assert warning.endswith(", multi-token prediction) is kept, and not used")
+    assert warning.endswith(", multi-token prediction) is used by --draft mtp only")
