@@ -42,6 +42,8 @@ _OF_SAMPLES = ("temperature", "top_p", "top_k", "min_p")
 """Fields of `Sampling` that have no effect on greedy decoding."""
 MAX_CHOICES = 128
 """The most answers to one prompt."""
+BatchDraft = Literal["auto", "ngram", "none"]
+"""Drafts of a batch; see `Limits`."""
 Pooling = Literal["last", "mean"]
 """Pooling of last hidden states to one vector: that of the last token, or the mean of all."""
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
@@ -355,6 +357,8 @@ class BatchStats:
         aside_limit_bytes: limit of `aside_bytes`.
         file_bytes: size of KV caches of running requests in a file.
         file_read_bytes: bytes read from that file.
+        drafted_tokens: number of tokens that drafts proposed in passes.
+        accepted_tokens: how many of them were the model's own choice, so that they took no pass.
     """
 
     running: int = 0
@@ -378,6 +382,8 @@ class BatchStats:
     aside_limit_bytes: int = 0
     file_bytes: int = 0
     file_read_bytes: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +406,8 @@ class Limits:
             `_cache_file.py`.
         throughput: optimize throughput, not the latency of single answers: a pass takes as many prompt tokens as memory
             allows, and its sequences go through each layer in parts.
+        draft: "ngram": tokens that followed the last words before are proposed, and checked in the same pass; "none";
+            or "auto" for "ngram" where each pass moves weights, the same ones for any number of rows.
     """
 
     running: int = 64
@@ -411,6 +419,7 @@ class Limits:
     swap_folder: Path | None = None
     throughput: bool = False
     file_bytes: int | None = 0
+    draft: BatchDraft = "auto"
 
     def __post_init__(self) -> None:
         """
