@@ -44,6 +44,7 @@ MAX_CHOICES = 128
 """The most answers to one prompt."""
 BatchDraft = Literal["auto", "ngram", "none"]
 """Drafts of a batch; see `Limits`."""
+BATCH_DRAFTS: tuple[BatchDraft, ...] = ("auto", "ngram", "none")
 Pooling = Literal["last", "mean"]
 """Pooling of last hidden states to one vector: that of the last token, or the mean of all."""
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
@@ -439,6 +440,18 @@ class Limits:
                 f"No swap file for KV caches can be created in {self.swap_folder}.",
                 "Use an existing folder that is writable.",
             )
+
+
+def batch_draft(name: str) -> BatchDraft:
+    """The drafts of a batch, by their name.
+
+    Raises:
+        OptionError: there are no such drafts.
+    """
+    for draft in BATCH_DRAFTS:
+        if name == draft:
+            return draft
+    raise OptionError(f"--draft {name} cannot be used for many requests.", f"Expected {', '.join(BATCH_DRAFTS)}.")
 
 
 def check_generates(model: StreamedModel) -> None:
