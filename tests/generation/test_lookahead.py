@@ -102,7 +102,7 @@ def test_all_families_get_their_tokens_in_fewer_passes(
         if how == "wrong":
             assert stats.accepted_tokens == 0 < stats.drafted_tokens
         else:
-            assert stats.passes < before
+            assert stats.passes < before - (12 if how == "right" else 0)
             assert (stats.accepted_tokens == stats.drafted_tokens) is (how == "right")
         same(answered(batch, further), continued)
         assert batch.stats.kept_tokens >= sum(len(request.prompt) - 4 for request in further)
@@ -210,6 +210,22 @@ def test_samples_penalties_and_limits(open_batch: Open, drafts: Drafts, how: str
     further = Request((*ended.request.prompt, *ended.tokens, *prompt(4)), 5)
     assert answered(batch, [further])[0].tokens == answered(open_batch(NONE)[0], [further])[0].tokens
     assert batch.stats.kept_tokens > 0
+
+
+def test_windows_after_a_stop_text_within_a_draft(tmp_path: Path, open_batch: Open, drafts: Drafts) -> None:
+    """The rows after it leave no trace in the KV cache that a further turn continues."""
+    folder = endless(tmp_path / "model", "gemma3_text")
+    text = answered(open_batch(NONE, folder=folder)[0], [Request(prompt(20, 20), NEW_TOKENS)])[0]
+    stopped = Request(prompt(20, 20), NEW_TOKENS, stop=(text.text[5:8],))
+    (ended,) = answered(open_batch(NONE, folder=folder)[0], [stopped])
+    further = Request((*stopped.prompt, *ended.tokens, *prompt(4)), 9, top_logprobs=2)
+    expected = answered(open_batch(NONE, folder=folder)[0], [further])
+    drafts(texts_of([text]), "right")
+    batch, _ = open_batch(folder=folder)
+    same(answered(batch, [stopped]), [ended])
+    assert batch.stats.accepted_tokens < batch.stats.drafted_tokens  # it stopped within a draft
+    same(answered(batch, [further]), expected)
+    assert batch.stats.kept_tokens >= len(stopped.prompt)
 
 
 def test_a_cancelled_request(open_batch: Open, plain: Any, drafts: Drafts) -> None:
