@@ -233,6 +233,7 @@ def generated(
         *(limits.sequences, max_open + MAX_CHOICES, limits.cache_bytes, WHOLE_PROMPT, limits.exact),
         throughput=True,
         file_bytes=limits.cache_disk,
+        draft=limits.draft,
     )
     batch = Batch(model, batch_limits)
     watch(lambda: batch.stats)

@@ -15,6 +15,7 @@ from rabbitllm.cli.arguments import (
     NO_ANSWER_OPTIONS,
     NO_OPTIONS,
     AnswerOptions,
+    BatchDraftOption,
     ExactOption,
     JsonOption,
     ModelArgument,
@@ -67,6 +68,7 @@ def batch_command(
         ),
     ] = None,
     exact: ExactOption = False,
+    draft: BatchDraftOption = "auto",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing output, or one of another batch.")
     ] = False,
@@ -96,11 +98,12 @@ def batch_command(
     from rabbitllm.batch_jobs.inputs import STDIN, columns_of
     from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
     from rabbitllm.batch_jobs.job import BatchJob, work
+    from rabbitllm.generation.request import batch_draft
 
     request = options.request(model)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "--cache-disk")
-    limits = JobLimits(sequences, cache_bytes, exact, disk_bytes)
+    limits = JobLimits(sequences, cache_bytes, exact, disk_bytes, batch_draft(draft))
     output = expand(out)
     task = BatchJob(
         source if source == STDIN else expand(source),

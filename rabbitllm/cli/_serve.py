@@ -13,6 +13,7 @@ from rabbitllm.cli.arguments import (
     NO_ANSWER_OPTIONS,
     NO_OPTIONS,
     AnswerOptions,
+    BatchDraftOption,
     ExactOption,
     ModelArgument,
     ModelOptions,
@@ -82,6 +83,7 @@ def serve_command(
         int, limits_option(help="Maximum prompt tokens of a request in one pass (chunked prefill).", min=1)
     ] = 512,
     exact: ExactOption = False,
+    draft: BatchDraftOption = "auto",
     timeout: Annotated[
         float | None,
         limits_option(metavar="SECONDS", help="Maximum time of a request; by default no limit.", min=0.001),
@@ -118,6 +120,7 @@ def serve_command(
     from rabbitllm.base import logs
     from rabbitllm.base.options import parse_size
     from rabbitllm.errors import OptionError
+    from rabbitllm.generation.request import Limits, batch_draft
 
     body_bytes = parse_size(max_body, "--max-body")
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
@@ -126,18 +129,19 @@ def serve_command(
     media_folder = None if media_dir is None else expand(str(media_dir))
     if media_folder is not None and not media_folder.is_dir():
         raise OptionError(f"--media-dir: {media_folder} is not a folder.", "Use an existing folder.")
+    limits = Limits(
+        *(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, swap_folder), draft=batch_draft(draft)
+    )
     sampling = answers.sampling
     request = options.request(model)
     disable_progress_bars()  # shards have our own bar, and other files are small
     logs.show("rabbitllm.server")
     console = Console(stderr=True, highlight=False)
 
-    from rabbitllm.generation.request import Limits
     from rabbitllm.server.server import serve_model
     from rabbitllm.server.service import served_name as name_of
     from rabbitllm.server.settings import Settings
 
-    limits = Limits(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, swap_folder)
     settings = Settings(
         name=served_name or name_of(model),
         api_key=api_key or None,

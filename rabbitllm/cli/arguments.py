@@ -109,6 +109,16 @@ DraftOption = Annotated[
     ),
 ]
 
+BatchDraftOption = Annotated[
+    str,
+    rare_option(
+        "--draft",
+        metavar="NAME",
+        help="ngram: each pass also checks tokens that followed the same words before; none; or auto for ngram where "
+        "layers are streamed.",
+    ),
+]
+
 
 def limits_of(words: list[str] | None) -> dict[int | str, int | str] | None:
     """`cpu=24GB`, one for each device -> the argument `max_memory`.

@@ -33,6 +33,7 @@ from rabbitllm.telemetry.passes import PassInput
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation._lookahead import Lookahead
 
 # rows of several calls -----------------------------------------------------------------------------------------------
 
@@ -176,6 +177,7 @@ class Coroutine(greenlet):  # type: ignore[misc]
             where tokens are sampled.
         syncs_rows: whether it waits at every module that computes rows independently, not only where weights are
             loaded.
+        lookahead: its drafts, if it may have any.
 
     Attributes:
         error: the error that ended it, if any.
@@ -191,11 +193,13 @@ class Coroutine(greenlet):  # type: ignore[misc]
         around_sampling: Callable[[bool], None] = lambda begins: None,
         *,
         syncs_rows: bool = True,
+        lookahead: Lookahead | None = None,
     ) -> None:
         super().__init__(self._run)
         self._work = work
         self.around_sampling = around_sampling
         self.syncs_rows = syncs_rows
+        self.lookahead = lookahead
         self.call: PendingCall | None = None
         self.error: BaseException | None = None
         self.is_in_pass = False
@@ -230,7 +234,7 @@ class Coroutine(greenlet):  # type: ignore[misc]
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that it brings into the next pass, for which it waits."""
+        """Number of tokens that it brings into the next pass, for which it waits, without a draft."""
         entry, _ = self.inputs
         return entry.batch * entry.length
 
@@ -306,14 +310,15 @@ class Coroutines:
         around_sampling: Callable[[bool], None] = lambda begins: None,
         *,
         reads_media: bool = False,
+        lookahead: Lookahead | None = None,
     ) -> Coroutine:
         """Start a coroutine; it stops before its first pass.
 
         Args:
-            work, around_sampling: see `Coroutine`.
+            work, around_sampling, lookahead: see `Coroutine`.
             reads_media: whether it may use weights before its first pass, to read pictures or sounds.
         """
-        coroutine = Coroutine(work, around_sampling)
+        coroutine = Coroutine(work, around_sampling, lookahead=lookahead)
         self.active.append(coroutine)
         with self._model.streamer.passing() if reads_media else contextlib.nullcontext(), torch.no_grad():
             self.resume(coroutine, None)
@@ -426,14 +431,17 @@ class Coroutines:
         """Wait for the next pass; called by the model in a coroutine, with the inputs of its forward.
 
         Returns:
-            The output of the forward if it was packed; else None.
+            The output of the forward if it was packed, or computed before as a draft; else None.
         """
         coroutine = getcurrent()
         assert isinstance(coroutine, Coroutine)
+        lookahead = coroutine.lookahead
+        if lookahead is not None and (known := lookahead.known(kwargs)) is not None:
+            return known
         coroutine.is_in_pass = False
         output = self._wait(coroutine, PendingCall(None, args, kwargs))
         coroutine.is_in_pass = output is None
-        return output
+        return output if lookahead is None else lookahead.first(output, kwargs)
 
     def _wait(self, coroutine: Coroutine, call: PendingCall) -> Any:
         coroutine.call = call

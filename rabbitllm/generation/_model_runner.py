@@ -94,6 +94,11 @@ class ModelRunner:
         self._packed = PackedForward(model, file) if packing and not exact and can_be_packed(model) else None
         self._file = file
 
+    @property
+    def packs(self) -> bool:
+        """Whether sequences may be packed into one forward."""
+        return self._packed is not None
+
     def run(self, coroutines: Sequence[Coroutine]) -> None:
         """Run one pass for some coroutines; afterwards each of them has ended or waits for the next one.
 
@@ -101,7 +106,9 @@ class ModelRunner:
         """
         if not coroutines:
             return
-        with self._model.joint_pass(PassInput(1, sum(coroutine.tokens for coroutine in coroutines))):
+        drafted = sum(len(coroutine.lookahead.tokens) for coroutine in coroutines if coroutine.lookahead is not None)
+        rows = drafted + sum(coroutine.tokens for coroutine in coroutines)
+        with self._model.joint_pass(PassInput(1, rows)):
             groups = self._packed_groups(coroutines)
             packed = {coroutine for group in groups for coroutine in group.coroutines}
             unpacked = [coroutine for coroutine in coroutines if coroutine not in packed]
@@ -137,7 +144,11 @@ class ModelRunner:
         if forward is None:
             return []
         read = [(coroutine, forward.read(coroutine.pending.args, coroutine.pending.kwargs)) for coroutine in coroutines]
-        candidates = [(coroutine, sequence) for coroutine, sequence in read if sequence is not None]
+        candidates = [
+            (coroutine, sequence if coroutine.lookahead is None else coroutine.lookahead.widened(sequence))
+            for coroutine, sequence in read
+            if sequence is not None
+        ]
         fits = forward.fitting([sequence for _, sequence in candidates]) if candidates else []
         packed = [candidate for candidate, is_fitting in zip(candidates, fits, strict=True) if is_fitting]
         groups = grouped([sequence.ids.shape[1] for _, sequence in packed], self._max_rows)

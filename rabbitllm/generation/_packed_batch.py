@@ -263,6 +263,8 @@ _BY_HEAD = frozenset({"s_aux"})
 """Further tensor arguments of attention that do not depend on rows."""
 _BY_ROW = frozenset({"position_ids", "cache_position"})
 """Tensor arguments that the implementations of `OWN` ignore."""
+_FEW_ROWS = 16
+"""The most rows, as of a draft, for which the heads of a sequence that share keys are computed as one."""
 _PLAIN = frozenset({"dropout", "scaling", "sliding_window", "use_cache", "output_attentions", "output_hidden_states"})
 """Arguments of which transformers' `sdpa` uses only `scaling`, if there is no dropout."""
 _active: ContextVar[PackedCache | None] = ContextVar("packed pass", default=None)
@@ -346,8 +348,9 @@ def _by_rows(
 ) -> torch.Tensor:
     """transformers' `sdpa`, with minimal overhead for a sequence of one row without a mask.
 
-    For such a row the heads that share keys are computed as rows of one head. With `enable_gqa` a CPU takes ten times
-    as long for one row (bfloat16, 1000 tokens, 32 heads, 8 of keys).
+    For such a row, and for few rows, the heads that share keys are computed as rows of one head. With `enable_gqa` a
+    CPU takes ten times as long for one row (bfloat16, 1000 tokens, 32 heads, 8 of keys), and transformers repeats the
+    keys for several, which takes four to eight times as long.
     """
     heads = query.shape[1]
     groups = getattr(module, "num_key_value_groups", 1)
@@ -360,6 +363,10 @@ def _by_rows(
         if length == 1 and mask is None:
             part = scaled_dot_product_attention(by_row[begin:end], keys, values, scale=scale)
             parts.append(part.reshape(1, 1, heads, -1))
+        elif length <= _FEW_ROWS and mask is not None and groups > 1:
+            queries = query[:, :, begin:end].reshape(1, heads // groups, groups * length, -1)
+            part = scaled_dot_product_attention(queries, keys, values, mask.repeat(1, 1, groups, 1), scale=scale)
+            parts.append(part.reshape(1, heads, length, -1).transpose(1, 2))
         else:
             queries = query[:, :, begin:end]
             parts.append(sdpa_attention_forward(module, queries, keys, values, mask, **kwargs)[0])

@@ -27,12 +27,15 @@ from rabbitllm.base.terminal import size
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, BusyError, ClosedError
 from rabbitllm.generation._coroutines import Coroutine, copy_of
+from rabbitllm.generation._lookahead import Lookahead
 from rabbitllm.generation._model_runner import ModelRunner
 from rabbitllm.generation._sequence import Sequence, SequenceStatus
 from rabbitllm.generation.cache_manager import CacheAllocation, CacheManager
+from rabbitllm.generation.kv_cache import can_go_back
 from rabbitllm.generation.request import MEDIA_BYTES, BatchStats, FinishReason, Limits
 
 if TYPE_CHECKING:
+    from rabbitllm.engine.placement import Placement
     from rabbitllm.engine.streamed_model import StreamedModel
 
 logger = logging.getLogger(__name__)
@@ -80,6 +83,15 @@ class TokenBudget:
         if self.least is None or self.each is None:
             return max(chunk, FIRST_TOKENS)
         return min(max(chunk, int(self.least / max(self.each, 1e-9))), MAX_TOKENS)
+
+
+def moves_weights(placement: Placement) -> bool:
+    """Whether each pass moves weights, the same ones for any number of rows.
+
+    Experts that are streamed one by one are others for each row.
+    """
+    moved = max(placement.streamed_bytes, placement.uploaded_bytes)
+    return moved > 0 and all(pool.kept >= pool.stored for pool in placement.pools)
 
 
 def within_budget(tokens: abc.Sequence[int], budget: int) -> list[int]:
@@ -142,6 +154,8 @@ class Scheduler:
         self._budget = TokenBudget()
         self._max_running = float(limits.running)  # sequences for which devices had enough memory recently
         self._recent_seconds = 1.0  # moving average of the seconds that a request took
+        self._drafts = limits.draft != "none" and self._runner.packs and can_go_back(model)
+        self._drafts &= limits.draft == "ngram" or moves_weights(model.placement)
         self._closing: float | None = None  # time at which unfinished requests are cancelled
         self._pauses = 0
         self._change = own_lock(threading.Condition())
@@ -288,7 +302,11 @@ class Scheduler:
         if not self._limits.throughput:
             budget = min(self._budget.prompt_tokens(self.caches.chunk), budget)
         chosen = [ready[index] for index in within_budget([count for _, count in ready], budget)]
-        return ScheduledPass(tuple(sequence for sequence, _ in chosen), sum(count for _, count in chosen))
+        sequences, tokens = tuple(sequence for sequence, _ in chosen), sum(count for _, count in chosen)
+        if self._drafts:  # a pass with so few tokens takes the time to stream the weights
+            rows = min(MANY_TOKENS - 1 - tokens, self.caches.memory.logits - len(sequences))
+            tokens += self.caches.draft(sequences, rows)
+        return ScheduledPass(sequences, tokens)
 
     def unwanted(self) -> list[tuple[Sequence, FinishReason]]:
         """Sequences that are cancelled or past their deadline, each with its finish reason."""
@@ -332,7 +350,8 @@ class Scheduler:
 
     def resume(self, sequence: Sequence) -> None:
         """Move a waiting sequence, which may have been preempted, to the running ones."""
-        sequence.start(self._runner.coroutines, self.caches.prompt_chunk(sequence))
+        lookahead = Lookahead(self.totals) if self._drafts else None
+        sequence.start(self._runner.coroutines, self.caches.prompt_chunk(sequence), lookahead)
         with self._change:
             self._waiting.remove(sequence)
             self.running.append(sequence)

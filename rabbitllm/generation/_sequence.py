@@ -7,7 +7,6 @@ saves the pass for a token that is not needed. A preempted sequence keeps its to
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 import os
@@ -20,6 +19,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from rabbitllm.generation._coroutines import Coroutine, Coroutines
+from rabbitllm.generation._lookahead import Lookahead
 from rabbitllm.generation._recommended import stop_strings
 from rabbitllm.generation.request import (
     Delta,
@@ -94,6 +94,7 @@ class Sequence:
         cache: its KV cache, a `DynamicCache`; None leaves it to `generate`.
         swapped_out: its KV cache, if it was preempted and the cache is swapped out.
         coroutine: its suspended call of `generate`, while it runs.
+        lookahead: its drafts, while it runs; None if it has none.
         is_cancelled: whether it was cancelled.
         deadline: deadline in `time.monotonic()`; None for no limit.
         finish_reason: None until it has ended.
@@ -109,6 +110,7 @@ class Sequence:
         self.cache: Any = None
         self.swapped_out: SwappedOutCache | None = None
         self.coroutine: Coroutine | None = None
+        self.lookahead: Lookahead | None = None
         self.is_cancelled = False
         self._submitted = time.monotonic()
         self.deadline = self._submitted + request.seconds if request.seconds is not None else None
@@ -194,15 +196,29 @@ class Sequence:
             return None
         return cache
 
-    def start(self, coroutines: Coroutines, chunk: int | None) -> None:
+    def draft(self, most: int) -> int:
+        """Propose up to `most` tokens for its next pass if that computes its last token; returns their number."""
+        if self.lookahead is None or self.cache is None or self.num_new_tokens != 1 or self.request.media is not None:
+            return 0
+        if self.has_dropped_cache or self.num_computed_tokens + 1 < self.length.tokens:
+            return 0
+        return self.lookahead.propose(self.ids, min(most, self.length.room - 1))
+
+    def start(self, coroutines: Coroutines, chunk: int | None, lookahead: Lookahead | None = None) -> None:
         """Begin to generate, or continue after the tokens of an earlier run; it stops before its first pass.
 
         Args:
             coroutines: the coroutines of its batch.
             chunk: tokens of the prompt to prefill in one pass; None for all.
+            lookahead: its drafts; None for none.
         """
-        reads_media = self.request.media is not None
-        self.coroutine = coroutines.add(lambda: self._generate(chunk), self._swap_random_state, reads_media=reads_media)
+        self.lookahead = lookahead
+        self.coroutine = coroutines.add(
+            lambda: self._generate(chunk),
+            self._swap_random_state,
+            reads_media=self.request.media is not None,
+            lookahead=lookahead,
+        )
 
     def stop(self, coroutines: Coroutines) -> None:
         """Stop generating, between two passes."""
@@ -250,8 +266,11 @@ class Sequence:
         arguments = generate_arguments(self._model, self.request, self.tokens, self.cache)
         arguments["stopping_criteria"] = StoppingCriteriaList([_EachToken(self._take)])
         arguments |= {"prefill_chunk_size": chunk, "custom_generate": self._choose_tokens}
-        with contextlib.suppress(_Over):
+        try:
             self._model.generate(**arguments)
+        except _Over:
+            if self.lookahead is not None:
+                self.lookahead.end()
 
     def _choose_tokens(
         self, model: Any, input_ids: torch.Tensor, logits_processor: LogitsProcessorList, **options: Any

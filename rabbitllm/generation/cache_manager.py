@@ -272,8 +272,35 @@ class CacheManager:
 
     def evict(self) -> None:
         """Evict finished sequences as far as the running ones need their memory in the next pass."""
+        self._finished.shrink(self._left_by_running())
+
+    def _left_by_running(self) -> int:
+        """Bytes that the running sequences leave in the next pass, without drafts."""
         in_memory, in_file = self.by_location()
-        self._finished.shrink(self._left_by(in_file) - self.memory.next_bytes(s.length for s in in_memory))
+        return self._left_by(in_file) - self.memory.next_bytes(s.length for s in in_memory)
+
+    def draft(self, sequences: abc.Sequence[Sequence], rows: int) -> int:
+        """Propose tokens for the next pass of sequences, as far as the running ones leave memory.
+
+        Args:
+            sequences: sequences of the pass.
+            rows: maximum number of proposed tokens; divided equally.
+
+        Returns:
+            Their number.
+        """
+        free, total = self._left_by_running(), 0
+        sequences = [sequence for sequence in sequences if sequence.cache not in self.file]
+        for others, sequence in zip(reversed(range(len(sequences))), sequences, strict=True):
+            tokens, most = sequence.length.tokens, (rows - total) // (others + 1)
+            while most > 0 and self.memory.drafted_bytes(tokens, most) > free:
+                most -= 1
+            if most > 0 and (count := sequence.draft(most)):
+                free -= self.memory.drafted_bytes(tokens, count)
+                total += count
+        if total:
+            self._finished.shrink(free)
+        return total
 
     def evict_all(self) -> None:
         """Evict all finished sequences."""

@@ -148,6 +148,29 @@ def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> 
     return layer.keys, layer.values
 
 
+def record_past(cache: Cache) -> None:
+    """Let windows keep the tokens that leave them, until `drop_last`."""
+    for layer in cache.layers:
+        if is_window(layer):
+            layer.record_past = True
+
+
+def drop_last(cache: Cache, tokens: int) -> None:
+    """Drop the last tokens of a plain cache of one sequence, the only one that uses its tensors.
+
+    Args:
+        cache: a KV cache; windows have recorded their past since before these tokens.
+        tokens: number of tokens; 0 ends the recording alone.
+    """
+    rooms = [room for layer in cache.layers if (room := vars(layer).get("_room")) and room.belongs_to(layer)]
+    cache.crop(-tokens)
+    for room in rooms:
+        room.used -= tokens  # otherwise the next token would copy the layer into new room
+    for layer in cache.layers:
+        if is_window(layer):
+            layer.record_past = False
+
+
 class GrowingCache(DynamicCache):  # type: ignore[misc]
     """The KV cache of one sequence, whose layers grow by `append`.
 

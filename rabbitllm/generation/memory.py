@@ -222,6 +222,7 @@ class CacheMemory:
         max_tokens: prompt tokens that one pass can compute in the remaining memory.
         part: how many of these can go through a layer at a time; None for all.
         rows: maximum rows of several sequences in a packed forward; None for no limit.
+        logits: maximum rows of a pass with logits, if there are any besides those of its sequences.
         max_sequences: maximum sequences in one pass: `running`, or fewer if memory for their logits is short.
         is_tight: whether memory freed after a pass must be returned to the system at once.
 
@@ -255,6 +256,7 @@ class CacheMemory:
         self.max_sequences = running
         self.part: int | None = None
         self.rows: int | None = None
+        self.logits = cost.sequences_in(room)
         self.is_tight = False
         if not throughput:
             self.max_tokens = cost.tokens_in(room - cost.of(0, 0, running))
@@ -266,7 +268,8 @@ class CacheMemory:
                 "Lower --cache-memory or --max-memory.",
             )
         room -= room // UNUSED_SHARE
-        self.max_sequences = min(running, cost.sequences_in(room))
+        self.logits = cost.sequences_in(room)
+        self.max_sequences = min(running, self.logits)
         self.max_tokens, self.part = cost.parts_in(room, self.max_sequences)
         self.rows = min(self.part, cost.max_tokens)
         self.is_tight = cost.is_tight(self.rows, room // 2)
@@ -286,6 +289,11 @@ class CacheMemory:
     def next_bytes(self, lengths: Iterable[SequenceLength]) -> int:
         """Bytes of the KV caches of these sequences after the next pass."""
         return sum(self.bytes_for(length.tokens + 1) for length in lengths)
+
+    def drafted_bytes(self, tokens: int, count: int) -> int:
+        """Bytes of `count` drafted tokens in the KV cache of a sequence of this length, in its next pass."""
+        windows = sum(nbytes for _, nbytes in self._cost.windows)  # they keep what leaves them until the pass has ended
+        return self.bytes_for(tokens + 1 + count) - self.bytes_for(tokens + 1) + count * windows
 
     def reserved(self, lengths: Iterable[SequenceLength]) -> int:
         """Bytes of the KV caches of these sequences after the next tokens; see `SequenceLength.reserved`."""

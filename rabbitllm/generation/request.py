@@ -42,6 +42,9 @@ _OF_SAMPLES = ("temperature", "top_p", "top_k", "min_p")
 """Fields of `Sampling` that have no effect on greedy decoding."""
 MAX_CHOICES = 128
 """The most answers to one prompt."""
+BatchDraft = Literal["auto", "ngram", "none"]
+"""Drafts of a batch; see `Limits`."""
+BATCH_DRAFTS: tuple[BatchDraft, ...] = ("auto", "ngram", "none")
 Pooling = Literal["last", "mean"]
 """Pooling of last hidden states to one vector: that of the last token, or the mean of all."""
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
@@ -355,6 +358,8 @@ class BatchStats:
         aside_limit_bytes: limit of `aside_bytes`.
         file_bytes: size of KV caches of running requests in a file.
         file_read_bytes: bytes read from that file.
+        drafted_tokens: number of tokens that drafts proposed in passes.
+        accepted_tokens: how many of them were the model's own choice, so that they took no pass.
     """
 
     running: int = 0
@@ -378,6 +383,8 @@ class BatchStats:
     aside_limit_bytes: int = 0
     file_bytes: int = 0
     file_read_bytes: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +407,8 @@ class Limits:
             `_cache_file.py`.
         throughput: optimize throughput, not the latency of single answers: a pass takes as many prompt tokens as memory
             allows, and its sequences go through each layer in parts.
+        draft: "ngram": tokens that followed the last words before are proposed, and checked in the same pass; "none";
+            or "auto" for "ngram" where each pass moves weights, the same ones for any number of rows.
     """
 
     running: int = 64
@@ -411,6 +420,7 @@ class Limits:
     swap_folder: Path | None = None
     throughput: bool = False
     file_bytes: int | None = 0
+    draft: BatchDraft = "auto"
 
     def __post_init__(self) -> None:
         """
@@ -430,6 +440,18 @@ class Limits:
                 f"No swap file for KV caches can be created in {self.swap_folder}.",
                 "Use an existing folder that is writable.",
             )
+
+
+def batch_draft(name: str) -> BatchDraft:
+    """The drafts of a batch, by their name.
+
+    Raises:
+        OptionError: there are no such drafts.
+    """
+    for draft in BATCH_DRAFTS:
+        if name == draft:
+            return draft
+    raise OptionError(f"--draft {name} cannot be used for many requests.", f"Expected {', '.join(BATCH_DRAFTS)}.")
 
 
 def check_generates(model: StreamedModel) -> None:

@@ -195,6 +195,8 @@ def _batch_families(stats: BatchStats) -> list[Family]:
         counter("rabbitllm_prompt_tokens_total", "Prompt tokens.", stats.prompt_tokens),
         counter("rabbitllm_kept_tokens_total", "Prompt tokens found in the prefix cache.", stats.kept_tokens),
         counter("rabbitllm_generated_tokens_total", "Generated tokens.", stats.new_tokens),
+        counter("rabbitllm_drafted_tokens_total", "Tokens that drafts proposed.", stats.drafted_tokens),
+        counter("rabbitllm_accepted_tokens_total", "Drafted tokens that were right.", stats.accepted_tokens),
         counter("rabbitllm_preempted_total", "Preemptions of running requests.", stats.preempted),
         counter("rabbitllm_resumed_total", "Preempted requests resumed with their KV cache swapped in.", stats.resumed),
         Family("rabbitllm_generations_total", "counter", "Finished requests, by reason.", ended),

@@ -1,0 +1,60 @@
+"""Drafts in a server: the same answers in fewer passes, and their figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rabbitllm.generation.request import Limits
+from tests.server.serving import NAME, Running, running
+from tests.server.test_metrics import samples
+
+PROMPT = "the rain in the rain in the rain in"
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0, "extra_body": {"repetition_penalty": 1.05}},
+    {"temperature": 0.01, "n": 3, "seed": 5},
+    {"temperature": 1.2, "n": 2, "seed": 6},
+    {"temperature": 0, "max_tokens": 7},
+)
+
+
+def asked(served: Running, **options: Any) -> tuple[list[tuple[str, Any, list[float]]], int]:
+    """Text, end and probabilities of each answer, at once and as a stream, which are the same; and the usage."""
+    body = {"model": NAME, "prompt": PROMPT, "max_tokens": 80, "logprobs": 2, **options}
+    whole = served.openai().completions.create(**body)
+    count = options.get("n", 1)
+    answers = [(choice.text, choice.finish_reason, choice.logprobs.token_logprobs) for choice in whole.choices]  # type: ignore[union-attr]
+    texts, ends, logprobs = [""] * count, [None] * count, [list[float]() for _ in range(count)]
+    for part in served.openai().completions.create(**body, stream=True):
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason or ends[choice.index]  # type: ignore[call-overload]
+            if choice.logprobs is not None:
+                logprobs[choice.index] += choice.logprobs.token_logprobs or []  # type: ignore[arg-type]
+    rounded = [(text, end, [round(value, 3) for value in values or ()]) for text, end, values in answers]
+    assert rounded == [
+        (text, end, [round(value, 3) for value in values])
+        for text, end, values in zip(texts, ends, logprobs, strict=True)
+    ]
+    assert whole.usage is not None
+    return rounded, whole.usage.completion_tokens
+
+
+def test_the_same_answers_in_fewer_passes(split_folder: Path) -> None:
+    answers, passes = [], []
+    for draft in ("none", "auto"):
+        with running(split_folder, limits=Limits(8, 32, draft=draft)) as served:  # type: ignore[arg-type]
+            text = asked(served, **OPTIONS[0])[0][0][0]
+            stop = text[9:12]
+            answers.append([asked(served, **options) for options in (*OPTIONS, {"temperature": 0, "stop": stop})])
+            assert answers[-1][-1][0][0][:2] == (text[: text.index(stop)], "stop")
+            figures = samples(served)
+            passes.append(figures["rabbitllm_passes_total"])
+            drafted, accepted = (figures[f"rabbitllm_{kind}_tokens_total"] for kind in ("drafted", "accepted"))
+            assert 0 < accepted < drafted if draft == "auto" else drafted == 0
+            with served.http as client:
+                status = client.get("/status").json()
+            assert (status["drafted_tokens"], status["accepted_tokens"]) == (drafted, accepted)
+    assert answers[0] == answers[1]
+    assert passes[1] < 0.95 * passes[0]
