@@ -29,7 +29,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import load, one_thread, options_for, plain_model, split, tiers  # noqa: F401
 
 SHORT = ("llama", "gemma3", "qwen3_next", "mixtral", "gpt_oss")
-LONG = ("qwen3", "qwen3_5", "qwen3_moe", "mamba", "falcon_h1", "nemotron_h", "lfm3", "gemma3n")
+LONG = ("qwen3", "qwen3_5", "qwen3_moe", "mamba", "falcon_h1", "lfm3", "gemma3n")
 """Dense, with windows, with states, and mixtures, of which one has its experts transposed."""
 
 
@@ -61,7 +61,8 @@ def test_greedy_answers_are_the_models_own(tmp_path: Path, name: str) -> None:
     drafted = model.profiler.sums[FURTHER]
     assert drafted.passes < plain.passes == TOKENS - 1  # drafts count as no passes,
     if not model.placement.pools:
-        assert drafted.disk_bytes == drafted.passes * model.placement.streamed_bytes > 0  # and read nothing
+        read = drafted.disk_bytes / model.placement.streamed_bytes
+        assert drafted.passes <= read < drafted.passes + 1  # and read nothing, but rows of tables
     assert asked(model).tokens == expected
 
 
