@@ -22,7 +22,7 @@ from rabbitllm.generation.request import Request
 from rabbitllm.generation.session import Session, answer
 from rabbitllm.quant import block_encoders, gguf_blocks
 from rabbitllm.quant.schemes import ROW_ELEMENTS, type_for_rows
-from rabbitllm.telemetry.passes import FURTHER
+from rabbitllm.telemetry.passes import FURTHER, READ
 from tests.chat.talkers import characters, talker_folder
 from tests.generation.test_rewind import DRAWN, HOT, IDS, PROMPT, TOKENS, asked, checkpoint, probabilities
 from tests.support.fake_gpu import FakeGpu
@@ -96,6 +96,25 @@ def test_drafts_compute_with_the_encoded_matrices(tmp_path: Path) -> None:
         model(IDS)
     hook.remove()
     assert torch.equal(model(IDS).logits, before)
+
+
+@torch.no_grad()
+def test_drafts_of_a_mixture_read_no_experts(tmp_path: Path) -> None:
+    model = load_with_copies(split(checkpoint(tmp_path / "model", "mixtral")), profiling=True)
+
+    def read() -> int:
+        names = [placed.unit for placed in model.placement.experts if placed.tier is Tier.ROUTED]
+        return sum(model.profiler.layers[name][READ].nbytes for name in names)
+
+    expected = model(IDS).logits
+    before, uses = read(), model.streamer.pools["cpu"].uses()
+    assert before > 0
+    with model.streamer.drafting():
+        assert not torch.equal(model(IDS).logits, expected)
+    assert read() == before
+    for name, values in model.streamer.pools["cpu"].uses().items():
+        assert (values == uses[name]).all()
+    assert torch.equal(model(IDS).logits, expected)
 
 
 def interrupt(*arguments: Any) -> None:
