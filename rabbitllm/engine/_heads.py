@@ -37,7 +37,7 @@ from rabbitllm.engine.transformers_api import (
     share_with_heads,
 )
 from rabbitllm.engine.units import find_units, source_of
-from rabbitllm.errors import IncompleteSplitError, OptionError
+from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
@@ -172,7 +172,8 @@ def _plan_alone(plan: LoadPlan, store: WeightFiles, home: Path, options: RunOpti
     files = copy.copy(store)
     files.tensors = {name: tensor for name, tensor in store.tensors.items() if numbers[name] is not None}
     problem, cause = "", None
-    quantizer = _published.quantizer_for(home, copy.deepcopy(model.config), [device])
+    config = skeleton.read_config(home, options.trust_remote_code)  # not with the settings as the model has them
+    quantizer = _published.quantizer_for(home, config, [device])
     try:
         heads = skeleton.build_heads(
             model, count, model.dtype, quantizer, lambda heads: _plain_linears(heads, files.tensors)
@@ -180,8 +181,8 @@ def _plan_alone(plan: LoadPlan, store: WeightFiles, home: Path, options: RunOpti
         weights = map_weights(heads, files.tensors, store.label, quantizer)
         if unknown := unexpected(heads, weights):
             problem = f"{listed(unknown, 3)} are not part of it."
-    except (IncompleteSplitError, AttributeError, TypeError, ValueError, StopIteration) as error:
-        problem, cause = (error.problem if isinstance(error, IncompleteSplitError) else error_line(error)), error
+    except Exception as error:  # configs of families without such heads make transformers raise any error
+        problem, cause = (error.problem if isinstance(error, RabbitLLMError) else error_line(error)), error
     if problem:
         raise OptionError(
             f"The heads for multi-token prediction of {store.label} have a form that is not supported: {problem}",

@@ -140,7 +140,12 @@ def build_heads(model: PreTrainedModel, config: PretrainedConfig) -> Any:
         config: of the heads, by `heads_config`.
     """
     decoder = model.get_decoder()
-    layer = next(layer for layer in reversed(decoder.layers) if hasattr(layer, "self_attn"))
+    # `MtpModel` takes the first norm in the layer for that of the heads; in linear attention it may have a gate
+    layer = next(
+        layer
+        for layer in reversed(decoder.layers)
+        if type(next(module for name, module in layer.named_modules() if "norm" in name)) is type(decoder.norm)
+    )
     nothing = torch.nn.Identity()
     stand_in = SimpleNamespace(
         config=SimpleNamespace(get_mtp_config=lambda: config),

@@ -40,6 +40,7 @@ from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.mtp_heads import (
     NUMBERED,
     QWEN,
+    SLIDING,
     add_head,
     build_with_head,
     family_of,
@@ -170,13 +171,13 @@ def test_qwens_head_computes_its_published_definition(tmp_path: Path, name: str)
         near(logits[0], expected[-1])
 
 
-@pytest.mark.parametrize("name", NUMBERED)
+@pytest.mark.parametrize("name", [*NUMBERED, *SLIDING])
 @torch.no_grad()
-def test_numbered_heads_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_heads_that_transformers_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     folder = build_with_head(tmp_path / "model", name)
     model, plain = load(split(folder), heads=True), plain_model(folder)
     layers = plain.config.num_hidden_layers
-    monkeypatch.setattr(plain, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{layers}.*"])
+    monkeypatch.setattr(plain, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{layers}.*", r"^mtp\."])
     from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
 
@@ -210,7 +211,7 @@ def streamed_with_head(folder: Path, **options: Any) -> Any:
     "name",
     [
         "qwen3_5",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_5_moe", "qwen3_next", *NUMBERED)),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_5_moe", "qwen3_next", *NUMBERED, *SLIDING)),
     ],
 )
 def test_greedy_answers_are_the_models_own(tmp_path: Path, name: str) -> None:

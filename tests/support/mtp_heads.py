@@ -19,6 +19,9 @@ QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 NUMBERED = ("deepseek_v3", "glm4_moe")
 """Families whose heads are numbered behind the last layer."""
 
+SLIDING = ("mellum",)
+"""Families whose heads have Qwen's names, and see a window only."""
+
 
 _GLM = Family(
     "glm4_moe",
@@ -50,10 +53,11 @@ def build_with_head(folder: Path, name: str, *, seed: int = 0, **settings: Any) 
 def add_head(folder: Path, family: Family, seed: int = 1) -> Path:
     """Add a random head to a checkpoint of a family."""
     tensors, head = read_tensors(folder), random_head(folder, family, seed)
+    if family.model_type in (*NUMBERED, *SLIDING):
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**settings, "num_nextn_predict_layers": 1}))
     if family.model_type in NUMBERED:
-        settings, layers = json.loads((folder / "config.json").read_text()), _layers(folder)
-        settings["num_nextn_predict_layers"] = 1
-        (folder / "config.json").write_text(json.dumps(settings))
+        layers = _layers(folder)
         names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
         renamed = {f"model.layers.{layers}.{new}.weight": head.pop(old) for old, new in names.items()}
         tensors |= renamed | {f"model.layers.{layers}.{name}": tensor for name, tensor in head.items()}
