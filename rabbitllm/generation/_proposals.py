@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 import torch
 from transformers import DynamicCache
@@ -15,15 +16,12 @@ if TYPE_CHECKING:
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
-NGRAM_TOKENS = 10
-"""The most tokens that it proposes."""
+Draft: TypeAlias = "StreamedModel | Literal['ngram']"
+"""What proposes tokens: a model, or the text so far."""
 NGRAM_LENGTH = 2
 """The last tokens that it looks for in the text before them, or fewer."""
 MODEL_TOKENS = 20
 """The most tokens that a model proposes, unless its generation config has `num_assistant_tokens`."""
-LEAST_SURE = 0.4
-"""A model stops after a token to which it gives less than this probability, unless its generation config has
-`assistant_confidence_threshold`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class FromText:
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, (1, tokens)."""
-        text, count = ids[0], min(most, NGRAM_TOKENS)
+        text, count = ids[0], most
         for length in range(min(NGRAM_LENGTH, len(text) - 1), 0, -1):
             places = (text[:-1].unfold(0, length, 1) == text[-length:]).all(dim=1).nonzero()
             if len(places):
@@ -78,9 +76,17 @@ class FromModel:
         draft: the model.
         processors: change its scores as those of the model that checks them.
         config: how tokens are chosen, and which end a text.
+        goes_on: called with the probability of each token; False ends the proposal. If the draft's generation config
+            has `assistant_confidence_threshold`, this probability decides instead.
     """
 
-    def __init__(self, draft: StreamedModel, processors: LogitsProcessorList, config: GenerationConfig) -> None:
+    def __init__(
+        self,
+        draft: StreamedModel,
+        processors: LogitsProcessorList,
+        config: GenerationConfig,
+        goes_on: Callable[[float], bool],
+    ) -> None:
         self._track = Rewindable(draft, DynamicCache(config=draft.config.get_text_config(decoder=True)))
         self._device = draft.device
         self._processors = processors
@@ -90,7 +96,7 @@ class FromModel:
         own = draft.generation_config
         self._most = own.num_assistant_tokens or MODEL_TOKENS
         threshold = own.assistant_confidence_threshold
-        self._least_sure = LEAST_SURE if threshold is None else threshold
+        self._goes_on = goes_on if threshold is None else threshold.__le__
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, (1, tokens)."""
@@ -106,8 +112,9 @@ class FromModel:
             token = torch.multinomial(probabilities, 1) if self._samples else scores.argmax(dim=-1, keepdim=True)
             ids = torch.cat((ids, token), dim=1)
             drawn.append(probabilities)
-            is_unsure = probabilities[0, token[0, 0]] < self._least_sure
-            if len(drawn) == count or is_unsure or int(token) in self._ends:
+            # a token that was drawn is always checked: to leave out unlikely ones would change the distribution
+            is_sure = self._goes_on(float(probabilities[0, token[0, 0]]))
+            if len(drawn) == count or not is_sure or int(token) in self._ends:
                 break
             logits = self._track.logits(ids, 1)
         probabilities = torch.cat(drawn).to(device) if self._samples else None
@@ -119,7 +126,7 @@ class FromModel:
 
 
 def proposals_of(
-    draft: StreamedModel | Literal["ngram"], processors: LogitsProcessorList, config: GenerationConfig
+    draft: Draft, processors: LogitsProcessorList, config: GenerationConfig, goes_on: Callable[[float], bool]
 ) -> Proposals:
     """Return the proposals of a draft for one answer; for the arguments see `FromModel`."""
-    return FromText() if isinstance(draft, str) else FromModel(draft, processors, config)
+    return FromText() if isinstance(draft, str) else FromModel(draft, processors, config, goes_on)

@@ -8,6 +8,7 @@ The answer is the model's own: greedy decoding gives the same tokens except for 
 from __future__ import annotations
 
 import functools
+import time
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,8 +17,9 @@ from transformers import DynamicCache
 
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
-from rabbitllm.generation._proposals import Proposal, proposals_of
+from rabbitllm.generation._proposals import Draft, Proposal, proposals_of
 from rabbitllm.generation._rewind import Rewindable
+from rabbitllm.generation._width import Width, width_of
 from rabbitllm.generation.kv_cache import cache_argument, can_go_back
 from rabbitllm.generation.request import check_generates, tokenizer_of
 
@@ -40,14 +42,20 @@ _LEAVE_OUT = "Leave the draft model out, or use a smaller model of the same fami
 class Drafting:
     """The steps of `generate` with a draft, for its argument `custom_generate`.
 
+    It learns how many tokens to draft (`_width.py`), so keep one for a model and its draft. Greedy answers do not
+    depend on that number, nor do sampled ones with "ngram", since the random numbers are those of `generate`. With a
+    draft model the numbers that are drawn depend on it, and so on times: the distribution is the model's, but a seed
+    may give another answer.
+
     Args:
         draft: a model, or "ngram", after `prepare_draft`.
         streamer: gets the tokens; `generate` gives its own streamer the prompt only.
     """
 
-    def __init__(self, draft: StreamedModel | Literal["ngram"], streamer: Any = None) -> None:
+    def __init__(self, draft: Draft, streamer: Any = None) -> None:
         self._draft = draft
         self._streamer = streamer
+        self._width: Width | None = None
 
     def __call__(
         self,
@@ -71,23 +79,29 @@ class Drafting:
         given = {name: model_kwargs[name] for name in PER_TOKEN if model_kwargs.get(name) is not None}
         has_length = any(hasattr(layer, "get_seq_length") for layer in cache.layers)
         track = Rewindable(model, cache, cache.get_seq_length() if has_length else 0, **given)
-        proposals = proposals_of(self._draft, logits_processor, generation_config)
-        ids, is_prompt, is_over = input_ids, True, False
+        self._width = width = self._width or width_of(model, self._draft)
+        proposals = proposals_of(self._draft, logits_processor, generation_config, width.goes_on)
+        ids, is_prompt, is_over, seen = input_ids, True, False, 0
         try:
             while not is_over:
                 known = ids.shape[1]
                 # a prompt would be the first rows of the next pass, too, and windows would grow to its length
                 waits = not track.keeps_every_token if is_prompt else known - track.tokens > MAX_CARRIED
-                proposal = proposals.propose(ids, 0 if waits else generation_config.max_length - known - 1)
-                rows = torch.cat((ids, proposal.tokens), dim=1)
+                most, lacks = 0 if waits else generation_config.max_length - known - 1, known - seen
+                begin, proposal = time.perf_counter(), Proposal(ids[:, :0])
+                if wanted := width.choose(most, lacks, 1 if is_prompt else known - track.tokens):
+                    proposal = proposals.propose(ids, wanted)
+                rows, drafted = torch.cat((ids, proposal.tokens), dim=1), time.perf_counter()
                 if proposal.count:
                     track.mark()
                 # a pass with fewer logits than rows is a prompt for the profiler
-                count = proposal.count + 1 if is_prompt else rows.shape[1] - track.tokens
-                logits = track.logits(rows, count)[-proposal.count - 1 :]
+                computed = proposal.count + 1 if is_prompt else rows.shape[1] - track.tokens
+                logits = track.logits(rows, computed)[-proposal.count - 1 :]
                 for index in range(proposal.count + 1):
                     scores = logits_processor(ids, logits[index : index + 1])
                     token, is_right = _chosen(scores, proposal, index, generation_config.do_sample)
+                    if not index:
+                        end = time.perf_counter()  # not before a GPU has computed the token
                     ids = torch.cat((ids, token), dim=1)
                     is_over = bool(stopping_criteria(ids, None).all())
                     if self._streamer is not None:
@@ -96,7 +110,17 @@ class Drafting:
                         break
                 track.settle(ids.shape[1] - 1)
                 proposals.settle(ids.shape[1] - 1)
-                is_prompt = False
+                right = ids.shape[1] - known - (not is_right)
+                width.learn(
+                    wanted,
+                    proposal.count,
+                    min(right, proposal.count),
+                    rows=computed,
+                    seconds=None if is_prompt else end - drafted,
+                    draft_seconds=drafted - begin,
+                    lacks=lacks,
+                )
+                seen, is_prompt = ids.shape[1] - 1 if wanted else seen, False
         finally:
             track.release()
         if self._streamer is not None:

@@ -14,6 +14,7 @@ from rabbitllm.generation.request import FinishReason, Request, Result, Sampling
 from rabbitllm.generation.session import Session, answer
 from rabbitllm.telemetry.passes import FURTHER
 from tests.chat.talkers import characters, parrot_folder, talker, talker_folder
+from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
 from tests.support.builders import VOCABULARY_SIZE, build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import load, one_thread, split  # noqa: F401  a fixture that applies by itself
