@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Draft: TypeAlias = "StreamedModel | Literal['ngram']"
 """What proposes tokens: a model, or the text so far."""
+KINDS: tuple[Literal["ngram"], ...] = ("ngram",)
+"""Drafts that have a name."""
 NGRAM_LENGTH = 2
 """The last tokens that it looks for in the text before them, or fewer."""
 MODEL_TOKENS = 20

@@ -7,8 +7,10 @@ The answer is the model's own: greedy decoding gives the same tokens except for 
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,8 +22,8 @@ from rabbitllm.errors import OptionError
 from rabbitllm.generation._proposals import Draft, Proposal, proposals_of
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Width, width_of
-from rabbitllm.generation.kv_cache import cache_argument, can_go_back
-from rabbitllm.generation.request import check_generates, tokenizer_of
+from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, can_go_back
+from rabbitllm.generation.request import Drafts, check_generates, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
@@ -50,12 +52,26 @@ class Drafting:
     Args:
         draft: a model, or "ngram", after `prepare_draft`.
         streamer: gets the tokens; `generate` gives its own streamer the prompt only.
+
+    Attributes:
+        brought: what the draft has brought so far.
     """
 
     def __init__(self, draft: Draft, streamer: Any = None) -> None:
         self._draft = draft
         self._streamer = streamer
         self._width: Width | None = None
+        self.brought = Drafts()
+
+    def streaming_to(self, streamer: Any) -> Drafting:
+        """The same draft and what was learnt of it, for an answer whose tokens go to another streamer."""
+        drafting = copy.copy(self)
+        drafting._streamer, drafting.brought = streamer, Drafts()
+        return drafting
+
+    def prepare(self, model: StreamedModel) -> None:
+        """Assume the costs of a model until they are measured."""
+        self._width = self._width or width_of(model, self._draft)
 
     def __call__(
         self,
@@ -79,7 +95,9 @@ class Drafting:
         given = {name: model_kwargs[name] for name in PER_TOKEN if model_kwargs.get(name) is not None}
         has_length = any(hasattr(layer, "get_seq_length") for layer in cache.layers)
         track = Rewindable(model, cache, cache.get_seq_length() if has_length else 0, **given)
-        self._width = width = self._width or width_of(model, self._draft)
+        self.prepare(model)
+        assert self._width is not None
+        width = self._width
         proposals = proposals_of(self._draft, logits_processor, generation_config, width.goes_on)
         ids, is_prompt, is_over, seen = input_ids, True, False, 0
         try:
@@ -121,6 +139,10 @@ class Drafting:
                     lacks=lacks,
                 )
                 seen, is_prompt = ids.shape[1] - 1 if wanted else seen, False
+                checked = (1,) * min(proposal.count, right + (not (is_over and is_right)))
+                self.brought = self.brought.plus(
+                    Drafts(1, ids.shape[1] - known, checked, (1,) * min(right, len(checked)), drafted - begin)
+                )
         finally:
             track.release()
         if self._streamer is not None:
@@ -173,7 +195,74 @@ def _chosen(scores: torch.Tensor, proposal: Proposal, index: int, samples: bool)
     return token, bool((token == guess).any())
 
 
-def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"]) -> None:
+class _WithDraft:
+    """What `use_draft` adds to the class of a model."""
+
+    drafting: Drafting
+
+    def generate(self, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
+        """As in transformers, with a draft where it can be used."""
+        if _serves(self, inputs, generation_config, options):
+            options["custom_generate"] = self.drafting.streaming_to(options.get("streamer"))
+        parent: Any = super()
+        return parent.generate(inputs, generation_config=generation_config, **options)
+
+
+_ALONE: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_return_sequences"), (None, 1)),
+    **dict.fromkeys(("return_dict_in_generate", "use_mtp"), (None, False)),
+    **dict.fromkeys(("cache_implementation", "prefill_chunk_size", "prompt_lookup_num_tokens"), (None,)),
+    **dict.fromkeys(("penalty_alpha", "dola_layers", "guidance_scale", "assistant_early_exit"), (None,)),
+    "use_cache": (None, True),
+}
+"""Options of `generate` -> values with which drafts can be used."""
+_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "streamer", "tokenizer"})
+_INPUTS_OR_CACHE = _INPUTS | {"logits_processor", "stopping_criteria", CACHE_ARGUMENT, "cache", "cache_params"}
+
+
+def _serves(model: Any, inputs: Any, config: GenerationConfig | None, options: Mapping[str, Any]) -> bool:
+    """Whether a call of `generate` is for one sequence of text, decoded in the usual way."""
+
+    def value(name: str) -> Any:
+        of = (options.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
+        return next((each for each in of if each is not None), None)
+
+    ids = options.get("input_ids") if inputs is None else inputs
+    known = {name for name, each in options.items() if each is not None} - _INPUTS_OR_CACHE
+    caches = [options[name] for name in (CACHE_ARGUMENT, "cache", "cache_params") if options.get(name) is not None]
+    return (
+        isinstance(ids, torch.Tensor)
+        and ids.dim() == 2
+        and len(ids) == 1
+        and not ids.is_floating_point()
+        and all(hasattr(model.generation_config, name) for name in known)
+        and all(isinstance(cache, DynamicCache) for cache in caches)
+        and all(value(name) in allowed for name, allowed in _ALONE.items())
+    )
+
+
+def use_draft(model: StreamedModel, draft: Draft) -> None:
+    """Let `model.generate` use a draft, after `prepare_draft`; calls that it cannot serve go on without."""
+    drafted: Any = model
+    kind = type(model)
+    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    drafted.__class__ = type(kind.__name__, (_WithDraft, kind), body)
+    object.__setattr__(drafted, "drafting", Drafting(draft))  # a draft model is no part of the model
+    drafted.drafting.prepare(model)
+
+
+def free_draft(model: StreamedModel) -> Literal["ngram"] | None:
+    """The draft that needs no memory and no other model, where tokens are worth it: where passes move weights."""
+    if not max(model.placement.streamed_bytes, model.placement.uploaded_bytes):
+        return None
+    try:
+        prepare_draft(model, NGRAM)
+    except OptionError:
+        return None
+    return NGRAM
+
+
+def prepare_draft(model: StreamedModel, draft: Draft) -> None:
     """Check that a draft suits a model, and fit a draft model to the model's vocabulary.
 
     Models of one family often have the same tokens, but embeddings of different lengths.
@@ -192,13 +281,7 @@ def prepare_draft(model: StreamedModel, draft: StreamedModel | Literal["ngram"])
             )
     if draft == NGRAM:
         return
-    share = _same_share(tokenizer_of(model), tokenizer_of(draft))
-    if share < SAME_TOKENS:
-        raise OptionError(
-            f"The draft model has another vocabulary: {share:.0%} of its tokens have the model's ids; expected "
-            f"{SAME_TOKENS:.0%}.",
-            _LEAVE_OUT,
-        )
+    check_vocabularies(tokenizer_of(model), tokenizer_of(draft))
     if moved := max(draft.placement.streamed_bytes, draft.placement.uploaded_bytes):
         raise OptionError(
             f"The draft model does not fit in memory: each pass would move {size(moved)} of its weights.", _LEAVE_OUT
@@ -224,8 +307,18 @@ def _fit_logits(vocabulary: int, module: nn.Module, inputs: Any, output: Any) ->
     return output
 
 
-def _same_share(model: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> float:
-    """The share of the smaller vocabulary that both have under the same ids."""
+def check_vocabularies(model: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    """Refuse a draft model whose ids mean other tokens.
+
+    Raises:
+        OptionError: too few tokens of the smaller vocabulary have the same ids in both.
+    """
     ours, theirs = model.get_vocab(), draft.get_vocab()
     same = sum(ours.get(token) == id for token, id in theirs.items())
-    return float(same / max(min(len(ours), len(theirs)), 1))
+    share = same / max(min(len(ours), len(theirs)), 1)
+    if share < SAME_TOKENS:
+        raise OptionError(
+            f"The draft model has another vocabulary: {share:.0%} of its tokens have the model's ids; expected "
+            f"{SAME_TOKENS:.0%}.",
+            _LEAVE_OUT,
+        )
