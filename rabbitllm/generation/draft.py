@@ -139,10 +139,10 @@ class Drafting:
                     lacks=lacks,
                 )
                 seen, is_prompt = ids.shape[1] - 1 if wanted else seen, False
-                checked = (1,) * min(proposal.count, right + (not (is_over and is_right)))
-                self.brought = self.brought.plus(
-                    Drafts(1, ids.shape[1] - known, checked, (1,) * min(right, len(checked)), drafted - begin)
-                )
+                checked = min(proposal.count, right + (not (is_over and is_right)))
+                hits = tuple(int(depth < right) for depth in range(checked))
+                answered = ids.shape[1] - known
+                self.brought = self.brought.plus(Drafts(1, answered, (1,) * checked, hits, drafted - begin))
         finally:
             track.release()
         if self._streamer is not None:

@@ -310,4 +310,12 @@ def test_the_figures_of_drafts(folder: Path) -> None:
         f"{TOKENS / drafts.passes:.1f} tokens a pass, right 100% 100% 100% 100% … by depth, 50% of the time"
     )
     assert asked(model).work.drafts is None
+    other = load(split(build_checkpoint(folder.parent / "other", "llama", num_hidden_layers=1, seed=3)))
+    other.generation_config.assistant_confidence_threshold = 0
+    prepare_draft(model, other)
+    wrong = asked(model, other).work.drafts
+    assert wrong is not None
+    assert len(wrong.checked) == len(wrong.right)
+    assert sum(wrong.right) + wrong.passes == TOKENS
+    assert "right 0%" in wrong.words(1.0)
     assert Drafts(2, 5, (2, 1), (2, 1), 1.0).plus(Drafts(1, 1, (1,), (0,), 0.5)) == Drafts(3, 6, (3, 1), (2, 1), 1.5)
