@@ -61,6 +61,11 @@ CATALOGUE: Mapping[str, Benchmark] = {
         (),
         "35 runs of some seconds",
     ),
+    "decode.drafts": Benchmark(
+        "seconds and passes of a token with drafts and without, also with drafts that are always wrong",
+        (),
+        "a model and its draft; 80 answers of 128 tokens",
+    ),
     "decode.tables": Benchmark(
         "bytes read, memory and seconds a token of a model whose table does not fit",
         (),

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rabbitllm.engine.devices import Device
     from rabbitllm.engine.load_plan import LoadPlanner, PartChooser, TooLittle
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation._proposals import Draft
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ class AutoModel:
         verify_source: bool = False,
         split: bool = True,
         hosts: Hosts | None = None,
+        draft: str | os.PathLike[str] | StreamedModel | None = None,
     ) -> StreamedModel:
         """Load a model from its split directory; split the checkpoint first if there is none.
 
@@ -185,6 +187,11 @@ class AutoModel:
             split: False reads the checkpoint's own shards and writes nothing; not with `compression`. An existing split
                 is still used.
             hosts: processes, here or on other machines, that each compute a part of the model.
+            draft: what proposes tokens, several of which `generate` checks in a pass if that pays: "ngram" (those that
+                followed the same words before), "mtp" (the checkpoint's own heads), "self" (copies of the streamed
+                layers at 2 to 4 bits, in memory), a small model with the same vocabulary, its folder or repository, or
+                "auto" ("ngram" where weights are moved for each pass and the model can drop tokens). Calls for several
+                sequences, for beams or with pictures do without.
             pretrained_model_name_or_path: transformers' name of `path_or_repo_id`.
             max_seq_len, persister, use_gds, kv_cache_dir, offload_small_layers_use_cpu_cache: accepted without effect.
 
@@ -242,7 +249,13 @@ class AutoModel:
             fast_bfloat16=fast_bfloat16,
             verify_checksums=verify_checksums,
         )
-        model: StreamedModel = load(request if split else request.unsplit())
+        request = request if split else request.unsplit()
+        model: StreamedModel
+        model, drafting = load_with_draft(request, None if draft is None else _draft_of(draft, request))
+        if drafting is not None:
+            from rabbitllm.generation.draft import use_draft
+
+            use_draft(model, drafting)
         return model
 
 
@@ -302,6 +315,11 @@ class LoadRequest:
         spec = prepare.ModelSpec(str(name), compression, saving_path, access)
         run = RunOptions(dtype=parse_dtype(dtype), max_memory=parse_max_memory(max_memory), **of_run)
         return cls(spec, prepare.split_options(compression, shards, **of_split), run, hosts)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there is a whole split directory of it."""
+        return prepare.find(self.spec, only_look=True).finished
 
     @property
     def loading(self) -> str:
@@ -453,6 +471,87 @@ def load(request: LoadRequest, console: Console | None = None) -> Any:
         print(prepared.profile.report())
     with console.status(request.loading) if console is not None else contextlib.nullcontext():  # deletes nothing
         return prepared.load()
+
+
+def draft_name(draft: str) -> Any:
+    """The draft that a word names in any spelling: a kind of draft, "auto" or "none"; None if it names a model."""
+    from rabbitllm.generation._proposals import KINDS
+
+    return next((name for name in (*KINDS, "auto", "none") if draft.lower() == name), None)
+
+
+def _draft_of(draft: Any, request: LoadRequest) -> Any:
+    """The argument `draft` of `from_pretrained` -> that of `load_with_draft`.
+
+    Raises:
+        OptionError: it names nothing that can be a draft.
+    """
+    if isinstance(draft, str | os.PathLike):
+        if (name := draft_name(str(draft))) is not None:
+            return None if name == "none" else name
+        device = None if request.run.device == "auto" else request.run.device
+        own = RunOptions(
+            device=device,
+            show_progress=request.run.show_progress,
+            trust_remote_code=request.run.trust_remote_code,
+            verify_checksums=request.run.verify_checksums,
+        )
+        check_model(draft)
+        spec = prepare.ModelSpec(str(draft), access=replace(request.spec.access, revision=None))
+        return LoadRequest(spec, None if request.split is None else SplitOptions(), own)
+    if not hasattr(draft, "placement"):
+        raise OptionError(
+            f"draft is of type {type(draft).__name__}; expected a name, a folder, a repository or a loaded model.",
+            'Examples: draft="ngram", draft="Qwen/Qwen2.5-0.5B-Instruct", draft=AutoModel.from_pretrained(...).',
+        )
+    return draft
+
+
+def load_with_draft(request: LoadRequest, draft: Any, console: Console | None = None) -> tuple[Any, Draft | None]:
+    """Load a model, and before it its draft model, so that the model is placed in the memory that is left.
+
+    Args:
+        request: the model.
+        draft: a draft, the request for one, "auto" for one that costs nothing where it helps, or None.
+        console: see `load`.
+
+    Raises:
+        OptionError: the draft does not suit the model; see `prepare_draft`. Another vocabulary is found before anything
+            is split, where a folder has the tokenizer.
+        RabbitLLMError: see `AutoModel.from_pretrained`.
+    """
+    if isinstance(draft, LoadRequest):
+        _compare_vocabularies(request, draft)
+        draft = load(draft, console)
+    run = replace(request.run, heads=draft == "mtp", self_draft=draft == "self")
+    model = load(replace(request, run=run), console)
+    if draft is None or not hasattr(model, "placement"):  # a worker
+        return model, None
+    from rabbitllm.generation.draft import free_draft, prepare_draft
+
+    if draft == "auto":
+        return model, free_draft(model)
+    prepare_draft(model, draft)
+    return model, draft
+
+
+def _compare_vocabularies(model: LoadRequest, draft: LoadRequest) -> None:
+    """Refuse a draft of another vocabulary before a split, if it can be seen in the folders of the sources.
+
+    Raises:
+        OptionError: see `check_vocabularies`.
+    """
+    sources = [prepare.find(each.spec, only_look=each.split is None) for each in (model, draft)]
+    if all(source.finished for source in sources):
+        return  # nothing is split
+    if not all((source.config_folder / "tokenizer.json").is_file() for source in sources):
+        return
+    from rabbitllm.engine.skeleton import read_tokenizer
+    from rabbitllm.generation.draft import check_vocabularies
+
+    ours, theirs = (read_tokenizer(source.config_folder) for source in sources)
+    if ours is not None and theirs is not None:
+        check_vocabularies(ours, theirs)
 
 
 def check_unsplit(options: SplitOptions) -> None:

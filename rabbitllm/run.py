@@ -7,8 +7,7 @@ import stat
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -17,7 +16,6 @@ from rabbitllm.auto_model import LoadRequest, load
 from rabbitllm.base.options import Hosts
 from rabbitllm.base.terminal import counted, harmless, put_fact, size
 from rabbitllm.errors import OptionError
-from rabbitllm.generation.draft import MTP, SELF, Draft, prepare_draft
 from rabbitllm.generation.media import MediaFile
 from rabbitllm.generation.reasoning import Thinking, Thoughts, thoughts_note
 from rabbitllm.generation.request import FinishReason, ModelLimits, Prompt, Result
@@ -26,7 +24,6 @@ from rabbitllm.telemetry.passes import BETWEEN_LAYERS, COMPUTE, DEQUANTIZE, PROM
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
-    from rabbitllm.generation._proposals import Draft
 
 WAIT_SECONDS = 1.5
 """Time after which waiting for the pipe is reported on stderr."""
@@ -125,24 +122,6 @@ def prompt_of(
     return prompt, None if is_raw else template.thoughts(prompt.ids)
 
 
-def load_with_draft(
-    request: LoadRequest, draft: LoadRequest | Literal["ngram", "mtp", "self"] | None, console: Console
-) -> tuple[StreamedModel, Draft | None]:
-    """Load a model, and before it its draft model, so that the model is placed in the memory that is left.
-
-    If it is its own draft, it is loaded with copies of its streamed layers.
-
-    Raises:
-        OptionError: the draft does not suit the model; see `prepare_draft`.
-        RabbitLLMError: see `AutoModel.from_pretrained`.
-    """
-    drafting = load(draft, console) if isinstance(draft, LoadRequest) else draft
-    model = load(replace(request, run=replace(request.run, heads=draft == MTP, self_draft=draft == SELF)), console)
-    if drafting is not None:
-        prepare_draft(model, drafting)
-    return model, drafting
-
-
 _STAGES = {
     COMPUTE: "computing",
     READ_WAIT: "waiting for the disk",
@@ -166,6 +145,8 @@ def put_statistics(
     speed = f", {rate:.2f} a second after the first" if rate is not None else ""
     thoughts = f", {result.reasoning_tokens:,} of them thoughts" if result.reasoning_tokens else ""
     put_fact(console, "answer", f"{counted(len(result.tokens), 'token')}{thoughts} in {result.seconds:.2f} s{speed}")
+    if result.work.drafts is not None:
+        put_fact(console, "drafts", result.work.drafts.words(result.seconds))
     for pass_kind, total in sums.items():
         further = max(len(result.tokens) - 1, 0) / total.passes
         if pass_kind == PROMPT or further <= 1:

@@ -90,6 +90,7 @@ ADDED = {
     "fast_bfloat16": False,
     "split": True,
     "hosts": None,
+    "draft": None,
 }
 STREAM = {"device": "cpu", "max_memory": {"cpu": 0}, "show_layer_progress": False, "exact": True}
 """Arguments under which all that can be streamed is, and compression has the bits of the dequantized model."""

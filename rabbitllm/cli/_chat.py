@@ -33,7 +33,7 @@ def chat_command(
         int | None, answer_option(help="Maximum tokens per answer; by default no limit but the context.", min=1)
     ] = None,
     answers: AnswerOptions = NO_ANSWER_OPTIONS,
-    draft: DraftOption = None,
+    draft: DraftOption = "auto",
     options: ModelOptions = NO_OPTIONS,
     workers: WorkersOption = 0,
     address: AddressOption = None,
@@ -53,8 +53,9 @@ def chat_command(
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
+    from rabbitllm.auto_model import load_with_draft
     from rabbitllm.generation.request import recommended_sampling
-    from rabbitllm.run import decode_argument, hosts_for, load_with_draft
+    from rabbitllm.run import decode_argument, hosts_for
 
     requested = answers.sampling
     errors = Console(stderr=True, highlight=False)

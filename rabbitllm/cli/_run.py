@@ -51,7 +51,7 @@ def run_command(
     audio: Annotated[
         list[Path] | None, answer_option(metavar="FILE", help="WAV file that comes before the prompt; repeatable.")
     ] = None,
-    draft: DraftOption = None,
+    draft: DraftOption = "auto",
     options: ModelOptions = NO_OPTIONS,
     workers: WorkersOption = 0,
     address: AddressOption = None,
@@ -79,6 +79,7 @@ def run_command(
     from rich.console import Console
     from transformers import logging
 
+    from rabbitllm.auto_model import load_with_draft
     from rabbitllm.display.answer_printer import AnswerPrinter
     from rabbitllm.generation.media import media_files
     from rabbitllm.generation.request import FinishReason, ModelLimits, Request, recommended_sampling
@@ -89,7 +90,6 @@ def run_command(
         decode_argument,
         finish_note,
         hosts_for,
-        load_with_draft,
         local_device,
         prompt_of,
         put_statistics,

@@ -20,6 +20,7 @@ from rabbitllm.generation.reasoning import Effort, Thinking
 if TYPE_CHECKING:
     from rabbitllm.auto_model import LoadRequest
     from rabbitllm.base.options import Hosts, ShardPolicy
+    from rabbitllm.generation._proposals import Draft
     from rabbitllm.generation.request import Sampling
 
 
@@ -99,12 +100,12 @@ RayOption = Annotated[
 StatsOption = Annotated[bool, typer.Option("--verbose", "--stats", "-v", help="Report times and memory on stderr.")]
 SystemOption = Annotated[str | None, answer_option(help="System prompt.")]
 DraftOption = Annotated[
-    str | None,
+    str,
     answer_option(
         metavar="MODEL",
-        help="A small model with the same vocabulary proposes tokens, and a pass checks several of them; mtp takes the "
-        "checkpoint's own heads for that, ngram the tokens that followed the same words before, self copies of the "
-        "streamed layers at few bits, in memory.",
+        help="A small model with the same vocabulary proposes tokens, and a pass checks as many of them as pays; mtp "
+        "takes the checkpoint's own heads for that, ngram the tokens that followed the same words before, self copies "
+        "of the streamed layers at few bits, in memory; auto is ngram where layers are streamed, none leaves it out.",
         autocompletion=complete_model,
     ),
 ]
@@ -248,23 +249,24 @@ class ModelOptions:
             check_unsplit(SplitOptions(compression))
         return replace(request, split=None) if self.no_split else request
 
-    def draft_request(self, draft: str | None) -> LoadRequest | Literal["ngram", "mtp", "self"] | None:
-        """The request for a draft model: on the same device, in its own split and dtype; or the draft without one.
+    def draft_request(self, draft: str) -> LoadRequest | Draft | Literal["auto"] | None:
+        """The request for a draft model: on the same device, in its own split and dtype; or the name of a draft.
+
+        A draft that is not split yet is split beside the model, if the user chose where that is.
 
         Raises:
             OptionError: see `request`.
         """
-        if draft is None:
-            return None
-        if draft == "ngram":
-            return "ngram"
-        if draft == "self":
-            return "self"
-        if draft == "mtp":
-            return "mtp"
+        from rabbitllm.auto_model import draft_name
+
+        if (name := draft_name(draft)) is not None:
+            return None if name == "none" else name
         device = None if self.device == "auto" else self.device
         options = ModelOptions(device=device, no_split=self.no_split, trust_remote_code=self.trust_remote_code)
-        return options.request(draft)
+        request = options.request(draft)
+        if self.folder is None or self.no_split or request.is_split:
+            return request
+        return replace(options, folder=self.folder / "draft").request(draft)
 
 
 @dataclass(frozen=True, slots=True)

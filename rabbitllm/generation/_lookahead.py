@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rabbitllm.generation._proposals import NGRAM_TOKENS, FromText
+from rabbitllm.generation._proposals import FromText
 from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, drop_last, record_past
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FIRST_TOKENS = 4
 """Tokens of the first draft of a sequence."""
+MOST_TOKENS = 10
+"""The most tokens of a draft."""
 MOST_PASSES = 31
 """The most passes without a draft after drafts whose first token was wrong."""
 
@@ -111,7 +113,7 @@ class Lookahead:
             return
         cache, self._output = self._output[CACHE_ARGUMENT], None
         drop_last(cache, len(self._computed) - self._accepted)
-        self._most = min(2 * self._accepted + 1, NGRAM_TOKENS)
+        self._most = min(2 * self._accepted + 1, MOST_TOKENS)
         self._left = self._rest = 0 if self._accepted else min(2 * self._rest + 1, MOST_PASSES)
 
     def _row(self) -> Any:

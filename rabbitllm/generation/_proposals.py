@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
 
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation._width import Width
 
 Draft: TypeAlias = "StreamedModel | Literal['ngram', 'mtp', 'self']"
 """A model; "ngram", the text so far; "mtp", the model's own heads; or "self", the model itself with copies of its
@@ -23,21 +24,16 @@ streamed layers at fewer bits."""
 NGRAM: Literal["ngram"] = "ngram"
 MTP: Literal["mtp"] = "mtp"
 SELF: Literal["self"] = "self"
-NGRAM_TOKENS = 10
-"""The most tokens that it proposes."""
+KINDS: tuple[Literal["ngram", "mtp", "self"], ...] = (NGRAM, MTP, SELF)
+"""Drafts that have a name."""
 NGRAM_LENGTH = 2
 """The last tokens that it looks for in the text before them, or fewer."""
 MODEL_TOKENS = 20
 """The most tokens that a model proposes, unless its generation config has `num_assistant_tokens`."""
 HEAD_TOKENS = 8
 """The same of a head that is used again for each token; a head of several proposes one token."""
-LEAST_SURE = 0.4
-"""A model stops after a token to which it gives less than this probability, unless its generation config has
-`assistant_confidence_threshold`."""
 BRANCHES, LEVEL_ROWS = 8, 16
 """The most tokens that may follow one of a tree, and the most rows of a draft model's pass."""
-LEAST_GAIN = 0.2
-"""A tree grows no further where fewer tokens of the next level are expected to be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +54,14 @@ class Proposal:
     @property
     def count(self) -> int:
         return self.tokens.shape[1]
+
+    @property
+    def depth(self) -> int:
+        """The most of its tokens that can be right."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return max(depths, default=0)
 
     @property
     def parents(self) -> Sequence[int]:
@@ -83,7 +87,7 @@ class FromText:
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, (1, tokens)."""
-        text, count = ids[0], min(most, NGRAM_TOKENS)
+        text, count = ids[0], most
         for length in range(min(NGRAM_LENGTH, len(text) - 1), 0, -1):
             places = (text[:-1].unfold(0, length, 1) == text[-length:]).all(dim=1).nonzero()
             if len(places):
@@ -108,6 +112,8 @@ class FromModel:
         draft: the model.
         processors: change its scores as those of the model that checks them.
         config: how tokens are chosen, and which end a text.
+        width: says how far a proposal goes. If the draft's generation config has `assistant_confidence_threshold`, the
+            probability of the last token decides instead.
         branches: whether proposals are trees; only for a draft for which `takes_trees` holds.
         track: the model and its cache; None for a new cache.
     """
@@ -117,10 +123,12 @@ class FromModel:
         draft: StreamedModel,
         processors: LogitsProcessorList,
         config: GenerationConfig,
+        width: Width,
         branches: bool,
         track: Rewindable | HeadTrack | None = None,
     ) -> None:
         self._track: Any = track or Rewindable(draft, DynamicCache(config=draft.config.get_text_config(decoder=True)))
+        self._width = width
         self._branches = branches
         self._computed: list[int] = []
         self._device = draft.device
@@ -131,7 +139,8 @@ class FromModel:
         own = draft.generation_config
         self._most = own.num_assistant_tokens or MODEL_TOKENS
         threshold = own.assistant_confidence_threshold
-        self._least_sure = LEAST_SURE if threshold is None else threshold
+        self._goes_on = width.goes_on if threshold is None else float(threshold).__le__
+        self._deepens = width.deepens if threshold is None else lambda right, depth: right >= threshold
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, (1, tokens)."""
@@ -157,38 +166,37 @@ class FromModel:
             token = torch.multinomial(probabilities, 1) if self._samples else scores.argmax(dim=-1, keepdim=True)
             ids = torch.cat((ids, token), dim=1)
             drawn.append(probabilities)
-            is_unsure = probabilities[0, token[0, 0]] < self._least_sure
-            if len(drawn) == count or is_unsure or int(token) in self._ends:
+            # a token that was drawn is always checked: to leave out unlikely ones would change the distribution
+            is_sure = self._goes_on(float(probabilities[0, token[0, 0]]))
+            if len(drawn) == count or not is_sure or int(token) in self._ends:
                 break
             logits = self._track.logits(ids, 1)
         return Proposal(ids[:, known:], torch.cat(drawn) if self._samples else None)
 
-    def _tree(self, ids: torch.Tensor, logits: torch.Tensor, count: int) -> Proposal:
-        nodes = [_Node(1.0, -1, None)]
+    def _tree(self, ids: torch.Tensor, logits: torch.Tensor, most: int) -> Proposal:
+        nodes: list[_Node] = []  # without the root, the most probable first: each after its parent
         computed: list[_Node] = []
-        level, depth = nodes[:], 0
-        while level and depth < self._most:
+        level = [_Node(1.0, -1, None)]
+        for depth in range(1, most + 1):
             children = []
             for node, row in zip(level, logits, strict=True):
                 path = torch.cat((ids, ids.new_tensor([node.tokens()])), dim=1)
                 best = self._processors(path, row[None])[0].softmax(dim=-1).topk(min(BRANCHES, row.shape[-1]))
                 for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                     children.append(_Node(node.probability * probability, token, node))
-            nodes = sorted((*nodes, *children), key=lambda node: -node.probability)[: count + 1]
+            nodes = sorted((*nodes, *children), key=lambda node: -node.probability)
+            nodes = nodes[: self._width.worth([node.probability for node in nodes])]
             chosen = {*map(id, nodes)}
             level = [node for node in children if id(node) in chosen and node.token not in self._ends][:LEVEL_ROWS]
-            depth += 1
-            if sum(node.probability for node in level) < LEAST_GAIN or depth == self._most:
+            if depth == most or not level or not self._deepens(sum(node.probability for node in level), depth):
                 break
-            places = {id(node): index for index, node in enumerate((*computed, *level))}
             computed += level
             rows = torch.cat((ids, ids.new_tensor([[node.token for node in computed]])), dim=1)
-            logits = self._track.logits(rows, len(level), [places.get(id(node.parent), -1) for node in computed])
-        nodes = nodes[1:]
-        places = {id(node): index for index, node in enumerate(nodes)}
-        self._computed = [places.get(id(node), -1) for node in computed]
-        tokens = ids.new_tensor([[node.token for node in nodes]])
-        return Proposal(tokens, tree=[places.get(id(node.parent), -1) for node in nodes])
+            logits = self._track.logits(rows, len(level), _places([node.parent for node in computed], computed))
+        self._computed = _places(computed, nodes)
+        return Proposal(
+            ids.new_tensor([[node.token for node in nodes]]), tree=_places([node.parent for node in nodes], nodes)
+        )
 
     def settle(self, tokens: int, path: Sequence[int]) -> None:
         """Drop all that is kept of tokens after the first `tokens`, which end with the proposed tokens of `path`."""
@@ -224,6 +232,12 @@ class _Node:
         return [] if self.parent is None else [*self.parent.tokens(), self.token]
 
 
+def _places(nodes: Sequence[_Node | None], among: Sequence[_Node]) -> list[int]:
+    """The index of each node among others; -1 if it is none of them."""
+    places = {id(node): index for index, node in enumerate(among)}
+    return [places.get(id(node), -1) for node in nodes]
+
+
 class FromItself(FromModel):
     """Proposes the tokens that a streamed model generates with the copies of its streamed layers, in its own cache.
 
@@ -236,10 +250,11 @@ class FromItself(FromModel):
         model: StreamedModel,
         processors: LogitsProcessorList,
         config: GenerationConfig,
+        width: Width,
         branches: bool,
         track: Rewindable,
     ) -> None:
-        super().__init__(model, processors, config, branches, track)
+        super().__init__(model, processors, config, width, branches, track)
         self._drafting = model.streamer.drafting
         self._is_prompt = True
 
@@ -270,15 +285,20 @@ class FromHead(FromModel):
 
     Args:
         model: loaded with its heads.
+        processors, config, width: see `FromModel`.
         track: the model and its KV cache, as the loop uses them.
-        processors, config: see `FromModel`.
     """
 
     def __init__(
-        self, model: StreamedModel, track: Rewindable, processors: LogitsProcessorList, config: GenerationConfig
+        self,
+        model: StreamedModel,
+        processors: LogitsProcessorList,
+        config: GenerationConfig,
+        width: Width,
+        track: Rewindable,
     ) -> None:
         self._head = HeadTrack(model, track)
-        super().__init__(model, processors, config, branches=False, track=self._head)
+        super().__init__(model, processors, config, width, branches=False, track=self._head)
         assert model.heads is not None
         own = model.generation_config.num_assistant_tokens or HEAD_TOKENS
         self._most = own if model.heads.count == 1 else 1
@@ -293,19 +313,24 @@ class FromHead(FromModel):
 
 
 def proposals_of(
-    draft: Draft, model: StreamedModel, track: Rewindable, processors: LogitsProcessorList, config: GenerationConfig
+    draft: Draft,
+    model: StreamedModel,
+    track: Rewindable,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    width: Width,
 ) -> Proposals:
     """Return the proposals of a draft for one answer; for the arguments see `FromModel`.
 
     Args:
         draft: the draft, after `prepare_draft`.
         model, track: the model that checks them, and its cache.
-        processors, config: see `FromModel`.
+        processors, config, width: see `FromModel`.
     """
     if draft == NGRAM:
         return FromText()
     if draft == MTP:
-        return FromHead(model, track, processors, config)
+        return FromHead(model, processors, config, width, track)
     if draft == SELF:
-        return FromItself(model, processors, config, takes_trees(model), track)
-    return FromModel(draft, processors, config, takes_trees(model) and takes_trees(draft))
+        return FromItself(model, processors, config, width, takes_trees(model), track)
+    return FromModel(draft, processors, config, width, takes_trees(model) and takes_trees(draft))

@@ -7,9 +7,11 @@ The answer is the model's own: greedy decoding gives the same tokens except for 
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -23,8 +25,9 @@ from rabbitllm.generation._proposals import SELF as SELF
 from rabbitllm.generation._proposals import Draft as Draft
 from rabbitllm.generation._proposals import Proposal, proposals_of
 from rabbitllm.generation._rewind import Rewindable
-from rabbitllm.generation.kv_cache import cache_argument, can_go_back
-from rabbitllm.generation.request import check_generates, tokenizer_of
+from rabbitllm.generation._width import Width, width_of
+from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, can_go_back
+from rabbitllm.generation.request import Drafts, check_generates, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
@@ -44,14 +47,34 @@ _LEAVE_OUT = "Leave the draft model out, or use a smaller model of the same fami
 class Drafting:
     """The steps of `generate` with a draft, for its argument `custom_generate`.
 
+    It learns how many tokens to draft (`_width.py`), so keep one for a model and its draft. Greedy answers do not
+    depend on that number, nor do sampled ones with "ngram", since the random numbers are those of `generate`. With a
+    draft model the numbers that are drawn depend on it, and so on times: the distribution is the model's, but a seed
+    may give another answer.
+
     Args:
         draft: what proposes tokens, after `prepare_draft`.
         streamer: gets the tokens; `generate` gives its own streamer the prompt only.
+
+    Attributes:
+        brought: what the draft has brought so far.
     """
 
     def __init__(self, draft: Draft, streamer: Any = None) -> None:
         self._draft = draft
         self._streamer = streamer
+        self._width: Width | None = None
+        self.brought = Drafts()
+
+    def streaming_to(self, streamer: Any) -> Drafting:
+        """The same draft and what was learnt of it, for an answer whose tokens go to another streamer."""
+        drafting = copy.copy(self)
+        drafting._streamer, drafting.brought = streamer, Drafts()
+        return drafting
+
+    def prepare(self, model: StreamedModel) -> None:
+        """Assume the costs of a model until they are measured."""
+        self._width = self._width or width_of(model, self._draft)
 
     def __call__(
         self,
@@ -75,27 +98,35 @@ class Drafting:
         given = {name: model_kwargs[name] for name in PER_TOKEN if model_kwargs.get(name) is not None}
         has_length = any(hasattr(layer, "get_seq_length") for layer in cache.layers)
         track = Rewindable(model, cache, cache.get_seq_length() if has_length else 0, **given)
-        proposals = proposals_of(self._draft, model, track, logits_processor, generation_config)
-        ids, is_prompt, is_over = input_ids, True, False
+        self.prepare(model)
+        assert self._width is not None
+        width = self._width
+        proposals = proposals_of(self._draft, model, track, logits_processor, generation_config, width)
+        ids, is_prompt, is_over, seen = input_ids, True, False, 0
         try:
             while not is_over:
                 known = ids.shape[1]
                 # a prompt would be the first rows of the next pass, too, and windows would grow to its length
                 waits = not track.keeps_every_token if is_prompt else known - track.tokens > MAX_CARRIED
-                proposal = proposals.propose(ids, 0 if waits else generation_config.max_length - known - 1)
-                rows = torch.cat((ids, proposal.tokens), dim=1)
+                most, lacks = 0 if waits else generation_config.max_length - known - 1, known - seen
+                begin, proposal = time.perf_counter(), Proposal(ids[:, :0])
+                if wanted := width.choose(most, lacks, 1 if is_prompt else known - track.tokens):
+                    proposal = proposals.propose(ids, wanted)
+                rows, drafted = torch.cat((ids, proposal.tokens), dim=1), time.perf_counter()
                 if proposal.count:
                     track.mark()
                 # a pass with fewer logits than rows is a prompt for the profiler
-                count = proposal.count + 1 if is_prompt else rows.shape[1] - track.tokens
+                computed = proposal.count + 1 if is_prompt else rows.shape[1] - track.tokens
                 parents = proposal.parents
-                logits = track.logits(rows, count, parents)[-proposal.count - 1 :]
+                logits = track.logits(rows, computed, parents)[-proposal.count - 1 :]
                 path: list[int] = []
+                end = 0.0
                 while True:
                     node = path[-1] if path else -1
                     scores = logits_processor(ids, logits[node + 1 : node + 2])
                     followers = [index for index, parent in enumerate(parents) if parent == node]
                     token, index = _chosen(scores, proposal, followers, generation_config.do_sample)
+                    end = end or time.perf_counter()  # not before a GPU has computed the token
                     ids = torch.cat((ids, token), dim=1)
                     is_over = bool(stopping_criteria(ids, None).all())
                     if self._streamer is not None:
@@ -105,7 +136,21 @@ class Drafting:
                     path.append(index)
                 track.settle(ids.shape[1] - 1, path, proposal.count)
                 proposals.settle(ids.shape[1] - 1, path)
-                is_prompt = False
+                right = len(path) + (index is not None)
+                width.learn(
+                    wanted,
+                    proposal.depth,
+                    right,
+                    tokens=proposal.count,
+                    rows=computed,
+                    seconds=None if is_prompt else end - drafted,
+                    draft_seconds=drafted - begin,
+                    lacks=lacks,
+                )
+                seen, is_prompt = ids.shape[1] - 1 if wanted else seen, False
+                hits = (1,) * right + (0,) * (index is None and right < proposal.depth)
+                answered = ids.shape[1] - known
+                self.brought = self.brought.plus(Drafts(1, answered, (1,) * len(hits), hits, drafted - begin))
         finally:
             track.release()
             proposals.close()
@@ -161,6 +206,73 @@ def _chosen(
     return token, next((index for index in followers if int(proposal.tokens[0, index]) == int(token)), None)
 
 
+class _WithDraft:
+    """What `use_draft` adds to the class of a model."""
+
+    drafting: Drafting
+
+    def generate(self, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
+        """As in transformers, with a draft where it can be used."""
+        if _serves(self, inputs, generation_config, options):
+            options["custom_generate"] = self.drafting.streaming_to(options.get("streamer"))
+        parent: Any = super()
+        return parent.generate(inputs, generation_config=generation_config, **options)
+
+
+_ALONE: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_return_sequences"), (None, 1)),
+    **dict.fromkeys(("return_dict_in_generate", "use_mtp"), (None, False)),
+    **dict.fromkeys(("cache_implementation", "prefill_chunk_size", "prompt_lookup_num_tokens"), (None,)),
+    **dict.fromkeys(("penalty_alpha", "dola_layers", "guidance_scale", "assistant_early_exit"), (None,)),
+    "use_cache": (None, True),
+}
+"""Options of `generate` -> values with which drafts can be used."""
+_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "streamer", "tokenizer"})
+_INPUTS_OR_CACHE = _INPUTS | {"logits_processor", "stopping_criteria", CACHE_ARGUMENT, "cache", "cache_params"}
+
+
+def _serves(model: Any, inputs: Any, config: GenerationConfig | None, options: Mapping[str, Any]) -> bool:
+    """Whether a call of `generate` is for one sequence of text, decoded in the usual way."""
+
+    def value(name: str) -> Any:
+        of = (options.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
+        return next((each for each in of if each is not None), None)
+
+    ids = options.get("input_ids") if inputs is None else inputs
+    known = {name for name, each in options.items() if each is not None} - _INPUTS_OR_CACHE
+    caches = [options[name] for name in (CACHE_ARGUMENT, "cache", "cache_params") if options.get(name) is not None]
+    return (
+        isinstance(ids, torch.Tensor)
+        and ids.dim() == 2
+        and len(ids) == 1
+        and not ids.is_floating_point()
+        and all(hasattr(model.generation_config, name) for name in known)
+        and all(isinstance(cache, DynamicCache) for cache in caches)
+        and all(value(name) in allowed for name, allowed in _ALONE.items())
+    )
+
+
+def use_draft(model: StreamedModel, draft: Draft) -> None:
+    """Let `model.generate` use a draft, after `prepare_draft`; calls that it cannot serve go on without."""
+    drafted: Any = model
+    kind = type(model)
+    body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    drafted.__class__ = type(kind.__name__, (_WithDraft, kind), body)
+    object.__setattr__(drafted, "drafting", Drafting(draft))  # a draft model is no part of the model
+    drafted.drafting.prepare(model)
+
+
+def free_draft(model: StreamedModel) -> Literal["ngram"] | None:
+    """The draft that needs no memory and no other model, where tokens are worth it: where passes move weights."""
+    if not max(model.placement.streamed_bytes, model.placement.uploaded_bytes):
+        return None
+    try:
+        prepare_draft(model, NGRAM)
+    except OptionError:
+        return None
+    return NGRAM
+
+
 def prepare_draft(model: StreamedModel, draft: Draft) -> None:
     """Check that a draft suits a model, and fit a draft model to the model's vocabulary.
 
@@ -187,13 +299,7 @@ def prepare_draft(model: StreamedModel, draft: Draft) -> None:
         raise OptionError("The model was loaded without its heads for multi-token prediction.", _LOAD_HEADS)
     if isinstance(draft, str):
         return
-    share = _same_share(tokenizer_of(model), tokenizer_of(draft))
-    if share < SAME_TOKENS:
-        raise OptionError(
-            f"The draft model has another vocabulary: {share:.0%} of its tokens have the model's ids; expected "
-            f"{SAME_TOKENS:.0%}.",
-            _LEAVE_OUT,
-        )
+    check_vocabularies(tokenizer_of(model), tokenizer_of(draft))
     if moved := max(draft.placement.streamed_bytes, draft.placement.uploaded_bytes):
         raise OptionError(
             f"The draft model does not fit in memory: each pass would move {size(moved)} of its weights.", _LEAVE_OUT
@@ -219,8 +325,18 @@ def _fit_logits(vocabulary: int, module: nn.Module, inputs: Any, output: Any) ->
     return output
 
 
-def _same_share(model: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> float:
-    """The share of the smaller vocabulary that both have under the same ids."""
+def check_vocabularies(model: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    """Refuse a draft model whose ids mean other tokens.
+
+    Raises:
+        OptionError: too few tokens of the smaller vocabulary have the same ids in both.
+    """
     ours, theirs = model.get_vocab(), draft.get_vocab()
     same = sum(ours.get(token) == id for token, id in theirs.items())
-    return float(same / max(min(len(ours), len(theirs)), 1))
+    share = same / max(min(len(ours), len(theirs)), 1)
+    if share < SAME_TOKENS:
+        raise OptionError(
+            f"The draft model has another vocabulary: {share:.0%} of its tokens have the model's ids; expected "
+            f"{SAME_TOKENS:.0%}.",
+            _LEAVE_OUT,
+        )

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,6 +39,8 @@ SMALL_CONTEXT = 1 << 14
 """Tokens; the letters of a prompt are limited as for a context of at least this size."""
 MAX_LETTERS = 8 << 20
 """Limit of the letters of any prompt: a tokenizer takes some hundred bytes for each."""
+_DEPTHS = 4
+"""How many depths of drafts are shown."""
 _OF_SAMPLES = ("temperature", "top_p", "top_k", "min_p")
 """Fields of `Sampling` that have no effect on greedy decoding."""
 MAX_CHOICES = 128
@@ -254,6 +257,51 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """What drafts brought.
+
+    Attributes:
+        passes: number of passes, with drafts or without.
+        tokens: tokens of the answer, which these passes brought.
+        checked: by depth, number of drafted tokens that passes checked, those before them being right.
+        right: by depth, how many of them were right.
+        seconds: time in which tokens were drafted.
+    """
+
+    passes: int = 0
+    tokens: int = 0
+    checked: tuple[int, ...] = ()
+    right: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+    def plus(self, other: Drafts) -> Drafts:
+        """The sum of both."""
+
+        def sums(ours: tuple[int, ...], theirs: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(map(sum, zip_longest(ours, theirs, fillvalue=0)))
+
+        return Drafts(
+            self.passes + other.passes,
+            self.tokens + other.tokens,
+            sums(self.checked, other.checked),
+            sums(self.right, other.right),
+            self.seconds + other.seconds,
+        )
+
+    def words(self, seconds: float) -> str:
+        """In a line: tokens a pass, the shares of right tokens by depth, and the share of time in drafts.
+
+        Args:
+            seconds: time of the answer.
+        """
+        shares = [f"{right / count:.0%}" for right, count in zip(self.right, self.checked, strict=True) if count]
+        more = " …" if len(shares) > _DEPTHS else ""
+        right = f"right {' '.join(shares[:_DEPTHS])}{more} by depth, " if shares else "none, "
+        share = self.seconds / max(seconds, 1e-9)
+        return f"{self.tokens / max(self.passes, 1):.1f} tokens a pass, {right}{share:.0%} of the time"
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """The work of an answer.
 
@@ -262,12 +310,14 @@ class Work:
         tokens: number of tokens in those passes.
         moved: stage -> bytes moved.
         experts: stage -> number of experts found there.
+        drafts: what drafts brought; None without any.
     """
 
     passes: int = 0
     tokens: int = 0
     moved: Mapping[str, int] = field(default_factory=dict)
     experts: Mapping[str, int] = field(default_factory=dict)
+    drafts: Drafts | None = None
 
     def plus(self, other: Work) -> Work:
         """The sum of both."""
@@ -276,6 +326,7 @@ class Work:
             self.tokens + other.tokens,
             dict(Counter(self.moved) + Counter(other.moved)),
             dict(Counter(self.experts) + Counter(other.experts)),
+            (self.drafts or Drafts()).plus(other.drafts or Drafts()) if self.drafts or other.drafts else None,
         )
 
 

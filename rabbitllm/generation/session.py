@@ -76,7 +76,7 @@ def generate(
     write: Write,
     *,
     cache: Any = None,
-    draft: Draft | None = None,
+    drafting: Drafting | None = None,
     prompt_done: Callable[[], object] = lambda: None,
     think: Think | None = None,
 ) -> Result:
@@ -87,7 +87,7 @@ def generate(
         request: the request. Random numbers continue the thread's, whatever its seed is.
         write: called with each piece of the text; its exceptions are passed on.
         cache: KV cache to continue; None leaves it to `generate`.
-        draft: what proposes tokens, after `prepare_draft`; not used for pictures and sounds.
+        drafting: the draft; not used for pictures and sounds.
         prompt_done: called once, before the first piece.
         think: called with each piece of reasoning; see `TextStream`.
 
@@ -105,8 +105,10 @@ def generate(
         thoughts=request.thoughts,
         prompt_done=prompt_done,
     )
-    if draft is not None and request.media is None:
-        arguments["custom_generate"] = Drafting(draft, stream)
+    if drafting is not None and request.media is None:
+        arguments["custom_generate"] = drafting = drafting.streaming_to(stream)
+    else:
+        drafting = None
     if stops:
         arguments["stopping_criteria"] = StoppingCriteriaList([_AtStopString(stream)])
     before = model.profiler.sums
@@ -128,7 +130,7 @@ def generate(
         stream.times[0] - start if stream.times else None,
         (stream.times[-1] if stream.times else time.perf_counter()) - start,
         stop=stream.stop,
-        work=work_between(before, model.profiler.sums),
+        work=replace(work_between(before, model.profiler.sums), drafts=drafting.brought if drafting else None),
         reasoning=stream.reasoning,
         reasoning_tokens=stream.reasoning_tokens,
     )
@@ -153,7 +155,8 @@ def answer(
         torch.manual_seed(request.sampling.nth(0).seed)
     is_plain = draft is None and request.media is None and keeps(model)
     cache = empty_cache(model) if is_plain else None
-    return generate(model, request, write, cache=cache, draft=draft, prompt_done=prompt_done, think=think)
+    drafting = None if draft is None else Drafting(draft)
+    return generate(model, request, write, cache=cache, drafting=drafting, prompt_done=prompt_done, think=think)
 
 
 def work_between(before: Mapping[str, PassSums], after: Mapping[str, PassSums]) -> Work:
@@ -222,7 +225,9 @@ class Session:
         self._stop = stop
         self._max_new_tokens = max_new_tokens
         self.sampling = sampling
-        self._draft = draft
+        self._drafting = None if draft is None else Drafting(draft)
+        if self._drafting is not None:
+            self._drafting.prepare(model)  # what one answer teaches, the next one knows
         self._variables = self.template.thinking(thinking)
         self.cache = ConversationCache(model) if keeps(model) else None
         self._same_angles = angles_change_after(model.config.get_text_config(decoder=True))
@@ -299,7 +304,7 @@ class Session:
             media=media,
             thoughts=self.template.thoughts(ids),
         )
-        run = partial(generate, self._model, request, write, draft=self._draft, think=think)
+        run = partial(generate, self._model, request, write, drafting=self._drafting, think=think)
         if not self._is_consistent or media is not None:
             self.forget()
         # other pictures may have the same ids, and a longer prompt has other angles than the tokens in the cache

@@ -90,7 +90,7 @@ def test_one_json_object(checkpoint: Path) -> None:
 
 
 def test_statistics_are_on_stderr(checkpoint: Path) -> None:
-    streamed = ["--max-memory", "cpu=0", "--verbose"]
+    streamed = ["--max-memory", "cpu=0", "--verbose", "--draft", "none"]
     result = run(str(checkpoint), PROMPT, "--raw", *SHORT, *streamed)
     assert result.stdout.rstrip("\n") == expected(checkpoint, PROMPT).rstrip("\n")
     for fact in ("load", "prompt", "first token", "answer", "each token"):
@@ -100,6 +100,11 @@ def test_statistics_are_on_stderr(checkpoint: Path) -> None:
     assert "dequantizing" not in result.stderr
     packed = run(str(checkpoint), PROMPT, "--raw", *SHORT, *streamed, "--compression", "4bit")
     assert "dequantizing" in packed.stderr
+    assert "drafts" not in packed.stderr
+    drafted = run(str(checkpoint), PROMPT, "--raw", *SHORT, *streamed[:3])
+    assert drafted.stdout == result.stdout
+    pattern = r"^drafts +[\d.]+ tokens a pass, (right( \d+%)+( …)? by depth|none), \d+% of the time$"
+    assert re.search(pattern, drafted.stderr, re.MULTILINE)
 
 
 def test_a_draft_model(checkpoint: Path, tmp_path: Path) -> None:
@@ -110,6 +115,15 @@ def test_a_draft_model(checkpoint: Path, tmp_path: Path) -> None:
     assert own.stdout.rstrip("\n") == expected(checkpoint, PROMPT).rstrip("\n")
     with pytest.raises(OptionError, match="all weights of this model fit in memory"):
         run(str(checkpoint), PROMPT, "--raw", *SHORT, "--draft", "self")
+    ngram = run(str(checkpoint), PROMPT, "--raw", *SHORT, "--draft", "NGram", "--stats")
+    assert ngram.stdout == result.stdout
+    assert "tokens a pass" in ngram.stderr
+    # a draft without a split gets one beside the model's, where the user put that
+    small = build_checkpoint(tmp_path / "small", "llama", num_hidden_layers=1)
+    placed = run(str(checkpoint), PROMPT, "--raw", *SHORT, "--dir", str(tmp_path / "here"), "--draft", str(small))
+    assert placed.stdout == result.stdout
+    assert (tmp_path / "here" / "draft" / "splitted_model").is_dir()
+    assert [path.name for path in small.glob("splitted*")] == []
     other = talker_folder(tmp_path / "other", "llama")
     with pytest.raises(OptionError, match="another vocabulary"):
         run(str(checkpoint), PROMPT, "--raw", *SHORT, "--draft", str(other))

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.errors import OptionError
-from rabbitllm.generation.draft import prepare_draft
-from rabbitllm.generation.request import FinishReason, Request, Result, Sampling
+from rabbitllm import AutoModel
+from rabbitllm.errors import CheckpointError, OptionError
+from rabbitllm.generation.draft import Drafting, free_draft, prepare_draft
+from rabbitllm.generation.request import Drafts, FinishReason, Request, Result, Sampling
 from rabbitllm.generation.session import Session, answer
 from rabbitllm.telemetry.passes import FURTHER
 from tests.chat.talkers import characters, parrot_folder, talker, talker_folder
+from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
 from tests.support.builders import VOCABULARY_SIZE, build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import load, one_thread, split  # noqa: F401  a fixture that applies by itself
@@ -186,3 +188,134 @@ def test_sliding_windows_drop_rejected_tokens(folder: Path, tmp_path: Path, name
     prepare_draft(model, draft)
     draft.generation_config.assistant_confidence_threshold = 0
     assert asked(model, draft).tokens == asked(model).tokens
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    return AutoModel.from_pretrained(
+        folder, **{"device": "cpu", "show_layer_progress": False, "exact": True, **options}
+    )
+
+
+STREAMED = {"max_memory": {"cpu": 0}}
+REPETITIVE = torch.tensor([[1, 40, 81, 7, 200] * 3])
+
+
+def passes_of(model: Any, ids: torch.Tensor = REPETITIVE, **options: Any) -> tuple[Any, int]:
+    """What `generate` returns, and the number of its passes."""
+    count = 0
+
+    def hook(*args: Any) -> None:
+        nonlocal count
+        count += 1
+
+    handle = model.get_decoder().register_forward_hook(hook)
+    try:
+        return model.generate(ids, **{"max_new_tokens": 12, "do_sample": False, **options}), count
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["ngram", "NGRAM", "auto", "path", "model"])
+def test_plain_generate_uses_the_draft_that_the_model_was_loaded_with(folder: Path, kind: str) -> None:
+    draft = {"path": folder, "model": loaded(folder) if kind == "model" else None}.get(kind, kind)
+    plain, model = loaded(folder, **STREAMED), loaded(folder, draft=draft, **STREAMED)
+    if kind in ("path", "model"):  # a random model is never sure
+        (draft if kind == "model" else model.drafting._draft).generation_config.assistant_confidence_threshold = 0
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert isinstance(model, type(plain).__mro__[2])
+    pieces = Pieces()
+    expected, (tokens, passes) = passes_of(plain)[0], passes_of(model, streamer=pieces)
+    assert torch.equal(tokens, expected)
+    assert pieces.tokens == expected[0].tolist()
+    assert passes < 12
+    # one token is left to choose from
+    assert torch.equal(passes_of(model, do_sample=True, min_p=1.0)[0], expected)
+
+
+class Pieces:
+    """A streamer."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        """Nothing is left."""
+
+
+def test_calls_that_a_draft_cannot_serve_do_without(folder: Path) -> None:
+    plain, model = loaded(folder, **STREAMED), loaded(folder, draft="ngram", **STREAMED)
+    several = {
+        "beams": {"num_beams": 2},
+        "several answers": {"num_return_sequences": 2, "do_sample": True},
+        "a dict": {"return_dict_in_generate": True},
+        "no cache": {"use_cache": False},
+        "a static cache": {"cache_implementation": "static"},
+        "parts": {"prefill_chunk_size": 4},
+        "embeddings": {"inputs_embeds": plain.get_input_embeddings()(REPETITIVE)},
+    }
+    for name, options in several.items():
+        results = []
+        for each in (plain, model):
+            torch.manual_seed(3)
+            ids = None if name == "embeddings" else REPETITIVE
+            results.append(passes_of(each, ids, **options))  # type: ignore[arg-type]
+        ours, theirs = (getattr(result[0], "sequences", result[0]) for result in results)
+        assert torch.equal(ours, theirs), name
+        assert results[0][1] == results[1][1], name
+    assert torch.equal(passes_of(model, REPETITIVE.repeat(2, 1))[0], passes_of(plain, REPETITIVE.repeat(2, 1))[0])
+    with pytest.raises(OptionError, match="Drafts need one sequence"):  # named by the user
+        model.generate(REPETITIVE, num_beams=2, custom_generate=Drafting("ngram"))
+
+
+def test_auto_is_for_models_that_move_weights_and_can_drop_tokens(folder: Path, tmp_path: Path) -> None:
+    assert free_draft(load(split(folder), 0)) == "ngram"
+    assert free_draft(load(split(folder))) is None
+    name = "deepseek_v32"
+    chosen = split(build_checkpoint(tmp_path / name, HYBRIDS[name], tied=HYBRIDS[name].ties[0]))
+    assert free_draft(load(chosen, 0)) is None
+    for resident in (loaded(folder, draft="auto"), loaded(folder, draft="none", **STREAMED)):
+        assert not hasattr(resident, "drafting")
+
+
+def test_what_is_no_draft_is_refused(folder: Path, tmp_path: Path) -> None:
+    for draft in (5, True, folder.stat(), object):
+        with pytest.raises(OptionError, match=f"draft is of type {type(draft).__name__}; expected a name, a folder"):
+            loaded(folder, draft=draft)
+    with pytest.raises(CheckpointError, match="no-such-model"):
+        loaded(folder, draft=tmp_path / "no-such-model")
+
+
+def test_another_vocabulary_is_refused_before_anything_is_split(tmp_path: Path) -> None:
+    model, other = (build_checkpoint(tmp_path / name, "llama") for name in ("model", "other"))
+    characters().save_pretrained(other)
+    with pytest.raises(OptionError, match="another vocabulary"):
+        loaded(model, draft=other)
+    assert not [*tmp_path.glob("*/splitted*")]
+
+
+def test_the_figures_of_drafts(folder: Path) -> None:
+    model, draft = load(split(folder), 0, profiling=True), load(split(folder))
+    prepare_draft(model, draft)
+    draft.generation_config.assistant_confidence_threshold = 0
+    drafts = asked(model, draft).work.drafts
+    assert drafts is not None
+    assert drafts.tokens == TOKENS
+    assert drafts.passes == sum(total.passes for total in model.profiler.sums.values())
+    assert drafts.checked[0] == drafts.right[0] > 1
+    assert sum(drafts.right) + drafts.passes == TOKENS
+    assert drafts.words(2 * drafts.seconds) == (
+        f"{TOKENS / drafts.passes:.1f} tokens a pass, right 100% 100% 100% 100% … by depth, 50% of the time"
+    )
+    assert asked(model).work.drafts is None
+    other = load(split(build_checkpoint(folder.parent / "other", "llama", num_hidden_layers=1, seed=3)))
+    other.generation_config.assistant_confidence_threshold = 0
+    prepare_draft(model, other)
+    wrong = asked(model, other).work.drafts
+    assert wrong is not None
+    assert len(wrong.checked) == len(wrong.right)
+    assert sum(wrong.right) + wrong.passes == TOKENS
+    assert "right 0%" in wrong.words(1.0)
+    assert Drafts(2, 5, (2, 1), (2, 1), 1.0).plus(Drafts(1, 1, (1,), (0,), 0.5)) == Drafts(3, 6, (3, 1), (2, 1), 1.5)

@@ -35,6 +35,7 @@ from rabbitllm.generation.session import Session, answer
 from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.telemetry.passes import FURTHER
 from tests.chat.talkers import characters, talker_folder
+from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
 from tests.support.builders import SINGLE_NAME, build_checkpoint, make_tokenizer, read_tensors
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.mtp_heads import (

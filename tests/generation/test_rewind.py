@@ -22,6 +22,7 @@ from rabbitllm.generation.request import Request, Result, Sampling
 from rabbitllm.generation.session import Session, answer
 from rabbitllm.telemetry.passes import FURTHER
 from tests.chat.talkers import characters, talker, talker_folder
+from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
 from tests.support.builders import FAMILIES, Family, build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import load, one_thread, plain_model, split, tiers  # noqa: F401

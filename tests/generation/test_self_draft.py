@@ -25,6 +25,7 @@ from rabbitllm.quant.schemes import ROW_ELEMENTS, type_for_rows
 from rabbitllm.telemetry.passes import FURTHER, READ
 from tests.chat.talkers import characters, talker_folder
 from tests.generation.test_rewind import DRAWN, HOT, IDS, PROMPT, TOKENS, asked, checkpoint, probabilities
+from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import load, one_thread, options_for, plain_model, split, tiers  # noqa: F401
 

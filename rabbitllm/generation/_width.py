@@ -1,0 +1,282 @@
+"""How many tokens a draft proposes for each pass: as many as bring most tokens a second here, by what was measured."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+from statistics import median_low
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rabbitllm.engine.streamed_model import StreamedModel
+
+MOST = 64
+"""The most tokens of a draft."""
+SHARE = 0.012
+"""Drafts that do not pay may take this share of the time."""
+ALLOWANCE = 1.0
+"""And at first as long as so many tokens without a draft."""
+MOST_CREDIT = 16.0
+"""Drafts may lose what they have gained, up to so many tokens."""
+_GAIN = 1.05
+"""A draft has to promise so many times the tokens: costs are uncertain, and no source is taken for always wrong."""
+_KEPT = 7
+"""Measurements of a kind, of which the median counts."""
+_OLD = 64
+"""Passes after which a measurement of several rows is forgotten, so that an outlier does not stay."""
+_PLAIN = 16
+"""Passes with drafts for one without, which measures what drafts are compared with; more where they gain more."""
+_FEW = 8
+"""A source that lacks no more tokens than this computes them with the first one that it proposes."""
+_HORIZON = 128
+"""A source that must catch up with a text has to pay for that within so many tokens."""
+_LEVELS = (0.2, 0.4, 0.6, 0.8, 0.95)
+"""Bounds of the probabilities that count as equally sure."""
+_DISK = 8
+"""Times that moving a weight to its device takes as long as computing a row with it; before measurements."""
+_ROW = 0.5
+"""The cost of a further row on a CPU, of that of a pass of one without moving weights; before measurements."""
+
+
+class _Often:
+    """How often something holds, of late."""
+
+    __slots__ = ("_all", "_yes")
+
+    def __init__(self, share: float = 0.0, count: float = 0.0) -> None:
+        self._yes, self._all = share * count, count
+
+    def add(self, holds: bool) -> None:
+        self._yes, self._all = 0.92 * self._yes + holds, 0.92 * self._all + 1
+
+    def share(self, otherwise: float) -> float:
+        """The share; near `otherwise` after few observations."""
+        return (self._yes + otherwise) / (self._all + 1)
+
+
+class Width:
+    """Chooses the number of tokens to draft for each pass of a model, by costs and correct drafts so far.
+
+    Costs are learnt in use: a pass by its rows, a drafted token, and a token with which the source catches up. A draft
+    is chosen if it promises more tokens a second than none. If none is chosen, a short one is tried now and then.
+    Whatever the promises, drafts that bring fewer tokens than the same time without them brings use up `credit`, which
+    only tokens add to; without any there is no draft. So always wrong drafts cost little more than `SHARE` of the time.
+
+    Args:
+        row_cost: cost of a further row in a pass, of that of one row, until it is measured.
+        step_cost: cost of a drafted token, of that of a pass of one row, until it is measured.
+
+    Attributes:
+        credit: what drafts may lose from now on, in tokens without a draft.
+    """
+
+    def __init__(self, row_cost: float = _ROW, step_cost: float = 0.0) -> None:
+        self.credit = ALLOWANCE
+        self._row_cost, self._step_cost = row_cost, step_cost
+        # bucket of rows -> number of the pass, rows, seconds
+        self._passes: dict[int, deque[tuple[int, int, float]]] = {}
+        self._steps: deque[float] = deque(maxlen=_KEPT)
+        self._catching_up: deque[float] = deque(maxlen=_KEPT)
+        self._proposed: list[_Often] = []  # by depth
+        self._right: list[_Often] = []
+        bounds = (0.0, *_LEVELS, 1.0)
+        self._right_if_sure = [_Often((low + high) / 2, 4) for low, high in pairwise(bounds)]
+        self._count = 0
+        self._since_plain, self._had_plain = 0, False
+        self._needs = 0.0
+        self._tries = False
+        self._rate, self._path, self._rows, self._sure = 0.0, 1.0, 1, list[float]()
+        self._breadth = 1.0  # tokens of each depth; of a chain 1
+        self._points: Sequence[tuple[float, float]] = ((1.0, 1.0),)
+
+    def choose(self, most: int, lacks: int = 0, rows: int = 1) -> int:
+        """Return how many tokens to draft for the next pass, or how deep a tree may be; 0 for none.
+
+        Args:
+            most: the most that can be used.
+            lacks: tokens of the text that the source has not seen yet.
+            rows: rows of the pass without a draft.
+        """
+        self._path, self._rows, self._sure, self._tries = 1.0, rows, [], False
+        if most < 1 or self.credit <= min(self._needs, 0.9 * ALLOWANCE):
+            return 0
+        self._points = self._measured()
+        one, step = self._cost(1), self._step()
+        behind = self._behind(lacks)
+        nothing = 1 / self._cost(rows)
+        best, best_rate, tried, tried_rate = 0, _GAIN * nothing, 0, 0.0
+        tokens = path = reach = 1.0
+        drafted, is_right, is_there = 0.0, 0.5, 1.0
+        for count in range(1, min(most, max(int(self._widest / self._breadth), 1)) + 1):
+            if count <= len(self._right):
+                is_right = self._right[count - 1].share(is_right)
+                is_there = self._proposed[count - 1].share(is_there)
+            reach *= is_there
+            path *= is_there * is_right
+            tokens, drafted = tokens + path, drafted + reach
+            rate = tokens / (self._cost(rows + self._breadth * drafted) + step * drafted)
+            loss = (self._cost(rows + self._breadth * count) - self._cost(rows) + step * count) / one
+            if count == 1:
+                self._needs = min(loss + behind / one, ALLOWANCE)
+            if loss > self.credit and count > 1:
+                break
+            if rate > best_rate:
+                best, best_rate = count, rate
+            if rate > tried_rate:
+                tried, tried_rate = count, rate
+        gain = best_rate / nothing
+        if best and behind > min(most, _HORIZON) * (1 / nothing - 1 / best_rate):
+            best = 0
+        if best:
+            self._needs = 0.0
+            if self._since_plain >= (_PLAIN * gain if self._had_plain else 2):
+                return 0
+        elif self.credit >= self._needs and behind <= self.credit * one:
+            best, best_rate, self._tries = tried, tried_rate, True
+        self._rate = best_rate
+        return best
+
+    def goes_on(self, sure: float) -> bool:
+        """Whether a source that is so sure of its last token should propose another one; called for each token."""
+        self._sure.append(sure)
+        depth = len(self._sure)
+        self._path *= self._right_if_sure[_level(sure)].share(sure)
+        is_right = self._right[depth].share(0.5) if depth < len(self._right) else 0.5
+        rows = self._rows + depth
+        return self._path * is_right > self._rate * (self._cost(rows + 1) - self._cost(rows) + self._step())
+
+    def worth(self, probabilities: Sequence[float]) -> int:
+        """How many tokens of a tree are worth a row of the pass.
+
+        Args:
+            probabilities: that of each token with those before it, in descending order.
+        """
+        costs = [self._cost(self._rows + count) for count in range(min(len(probabilities), self._widest) + 1)]
+        pairs = zip(probabilities, pairwise(costs), strict=False)
+        return next(
+            (at for at, (p, (one, more)) in enumerate(pairs) if at and p < self._rate * (more - one)), len(costs) - 1
+        )
+
+    def deepens(self, right: float, depth: int) -> bool:
+        """Whether a tree should get another level: `right` tokens are expected to be right at this depth, from 1."""
+        is_right = self._right[depth].share(0.5) if depth < len(self._right) else 0.5
+        return right * is_right > self._rate * self._step()
+
+    def learn(
+        self,
+        wanted: int,
+        drafted: int,
+        right: int,
+        *,
+        tokens: int | None = None,
+        rows: int,
+        seconds: float | None,
+        draft_seconds: float = 0.0,
+        lacks: int = 0,
+    ) -> None:
+        """Take in a pass and its draft.
+
+        Args:
+            wanted, drafted: tokens that were wanted from the source, and that it proposed; of a tree the depths.
+            right: proposed tokens that were correct.
+            tokens: all tokens of a tree.
+            rows: rows of the pass, those of the draft included.
+            seconds: its time; None for a pass of a prompt.
+            draft_seconds: time of the draft.
+            lacks: tokens that the source had not seen.
+        """
+        self._count += 1
+        self._since_plain = self._since_plain + 1 if drafted else 0
+        if seconds is not None:
+            self._had_plain |= not drafted
+            kept = self._passes.setdefault(_bucket(rows), deque(maxlen=_KEPT))
+            kept.append((self._count, rows, seconds))
+        if not wanted:  # the usual case without drafts must take no time
+            if rows == 1:
+                self.credit = max(self.credit, min(self.credit + SHARE, ALLOWANCE))
+                return
+        elif lacks <= _FEW:
+            self._steps.append(draft_seconds / max(drafted, 1))
+        elif self._steps:
+            self._catching_up.append(max(draft_seconds - self._step() * drafted, 0.0) / lacks)
+        else:
+            self._catching_up.append(draft_seconds / (lacks + drafted))
+        for depth in range(min(wanted, drafted + 1)):
+            if depth == len(self._right):
+                self._right.append(_Often())
+                self._proposed.append(_Often())
+            self._proposed[depth].add(depth < drafted)
+            if depth < drafted and depth <= right:
+                self._right[depth].add(depth < right)
+        for sure, is_right in zip(self._sure, [True] * right + [False] * (drafted > right), strict=False):
+            self._right_if_sure[_level(sure)].add(is_right)
+        if drafted and rows > drafted:
+            self._breadth += 0.3 * ((tokens or drafted) / drafted - self._breadth)
+        self._points = self._measured()
+        spent = self._cost(rows) + self._step() * (drafted or (wanted > 0))
+        if self._tries and len(self._catching_up) > 1:
+            spent += self._behind(lacks)
+        # an outlier may have been measured, which must not end drafts for long
+        credit = self.credit + right + 1 - spent / self._cost(1)
+        self.credit = max(min(credit, MOST_CREDIT), -ALLOWANCE)
+
+    @property
+    def _widest(self) -> int:
+        """The most tokens: of several steps to what was never measured each can be taken back."""
+        return min(2 * round(self._points[-1][0]), MOST)
+
+    def _step(self) -> float:
+        """Seconds of a drafted token."""
+        return median_low(self._steps) if self._steps else self._step_cost * self._cost(1)
+
+    def _behind(self, lacks: int) -> float:
+        """Seconds until the source has read the tokens that it lacks; each takes no longer than one that it drafts."""
+        known = lacks > _FEW and bool(self._catching_up)
+        return lacks * min(median_low(self._catching_up), self._step()) if known else 0.0
+
+    def _measured(self) -> Sequence[tuple[float, float]]:
+        """Rows and seconds of a pass, both rising."""
+        points: list[tuple[float, float]] = []
+        for bucket in sorted(self._passes, reverse=True):
+            kept = self._passes[bucket]
+            while bucket and kept and kept[0][0] < self._count - _OLD:
+                kept.popleft()
+            if kept:
+                rows = sum(count for _, count, _ in kept) / len(kept)
+                seconds = median_low([time for *_, time in kept])
+                # fewer rows never take longer
+                points.append((rows, min(seconds, points[-1][1]) if points else seconds))
+        return points[::-1] or ((1.0, 1.0),)
+
+    def _cost(self, rows: float) -> float:
+        """Seconds of a pass; before any was measured, its time relative to one of one row."""
+        points = self._points
+        first, seconds = points[0]
+        if rows <= first or len(points) == 1:
+            return seconds * (1 + self._row_cost * (rows - 1)) / (1 + self._row_cost * (first - 1))
+        at = next((index for index, (count, _) in enumerate(points) if count >= rows), len(points))
+        (low, cheap), (high, dear) = points[min(at, len(points) - 1) - 1 :][:2]
+        slope = (dear - cheap) / (high - low)
+        # beyond what was measured it is worth a try
+        return cheap + slope * (rows - low) if at < len(points) else dear + slope / 2 * (rows - high)
+
+
+def width_of(model: StreamedModel, draft: StreamedModel | str) -> Width:
+    """A new width for a model and its draft: until costs are measured, from the weights that a pass moves and uses."""
+    placement = model.placement
+    used = sum(placed.stored for placed in placement.units) or 1
+    moved = max(placement.streamed_bytes, placement.uploaded_bytes)
+    own = 0 if isinstance(draft, str) else sum(placed.stored for placed in draft.placement.units)
+    row = _ROW if model.device.type == "cpu" else _ROW / 8
+    return Width(row * used / (used + _DISK * moved), own / (used + _DISK * moved))
+
+
+def _bucket(rows: int) -> int:
+    """1, 2, 3 and 4, 5 to 8, ... rows."""
+    return (rows - 1).bit_length()
+
+
+def _level(sure: float) -> int:
+    return sum(sure >= bound for bound in _LEVELS)
