@@ -26,7 +26,7 @@ from rabbitllm.telemetry.passes import BETWEEN_LAYERS, COMPUTE, DEQUANTIZE, PROM
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
-    from rabbitllm.generation._proposals import Draft
+    from rabbitllm.generation.draft import Draft
 
 WAIT_SECONDS = 1.5
 """Time after which waiting for the pipe is reported on stderr."""

@@ -16,7 +16,8 @@ from transformers import DynamicCache
 
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
-from rabbitllm.generation._proposals import Draft, Proposal, proposals_of
+from rabbitllm.generation._proposals import Draft as Draft
+from rabbitllm.generation._proposals import Proposal, proposals_of
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation.kv_cache import cache_argument, can_go_back
 from rabbitllm.generation.request import check_generates, tokenizer_of
