@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rabbitllm.engine.devices import Device
     from rabbitllm.engine.load_plan import LoadPlanner, PartChooser, TooLittle
     from rabbitllm.engine.streamed_model import StreamedModel
-    from rabbitllm.generation._proposals import Draft
+    from rabbitllm.generation.draft import Draft
 
 logger = logging.getLogger(__name__)
 

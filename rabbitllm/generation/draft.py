@@ -19,11 +19,9 @@ from transformers import DynamicCache
 
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
-from rabbitllm.generation._proposals import MTP as MTP
+from rabbitllm.generation._proposals import MTP, SELF, Proposal, proposals_of
 from rabbitllm.generation._proposals import NGRAM as NGRAM
-from rabbitllm.generation._proposals import SELF as SELF
 from rabbitllm.generation._proposals import Draft as Draft
-from rabbitllm.generation._proposals import Proposal, proposals_of
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Width, width_of
 from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, can_go_back
