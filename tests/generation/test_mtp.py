@@ -339,7 +339,7 @@ def test_sampled_answers_have_the_models_distribution(tmp_path: Path, draws: int
 @torch.no_grad()
 def test_heads_of_compressed_folders_have_8_bits(tmp_path: Path, compression: str, exact: bool) -> None:
     """Their logits are near those of plain weights; answers are those of the compressed model."""
-    folder = build_with_head(tmp_path / "model", "qwen3_5", hidden_size=256)
+    folder = build_with_head(tmp_path / "model", "qwen3_5", tied=True, hidden_size=256)
     tensors, config = read_tensors(folder), plain_model(folder).config
     directory = split(folder, compression)
     model = streamed_with_head(directory, exact=exact)
@@ -351,6 +351,7 @@ def test_heads_of_compressed_folders_have_8_bits(tmp_path: Path, compression: st
     embedding = model(IDS[:, :1]).logits  # a pass of the model between those of the head changes nothing
     assert embedding.shape[1] == 1
     tensors["model.embed_tokens.weight"] = torch.stack([row_of(model, token) for token in range(config.vocab_size)])
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     expected, _ = qwen_head(tensors, config, IDS[0, 1:10], states[0])
     assert 1e-5 < float((hidden[0] - expected).norm() / expected.norm()) < 0.05
     model.generation_config.eos_token_id = None

@@ -43,10 +43,10 @@ def family_of(name: str) -> Family:
     return FAMILIES[name] if name in FAMILIES else HYBRIDS[name]
 
 
-def build_with_head(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> Path:
+def build_with_head(folder: Path, name: str, *, seed: int = 0, tied: bool = False, **settings: Any) -> Path:
     """A random checkpoint with one random head."""
     family = family_of(name)
-    build_checkpoint(folder, family, tied=False, seed=seed, **settings)
+    build_checkpoint(folder, family, tied=tied, seed=seed, **settings)
     return add_head(folder, family, seed + 1)
 
 
