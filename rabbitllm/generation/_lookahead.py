@@ -25,7 +25,9 @@ FIRST_TOKENS = 4
 """Tokens of the first draft of a sequence."""
 MOST_TOKENS = 10
 """The most tokens of a draft."""
-MOST_PASSES = 31
+LONGEST = 3
+"""The most last tokens that must have occurred before."""
+MOST_PASSES = 7
 """The most passes without a draft after drafts whose first token was wrong."""
 
 
@@ -33,7 +35,7 @@ class Lookahead:
     """The drafts of one running sequence.
 
     A draft has about twice as many tokens as were right in the last one. The more drafts in succession were wrong from
-    the first token on, the longer the sequence goes without.
+    the first token on, the more tokens must have occurred before, and the longer the sequence goes without.
 
     Args:
         stats: totals, of which it raises the drafted and the accepted tokens.
@@ -45,7 +47,7 @@ class Lookahead:
     def __init__(self, stats: BatchStats) -> None:
         self.tokens: tuple[int, ...] = ()
         self._stats = stats
-        self._proposals = FromText()
+        self._proposals = FromText(LONGEST)
         self._most = FIRST_TOKENS
         self._rest = self._left = 0
         self._computed: tuple[int, ...] = ()  # drafted for the last pass
@@ -115,6 +117,7 @@ class Lookahead:
         drop_last(cache, len(self._computed) - self._accepted)
         self._most = min(2 * self._accepted + 1, MOST_TOKENS)
         self._left = self._rest = 0 if self._accepted else min(2 * self._rest + 1, MOST_PASSES)
+        self._proposals.least = 1 if self._accepted else min(self._proposals.least + 1, LONGEST)
 
     def _row(self) -> Any:
         """The output after the token of the sequence and the accepted ones."""

@@ -83,12 +83,20 @@ class Proposals(Protocol):
 
 
 class FromText:
-    """Proposes the tokens that followed the last two, or the last one, when they occurred first."""
+    """Proposes the tokens that followed the last ones when they occurred first.
+
+    Args:
+        longest, least: the number of last tokens that it looks for, from the first one down to the second one.
+    """
+
+    def __init__(self, longest: int = NGRAM_LENGTH, least: int = 1) -> None:
+        self.longest = longest
+        self.least = least
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, (1, tokens)."""
         text, count = ids[0], most
-        for length in range(min(NGRAM_LENGTH, len(text) - 1), 0, -1):
+        for length in range(min(self.longest, len(text) - 1), self.least - 1, -1):
             places = (text[:-1].unfold(0, length, 1) == text[-length:]).all(dim=1).nonzero()
             if len(places):
                 begin = int(places[0]) + length
