@@ -57,10 +57,10 @@ class InputLayout:
     @functools.cached_property
     def order_address(self) -> int:
         """The address of the number of the element at each place, int32."""
-        return int(self._elements.ctypes.data)
+        return int(self.elements.ctypes.data)
 
     @functools.cached_property
-    def _elements(self) -> npt.NDArray[np.int32]:
+    def elements(self) -> npt.NDArray[np.int32]:
         """The element at each place."""
         elements = np.arange(self.step, dtype=np.int32).reshape(self.sizes)
         return np.ascontiguousarray(elements.transpose(self.order)).ravel()

@@ -1,8 +1,8 @@
 """Blocks of ggml, the quantized types of GGUF files: sizes, and the numbers that they stand for.
 
-A row of a tensor is a whole number of blocks, so blocks can be cut and joined by rows. Types with a description in
-`_gguf_decoders.py` are dequantized by torch on any device, and by a kernel of it on the CPU; all other types by the
-`gguf` package, on the CPU. The results equal those of that package bit for bit, in float32; they are then rounded once.
+A row of a tensor is a whole number of blocks, so blocks can be cut and joined by rows. Types with a table in
+`_block_formats.py` are dequantized by torch on any device, and by a kernel on the CPU; all other types by the `gguf`
+package, on the CPU. The results equal those of that package bit for bit, in float32; they are then rounded once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._gguf_decoders import DECODERS
+from rabbitllm.quant._block_formats import FORMATS, BlockFormat, Field, Fields
 from rabbitllm.quant._kernel_interface import NUMBERS
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def dequantize(name: str, blocks: torch.Tensor, shape: tuple[int, ...], dtype: t
     values = torch.empty(count, block.elements, dtype=dtype, device=blocks.device)
     is_host = blocks.device == torch.device("cpu")
     step = max(_CHUNK // block.elements, 1) if is_host else _WORK_BYTES // _BLOCK_WORK
-    decode = _by_torch if name in DECODERS else _by_gguf
-    if name in DECODERS and elements >= WORTH_A_KERNEL and is_host and _kernel_agrees(name):
+    decode = _by_torch if name in FORMATS else _by_gguf
+    if name in FORMATS and elements >= WORTH_A_KERNEL and is_host and _kernel_agrees(name):
         decode = _by_kernel
     rows = blocks.reshape(count, block.nbytes)
     for begin in range(0, count, step):
@@ -85,7 +85,7 @@ def work_bytes(name: str, elements: int) -> int:
 
 def lanes_for(name: str) -> int:
     """Lanes of the kernels for a type of blocks on this processor; 0 if there are none."""
-    if name not in DECODERS:
+    if name not in FORMATS:
         return 0
     from rabbitllm.quant import _vectors  # numba comes with it
 
@@ -98,13 +98,11 @@ def sample(name: str, elements: int, generator: torch.Generator) -> torch.Tensor
 
     block = BLOCK_TYPES[name]
     blocks = torch.randint(0, 256, (elements // block.elements, block.nbytes), dtype=torch.uint8, generator=generator)
-    reader = _TensorReader(blocks[:1])
-    for _ in DECODERS[name](reader):
-        pass
-    for offset in reader.halves:
-        halves = ((torch.rand(len(blocks), 1, generator=generator) + 0.5) / 1024).half()
-        blocks[:, offset : offset + 2] = halves.view(torch.uint8)
-    if not reader.halves:  # MXFP4: an exponent
+    halves = FORMATS[name].halves
+    for offset in halves:
+        some = ((torch.rand(len(blocks), 1, generator=generator) + 0.5) / 1024).half()
+        blocks[:, offset : offset + 2] = some.view(torch.uint8)
+    if not halves:  # MXFP4: an exponent
         blocks[:, 0] = torch.randint(120, 128, (len(blocks),), dtype=torch.uint8, generator=generator)
     return blocks.view(-1)
 
@@ -145,16 +143,64 @@ def _by_torch(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     """The same, on any device, in few operations: their number is the time on a GPU."""
     import torch
 
-    begin = 0
-    for codes, scales, minima, signed in DECODERS[name](_TensorReader(blocks)):
-        for index, part in enumerate((codes.view(torch.int8) if signed else codes).chunk(len(scales), 1)):
-            target = out[:, begin : begin + part.shape[1]]
-            # bytes are multiplied as float32, and the result is rounded to the dtype of `out`
-            if minima:
-                torch.sub(scales[index] * part, minima[index], out=target)
-            else:
-                torch.mul(scales[index], part, out=target)
-            begin += part.shape[1]
+    form = FORMATS[name]
+    scales, minima = _scales(form, blocks)
+    for begin in range(0, out.shape[1], form.run):
+        group, parts = begin // form.group, max(form.run // form.group, 1)
+        codes = _codes(form, blocks, begin).unflatten(1, (parts, -1))
+        target, some = out[:, begin : begin + form.run].unflatten(1, (parts, -1)), slice(group, group + parts)
+        # bytes are multiplied as float32, and the result is rounded to the dtype of `out`
+        if minima is None:
+            torch.mul(scales[:, some, None], codes, out=target)
+        else:
+            torch.sub(scales[:, some, None] * codes, minima[:, some, None], out=target)
+
+
+def _codes(form: BlockFormat, blocks: torch.Tensor, begin: int) -> torch.Tensor:
+    """The codes of a run of elements, or their values: int8 (n, elements)."""
+    import torch
+
+    codes = None
+    for plane in form.planes:
+        offset, shift = plane.at(begin)
+        if plane.run:
+            some = blocks[:, offset : offset + form.run]
+            some = some >> shift if shift else some
+            some = some & (1 << plane.bits) - 1 if shift + plane.bits < 8 else some
+        else:
+            some = _fields(tuple((Field(offset + k // 8, k % 8, 1),) for k in range(form.run)), blocks)
+        some = some << plane.first if plane.first else some
+        codes = some if codes is None else codes | some
+    assert codes is not None
+    if form.values:
+        return _table(form.values, blocks.device)[codes.int()]
+    return (codes - -form.least if form.least else codes).view(torch.int8)
+
+
+def _scales(form: BlockFormat, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The scales and minima of the groups: float32 (n, groups)."""
+    import torch
+
+    halves = [blocks[:, offset : offset + 2].contiguous().view(torch.float16).float() for offset in form.halves]
+    if not halves:
+        exponent = blocks[:, :1].int()
+        bits = torch.where(exponent < 2, (exponent + 1) << 21, (exponent - 1) << 23)
+        return bits.view(torch.float32), None
+    scales, minima = halves[0], -halves[1] if len(halves) > 1 else None
+    if form.factors:
+        scales = scales * (_fields(form.factors, blocks).view(torch.int8).int() + form.least_factor)
+    if form.minima:
+        minima = halves[1] * _fields(form.minima, blocks)
+    return scales, minima
+
+
+def _fields(fields: Fields, blocks: torch.Tensor) -> torch.Tensor:
+    """The numbers that fields have: uint8 (n, numbers)."""
+    import torch
+
+    offsets, shifts, masks, firsts = _places(fields, blocks.device)
+    parts = (blocks[:, offsets] >> shifts & masks) << firsts
+    return parts.unflatten(1, (len(fields), -1)).sum(2, dtype=torch.uint8)
 
 
 def _by_gguf(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
@@ -177,60 +223,14 @@ def _table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def _bit_places(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The byte of each of so many bits, int64, and its offset in the byte, uint8; kept as `_table` is."""
+def _places(fields: Fields, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Offsets, int64, and shifts, masks and first bits, uint8, of fields, as many for each number; kept too."""
     import torch
 
+    most = max(map(len, fields))
+    padded = [field for some in fields for field in (*some, *[Field(0, 0, 0)] * (most - len(some)))]
+    offsets, shifts, bits, firsts = zip(*padded, strict=True)
+    rest = shifts, [(1 << count) - 1 for count in bits], firsts
     with torch.inference_mode(False):
-        places = torch.arange(count, device=device)
-        return places // 8, (places % 8).to(torch.uint8)
-
-
-class _TensorReader:
-    """Reads blocks, uint8 (n, nbytes): vectors are uint8 (n, count), ints int32 (n, 1), floats float32 (n, 1).
-
-    Attributes:
-        halves: offsets of the float16 that were read.
-    """
-
-    def __init__(self, blocks: torch.Tensor) -> None:
-        self._blocks = blocks
-        self._ints: dict[int, torch.Tensor] = {}
-        self.halves: list[int] = []
-
-    def bytes(self, offset: int, count: int) -> torch.Tensor:
-        return self._blocks[:, offset : offset + count]
-
-    def bits(self, offset: int, count: int) -> torch.Tensor:
-        where, shifts = _bit_places(count, self._blocks.device)
-        return self._blocks[:, offset : offset + (count + 7) // 8][:, where] >> shifts & 1
-
-    def look_up(self, values: tuple[int, ...], index: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        return _table(values, index.device)[index.int()].view(torch.uint8)
-
-    def byte(self, offset: int) -> torch.Tensor:
-        import torch
-
-        run = offset // 16 * 16  # the bytes around it are scales too
-        if run not in self._ints:
-            self._ints[run] = self._blocks[:, run : run + 16].to(torch.int32)
-        return self._ints[run][:, offset - run : offset - run + 1]
-
-    def signed(self, value: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        return value.to(torch.int8).to(torch.int32)
-
-    def half(self, offset: int) -> torch.Tensor:
-        import torch
-
-        self.halves.append(offset)
-        return self._blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()
-
-    def half_power(self, exponent: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        usual = (exponent - 1) << 23
-        return torch.where(exponent < 2, (exponent + 1) << 21, usual).view(torch.float32)
+        offset = torch.tensor(offsets, device=device)
+        return offset, *(torch.tensor(some, dtype=torch.uint8, device=device) for some in rest)

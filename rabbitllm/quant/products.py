@@ -343,9 +343,9 @@ class Matrix(QuantizedMatrix, KernelMatrix):
 
 @functools.cache
 def _layout(scheme: str) -> InputLayout:
-    from rabbitllm.quant import _integer_blocks, _integers  # numba comes with them
+    from rabbitllm.quant import _block_kernels, _integers  # numba comes with them
 
-    return (_integer_blocks.LAYOUTS if scheme in BLOCK_TYPES else _integers.SEGMENT_LAYOUTS)[scheme]
+    return (_block_kernels.LAYOUTS if scheme in BLOCK_TYPES else _integers.SEGMENT_LAYOUTS)[scheme]
 
 
 def _run(
