@@ -63,15 +63,11 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
 # Numbers and panels.
 
 
-def _half(emit: Emitter, base: Any, offset: int) -> Any:
-    """The float16 at an offset in the block at an address, as float32."""
-    return emit.b.fpext(emit.load(emit.add(base, offset), ir.HalfType(), 1), F32)
-
-
-def _scale(emit: Emitter, form: BlockFormat, base: Any, offset: int) -> Any:
-    if form.halves:
-        return _half(emit, base, offset)
-    return half_power(emit.b, emit.b.zext(emit.load(base, I8, 1), I32))
+def _halves(emit: Emitter, form: BlockFormat, base: Any) -> list[Any]:
+    """The scale and, where there is one, the minimum of the block at an address, float32."""
+    if not form.halves:
+        return [half_power(emit.b, emit.b.zext(emit.load(base, I8, 1), I32))]
+    return [emit.b.fpext(emit.load(emit.add(base, offset), ir.HalfType(), 1), F32) for offset in form.halves]
 
 
 def _times(emit: Emitter, scale: Any, base: Any, fields: Sequence[Field], least: int) -> Any:
@@ -87,18 +83,16 @@ def _times(emit: Emitter, scale: Any, base: Any, fields: Sequence[Field], least:
     return b.fmul(scale, b.sitofp(factor, F32))
 
 
-def _codes(emit: Emitter, form: BlockFormat, base: Any, begin: int) -> Any:
-    """The codes of a run of elements, or their values, bytes."""
+def _codes(emit: Emitter, form: BlockFormat, load: Callable[[int, ir.Type], Any], begin: int) -> Any:
+    """The codes of a run of elements, or their values, bytes; `load` loads from an offset in the block."""
     b, run, codes = emit.b, ir.VectorType(I8, form.run), None
     for plane in form.planes:
         offset, shift = plane.at(begin)
-        place = emit.add(base, offset)
         if plane.run:
-            some = b.lshr(emit.load(place, run, 1), every(run, shift)) if shift else emit.load(place, run, 1)
+            some = b.lshr(load(offset, run), every(run, shift)) if shift else load(offset, run)
             some = b.and_(some, every(run, (1 << plane.bits) - 1)) if shift + plane.bits < 8 else some
         else:
-            mask = b.bitcast(emit.load(place, I16, 1), ir.VectorType(ir.IntType(1), form.run))
-            some = b.zext(mask, run)
+            some = b.zext(b.bitcast(load(offset, I16), ir.VectorType(ir.IntType(1), form.run)), run)
         some = b.shl(some, every(run, plane.first)) if plane.first else some
         codes = some if codes is None else b.or_(codes, some)
     if form.values:
@@ -117,15 +111,14 @@ def _fill(scheme: str, width: int) -> Any:
     """An intrinsic that decodes a part of one row of the matrix to float32."""
     block, form = BLOCK_TYPES[scheme], FORMATS[scheme]
 
-    def scale_of(emit: Emitter, base: Any, group: int) -> tuple[Any, Any]:
-        """The scale and the minimum of a group, or None, in all lanes."""
-        scale, least = _scale(emit, form, base, form.halves[0] if form.halves else 0), None
+    def scale_of(emit: Emitter, base: Any, halves: list[Any], group: int) -> list[Any]:
+        """The scale and, where there is one, the minimum of a group in all lanes."""
+        scale, *least = halves
         if form.factors:
             scale = _times(emit, scale, base, form.factors[group], form.least_factor)
-        if len(form.halves) > 1:
-            least = _half(emit, base, form.halves[1])
-            least = _times(emit, least, base, form.minima[group], 0) if form.minima else emit.b.fneg(least)
-        return emit.spread(scale), None if least is None else emit.spread(least)
+        if least:
+            least = [_times(emit, *least, base, form.minima[group], 0) if form.minima else emit.b.fneg(*least)]
+        return [emit.spread(value) for value in (scale, *least)]
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
         """See `_product_kernels._fill`; a step is two vectors of elements. Here scales, table and shift are unused."""
@@ -137,13 +130,16 @@ def _fill(scheme: str, width: int) -> Any:
         with emit.loop(count) as index:
             base = emit.add(start, builder.mul(index, number(block.nbytes)))
             place = emit.add(panel, builder.mul(index, number(block.elements * 4)))
+            halves = _halves(emit, form, base)
+            # what is loaded again after a store, LLVM loads again
+            load = functools.cache(lambda offset, ir_type, base=base: emit.load(emit.add(base, offset), ir_type, 1))
             for element in range(0, block.elements, width):
                 if element % form.run == 0:
-                    few = _codes(emit, form, base, element)
+                    codes_of_run = _codes(emit, form, load, element)
                 if element % form.group == 0:
-                    scale, least = scale_of(emit, base, element // form.group)
-                value = builder.fmul(_floats(emit, few, element % form.run), scale)
-                value = value if least is None else builder.fsub(value, least)
+                    scale, *least = scale_of(emit, base, halves, element // form.group)
+                value = builder.fmul(_floats(emit, codes_of_run, element % form.run), scale)
+                value = builder.fsub(value, *least) if least else value
                 emit.store(value, emit.add(place, 4 * element), 4)
 
     return emitted(fill, width)

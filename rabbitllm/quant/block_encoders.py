@@ -639,14 +639,20 @@ def _search(words, kind, group, groups, limits, ranges, places, fields, payload,
             if len(halves) > 1:  # a minimum without factors is added, and not subtracted
                 least = t[_LEAST_UNITS + begin]
                 _store_half(-least if least_multiple > 0 else least, out[first + block, halves[1] :])
-            for number, k, stored, right, mask, offset, left in fields:
-                value = np.int64(t[number + begin + k]) - stored
-                out[first + block, offset] |= np.uint8((value >> right & mask) << left)
+            _pack_fields(t, begin, fields, out[first + block])
             _pack(fours[block * elements // 4 : (block + 1) * elements // 4], places, packed)
             target = out[first + block, payload[0] : payload[1]]
             for i in range(len(target)):
                 target[i] = packed_bytes[i]
     return largest
+
+
+@compiled
+def _pack_fields(t, begin, fields, out):  # type: ignore[no-untyped-def]
+    """Pack the factors and minima of the groups from `begin` on into a block."""
+    for f in range(len(fields)):
+        value = np.int64(t[fields[f, 0] + begin + fields[f, 1]]) - fields[f, 2]
+        out[fields[f, 5]] |= np.uint8((value >> fields[f, 3] & fields[f, 4]) << fields[f, 6])
 
 
 @compiled
