@@ -45,7 +45,7 @@ from rabbitllm.quant.quantize import (
     nested_operands,
     operands,
 )
-from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized
+from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized, code_values
 
 if TYPE_CHECKING:
     from typing import Self
@@ -443,39 +443,37 @@ def dense_product(
 
 @functools.cache
 def _agrees(method: str, scheme: str, width: int) -> bool:
-    """Whether a kernel's result on a sample agrees with indexing and float32."""
+    """Whether a kernel's products with samples agree with the dequantized matrix and float32."""
     import torch
 
-    def product(form: Quantized, payload: Any, absmax: Any, table: Any, x: torch.Tensor) -> torch.Tensor:
-        return Matrix(form, payload, absmax, table).times_by(method, width, x)
+    def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        for inputs, rows, columns in _TRIALS[method]:
+            matrix, x = sample(scheme, (rows, columns), generator), torch.randn(inputs, columns, generator=generator)
+            yield matrix.times_by(method, width, x), x @ matrix.dequantized(torch.float32).T
 
-    is_block = scheme in BLOCK_TYPES
-    samples, trials = (_of_blocks, _BLOCK_TRIALS) if is_block else (_kernels.of_codes, _TRIALS)
     tolerance = _kernels.INTEGER_TOLERANCE if width == INTEGERS else _kernels.TOLERANCE
-    return _kernels.agrees(
-        f"by {method} at {scheme}", samples(scheme, torch.float32, trials[method], product), tolerance
-    )
+    return _kernels.agrees(f"by {method} at {scheme}", trials(), tolerance)
 
 
-def _of_blocks(
-    scheme: str, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]], product: _kernels.Product
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Products with random blocks; see `_kernels.of_codes`."""
+def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> Matrix:
+    """A matrix with random codes and scales; its rows are whole segments or blocks."""
     import torch
 
-    generator, empty = torch.Generator().manual_seed(0), torch.empty(0)
-    for inputs, rows, columns in shapes:
-        blocks = gguf_blocks.sample(scheme, rows * columns, generator)
-        x = torch.randn(inputs, columns, generator=generator).to(dtype)
-        matrix = gguf_blocks.dequantize(scheme, blocks, (rows, columns), torch.float32)
-        yield product(Quantized(scheme, (rows, columns), None), blocks, empty, empty, x), x.float() @ matrix.T
+    elements = math.prod(shape)
+    if scheme in BLOCK_TYPES:
+        blocks, empty = gguf_blocks.sample(scheme, elements, generator), torch.empty(0)
+        return Matrix(Quantized(scheme, shape, None), blocks, empty, empty)
+    entry = SCHEMES[scheme]
+    codes = torch.randint(0, 256, (elements // entry.codes_a_byte,), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(-(-elements // entry.block), generator=generator)
+    return Matrix(Quantized(scheme, shape, "float32"), codes, scales, code_values(scheme))
 
 
 _TRIALS = {
-    CODES: ((1, 7, 192), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
-    PANELS: ((7, 5, 192), (13, 70, 4096)),  # the last by several threads, with two panels for each row
+    CODES: ((1, 7, 768), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
+    PANELS: ((7, 5, 768), (13, 70, 4096)),  # the last by several threads, with two panels for each row
 }
 """The products of a kernel's trial: inputs, rows, columns."""
-_BLOCK_TRIALS = {CODES: ((1, 7, 256), (6, 5, 4096), (1, 64, 4096)), PANELS: ((7, 5, 256), (13, 70, 4096))}
 _NO_TABLE = -1
 """In place of the address of a table, for kernels whose values are in their code."""
