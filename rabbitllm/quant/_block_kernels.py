@@ -16,13 +16,13 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from llvmlite import ir
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _integers, _product_kernels
-from rabbitllm.quant._block_formats import FORMATS, FP4_VALUES, IQ4_VALUES, BlockFormat, Field
+from rabbitllm.quant._block_formats import FORMATS, FP4_VALUES, IQ4_VALUES, BlockFormat, Field, Fields
 from rabbitllm.quant._integers import WORDS, InputLayout
 from rabbitllm.quant._kernel_interface import BEFORE_WORK, CODES, NUMBERS, PANELS
 from rabbitllm.quant._product_kernels import PIECE_WORDS, arguments, named, own_rows, pieces
@@ -175,26 +175,6 @@ LAYOUTS: Mapping[str, InputLayout] = {
 """The types that have such a kernel."""
 
 
-class _IntegerPart(NamedTuple):
-    """Codes whose products are summed in the lanes of one vector before their scales are applied.
-
-    Attributes:
-        words: vectors of 32 integers.
-        scale: of each of 16 lanes, float32.
-    """
-
-    words: tuple[Any, ...]
-    scale: Any
-
-
-def _parts(emit: Emitter, scheme: str, base: Any) -> tuple[Iterator[_IntegerPart], Any]:
-    """The parts of the step at an address, in the order of the inputs, and the minima or None.
-
-    The minima are 16 float32, of which there may be more than groups.
-    """
-    return _EMITTED[scheme](_StepInMemory(emit, base))
-
-
 class _StepInMemory:
     """Shorthand over an `Emitter` for the bytes of a step."""
 
@@ -275,19 +255,30 @@ class _StepInMemory:
             result = self.emit.pick(result, vector, order)
         return result
 
-    def floats(self, ints: Any, *, signed: bool = False) -> Any:
-        """16 float32 from bytes or ints."""
-        if ints.type.element.width < 32:
-            ints = (self.b.sext if signed else self.b.zext)(ints, self.emit.ints)
-        return self.b.sitofp(ints, self.emit.floats)
+    def floats(self, ints: Any) -> Any:
+        """16 float32 from unsigned bytes or ints."""
+        wide = ints if ints.type.element.width == 32 else self.b.zext(ints, self.emit.ints)
+        return self.b.sitofp(wide, self.emit.floats)
 
-    def ints(self, offset: int, bits: int, count: int, order: Any) -> Any:
-        """Ints of 32 bits from consecutive shorter ones, in an order."""
-        picked = self.pick(self.load(offset, bits, count), order)
-        return picked if bits == 32 else self.b.zext(picked, ir.VectorType(I32, picked.type.count))
+    def factors(self, fields: Fields, least: int) -> Any:
+        """The numbers of all groups, which have as many fields each, as 16 float32; of 8 groups twice."""
+        total = self.emit.every(least)
+        for part in zip(*fields, strict=True):
+            first, last = part[0].offset, part[-1].offset
+            lanes = [part[lane % len(part)] for lane in range(16)]
+            some = self.pick(self.load(first, 8, last - first + 1), [field.offset - first for field in lanes])
+            if part[0].bits == 8:
+                ints = self.b.sext(some, self.emit.ints)
+            else:
+                ints = self.right(self.b.zext(some, self.emit.ints), [field.shift for field in lanes])
+                ints = self.left(self.masked(ints, (1 << part[0].bits) - 1), part[0].first)
+            total = self.b.add(total, ints)
+        return self.b.sitofp(total, self.emit.floats)
 
 
-Emitted = tuple[Iterator[_IntegerPart], Any]
+Emitted = tuple[Iterator[tuple[Sequence[Any], Any]], Any]
+"""Vectors of words whose products are summed before a scale of each of 16 lanes is applied, and that, in the order of
+the inputs; and 16 minima, of which there may be more than groups, or None."""
 
 
 def _two_blocks(scheme: str, values: range | tuple[int, ...]) -> Callable[[_StepInMemory], Emitted]:
@@ -326,7 +317,7 @@ def _two_blocks(scheme: str, values: range | tuple[int, ...]) -> Callable[[_Step
         least = None
         if has_minimum:
             least = step.b.fneg(step.pick(step.lanes(*scales(2)), [0, 8] * 8))
-        return iter([_IntegerPart(tuple(words), step.lanes(*scales(0) * 2))]), least
+        return iter([(words, step.lanes(*scales(0) * 2))]), least
 
     return emitted
 
@@ -336,17 +327,14 @@ def _q8_0(step: _StepInMemory) -> Emitted:
     for half in range(2):
         codes = step.emit.joined(*(step.load(block + 2 + 16 * half, 8, 16) for block in (0, 34)))
         words.append(step.b.sext(codes, WORDS))
-    return iter([_IntegerPart(tuple(words), step.lanes(step.half(0), step.half(34)))]), None
+    return iter([(words, step.lanes(step.half(0), step.half(34)))]), None
 
 
-def _super_block(
-    scheme: str, scales_of: Callable[[_StepInMemory], tuple[Any, Any]]
-) -> Callable[[_StepInMemory], Emitted]:
-    """A block of 256: `scales_of` decodes its scales, and its minima or None."""
+def _super_block(scheme: str) -> Callable[[_StepInMemory], Emitted]:
+    """A block of 256."""
     form, low = FORMATS[scheme], FORMATS[scheme].planes[0]
     values = form.values or range(form.least, form.least + (1 << sum(plane.bits for plane in form.planes)))
     groups = (LAYOUTS[scheme].elements[::2] // form.group).reshape(-1, 16).tolist()  # of each lane of products
-
     run = 16 * low.run
 
     def words(step: _StepInMemory) -> Iterator[Any]:
@@ -362,53 +350,31 @@ def _super_block(
                 yield from step.both_bytes(values, index)
 
     def emitted(step: _StepInMemory) -> Emitted:
-        scales, minima = scales_of(step)
+        scales, minima = (_six_bit_scales if scheme in ("Q4_K", "Q5_K") else _scales)(step, form)
 
-        def decoded() -> Iterator[_IntegerPart]:
+        def decoded() -> Iterator[tuple[Sequence[Any], Any]]:
             for order, some in itertools.groupby(zip(groups, words(step), strict=True), operator.itemgetter(0)):
-                yield _IntegerPart(tuple(word for _, word in some), step.pick(scales, order))
+                yield [word for _, word in some], step.pick(scales, order)
 
         return decoded(), minima
 
     return emitted
 
 
-def _six_bit_scales(step: _StepInMemory) -> tuple[Any, Any]:
+def _scales(step: _StepInMemory, form: BlockFormat) -> tuple[Any, Any]:
+    scale, *least = (step.lanes(step.half(offset)) for offset in form.halves)
+    scales = step.b.fmul(scale, step.factors(form.factors, form.least_factor)) if form.factors else scale
+    return scales, step.b.fmul(*least, step.factors(form.minima, 0)) if least else None
+
+
+def _six_bit_scales(step: _StepInMemory, form: BlockFormat) -> tuple[Any, Any]:
+    """The same for groups of which half have one field."""
     fields = step.load(0, 32, 4)  # float16; factors 0 to 3 with upper bits of 4 to 7: of scales, of minima; lower bits
     low = step.masked(step.right(step.pick(fields, [2, 3, 1, 3]), [0, 4, 0, 0]), [0x3F3F3F3F, 0x0F0F0F0F] * 2)
     high = step.masked(step.right(step.pick(fields, [2, 2, 1, 1]), 2), [0, 0x30303030] * 2)
     factors = step.b.bitcast(step.b.or_(low, high), ir.VectorType(I8, 16))
     both = step.b.fmul(step.lanes(step.half(2), step.half(0)), step.floats(factors))
     return step.pick(both, [*range(8, 16)] * 2), both
-
-
-def _signed_six_bit_scales(step: _StepInMemory, offset: int, low: Any, high: Any) -> tuple[Any, None]:
-    """From the offset of the scale, and vectors whose lowest bits are the lower and upper ones of factors."""
-    factors = step.b.or_(step.masked(low, 15), step.left(step.masked(high, 3), 4))
-    factors = step.b.sub(factors, step.emit.every(32))
-    return step.b.fmul(step.lanes(step.half(offset)), step.floats(factors)), None
-
-
-def _scales_of_q3_k(step: _StepInMemory) -> tuple[Any, None]:
-    low = step.right(step.ints(96, 8, 8, [*range(8)] * 2), [0] * 8 + [4] * 8)
-    high = step.right(step.ints(104, 8, 4, [*range(4)] * 4), [lane // 4 * 2 for lane in range(16)])
-    return _signed_six_bit_scales(step, 108, low, high)
-
-
-def _scales_of_iq4_xs(step: _StepInMemory) -> tuple[Any, None]:
-    low = step.right(step.ints(4, 32, 1, [0] * 16), [4 * (lane % 8) for lane in range(16)])
-    high = step.right(step.ints(2, 16, 1, [0] * 16), [2 * (lane % 8) for lane in range(16)])
-    return _signed_six_bit_scales(step, 0, low, high)
-
-
-def _scales_of_q6_k(step: _StepInMemory) -> tuple[Any, None]:
-    return step.b.fmul(step.lanes(step.half(208)), step.floats(step.load(192, 8, 16), signed=True)), None
-
-
-def _scales_of_q2_k(step: _StepInMemory) -> tuple[Any, Any]:
-    both = step.load(0, 8, 16)
-    scales = step.b.fmul(step.lanes(step.half(80)), step.floats(step.masked(both, 15)))
-    return scales, step.b.fmul(step.lanes(step.half(82)), step.floats(step.right(both, 4)))
 
 
 _EMITTED: Mapping[str, Callable[[_StepInMemory], Emitted]] = {
@@ -419,13 +385,7 @@ _EMITTED: Mapping[str, Callable[[_StepInMemory], Emitted]] = {
     "Q8_0": _q8_0,
     "IQ4_NL": _two_blocks("IQ4_NL", IQ4_VALUES),
     "MXFP4": _two_blocks("MXFP4", FP4_VALUES),
-    "IQ4_XS": _super_block("IQ4_XS", _scales_of_iq4_xs),
-    "TQ2_0": _super_block("TQ2_0", lambda step: (step.lanes(step.half(64)), None)),
-    "Q2_K": _super_block("Q2_K", _scales_of_q2_k),
-    "Q3_K": _super_block("Q3_K", _scales_of_q3_k),
-    "Q4_K": _super_block("Q4_K", _six_bit_scales),
-    "Q5_K": _super_block("Q5_K", _six_bit_scales),
-    "Q6_K": _super_block("Q6_K", _scales_of_q6_k),
+    **{name: _super_block(name) for name in ("IQ4_XS", "TQ2_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")},
 }
 
 
@@ -444,18 +404,18 @@ class _RowSums:
         emit, offset = self._emit, 0
         for line in range(0, _code_bytes(self._scheme), 64):
             emit.prefetch(emit.add(base, PREFETCHED + line))
-        parts, minima = _parts(emit, self._scheme, base)
+        parts, minima = _EMITTED[self._scheme](_StepInMemory(emit, base))
         products = [emit.zero] * len(inputs)
-        for part in parts:
+        for words, scale in parts:
             for t, place in enumerate(inputs):
-                places = (emit.add(place, offset + 64 * n) for n in range(len(part.words)))
-                loaded = (emit.load(address, _integers.WORDS, 2) for address in places)
-                total = _integers.summed_products(emit, part.words, loaded)
-                products[t] = emit.fma(total, part.scale, products[t])
-            offset += 64 * len(part.words)
+                places = (emit.add(place, offset + 64 * n) for n in range(len(words)))
+                loaded = (emit.load(address, WORDS, 2) for address in places)
+                total = _integers.summed_products(emit, words, loaded)
+                products[t] = emit.fma(total, scale, products[t])
+            offset += 64 * len(words)
         for t, place in enumerate(floats):
-            scale = emit.spread(emit.load(place, F32, 4))
-            emit.b.store(emit.fma(products[t], scale, emit.b.load(self._totals[t])), self._totals[t])
+            of_input = emit.spread(emit.load(place, F32, 4))
+            emit.b.store(emit.fma(products[t], of_input, emit.b.load(self._totals[t])), self._totals[t])
             if minima is not None:
                 groups = self._layout.groups
                 of_inputs = emit.load(emit.add(place, 4), ir.VectorType(F32, groups), 4)
