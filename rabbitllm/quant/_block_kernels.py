@@ -117,7 +117,7 @@ def _fill(scheme: str, width: int) -> Any:
         if form.factors:
             scale = _times(emit, scale, base, form.factors[group], form.least_factor)
         if least:
-            least = [_times(emit, *least, base, form.minima[group], 0) if form.minima else emit.b.fneg(*least)]
+            least = [_times(emit, least[0], base, form.minima[group], 0) if form.minima else emit.b.fneg(least[0])]
         return [emit.spread(value) for value in (scale, *least)]
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]

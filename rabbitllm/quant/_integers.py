@@ -15,19 +15,17 @@ import ctypes
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from llvmlite import ir
 from numba import types
 
 from rabbitllm.base.compiling import c_function, to_array
 from rabbitllm.quant._kernel_interface import InputRows
 from rabbitllm.quant._vectors import F32, I8, I16, I32, ZERO_CODE, Emitter, every, features
-
-if TYPE_CHECKING:
-    import torch
 
 LARGEST_INPUT, LARGEST_CODE = (1 << 14) - 1, (1 << 15) - 1
 """The largest integers of inputs and of codes: four products fit 32 bits."""
@@ -70,8 +68,6 @@ class InputLayout:
 
         With them are float32 for each step: their scale, then the sums of the groups, of rounded inputs.
         """
-        import torch
-
         if x.dtype not in (torch.float32, torch.bfloat16):
             x = x.float()
         if x.stride(1) != 1:

@@ -119,9 +119,9 @@ def not_a_number(name: str) -> torch.Tensor:
 
 def _encode(name: str, words: Any, kind: int, out: Bytes) -> int:
     """Encode whole blocks into `out`, which is zeros; returns the bits of the largest magnitude as float32."""
-    if name in _SEARCHES:
-        return _search(words, kind, *_tables(name), out)
-    return (_q8_0 if name == "Q8_0" else _q4_0)(words, kind, out)
+    others = {"Q8_0": _q8_0, "Q4_0": _q4_0}
+    largest: int = others[name](words, kind, out) if name in others else _search(words, kind, *_tables(name), out)
+    return largest
 
 
 @cache

@@ -164,8 +164,8 @@ def _by_torch(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     scales, minima = _scales(form, blocks)
     for begin in range(0, out.shape[1], form.run):
         group, parts = begin // form.group, max(form.run // form.group, 1)
-        codes = _codes(form, blocks, begin).unflatten(1, (parts, -1))
-        target, some = out[:, begin : begin + form.run].unflatten(1, (parts, -1)), slice(group, group + parts)
+        codes = _codes(form, blocks, begin).view(len(blocks), parts, -1)
+        target, some = out[:, begin : begin + form.run].view(len(out), parts, -1), slice(group, group + parts)
         # bytes are multiplied as float32, and the result is rounded to the dtype of `out`
         if minima is None:
             torch.mul(scales[:, some, None], codes, out=target)
@@ -217,7 +217,7 @@ def _fields(fields: Fields, blocks: torch.Tensor) -> torch.Tensor:
 
     offsets, shifts, masks, firsts = _places(fields, blocks.device)
     parts = (blocks[:, offsets] >> shifts & masks) << firsts
-    return parts.unflatten(1, (len(fields), -1)).sum(2, dtype=torch.uint8)
+    return parts.view(len(blocks), len(fields), -1).sum(2, dtype=torch.uint8)
 
 
 def _by_gguf(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:

@@ -22,7 +22,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
@@ -48,10 +50,6 @@ from rabbitllm.quant.quantize import (
 from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized, code_values
 
 if TYPE_CHECKING:
-    from typing import Self
-
-    import torch
-
     from rabbitllm.quant._integers import InputLayout
 
 MAX_CODE_INPUTS = {"8bit": 5}
@@ -258,8 +256,6 @@ class KernelMatrix(ABC):
 
     def as_integers(self) -> IntegerProduct | None:
         """How it is multiplied as integers, for few inputs; None if it is not."""
-        import torch
-
         if self.method_for(1, torch.float32) != (CODES, INTEGERS):
             return None
         (codes, scales, table, *sizes), rows = self.operands(INTEGERS), self.form.shape[0]
@@ -268,8 +264,6 @@ class KernelMatrix(ABC):
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
-        import torch
-
         make = torch.zeros if method == PANELS else torch.empty
         out = make(len(x), self.form.shape[0])
         if len(x):
@@ -383,8 +377,6 @@ class GroupedProduct:
     """
 
     def __init__(self, x: torch.Tensor, like: KernelMatrix) -> None:
-        import torch
-
         self._x = x
         self._out = torch.zeros(len(x), like.form.shape[0])
         self._inputs: dict[tuple[str, int], InputRows] = {}
@@ -427,8 +419,6 @@ def dense_product(
     Returns:
         (T, N), of x's dtype.
     """
-    import torch
-
     rows, columns = shape
     step = together * max(CHUNK_ELEMENTS // columns // together, 1)
     # processors without instructions for bfloat16 are slow at it, so float32 is used there
@@ -444,7 +434,6 @@ def dense_product(
 @functools.cache
 def _agrees(method: str, scheme: str, width: int) -> bool:
     """Whether a kernel's products with samples agree with the dequantized matrix and float32."""
-    import torch
 
     def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         generator = torch.Generator().manual_seed(0)
@@ -458,8 +447,6 @@ def _agrees(method: str, scheme: str, width: int) -> bool:
 
 def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> Matrix:
     """A matrix with random codes and scales; its rows are whole segments or blocks."""
-    import torch
-
     elements = math.prod(shape)
     if scheme in BLOCK_TYPES:
         blocks, empty = gguf_blocks.sample(scheme, elements, generator), torch.empty(0)
