@@ -52,11 +52,9 @@ def table_of(scheme: str, levels: bytes) -> npt.NDArray[Any] | None:
 def _ramps(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
     """256 values as straight lines; None if they do not lie on lines.
 
-    A dynamic map (T. Dettmers, "8-bit Approximations for Parallelism in Deep Learning", 2015, and bitsandbytes'
-    `create_dynamic_map`) has on each side of zero, from distance 2**e to 2**(e + 1), evenly spaced values. So the
-    exponent of the distance is the index of the line. Distances are multiplied by four: then 0, whose exponent in
-    float32 is 0, has the same lower three bits of the exponent as 128 alone, which has no other value on its line; one
-    line through both serves.
+    A dynamic map (https://arxiv.org/abs/1511.04561, bitsandbytes' `create_dynamic_map`) has on each side of zero evenly
+    spaced values from distance 2**e to 2**(e + 1): the exponent is the index of the line. Distances are multiplied by
+    four: then 0, whose exponent in float32 is 0, shares a line with 128 alone.
     """
     if not np.isfinite(values).all():
         return None

@@ -1,18 +1,13 @@
 """Products with a matrix that is stored at 4bit, 8bit or in blocks of GGUF, without dequantizing the whole matrix.
 
-On the CPU, for few inputs each code is decoded in registers for every few of them: at 4bit a token then reads a quarter
-of the bytes of bfloat16. Codes and inputs are integers of 16 bits there (`_integers.py`). For more inputs a few rows at
-a time are decoded once for all of them, a panel, and multiplied in float32. For very many, as in the prefill of a long
-prompt, a few rows at a time are dequantized into memory that stays in the cache, and multiplied by torch. So are
-matrices with code values that no kernel has a table for.
-
-On a Xeon with AVX-512, one thread, 5632 x 2048 at 4bit, milliseconds of the processor: 16 rows 7 by panels and 8 code
-by code, 64 rows 22 and 36, 256 rows 88 and 163; dequantized and multiplied by torch 22, 45 and 92. Below 6 rows code by
-code is faster, and above 256 torch is.
+On the CPU, for few inputs each code is decoded in registers for every few of them, to integers (`_integers.py`). For
+more inputs a few rows at a time are decoded once for all of them, a panel, and multiplied in float32. For very many, as
+in the prefill of a long prompt, a few rows at a time are dequantized into the cache, and multiplied by torch; so are
+matrices with code values that no kernel has a table for. Milliseconds of 5632 x 2048 at 4bit on a Xeon with AVX-512, by
+panels, code by code and by torch: 16 rows 7, 8 and 22, 64 rows 22, 36 and 45, 256 rows 88, 163 and 92.
 
 On a device for which bitsandbytes has kernels, `matmul_4bit` multiplies: from the codes, or with the dequantized matrix
-if its own tables of rows and architectures say so. So that this matrix needs little memory, many inputs are multiplied
-with some rows of the matrix at a time.
+if its own tables say so; then with some rows of the matrix at a time, so that these need little memory.
 """
 
 from __future__ import annotations
