@@ -162,15 +162,17 @@ def _by_torch(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
 
     form = FORMATS[name]
     scales, minima = _scales(form, blocks)
-    for begin in range(0, out.shape[1], form.run):
-        group, parts = begin // form.group, max(form.run // form.group, 1)
-        codes = _codes(form, blocks, begin).view(len(blocks), parts, -1)
-        target, some = out[:, begin : begin + form.run].view(len(out), parts, -1), slice(group, group + parts)
+    size = min(form.group, form.run)
+    for begin in range(0, out.shape[1], size):
+        if begin % form.run == 0:
+            codes = _codes(form, blocks, begin)
+        part, group = codes.narrow(1, begin % form.run, size), begin // form.group
+        scale, target = scales[:, group : group + 1], out[:, begin : begin + size]
         # bytes are multiplied as float32, and the result is rounded to the dtype of `out`
         if minima is None:
-            torch.mul(scales[:, some, None], codes, out=target)
+            torch.mul(scale, part, out=target)
         else:
-            torch.sub(scales[:, some, None] * codes, minima[:, some, None], out=target)
+            torch.sub(scale * part, minima[:, group : group + 1], out=target)
 
 
 def _codes(form: BlockFormat, blocks: torch.Tensor, begin: int) -> torch.Tensor:
@@ -185,7 +187,7 @@ def _codes(form: BlockFormat, blocks: torch.Tensor, begin: int) -> torch.Tensor:
             some = some >> shift if shift else some
             some = some & (1 << plane.bits) - 1 if shift + plane.bits < 8 else some
         else:
-            some = _fields(tuple((Field(offset + k // 8, k % 8, 1),) for k in range(form.run)), blocks)
+            some = _fields(_bits(offset, form.run), blocks)
         some = some << plane.first if plane.first else some
         codes = some if codes is None else codes | some
     assert codes is not None
@@ -217,7 +219,15 @@ def _fields(fields: Fields, blocks: torch.Tensor) -> torch.Tensor:
 
     offsets, shifts, masks, firsts = _places(fields, blocks.device)
     parts = (blocks[:, offsets] >> shifts & masks) << firsts
+    if parts.shape[1] == len(fields):
+        return parts
     return parts.view(len(blocks), len(fields), -1).sum(2, dtype=torch.uint8)
+
+
+@functools.cache
+def _bits(offset: int, count: int) -> Fields:
+    """Bits from an offset in bytes on."""
+    return tuple((Field(offset + k // 8, k % 8, 1),) for k in range(count))
 
 
 def _by_gguf(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
