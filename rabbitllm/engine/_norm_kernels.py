@@ -63,24 +63,18 @@ def _norm(x, x_words, weight, weight_words, out, out_words, is_bfloat, rows, col
             else:
                 values[i] = singles[begin + i]
         sums[:] = 0
-        step = 0
-        while step + (1 << power) <= steps:
-            for _ in range(1 << power):
-                for i in range(width):
-                    value = values[step * width + i]
-                    sums[0, i] += value * value
-                step += 1
+        for step in range(steps):
+            for i in range(width):
+                value = values[step * width + i]
+                sums[0, i] += value * value
+            if (step + 1) & ((1 << power) - 1) != 0:
+                continue
             for level in range(1, _LEVELS):
                 for i in range(width):
                     sums[level, i] += sums[level - 1, i]
                     sums[level - 1, i] = 0
-                if step & (((1 << power) - 1) << (level * power)) != 0:
+                if (step + 1) & (((1 << power) - 1) << (level * power)) != 0:
                     break
-        while step < steps:
-            for i in range(width):
-                value = values[step * width + i]
-                sums[0, i] += value * value
-            step += 1
         for level in range(1, _LEVELS):
             for i in range(width):
                 sums[0, i] += sums[level, i]

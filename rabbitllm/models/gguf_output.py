@@ -64,8 +64,8 @@ from rabbitllm.models._conversion_input import (
     open_split,
     shards_at_hand,
 )
+from rabbitllm.quant.gguf_blocks import read_tensor
 from rabbitllm.quant.schemes import STORED, type_for_rows
-from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile
 from rabbitllm.storage.folders import bytes_freed_by_deleting, require_room

@@ -11,5 +11,4 @@ __all__ = [
     "quantize",
     "quantize_kernels",
     "schemes",
-    "stored_blocks",
 ]

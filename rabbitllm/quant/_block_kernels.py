@@ -1,8 +1,7 @@
-"""Kernels for blocks of GGUF files: the descriptions of `_gguf_decoders.py` as code for vectors.
+"""Kernels for blocks of GGUF files: the tables of `_block_formats.py` as code for vectors.
 
-**By codes.** Codes are decoded in registers to integers (`_integer_blocks.py`), and multiplied with rounded inputs; the
-sums are multiplied by the scales, and minima by the sums of the inputs, which are the same for all rows. Fills
-out[token, row], float32.
+**By codes.** Codes are decoded in registers to integers, and multiplied with rounded inputs; the sums are multiplied by
+the scales, and minima by the sums of the inputs, which are the same for all rows. Fills out[token, row], float32.
 
 **By panels**, as in `_product_kernels.py`, with inputs in their own order.
 
@@ -14,18 +13,20 @@ A kernel is made when it is first needed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llvmlite import ir
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant import _integer_blocks, _integers, _product_kernels
-from rabbitllm.quant._gguf_decoders import DECODERS, Group
-from rabbitllm.quant._integer_blocks import LAYOUTS
+from rabbitllm.quant import _integers, _product_kernels
+from rabbitllm.quant._block_formats import FORMATS, FP4_VALUES, IQ4_VALUES, BlockFormat, Field, Fields
+from rabbitllm.quant._integers import WORDS, InputLayout
 from rabbitllm.quant._kernel_interface import BEFORE_WORK, CODES, NUMBERS, PANELS
 from rabbitllm.quant._product_kernels import PIECE_WORDS, arguments, named, own_rows, pieces
-from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, half_power, number
+from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, half_power, number
 
 TOKENS = 4
 """Inputs for each decoded group."""
@@ -38,7 +39,7 @@ def address(method: str, scheme: str, width: int) -> int:
 
     Args:
         method: `CODES`, `PANELS` or `NUMBERS`.
-        scheme: a key of `DECODERS`.
+        scheme: a key of `FORMATS`.
         width: lanes of its vectors; by codes `INTEGERS`.
     """
     return _product_kernels.address_of(_kernel(method, scheme, width))
@@ -59,90 +60,336 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     return _product_kernels.panel_kernel(scheme, width, _fill(scheme, width))
 
 
-def _operator(instruction: str) -> Callable[[_Number, _Number | int], _Number]:
-    def apply(self: _Number, operand: _Number | int) -> _Number:
-        return _Number(self.b, getattr(self.b, instruction)(self.value, self._other(operand)))
-
-    return apply
+# Numbers and panels.
 
 
-class _Number:
-    """An LLVM int or float32, or a vector of bytes, with Python's operators."""
-
-    def __init__(self, builder: Any, value: Any) -> None:
-        self.b = builder
-        self.value = value
-
-    def _other(self, operand: _Number | int) -> Any:
-        if isinstance(operand, _Number):
-            return operand.value
-        int_type = self.value.type
-        return ir.Constant(int_type, [operand] * int_type.count if isinstance(int_type, ir.VectorType) else operand)
-
-    def __rshift__(self, count: int) -> _Number:
-        return _Number(self.b, self.b.lshr(self.value, self._other(count))) if count else self
-
-    def __lshift__(self, count: int) -> _Number:
-        return _Number(self.b, self.b.shl(self.value, self._other(count))) if count else self
-
-    def __mul__(self, factor: _Number) -> _Number:
-        return _Number(self.b, self.b.fmul(self.value, self.b.sitofp(factor.value, F32)))
-
-    def __neg__(self) -> _Number:
-        return _Number(self.b, self.b.fneg(self.value))
-
-    __and__, __or__, __sub__ = map(_operator, ("and_", "or_", "sub"))
+def _halves(emit: Emitter, form: BlockFormat, base: Any) -> list[Any]:
+    """The scale and, where there is one, the minimum of the block at an address, float32."""
+    if not form.halves:
+        return [half_power(emit.b, emit.b.zext(emit.load(base, I8, 1), I32))]
+    return [emit.b.fpext(emit.load(emit.add(base, offset), ir.HalfType(), 1), F32) for offset in form.halves]
 
 
-class _BlockInMemory:
-    """Reads the fields of the block at an address; see `_gguf_decoders.BlockReader`."""
+def _times(emit: Emitter, scale: Any, base: Any, fields: Sequence[Field], least: int) -> Any:
+    """A scale times the number that fields have."""
+    b, factor = emit.b, ir.Constant(I32, least)
+    for offset, shift, bits, first in fields:
+        byte = emit.load(emit.add(base, offset), I8, 1)
+        if bits == 8:
+            part = b.sext(byte, I32)
+        else:
+            part = b.and_(b.lshr(b.zext(byte, I32), ir.Constant(I32, shift)), ir.Constant(I32, (1 << bits) - 1))
+        factor = b.add(factor, b.shl(part, ir.Constant(I32, first)))
+    return b.fmul(scale, b.sitofp(factor, F32))
+
+
+def _codes(emit: Emitter, form: BlockFormat, load: Callable[[int, ir.Type], Any], begin: int) -> Any:
+    """The codes of a run of elements, or their values, bytes; `load` loads from an offset in the block."""
+    b, run, codes = emit.b, ir.VectorType(I8, form.run), None
+    for plane in form.planes:
+        offset, shift = plane.at(begin)
+        if plane.run:
+            some = b.lshr(load(offset, run), every(run, shift)) if shift else load(offset, run)
+            some = b.and_(some, every(run, (1 << plane.bits) - 1)) if shift + plane.bits < 8 else some
+        else:
+            some = b.zext(b.bitcast(load(offset, I16), ir.VectorType(ir.IntType(1), form.run)), run)
+        some = b.shl(some, every(run, plane.first)) if plane.first else some
+        codes = some if codes is None else b.or_(codes, some)
+    if form.values:
+        shuffle = emit.function("llvm.x86.ssse3.pshuf.b.128", run, run, run)
+        return b.call(shuffle, [ir.Constant(run, [value & 255 for value in form.values]), codes])
+    return b.sub(codes, every(run, -form.least)) if form.least else codes
+
+
+def _floats(emit: Emitter, codes: Any, begin: int) -> Any:
+    """Some of the bytes, as many as a vector has lanes, as float32."""
+    few = emit.pick(codes, codes, range(begin, begin + emit.width))
+    return emit.b.sitofp(emit.b.sext(few, emit.ints), emit.floats)
+
+
+def _fill(scheme: str, width: int) -> Any:
+    """An intrinsic that decodes a part of one row of the matrix to float32."""
+    block, form = BLOCK_TYPES[scheme], FORMATS[scheme]
+
+    def scale_of(emit: Emitter, base: Any, halves: list[Any], group: int) -> list[Any]:
+        """The scale and, where there is one, the minimum of a group in all lanes."""
+        scale, *least = halves
+        if form.factors:
+            scale = _times(emit, scale, base, form.factors[group], form.least_factor)
+        if least:
+            least = [_times(emit, least[0], base, form.minima[group], 0) if form.minima else emit.b.fneg(least[0])]
+        return [emit.spread(value) for value in (scale, *least)]
+
+    def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
+        """See `_product_kernels._fill`; a step is two vectors of elements. Here scales, table and shift are unused."""
+        builder = emit.b
+        first, count = (
+            builder.udiv(builder.mul(step, number(2 * width)), number(block.elements)) for step in (first, steps)
+        )
+        start = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(block.nbytes)))
+        with emit.loop(count) as index:
+            base = emit.add(start, builder.mul(index, number(block.nbytes)))
+            place = emit.add(panel, builder.mul(index, number(block.elements * 4)))
+            halves = _halves(emit, form, base)
+            # what is loaded again after a store, LLVM loads again
+            load = functools.cache(lambda offset, ir_type, base=base: emit.load(emit.add(base, offset), ir_type, 1))
+            for element in range(0, block.elements, width):
+                if element % form.run == 0:
+                    codes_of_run = _codes(emit, form, load, element)
+                if element % form.group == 0:
+                    scale, *least = scale_of(emit, base, halves, element // form.group)
+                value = builder.fmul(_floats(emit, codes_of_run, element % form.run), scale)
+                value = builder.fsub(value, *least) if least else value
+                emit.store(value, emit.add(place, 4 * element), 4)
+
+    return emitted(fill, width)
+
+
+# Codes as integers. A vector has 64 bytes of codes, taken as 32 words: in a word the codes of two bytes lie one above
+# the other, and each is a word of its own once it is shifted so that it is lowest, and other bits are cleared. So no
+# byte is widened, and the inputs are brought into the order in which codes come out. The scales of a block are decoded
+# as one vector too. The minima are multiplied with the sums of the inputs of their groups by one instruction.
+
+# two blocks: of each word the even and the odd byte, then low and high nibbles apart
+_TWO_BLOCKS = InputLayout(64, (2, 2, 8, 2), (3, 1, 0, 2))
+_TWO_BLOCKS_AND_SUMS = InputLayout(64, _TWO_BLOCKS.sizes, _TWO_BLOCKS.order, 32)
+_NIBBLES = InputLayout(256, (2, 2, 2, 16, 2), (0, 2, 4, 1, 3), 32)
+_TWO_BITS = InputLayout(256, (2, 4, 16, 2), (1, 3, 0, 2))
+
+LAYOUTS: Mapping[str, InputLayout] = {
+    "Q4_0": _TWO_BLOCKS,
+    "Q4_1": _TWO_BLOCKS_AND_SUMS,
+    "Q5_0": _TWO_BLOCKS,
+    "Q5_1": _TWO_BLOCKS_AND_SUMS,
+    "Q8_0": InputLayout(64, (2, 2, 16), (1, 0, 2)),
+    "IQ4_NL": _TWO_BLOCKS,
+    "MXFP4": _TWO_BLOCKS,
+    "IQ4_XS": InputLayout(256, (2, 4, 2, 8, 2), (0, 2, 4, 1, 3)),
+    "TQ2_0": _TWO_BITS,
+    "Q2_K": InputLayout(256, _TWO_BITS.sizes, _TWO_BITS.order, 16),
+    "Q3_K": _TWO_BITS,
+    "Q4_K": _NIBBLES,
+    "Q5_K": _NIBBLES,
+    "Q6_K": InputLayout(256, _NIBBLES.sizes, (0, 1, 4, 2, 3)),
+}
+"""The types that have such a kernel."""
+
+
+class _StepInMemory:
+    """Shorthand over an `Emitter` for the bytes of a step."""
 
     def __init__(self, emit: Emitter, base: Any) -> None:
-        self._emit = emit
-        self._base = base
+        self.emit, self.b, self.base = emit, emit.b, base
 
-    def bytes(self, offset: int, count: int) -> _Number:
-        return self._read(offset, ir.VectorType(I8, count))
+    # Vectors.
 
-    def bits(self, offset: int, count: int) -> _Number:
-        assert count == 16
-        mask = self._emit.b.bitcast(self._read(offset, I16).value, ir.VectorType(ir.IntType(1), count))
-        return _Number(self._emit.b, self._emit.b.zext(mask, ir.VectorType(I8, count)))
+    def load(self, offset: int, bits: int, count: int) -> Any:
+        return self.emit.load(self.emit.add(self.base, offset), ir.VectorType(ir.IntType(bits), count), 1)
 
-    def look_up(self, values: tuple[int, ...], index: _Number) -> _Number:
-        bytes_16 = ir.VectorType(I8, 16)
-        shuffle = self._emit.function("llvm.x86.ssse3.pshuf.b.128", bytes_16, bytes_16, bytes_16)
-        table = ir.Constant(bytes_16, [value & 255 for value in values])
-        return _Number(self._emit.b, self._emit.b.call(shuffle, [table, index.value]))
+    def pick(self, vector: Any, order: Any) -> Any:
+        return self.emit.pick(vector, vector, order)
 
-    def byte(self, offset: int) -> _Number:
-        return _Number(self._emit.b, self._emit.b.zext(self._read(offset, I8).value, I32))
+    def codes(self, offset: int) -> Any:
+        """64 bytes as 32 words."""
+        return self.load(offset, 16, 32)
 
-    def signed(self, value: _Number) -> _Number:
-        b = self._emit.b
-        return _Number(b, b.sext(b.trunc(value.value, I8), I32))
+    def twice(self, offset: int) -> Any:
+        """32 bytes as 16 words, twice."""
+        return self.pick(self.load(offset, 16, 16), [*range(16)] * 2)
 
-    def half(self, offset: int) -> _Number:
-        return _Number(self._emit.b, self._emit.b.fpext(self._read(offset, ir.HalfType()).value, F32))
+    def right(self, vector: Any, counts: Any) -> Any:
+        return self._by(self.b.lshr, vector, counts)
 
-    def half_power(self, exponent: _Number) -> _Number:
-        return _Number(self._emit.b, half_power(self._emit.b, exponent.value))
+    def left(self, vector: Any, counts: Any) -> Any:
+        return self._by(self.b.shl, vector, counts)
 
-    def _read(self, offset: int, ir_type: ir.Type) -> _Number:
-        return _Number(self._emit.b, self._emit.load(self._emit.add(self._base, offset), ir_type, 1))
+    def moved(self, vector: Any, low: int, high: int) -> Any:
+        """Words shifted right, the lower half by `low` and the upper one by `high`; left if these are negative."""
+        if low < 0 < high:
+            return self.left(self.right(vector, [0] * 16 + [high - low] * 16), -low)
+        shift = self.left if min(low, high) < 0 else self.right
+        return shift(vector, [abs(low)] * 16 + [abs(high)] * 16)
+
+    def masked(self, vector: Any, mask: Any) -> Any:
+        return self._by(self.b.and_, vector, mask)
+
+    def _by(self, operation: Any, vector: Any, operand: Any) -> Any:
+        if operand == 0 and operation != self.b.and_:
+            return vector
+        values = [operand] * vector.type.count if isinstance(operand, int) else operand
+        return operation(vector, ir.Constant(vector.type, values))
+
+    def merged(self, low: Any, high: Any, mask: int) -> Any:
+        """The bits of `mask` in each byte of words from one vector, all others from another."""
+        word = mask * 0x0101
+        return self.b.or_(self.masked(low, word), self.masked(high, 0xFFFF ^ word))
+
+    def both_bytes(self, values: range | tuple[int, ...], index: Any) -> tuple[Any, Any]:
+        """The values of the codes that are lowest in the even bytes, and in the odd ones.
+
+        Consecutive values, whose number is a power of two, are computed, and 16 others are looked up.
+        """
+        if isinstance(values, range):
+            even, odd = (self.masked(word, len(values) - 1) for word in (index, self.right(index, 8)))
+            return self.minus(even, -values.start), self.minus(odd, -values.start)
+        table = ir.Constant(ir.VectorType(I8, 16), [value & 255 for value in values])
+        return _integers.looked_up_words(self.emit, table, self.masked(index, 0x0F0F))
+
+    def minus(self, words: Any, value: int) -> Any:
+        return self._by(self.b.sub, words, value) if value else words
+
+    # Scales.
+
+    def half(self, offset: int) -> Any:
+        """A float32 from a float16."""
+        raw = self.emit.load(self.emit.add(self.base, offset), ir.HalfType(), 1)
+        return self.b.fpext(raw, F32)
+
+    def lanes(self, *scalars: Any) -> Any:
+        """16 float32, an equal share of consecutive lanes for each scalar."""
+        share = 16 // len(scalars)
+        vectors = [self.emit.spread(scalar) for scalar in scalars]
+        result = vectors[0]
+        for index, vector in enumerate(vectors[1:], 1):
+            order = [16 + lane if lane // share == index else lane for lane in range(16)]
+            result = self.emit.pick(result, vector, order)
+        return result
+
+    def floats(self, ints: Any) -> Any:
+        """16 float32 from unsigned bytes or ints."""
+        wide = ints if ints.type.element.width == 32 else self.b.zext(ints, self.emit.ints)
+        return self.b.sitofp(wide, self.emit.floats)
+
+    def factors(self, fields: Fields, least: int) -> Any:
+        """The numbers of all groups, which have as many fields each, as 16 float32; of 8 groups twice."""
+        total = self.emit.every(least)
+        for part in zip(*fields, strict=True):
+            first, last = part[0].offset, part[-1].offset
+            lanes = [part[lane % len(part)] for lane in range(16)]
+            some = self.pick(self.load(first, 8, last - first + 1), [field.offset - first for field in lanes])
+            if part[0].bits == 8:
+                ints = self.b.sext(some, self.emit.ints)
+            else:
+                ints = self.right(self.b.zext(some, self.emit.ints), [field.shift for field in lanes])
+                ints = self.left(self.masked(ints, (1 << part[0].bits) - 1), part[0].first)
+            total = self.b.add(total, ints)
+        return self.b.sitofp(total, self.emit.floats)
 
 
-def _floats(emit: Emitter, group: Group, part: int) -> list[Any]:
-    """The codes that share the scale `part`, as vectors of float32."""
-    codes = group.codes.value
-    share = codes.type.count // len(group.scales)
-    vectors = []
-    for begin in range(part * share, (part + 1) * share, emit.width):
-        order = ir.Constant(ir.VectorType(I32, emit.width), list(range(begin, begin + emit.width)))
-        few = emit.b.shuffle_vector(codes, codes, order)
-        wide = (emit.b.sext if group.signed else emit.b.zext)(few, emit.ints)
-        vectors.append(emit.b.sitofp(wide, emit.floats))
-    return vectors
+Emitted = tuple[Iterator[tuple[Sequence[Any], Any]], Any]
+"""Vectors of words whose products are summed before a scale of each of 16 lanes is applied, and that, in the order of
+the inputs; and 16 minima, of which there may be more than groups, or None."""
+
+
+def _two_blocks(scheme: str, values: range | tuple[int, ...]) -> Callable[[_StepInMemory], Emitted]:
+    """Two blocks of a scale, in some types a minimum and 32 fifth bits, and 16 bytes."""
+    nbytes = BLOCK_TYPES[scheme].nbytes
+    has_minimum, has_fifth = scheme.endswith("1"), scheme.startswith("Q5")
+
+    def emitted(step: _StepInMemory) -> Emitted:
+        def both(offset: int, count: int) -> Any:
+            """Words at an offset in each block, one after the other."""
+            return step.emit.joined(*(step.load(block + offset, 16, count) for block in (0, nbytes)))
+
+        low = both(nbytes - 16, 8)
+        index = step.emit.joined(low, step.right(low, 4))
+        if has_fifth:
+            # bits 0 to 15 of a block are those of lower halves, of which a word has two; AVX2 has no shifts by lane
+            bits = both(nbytes - 20, 2)
+            bits = step.pick(bits, [2 * (lane // 8 % 2) + lane // 16 for lane in range(32)])
+            words = []
+            for odd in range(2):
+                own = step.masked(bits, [1 << (2 * (lane % 8) + odd) for lane in range(32)])
+                is_clear = step.b.icmp_unsigned("==", own, ir.Constant(WORDS, [0] * 32))
+                fifth = step.b.select(is_clear, ir.Constant(WORDS, [0] * 32), ir.Constant(WORDS, [16] * 32))
+                code = step.b.or_(step.masked(step.right(index, 8 * odd), 15), fifth)
+                words.append(step.minus(code, 16 if scheme == "Q5_0" else 0))
+        else:
+            words = [*step.both_bytes(values, index)]
+
+        def scales(offset: int) -> list[Any]:
+            if scheme == "MXFP4":
+                # half the powers, since the table has twice the values
+                exponents = (step.emit.load(step.emit.add(step.base, block + offset), I8, 1) for block in (0, nbytes))
+                return [half_power(step.b, step.b.zext(exponent, I32)) for exponent in exponents]
+            return [step.half(block + offset) for block in (0, nbytes)]
+
+        least = None
+        if has_minimum:
+            least = step.b.fneg(step.pick(step.lanes(*scales(2)), [0, 8] * 8))
+        return iter([(words, step.lanes(*scales(0) * 2))]), least
+
+    return emitted
+
+
+def _q8_0(step: _StepInMemory) -> Emitted:
+    words = []
+    for half in range(2):
+        codes = step.emit.joined(*(step.load(block + 2 + 16 * half, 8, 16) for block in (0, 34)))
+        words.append(step.b.sext(codes, WORDS))
+    return iter([(words, step.lanes(step.half(0), step.half(34)))]), None
+
+
+def _super_block(scheme: str) -> Callable[[_StepInMemory], Emitted]:
+    """A block of 256."""
+    form, low = FORMATS[scheme], FORMATS[scheme].planes[0]
+    values = form.values or range(form.least, form.least + (1 << sum(plane.bits for plane in form.planes)))
+    groups = (LAYOUTS[scheme].elements[::2] // form.group).reshape(-1, 16).tolist()  # of each lane of products
+    run = 16 * low.run
+
+    def words(step: _StepInMemory) -> Iterator[Any]:
+        for begin in range(0, 32 * low.bits, 64):
+            stored = step.codes(low.offset + begin)
+            for part in range(8 // low.bits):
+                index = step.right(stored, low.bits * part)
+                for plane in form.planes[1:]:
+                    firsts = ((begin + half) // run * run * 8 // low.bits + part * run + half % run for half in (0, 32))
+                    (offset, first), (_, second) = map(plane.at, firsts)
+                    moved = step.moved(step.twice(offset), first - plane.first, second - plane.first)
+                    index = step.merged(index, moved, (1 << plane.first) - 1)
+                yield from step.both_bytes(values, index)
+
+    def emitted(step: _StepInMemory) -> Emitted:
+        scales, minima = (_six_bit_scales if scheme in ("Q4_K", "Q5_K") else _scales)(step, form)
+
+        def decoded() -> Iterator[tuple[Sequence[Any], Any]]:
+            for order, some in itertools.groupby(zip(groups, words(step), strict=True), operator.itemgetter(0)):
+                yield [word for _, word in some], step.pick(scales, order)
+
+        return decoded(), minima
+
+    return emitted
+
+
+def _scales(step: _StepInMemory, form: BlockFormat) -> tuple[Any, Any]:
+    scale, *least = (step.lanes(step.half(offset)) for offset in form.halves)
+    scales = step.b.fmul(scale, step.factors(form.factors, form.least_factor)) if form.factors else scale
+    return scales, step.b.fmul(*least, step.factors(form.minima, 0)) if least else None
+
+
+def _six_bit_scales(step: _StepInMemory, form: BlockFormat) -> tuple[Any, Any]:
+    """The same for groups of which half have one field."""
+    fields = step.load(0, 32, 4)  # float16; factors 0 to 3 with upper bits of 4 to 7: of scales, of minima; lower bits
+    low = step.masked(step.right(step.pick(fields, [2, 3, 1, 3]), [0, 4, 0, 0]), [0x3F3F3F3F, 0x0F0F0F0F] * 2)
+    high = step.masked(step.right(step.pick(fields, [2, 2, 1, 1]), 2), [0, 0x30303030] * 2)
+    factors = step.b.bitcast(step.b.or_(low, high), ir.VectorType(I8, 16))
+    both = step.b.fmul(step.lanes(step.half(2), step.half(0)), step.floats(factors))
+    return step.pick(both, [*range(8, 16)] * 2), both
+
+
+_EMITTED: Mapping[str, Callable[[_StepInMemory], Emitted]] = {
+    "Q4_0": _two_blocks("Q4_0", range(-8, 8)),
+    "Q4_1": _two_blocks("Q4_1", range(16)),
+    "Q5_0": _two_blocks("Q5_0", range(-16, 16)),
+    "Q5_1": _two_blocks("Q5_1", range(32)),
+    "Q8_0": _q8_0,
+    "IQ4_NL": _two_blocks("IQ4_NL", IQ4_VALUES),
+    "MXFP4": _two_blocks("MXFP4", FP4_VALUES),
+    **{name: _super_block(name) for name in ("IQ4_XS", "TQ2_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")},
+}
+
+
+# Products.
 
 
 class _RowSums:
@@ -157,18 +404,18 @@ class _RowSums:
         emit, offset = self._emit, 0
         for line in range(0, _code_bytes(self._scheme), 64):
             emit.prefetch(emit.add(base, PREFETCHED + line))
-        parts, minima = _integer_blocks.parts(emit, self._scheme, base)
+        parts, minima = _EMITTED[self._scheme](_StepInMemory(emit, base))
         products = [emit.zero] * len(inputs)
-        for part in parts:
+        for words, scale in parts:
             for t, place in enumerate(inputs):
-                places = (emit.add(place, offset + 64 * n) for n in range(len(part.words)))
-                loaded = (emit.load(address, _integers.WORDS, 2) for address in places)
-                total = _integers.summed_products(emit, part.words, loaded)
-                products[t] = emit.fma(total, part.scale, products[t])
-            offset += 64 * len(part.words)
+                places = (emit.add(place, offset + 64 * n) for n in range(len(words)))
+                loaded = (emit.load(address, WORDS, 2) for address in places)
+                total = _integers.summed_products(emit, words, loaded)
+                products[t] = emit.fma(total, scale, products[t])
+            offset += 64 * len(words)
         for t, place in enumerate(floats):
-            scale = emit.spread(emit.load(place, F32, 4))
-            emit.b.store(emit.fma(products[t], scale, emit.b.load(self._totals[t])), self._totals[t])
+            of_input = emit.spread(emit.load(place, F32, 4))
+            emit.b.store(emit.fma(products[t], of_input, emit.b.load(self._totals[t])), self._totals[t])
             if minima is not None:
                 groups = self._layout.groups
                 of_inputs = emit.load(emit.add(place, 4), ir.VectorType(F32, groups), 4)
@@ -207,34 +454,6 @@ def _dot(scheme: str, tokens: int) -> Any:
             emit.store(sums.total(t), emit.add(out, builder.mul(all_rows, builder.mul(place, number(4)))), 4)
 
     return emitted(dot, 16)
-
-
-def _fill(scheme: str, width: int) -> Any:
-    """An intrinsic that decodes a part of one row of the matrix to float32."""
-    block, decode = BLOCK_TYPES[scheme], DECODERS[scheme]
-
-    def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
-        """See `_product_kernels._fill`; a step is two vectors of elements. Here scales, table and shift are unused."""
-        builder = emit.b
-        first, count = (
-            builder.udiv(builder.mul(step, number(2 * width)), number(block.elements)) for step in (first, steps)
-        )
-        start = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(block.nbytes)))
-        with emit.loop(count) as index:
-            base = emit.add(start, builder.mul(index, number(block.nbytes)))
-            place = emit.add(panel, builder.mul(index, number(block.elements * 4)))
-            element = 0
-            for group in decode(_BlockInMemory(emit, base)):
-                for part, scale in enumerate(group.scales):
-                    spread = emit.spread(scale.value)
-                    least = emit.spread(group.minima[part].value) if group.minima else None
-                    for value in _floats(emit, group, part):
-                        product = builder.fmul(value, spread)
-                        product = builder.fsub(product, least) if least is not None else product
-                        emit.store(product, emit.add(place, 4 * element), 4)
-                        element += width
-
-    return emitted(fill, width)
 
 
 # Templates of kernels; see `_product_kernels.named`.

@@ -15,19 +15,17 @@ import ctypes
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from llvmlite import ir
 from numba import types
 
 from rabbitllm.base.compiling import c_function, to_array
 from rabbitllm.quant._kernel_interface import InputRows
 from rabbitllm.quant._vectors import F32, I8, I16, I32, ZERO_CODE, Emitter, every, features
-
-if TYPE_CHECKING:
-    import torch
 
 LARGEST_INPUT, LARGEST_CODE = (1 << 14) - 1, (1 << 15) - 1
 """The largest integers of inputs and of codes: four products fit 32 bits."""
@@ -57,10 +55,10 @@ class InputLayout:
     @functools.cached_property
     def order_address(self) -> int:
         """The address of the number of the element at each place, int32."""
-        return int(self._elements.ctypes.data)
+        return int(self.elements.ctypes.data)
 
     @functools.cached_property
-    def _elements(self) -> npt.NDArray[np.int32]:
+    def elements(self) -> npt.NDArray[np.int32]:
         """The element at each place."""
         elements = np.arange(self.step, dtype=np.int32).reshape(self.sizes)
         return np.ascontiguousarray(elements.transpose(self.order)).ravel()
@@ -70,8 +68,6 @@ class InputLayout:
 
         With them are float32 for each step: their scale, then the sums of the groups, of rounded inputs.
         """
-        import torch
-
         if x.dtype not in (torch.float32, torch.bfloat16):
             x = x.float()
         if x.stride(1) != 1:

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import logging
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,6 @@ from rabbitllm.quant._kernel_interface import CODES, NUMBERS, PAIRS, PANELS, Cod
 
 if TYPE_CHECKING:
     import torch
-
-    from rabbitllm.quant.schemes import Quantized
-
-    Product = Callable[[Quantized, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 logger = logging.getLogger(__name__)
 
@@ -138,32 +134,3 @@ def _agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]], to
             logger.warning("The kernel for products %s is off by %.1e here and is not used.", name, error)
             return False
     return True
-
-
-def of_codes(
-    scheme: str, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]], product: Product
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Products with random codes: the kernel's result, and the result of indexing and float32.
-
-    Args:
-        scheme: "4bit" or "8bit".
-        dtype: of the inputs.
-        shapes: inputs T, rows N and columns K of each product.
-        product: the kernel; takes a form (N, K), codes (uint8, one-dimensional), scales (float32, one per block), the
-            values of the codes, and inputs (T, K); returns (T, N).
-    """
-    import torch
-
-    from rabbitllm.quant.schemes import SCHEMES, Quantized, int8_code, nf4_map
-
-    generator = torch.Generator().manual_seed(0)
-    block, codes_a_byte = SCHEMES[scheme].block, SCHEMES[scheme].codes_a_byte
-    values = torch.frombuffer(bytearray(nf4_map() if codes_a_byte == 2 else int8_code()), dtype=torch.float32)
-    for inputs, rows, columns in shapes:
-        elements = rows * columns
-        codes = torch.randint(0, 256, (elements // codes_a_byte,), dtype=torch.uint8, generator=generator)
-        scales = torch.rand(-(-elements // block), generator=generator)
-        x = torch.randn(inputs, columns, generator=generator).to(dtype)
-        apart = torch.stack([codes >> 4, codes & 15], -1).view(-1) if codes_a_byte == 2 else codes
-        matrix = (values[apart.long()] * scales.repeat_interleave(block)[:elements]).view(rows, columns)
-        yield product(Quantized(scheme, (rows, columns), "float32"), codes, scales, values, x), x.float() @ matrix.T

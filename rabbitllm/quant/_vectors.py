@@ -52,11 +52,9 @@ def table_of(scheme: str, levels: bytes) -> npt.NDArray[Any] | None:
 def _ramps(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
     """256 values as straight lines; None if they do not lie on lines.
 
-    A dynamic map (T. Dettmers, "8-bit Approximations for Parallelism in Deep Learning", 2015, and bitsandbytes'
-    `create_dynamic_map`) has on each side of zero, from distance 2**e to 2**(e + 1), evenly spaced values. So the
-    exponent of the distance is the index of the line. Distances are multiplied by four: then 0, whose exponent in
-    float32 is 0, has the same lower three bits of the exponent as 128 alone, which has no other value on its line; one
-    line through both serves.
+    A dynamic map (https://arxiv.org/abs/1511.04561, bitsandbytes' `create_dynamic_map`) has on each side of zero evenly
+    spaced values from distance 2**e to 2**(e + 1): the exponent is the index of the line. Distances are multiplied by
+    four: then 0, whose exponent in float32 is 0, shares a line with 128 alone.
     """
     if not np.isfinite(values).all():
         return None
@@ -213,54 +211,46 @@ def every(vector_type: ir.VectorType, value: float) -> Any:
     return ir.Constant(vector_type, [value] * vector_type.count)
 
 
-def emitted(emit_code: Callable[..., None], width: int) -> Any:
-    """An intrinsic without a result that takes as many int64s as `emit_code`.
+def emitted(emit_code: Callable[..., Any], width: int, result: Any = types.void) -> Any:
+    """An intrinsic that takes as many int64s as `emit_code`.
 
     Args:
         emit_code: emits the code; gets an emitter, and the values of the int64s.
         width: lanes of the emitter's vectors; 16 for `PAIRS` and `INTEGERS`.
+        result: the type of what `emit_code` returns.
     """
 
     def definition(context: Any, *argument_types: Any) -> Any:
         def lower(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            emit_code(Emitter(builder, min(width, 16)), *arguments)
-            return context.get_dummy_value()
+            value = emit_code(Emitter(builder, min(width, 16)), *arguments)
+            return context.get_dummy_value() if value is None else value
 
-        return types.void(*[types.int64] * len(argument_types)), lower
+        return result(*[types.int64] * len(argument_types)), lower
 
     # numba asks for the number of arguments, of which the first is its context
     definition.__signature__ = inspect.signature(emit_code)  # type: ignore[attr-defined]
     return intrinsic(definition)
 
 
-@intrinsic
-def _told_by(context, address):  # type: ignore[no-untyped-def]
-    """The int that a C function without arguments, at an address, returns."""
-
-    def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        function = builder.inttoptr(arguments[0], ir.FunctionType(I32, []).as_pointer())
-        return builder.sext(builder.call(function, []), I64)
-
-    return types.int64(types.int64), emit_code
+def _emit_asked(emit, address):  # type: ignore[no-untyped-def]
+    function = emit.b.inttoptr(address, ir.FunctionType(I32, []).as_pointer())
+    return emit.b.sext(emit.b.call(function, []), I64)
 
 
-asked: Any = _told_by
+asked: Any = emitted(_emit_asked, 16, types.int64)
+"""The int that a C function without arguments, at an address, returns."""
 
 
 def on_stack(nbytes: int) -> Any:
     """An intrinsic: the address of memory on the stack, valid until the calling function returns."""
 
-    @intrinsic
-    def reserve(context):  # type: ignore[no-untyped-def]
-        def emit_code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            with builder.goto_entry_block():  # numba's own way would fill it with zeros, value by value
-                place = builder.alloca(I8, size=number(nbytes))
-            place.align = 64
-            return builder.ptrtoint(place, I64)
+    def reserve(emit):  # type: ignore[no-untyped-def]
+        with emit.b.goto_entry_block():  # numba's own way would fill it with zeros, value by value
+            place = emit.b.alloca(I8, size=number(nbytes))
+        place.align = 64
+        return emit.b.ptrtoint(place, I64)
 
-        return types.int64(), emit_code
-
-    return reserve
+    return emitted(reserve, 16, types.int64)
 
 
 # Inlined into each caller: a separate function would have the same name in every kernel. A process that loads two

@@ -11,13 +11,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+import torch
 
 from rabbitllm.quant import _kernels
 from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, PANELS
-
-if TYPE_CHECKING:
-    import torch
 
 FEW_ROWS = 4
 """Rows up to which values are widened in registers for each of them, and not once in a panel. On a processor with
@@ -32,8 +30,6 @@ def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
     Both have to be bfloat16 and on the CPU, with K a multiple of the kernel's width, and the rows at most `max_rows`.
     """
-    import torch
-
     limit = max_rows()
     if (
         not limit
@@ -71,8 +67,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ W.T` by the kernels of `width` lanes: (T, K) and (N, K) -> (T, N), float32."""
-    import torch
-
     columns, rows = x.shape[1], len(weight)
     out = torch.zeros(len(x), rows)
     for begin in range(0, len(x), MAX_INPUTS):
@@ -103,8 +97,6 @@ def torch_lacks_instructions() -> bool:
 
     Where torch has the instructions it says so itself, and numba, which takes a quarter of a second, is not imported.
     """
-    import torch
-
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return not (has_instructions and torch.backends.cpu.get_cpu_capability().startswith("AVX512")) and widens()
 
@@ -116,8 +108,6 @@ def widens() -> bool:
 
 def _agrees(width: int) -> bool:
     """Whether a kernel's result on a sample agrees with float32."""
-    import torch
-
     generator = torch.Generator().manual_seed(0)
 
     def products() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -17,8 +17,6 @@ number of threads. Nothing is contracted to a fused product and sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -29,12 +27,11 @@ import torch
 from rabbitllm.base.compiling import compiled
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant._gguf_decoders import IQ4_VALUES
+from rabbitllm.quant._block_formats import FORMATS, IQ4_VALUES, Fields
 from rabbitllm.quant.dequantize_kernels import share
 from rabbitllm.quant.quantize_kernels import BF16, F16, F32, load
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-Factors: TypeAlias = npt.NDArray[np.int16]
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 LARGEST = 65504.0
@@ -42,64 +39,9 @@ LARGEST = 65504.0
 LANES = 32
 """Groups that are computed together."""
 AT_ONCE = 1 << 16
-"""Elements whose factors are held at a time; a whole number of tiles."""
+"""Elements that a kernel encodes in one call; a whole number of tiles."""
 _KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 _LARGEST_BITS = int(np.float32(LARGEST).view(np.uint32))
-
-
-@dataclass(frozen=True)
-class _Form:
-    """How blocks of a type are made.
-
-    Attributes:
-        group: elements of a group.
-        codes: the least and the greatest; the least is stored as 0. None: indices of `IQ4_VALUES`.
-        factors: the least and the greatest multiple of the block's scale; (1, 1) if a block is one group.
-        minima: the least and the greatest multiple of the block's minimum, which is positive unless both are 1; (0, 0)
-            if nothing is subtracted.
-        spread: see above.
-        ranges: codes that a group's largest magnitude, or the distance of its extremes, is tried to be.
-        planes: bits of the codes: (offset in the block, first bit, bits, run). A byte has those of elements that are
-            16 * run apart, the first in its lowest bits; if run is 0, those of consecutive elements.
-        halves: offsets of the scale and of the minimum.
-        pack: writes factors and minima, int16 (blocks, groups), to blocks.
-    """
-
-    group: int
-    codes: tuple[int, int] | None
-    factors: tuple[int, int]
-    minima: tuple[int, int]
-    spread: float
-    ranges: Sequence[float]
-    planes: Sequence[tuple[int, int, int, int]]
-    halves: Sequence[int]
-    pack: Callable[[Bytes, Factors, Factors], None] | None = None
-
-
-def _pack_q6_k(out: Bytes, factors: Factors, minima: Factors) -> None:
-    out[:, 192:208] = factors.astype(np.int8).view(np.uint8)
-
-
-def _pack_q3_k(out: Bytes, factors: Factors, minima: Factors) -> None:
-    six = factors + 32
-    out[:, 96:104] = six[:, :8] & 15 | (six[:, 8:] & 15) << 4
-    out[:, 104:108] = sum((six[:, 4 * part : 4 * part + 4] >> 4) << 2 * part for part in range(4))
-
-
-def _pack_q2_k(out: Bytes, factors: Factors, minima: Factors) -> None:
-    out[:, :16] = factors | minima << 4
-
-
-def _pack_six_bits(out: Bytes, factors: Factors, minima: Factors) -> None:
-    for offset, values in ((4, factors), (8, minima)):
-        out[:, offset : offset + 4] = values[:, :4] | (values[:, 4:] >> 4) << 6
-    out[:, 12:16] = factors[:, 4:] & 15 | (minima[:, 4:] & 15) << 4
-
-
-def _pack_iq4_xs(out: Bytes, factors: Factors, minima: Factors) -> None:
-    six = factors + 32
-    out[:, 4:8] = six[:, ::2] & 15 | (six[:, 1::2] & 15) << 4
-    out[:, 2:4] = sum((six[:, part::4] >> 4) << 2 * part for part in range(4))
 
 
 def _evenly(first: float, last: float, count: int) -> tuple[float, ...]:
@@ -107,33 +49,19 @@ def _evenly(first: float, last: float, count: int) -> tuple[float, ...]:
 
 
 _OF_IQ4 = (*_evenly(-135, -95, 6), *_evenly(95, 135, 6))
-_OF_Q3 = (*_evenly(-5, -2.6, 6), *_evenly(2.6, 5, 6))
-_OF_Q5_0 = (*_evenly(-17, -13.5, 6), *_evenly(13.5, 17, 6))
-_NO_MINIMA, _ONE_GROUP = (0, 0), (1, 1)
-_FORMS = {
-    "IQ4_NL": _Form(32, None, _ONE_GROUP, _NO_MINIMA, 4, _OF_IQ4, [(2, 0, 4, 1)], [0]),
-    "IQ4_XS": _Form(32, None, (-32, 31), _NO_MINIMA, 4, _OF_IQ4, [(8, 0, 4, 1)], [0], _pack_iq4_xs),
-    "Q5_0": _Form(32, (-16, 15), _ONE_GROUP, _NO_MINIMA, 4, _OF_Q5_0, [(6, 0, 4, 1), (2, 4, 1, 0)], [0]),
-    "Q5_1": _Form(32, (0, 31), _ONE_GROUP, _ONE_GROUP, 4, _evenly(26, 32, 12), [(8, 0, 4, 1), (4, 4, 1, 0)], [0, 2]),
-    "Q6_K": _Form(
-        16,
-        (-32, 31),
-        (-128, 127),
-        _NO_MINIMA,
-        4,
-        _evenly(-33, -26, 18),
-        [(0, 0, 4, 4), (128, 4, 2, 2)],
-        [208],
-        _pack_q6_k,
-    ),
-    "Q5_K": _Form(
-        32, (0, 31), (0, 63), (0, 63), 4, _evenly(26, 32, 18), [(48, 0, 4, 2), (16, 4, 1, 2)], [0, 2], _pack_six_bits
-    ),
-    "Q4_K": _Form(32, (0, 15), (0, 63), (0, 63), 4, _evenly(11.5, 16.5, 14), [(16, 0, 4, 2)], [0, 2], _pack_six_bits),
-    "Q3_K": _Form(16, (-4, 3), (-32, 31), _NO_MINIMA, 2, _OF_Q3, [(32, 0, 2, 2), (0, 2, 1, 2)], [108], _pack_q3_k),
-    "Q2_K": _Form(16, (0, 3), (0, 15), (0, 15), 1, _evenly(1.6, 3.8, 8), [(16, 0, 2, 2)], [80, 82], _pack_q2_k),
+_SEARCHES = {
+    "IQ4_NL": (4, _OF_IQ4),
+    "IQ4_XS": (4, _OF_IQ4),
+    "Q5_0": (4, (*_evenly(-17, -13.5, 6), *_evenly(13.5, 17, 6))),
+    "Q5_1": (4, _evenly(26, 32, 12)),
+    "Q6_K": (4, _evenly(-33, -26, 18)),
+    "Q5_K": (4, _evenly(26, 32, 18)),
+    "Q4_K": (4, _evenly(11.5, 16.5, 14)),
+    "Q3_K": (2, (*_evenly(-5, -2.6, 6), *_evenly(2.6, 5, 6))),
+    "Q2_K": (1, _evenly(1.6, 3.8, 8)),
 }
-ENCODED = ("Q8_0", "Q4_0", *_FORMS)
+"""Type -> `spread`, and codes that a group's largest magnitude, or the distance of its extremes, is tried to be."""
+ENCODED = ("Q8_0", "Q4_0", *_SEARCHES)
 """The types that `encode` makes."""
 
 
@@ -184,47 +112,68 @@ def encode(name: str, values: torch.Tensor | npt.NDArray[Any], threads: int | No
 def not_a_number(name: str) -> torch.Tensor:
     """A block whose elements are not numbers: uint8 (bytes,)."""
     block = torch.zeros(BLOCK_TYPES[name].nbytes, dtype=torch.uint8)
-    offset = _FORMS[name].halves[0] if name in _FORMS else 0
+    offset = FORMATS[name].halves[0]
     block[offset : offset + 2] = torch.tensor([torch.nan], dtype=torch.float16).view(torch.uint8)
     return block
 
 
 def _encode(name: str, words: Any, kind: int, out: Bytes) -> int:
     """Encode whole blocks into `out`, which is zeros; returns the bits of the largest magnitude as float32."""
-    if name not in _FORMS:
-        largest: int = (_q8_0 if name == "Q8_0" else _q4_0)(words, kind, out)
-        return largest
-    form = _FORMS[name]
-    factors, minima = np.empty((2, len(out), BLOCK_TYPES[name].elements // form.group), np.int16)
-    largest = _search(words, kind, form.group, *_tables(name), out, factors, minima)
-    if form.pack is not None:
-        form.pack(out, factors, minima)
+    others = {"Q8_0": _q8_0, "Q4_0": _q4_0}
+    largest: int = others[name](words, kind, out) if name in others else _search(words, kind, *_tables(name), out)
     return largest
 
 
 @cache
 def _tables(name: str) -> tuple[Any, ...]:
-    """What the kernel needs of a form.
+    """What the kernel needs of a type.
 
     Returns:
-        Limits: least and greatest code, factor and minimum, spread; codes of `IQ4_VALUES` are 0 to -1.
+        Elements of a group, and groups.
+        Limits: least and greatest code, factor and minimum, spread. Codes of `IQ4_VALUES` are 0 to -1, factors of one
+        group 1 to 1; so are minima that are added, and 0 to 0 if there are none.
         The ranges.
         Where the bits of 16 or 32 codes go, by fours: index of the first, number, bits to shift right, mask, offset,
         bits to shift left; those of 32 are single bits of consecutive ones.
+        Where those of factors and minima go: row of the tile, group, number that is stored as 0, bits to shift right,
+        mask, offset, bits to shift left.
         The first offset of all codes, and the end.
         The offsets of scale and minimum.
     """
-    form = _FORMS[name]
-    limits = tuple(map(np.float32, (*(form.codes or (0, -1)), *form.factors, *form.minima, form.spread)))
-    places, payload, elements = [], min(form.planes)[0], BLOCK_TYPES[name].elements
-    for offset, first, bits, run in form.planes:
-        a_byte, width, step = 8 // bits, 16 if run else 32, run or 1
-        for unit in range(elements // width):
-            behind = offset - payload + width * (step * (unit // step // a_byte) + unit % step)
-            shift, mask = bits * (unit // step % a_byte), ((1 << bits) - 1) * 0x01010101
-            places.append((width * unit // 4, width // 4, first, mask, behind // 4, shift))
-    end = payload + sum(plane[2] for plane in form.planes) * elements // 8
-    return limits, np.array(form.ranges, np.float32), np.array(places), (payload, end), np.array(form.halves)
+    form, elements, (spread, ranges) = FORMATS[name], BLOCK_TYPES[name].elements, _SEARCHES[name]
+    code_bits = sum(plane.bits for plane in form.planes)
+    codes = (0, -1) if form.values else (form.least, form.least + (1 << code_bits) - 1)
+    added = (1, 1) if len(form.halves) > 1 else (0, 0)
+    factors, minima = _bounds(form.factors, form.least_factor, (1, 1)), _bounds(form.minima, 0, added)
+    limits = tuple(map(np.float32, (*codes, *factors, *minima, spread)))
+    places, payload = [], min(form.planes).offset
+    for plane in form.planes:
+        width = 16 if plane.run else 32
+        for begin in range(0, elements, width):
+            offset, shift = plane.at(begin)
+            mask = ((1 << plane.bits) - 1) * 0x01010101
+            places.append((begin // 4, width // 4, plane.first, mask, (offset - payload) // 4, shift))
+    fields = np.array(
+        [
+            (row, group, least, field.first, (1 << field.bits) - 1, field.offset, field.shift)
+            for row, numbers, least in ((_FACTORS, form.factors, form.least_factor), (_MULTIPLES, form.minima, 0))
+            for group, some in enumerate(numbers)
+            for field in some
+        ],
+        np.int64,
+    ).reshape(-1, 7)
+    end = payload + code_bits * elements // 8
+    sizes, halves = (form.group, elements // form.group), np.array(form.halves)
+    return *sizes, limits, np.array(ranges, np.float32), np.array(places), fields, (payload, end), halves
+
+
+def _bounds(fields: Fields, least: int, otherwise: tuple[int, int]) -> tuple[int, int]:
+    """The least and greatest number that fields have."""
+    if not fields:
+        return otherwise
+    bits = sum(field.bits for field in fields[-1])
+    least = -128 if bits == 8 else least
+    return least, least + (1 << bits) - 1
 
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -628,9 +577,8 @@ def _fit_units(t, begin, end):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _search(words, kind, group, limits, ranges, places, payload, halves, out, factors, minima):  # type: ignore[no-untyped-def]
-    """Encode blocks, all but their scales and factors; returns the bits of the largest magnitude."""
-    groups = factors.shape[1]
+def _search(words, kind, group, groups, limits, ranges, places, fields, payload, halves, out):  # type: ignore[no-untyped-def]
+    """Encode blocks, into zeros; returns the bits of the largest magnitude."""
     elements, at_once = group * groups, LANES // groups
     low, high, least_factor, most_factor, least_multiple, most_multiple, spread = limits
     shares = _SHARES.copy()  # loops over a constant are not made of vectors, but written out
@@ -691,14 +639,20 @@ def _search(words, kind, group, limits, ranges, places, payload, halves, out, fa
             if len(halves) > 1:  # a minimum without factors is added, and not subtracted
                 least = t[_LEAST_UNITS + begin]
                 _store_half(-least if least_multiple > 0 else least, out[first + block, halves[1] :])
-            for k in range(groups):
-                factors[first + block, k] = np.int16(t[_FACTORS + begin + k])
-                minima[first + block, k] = np.int16(t[_MULTIPLES + begin + k])
+            _pack_fields(t, begin, fields, out[first + block])
             _pack(fours[block * elements // 4 : (block + 1) * elements // 4], places, packed)
             target = out[first + block, payload[0] : payload[1]]
             for i in range(len(target)):
                 target[i] = packed_bytes[i]
     return largest
+
+
+@compiled
+def _pack_fields(t, begin, fields, out):  # type: ignore[no-untyped-def]
+    """Pack the factors and minima of the groups from `begin` on into a block."""
+    for f in range(len(fields)):
+        value = np.int64(t[fields[f, 0] + begin + fields[f, 1]]) - fields[f, 2]
+        out[fields[f, 5]] |= np.uint8((value >> fields[f, 3] & fields[f, 4]) << fields[f, 6])
 
 
 @compiled

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
 from rabbitllm.quant import _kernels
 from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PAIRS, CodeKernel, InputRows
@@ -21,8 +23,6 @@ from rabbitllm.quant._kernels import segment_inputs
 from rabbitllm.quant.products import SEGMENT, KernelMatrix, dense_product
 
 if TYPE_CHECKING:
-    import torch
-
     from rabbitllm.quant._integers import InputLayout
 
 FP8, FP4, INT4 = "fp8", "fp4", "int4"
@@ -126,8 +126,6 @@ def kernel_for(kernel: CodeKernel, dtype: torch.dtype | None) -> int:
 
     FP8 is multiplied with inputs of bfloat16 in `PAIRS`, if this machine has that kernel and it agrees.
     """
-    import torch
-
     from rabbitllm.quant import _vectors
 
     if kernel.codes == "nibbles":
@@ -196,8 +194,6 @@ class CodedMatrix(KernelMatrix):
 
     def _rows(self, scales: torch.Tensor, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         """Some rows, dequantized with all float32 scales; `begin` is the first of a block, or all have one scale."""
-        import torch
-
         from rabbitllm.quant import dequantize_kernels
 
         (_, columns), block = self.form.shape, self.form.block
@@ -214,8 +210,6 @@ class CodedMatrix(KernelMatrix):
 
     def _float_scales(self) -> torch.Tensor:
         """The scales as float32, of shape `form.grid`."""
-        import torch
-
         stored, scale_type = self.scales, SCALES[self.form.scales]
         if scale_type == "power":
             floats = torch.exp2(stored.float() - 127.0)
@@ -230,7 +224,6 @@ class CodedMatrix(KernelMatrix):
 def _values(codes: str) -> Any:
     """The value of each code, float32."""
     import numpy as np
-    import torch
 
     if codes == FP8:
         return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
@@ -247,7 +240,6 @@ def _table(codes: str, kernel: CodeKernel, width: int, factor: float) -> Any:
 @functools.cache
 def _agrees(kernel: CodeKernel, width: int) -> bool:
     """Whether a kernel's result on a sample agrees with the dequantized matrix and float32."""
-    import torch
 
     def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if width == PAIRS else torch.float32
@@ -262,8 +254,6 @@ def _agrees(kernel: CodeKernel, width: int) -> bool:
 
 def sample(kernel: CodeKernel, shape: tuple[int, int], generator: torch.Generator) -> CodedMatrix:
     """A matrix that a kernel multiplies, with random codes and scales."""
-    import torch
-
     name = next(name for name, scale_type in SCALES.items() if scale_type == kernel.scales)
     is_fp8 = kernel.codes == "float8"
     form = CodedForm(FP8 if is_fp8 else FP4, name, (1, kernel.group), shape)

@@ -11,17 +11,15 @@ import itertools
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from rabbitllm.base.compiling import compiled
 from rabbitllm.base.forks import Workers
 from rabbitllm.quant._vectors import inlined
-
-if TYPE_CHECKING:
-    import torch
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -36,8 +34,6 @@ _WORDS = 16
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, Bits]:
     """A tensor to fill, of bfloat16 if that is `dtype` and else of float32, and its bits."""
-    import torch
-
     is_half = dtype == torch.bfloat16
     made = torch.empty(shape, dtype=torch.bfloat16 if is_half else torch.float32)
     bits: Any = made.view(torch.int16 if is_half else torch.int32).numpy()

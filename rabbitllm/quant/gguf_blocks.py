@@ -1,8 +1,11 @@
-"""Blocks of ggml, the quantized types of GGUF files: sizes, and the numbers that they stand for.
+"""Blocks of ggml, the quantized types of GGUF files: the numbers that they stand for, and tensors of them.
 
-A row of a tensor is a whole number of blocks, so blocks can be cut and joined by rows. Types with a description in
-`_gguf_decoders.py` are dequantized by torch on any device, and by a kernel of it on the CPU; all other types by the
-`gguf` package, on the CPU. The results equal those of that package bit for bit, in float32; they are then rounded once.
+A row of a tensor is a whole number of blocks, so blocks can be cut and joined by rows. Types with a table in
+`_block_formats.py` are dequantized by torch on any device, and by a kernel on the CPU; all other types by the `gguf`
+package, on the CPU. The results equal those of that package bit for bit, in float32; they are then rounded once.
+
+Tensors of any specification are given in row-major order, from a file or from memory. From a file a tensor is read in
+pieces: the blocks that contain a piece are read and dequantized, a bounded number at a time.
 """
 
 from __future__ import annotations
@@ -12,10 +15,22 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
+from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
+from rabbitllm.formats.tensor_spec import (
+    DTYPES,
+    GAP_BYTES,
+    STAGING_BYTES,
+    Readable,
+    StoredBlocks,
+    TensorSpec,
+    ValueChange,
+    read_run,
+    torch_dtype,
+)
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._gguf_decoders import DECODERS
+from rabbitllm.quant._block_formats import FORMATS, BlockFormat, Field, Fields
 from rabbitllm.quant._kernel_interface import NUMBERS
 
 if TYPE_CHECKING:
@@ -32,6 +47,8 @@ _BLOCK_WORK = 512
 """Bytes that dequantizing a block on a GPU takes at most, besides its numbers; a group is made at a time."""
 _WORK_BYTES = 64 << 20
 """The same for the blocks that are dequantized at a time: so many that the time of a launch does not count."""
+_PIECE = 1 << 18
+"""Elements that are dequantized at a time; the float32 values and their parts take some megabytes."""
 
 
 def dequantize(name: str, blocks: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -68,8 +85,8 @@ def dequantize(name: str, blocks: torch.Tensor, shape: tuple[int, ...], dtype: t
     values = torch.empty(count, block.elements, dtype=dtype, device=blocks.device)
     is_host = blocks.device == torch.device("cpu")
     step = max(_CHUNK // block.elements, 1) if is_host else _WORK_BYTES // _BLOCK_WORK
-    decode = _by_torch if name in DECODERS else _by_gguf
-    if name in DECODERS and elements >= WORTH_A_KERNEL and is_host and _kernel_agrees(name):
+    decode = _by_torch if name in FORMATS else _by_gguf
+    if name in FORMATS and elements >= WORTH_A_KERNEL and is_host and _kernel_agrees(name):
         decode = _by_kernel
     rows = blocks.reshape(count, block.nbytes)
     for begin in range(0, count, step):
@@ -85,7 +102,7 @@ def work_bytes(name: str, elements: int) -> int:
 
 def lanes_for(name: str) -> int:
     """Lanes of the kernels for a type of blocks on this processor; 0 if there are none."""
-    if name not in DECODERS:
+    if name not in FORMATS:
         return 0
     from rabbitllm.quant import _vectors  # numba comes with it
 
@@ -98,13 +115,11 @@ def sample(name: str, elements: int, generator: torch.Generator) -> torch.Tensor
 
     block = BLOCK_TYPES[name]
     blocks = torch.randint(0, 256, (elements // block.elements, block.nbytes), dtype=torch.uint8, generator=generator)
-    reader = _TensorReader(blocks[:1])
-    for _ in DECODERS[name](reader):
-        pass
-    for offset in reader.halves:
-        halves = ((torch.rand(len(blocks), 1, generator=generator) + 0.5) / 1024).half()
-        blocks[:, offset : offset + 2] = halves.view(torch.uint8)
-    if not reader.halves:  # MXFP4: an exponent
+    halves = FORMATS[name].halves
+    for offset in halves:
+        some = ((torch.rand(len(blocks), 1, generator=generator) + 0.5) / 1024).half()
+        blocks[:, offset : offset + 2] = some.view(torch.uint8)
+    if not halves:  # MXFP4: an exponent
         blocks[:, 0] = torch.randint(120, 128, (len(blocks),), dtype=torch.uint8, generator=generator)
     return blocks.view(-1)
 
@@ -145,16 +160,74 @@ def _by_torch(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     """The same, on any device, in few operations: their number is the time on a GPU."""
     import torch
 
-    begin = 0
-    for codes, scales, minima, signed in DECODERS[name](_TensorReader(blocks)):
-        for index, part in enumerate((codes.view(torch.int8) if signed else codes).chunk(len(scales), 1)):
-            target = out[:, begin : begin + part.shape[1]]
-            # bytes are multiplied as float32, and the result is rounded to the dtype of `out`
-            if minima:
-                torch.sub(scales[index] * part, minima[index], out=target)
-            else:
-                torch.mul(scales[index], part, out=target)
-            begin += part.shape[1]
+    form = FORMATS[name]
+    scales, minima = _scales(form, blocks)
+    size = min(form.group, form.run)
+    for begin in range(0, out.shape[1], size):
+        if begin % form.run == 0:
+            codes = _codes(form, blocks, begin)
+        part, group = codes.narrow(1, begin % form.run, size), begin // form.group
+        scale, target = scales[:, group : group + 1], out[:, begin : begin + size]
+        # bytes are multiplied as float32, and the result is rounded to the dtype of `out`
+        if minima is None:
+            torch.mul(scale, part, out=target)
+        else:
+            torch.sub(scale * part, minima[:, group : group + 1], out=target)
+
+
+def _codes(form: BlockFormat, blocks: torch.Tensor, begin: int) -> torch.Tensor:
+    """The codes of a run of elements, or their values: int8 (n, elements)."""
+    import torch
+
+    codes = None
+    for plane in form.planes:
+        offset, shift = plane.at(begin)
+        if plane.run:
+            some = blocks[:, offset : offset + form.run]
+            some = some >> shift if shift else some
+            some = some & (1 << plane.bits) - 1 if shift + plane.bits < 8 else some
+        else:
+            some = _fields(_bits(offset, form.run), blocks)
+        some = some << plane.first if plane.first else some
+        codes = some if codes is None else codes | some
+    assert codes is not None
+    if form.values:
+        return _table(form.values, blocks.device)[codes.int()]
+    return (codes - -form.least if form.least else codes).view(torch.int8)
+
+
+def _scales(form: BlockFormat, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The scales and minima of the groups: float32 (n, groups)."""
+    import torch
+
+    halves = [blocks[:, offset : offset + 2].contiguous().view(torch.float16).float() for offset in form.halves]
+    if not halves:
+        exponent = blocks[:, :1].int()
+        bits = torch.where(exponent < 2, (exponent + 1) << 21, (exponent - 1) << 23)
+        return bits.view(torch.float32), None
+    scales, minima = halves[0], -halves[1] if len(halves) > 1 else None
+    if form.factors:
+        scales = scales * (_fields(form.factors, blocks).view(torch.int8).int() + form.least_factor)
+    if form.minima:
+        minima = halves[1] * _fields(form.minima, blocks)
+    return scales, minima
+
+
+def _fields(fields: Fields, blocks: torch.Tensor) -> torch.Tensor:
+    """The numbers that fields have: uint8 (n, numbers)."""
+    import torch
+
+    offsets, shifts, masks, firsts = _places(fields, blocks.device)
+    parts = (blocks[:, offsets] >> shifts & masks) << firsts
+    if parts.shape[1] == len(fields):
+        return parts
+    return parts.view(len(blocks), len(fields), -1).sum(2, dtype=torch.uint8)
+
+
+@functools.cache
+def _bits(offset: int, count: int) -> Fields:
+    """Bits from an offset in bytes on."""
+    return tuple((Field(offset + k // 8, k % 8, 1),) for k in range(count))
 
 
 def _by_gguf(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
@@ -177,60 +250,116 @@ def _table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def _bit_places(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The byte of each of so many bits, int64, and its offset in the byte, uint8; kept as `_table` is."""
+def _places(fields: Fields, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Offsets, int64, and shifts, masks and first bits, uint8, of fields, as many for each number; kept too."""
     import torch
 
+    most = max(map(len, fields))
+    padded = [field for some in fields for field in (*some, *[Field(0, 0, 0)] * (most - len(some)))]
+    offsets, shifts, bits, firsts = zip(*padded, strict=True)
+    rest = shifts, [(1 << count) - 1 for count in bits], firsts
     with torch.inference_mode(False):
-        places = torch.arange(count, device=device)
-        return places // 8, (places % 8).to(torch.uint8)
+        offset = torch.tensor(offsets, device=device)
+        return offset, *(torch.tensor(some, dtype=torch.uint8, device=device) for some in rest)
 
 
-class _TensorReader:
-    """Reads blocks, uint8 (n, nbytes): vectors are uint8 (n, count), ints int32 (n, 1), floats float32 (n, 1).
+# Tensors of any specification.
 
-    Attributes:
-        halves: offsets of the float16 that were read.
+
+def read_tensor(file: Readable, spec: TensorSpec, begin: int, buffer: memoryview) -> int:
+    """Fill `buffer` with the tensor's bytes from byte `begin` on in row-major order, of the specification's dtype.
+
+    Args:
+        file: the file that holds it.
+        spec: the tensor; not empty if it has strides.
+        begin: bytes; of a tensor with strides or blocks a multiple of the element's size, like the length of `buffer`.
+        buffer: writable; at most the rest of the tensor.
+
+    Returns:
+        The number of bytes filled; fewer than requested only if the file ended.
     """
+    if spec.blocks is None:
+        return read_run(file, spec, begin, buffer)
+    dense = spec._replace(offset=0, blocks=None)
+    together = spec.granule * DTYPES[spec.dtype].bits // 8 <= STAGING_BYTES  # rows of a head are dequantized once
+    gap = STAGING_BYTES if together else GAP_BYTES
+    return read_run(_Values(file, spec, spec.blocks), dense, begin, buffer, gap)
 
-    def __init__(self, blocks: torch.Tensor) -> None:
+
+class _Values:
+    """The elements of a tensor in the order of its file, as if they were stored as its dtype from offset 0 on."""
+
+    def __init__(self, file: Readable, spec: TensorSpec, blocks: StoredBlocks) -> None:
+        self._file = file
+        self._spec = spec
         self._blocks = blocks
-        self._ints: dict[int, torch.Tensor] = {}
-        self.halves: list[int] = []
+        self._width = DTYPES[spec.dtype].bits // 8
+        self._dtype = torch_dtype(spec.dtype)
 
-    def bytes(self, offset: int, count: int) -> torch.Tensor:
-        return self._blocks[:, offset : offset + count]
-
-    def bits(self, offset: int, count: int) -> torch.Tensor:
-        where, shifts = _bit_places(count, self._blocks.device)
-        return self._blocks[:, offset : offset + (count + 7) // 8][:, where] >> shifts & 1
-
-    def look_up(self, values: tuple[int, ...], index: torch.Tensor) -> torch.Tensor:
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """See `Readable`."""
         import torch
 
-        return _table(values, index.device)[index.int()].view(torch.uint8)
+        first, count, block = offset // self._width, len(buffer) // self._width, self._blocks.kind
+        if not count:
+            return 0
+        into = torch.frombuffer(buffer, dtype=torch.uint8)
+        step = _PIECE // block.elements * block.elements
+        begin = first // block.elements * block.elements
+        while begin < first + count:
+            end = min(begin + step, round_up(first + count, block.elements))
+            begins, length = begin // block.elements * block.nbytes, (end - begin) // block.elements * block.nbytes
+            raw = bytearray(length)
+            if self._file.read_into(memoryview(raw), self._spec.offset + begins) != length:
+                return max(begin - first, 0) * self._width
+            exact = _dequantized(self._blocks, torch.frombuffer(raw, dtype=torch.uint8))
+            values = exact.to(self._dtype)
+            if self._dtype == torch.float16 and not torch.equal(values.isinf(), exact.isinf()):
+                largest = float(exact[exact.isfinite()].abs().max())
+                raise UnreadableFormatError(
+                    f"{self._spec.name} has the value {largest}, which exceeds float16.",
+                    "Convert the file with --outtype bf16 or f32.",
+                )
+            chosen = values[max(first - begin, 0) : first + count - begin].view(torch.uint8)
+            to = max(begin - first, 0) * self._width
+            into[to : to + chosen.numel()] = chosen
+            begin = end
+        return len(buffer)
 
-    def byte(self, offset: int) -> torch.Tensor:
-        import torch
 
-        run = offset // 16 * 16  # the bytes around it are scales too
-        if run not in self._ints:
-            self._ints[run] = self._blocks[:, run : run + 16].to(torch.int32)
-        return self._ints[run][:, offset - run : offset - run + 1]
+def arranged(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A tensor in row-major order, from its bytes in the file.
 
-    def signed(self, value: torch.Tensor) -> torch.Tensor:
-        import torch
+    Args:
+        data: uint8 (spec.extent,), aligned for the dtype.
+        spec: the tensor.
 
-        return value.to(torch.int8).to(torch.int32)
+    Returns:
+        A contiguous tensor of the specification's dtype and shape on the same device; a view of `data` if it is stored
+        so.
+    """
+    import torch
 
-    def half(self, offset: int) -> torch.Tensor:
-        import torch
+    dtype = torch_dtype(spec.dtype)
+    values = data.view(dtype) if spec.blocks is None else _dequantized(spec.blocks, data).to(dtype)
+    if spec.strides is not None:
+        values = torch.as_strided(values, spec.sizes, spec.strides)
+    return values.reshape(spec.shape).contiguous()
 
-        self.halves.append(offset)
-        return self._blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()
 
-    def half_power(self, exponent: torch.Tensor) -> torch.Tensor:
-        import torch
+def _dequantized(blocks: StoredBlocks, data: torch.Tensor) -> torch.Tensor:
+    """The values of some blocks after their change: float32, of one dimension."""
+    import numpy as np
+    import torch
 
-        usual = (exponent - 1) << 23
-        return torch.where(exponent < 2, (exponent + 1) << 21, usual).view(torch.float32)
+    block = blocks.kind
+    if block.dtype is not None:
+        values = data.view(torch_dtype(block.dtype)).float()
+    else:
+        count = data.numel() // block.nbytes
+        values = dequantize(block.name, data, (count * block.elements,), torch.float32)
+    if blocks.change is ValueChange.MINUS_ONE:
+        return values - 1
+    if blocks.change is ValueChange.LOG_OF_NEGATIVE:  # as numpy computes it
+        return torch.from_numpy(np.log(-values.cpu().numpy())).to(values.device)
+    return values

@@ -12,8 +12,10 @@ import ctypes
 import functools
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.rounding import round_up
@@ -21,13 +23,9 @@ from rabbitllm.quant import _kernels
 from rabbitllm.quant._kernel_interface import CODES, INTEGERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
     from rabbitllm.quant.products import FusedMatrix, KernelMatrix
 
-_Template = tuple["array[int]", int, int, list["torch.Tensor"]]
+_Template = tuple["array[int]", int, int, list[torch.Tensor]]
 KEPT_BYTES = 1 << 20
 """Bytes of scratch memory that a thread keeps for its next product."""
 _ALIGNMENT = 64
@@ -76,8 +74,6 @@ class JointProduct:
         Returns:
             (..., N) of x's dtype, or float32.
         """
-        import torch
-
         key = torch.get_num_threads(), x.shape, x.dtype
         template = self._templates.get(key)
         if template is None:
@@ -98,8 +94,6 @@ class JointProduct:
 
     def _forms(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Tensors like the results, of one element each: `torch.empty` takes twice the time of `torch.empty_like`."""
-        import torch
-
         return [
             torch.empty((), dtype=torch.float32 if is_wide else x.dtype).expand(*x.shape[:-1], count)
             for count, is_wide in zip(self._rows, self._is_wide, strict=True)
@@ -107,8 +101,6 @@ class JointProduct:
 
     def _template(self, threads: int, rows: int, dtype: torch.dtype) -> tuple[array[int], int, int]:
         """The words of `_joint_kernels.py` without addresses of a call; bytes of scratch; place of the first result."""
-        import torch
-
         from rabbitllm.quant import _integers, _joint_kernels
 
         team = torchs_team()
@@ -162,8 +154,6 @@ def _scratch(nbytes: int) -> torch.Tensor:
     kept = _kept.memory
     if kept is not None and len(kept) >= nbytes:
         return kept
-    import torch
-
     memory = torch.empty(nbytes, dtype=torch.uint8)
     if nbytes <= KEPT_BYTES:
         _kept.memory = memory

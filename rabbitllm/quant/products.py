@@ -1,18 +1,13 @@
 """Products with a matrix that is stored at 4bit, 8bit or in blocks of GGUF, without dequantizing the whole matrix.
 
-On the CPU, for few inputs each code is decoded in registers for every few of them: at 4bit a token then reads a quarter
-of the bytes of bfloat16. Codes and inputs are integers of 16 bits there (`_integers.py`). For more inputs a few rows at
-a time are decoded once for all of them, a panel, and multiplied in float32. For very many, as in the prefill of a long
-prompt, a few rows at a time are dequantized into memory that stays in the cache, and multiplied by torch. So are
-matrices with code values that no kernel has a table for.
-
-On a Xeon with AVX-512, one thread, 5632 x 2048 at 4bit, milliseconds of the processor: 16 rows 7 by panels and 8 code
-by code, 64 rows 22 and 36, 256 rows 88 and 163; dequantized and multiplied by torch 22, 45 and 92. Below 6 rows code by
-code is faster, and above 256 torch is.
+On the CPU, for few inputs each code is decoded in registers for every few of them, to integers (`_integers.py`). For
+more inputs a few rows at a time are decoded once for all of them, a panel, and multiplied in float32. For very many, as
+in the prefill of a long prompt, a few rows at a time are dequantized into the cache, and multiplied by torch; so are
+matrices with code values that no kernel has a table for. Milliseconds of 5632 x 2048 at 4bit on a Xeon with AVX-512, by
+panels, code by code and by torch: 16 rows 7, 8 and 22, 64 rows 22, 36 and 45, 256 rows 88, 163 and 92.
 
 On a device for which bitsandbytes has kernels, `matmul_4bit` multiplies: from the codes, or with the dequantized matrix
-if its own tables of rows and architectures say so. So that this matrix needs little memory, many inputs are multiplied
-with some rows of the matrix at a time.
+if its own tables say so; then with some rows of the matrix at a time, so that these need little memory.
 """
 
 from __future__ import annotations
@@ -22,7 +17,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
@@ -45,13 +42,9 @@ from rabbitllm.quant.quantize import (
     nested_operands,
     operands,
 )
-from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized
+from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized, code_values
 
 if TYPE_CHECKING:
-    from typing import Self
-
-    import torch
-
     from rabbitllm.quant._integers import InputLayout
 
 MAX_CODE_INPUTS = {"8bit": 5}
@@ -258,8 +251,6 @@ class KernelMatrix(ABC):
 
     def as_integers(self) -> IntegerProduct | None:
         """How it is multiplied as integers, for few inputs; None if it is not."""
-        import torch
-
         if self.method_for(1, torch.float32) != (CODES, INTEGERS):
             return None
         (codes, scales, table, *sizes), rows = self.operands(INTEGERS), self.form.shape[0]
@@ -268,8 +259,6 @@ class KernelMatrix(ABC):
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
-        import torch
-
         make = torch.zeros if method == PANELS else torch.empty
         out = make(len(x), self.form.shape[0])
         if len(x):
@@ -343,9 +332,9 @@ class Matrix(QuantizedMatrix, KernelMatrix):
 
 @functools.cache
 def _layout(scheme: str) -> InputLayout:
-    from rabbitllm.quant import _integer_blocks, _integers  # numba comes with them
+    from rabbitllm.quant import _block_kernels, _integers  # numba comes with them
 
-    return (_integer_blocks.LAYOUTS if scheme in BLOCK_TYPES else _integers.SEGMENT_LAYOUTS)[scheme]
+    return (_block_kernels.LAYOUTS if scheme in BLOCK_TYPES else _integers.SEGMENT_LAYOUTS)[scheme]
 
 
 def _run(
@@ -383,8 +372,6 @@ class GroupedProduct:
     """
 
     def __init__(self, x: torch.Tensor, like: KernelMatrix) -> None:
-        import torch
-
         self._x = x
         self._out = torch.zeros(len(x), like.form.shape[0])
         self._inputs: dict[tuple[str, int], InputRows] = {}
@@ -427,8 +414,6 @@ def dense_product(
     Returns:
         (T, N), of x's dtype.
     """
-    import torch
-
     rows, columns = shape
     step = together * max(CHUNK_ELEMENTS // columns // together, 1)
     # processors without instructions for bfloat16 are slow at it, so float32 is used there
@@ -443,39 +428,34 @@ def dense_product(
 
 @functools.cache
 def _agrees(method: str, scheme: str, width: int) -> bool:
-    """Whether a kernel's result on a sample agrees with indexing and float32."""
-    import torch
+    """Whether a kernel's products with samples agree with the dequantized matrix and float32."""
 
-    def product(form: Quantized, payload: Any, absmax: Any, table: Any, x: torch.Tensor) -> torch.Tensor:
-        return Matrix(form, payload, absmax, table).times_by(method, width, x)
+    def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        for inputs, rows, columns in _TRIALS[method]:
+            matrix, x = sample(scheme, (rows, columns), generator), torch.randn(inputs, columns, generator=generator)
+            yield matrix.times_by(method, width, x), x @ matrix.dequantized(torch.float32).T
 
-    is_block = scheme in BLOCK_TYPES
-    samples, trials = (_of_blocks, _BLOCK_TRIALS) if is_block else (_kernels.of_codes, _TRIALS)
     tolerance = _kernels.INTEGER_TOLERANCE if width == INTEGERS else _kernels.TOLERANCE
-    return _kernels.agrees(
-        f"by {method} at {scheme}", samples(scheme, torch.float32, trials[method], product), tolerance
-    )
+    return _kernels.agrees(f"by {method} at {scheme}", trials(), tolerance)
 
 
-def _of_blocks(
-    scheme: str, dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]], product: _kernels.Product
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Products with random blocks; see `_kernels.of_codes`."""
-    import torch
-
-    generator, empty = torch.Generator().manual_seed(0), torch.empty(0)
-    for inputs, rows, columns in shapes:
-        blocks = gguf_blocks.sample(scheme, rows * columns, generator)
-        x = torch.randn(inputs, columns, generator=generator).to(dtype)
-        matrix = gguf_blocks.dequantize(scheme, blocks, (rows, columns), torch.float32)
-        yield product(Quantized(scheme, (rows, columns), None), blocks, empty, empty, x), x.float() @ matrix.T
+def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> Matrix:
+    """A matrix with random codes and scales; its rows are whole segments or blocks."""
+    elements = math.prod(shape)
+    if scheme in BLOCK_TYPES:
+        blocks, empty = gguf_blocks.sample(scheme, elements, generator), torch.empty(0)
+        return Matrix(Quantized(scheme, shape, None), blocks, empty, empty)
+    entry = SCHEMES[scheme]
+    codes = torch.randint(0, 256, (elements // entry.codes_a_byte,), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(-(-elements // entry.block), generator=generator)
+    return Matrix(Quantized(scheme, shape, "float32"), codes, scales, code_values(scheme))
 
 
 _TRIALS = {
-    CODES: ((1, 7, 192), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
-    PANELS: ((7, 5, 192), (13, 70, 4096)),  # the last by several threads, with two panels for each row
+    CODES: ((1, 7, 768), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
+    PANELS: ((7, 5, 768), (13, 70, 4096)),  # the last by several threads, with two panels for each row
 }
 """The products of a kernel's trial: inputs, rows, columns."""
-_BLOCK_TRIALS = {CODES: ((1, 7, 256), (6, 5, 4096), (1, 64, 4096)), PANELS: ((7, 5, 256), (13, 70, 4096))}
 _NO_TABLE = -1
 """In place of the address of a table, for kernels whose values are in their code."""

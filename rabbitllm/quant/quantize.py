@@ -1,23 +1,19 @@
 """Quantization of runs of blocks, of scales, and the way back.
 
-Runs of blocks are quantized by our own kernels, whose results equal those of bitsandbytes, or by bitsandbytes itself.
-Blocks are independent, so a tensor of any size is processed in chunks of whole blocks.
+Runs of whole blocks are quantized by our own kernels, whose results equal those of bitsandbytes, or by bitsandbytes.
 
-**Fitted scales**: 4bit with scales fitted to their block, instead of its largest magnitude: the same codes, kernels,
-keys and sizes. A few multiples of the largest magnitude of a block of 64 are tried, and the one with the least squared
-error is taken. A smaller one clips the largest value and has finer steps for all others; and since the 16 values of NF4
-are not symmetrical, a negative one mirrors them. At 4bit-double, where scales are quantized less their mean, all are
-positive. The rule, in float32: y = x * (1 / s); v is the NF4 value nearest to y after y is rounded to the nearest
-1024th between -1 and 1; the error is s * s * sum((y - v)**2), where the second half of the terms is added to the first
-until one is left; of equal errors the first in the order of `MULTIPLES` wins. The code is the number of midpoints below
-y. So every processor has the same result. Blocks of zeros, with values that are not finite, or with magnitudes whose
-squares overflow or underflow, keep their largest magnitude as scale.
+**Fitted scales**: of a few multiples of the largest magnitude of a block of 64, the one with the least squared error. A
+smaller one clips the largest value and has finer steps for all others; and since the 16 values of NF4 are not
+symmetrical, a negative one mirrors them. The rule, in float32: y = x * (1 / s); v is the NF4 value nearest to y after y
+is rounded to the nearest 1024th between -1 and 1; the error is s * s * sum((y - v)**2), where the second half of the
+terms is added to the first until one is left; of equal errors the first in the order of `MULTIPLES` wins. The code is
+the number of midpoints below y. So every processor has the same result. Blocks of zeros, with values that are not
+finite, or with magnitudes whose squares overflow or underflow, keep their largest magnitude as scale.
 
 **Nested scales** (bitsandbytes' `compress_statistics`): all scales of a tensor less their mean are quantized in blocks
 of 256 by the 256 values of 8bit. The mean is summed in the order in which torch (2.13, 2.14) sums as many float32 on
-x86-64 in one thread: 32 parallel sums, of rows, of groups of rows, of groups of groups and of groups of those. With
-several threads and more than 32,768 scales, torch sums the share of each thread, so the last bit of the mean depends on
-the number of threads; a layer file must not. A tensor of any size is processed in runs.
+x86-64 in one thread, since a layer file must not depend on their number: 32 parallel sums, of rows, of groups of rows,
+of groups of groups and of groups of those.
 """
 
 from __future__ import annotations
@@ -128,10 +124,7 @@ def _quantize_compiled(scheme: str, data: memoryview, dtype: str) -> tuple[memor
 
 @functools.cache
 def _compiled_kernels_agree(scheme: str) -> bool:
-    """Whether our compiled kernels agree with the installed bitsandbytes on a sample.
-
-    Another version of it, or another processor (its ARM path rounds differently), may follow other rules.
-    """
+    """Whether our kernels agree with the installed bitsandbytes: another version, or on ARM, may round differently."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -447,11 +440,7 @@ def _in_runs(
 
 
 def _in_whole_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape with the same number of elements whose rows are whole blocks, if possible; else one row.
-
-    bitsandbytes' kernel for the CPU (0.50) begins a block with each row, even if the stored blocks cross rows: with
-    rows of 80 elements, all but the first would get wrong scales.
-    """
+    """A shape of as many elements whose rows are whole blocks, if possible: in bitsandbytes each row begins a block."""
     if shape and shape[-1] % NF4_BLOCK == 0:
         return shape
     elements = math.prod(shape)

@@ -159,13 +159,6 @@ def _nf4_blocks(words, kind, midpoints, codes, scales):  # type: ignore[no-untyp
 
 
 @compiled
-def _int8_place(value, inverse):  # type: ignore[no-untyped-def]
-    """The bin of a number times the inverse of its block's scale."""
-    y = min(max(value * inverse, np.float32(-1)), np.float32(1))
-    return np.uint16(np.int32((y + np.float32(1)) * np.float32(0.5) * np.float32(65535) + np.float32(0.5)))
-
-
-@compiled
 def _int8_block(values, largest, bins, codes, places):  # type: ignore[no-untyped-def]
     """One block of float32, whole or short, with the bits of its largest magnitude; returns its scale."""
     scale = np.uint32(largest).view(np.float32)
@@ -178,7 +171,8 @@ def _int8_block(values, largest, bins, codes, places):  # type: ignore[no-untype
         return scale
     inverse = np.float32(1) / scale
     for i in range(values.size):
-        places[i] = _int8_place(values[i], inverse)
+        y = min(max(values[i] * inverse, np.float32(-1)), np.float32(1))
+        places[i] = np.uint16(np.int32((y + np.float32(1)) * np.float32(0.5) * np.float32(65535) + np.float32(0.5)))
     for i in range(values.size):
         codes[i] = bins[places[i]]
     return scale

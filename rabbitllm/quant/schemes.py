@@ -1,7 +1,6 @@
 """The schemes of quantization: one registry, the choice of tensors to compress, and the stored form of a tensor.
 
-An entry of `SCHEMES` says how a scheme is stored. Its arithmetic is in `quantize.py`, its products in `products.py`.
-Stored keys are RabbitLLM 1.1's (and AirLLM's) pattern:
+An entry of `SCHEMES` says how a scheme is stored. Stored keys are RabbitLLM 1.1's (and AirLLM's) pattern:
 
 - 4bit: `<name>` uint8 ((n+1)//2, 1), `<name>.4bit.absmax` float32 (blocks of 64), `<name>.4bit.quant_map`
   float32 (16), `<name>.4bit.quant_state.bitsandbytes__nf4` (the JSON bytes of bitsandbytes' packed QuantState);
@@ -17,11 +16,8 @@ whose name is in the key.
 At 4bit-double scales are quantized less their mean, which needs all of them. Until then they are kept as float32
 outside the layer file: `arriving` has the parts that come from a shard, `settling` those that are made from all scales.
 
-bitsandbytes' `QuantState.as_dict(packed=True)` (0.50) writes the JSON, and its `QuantState.from_dict` can read the one
-that is written here. If scales are quantized themselves, it has a number that depends on the weights, and whose text
-varies in length. Blanks follow it, which JSON allows, so that the layout of a layer file does not depend on the number.
-
-Reads and writes no files.
+bitsandbytes' `QuantState.from_dict` (0.50) reads the JSON. If scales are quantized themselves, it has a number that
+depends on the weights; blanks follow it, so that the layout of a layer file does not depend on its length.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from rabbitllm.base.forks import require_room_for_a_thread
 from rabbitllm.base.progress import BytesDone, BytesFetched, tell
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.tensor_spec import Readable
+from rabbitllm.quant.gguf_blocks import read_tensor
 from rabbitllm.quant.quantize import quantize_blocks, settled
 from rabbitllm.quant.schemes import (
     SCALE_BYTES,
@@ -33,7 +34,6 @@ from rabbitllm.quant.schemes import (
     keeps_blocks,
     row_blocks,
 )
-from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.splitter._held_bytes import HeldBytes
 from rabbitllm.splitter.plan import CHUNK_BYTES, Move
 from rabbitllm.splitter.sums import Sums

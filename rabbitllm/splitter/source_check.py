@@ -30,7 +30,7 @@ from rabbitllm.checkpoints.checkpoint import (
 from rabbitllm.display.split_display import shown_reading
 from rabbitllm.errors import CorruptShardError, SplitMismatchError
 from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec
-from rabbitllm.quant.stored_blocks import read_tensor
+from rabbitllm.quant.gguf_blocks import read_tensor
 from rabbitllm.splitter.journal import Replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, tensors_by_shard
 from rabbitllm.storage.files import PositionalFile

@@ -42,9 +42,9 @@ from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header, view_bytes
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, dtype_name, torch_dtype
 from rabbitllm.quant import gguf_blocks
+from rabbitllm.quant.gguf_blocks import read_tensor
 from rabbitllm.quant.quantize import dequantize, expand_scales
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, STORED, Quantized
-from rabbitllm.quant.stored_blocks import read_tensor
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.storage.folders import require_room

@@ -17,8 +17,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from rabbitllm.engine import _gates, _layer_kernels
 from rabbitllm.engine._gates import MAX_ELEMENTS, fuse_gates
 from rabbitllm.quant import _vectors
-from tests.engine.test_siblings import checkpoint, logits
-from tests.support.tiny_models import ALL, load
+from tests.engine.test_siblings import assert_same_logits, checkpoint
+from tests.support.tiny_models import ALL
 
 pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
 
@@ -127,10 +127,5 @@ def test_a_model_has_the_same_logits(
     tmp_path: Path, budget: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = checkpoint(tmp_path, "llama", "4bit")
-    got = logits(load(directory, budget, exact=False))
+    assert_same_logits(directory, budget, "fuse_gates", "MLP", monkeypatch)
     assert calls.count(512) >= 2 * 4  # of 2 layers, 4 steps
-    monkeypatch.setattr("rabbitllm.engine.load.fuse_gates", lambda model: 0)
-    assert torch.equal(got, logits(load(directory, budget, exact=False)))
-    monkeypatch.undo()
-    exact = load(directory, budget)
-    assert not any("forward" in vars(module) for module in exact.modules() if "MLP" in type(module).__name__)

@@ -16,8 +16,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from rabbitllm.engine import _norms
 from rabbitllm.engine._norms import MAX_ELEMENTS, fuse_norms
 from rabbitllm.quant import _vectors
-from tests.engine.test_siblings import checkpoint, logits
-from tests.support.tiny_models import ALL, load
+from tests.engine.test_siblings import assert_same_logits, checkpoint
+from tests.support.tiny_models import ALL
 
 pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
 SIZES = (64, 100, 128, 576, 896, 2048, 5120, 8191, 16384)
@@ -116,10 +116,5 @@ def test_a_model_has_the_same_logits(
     tmp_path: Path, budget: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = checkpoint(tmp_path, "qwen3", "4bit")
-    got = logits(load(directory, budget, exact=False))
+    assert_same_logits(directory, budget, "fuse_norms", "Norm", monkeypatch)
     assert len(calls) > 4 * 2 * 5  # of 2 layers with 4 norms, 5 steps, and those that were tried
-    monkeypatch.setattr("rabbitllm.engine.load.fuse_norms", lambda model: 0)
-    assert torch.equal(got, logits(load(directory, budget, exact=False)))
-    monkeypatch.undo()
-    exact = load(directory, budget)
-    assert not any("forward" in vars(module) for module in exact.modules() if "Norm" in type(module).__name__)

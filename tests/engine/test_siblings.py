@@ -64,6 +64,21 @@ def checkpoint(tmp_path: Path, family: str, compression: str, **settings: Any) -
     return split(folder, compression)
 
 
+def assert_same_logits(directory: Path, budget: int, fuse: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model has the same logits without a function of `engine.load`, which with `exact=True` replaces no forward.
+
+    Args:
+        fuse: the name of the function.
+        kind: part of the names of the classes whose forwards it replaces.
+    """
+    got = logits(load(directory, budget, exact=False))
+    monkeypatch.setattr(f"rabbitllm.engine.load.{fuse}", lambda model: 0)
+    assert torch.equal(got, logits(load(directory, budget, exact=False)))
+    monkeypatch.undo()
+    exact = load(directory, budget)
+    assert not any("forward" in vars(module) for module in exact.modules() if kind in type(module).__name__)
+
+
 # qwen2 has biases of queries, keys and values
 @pytest.mark.parametrize(
     ("family", "compression", "a_layer"),

@@ -17,7 +17,7 @@ from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant import _vectors
-from rabbitllm.quant._gguf_decoders import DECODERS
+from rabbitllm.quant._block_formats import FORMATS
 from rabbitllm.quant.gguf_blocks import sample
 from rabbitllm.store.checkpoint_folder import PlainReader
 from rabbitllm.store.layer_file import DONE_SUFFIX
@@ -61,7 +61,7 @@ def split_and_numbers(folder: Path, family: str, types: tuple[str, ...] = TYPES,
 
 
 def random_blocks(block_type: str, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
-    if block_type in DECODERS:
+    if block_type in FORMATS:
         return sample(block_type, rows * columns, generator).view(rows, -1)
     blocks = torch.randint(0, 256, (rows * columns // 256, 110), dtype=torch.uint8, generator=generator)
     blocks[:, :2] = torch.tensor([1 / 8192]).half().view(torch.uint8)  # the scale of IQ3_S

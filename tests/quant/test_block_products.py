@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.quant import _kernels, _vectors, gguf_blocks, products
-from rabbitllm.quant._gguf_decoders import DECODERS
+from rabbitllm.quant._block_formats import FORMATS
 from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, PANELS
 from rabbitllm.quant.gguf_blocks import sample
 from rabbitllm.quant.products import Matrix, multiplies
@@ -56,7 +56,7 @@ def inputs(count: int, columns: int, dtype: torch.dtype = torch.float32) -> torc
 
 FEW = ("Q4_K", "Q8_0")
 """Compiling the kernels of a type takes a few seconds, so the others are for the long tests."""
-ALL = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in DECODERS]
+ALL = [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in FORMATS]
 
 
 @pytest.mark.parametrize("scheme", ALL)

@@ -10,7 +10,7 @@ import torch
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES, TENSOR_TYPES
 from rabbitllm.quant import gguf_blocks
-from rabbitllm.quant._gguf_decoders import DECODERS
+from rabbitllm.quant._block_formats import FORMATS
 from rabbitllm.quant.gguf_blocks import WORTH_A_KERNEL, dequantize, lanes_for, work_bytes
 from tests.support.fake_gpu import FakeGpu, watched
 
@@ -18,7 +18,7 @@ EXTREME = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC0
 """float16: zeros, denormals, the least and largest normal ones, infinities, not a number."""
 
 COMPILED_FAST = ("Q4_K", "Q6_K")
-COMPILED = [name if name in COMPILED_FAST else pytest.param(name, marks=pytest.mark.long) for name in DECODERS]
+COMPILED = [name if name in COMPILED_FAST else pytest.param(name, marks=pytest.mark.long) for name in FORMATS]
 
 
 def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_extreme_scales_are_dequantized_as_by_gguf(name: str) -> None:
         assert_same_bits(result, expected)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_gpu_needs_few_operations_and_little_memory_and_no_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many blocks are dequantized at a time; the bits are the same."""
     block, gpu = BLOCK_TYPES[name], FakeGpu(0, capacity=1 << 40)

@@ -5,34 +5,33 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from rabbitllm.quant._kernels import agrees, of_codes
-from rabbitllm.quant.schemes import Quantized
+from rabbitllm.quant._kernels import agrees
+from rabbitllm.quant.products import sample
 from tests.quant.test_products import meant
 
 SHAPES = ((1, 7, 192), (3, 5, 2048))
 
 
-def right(form: Quantized, codes: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
-    scales, values, x = operands
-    return (x.double() @ meant((form, codes, scales, values)).T).float()
-
-
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_correct_and_wrong_kernels(scheme: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+def test_correct_and_wrong_kernels(scheme: str, caplog: pytest.LogCaptureFixture) -> None:
+    def trials(factor: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        for inputs, rows, columns in SHAPES:
+            matrix, x = sample(scheme, (rows, columns), generator), torch.randn(inputs, columns, generator=generator)
+            operands = matrix.form, matrix.payload, matrix.absmax, matrix.table
+            right = (x.double() @ meant(operands).T).float()
+            wrong = factor if inputs == SHAPES[1][0] else 1  # the second one alone
+            yield right * wrong, x @ matrix.dequantized(torch.float32).T
+
     before = torch.get_rng_state()
-    assert agrees("tried", of_codes(scheme, dtype, SHAPES, right))
+    assert agrees("tried", trials(1))
     for factor, error in ((1.001, "1.0e-03"), (0.5, "5.0e-01"), (math.nan, "nan")):
-
-        def off(*operands: torch.Tensor, factor: float = factor) -> torch.Tensor:
-            wrong = operands[-1].shape[0] == SHAPES[1][0]  # the second one alone
-            return right(*operands) * (factor if wrong else 1)  # type: ignore[arg-type]
-
-        assert not agrees("tried", of_codes(scheme, dtype, SHAPES, off))
+        assert not agrees("tried", trials(factor))
         assert caplog.messages[-1] == f"The kernel for products tried is off by {error} here and is not used."
     assert torch.equal(torch.get_rng_state(), before)
 
