@@ -2,7 +2,8 @@
 
 Parameters that are views of mapped files are read when they are touched, a few pages at a time, while the processor
 waits. A background thread reads them earlier, in the order of a pass, in larger pieces and into huge pages: the first
-token of a model that was not in the page cache took 0.6 of the time. If they are in the page cache, this costs almost nothing.
+token of a model that was not in the page cache took 0.6 of the time. If they are in the page cache, this costs almost
+nothing.
 
 Other threads compute checksums of the bytes. The module that uses mapped bytes first has a hook that waits for the
 comparison, and is removed when all of them are compared. (Bytes that are read into a buffer are compared there:
