@@ -22,6 +22,7 @@ far as the processor has them.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from benchmarks.lib.process import PeerError
 from benchmarks.lib.runs import Run, carry_out, failures, ratios, status, versions
 from benchmarks.lib.worker import prompt
 from rabbitllm.quant.schemes import SCHEMES
+from rabbitllm.storage.files import PositionalFile
 from tools.matrix import SETS
 
 OURS, PEER = "rabbitllm-2", "llama.cpp"
@@ -165,6 +167,10 @@ class Subjects:
             kind = KINDS.get(scheme)
             source = given if kind else next(path.parent for path in place.rglob("split.json"))
             llama.write_file(source, file, kind or "auto")
+            os.sync()
+            for written in (file, *place.rglob("*.safetensors")):  # cached neither, as a split leaves its files
+                with PositionalFile(written) as pages:
+                    pages.drop_cache(0, pages.size())
 
     def measure(self, run: SpeedRun, case: InstructionsCase) -> None:
         """Measure a row: llama.cpp, or this project in processes with these instructions.

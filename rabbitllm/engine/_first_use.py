@@ -1,8 +1,9 @@
 """Reads resident weights before the first pass, and compares them with their checksums before their first use.
 
 Parameters that are views of mapped files are read when they are touched, a few pages at a time, while the processor
-waits. A background thread reads them earlier, in the order of a pass and in larger pieces: the first token of a model
-that was not in the page cache took 0.6 of the time. If they are in the page cache, this costs almost nothing.
+waits. A background thread reads them earlier, in the order of a pass, in larger pieces and into huge pages: the first
+token of a model that was not in the page cache took 0.6 of the time. If they are in the page cache, this costs almost
+nothing.
 
 Other threads compute checksums of the bytes. The module that uses mapped bytes first has a hook that waits for the
 comparison, and is removed when all of them are compared. (Bytes that are read into a buffer are compared there:
@@ -14,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -53,15 +55,14 @@ class ReadAhead:
     ) -> None:
         stop = threading.Event()
         weakref.finalize(self, stop.set)
-        spans = [span for runs in units.values() for span in runs]
-        work = [DaemonThread(_prefetch, "read-ahead", spans, store)]
+        checkers, ready = usable_cores() // 2 if checks is not None else 0, SimpleQueue[tuple[str, Any] | None]()
+        work = [DaemonThread(_prefetch, "read-ahead", units, store, ready, checkers)]
         self._checked: dict[str, Future[None]] = {}
         self._units, self._checks = units, checks
         if checks is not None:
             self._checked = {unit: Future() for unit in units}
-            queue = iter(tuple(units.items()))  # which the threads share
-            for _ in range(usable_cores() // 2):
-                work.append(DaemonThread(_check, "checksums", queue, checks, self._checked, stop))
+            for _ in range(checkers):
+                work.append(DaemonThread(_check, "checksums", ready, checks, self._checked, stop))
         self.threads = tuple(work)
         in_child(self._fail_unfinished)
         for thread in work:
@@ -87,22 +88,29 @@ class ReadAhead:
         fail_unfinished(self._checked.values())
 
 
-def _prefetch(spans: Sequence[FileSpan], store: Paths) -> None:
-    with contextlib.suppress(OSError):  # the pass raises an error for missing or unreadable files
-        for span in spans:
-            end = span.offset + span.nbytes
-            with PositionalFile(store.path(span.file)) as file:
-                for offset in range(span.offset, end, PIECE_BYTES):
-                    file.will_need(offset, min(PIECE_BYTES, end - offset))
+def _prefetch(
+    units: Mapping[str, Sequence[FileSpan]], store: Paths, ready: SimpleQueue[tuple[str, Any] | None], checkers: int
+) -> None:
+    for unit, spans in units.items():
+        with contextlib.suppress(OSError):  # the pass raises an error for missing or unreadable files
+            for span in spans:
+                end = span.offset + span.nbytes
+                with PositionalFile(store.path(span.file)) as file:
+                    file.read_in_huge_pages(span.offset, span.nbytes)
+                    for offset in range(span.offset, end, PIECE_BYTES):
+                        file.will_need(offset, min(PIECE_BYTES, end - offset))
+        ready.put((unit, spans))  # only now: pages that are touched first are small
+    for _ in range(checkers):
+        ready.put(None)
 
 
 def _check(
-    queue: Iterator[tuple[str, Sequence[FileSpan]]],
+    ready: SimpleQueue[tuple[str, Any] | None],
     checks: LayerChecks,
     results: Mapping[str, Future[None]],
     stop: threading.Event,
 ) -> None:
-    for unit, spans in queue:
+    for unit, spans in iter(ready.get, None):
         try:
             _compare(spans, checks, stop)
         except Exception as error:

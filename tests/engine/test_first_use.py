@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import sys
@@ -28,7 +29,7 @@ from rabbitllm.errors import HostsError, IncompleteSplitError
 from rabbitllm.generation.scoring import ScoredText, score
 from rabbitllm.lazy.load import lazy_load
 from rabbitllm.models.convert import convert
-from rabbitllm.storage.files import PositionalFile
+from rabbitllm.storage.files import HUGE_PAGE, PositionalFile
 from rabbitllm.store import checksums
 from rabbitllm.store.layer_store import LayerStore
 from tests.engine.test_span_reader import Folder, _cached_pages
@@ -62,6 +63,41 @@ def test_files_are_prefetched_into_the_page_cache(tmp_path: Path) -> None:
     assert sum(map(_cached_pages, paths)) == 2 * (2 * PIECE_BYTES // 4096 + 1) > before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages, smaps")
+def test_layer_files_are_cached_in_huge_pages(tmp_path: Path) -> None:
+    size = 4 * HUGE_PAGE + 4096
+    able, path = (tmp_path / name for name in ("able", "layer"))
+    for file in (able, path):
+        file.write_bytes(os.urandom(size))
+        dropped(file)
+    with able.open("rb") as control, mmap.mmap(control.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ) as pages:
+        try:
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            pages.madvise(22)  # MADV_POPULATE_READ
+        except OSError:
+            pytest.skip("this system has no huge pages, or no such advice")
+        if not _in_huge_pages(able):
+            pytest.skip("this file system's cache has no huge pages")
+    with path.open("rb") as file:
+        assert file.read(4096)  # as headers are
+    for thread in ReadAhead({"unit": [FileSpan(path.name, 4096, size - 4096, 0)]}, Folder(tmp_path)).threads:
+        thread.join(60)
+    with PositionalFile(path) as file:
+        pages = file.map_privately()
+    assert pages.tobytes() == path.read_bytes()
+    assert _in_huge_pages(path) >= 2 * HUGE_PAGE
+
+
+def _in_huge_pages(path: Path) -> int:
+    """Bytes of a mapped file."""
+    mapping, total = "", 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        mapping = line if "-" in line.split()[0] else mapping
+        if line.startswith("FilePmdMapped") and mapping.endswith(str(path)):
+            total += 1024 * int(line.split()[1])
+    return total
+
+
 def test_missing_files_are_ignored(tmp_path: Path) -> None:
     (thread,) = ReadAhead({"unit": [FileSpan("none", 0, 10, 0)]}, Folder(tmp_path)).threads
     thread.join(60)
@@ -71,9 +107,12 @@ def test_missing_files_are_ignored(tmp_path: Path) -> None:
 def test_streamed_units_and_the_embedding_are_not_prefetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     ask = _first_use._prefetch
-    monkeypatch.setattr(
-        _first_use, "_prefetch", lambda spans, store: (asked.extend(span.file for span in spans), ask(spans, store))
-    )
+
+    def note(units: Any, *more: Any) -> None:
+        asked.extend(span.file for spans in units.values() for span in spans)
+        ask(units, *more)
+
+    monkeypatch.setattr(_first_use, "_prefetch", note)
     directory = split(build_checkpoint(tmp_path / "model", "llama"))
     whole = load(directory)
     layers = [f"model.layers.{index}" for index in range(3)]
