@@ -1,9 +1,10 @@
 """Seconds and passes of a token with drafts and without, of one model and its draft, with memory for a share of it.
 
-All rows take turns in one process, on the same model. Each answer learns its costs anew. In the row "always wrong" the
-draft proposes other tokens than it chose: this must not be slower than 0.97 of the rate without a draft.
+All rows take turns in one process, on the same model. Each answer learns its costs anew. Before each pass the layer
+files leave the page cache, as on a machine without memory for them. In the row "always wrong" the draft proposes other
+tokens than it chose: this must not be slower than 0.97 of the rate without a draft.
 
-    python -m benchmarks decode.drafts --model FOLDER [--draft FOLDER] [--share 0.25] [--turns 5] [--only ROW ...]
+    python -m benchmarks decode.drafts --model FOLDER [--draft FOLDER|self] [--share 0.25] [--turns 5] [--only ROW ...]
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.lib import command_line, report
-from benchmarks.lib.measure import fresh_folder, spread
+from benchmarks.lib.measure import drop_pages, fresh_folder, spread
 from benchmarks.lib.process import REPOSITORY
 from benchmarks.lib.runs import in_turns
 
@@ -102,8 +103,10 @@ class _Times:
         """Nothing is left."""
 
 
-def answer(model: Any, draft: Any, row: str, text: str, temperature: float, turn: int, tokens: int) -> Answer:
-    """Generate one answer of exactly so many tokens."""
+def answer(
+    model: Any, draft: Any, row: str, text: str, temperature: float, turn: int, tokens: int, files: Sequence[Path] = ()
+) -> Answer:
+    """Generate one answer of exactly so many tokens; `files` leave the page cache before each pass."""
     import torch
 
     from rabbitllm.generation.draft import Drafting
@@ -117,13 +120,16 @@ def answer(model: Any, draft: Any, row: str, text: str, temperature: float, turn
 
     def count(*args: Any) -> None:
         nonlocal passes
-        passes += 1
+        if not model.streamer.is_drafting:
+            passes += 1
+            for path in files:
+                drop_pages(path)
 
     chosen = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     options: dict[str, Any] = {"min_new_tokens": tokens, "max_new_tokens": tokens, "streamer": streamer, **chosen}
     source: Any = draft if row in (MODEL, WRONG) and draft is not None else "ngram"
     drafting = None if row == PLAIN else Drafting(source, streamer)
-    hook = model.get_decoder().register_forward_hook(count)
+    hook = model.get_decoder().register_forward_pre_hook(count)
     try:
         torch.manual_seed(turn)
         with wrong(model.config.get_text_config().vocab_size) if row == WRONG else contextlib.nullcontext():
@@ -142,13 +148,18 @@ def load(options: Any, work: Path) -> tuple[Any, Any]:
     from rabbitllm import AutoModel
 
     common: dict[str, Any] = {"device": "cpu", "show_layer_progress": False, "fast_bfloat16": None}
-    draft = None
-    if options.draft is not None:
+    draft, own = None, options.draft == "self"
+    if options.draft is not None and not own:
         draft = AutoModel.from_pretrained(options.draft, layer_shards_saving_path=work / "draft", **common)
-    files = options.model.glob("*.safetensors") if options.model.is_dir() else [options.model]
-    room = round(options.share * sum(path.stat().st_size for path in files))
-    limit: dict[str, Any] = {} if options.share >= 1 else {"max_memory": {"cpu": room}}
-    model = AutoModel.from_pretrained(options.model, layer_shards_saving_path=work / "model", **common, **limit)
+    place = {"layer_shards_saving_path": work / "model", "compression": options.compression}
+    limit: dict[str, Any] = {}
+    if options.share < 1:
+        AutoModel.from_pretrained(options.model, **place, **common)
+        whole = sum(path.stat().st_size for path in (work / "model").rglob("*.safetensors"))
+        limit = {"max_memory": {"cpu": round(options.share * whole)}}
+    model = AutoModel.from_pretrained(options.model, **place, draft="self" if own else None, **common, **limit)
+    if own:
+        return model, "self"
     if draft is not None:
         from rabbitllm.generation.draft import prepare_draft
 
@@ -188,7 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; not 0 if drafts that are always wrong are too slow."""
     parser = command_line.parser(__doc__, 5, ROWS)
     parser.add_argument("--model", type=Path, default=REPOSITORY / "rabbitllm" / "demo" / "model", metavar="FOLDER")
-    parser.add_argument("--draft", type=Path, metavar="FOLDER", help="the draft model; without it, only ngram")
+    parser.add_argument("--draft", metavar="FOLDER", help="the draft model, or self; without it, only ngram")
+    parser.add_argument("--compression", metavar="SCHEME", help="of the model's split")
     parser.add_argument("--share", type=float, default=0.25, help="of the model's bytes in memory; 1 for all")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer (default: %(default)s)")
     options = command_line.parsed(parser, arguments, tokens=8)
@@ -197,13 +209,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     answers: list[Answer] = []
     with fresh_folder(options.work_dir / "drafts") as work:
         model, draft = load(options, work)
+        files = sorted((work / "model").rglob("*.safetensors"))
         for row in rows:  # kernels are compiled, files are compared with their checksums
             answer(model, draft, row, "code", 0.0, 0, min(8, options.tokens))
         for turn, row in in_turns(rows, options.turns):
             for text in PROMPTS:
                 for temperature in TEMPERATURES:
-                    answers.append(answer(model, draft, row, text, temperature, turn, options.tokens))
-    notes = [f"{options.model.name}, draft {getattr(options.draft, 'name', None)}, memory for {options.share:.0%}."]
+                    answers.append(answer(model, draft, row, text, temperature, turn, options.tokens, files))
+    name = options.draft and Path(options.draft).name
+    compression = f" at {options.compression}" if options.compression else ""
+    notes = [f"{options.model.name}{compression}, draft {name}, memory for {options.share:.0%}."]
     worst = spread(rates(answers, [one for one in answers if one.row == WRONG]))
     reached = report.median(worst)
     notes.append(report.reach("always wrong, of the rate without a draft", reached, LEAST, at_most=False))

@@ -213,8 +213,13 @@ def drop_cached(folder: Path) -> None:
     """Drop every file below a folder from the page cache; this needs no privilege."""
     sync_tree(folder)
     for path, _ in files_below(folder):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_pages(path)
+
+
+def drop_pages(path: Path) -> None:
+    """Drop a file from the page cache, except what is mapped or not written yet."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def copy_files(source: Path, target: Path) -> None:
