@@ -48,14 +48,15 @@ def fuse_gates(model: nn.Module) -> int:
 
 
 def _forward(module: Any, *args: Any, **named: Any) -> Any:
-    act = module._modules["act_fn"]
+    parts = module._modules
+    act = parts["act_fn"]
     is_watched = (
         act._forward_hooks or act._forward_pre_hooks or torch.is_grad_enabled() or torch.compiler.is_compiling()
     )
     if len(args) != 1 or named or is_watched:
         return type(module).forward(module, *args, **named)
-    gate, up = module.gate_proj(args[0]), module.up_proj(args[0])
-    return module.down_proj(_gated(act, gate, up))
+    gate, up = parts["gate_proj"](args[0]), parts["up_proj"](args[0])
+    return parts["down_proj"](_gated(act, gate, up))
 
 
 def _gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
