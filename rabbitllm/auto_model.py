@@ -190,8 +190,8 @@ class AutoModel:
             draft: what proposes tokens, several of which `generate` checks in a pass if that pays: "ngram" (those that
                 followed the same words before), "mtp" (the checkpoint's own heads), "self" (copies of the streamed
                 layers at 2 to 4 bits, in memory), a small model with the same vocabulary, its folder or repository, or
-                "auto" ("ngram" where weights are moved for each pass and the model can drop tokens). Calls for several
-                sequences, for beams or with pictures do without.
+                "auto" (where weights are moved for each pass and the model can drop tokens: "mtp", or without usable
+                heads "ngram"). Calls for several sequences, for beams or with pictures do without.
             pretrained_model_name_or_path: transformers' name of `path_or_repo_id`.
             max_seq_len, persister, use_gds, kv_cache_dir, offload_small_layers_use_cpu_cache: accepted without effect.
 
@@ -523,7 +523,7 @@ def load_with_draft(request: LoadRequest, draft: Any, console: Console | None = 
     if isinstance(draft, LoadRequest):
         _compare_vocabularies(request, draft)
         draft = load(draft, console)
-    run = replace(request.run, heads=draft == "mtp", self_draft=draft == "self")
+    run = replace(request.run, heads=None if draft == "auto" else draft == "mtp", self_draft=draft == "self")
     model = load(replace(request, run=run), console)
     if draft is None or not hasattr(model, "placement"):  # a worker
         return model, None

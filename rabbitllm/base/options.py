@@ -172,7 +172,8 @@ class RunOptions:
             processors without instructions for bfloat16 alone, and not with `exact`.
         verify_checksums: compare layer files with their checksums when they are first read.
         self_draft: keep copies of what is streamed in memory, at fewer bits, so that the model can be its own draft.
-        heads: keep the checkpoint's heads for multi-token prediction in memory, for a draft.
+        heads: keep the checkpoint's heads for multi-token prediction in memory, for a draft; None for heads that can be
+            used, if passes move weights.
     """
 
     device: str | None = None
@@ -190,7 +191,7 @@ class RunOptions:
     fast_bfloat16: bool | None = False
     verify_checksums: bool = True
     self_draft: bool = False
-    heads: bool = False
+    heads: bool | None = False
 
     def __post_init__(self) -> None:
         """

@@ -105,7 +105,8 @@ DraftOption = Annotated[
         metavar="MODEL",
         help="A small model with the same vocabulary proposes tokens, and a pass checks as many of them as pays; mtp "
         "takes the checkpoint's own heads for that, ngram the tokens that followed the same words before, self copies "
-        "of the streamed layers at few bits, in memory; auto is ngram where layers are streamed, none leaves it out.",
+        "of the streamed layers at few bits, in memory; auto is mtp or else ngram where layers are streamed; none is "
+        "no draft.",
         autocompletion=complete_model,
     ),
 ]

@@ -44,7 +44,7 @@ from rabbitllm.engine.prefetch import keep_units
 from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_read_mode
 from rabbitllm.engine.streamed_model import Internals, StreamedModel, adopt
 from rabbitllm.engine.units import input_embedding
-from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.errors import IncompleteSplitError, RabbitLLMError
 from rabbitllm.quant import bfloat_products
 from rabbitllm.quant.schemes import SCHEMES, bitsandbytes
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
@@ -118,8 +118,13 @@ def _bound(
     if share is not None:
         plan = only_a_part(plan, share, store, devices, options)
     of_heads = None
-    if options.heads:
-        of_heads, plan = plan_heads(plan, store, home, options, devices)
+    if options.heads or (options.heads is None and plan.placement.moved_bytes):
+        try:
+            of_heads, plan = plan_heads(plan, store, home, options, devices)
+        except RabbitLLMError as problem:
+            if options.heads:
+                raise
+            logger.info("No heads for multi-token prediction are used: %s", problem.problem)
     if (error := too_little_memory(plan, devices)) is not None:
         raise error  # the system would kill the process in the first pass, without a message
     by_name = {device.name: device for device in devices}

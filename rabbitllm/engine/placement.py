@@ -336,6 +336,11 @@ class Placement(Printed):
         """Bytes that each pass copies from host memory to devices with memory of their own, streamed or pinned."""
         return sum(self._uploaded(budget) for budget in self.budgets)
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that each pass reads from the disk or copies to a device, whichever is more; 0 if nothing is moved."""
+        return max(self.streamed_bytes, self.uploaded_bytes)
+
     def plot(self, path: str | Path, title: str = "") -> None:
         """Draw the device and tier of each layer; needs matplotlib.
 

@@ -90,7 +90,7 @@ def moves_weights(placement: Placement) -> bool:
 
     Experts that are streamed one by one are others for each row.
     """
-    moved = max(placement.streamed_bytes, placement.uploaded_bytes)
+    moved = placement.moved_bytes
     return moved > 0 and all(pool.kept >= pool.stored for pool in placement.pools)
 
 

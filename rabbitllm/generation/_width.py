@@ -267,7 +267,7 @@ def width_of(model: StreamedModel, draft: StreamedModel | str) -> Width:
     """A new width for a model and its draft: until costs are measured, from the weights that a pass moves and uses."""
     placement = model.placement
     used = sum(placed.stored for placed in placement.units) or 1
-    moved = max(placement.streamed_bytes, placement.uploaded_bytes)
+    moved = placement.moved_bytes
     own = 0 if isinstance(draft, str) else sum(placed.stored for placed in draft.placement.units)
     row = _ROW if model.device.type == "cpu" else _ROW / 8
     return Width(row * used / (used + _DISK * moved), own / (used + _DISK * moved))

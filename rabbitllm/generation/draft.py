@@ -260,15 +260,16 @@ def use_draft(model: StreamedModel, draft: Draft) -> None:
     drafted.drafting.prepare(model)
 
 
-def free_draft(model: StreamedModel) -> Literal["ngram"] | None:
-    """The draft that needs no memory and no other model, where tokens are worth it: where passes move weights."""
-    if not max(model.placement.streamed_bytes, model.placement.uploaded_bytes):
+def free_draft(model: StreamedModel) -> Literal["mtp", "ngram"] | None:
+    """The draft that needs no other model, where tokens are worth it: where passes move weights."""
+    if not model.placement.moved_bytes:
         return None
+    draft = NGRAM if model.heads is None else MTP
     try:
-        prepare_draft(model, NGRAM)
+        prepare_draft(model, draft)
     except OptionError:
         return None
-    return NGRAM
+    return draft
 
 
 def prepare_draft(model: StreamedModel, draft: Draft) -> None:
@@ -298,7 +299,7 @@ def prepare_draft(model: StreamedModel, draft: Draft) -> None:
     if isinstance(draft, str):
         return
     check_vocabularies(tokenizer_of(model), tokenizer_of(draft))
-    if moved := max(draft.placement.streamed_bytes, draft.placement.uploaded_bytes):
+    if moved := draft.placement.moved_bytes:
         raise OptionError(
             f"The draft model does not fit in memory: each pass would move {size(moved)} of its weights.", _LEAVE_OUT
         )

@@ -29,7 +29,7 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
 from rabbitllm.generation._proposals import FromHead
-from rabbitllm.generation.draft import prepare_draft
+from rabbitllm.generation.draft import free_draft, prepare_draft
 from rabbitllm.generation.request import Request, Result, Sampling
 from rabbitllm.generation.session import Session, answer
 from rabbitllm.store.layer_store import LayerStore
@@ -238,6 +238,19 @@ def test_greedy_answers_are_the_models_own(tmp_path: Path, name: str) -> None:
     assert passes["right"] <= 3
     assert passes["right"] < passes["noisy"] < passes["wrong"]
     assert passes["wrong"] == passes["random"] == TOKENS - 1
+
+
+def test_auto_uses_a_head_where_layers_are_streamed(tmp_path: Path) -> None:
+    """With memory for the head and the output layer; without such memory, or where nothing is streamed, it does not."""
+    folder = make_predictable(build_with_head(tmp_path / "model", "qwen3_5"), "right")
+    directory = split(folder)
+    expected = asked(load(directory)).tokens
+    nbytes = streamed_with_head(directory)._internals.options.max_memory["cpu"]
+    for limit, draft in ((nbytes, "mtp"), (0, "ngram"), (None, None)):
+        model = load(directory, limit, heads=None)
+        assert free_draft(model) == draft
+        assert (model.heads is not None) == (draft == "mtp")
+        assert asked(model, draft).tokens == expected
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
