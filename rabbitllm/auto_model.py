@@ -475,7 +475,7 @@ def load(request: LoadRequest, console: Console | None = None) -> Any:
 
 def draft_name(draft: str) -> Any:
     """The draft that a word names in any spelling: a kind of draft, "auto" or "none"; None if it names a model."""
-    from rabbitllm.generation._proposals import KINDS
+    from rabbitllm.generation.draft import KINDS
 
     return next((name for name in (*KINDS, "auto", "none") if draft.lower() == name), None)
 
@@ -521,7 +521,11 @@ def load_with_draft(request: LoadRequest, draft: Any, console: Console | None = 
         RabbitLLMError: see `AutoModel.from_pretrained`.
     """
     if isinstance(draft, LoadRequest):
-        _compare_vocabularies(request, draft)
+        sources = [prepare.find(each.spec, only_look=each.split is None) for each in (request, draft)]
+        if not all(source.finished for source in sources):  # before a split
+            from rabbitllm.generation.draft import check_folders
+
+            check_folders(*(source.config_folder for source in sources))
         draft = load(draft, console)
     run = replace(request.run, heads=None if draft == "auto" else draft == "mtp", self_draft=draft == "self")
     model = load(replace(request, run=run), console)
@@ -533,25 +537,6 @@ def load_with_draft(request: LoadRequest, draft: Any, console: Console | None = 
         return model, free_draft(model)
     prepare_draft(model, draft)
     return model, draft
-
-
-def _compare_vocabularies(model: LoadRequest, draft: LoadRequest) -> None:
-    """Refuse a draft of another vocabulary before a split, if it can be seen in the folders of the sources.
-
-    Raises:
-        OptionError: see `check_vocabularies`.
-    """
-    sources = [prepare.find(each.spec, only_look=each.split is None) for each in (model, draft)]
-    if all(source.finished for source in sources):
-        return  # nothing is split
-    if not all((source.config_folder / "tokenizer.json").is_file() for source in sources):
-        return
-    from rabbitllm.engine.skeleton import read_tokenizer
-    from rabbitllm.generation.draft import check_vocabularies
-
-    ours, theirs = (read_tokenizer(source.config_folder) for source in sources)
-    if ours is not None and theirs is not None:
-        check_vocabularies(ours, theirs)
 
 
 def check_unsplit(options: SplitOptions) -> None:

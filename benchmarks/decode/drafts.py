@@ -67,7 +67,7 @@ class _Wrong:
 
     def propose(self, ids: Any, most: int) -> Any:
         """Propose the tokens next to those of the source, or where it has none next to the last ones."""
-        from rabbitllm.generation._proposals import Proposal
+        from rabbitllm.generation.draft import Proposal
 
         drafted = self._source.propose(ids, most).tokens
         drafted = drafted if drafted.numel() else ids[:, -most:]

@@ -20,7 +20,7 @@ from rabbitllm.generation.reasoning import Effort, Thinking
 if TYPE_CHECKING:
     from rabbitllm.auto_model import LoadRequest
     from rabbitllm.base.options import Hosts, ShardPolicy
-    from rabbitllm.generation._proposals import Draft
+    from rabbitllm.generation.draft import Draft
     from rabbitllm.generation.request import Sampling
 
 

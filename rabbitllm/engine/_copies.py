@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
+from rabbitllm.base.terminal import size
 from rabbitllm.engine.expert_source import ExpertPart, ExpertSource, with_tables
 from rabbitllm.engine.experts import MappedExperts, stack_of
-from rabbitllm.engine.placement import Copies, Placement, Tier
+from rabbitllm.engine.placement import ACCEPTED, Copies, Placement, Tier, tokens_per_read
 from rabbitllm.engine.prefetch import bytes_of
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader
 from rabbitllm.engine.units import ParameterEntry, UnitSource
 from rabbitllm.engine.weight_tensors import QuantizedWeight
+from rabbitllm.errors import OptionError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import block_encoders
-from rabbitllm.quant.products import Matrix
+from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import ROW_ELEMENTS, Quantized, type_for_rows
 from rabbitllm.store.layer_store import WeightFiles
 
@@ -53,6 +56,41 @@ def expert_copy_bytes(source: ExpertSource, kind: str) -> int:
     """The same of all experts of a module."""
     leaves = source.leaves.values()
     return source.experts * sum(_copy_bytes(kind, leaf.shape, leaf.entry.dtype, is_matrix=True) for leaf in leaves)
+
+
+def place_with_copies(plain: Placement, place: Callable[[str], Placement]) -> Placement:
+    """The placement with copies of all that it streams, at the bits that are expected to give the most tokens a second.
+
+    Args:
+        plain: the placement without copies.
+        place: a type of blocks -> the placement with copies of this type.
+
+    Raises:
+        OptionError: there is nothing to copy, no room for copies, no kernel for them, or another device than the CPU
+            computes.
+    """
+    remedy = "Leave the draft out, or use another kind of draft."
+    if not all(budget.is_host for budget in plain.budgets):
+        raise OptionError("draft='self' works on the CPU alone; this model computes on a GPU.", remedy)
+    if not any(placed.tier in (Tier.STREAMED, Tier.ROUTED) for placed in (*plain.units, *plain.experts)):
+        raise OptionError("draft='self' is for streamed layers; all weights of this model fit in memory.", remedy)
+    kinds = [kind for kind in ACCEPTED if multiplies(Quantized(kind, (8, BLOCK_TYPES[kind].elements), None))]
+    if not kinds:
+        raise OptionError("draft='self' needs products with blocks of few bits; this machine has no kernel.", remedy)
+    possible, lacking = list[tuple[float, Placement]](), 0
+    for kind in kinds:
+        placement = place(kind)
+        assert placement.copies is not None
+        lacking = placement.copies.lacking
+        if not lacking:
+            possible.append((tokens_per_read(placement, placement.copies), placement))
+    if not possible:
+        raise OptionError(
+            f"draft='self' keeps copies of the streamed layers in memory, and {size(lacking)} are lacking for the "
+            "smallest ones.",
+            f"Raise max_memory. {remedy}",
+        )
+    return max(possible, key=operator.itemgetter(0))[1]
 
 
 def _copied(weight: torch.Tensor, kind: str, dtype: torch.dtype, entry: ParameterEntry | None = None) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from rabbitllm.base.collection import uncollected
 from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
 from rabbitllm.engine import _published, skeleton
-from rabbitllm.engine._copies import expert_copy_bytes, unit_copy_bytes
+from rabbitllm.engine._copies import expert_copy_bytes, place_with_copies, unit_copy_bytes
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._weights import WeightMap, advice_on_names, check_unused, map_weights
 from rabbitllm.engine.devices import Device, budget_of, host_room
@@ -36,7 +35,6 @@ from rabbitllm.engine.experts import expert_costs
 from rabbitllm.engine.forwards import route_llama4
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import (
-    ACCEPTED,
     HOOKED,
     READY,
     SLOTS,
@@ -49,7 +47,6 @@ from rabbitllm.engine.placement import (
     min_bytes,
     place,
     ready_once,
-    tokens_per_read,
 )
 from rabbitllm.engine.units import (
     MatrixChooser,
@@ -68,7 +65,6 @@ from rabbitllm.errors import (
     OptionError,
     RabbitLLMError,
 )
-from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import coded
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix, can_multiply, multiplies
@@ -550,7 +546,13 @@ def place_units(
     if choosers and any(unit.tier in HOOKED for unit in placement.units):
         placement = placed(unit_costs(model, sources, experts, choosers), experts=expert_costs(experts))
     if options.self_draft:
-        placement = _with_copies(model, sources, experts, placement, placed)
+
+        def with_copies(kind: str) -> Placement:
+            copied = [expert_copy_bytes(source, kind) for source in experts]
+            inside = [replace(cost, copy=nbytes) for cost, nbytes in zip(expert_costs(experts), copied, strict=True)]
+            return placed(unit_costs(model, sources, experts, kind=kind), experts=inside, kind=kind)
+
+        placement = place_with_copies(placement, with_copies)
     name = model.config.model_type
     if name in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(
@@ -559,50 +561,6 @@ def place_units(
             "Raise max_memory.",
         )
     return placement
-
-
-def _with_copies(
-    model: PreTrainedModel,
-    sources: Mapping[str, UnitSource],
-    experts: Sequence[ExpertSource],
-    plain: Placement,
-    placed: Callable[..., Placement],
-) -> Placement:
-    """The placement with copies of all that it streams, at the bits that are expected to give the most tokens a second.
-
-    Args:
-        model, sources, experts: see `place_units`.
-        plain: the placement without copies.
-        placed: see `place`.
-
-    Raises:
-        OptionError: there is nothing to copy, no room for copies, no kernel for them, or another device than the CPU
-            computes.
-    """
-    remedy = "Leave the draft out, or use another kind of draft."
-    if not all(budget.is_host for budget in plain.budgets):
-        raise OptionError("draft='self' works on the CPU alone; this model computes on a GPU.", remedy)
-    if not any(placed.tier in (Tier.STREAMED, Tier.ROUTED) for placed in (*plain.units, *plain.experts)):
-        raise OptionError("draft='self' is for streamed layers; all weights of this model fit in memory.", remedy)
-    kinds = [kind for kind in ACCEPTED if multiplies(Quantized(kind, (8, BLOCK_TYPES[kind].elements), None))]
-    if not kinds:
-        raise OptionError("draft='self' needs products with blocks of few bits; this machine has no kernel.", remedy)
-    possible, lacking = list[tuple[float, Placement]](), 0
-    for kind in kinds:
-        costs = zip(expert_costs(experts), experts, strict=True)
-        copied = [replace(cost, copy=expert_copy_bytes(source, kind)) for cost, source in costs]
-        placement = placed(unit_costs(model, sources, experts, kind=kind), experts=copied, kind=kind)
-        assert placement.copies is not None
-        lacking = placement.copies.lacking
-        if not lacking:
-            possible.append((tokens_per_read(placement, placement.copies), placement))
-    if not possible:
-        raise OptionError(
-            f"draft='self' keeps copies of the streamed layers in memory, and {size(lacking)} are lacking for the "
-            "smallest ones.",
-            f"Raise max_memory. {remedy}",
-        )
-    return max(possible, key=operator.itemgetter(0))[1]
 
 
 def _matrix_on_host(form: Quantized | CodedForm, dtype: torch.dtype) -> type[StoredMatrix] | None:

@@ -182,16 +182,16 @@ class FromModel:
         return Proposal(ids[:, known:], torch.cat(drawn) if self._samples else None)
 
     def _tree(self, ids: torch.Tensor, logits: torch.Tensor, most: int) -> Proposal:
-        nodes: list[_Node] = []  # without the root, the most probable first: each after its parent
-        computed: list[_Node] = []
-        level = [_Node(1.0, -1, None)]
+        nodes: list[_TreeToken] = []  # without the root, the most probable first: each after its parent
+        computed: list[_TreeToken] = []
+        level = [_TreeToken(1.0, -1, None)]
         for depth in range(1, most + 1):
             children = []
             for node, row in zip(level, logits, strict=True):
                 path = torch.cat((ids, ids.new_tensor([node.tokens()])), dim=1)
                 best = self._processors(path, row[None])[0].softmax(dim=-1).topk(min(BRANCHES, row.shape[-1]))
                 for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                    children.append(_Node(node.probability * probability, token, node))
+                    children.append(_TreeToken(node.probability * probability, token, node))
             nodes = sorted((*nodes, *children), key=lambda node: -node.probability)
             nodes = nodes[: self._width.worth([node.probability for node in nodes])]
             chosen = {*map(id, nodes)}
@@ -219,7 +219,7 @@ class FromModel:
         """Nothing is kept elsewhere."""
 
 
-class _Node:
+class _TreeToken:
     """A token of a tree.
 
     Attributes:
@@ -230,7 +230,7 @@ class _Node:
 
     __slots__ = ("parent", "probability", "token")
 
-    def __init__(self, probability: float, token: int, parent: _Node | None) -> None:
+    def __init__(self, probability: float, token: int, parent: _TreeToken | None) -> None:
         self.probability = probability
         self.token = token
         self.parent = parent
@@ -240,7 +240,7 @@ class _Node:
         return [] if self.parent is None else [*self.parent.tokens(), self.token]
 
 
-def _places(nodes: Sequence[_Node | None], among: Sequence[_Node]) -> list[int]:
+def _places(nodes: Sequence[_TreeToken | None], among: Sequence[_TreeToken]) -> list[int]:
     """The index of each node among others; -1 if it is none of them."""
     places = {id(node): index for index, node in enumerate(among)}
     return [places.get(id(node), -1) for node in nodes]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.generation.kv_cache import (
     BY_ROWS,
     Saved,
@@ -224,7 +225,7 @@ def takes_trees(model: StreamedModel) -> bool:
         all(map(keeps_every_token, cache_layers(model)))
         and getattr(model, "hosts", None) is None
         and getattr(config, "rope_parameters", None)
-        and config._attn_implementation in ("sdpa", "eager")
+        and attention_of(config) in ("sdpa", "eager")
         and "position_ids" in inspect.signature(model.forward).parameters
         and hasattr(sys.modules[type(decoder).__module__], "create_causal_mask")
     )

@@ -18,16 +18,21 @@ from torch import nn
 from transformers import DynamicCache
 
 from rabbitllm.base.terminal import size
+from rabbitllm.engine.skeleton import read_tokenizer
 from rabbitllm.errors import OptionError
-from rabbitllm.generation._proposals import MTP, SELF, Proposal, proposals_of
+from rabbitllm.generation._proposals import KINDS as KINDS
+from rabbitllm.generation._proposals import MTP, SELF, proposals_of
 from rabbitllm.generation._proposals import NGRAM as NGRAM
 from rabbitllm.generation._proposals import Draft as Draft
+from rabbitllm.generation._proposals import Proposal as Proposal
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Width, width_of
 from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, can_go_back
 from rabbitllm.generation.request import Drafts, check_generates, tokenizer_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -322,6 +327,18 @@ def _fit_logits(vocabulary: int, module: nn.Module, inputs: Any, output: Any) ->
     least = torch.finfo(output.logits.dtype).min  # -inf would make NaN of a difference of two such logits
     output.logits = nn.functional.pad(output.logits, (0, missing), value=least)
     return output
+
+
+def check_folders(model: Path, draft: Path) -> None:
+    """Refuse a draft model of another vocabulary, if both folders have a tokenizer to see it by.
+
+    Raises:
+        OptionError: see `check_vocabularies`.
+    """
+    if all((folder / "tokenizer.json").is_file() for folder in (model, draft)):
+        ours, theirs = read_tokenizer(model), read_tokenizer(draft)
+        if ours is not None and theirs is not None:
+            check_vocabularies(ours, theirs)
 
 
 def check_vocabularies(model: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:

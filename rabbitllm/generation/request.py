@@ -39,10 +39,10 @@ SMALL_CONTEXT = 1 << 14
 """Tokens; the letters of a prompt are limited as for a context of at least this size."""
 MAX_LETTERS = 8 << 20
 """Limit of the letters of any prompt: a tokenizer takes some hundred bytes for each."""
-_DEPTHS = 4
-"""How many depths of drafts are shown."""
 _OF_SAMPLES = ("temperature", "top_p", "top_k", "min_p")
 """Fields of `Sampling` that have no effect on greedy decoding."""
+_DEPTHS = 4
+"""How many depths of drafts are shown."""
 MAX_CHOICES = 128
 """The most answers to one prompt."""
 BatchDraft = Literal["auto", "ngram", "none"]

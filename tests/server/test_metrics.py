@@ -79,7 +79,7 @@ def test_the_server_counts(served: Running) -> None:
     assert more('rabbitllm_http_requests_total{endpoint="/v1/completions",status="200"}') == 1
     assert more('rabbitllm_http_requests_total{endpoint="/v1/completions",status="400"}') == 1
     assert more('rabbitllm_generations_total{reason="length"}') == 2
-    assert more("rabbitllm_passes_total") >= 5
+    assert 2 <= more("rabbitllm_passes_total") <= 5  # drafts may save some
     assert more("rabbitllm_streamed_bytes_total") > 0
     assert after["rabbitllm_running"] == 0
     assert after["rabbitllm_http_requests_open"] == 1  # the one that asks
