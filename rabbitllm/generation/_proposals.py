@@ -32,8 +32,8 @@ MODEL_TOKENS = 20
 """The most tokens that a model proposes, unless its generation config has `num_assistant_tokens`."""
 HEAD_TOKENS = 8
 """The same of a head that is used again for each token; a head of several proposes one token."""
-BRANCHES, LEVEL_ROWS = 8, 16
-"""The most tokens that may follow one of a tree, and the most rows of a draft model's pass."""
+BRANCHES = 8
+"""The most tokens that may follow one of a tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ class FromText:
 class FromModel:
     """Proposes the tokens that a model generates, or a tree of those that are most probable.
 
-    A tree grows by what is most probable from its root on (SpecExec, arXiv:2406.02532): each step computes the tokens
-    of a level that may be in it, in one pass.
+    A tree grows by what is most probable from its root on (SpecExec, arXiv:2406.02532): a step computes what may follow
+    its most probable token that was not computed yet, as far as that pays.
 
     Args:
         draft: the model.
@@ -184,27 +184,27 @@ class FromModel:
     def _tree(self, ids: torch.Tensor, logits: torch.Tensor, most: int) -> Proposal:
         nodes: list[_TreeToken] = []  # without the root, the most probable first: each after its parent
         computed: list[_TreeToken] = []
-        level = [_TreeToken(1.0, -1, None)]
-        for depth in range(1, most + 1):
-            children = []
-            for node, row in zip(level, logits, strict=True):
-                path = torch.cat((ids, ids.new_tensor([node.tokens()])), dim=1)
-                best = self._processors(path, row[None])[0].softmax(dim=-1).topk(min(BRANCHES, row.shape[-1]))
-                for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                    children.append(_TreeToken(node.probability * probability, token, node))
-            nodes = sorted((*nodes, *children), key=lambda node: -node.probability)
+        last = _TreeToken(1.0, -1, None)
+        while True:
+            path = torch.cat((ids, ids.new_tensor([last.tokens()])), dim=1)
+            best = self._processors(path, logits)[0].softmax(dim=-1).topk(min(BRANCHES, logits.shape[-1]))
+            for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                nodes.append(_TreeToken(last.probability * probability, token, last))
+            nodes.sort(key=lambda node: -node.probability)
             nodes = nodes[: self._width.worth([node.probability for node in nodes])]
-            chosen = {*map(id, nodes)}
-            level = [node for node in children if id(node) in chosen and node.token not in self._ends][:LEVEL_ROWS]
-            if depth == most or not level or not self._deepens(sum(node.probability for node in level), depth):
+            inner = (node for node in nodes if node.depth < most and node.token not in self._ends)
+            following = next((node for node in inner if node not in computed), None)
+            if following is None or len(computed) == self._most:
                 break
-            computed += level
+            last = following
+            if not self._deepens(last.probability, last.depth):
+                break
+            computed.append(last)
             rows = torch.cat((ids, ids.new_tensor([[node.token for node in computed]])), dim=1)
-            logits = self._track.logits(rows, len(level), _places([node.parent for node in computed], computed))
+            logits = self._track.logits(rows, 1, _places([node.parent for node in computed], computed))
         self._computed = _places(computed, nodes)
-        return Proposal(
-            ids.new_tensor([[node.token for node in nodes]]), tree=_places([node.parent for node in nodes], nodes)
-        )
+        parents = _places([node.parent for node in nodes], nodes)
+        return Proposal(ids.new_tensor([[node.token for node in nodes]]), tree=parents)
 
     def settle(self, tokens: int, path: Sequence[int]) -> None:
         """Drop all that is kept of tokens after the first `tokens`, which end with the proposed tokens of `path`."""
@@ -226,14 +226,16 @@ class _TreeToken:
         probability: of the path from the text to it.
         token: its id; the root has none.
         parent: the token before it.
+        depth: number of tokens of the path.
     """
 
-    __slots__ = ("parent", "probability", "token")
+    __slots__ = ("depth", "parent", "probability", "token")
 
     def __init__(self, probability: float, token: int, parent: _TreeToken | None) -> None:
         self.probability = probability
         self.token = token
         self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
 
     def tokens(self) -> list[int]:
         """The path from the text to it."""

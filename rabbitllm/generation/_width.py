@@ -224,8 +224,8 @@ class Width:
 
     @property
     def _widest(self) -> int:
-        """The most tokens: of several steps to what was never measured each can be taken back."""
-        return min(2 * round(self._points[-1][0]), MOST)
+        """The most tokens: what takes half a pass, or twice what was measured, each step of which can be taken back."""
+        return min(max(2 * round(self._points[-1][0]), int(0.5 / self._row_cost)), MOST)
 
     def _step(self) -> float:
         """Seconds of a drafted token."""

@@ -114,7 +114,7 @@ def test_it_comes_near_the_best_width(name: str, chance: float) -> None:
 
 
 def test_wide_drafts_of_a_streamed_model_begin_at_once() -> None:
-    assert decode(Width(0.06), STREAMED, 60, 0.98).widths[:4] == [2, 2, 0, 6]
+    assert decode(Width(0.06), STREAMED, 60, 0.98).widths[:4] == [3, 8, 0, 18]
     assert decode(Width(0.5), STEEP, 60, 0.98).widths[:3] == [1, 1, 0]
 
 
@@ -160,8 +160,8 @@ def test_first_passes_that_compile_kernels_are_not_believed() -> None:
         return STREAMED.rows(count) * (1000 if is_first else 1)
 
     width = Width(0.06, 0.02)
-    assert width.choose(100, 40) == 2
-    width.learn(2, 2, 2, rows=3, seconds=None, draft_seconds=1000.0, lacks=40)
+    assert width.choose(100, 40) == 3
+    width.learn(3, 3, 3, rows=4, seconds=None, draft_seconds=1000.0, lacks=40)
     decode(width, Machine(rows, 0.02, 0.001), 600, 0.95)
     assert decode(width, Machine(STREAMED.rows, 0.02, 0.001), 600, 0.95).rate > 3
 
