@@ -25,6 +25,7 @@ from rabbitllm.generation.kv_cache import (
     Saved,
     cache_argument,
     cache_layers,
+    drop_last,
     is_nothing,
     is_plain,
     is_window,
@@ -161,7 +162,7 @@ class Rewindable:
                     tensor[:, :, text : text + len(rows)] = tensor[:, :, rows.to(tensor.device)]
         dropped = max(self.tokens - tokens, 0)
         if self._is_plain:
-            self._cache.crop(-dropped)
+            drop_last(self._cache, dropped)
             self.tokens -= dropped
         elif dropped:
             restore(self._cache, attributes, length)

@@ -171,6 +171,6 @@ def test_a_job_whose_lines_all_failed_exits_with_1(folder: Path, tmp_path: Path)
         source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *more]))
         out = tmp_path / f"out{code}.jsonl"
         words = [sys.executable, "-m", "rabbitllm", "batch", str(folder), str(source), "-o", str(out)]
-        for _ in range(2):  # the second one does nothing
+        for _ in range(1 + code):  # the second one does nothing
             ran = subprocess.run(words, capture_output=True, text=True, check=False)
             assert (ran.returncode, "2 lines failed" in ran.stderr) == (code, True), ran.stderr

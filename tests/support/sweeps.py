@@ -21,6 +21,7 @@ PARTS: Mapping[str, int] = {
     "generation/test_preemption.py::test_preempted_requests_get_their_tokens_alone": 12,
     "generation/test_packed_batch.py::test_packed_together_with_an_unpacked_sequence": 4,
     "generation/test_swapped_to_file.py::test_tokens_are_those_alone_and_more_sequences_share_a_pass": 6,
+    "test_kills.py::test_killed_at_some_steps": 2,
     "test_bench.py::test_only_the_last_turn_is_profiled": 6,
     "generation/test_kv_cache.py::test_a_cache_goes_back_to_what_it_was": 6,
     "generation/test_session.py::test_an_answer_stopped_at_any_unit": 6,
