@@ -521,7 +521,7 @@ def load_with_draft(request: LoadRequest, draft: Any, console: Console | None = 
         RabbitLLMError: see `AutoModel.from_pretrained`.
     """
     if isinstance(draft, LoadRequest):
-        sources = [prepare.find(each.spec, only_look=each.split is None) for each in (request, draft)]
+        sources = [prepare.find(model.spec, only_look=model.split is None) for model in (request, draft)]
         if not all(source.finished for source in sources):  # before a split
             from rabbitllm.generation.draft import check_folders
 

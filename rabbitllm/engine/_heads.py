@@ -137,7 +137,7 @@ def plan_heads(
     device = next(device for device in devices if device.name == plan.placement.home)
     planned = _plan_alone(plan, store, home, options, device)
     nbytes = held_bytes(planned.placement, planned.sources, planned.experts)
-    budgets = {each.name: budget_of(each, options) for each in devices}
+    budgets = {usable.name: budget_of(usable, options) for usable in devices}
     placed = (*planned.placement.units, *planned.placement.experts)
     if nbytes > budgets[device.name] or any(unit.tier not in IN_MEMORY for unit in placed):
         needed = sum(unit.stored for unit in placed)

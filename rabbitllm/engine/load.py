@@ -150,9 +150,9 @@ def _bound(
     held = held_bytes(placement, sources, plan.experts)
     if of_heads is not None:
         beside = {of_heads.device.name: of_heads.device}
-        made, streamer = _with_weights(of_heads.plan, store, beside, Profiler(False, "Heads"), loading, options)
-        _adapt_modules(made, store, beside, options)
-        model.heads = Heads(model, made.model, streamer, of_heads.device.torch_device, of_heads.nbytes)
+        heads, streamer = _with_weights(of_heads.plan, store, beside, Profiler(False, "Heads"), loading, options)
+        _adapt_modules(heads, store, beside, options)
+        model.heads = Heads(model, heads.model, streamer, of_heads.device.torch_device, of_heads.nbytes)
         held += of_heads.nbytes
     model._internals = Internals(device, placement.is_resident, origin, held, options)
     return model

@@ -148,16 +148,18 @@ class Width:
         return self._path * is_right > self._rate * (self._cost(rows + 1) - self._cost(rows) + self._step())
 
     def worth(self, probabilities: Sequence[float]) -> int:
-        """How many tokens of a tree are worth a row of the pass.
+        """How many tokens of a tree are worth a row of the pass; at least one.
 
         Args:
             probabilities: that of each token with those before it, in descending order.
         """
-        costs = [self._cost(self._rows + count) for count in range(min(len(probabilities), self._widest) + 1)]
-        pairs = zip(probabilities, pairwise(costs), strict=False)
-        return next(
-            (at for at, (p, (one, more)) in enumerate(pairs) if at and p < self._rate * (more - one)), len(costs) - 1
-        )
+        count, cost = 1, self._cost(self._rows + 1)
+        for probability in probabilities[1 : self._widest]:
+            wider = self._cost(self._rows + count + 1)
+            if probability < self._rate * (wider - cost):
+                break
+            count, cost = count + 1, wider
+        return count
 
     def deepens(self, right: float, depth: int) -> bool:
         """Whether a tree should get another level: `right` tokens are expected to be right at this depth, from 1."""

@@ -239,10 +239,10 @@ def _serves(model: Any, inputs: Any, config: GenerationConfig | None, options: M
 
     def value(name: str) -> Any:
         of = (options.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
-        return next((each for each in of if each is not None), None)
+        return next((setting for setting in of if setting is not None), None)
 
     ids = options.get("input_ids") if inputs is None else inputs
-    known = {name for name, each in options.items() if each is not None} - _INPUTS_OR_CACHE
+    known = {name for name, setting in options.items() if setting is not None} - _INPUTS_OR_CACHE
     caches = [options[name] for name in (CACHE_ARGUMENT, "cache", "cache_params") if options.get(name) is not None]
     return (
         isinstance(ids, torch.Tensor)

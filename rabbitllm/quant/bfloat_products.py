@@ -97,8 +97,14 @@ def torch_lacks_instructions() -> bool:
 
     Where torch has the instructions it says so itself, and numba, which takes a quarter of a second, is not imported.
     """
+    return not torch_has_instructions() and widens()
+
+
+@functools.cache
+def torch_has_instructions() -> bool:
+    """Whether torch multiplies bfloat16 by instructions for it."""
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return not (has_instructions and torch.backends.cpu.get_cpu_capability().startswith("AVX512")) and widens()
+    return bool(has_instructions and torch.backends.cpu.get_cpu_capability().startswith("AVX512"))
 
 
 def widens() -> bool:

@@ -51,6 +51,8 @@ MAX_CODE_INPUTS = {"8bit": 5}
 """Rows of input up to which codes are decoded for every few of them; 16 for other schemes than these."""
 MAX_PANEL_INPUTS = {16: 256, 8: 512}
 """Lanes -> rows of input up to which panels are faster than torch."""
+MAX_PANEL_BFLOATS = 96
+"""The same of bfloat16 where torch has instructions for it."""
 MAX_GROUPED = 512
 """Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 21
@@ -72,6 +74,14 @@ def multiplies(form: Quantized) -> bool:
     if form.scheme in BLOCK_TYPES:
         return bool(gguf_blocks.lanes_for(form.scheme)) and _agrees(CODES, form.scheme, INTEGERS)
     return not form.shape[1] % SEGMENT and bool(_vectors.lanes()) and _agrees(CODES, form.scheme, INTEGERS)
+
+
+def max_panel_inputs(lanes: int, dtype: torch.dtype) -> int:
+    """Rows of input of a dtype up to which panels are faster than torch; 0 if there are none."""
+    rows = MAX_PANEL_INPUTS.get(lanes, 0)
+    return (
+        min(rows, MAX_PANEL_BFLOATS) if dtype is torch.bfloat16 and bfloat_products.torch_has_instructions() else rows
+    )
 
 
 def can_multiply(form: Quantized) -> bool:
@@ -288,7 +298,7 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         from rabbitllm.quant import _vectors
 
         lanes = _vectors.lanes()
-        if count <= MAX_PANEL_INPUTS.get(lanes, 0) and self.table_for(lanes) and _agrees(PANELS, scheme, lanes):
+        if count <= max_panel_inputs(lanes, dtype) and self.table_for(lanes) and _agrees(PANELS, scheme, lanes):
             return PANELS, lanes
         return DEQUANTIZED, 0
 

@@ -428,7 +428,7 @@ def test_panels_are_used_for_their_number_of_inputs(
 
     products._agrees(PANELS, scheme, _vectors.lanes())  # whose trial multiplies too
     monkeypatch.setattr(Matrix, "times_by", counted)
-    parts, limit = matrix(scheme, 70, 512), MAX_PANEL_INPUTS[_vectors.lanes()]
+    parts, limit = matrix(scheme, 70, 512), products.max_panel_inputs(_vectors.lanes(), dtype)
     least = MAX_CODE_INPUTS.get(scheme, 16) + 1
     for count in (least - 1, least, limit, limit + 1):
         x = inputs(count, 512, dtype)
