@@ -95,12 +95,12 @@ class FromText:
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, (1, tokens)."""
-        text, count = ids[0], most
+        text = ids[0]
         for length in range(min(self.longest, len(text) - 1), self.least - 1, -1):
             places = (text[:-1].unfold(0, length, 1) == text[-length:]).all(dim=1).nonzero()
             if len(places):
                 begin = int(places[0]) + length
-                return Proposal(ids[:, begin : begin + max(count, 0)])
+                return Proposal(ids[:, begin : begin + most])
         return Proposal(ids[:, :0])
 
     def settle(self, tokens: int, path: Sequence[int]) -> None:
@@ -141,7 +141,7 @@ class FromModel:
         self._computed: list[int] = []
         self._device = draft.device
         self._processors = processors
-        self._samples = config.do_sample
+        self._samples = config.do_sample and not branches  # else the random numbers are those of `generate`
         ends = config.eos_token_id
         self._ends = {ends} if isinstance(ends, int) else {*(ends or ())}
         own = draft.generation_config
@@ -189,7 +189,8 @@ class FromModel:
             path = torch.cat((ids, ids.new_tensor([last.tokens()])), dim=1)
             best = self._processors(path, logits)[0].softmax(dim=-1).topk(min(BRANCHES, logits.shape[-1]))
             for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                nodes.append(_TreeToken(last.probability * probability, token, last))
+                if probability:  # processors exclude tokens
+                    nodes.append(_TreeToken(last.probability * probability, token, last))
             nodes.sort(key=lambda node: -node.probability)
             nodes = nodes[: self._width.worth([node.probability for node in nodes])]
             inner = (node for node in nodes if node.depth < most and node.token not in self._ends)

@@ -51,9 +51,9 @@ class Drafting:
     """The steps of `generate` with a draft, for its argument `custom_generate`.
 
     It learns how many tokens to draft (`_width.py`), so keep one for a model and its draft. Greedy answers do not
-    depend on that number, nor do sampled ones with "ngram", since the random numbers are those of `generate`. With a
-    draft model the numbers that are drawn depend on it, and so on times: the distribution is the model's, but a seed
-    may give another answer.
+    depend on that number, nor do sampled ones with "ngram" or with trees, since the random numbers are those of
+    `generate`. With chains of a model the numbers that are drawn depend on it, and so on times: the distribution is the
+    model's, but a seed may give another answer.
 
     Args:
         draft: what proposes tokens, after `prepare_draft`.

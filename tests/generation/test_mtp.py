@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import shutil
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +29,11 @@ from rabbitllm.errors import OptionError
 from rabbitllm.generation._proposals import FromHead
 from rabbitllm.generation.draft import free_draft, prepare_draft
 from rabbitllm.generation.request import Request, Result, Sampling
-from rabbitllm.generation.session import Session, answer
+from rabbitllm.generation.session import answer
 from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.telemetry.passes import FURTHER
 from tests.chat.talkers import characters, talker_folder
+from tests.generation.test_rewind import assert_a_chat_keeps_its_cache, assert_the_models_distribution
 from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
 from tests.support.builders import SINGLE_NAME, build_checkpoint, make_tokenizer, read_tensors
 from tests.support.fake_gpu import FakeGpu, watched
@@ -301,20 +300,8 @@ def test_a_chat_keeps_its_cache(tmp_path: Path) -> None:
     model.generation_config.suppress_tokens = [0, 1, 2]
     model.generation_config.assistant_confidence_threshold = 0
     prepare_draft(model, "mtp")
-    sessions = Session(model, 12), Session(model, 12, draft="mtp")
-    messages: list[dict[str, Any]] = []
-    for question in ("hi", "and then?", "why?", "so?"):
-        messages.append({"role": "user", "content": question})
-        plain, drafted = (session.answer(list(messages), lambda piece: None) for session in sessions)
-        assert drafted.tokens == plain.tokens
-        assert (drafted.kept_tokens > 0) == (plain.kept_tokens > 0)
-        messages.append({"role": "assistant", "content": plain.text})
-    assert drafted.kept_tokens > 0
+    assert_a_chat_keeps_its_cache(model, "mtp")
     assert not model.get_decoder()._forward_hooks
-
-
-HOT = Sampling(1.0, top_k=3)
-DRAWN = 3
 
 
 @pytest.mark.parametrize("draws", [150, pytest.param(5000, marks=pytest.mark.long)])
@@ -325,23 +312,7 @@ def test_sampled_answers_have_the_models_distribution(tmp_path: Path, draws: int
     model.generation_config.eos_token_id = model.tokenizer.eos_token_id = None
     model.generation_config.assistant_confidence_threshold = 0
     prepare_draft(model, "mtp")
-    prompt = tuple(IDS[0, :PROMPT].tolist())
-    expected: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(DRAWN):
-        longer = {}
-        for begun, before in expected.items():
-            best = model(torch.tensor([(*prompt, *begun)])).logits[0, -1].float().topk(HOT.top_k or 0)
-            for token, share in zip(best.indices.tolist(), best.values.softmax(dim=0).tolist(), strict=True):
-                longer[(*begun, token)] = before * share
-        expected = longer
-    torch.manual_seed(0)
-    found = Counter(
-        answer(model, Request(prompt, DRAWN, HOT), lambda piece: None, draft="mtp").tokens for _ in range(draws)
-    )
-    assert found.keys() <= expected.keys()
-    chi = sum((found[key] - draws * share) ** 2 / (draws * share) for key, share in expected.items())
-    free = len(expected) - 1
-    assert chi < free + 5 * math.sqrt(2 * free)
+    assert_the_models_distribution(model, "mtp", draws, Sampling(1.0, top_k=3))
 
 
 # folders -------------------------------------------------------------------------------------------------------------

@@ -207,6 +207,11 @@ def test_a_chat_keeps_its_cache(tmp_path: Path, name: str) -> None:
     draft = spoiled(load(split(tmp_path / "model")), "noisy")
     draft.tokenizer = characters()
     prepare_draft(model, draft)
+    assert_a_chat_keeps_its_cache(model, draft)
+
+
+def assert_a_chat_keeps_its_cache(model: Any, draft: Any) -> None:
+    """Answers of a chat are those without a draft, and as much of the cache is kept."""
     sessions = Session(model, 12), Session(model, 12, draft=draft)
     messages: list[dict[str, Any]] = []
     for question in ("hi", "and then?", "why?", "so?"):
@@ -226,9 +231,20 @@ def test_sampled_answers_with_a_seed_are_the_same_with_ngrams(tmp_path: Path) ->
     assert asked(model, "ngram", sampling=warm).tokens == asked(model, sampling=warm).tokens
 
 
-def probabilities(model: Any, ids: tuple[int, ...]) -> dict[int, float]:
+def test_sampled_answers_with_a_seed_are_the_same_with_trees(tmp_path: Path) -> None:
+    directory = split(checkpoint(tmp_path / "model", "llama"))
+    model, draft = load(directory, 0, profiling=True), spoiled(load(directory), "noisy")
+    prepare_draft(model, draft)
+    warm = Sampling(0.3, top_k=4, seed=5)
+    expected = asked(model, sampling=warm).tokens
+    model.profiler.clear()
+    assert asked(model, draft, sampling=warm).tokens == expected
+    assert model.profiler.sums[FURTHER].passes < TOKENS - 1
+
+
+def probabilities(model: Any, ids: tuple[int, ...], sampling: Sampling) -> dict[int, float]:
     """Of the tokens that a sampling with these options chooses from: token -> probability."""
-    best = (model(torch.tensor([ids])).logits[0, -1].float() / HOT.temperature).topk(HOT.top_k)
+    best = (model(torch.tensor([ids])).logits[0, -1].float() / sampling.temperature).topk(sampling.top_k)
     return dict(zip(best.indices.tolist(), best.values.softmax(dim=0).tolist(), strict=True))
 
 
@@ -252,25 +268,30 @@ def test_sampled_answers_have_the_models_distribution(tmp_path: Path, name: str,
     model, draft = load(directory, profiling=True), spoiled(load(directory), "flat")
     model.generation_config.eos_token_id = model.tokenizer.eos_token_id = None
     prepare_draft(model, draft)
+    passes = assert_the_models_distribution(model, draft, draws)
+    assert passes < (DRAWN - 0.3) * draws
+
+
+def assert_the_models_distribution(model: Any, draft: Any, draws: int, sampling: Sampling = HOT) -> int:
+    """Chi-square over all answers of `DRAWN` tokens; returns the number of passes of these answers."""
     prompt = tuple(IDS[0, :PROMPT].tolist())
     expected: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(DRAWN):
         expected = {
-            (*answer, token): before * share
-            for answer, before in expected.items()
-            for token, share in probabilities(model, (*prompt, *answer)).items()
+            (*drawn, token): before * share
+            for drawn, before in expected.items()
+            for token, share in probabilities(model, (*prompt, *drawn), sampling).items()
         }
     torch.manual_seed(0)
-    model.profiler.clear()
+    earlier = sum(sums.passes for sums in model.profiler.sums.values())
     found = Counter(
-        answer(model, Request(prompt, DRAWN, HOT), lambda piece: None, draft=draft).tokens for _ in range(draws)
+        answer(model, Request(prompt, DRAWN, sampling), lambda piece: None, draft=draft).tokens for _ in range(draws)
     )
     assert found.keys() <= expected.keys()
     chi = sum((found[key] - draws * share) ** 2 / (draws * share) for key, share in expected.items())
     free = len(expected) - 1
     assert chi < free + 5 * math.sqrt(2 * free)
-    passes = sum(sums.passes for sums in model.profiler.sums.values())
-    assert passes < (DRAWN - 0.3) * draws
+    return sum(sums.passes for sums in model.profiler.sums.values()) - earlier
 
 
 def test_beams_are_refused(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,18 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.draft import prepare_draft
-from rabbitllm.generation.request import Request
-from rabbitllm.generation.session import Session, answer
+from rabbitllm.generation.session import Session
 from rabbitllm.quant import block_encoders, gguf_blocks
 from rabbitllm.quant.schemes import ROW_ELEMENTS, type_for_rows
 from rabbitllm.telemetry.passes import FURTHER, READ
 from tests.chat.talkers import characters, talker_folder
-from tests.generation.test_rewind import DRAWN, HOT, IDS, PROMPT, TOKENS, asked, checkpoint, probabilities
+from tests.generation.test_rewind import (
+    IDS,
+    TOKENS,
+    asked,
+    assert_the_models_distribution,
+    checkpoint,
+)
 from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import load, one_thread, options_for, plain_model, split, tiers  # noqa: F401
@@ -155,22 +158,7 @@ def test_a_chat_keeps_its_cache(tmp_path: Path, name: str) -> None:
 def test_sampled_answers_have_the_models_distribution(tmp_path: Path, draws: int) -> None:
     model = load_with_copies(split(checkpoint(tmp_path / "model", "llama")))
     model.generation_config.eos_token_id = model.tokenizer.eos_token_id = None
-    prompt = tuple(IDS[0, :PROMPT].tolist())
-    expected: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(DRAWN):
-        expected = {
-            (*drawn, token): before * share
-            for drawn, before in expected.items()
-            for token, share in probabilities(model, (*prompt, *drawn)).items()
-        }
-    torch.manual_seed(0)
-    found = Counter(
-        answer(model, Request(prompt, DRAWN, HOT), lambda piece: None, draft="self").tokens for _ in range(draws)
-    )
-    assert found.keys() <= expected.keys()
-    chi = sum((found[key] - draws * share) ** 2 / (draws * share) for key, share in expected.items())
-    free = len(expected) - 1
-    assert chi < free + 5 * math.sqrt(2 * free)
+    assert_the_models_distribution(model, "self", draws)
 
 
 def test_more_memory_is_for_more_bits(tmp_path: Path) -> None:
