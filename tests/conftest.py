@@ -147,6 +147,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--listed", metavar="FILE", help="run what this file in tests/ names, a file or a test a line")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A process more than cores: many tests wait for processes that they start."""
+    return (os.cpu_count() or 1) + 1
+
+
 def listed(config: pytest.Config) -> Sequence[str]:
     """Files and tests, relative to the folder of tests; none: all are to run.
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from rabbitllm.batch_jobs.journal import _answer_in
 from rabbitllm.cli import exit_codes
+from rabbitllm.cli.main import app
 from tests.support.demo_models import endless_model
 
 PATIENCE = 120
@@ -169,8 +171,7 @@ def test_a_job_whose_lines_all_failed_exits_with_1(folder: Path, tmp_path: Path)
     source = tmp_path / "in.jsonl"
     for more, code in ([], 1), ([{"prompt": "Q: 1 + 1\nA:", "max_tokens": 1}], 0):
         source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *more]))
-        out = tmp_path / f"out{code}.jsonl"
-        words = [sys.executable, "-m", "rabbitllm", "batch", str(folder), str(source), "-o", str(out)]
+        words = ["batch", str(folder), str(source), "-o", str(tmp_path / f"out{code}.jsonl")]
         for _ in range(1 + code):  # the second one does nothing
-            ran = subprocess.run(words, capture_output=True, text=True, check=False)
-            assert (ran.returncode, "2 lines failed" in ran.stderr) == (code, True), ran.stderr
+            ran = CliRunner().invoke(app, words)
+            assert (ran.exit_code, "2 lines failed" in ran.output) == (code, True), ran.output

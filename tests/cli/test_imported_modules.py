@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from rabbitllm.cli.main import app
 from tests.support.demo_models import demo_model
@@ -49,11 +50,19 @@ def test_help_and_lists_need_no_torch(tmp_path: Path, arguments: list[str]) -> N
     assert heavy(imported(tmp_path, RABBITLLM, *arguments)) == set()
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """What plain transformers imports."""
+    folder = tmp_path_factory.mktemp("plain")
+    return heavy(imported(folder, TRANSFORMERS, str(demo_model(folder / "model"))))
+
+
 @pytest.mark.parametrize(("compression", "more"), [("none", set()), ("4bit", {"numba"}), ("8bit", {"numba"})])
-def test_a_run_imports_no_more_than_plain_transformers(tmp_path: Path, compression: str, more: set[str]) -> None:
+def test_a_run_imports_no_more_than_plain_transformers(
+    tmp_path: Path, compression: str, more: set[str], plain: set[str]
+) -> None:
     """Of a finished split, on the CPU; numba is for products with codes."""
     model = str(demo_model(tmp_path / "model"))
+    assert CliRunner().invoke(app, ["pull", model, "--compression", compression]).exit_code == 0
     arguments = ("run", model, "Hello", "--compression", compression, "--device", "cpu", "--max-new-tokens", "2")
-    imported(tmp_path, RABBITLLM, *arguments)
-    plain = imported(tmp_path, TRANSFORMERS, model)
-    assert heavy(imported(tmp_path, RABBITLLM, *arguments)) - heavy(plain) <= more
+    assert heavy(imported(tmp_path, RABBITLLM, *arguments)) - plain <= more
