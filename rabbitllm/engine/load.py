@@ -20,6 +20,7 @@ from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_befor
 from rabbitllm.engine._gates import fuse_gates
 from rabbitllm.engine._heads import Heads, plan_heads
 from rabbitllm.engine._norms import fuse_norms
+from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._rotary import fuse_rotary
 from rabbitllm.engine._saving import origin_of
 from rabbitllm.engine._streamer import Streamer, device_executors
@@ -230,6 +231,8 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
         fuse_norms(model)
         fuse_rotary(model)
         fuse_gates(model)
+    if not options.exact and any(device.shares_host_memory for device in devices):
+        fuse_recurrences(model)
     fast = options.fast_bfloat16
     if fast is None and model.dtype == torch.bfloat16 and any(device.shares_host_memory for device in devices):
         fast = not options.exact and bfloat_products.torch_lacks_instructions()

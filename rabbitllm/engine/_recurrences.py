@@ -1,0 +1,308 @@
+"""Recurrent layers' steps of one token by one call each, with the bits of the model's own functions.
+
+transformers computes them by a dozen operations of torch each, unless packages for GPUs are installed; every operation
+reads and writes the states of all heads. Instances of the layers get their class's forward, in which the names of these
+functions mean ours (`with_globals`). Before a step of some shape is computed by one call, its results with random
+values are compared with those of the model's own function, which computes all else.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbitllm.base.openmp import torchs_team
+from rabbitllm.engine._rotary import with_globals
+
+MAX_ROWS, RUN = 256, 16
+"""Rows of a state up to which torch's order of adding them is followed, and of which they are a multiple."""
+WORTH_A_THREAD = 1 << 15
+"""Values of states for which a further thread pays."""
+MAX_TAPS = 16
+"""Tokens of a short convolution up to which it is computed by one call."""
+_EPSILON = 1e-6
+_DTYPES = torch.bfloat16, torch.float32
+
+
+def fuse_recurrences(model: nn.Module) -> int:
+    """Let recurrent layers compute a step of one token on a CPU by few calls.
+
+    Returns:
+        How many layers these are.
+    """
+    fused, forwards = 0, dict[type, Callable[..., Any] | None]()
+    for module in model.modules():
+        kind = type(module)
+        if kind not in forwards:
+            forwards[kind] = _forward_of(kind)
+        forward = forwards[kind]
+        if forward is not None and "forward" not in vars(module):
+            # a method: a copy of the module then binds it to itself
+            module.forward = MethodType(forward, module)
+            fused += 1
+    return fused
+
+
+def _forward_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
+    """A class's forward with our functions; None if it calls none of those that we have."""
+    inner = inspect.unwrap(kind.forward)
+    variables = getattr(inner, "__globals__", {})
+    names = [name for name in _STEPS if name in variables and name in inner.__code__.co_names]
+    if not names or torchs_team() is None:
+        return None
+    forward: Callable[..., Any] | None = with_globals(kind.forward, {name: step_of(variables[name]) for name in names})
+    return forward
+
+
+@functools.cache
+def step_of(ordinary: Callable[..., Any]) -> DeltaStep | ConvolutionStep | StateSpaceStep:
+    """Ours for a function of transformers, which computes what ours does not."""
+    return _STEPS[ordinary.__name__](ordinary)
+
+
+class _Step:
+    """A function of transformers, and the operands for which one call has its bits.
+
+    Args:
+        ordinary: transformers' own.
+    """
+
+    def __init__(self, ordinary: Callable[..., Any]) -> None:
+        self._ordinary = ordinary
+        self._tried = dict[object, bool]()
+
+    def _has_bits(self, named: str | None, operands: Sequence[torch.Tensor]) -> bool:
+        """Whether one call computes such operands; it is tried once with random values of their shapes and dtypes."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not all(map(_is_plain, operands)):
+            return False
+        key = named, *((x.shape, x.dtype) for x in operands)
+        if key not in self._tried:
+            generator = torch.Generator().manual_seed(0)
+            samples = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in operands]
+            expected = self._expected(named, [x.clone() for x in samples])
+            self._tried[key] = all(map(torch.equal, expected, self._computed(named, samples)))
+        return self._tried[key]
+
+    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result and the next state, by the ordinary function."""
+        raise NotImplementedError
+
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by one call, which changes the state in place, as caches of transformers are changed."""
+        raise NotImplementedError
+
+
+class DeltaStep(_Step):
+    """The gated delta rule, with a decay for each head, or for each row of its state (Kimi delta attention).
+
+    Queries and keys are (B, 1, H', K), values (B, 1, H, V), decays (B, 1, H) or (B, 1, H, K), betas (B, 1, H), states
+    (B, H, K, V) in float32.
+    """
+
+    def __init__(self, ordinary: Callable[..., Any]) -> None:
+        super().__init__(ordinary)
+        self._normalized = inspect.unwrap(ordinary).__globals__["l2norm"]
+
+    def __call__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        g: Any = None,
+        beta: Any = None,
+        initial_state: Any = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **more: Any,
+    ) -> Any:
+        operands = query, key, value, g, beta, initial_state
+        is_step = output_final_state and use_qk_l2norm_in_kernel and initial_state is not None and key.shape[1] == 1
+        if (
+            is_step
+            and self._fits(*operands)
+            and all(more.get(name) is None for name in _PACKED)
+            and self._has_bits(None, operands)
+        ):
+            return self._computed(None, operands)
+        return self._ordinary(
+            query,
+            key,
+            value,
+            g=g,
+            beta=beta,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            **more,
+        )
+
+    @staticmethod
+    def _fits(query: Any, key: Any, value: Any, g: Any, beta: Any, state: Any) -> bool:
+        rows = key.shape[-1]
+        is_alike = state.dtype is torch.float32 and state.shape == (len(key), value.shape[2], rows, value.shape[-1])
+        is_alike = is_alike and state.is_contiguous()
+        return is_alike and rows % RUN == 0 and 0 < rows <= MAX_ROWS and value.shape[2] % key.shape[2] == 0
+
+    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value, g, beta, state = operands
+        result: tuple[torch.Tensor, torch.Tensor] = self._ordinary(
+            query,
+            key,
+            value,
+            g=g,
+            beta=beta,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return result
+
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value, g, beta, state = operands
+        has_rows, columns = g.dim() == 4, value.shape[-1]
+        heads, shared, rows = state.shape[0] * state.shape[1], value.shape[2] // key.shape[2], key.shape[-1]
+        queries, keys = (self._normalized(x.float().contiguous(), dim=-1, eps=_EPSILON) for x in (query, key))
+        queries = queries * (1 / rows**0.5) if has_rows else queries / rows**0.5
+        out = torch.empty(value.shape)
+        inputs = (
+            state,
+            queries,
+            keys,
+            value.float().contiguous(),
+            g.float().exp().contiguous(),
+            beta.float().contiguous(),
+        )
+        _run("delta_step", state.numel(), (heads, shared, rows, columns, has_rows), (*inputs, out))
+        return out.to(query.dtype), state
+
+
+class ConvolutionStep(_Step):
+    """A causal convolution of each channel over the last tokens: (B, C, 1) of bfloat16 or float32."""
+
+    def __call__(
+        self, hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: Any = None
+    ) -> Any:
+        operands = (hidden_states, conv_state, weight) if bias is None else (hidden_states, conv_state, weight, bias)
+        if hidden_states.shape[-1] == 1 and self._fits(*operands) and self._has_bits(activation, operands):
+            return self._computed(activation, operands)[0]
+        return self._ordinary(hidden_states, conv_state, weight, bias, activation)
+
+    @staticmethod
+    def _fits(x: Any, state: Any, weight: Any, bias: Any = None) -> bool:
+        is_alike = x.dtype is state.dtype is weight.dtype and (bias is None or bias.dtype is x.dtype)
+        has_tokens = state.shape[:2] == x.shape[:2] and weight.shape[-1] <= state.shape[-1] + 1 <= MAX_TAPS
+        return is_alike and has_tokens and x.dtype in _DTYPES and state.is_contiguous()
+
+    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, state, weight, *bias = operands
+        return self._ordinary(x, state, weight, bias[0] if bias else None, named), state
+
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, state, weight, *bias = operands
+        out, is_bfloat = torch.empty(x.shape, dtype=x.dtype), x.dtype is torch.bfloat16
+        sizes = len(x), x.shape[1], state.shape[-1], weight.shape[-1], is_bfloat, bool(bias)
+        _run(
+            "convolution_step",
+            state.numel(),
+            sizes,
+            (x.contiguous(), state, weight.contiguous(), *(bias or [weight]), out),
+        )
+        return out if named is None else _activation(named)(out), state
+
+
+class StateSpaceStep(_Step):
+    """A step of Mamba-2 in bfloat16.
+
+    States are (B, H, P, N) in float32, inputs (B, H, P); groups of heads share a B and a C, (B, G, N).
+
+    Step sizes, their biases and A are numbers of heads, which transformers expands to all dimensions.
+    """
+
+    def __call__(
+        self,
+        state: Any,
+        hidden_states: Any,
+        dt: Any,
+        A: Any,
+        B: Any,
+        C: Any,
+        D: Any = None,
+        dt_bias: Any = None,
+        dt_softplus: bool = False,
+        z: Any = None,
+        **more: Any,
+    ) -> Any:
+        expanded = state, hidden_states, dt, A, B, C, D, dt_bias
+        if dt_softplus and z is None and self._fits(*expanded) and all(more.get(name) is None for name in _PACKED):
+            operands = state, hidden_states, dt[..., 0], A[:, 0, 0], B, C, D[:, 0], dt_bias[:, 0]
+            if self._has_bits(None, operands):
+                return self._computed(None, operands)[0]
+        return self._ordinary(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **more)
+
+    @staticmethod
+    def _fits(state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, bias: Any) -> bool:
+        if d is None or bias is None or (x.dim(), dt.dim(), a.dim(), d.dim(), bias.dim()) != (3, 3, 3, 2, 2):
+            return False
+        of_heads = dt.stride(2), a.stride(1), a.stride(2), d.stride(1), bias.stride(1)
+        has_types = state.dtype is torch.float32 and {y.dtype for y in (x, dt, b, c, bias)} == {torch.bfloat16}
+        return not any(of_heads) and has_types and state.is_contiguous()
+
+    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        state, x, dt, a, b, c, d, bias = operands
+        width = x.shape[-1]
+        a = a[:, None, None].expand(-1, width, state.shape[-1])
+        dt, d, bias = dt[..., None].expand(-1, -1, width), d[:, None].expand(-1, width), bias[:, None].expand(-1, width)
+        return self._ordinary(state, x, dt, a, b, c, d, bias, True), state
+
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        state, x, dt, a, b, c, d, bias = operands
+        (count, heads, width, size), groups = state.shape, b.shape[1]
+        steps = nn.functional.softplus(dt + bias)
+        decays = torch.exp(steps.float() * a.float())
+        rounded = torch.empty(state.shape, dtype=x.dtype)
+        inputs = state, decays, steps.float().contiguous(), b.float().contiguous(), x.float().contiguous(), rounded
+        _run("state_space_step", state.numel(), (count * heads, heads // groups, width, size), inputs)
+        shared = c.repeat_interleave(heads // groups, dim=1).reshape(count * heads, size, 1)
+        out = torch.bmm(rounded.view(count * heads, width, size), shared).view(count, heads, width)
+        return (out + x * d[:, None]).to(out.dtype).to(x.dtype), state
+
+
+_PACKED = "cu_seqlens", "seq_idx"
+"""Arguments that say where sequences of one row begin."""
+_STEPS: Mapping[str, type[DeltaStep | ConvolutionStep | StateSpaceStep]] = {
+    "torch_recurrent_gated_delta_rule": DeltaStep,
+    "recurrent_kimi_delta_attention": DeltaStep,
+    "causal_conv1d_update": ConvolutionStep,
+    "mamba2_selective_state_update": StateSpaceStep,
+}
+"""transformers' names for functions -> ours."""
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return type(x) in (torch.Tensor, nn.Parameter) and x.is_cpu
+
+
+@functools.cache
+def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    from transformers.activations import ACT2FN
+
+    function: Callable[[torch.Tensor], torch.Tensor] = ACT2FN[name]
+    return function
+
+
+def _run(kernel: str, values: int, sizes: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    """Call a function of `_recurrent_kernels.py` in torch's team."""
+    from rabbitllm.engine import _recurrent_kernels  # numba comes with it
+
+    team = torchs_team()
+    assert team is not None
+    words = array("q", [team.thread_number, team.thread_count, *sizes, *(x.data_ptr() for x in tensors)])
+    threads = min(torch.get_num_threads(), -(-values // WORTH_A_THREAD))
+    team.run(_recurrent_kernels.address(kernel), words.buffer_info()[0], threads)
