@@ -25,14 +25,21 @@ MAX_ROWS, RUN = 256, 16
 """Rows of a state up to which torch's order of adding them is followed, and of which they are a multiple."""
 WORTH_A_THREAD = 1 << 15
 """Values of states for which a further thread pays."""
+MAX_TOKENS = 32
+"""Tokens that continue a text and are computed one after the other, where longer ones are computed in chunks."""
+_TRIED = 2
+"""Tokens with which a shape is tried."""
 MAX_TAPS = 16
 """Tokens of a short convolution up to which it is computed by one call."""
 _EPSILON = 1e-6
 _DTYPES = torch.bfloat16, torch.float32
 
 
-def fuse_recurrences(model: nn.Module) -> int:
-    """Let recurrent layers compute a step of one token on a CPU by few calls.
+def fuse_recurrences(model: nn.Module, prompts: bool = False) -> int:
+    """Let recurrent layers compute steps of few tokens on a CPU by few calls.
+
+    Args:
+        prompts: also delta rules of prompts, whose results differ from transformers' chunks in rounding.
 
     Returns:
         How many layers these are.
@@ -41,7 +48,7 @@ def fuse_recurrences(model: nn.Module) -> int:
     for module in model.modules():
         kind = type(module)
         if kind not in forwards:
-            forwards[kind] = _forward_of(kind)
+            forwards[kind] = _forward_of(kind, prompts)
         forward = forwards[kind]
         if forward is not None and "forward" not in vars(module):
             # a method: a copy of the module then binds it to itself
@@ -50,21 +57,23 @@ def fuse_recurrences(model: nn.Module) -> int:
     return fused
 
 
-def _forward_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
+def _forward_of(kind: type[nn.Module], prompts: bool) -> Callable[..., Any] | None:
     """A class's forward with our functions; None if it calls none of those that we have."""
     inner = inspect.unwrap(kind.forward)
     variables = getattr(inner, "__globals__", {})
     names = [name for name in _STEPS if name in variables and name in inner.__code__.co_names]
     if not names or torchs_team() is None:
         return None
-    forward: Callable[..., Any] | None = with_globals(kind.forward, {name: step_of(variables[name]) for name in names})
+    steps = {name: step_of(variables[name], prompts) for name in names}
+    forward: Callable[..., Any] | None = with_globals(kind.forward, steps)
     return forward
 
 
 @functools.cache
-def step_of(ordinary: Callable[..., Any]) -> DeltaStep | ConvolutionStep | StateSpaceStep:
+def step_of(ordinary: Callable[..., Any], prompts: bool = False) -> DeltaStep | ConvolutionStep | StateSpaceStep:
     """Ours for a function of transformers, which computes what ours does not."""
-    return _STEPS[ordinary.__name__](ordinary)
+    kind = _STEPS[ordinary.__name__]
+    return DeltaStep(ordinary, prompts) if kind is DeltaStep else kind(ordinary)
 
 
 class _Step:
@@ -102,13 +111,20 @@ class _Step:
 class DeltaStep(_Step):
     """The gated delta rule, with a decay for each head, or for each row of its state (Kimi delta attention).
 
-    Queries and keys are (B, 1, H', K), values (B, 1, H, V), decays (B, 1, H) or (B, 1, H, K), betas (B, 1, H), states
-    (B, H, K, V) in float32.
+    Queries and keys are (B, T, H', K), values (B, T, H, V), decays (B, T, H) or (B, T, H, K), betas (B, T, H), states
+    (B, H, K, V) in float32. transformers computes several tokens in chunks of 64, which takes longer than one after the
+    other takes here. Few that continue a text, as those of a draft, have the bits that they have alone.
+
+    Args:
+        prompts: whether any number of tokens is computed so, also without a state.
     """
 
-    def __init__(self, ordinary: Callable[..., Any]) -> None:
+    def __init__(self, ordinary: Callable[..., Any], prompts: bool = False) -> None:
         super().__init__(ordinary)
-        self._normalized = inspect.unwrap(ordinary).__globals__["l2norm"]
+        self._prompts = prompts
+        module = inspect.unwrap(ordinary).__globals__
+        self._normalized = module["l2norm"]
+        self._by_token = module[_BY_TOKEN[ordinary.__name__]] if ordinary.__name__ in _BY_TOKEN else ordinary
 
     def __call__(
         self,
@@ -122,15 +138,15 @@ class DeltaStep(_Step):
         use_qk_l2norm_in_kernel: bool = False,
         **more: Any,
     ) -> Any:
-        operands = query, key, value, g, beta, initial_state
-        is_step = output_final_state and use_qk_l2norm_in_kernel and initial_state is not None and key.shape[1] == 1
-        if (
-            is_step
-            and self._fits(*operands)
-            and all(more.get(name) is None for name in _PACKED)
-            and self._has_bits(None, operands)
-        ):
-            return self._computed(None, operands)
+        is_whole = output_final_state and use_qk_l2norm_in_kernel and all(more.get(name) is None for name in _PACKED)
+        state, tokens = initial_state, key.shape[1]
+        if is_whole and state is None and self._prompts:
+            state = torch.zeros(len(key), value.shape[2], key.shape[-1], value.shape[-1])
+        if is_whole and state is not None and (self._prompts or tokens <= MAX_TOKENS):
+            of_tokens = query, key, value, g, beta
+            few = of_tokens if tokens <= _TRIED else [x[:, :_TRIED] for x in of_tokens]
+            if self._fits(key, value, state) and self._has_bits(None, (*few, state)):
+                return self._computed(None, (*of_tokens, state))
         return self._ordinary(
             query,
             key,
@@ -144,15 +160,14 @@ class DeltaStep(_Step):
         )
 
     @staticmethod
-    def _fits(query: Any, key: Any, value: Any, g: Any, beta: Any, state: Any) -> bool:
-        rows = key.shape[-1]
-        is_alike = state.dtype is torch.float32 and state.shape == (len(key), value.shape[2], rows, value.shape[-1])
-        is_alike = is_alike and state.is_contiguous()
-        return is_alike and rows % RUN == 0 and 0 < rows <= MAX_ROWS and value.shape[2] % key.shape[2] == 0
+    def _fits(key: Any, value: Any, state: Any) -> bool:
+        (count, _, keys, rows), (heads, columns) = key.shape, value.shape[2:]
+        has_form = state.dtype is torch.float32 and state.shape == (count, heads, rows, columns)
+        return has_form and state.is_contiguous() and heads % keys == 0 and rows % RUN == 0 and 0 < rows <= MAX_ROWS
 
     def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value, g, beta, state = operands
-        result: tuple[torch.Tensor, torch.Tensor] = self._ordinary(
+        result: tuple[torch.Tensor, torch.Tensor] = self._by_token(
             query,
             key,
             value,
@@ -166,8 +181,7 @@ class DeltaStep(_Step):
 
     def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value, g, beta, state = operands
-        has_rows, columns = g.dim() == 4, value.shape[-1]
-        heads, shared, rows = state.shape[0] * state.shape[1], value.shape[2] // key.shape[2], key.shape[-1]
+        (count, tokens, heads, columns), rows, has_rows = value.shape, key.shape[-1], g.dim() == 4
         queries, keys = (self._normalized(x.float().contiguous(), dim=-1, eps=_EPSILON) for x in (query, key))
         queries = queries * (1 / rows**0.5) if has_rows else queries / rows**0.5
         out = torch.empty(value.shape)
@@ -179,7 +193,8 @@ class DeltaStep(_Step):
             g.float().exp().contiguous(),
             beta.float().contiguous(),
         )
-        _run("delta_step", state.numel(), (heads, shared, rows, columns, has_rows), (*inputs, out))
+        sizes = count, tokens, heads, heads // key.shape[2], rows, columns, has_rows
+        _run("delta_step", state.numel(), sizes, (*inputs, out))
         return out.to(query.dtype), state
 
 
@@ -276,9 +291,15 @@ class StateSpaceStep(_Step):
 
 _PACKED = "cu_seqlens", "seq_idx"
 """Arguments that say where sequences of one row begin."""
+_BY_TOKEN = {
+    "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
+}
+"""transformers' names for functions of chunks -> for those of single tokens."""
 _STEPS: Mapping[str, type[DeltaStep | ConvolutionStep | StateSpaceStep]] = {
     "torch_recurrent_gated_delta_rule": DeltaStep,
     "recurrent_kimi_delta_attention": DeltaStep,
+    **dict.fromkeys(_BY_TOKEN, DeltaStep),
     "causal_conv1d_update": ConvolutionStep,
     "mamba2_selective_state_update": StateSpaceStep,
 }

@@ -25,11 +25,11 @@ from rabbitllm.base.compiling import c_function, to_array
 
 RUN = 16
 """Rows that are added in a run."""
-DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS = 14, 13, 12
+DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS = 16, 13, 12
 """Addresses of the functions that return a thread's index and the number of threads; then
 
-- heads, the heads that share a query and a key, rows and columns of a state, whether each row has a decay of its own;
-  addresses of the states, queries, keys, values, decays, betas and results, float32 without gaps;
+- sequences, tokens, heads, the heads that share a query and a key, rows and columns of a state, whether each row has a
+  decay of its own; addresses of the states, queries, keys, values, decays, betas and results, float32 without gaps;
 - sequences, channels, tokens of a state, taps, whether values are bfloat16, else float32, whether there is a bias;
   addresses of the inputs, states, weights, bias and results;
 - heads, the heads that share a B, their width, columns of a state; addresses
@@ -104,41 +104,51 @@ def _nearest(bits):  # type: ignore[no-untyped-def]
 
 
 def _delta_step(data):  # type: ignore[no-untyped-def]
+    """The tokens of a head one after the other, while its state is in the cache."""
     words = to_array(data, DELTA_WORDS)
     thread, threads = _asked(words[0]), _asked(words[1])
-    heads, shared, rows, columns, by_row = words[2], words[3], words[4], words[5], words[6]
-    states, queries = _floats(words[7], heads * rows * columns), _floats(words[8], heads // shared * rows)
-    keys, values = _floats(words[9], heads // shared * rows), _floats(words[10], heads * columns)
-    decays, betas = _floats(words[11], heads * (rows if by_row else 1)), _floats(words[12], heads)
-    results = _floats(words[13], heads * columns)
+    sequences, tokens, heads, shared = words[2], words[3], words[4], words[5]
+    rows, columns, by_row = words[6], words[7], words[8]
+    of_heads, of_keys = sequences * heads, sequences * tokens * heads // shared * rows
+    states, queries, keys = (
+        _floats(words[9], of_heads * rows * columns),
+        _floats(words[10], of_keys),
+        _floats(words[11], of_keys),
+    )
+    values = _floats(words[12], of_heads * tokens * columns)
+    decays = _floats(words[13], of_heads * tokens * (rows if by_row else 1))
+    betas, results = _floats(words[14], of_heads * tokens), _floats(words[15], of_heads * tokens * columns)
     run, total = np.empty(columns, np.float32), np.empty(columns, np.float32)
-    for head in range(thread * heads // threads, (thread + 1) * heads // threads):
-        of_key, of_value = head // shared * rows, head * columns
-        value, result = values[of_value : of_value + columns], results[of_value : of_value + columns]
-        total[:] = 0
-        for first in range(0, rows, RUN):
-            run[:] = 0
-            for row in range(first, first + RUN):
-                decay, key = decays[head * rows + row if by_row else head], keys[of_key + row]
-                state = states[(head * rows + row) * columns : (head * rows + row + 1) * columns]
+    for of_head in range(thread * of_heads // threads, (thread + 1) * of_heads // threads):
+        for token in range(tokens):
+            place = (of_head // heads * tokens + token) * heads + of_head % heads
+            of_key = place // shared * rows
+            value = values[place * columns : (place + 1) * columns]
+            result = results[place * columns : (place + 1) * columns]
+            total[:] = 0
+            for first in range(0, rows, RUN):
+                run[:] = 0
+                for row in range(first, first + RUN):
+                    decay, key = decays[place * rows + row if by_row else place], keys[of_key + row]
+                    state = states[(of_head * rows + row) * columns : (of_head * rows + row + 1) * columns]
+                    for i in range(columns):
+                        state[i] *= decay
+                        run[i] += state[i] * key
                 for i in range(columns):
-                    state[i] *= decay
-                    run[i] += state[i] * key
+                    total[i] += run[i]
             for i in range(columns):
-                total[i] += run[i]
-        for i in range(columns):
-            total[i] = (value[i] - total[i]) * betas[head]
-            result[i] = 0
-        for first in range(0, rows, RUN):
-            run[:] = 0
-            for row in range(first, first + RUN):
-                query, key = queries[of_key + row], keys[of_key + row]
-                state = states[(head * rows + row) * columns : (head * rows + row + 1) * columns]
+                total[i] = (value[i] - total[i]) * betas[place]
+                result[i] = 0
+            for first in range(0, rows, RUN):
+                run[:] = 0
+                for row in range(first, first + RUN):
+                    query, key = queries[of_key + row], keys[of_key + row]
+                    state = states[(of_head * rows + row) * columns : (of_head * rows + row + 1) * columns]
+                    for i in range(columns):
+                        state[i] += key * total[i]
+                        run[i] += state[i] * query
                 for i in range(columns):
-                    state[i] += key * total[i]
-                    run[i] += state[i] * query
-            for i in range(columns):
-                result[i] += run[i]
+                    result[i] += run[i]
 
 
 def _convolution_step(data):  # type: ignore[no-untyped-def]

@@ -16,6 +16,7 @@ from rabbitllm.base.openmp import torchs_team
 from rabbitllm.engine import _recurrences
 from rabbitllm.engine._recurrences import (
     MAX_ROWS,
+    MAX_TOKENS,
     ConvolutionStep,
     DeltaStep,
     StateSpaceStep,
@@ -29,6 +30,7 @@ from tests.support.tiny_models import ALL, load, split
 
 pytestmark = [pytest.mark.bits, pytest.mark.skipif(torchs_team() is None, reason="torch has no team that is known")]
 GATED, KIMI = "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"
+CHUNKS = "torch_chunk_gated_delta_rule"
 DELTA = [("qwen3_next", GATED), ("qwen3_5", GATED), ("olmo_hybrid", GATED), ("kimi_linear", KIMI), ("glm5_next", KIMI)]
 # sequences, heads of keys and of values, rows and columns of a state
 SHAPES = [(1, 2, 4, 128, 128), (3, 2, 2, 16, 32), (1, 3, 3, 96, 192), (2, 1, 3, 256, 64)]
@@ -114,6 +116,30 @@ def test_convolutions_have_the_bits_of_the_function(model: str, calls: list[str]
     assert calls == ["convolution_step"] * 4 * 6
 
 
+@pytest.mark.parametrize(
+    ("model", "name", "of_chunks"), [(*DELTA[0], CHUNKS), (*DELTA[3], "chunk_kimi_delta_attention")]
+)
+@torch.no_grad()
+def test_few_tokens_that_continue_a_text_have_the_bits_of_single_ones(
+    model: str, name: str, of_chunks: str, calls: list[str]
+) -> None:
+    by_token, chunks = function(model, name), function(model, of_chunks)
+    step = DeltaStep(chunks)
+    for tokens, shape in ((2, SHAPES[0]), (MAX_TOKENS, SHAPES[1]), (5, SHAPES[3])):
+        given = operands(shape, torch.bfloat16, by_row=name == KIMI, tokens=tokens)
+        expected, in_chunks = by_token(**with_own_state(given)), chunks(**with_own_state(given))
+        got = step(**given)
+        assert all(map(torch.equal, got, expected))
+        assert torch.allclose(got[1], in_chunks[1], rtol=1e-3, atol=1e-4)
+    assert calls == ["delta_step"] * 2 * 3
+    for tokens, more in ((MAX_TOKENS + 1, {}), (4, {"initial_state": None})):
+        given = {**operands(SHAPES[0], torch.bfloat16, by_row=name == KIMI, tokens=tokens), **more}
+        assert all(map(torch.equal, step(**given), chunks(**given)))
+        expected = by_token(**given)
+        assert all(map(torch.equal, DeltaStep(chunks, prompts=True)(**given), expected))
+    assert len(calls) == 2 * 3 + 2 + 2
+
+
 def of_heads(numbers: torch.Tensor, *width: int) -> torch.Tensor:
     return numbers[(..., *[None] * len(width))].expand(*numbers.shape, *width)
 
@@ -147,7 +173,7 @@ def test_what_is_left_to_the_function(calls: list[str]) -> None:
     step = DeltaStep(ordinary)
     given = operands((1, 2, 2, 64, 64), torch.float32, by_row=False)
     others = [
-        operands((1, 2, 2, 64, 64), torch.float32, by_row=False, tokens=3),
+        operands((1, 2, 2, 64, 64), torch.float32, by_row=False, tokens=MAX_TOKENS + 1),
         operands((1, 2, 2, 24, 16), torch.float32, by_row=False),
         operands((1, 1, 1, 2 * MAX_ROWS, 16), torch.float32, by_row=False),
         {**given, "initial_state": given["initial_state"].bfloat16()},
