@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -32,6 +33,8 @@ _TRIED = 2
 MAX_TAPS = 16
 """Tokens of a short convolution up to which it is computed by one call."""
 _EPSILON = 1e-6
+_NO_LIMIT = (0.0, math.inf)
+_STATE_SPACE_STEP = "mamba2_selective_state_update"
 _DTYPES = torch.bfloat16, torch.float32
 
 
@@ -70,7 +73,7 @@ def _forward_of(kind: type[nn.Module], prompts: bool) -> Callable[..., Any] | No
 
 
 @functools.cache
-def step_of(ordinary: Callable[..., Any], prompts: bool = False) -> DeltaStep | ConvolutionStep | StateSpaceStep:
+def step_of(ordinary: Callable[..., Any], prompts: bool = False) -> _Steps:
     """Ours for a function of transformers, which computes what ours does not."""
     kind = _STEPS[ordinary.__name__]
     return DeltaStep(ordinary, prompts) if kind is DeltaStep else kind(ordinary)
@@ -289,6 +292,51 @@ class StateSpaceStep(_Step):
         return (out + x * d[:, None]).to(out.dtype).to(x.dtype), state
 
 
+class StateSpaceChunk:
+    """Tokens of Mamba-2 that continue a text: few are computed one after the other, with the bits that they have alone.
+
+    A chunk has 256 tokens; whatever it lacks of them is computed as zeros.
+
+    Args:
+        ordinary: transformers' function of chunks.
+    """
+
+    def __init__(self, ordinary: Callable[..., Any]) -> None:
+        self._ordinary = ordinary
+        self._step: Callable[..., Any] = step_of(inspect.unwrap(ordinary).__globals__[_STATE_SPACE_STEP])
+
+    def __call__(self, hidden_states: Any, dt: Any, A: Any, B: Any, C: Any, *args: Any, **named: Any) -> Any:
+        if not self._fits(hidden_states, **named) or args or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._ordinary(hidden_states, dt, A, B, C, *args, **named)
+        state, width, outputs = named["initial_states"], hidden_states.shape[-1], list[torch.Tensor]()
+        a, d, bias = A[:, None, None].expand(-1, width, state.shape[-1]), named["D"][:, None], named["dt_bias"][:, None]
+        for token in range(hidden_states.shape[1]):
+            x, steps = hidden_states[:, token], dt[:, token, :, None].expand(-1, -1, width)
+            of_heads = d.expand(-1, width), bias.expand(-1, width)
+            outputs.append(self._step(state, x, steps, a, B[:, token], C[:, token], *of_heads, dt_softplus=True))
+        return torch.stack(outputs, dim=1), state
+
+    @staticmethod
+    def _fits(
+        x: Any,
+        *,
+        initial_states: Any = None,
+        D: Any = None,
+        dt_bias: Any = None,
+        dt_softplus: bool = False,
+        dt_limit: Any = _NO_LIMIT,
+        return_final_states: bool = False,
+        z: Any = None,
+        **more: Any,
+    ) -> bool:
+        is_whole = dt_softplus and return_final_states and z is None and tuple(dt_limit) == _NO_LIMIT
+        if not is_whole or initial_states is None or D is None or dt_bias is None or D.dim() != 1 or dt_bias.dim() != 1:
+            return False
+        is_kept = initial_states.dtype is torch.float32 and initial_states.is_contiguous() and initial_states.is_cpu
+        return is_kept and x.shape[1] <= MAX_TOKENS and all(more.get(name) is None for name in _PACKED)
+
+
+_Steps: TypeAlias = DeltaStep | ConvolutionStep | StateSpaceStep | StateSpaceChunk
 _PACKED = "cu_seqlens", "seq_idx"
 """Arguments that say where sequences of one row begin."""
 _BY_TOKEN = {
@@ -296,12 +344,13 @@ _BY_TOKEN = {
     "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
 }
 """transformers' names for functions of chunks -> for those of single tokens."""
-_STEPS: Mapping[str, type[DeltaStep | ConvolutionStep | StateSpaceStep]] = {
+_STEPS: Mapping[str, type[_Steps]] = {
     "torch_recurrent_gated_delta_rule": DeltaStep,
     "recurrent_kimi_delta_attention": DeltaStep,
     **dict.fromkeys(_BY_TOKEN, DeltaStep),
     "causal_conv1d_update": ConvolutionStep,
-    "mamba2_selective_state_update": StateSpaceStep,
+    _STATE_SPACE_STEP: StateSpaceStep,
+    "mamba2_chunk_scan": StateSpaceChunk,
 }
 """transformers' names for functions -> ours."""
 

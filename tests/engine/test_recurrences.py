@@ -19,6 +19,7 @@ from rabbitllm.engine._recurrences import (
     MAX_TOKENS,
     ConvolutionStep,
     DeltaStep,
+    StateSpaceChunk,
     StateSpaceStep,
     fuse_recurrences,
     step_of,
@@ -165,6 +166,36 @@ def test_state_spaces_have_the_bits_of_the_function(calls: list[str]) -> None:
             assert torch.equal(step(state.clone(), *given, **more), expected)
         assert len(calls) == before
     assert calls == ["state_space_step"] * 3 * 3
+
+
+@torch.no_grad()
+def test_few_tokens_of_state_spaces_have_the_bits_of_single_ones(calls: list[str]) -> None:
+    single, ordinary = (function("mamba2", name) for name in ("mamba2_selective_state_update", "mamba2_chunk_scan"))
+    chunk = StateSpaceChunk(ordinary)
+    count, heads, width, size, groups = 2, 16, 64, 128, 4
+    a, d, bias = -torch.rand(heads), *torch.randn(2, heads).bfloat16()
+    for tokens in (1, 3):
+        x, dt = torch.randn(count, tokens, heads, width).bfloat16(), torch.randn(count, tokens, heads).bfloat16()
+        b, c = torch.randn(2, count, tokens, groups, size).bfloat16()
+        state = torch.randn(count, heads, width, size)
+        own, more = state.clone(), {"D": d, "dt_bias": bias, "dt_softplus": True, "return_final_states": True}
+        in_chunks, last = ordinary(x, dt, a, b, c, chunk_size=256, initial_states=state.clone(), **more)
+        for other in ({"dt_limit": (0.0, 1.0)}, {"initial_states": None}):
+            given = {"initial_states": state, **more, **other}
+            expected = ordinary(x, dt, a, b, c, chunk_size=256, **given)
+            assert all(map(torch.equal, chunk(x, dt, a, b, c, chunk_size=256, **given), expected))
+        got, new = chunk(x, dt, a, b, c, chunk_size=256, initial_states=state, dt_limit=(0.0, torch.inf), **more)
+        for token in range(tokens):
+            steps = of_heads(dt[:, token], width), of_heads(a, width, size), b[:, token], c[:, token]
+            given = x[:, token], *steps, of_heads(d, width), of_heads(bias, width), True
+            assert torch.equal(got[:, token], single(own, *given))
+        assert torch.equal(new, own)
+        assert new is state
+        assert torch.allclose(got.float(), in_chunks, rtol=0.05, atol=0.3)
+        assert torch.allclose(new, last, rtol=0.02, atol=0.05)
+    assert set(calls) == {"state_space_step"}
+    many = torch.randn(1, MAX_TOKENS + 1, heads, width).bfloat16()
+    assert not chunk._fits(many, **{"initial_states": torch.zeros(1, heads, width, size), **more})
 
 
 @torch.no_grad()
