@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -46,17 +46,20 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
     ordinary = getattr(inner, "__globals__", {}).get(NAME)
     if ordinary is None or NAME not in inner.__code__.co_names or not _has_bits(ordinary):
         return None
-    forward: Callable[..., Any] | None = _with_global(kind.forward, functools.partial(_rotated, ordinary))
+    forward: Callable[..., Any] | None = with_globals(kind.forward, {NAME: functools.partial(_rotated, ordinary)})
     return forward
 
 
-def _with_global(function: Any, value: object) -> Any:
-    """The same function, and the functions around it, for another `NAME`; None if one around it is not a closure."""
+def with_globals(function: Any, values: Mapping[str, object]) -> Any:
+    """The same function, and the functions around it, for which names of its module mean other values.
+
+    None if a function around it is not a closure.
+    """
     variables, cells = function.__globals__, function.__closure__
     if not hasattr(function, "__wrapped__"):
-        variables = {**variables, NAME: value}
+        variables = {**variables, **values}
     else:
-        inner, changed = function.__wrapped__, _with_global(function.__wrapped__, value)
+        inner, changed = function.__wrapped__, with_globals(function.__wrapped__, values)
         places = [index for index, cell in enumerate(cells or ()) if cell.cell_contents is inner]
         if changed is None or not places:
             return None

@@ -20,6 +20,7 @@ from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_befor
 from rabbitllm.engine._gates import fuse_gates
 from rabbitllm.engine._heads import Heads, plan_heads
 from rabbitllm.engine._norms import fuse_norms
+from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._rotary import fuse_rotary
 from rabbitllm.engine._saving import origin_of
 from rabbitllm.engine._streamer import Streamer, device_executors
@@ -226,10 +227,13 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     multiplied += [(leaf.recipe, leaf.matrix_type is not None) for leaf in leaves]
     coded = [is_coded for recipe, is_coded in multiplied if _published.loads(recipe.converter, plan.quantizer)]
     _published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices, coded)
-    if any(is_coded for _, is_coded in multiplied) and all(device.shares_host_memory for device in devices):
+    multiplies_codes = any(is_coded for _, is_coded in multiplied)
+    if multiplies_codes and all(device.shares_host_memory for device in devices):
         fuse_norms(model)
         fuse_rotary(model)
         fuse_gates(model)
+    if not options.exact and any(device.shares_host_memory for device in devices):
+        fuse_recurrences(model, prompts=multiplies_codes)
     fast = options.fast_bfloat16
     if fast is None and model.dtype == torch.bfloat16 and any(device.shares_host_memory for device in devices):
         fast = not options.exact and bfloat_products.torch_lacks_instructions()

@@ -1,0 +1,378 @@
+"""Recurrent layers' steps of one token by one call each, with the bits of the model's own functions.
+
+transformers computes them by a dozen operations of torch each, unless packages for GPUs are installed; every operation
+reads and writes the states of all heads. Instances of the layers get their class's forward, in which the names of these
+functions mean ours (`with_globals`). Before a step of some shape is computed by one call, its results with random
+values are compared with those of the model's own function, which computes all else.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from rabbitllm.base.openmp import torchs_team
+from rabbitllm.engine._rotary import with_globals
+
+MAX_ROWS, RUN = 256, 16
+"""Rows of a state up to which torch's order of adding them is followed, and of which they are a multiple."""
+WORTH_A_THREAD = 1 << 15
+"""Values of states for which a further thread pays."""
+MAX_TOKENS = 32
+"""Tokens that continue a text and are computed one after the other, where longer ones are computed in chunks."""
+_TRIED = 2
+"""Tokens with which a shape is tried."""
+MAX_TAPS = 16
+"""Tokens of a short convolution up to which it is computed by one call."""
+_EPSILON = 1e-6
+_NO_LIMIT = (0.0, math.inf)
+_STATE_SPACE_STEP = "mamba2_selective_state_update"
+_DTYPES = torch.bfloat16, torch.float32
+
+
+def fuse_recurrences(model: nn.Module, prompts: bool = False) -> int:
+    """Let recurrent layers compute steps of few tokens on a CPU by few calls.
+
+    Args:
+        prompts: also delta rules of prompts, whose results differ from transformers' chunks in rounding.
+
+    Returns:
+        How many layers these are.
+    """
+    fused, forwards = 0, dict[type, Callable[..., Any] | None]()
+    for module in model.modules():
+        kind = type(module)
+        if kind not in forwards:
+            forwards[kind] = _forward_of(kind, prompts)
+        forward = forwards[kind]
+        if forward is not None and "forward" not in vars(module):
+            # a method: a copy of the module then binds it to itself
+            module.forward = MethodType(forward, module)
+            fused += 1
+    return fused
+
+
+def _forward_of(kind: type[nn.Module], prompts: bool) -> Callable[..., Any] | None:
+    """A class's forward with our functions; None if it calls none of those that we have."""
+    inner = inspect.unwrap(kind.forward)
+    variables = getattr(inner, "__globals__", {})
+    names = [name for name in _STEPS if name in variables and name in inner.__code__.co_names]
+    if not names or torchs_team() is None:
+        return None
+    steps = {name: step_of(variables[name], prompts) for name in names}
+    forward: Callable[..., Any] | None = with_globals(kind.forward, steps)
+    return forward
+
+
+@functools.cache
+def step_of(ordinary: Callable[..., Any], prompts: bool = False) -> _Steps:
+    """Ours for a function of transformers, which computes what ours does not."""
+    kind = _STEPS[ordinary.__name__]
+    return DeltaStep(ordinary, prompts) if kind is DeltaStep else kind(ordinary)
+
+
+class _Step:
+    """A function of transformers, and the operands for which one call has its bits.
+
+    Args:
+        ordinary: transformers' own.
+    """
+
+    def __init__(self, ordinary: Callable[..., Any]) -> None:
+        self._ordinary = ordinary
+        self._tried = dict[object, bool]()
+
+    def _has_bits(self, named: str | None, operands: Sequence[torch.Tensor]) -> bool:
+        """Whether one call computes such operands; it is tried once with random values of their shapes and dtypes."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not all(map(_is_plain, operands)):
+            return False
+        key = named, *((x.shape, x.dtype) for x in operands)
+        if key not in self._tried:
+            generator = torch.Generator().manual_seed(0)
+            samples = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in operands]
+            expected = self._expected(named, [x.clone() for x in samples])
+            self._tried[key] = all(map(torch.equal, expected, self._computed(named, samples)))
+        return self._tried[key]
+
+    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result and the next state, by the ordinary function."""
+        raise NotImplementedError
+
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by one call, which changes the state in place, as caches of transformers are changed."""
+        raise NotImplementedError
+
+
+class DeltaStep(_Step):
+    """The gated delta rule, with a decay for each head, or for each row of its state (Kimi delta attention).
+
+    Queries and keys are (B, T, H', K), values (B, T, H, V), decays (B, T, H) or (B, T, H, K), betas (B, T, H), states
+    (B, H, K, V) in float32. transformers computes several tokens in chunks of 64, which takes longer than one after the
+    other takes here. Few that continue a text, as those of a draft, have the bits that they have alone.
+
+    Args:
+        prompts: whether any number of tokens is computed so, also without a state.
+    """
+
+    def __init__(self, ordinary: Callable[..., Any], prompts: bool = False) -> None:
+        super().__init__(ordinary)
+        self._prompts = prompts
+        module = inspect.unwrap(ordinary).__globals__
+        self._normalized = module["l2norm"]
+        self._by_token = module[_BY_TOKEN[ordinary.__name__]] if ordinary.__name__ in _BY_TOKEN else ordinary
+
+    def __call__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        g: Any = None,
+        beta: Any = None,
+        initial_state: Any = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **more: Any,
+    ) -> Any:
+        is_whole = output_final_state and use_qk_l2norm_in_kernel and all(more.get(name) is None for name in _PACKED)
+        state, tokens = initial_state, key.shape[1]
+        if is_whole and state is None and self._prompts:
+            state = torch.zeros(len(key), value.shape[2], key.shape[-1], value.shape[-1])
+        if is_whole and state is not None and (self._prompts or tokens <= MAX_TOKENS):
+            of_tokens = query, key, value, g, beta
+            few = of_tokens if tokens <= _TRIED else [x[:, :_TRIED] for x in of_tokens]
+            if self._fits(key, value, state) and self._has_bits(None, (*few, state)):
+                return self._computed(None, (*of_tokens, state))
+        return self._ordinary(
+            query,
+            key,
+            value,
+            g=g,
+            beta=beta,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            **more,
+        )
+
+    @staticmethod
+    def _fits(key: Any, value: Any, state: Any) -> bool:
+        (count, _, keys, rows), (heads, columns) = key.shape, value.shape[2:]
+        has_form = state.dtype is torch.float32 and state.shape == (count, heads, rows, columns)
+        return has_form and state.is_contiguous() and heads % keys == 0 and rows % RUN == 0 and 0 < rows <= MAX_ROWS
+
+    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value, g, beta, state = operands
+        result: tuple[torch.Tensor, torch.Tensor] = self._by_token(
+            query,
+            key,
+            value,
+            g=g,
+            beta=beta,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return result
+
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value, g, beta, state = operands
+        (count, tokens, heads, columns), rows, has_rows = value.shape, key.shape[-1], g.dim() == 4
+        queries, keys = (self._normalized(x.float().contiguous(), dim=-1, eps=_EPSILON) for x in (query, key))
+        queries = queries * (1 / rows**0.5) if has_rows else queries / rows**0.5
+        out = torch.empty(value.shape)
+        inputs = (
+            state,
+            queries,
+            keys,
+            value.float().contiguous(),
+            g.float().exp().contiguous(),
+            beta.float().contiguous(),
+        )
+        sizes = count, tokens, heads, heads // key.shape[2], rows, columns, has_rows
+        _run("delta_step", state.numel(), sizes, (*inputs, out))
+        return out.to(query.dtype), state
+
+
+class ConvolutionStep(_Step):
+    """A causal convolution of each channel over the last tokens: (B, C, 1) of bfloat16 or float32."""
+
+    def __call__(
+        self, hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: Any = None
+    ) -> Any:
+        operands = (hidden_states, conv_state, weight) if bias is None else (hidden_states, conv_state, weight, bias)
+        if hidden_states.shape[-1] == 1 and self._fits(*operands) and self._has_bits(activation, operands):
+            return self._computed(activation, operands)[0]
+        return self._ordinary(hidden_states, conv_state, weight, bias, activation)
+
+    @staticmethod
+    def _fits(x: Any, state: Any, weight: Any, bias: Any = None) -> bool:
+        is_alike = x.dtype is state.dtype is weight.dtype and (bias is None or bias.dtype is x.dtype)
+        has_tokens = state.shape[:2] == x.shape[:2] and weight.shape[-1] <= state.shape[-1] + 1 <= MAX_TAPS
+        return is_alike and has_tokens and x.dtype in _DTYPES and state.is_contiguous()
+
+    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, state, weight, *bias = operands
+        return self._ordinary(x, state, weight, bias[0] if bias else None, named), state
+
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, state, weight, *bias = operands
+        out, is_bfloat = torch.empty(x.shape, dtype=x.dtype), x.dtype is torch.bfloat16
+        sizes = len(x), x.shape[1], state.shape[-1], weight.shape[-1], is_bfloat, bool(bias)
+        _run(
+            "convolution_step",
+            state.numel(),
+            sizes,
+            (x.contiguous(), state, weight.contiguous(), *(bias or [weight]), out),
+        )
+        return out if named is None else _activation(named)(out), state
+
+
+class StateSpaceStep(_Step):
+    """A step of Mamba-2 in bfloat16.
+
+    States are (B, H, P, N) in float32, inputs (B, H, P); groups of heads share a B and a C, (B, G, N).
+
+    Step sizes, their biases and A are numbers of heads, which transformers expands to all dimensions.
+    """
+
+    def __call__(
+        self,
+        state: Any,
+        hidden_states: Any,
+        dt: Any,
+        A: Any,
+        B: Any,
+        C: Any,
+        D: Any = None,
+        dt_bias: Any = None,
+        dt_softplus: bool = False,
+        z: Any = None,
+        **more: Any,
+    ) -> Any:
+        expanded = state, hidden_states, dt, A, B, C, D, dt_bias
+        if dt_softplus and z is None and self._fits(*expanded) and all(more.get(name) is None for name in _PACKED):
+            operands = state, hidden_states, dt[..., 0], A[:, 0, 0], B, C, D[:, 0], dt_bias[:, 0]
+            if self._has_bits(None, operands):
+                return self._computed(None, operands)[0]
+        return self._ordinary(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **more)
+
+    @staticmethod
+    def _fits(state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, bias: Any) -> bool:
+        if d is None or bias is None or (x.dim(), dt.dim(), a.dim(), d.dim(), bias.dim()) != (3, 3, 3, 2, 2):
+            return False
+        of_heads = dt.stride(2), a.stride(1), a.stride(2), d.stride(1), bias.stride(1)
+        has_types = state.dtype is torch.float32 and {y.dtype for y in (x, dt, b, c, bias)} == {torch.bfloat16}
+        return not any(of_heads) and has_types and state.is_contiguous()
+
+    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        state, x, dt, a, b, c, d, bias = operands
+        width = x.shape[-1]
+        a = a[:, None, None].expand(-1, width, state.shape[-1])
+        dt, d, bias = dt[..., None].expand(-1, -1, width), d[:, None].expand(-1, width), bias[:, None].expand(-1, width)
+        return self._ordinary(state, x, dt, a, b, c, d, bias, True), state
+
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        state, x, dt, a, b, c, d, bias = operands
+        (count, heads, width, size), groups = state.shape, b.shape[1]
+        steps = nn.functional.softplus(dt + bias)
+        decays = torch.exp(steps.float() * a.float())
+        rounded = torch.empty(state.shape, dtype=x.dtype)
+        inputs = state, decays, steps.float().contiguous(), b.float().contiguous(), x.float().contiguous(), rounded
+        _run("state_space_step", state.numel(), (count * heads, heads // groups, width, size), inputs)
+        shared = c.repeat_interleave(heads // groups, dim=1).reshape(count * heads, size, 1)
+        out = torch.bmm(rounded.view(count * heads, width, size), shared).view(count, heads, width)
+        return (out + x * d[:, None]).to(out.dtype).to(x.dtype), state
+
+
+class StateSpaceChunk:
+    """Tokens of Mamba-2 that continue a text: few are computed one after the other, with the bits that they have alone.
+
+    A chunk has 256 tokens; whatever it lacks of them is computed as zeros.
+
+    Args:
+        ordinary: transformers' function of chunks.
+    """
+
+    def __init__(self, ordinary: Callable[..., Any]) -> None:
+        self._ordinary = ordinary
+        self._step: Callable[..., Any] = step_of(inspect.unwrap(ordinary).__globals__[_STATE_SPACE_STEP])
+
+    def __call__(self, hidden_states: Any, dt: Any, A: Any, B: Any, C: Any, *args: Any, **named: Any) -> Any:
+        if not self._fits(hidden_states, **named) or args or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._ordinary(hidden_states, dt, A, B, C, *args, **named)
+        state, width, outputs = named["initial_states"], hidden_states.shape[-1], list[torch.Tensor]()
+        a, d, bias = A[:, None, None].expand(-1, width, state.shape[-1]), named["D"][:, None], named["dt_bias"][:, None]
+        for token in range(hidden_states.shape[1]):
+            x, steps = hidden_states[:, token], dt[:, token, :, None].expand(-1, -1, width)
+            of_heads = d.expand(-1, width), bias.expand(-1, width)
+            outputs.append(self._step(state, x, steps, a, B[:, token], C[:, token], *of_heads, dt_softplus=True))
+        return torch.stack(outputs, dim=1), state
+
+    @staticmethod
+    def _fits(
+        x: Any,
+        *,
+        initial_states: Any = None,
+        D: Any = None,
+        dt_bias: Any = None,
+        dt_softplus: bool = False,
+        dt_limit: Any = _NO_LIMIT,
+        return_final_states: bool = False,
+        z: Any = None,
+        **more: Any,
+    ) -> bool:
+        is_whole = dt_softplus and return_final_states and z is None and tuple(dt_limit) == _NO_LIMIT
+        if not is_whole or initial_states is None or D is None or dt_bias is None or D.dim() != 1 or dt_bias.dim() != 1:
+            return False
+        is_kept = initial_states.dtype is torch.float32 and initial_states.is_contiguous() and initial_states.is_cpu
+        return is_kept and x.shape[1] <= MAX_TOKENS and all(more.get(name) is None for name in _PACKED)
+
+
+_Steps: TypeAlias = DeltaStep | ConvolutionStep | StateSpaceStep | StateSpaceChunk
+_PACKED = "cu_seqlens", "seq_idx"
+"""Arguments that say where sequences of one row begin."""
+_BY_TOKEN = {
+    "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
+}
+"""transformers' names for functions of chunks -> for those of single tokens."""
+_STEPS: Mapping[str, type[_Steps]] = {
+    "torch_recurrent_gated_delta_rule": DeltaStep,
+    "recurrent_kimi_delta_attention": DeltaStep,
+    **dict.fromkeys(_BY_TOKEN, DeltaStep),
+    "causal_conv1d_update": ConvolutionStep,
+    _STATE_SPACE_STEP: StateSpaceStep,
+    "mamba2_chunk_scan": StateSpaceChunk,
+}
+"""transformers' names for functions -> ours."""
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return type(x) in (torch.Tensor, nn.Parameter) and x.is_cpu
+
+
+@functools.cache
+def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    from transformers.activations import ACT2FN
+
+    function: Callable[[torch.Tensor], torch.Tensor] = ACT2FN[name]
+    return function
+
+
+def _run(kernel: str, values: int, sizes: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+    """Call a function of `_recurrent_kernels.py` in torch's team."""
+    from rabbitllm.engine import _recurrent_kernels  # numba comes with it
+
+    team = torchs_team()
+    assert team is not None
+    words = array("q", [team.thread_number, team.thread_count, *sizes, *(x.data_ptr() for x in tensors)])
+    threads = min(torch.get_num_threads(), -(-values // WORTH_A_THREAD))
+    team.run(_recurrent_kernels.address(kernel), words.buffer_info()[0], threads)

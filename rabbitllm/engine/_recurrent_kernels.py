@@ -1,0 +1,238 @@
+"""Steps of recurrent layers as one call of compiled code each, with torch's bits.
+
+The gated delta rule:
+
+    S = S * decay;  S = S + k (v - S^T k) beta;  out = S^T q
+
+(https://arxiv.org/abs/2412.06464, section 3; transformers' modeling_qwen3_next.py). torch takes ten operations, each of
+which reads and writes as many bytes as the states of all heads have; here a head's state stays in a core's cache. Each
+product is rounded before it is added, and sums have the order of torch's (`cascade_sum`, SumKernel.cpp): of `RUN` rows
+each, which are then added. A convolution is summed as oneDNN does.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core.extending import intrinsic
+
+from rabbitllm.base.compiling import c_function, to_array
+
+RUN = 16
+"""Rows that are added in a run."""
+DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS = 16, 13, 12
+"""Addresses of the functions that return a thread's index and the number of threads; then
+
+- sequences, tokens, heads, the heads that share a query and a key, rows and columns of a state, whether each row has a
+  decay of its own; addresses of the states, queries, keys, values, decays, betas and results, float32 without gaps;
+- sequences, channels, tokens of a state, taps, whether values are bfloat16, else float32, whether there is a bias;
+  addresses of the inputs, states, weights, bias and results;
+- heads, the heads that share a B, their width, columns of a state; addresses
+  of the states, decays, step sizes, Bs, inputs, float32 without gaps, and of the states rounded to bfloat16.
+"""
+
+
+@functools.cache
+def address(name: str) -> int:
+    """The address of the compiled function for a thread of a team, which takes the address of int64s."""
+    signature = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
+    compiled = c_function(signature, _KERNELS[name])
+    _KEPT.append(compiled)
+    return int(compiled.address)
+
+
+_KEPT: list[object] = []
+
+
+def _called(context: Any, address: Any) -> Any:
+    def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.IntType(32), []).as_pointer())
+        return builder.sext(builder.call(function, []), ir.IntType(64))
+
+    return types.int64(types.int64), call
+
+
+def _pointer_to(dtype: Any, width: ir.Type) -> Any:
+    def pointer(context: Any, address: Any) -> Any:
+        def cast(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], width.as_pointer())
+
+        return types.CPointer(dtype)(types.int64), cast  # type: ignore[no-untyped-call]
+
+    return intrinsic(pointer)
+
+
+_TO_FLOATS, _TO_WORDS = _pointer_to(types.float32, ir.FloatType()), _pointer_to(types.uint16, ir.IntType(16))
+
+
+def _multiplied(context: Any, a: Any, b: Any, c: Any) -> Any:
+    def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), call
+
+
+_asked: Any = intrinsic(_called)
+"""The int that the C function without arguments at an address returns."""
+_fma: Any = intrinsic(_multiplied)
+"""`a * b + c`, rounded once."""
+
+
+@numba.njit(inline="always")
+def _floats(address, count):  # type: ignore[no-untyped-def]
+    """The float32 values at an address."""
+    return to_array(_TO_FLOATS(address), count)
+
+
+@numba.njit(inline="always")
+def _words(address, count):  # type: ignore[no-untyped-def]
+    """The bfloat16 values at an address."""
+    return to_array(_TO_WORDS(address), count)
+
+
+@numba.njit(inline="always")
+def _nearest(bits):  # type: ignore[no-untyped-def]
+    """The bits of a float32 rounded to bfloat16, to nearest, ties to even; the lower half is left over."""
+    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
+        return np.uint32(0x7FC00000)
+    return np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+
+
+def _delta_step(data):  # type: ignore[no-untyped-def]
+    """The tokens of a head one after the other, while its state is in the cache."""
+    words = to_array(data, DELTA_WORDS)
+    thread, threads = _asked(words[0]), _asked(words[1])
+    sequences, tokens, heads, shared = words[2], words[3], words[4], words[5]
+    rows, columns, by_row = words[6], words[7], words[8]
+    of_heads, of_keys = sequences * heads, sequences * tokens * heads // shared * rows
+    states, queries, keys = (
+        _floats(words[9], of_heads * rows * columns),
+        _floats(words[10], of_keys),
+        _floats(words[11], of_keys),
+    )
+    values = _floats(words[12], of_heads * tokens * columns)
+    decays = _floats(words[13], of_heads * tokens * (rows if by_row else 1))
+    betas, results = _floats(words[14], of_heads * tokens), _floats(words[15], of_heads * tokens * columns)
+    run, total = np.empty(columns, np.float32), np.empty(columns, np.float32)
+    for of_head in range(thread * of_heads // threads, (thread + 1) * of_heads // threads):
+        for token in range(tokens):
+            place = (of_head // heads * tokens + token) * heads + of_head % heads
+            of_key = place // shared * rows
+            value = values[place * columns : (place + 1) * columns]
+            result = results[place * columns : (place + 1) * columns]
+            total[:] = 0
+            for first in range(0, rows, RUN):
+                run[:] = 0
+                for row in range(first, first + RUN):
+                    decay, key = decays[place * rows + row if by_row else place], keys[of_key + row]
+                    state = states[(of_head * rows + row) * columns : (of_head * rows + row + 1) * columns]
+                    for i in range(columns):
+                        state[i] *= decay
+                        run[i] += state[i] * key
+                for i in range(columns):
+                    total[i] += run[i]
+            for i in range(columns):
+                total[i] = (value[i] - total[i]) * betas[place]
+                result[i] = 0
+            for first in range(0, rows, RUN):
+                run[:] = 0
+                for row in range(first, first + RUN):
+                    query, key = queries[of_key + row], keys[of_key + row]
+                    state = states[(of_head * rows + row) * columns : (of_head * rows + row + 1) * columns]
+                    for i in range(columns):
+                        state[i] += key * total[i]
+                        run[i] += state[i] * query
+                for i in range(columns):
+                    result[i] += run[i]
+
+
+def _convolution_step(data):  # type: ignore[no-untyped-def]
+    """Sums from the oldest token on; the state loses its oldest token."""
+    words = to_array(data, CONVOLUTION_WORDS)
+    thread, threads = _asked(words[0]), _asked(words[1])
+    sequences, channels, tokens, taps, is_bfloat, has_bias = words[2], words[3], words[4], words[5], words[6], words[7]
+    first, last = thread * channels // threads, (thread + 1) * channels // threads
+    bits = np.empty(2 * taps + 1, np.uint32)
+    values = bits.view(np.float32)
+    if is_bfloat:
+        inputs, states = _words(words[8], sequences * channels), _words(words[9], sequences * channels * tokens)
+        weights, bias = _words(words[10], channels * taps), _words(words[11], channels)
+        results = _words(words[12], sequences * channels)
+        for at in range(sequences * channels):
+            channel = at % channels
+            if first <= channel < last:
+                old = at * tokens
+                for tap in range(taps):
+                    bits[taps + tap] = np.uint32(weights[channel * taps + tap]) << np.uint32(16)
+                for tap in range(taps - 1):
+                    bits[tap] = np.uint32(states[old + tokens - taps + 1 + tap]) << np.uint32(16)
+                bits[taps - 1] = np.uint32(inputs[at]) << np.uint32(16)
+                bits[2 * taps] = np.uint32(bias[channel]) << np.uint32(16) if has_bias else np.uint32(0)
+                total = values[2 * taps]
+                for tap in range(taps):
+                    total = _fma(values[tap], values[taps + tap], total)
+                values[0] = total
+                results[at] = np.uint16(_nearest(bits[0]) >> np.uint32(16))
+                for token in range(tokens - 1):
+                    states[old + token] = states[old + token + 1]
+                states[old + tokens - 1] = inputs[at]
+    else:
+        singles, single_states = (
+            _floats(words[8], sequences * channels),
+            _floats(words[9], sequences * channels * tokens),
+        )
+        factors, added = _floats(words[10], channels * taps), _floats(words[11], channels)
+        sums = _floats(words[12], sequences * channels)
+        for at in range(sequences * channels):
+            channel = at % channels
+            if first <= channel < last:
+                old = at * tokens
+                total = added[channel] if has_bias else np.float32(0)
+                for tap in range(taps - 1):
+                    total = _fma(single_states[old + tokens - taps + 1 + tap], factors[channel * taps + tap], total)
+                sums[at] = _fma(singles[at], factors[channel * taps + taps - 1], total)
+                for token in range(tokens - 1):
+                    single_states[old + token] = single_states[old + token + 1]
+                single_states[old + tokens - 1] = singles[at]
+
+
+def _state_space_step(data):  # type: ignore[no-untyped-def]
+    """S = S * decay + (step size * B) * x, whose products are rounded to bfloat16."""
+    words = to_array(data, STATE_SPACE_WORDS)
+    thread, threads = _asked(words[0]), _asked(words[1])
+    heads, shared, width, size = words[2], words[3], words[4], words[5]
+    states, decays, steps = _floats(words[6], heads * width * size), _floats(words[7], heads), _floats(words[8], heads)
+    inputs, values = _floats(words[9], heads // shared * size), _floats(words[10], heads * width)
+    rounded = _words(words[11], heads * width * size)
+    scaled, product = np.empty(size, np.float32), np.empty(size, np.float32)
+    scaled_bits, bits = scaled.view(np.uint32), product.view(np.uint32)
+    for head in range(thread * heads // threads, (thread + 1) * heads // threads):
+        own = inputs[head // shared * size : (head // shared + 1) * size]
+        for i in range(size):
+            scaled[i] = steps[head] * own[i]
+        for i in range(size):
+            scaled_bits[i] = _nearest(scaled_bits[i]) & np.uint32(0xFFFF0000)
+        for row in range(head * width, (head + 1) * width):
+            state, result = states[row * size : (row + 1) * size], rounded[row * size : (row + 1) * size]
+            for i in range(size):
+                product[i] = scaled[i] * values[row]
+            for i in range(size):
+                bits[i] = _nearest(bits[i]) & np.uint32(0xFFFF0000)
+            for i in range(size):
+                state[i] = state[i] * decays[head] + product[i]
+            for i in range(size):
+                product[i] = state[i]
+            for i in range(size):
+                result[i] = np.uint16(_nearest(bits[i]) >> np.uint32(16))
+
+
+_KERNELS = {
+    "delta_step": _delta_step,
+    "convolution_step": _convolution_step,
+    "state_space_step": _state_space_step,
+}
