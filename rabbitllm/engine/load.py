@@ -14,13 +14,13 @@ from accelerate.utils import send_to_device
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import _published, skeleton
+from rabbitllm.engine._attention import fuse_attention, fuse_layers
 from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
 from rabbitllm.engine._gates import fuse_gates
 from rabbitllm.engine._heads import Heads, plan_heads
 from rabbitllm.engine._norms import fuse_norms
-from rabbitllm.engine._rotary import fuse_rotary
 from rabbitllm.engine._saving import origin_of
 from rabbitllm.engine._streamer import Streamer, device_executors
 from rabbitllm.engine._weights import check_unused
@@ -228,8 +228,9 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     _published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices, coded)
     if any(is_coded for _, is_coded in multiplied) and all(device.shares_host_memory for device in devices):
         fuse_norms(model)
-        fuse_rotary(model)
+        fuse_attention(model)
         fuse_gates(model)
+        fuse_layers(model)
     fast = options.fast_bfloat16
     if fast is None and model.dtype == torch.bfloat16 and any(device.shares_host_memory for device in devices):
         fast = not options.exact and bfloat_products.torch_lacks_instructions()
