@@ -20,7 +20,10 @@ from importlib.resources import files
 from typing import Any
 
 import numba
+from llvmlite import ir
+from numba import types
 from numba.core import event
+from numba.core.extending import intrinsic
 
 from rabbitllm.base import progress
 
@@ -50,6 +53,41 @@ def digest_of(package: str) -> str | None:
 to_array: Any = getattr(numba, "carray")  # noqa: B009 - numba does not say that it exports it
 
 
+def _emitted(result: Any, argument: Any, emit: Callable[[Any, Any], Any]) -> Any:
+    """A function for compiled code, which `emit` emits by a builder and the value of its argument."""
+
+    def definition(context: Any, value: Any) -> Any:
+        return result(argument), lambda context, builder, signature, arguments: emit(builder, arguments[0])
+
+    return intrinsic(definition)
+
+
+_I16, _I32 = ir.IntType(16), ir.IntType(32)
+
+
+def _emit_wide(builder: Any, word: Any) -> Any:
+    return builder.bitcast(builder.shl(builder.zext(word, _I32), ir.Constant(_I32, 16)), ir.FloatType())
+
+
+def _emit_asked(builder: Any, address: Any) -> Any:
+    function = builder.inttoptr(address, ir.FunctionType(_I32, []).as_pointer())
+    return builder.sext(builder.call(function, []), ir.IntType(64))
+
+
+wide = _emitted(types.float32, types.uint16, _emit_wide)
+"""The float32 of a bfloat16, given as the word of its bits."""
+asked = _emitted(types.int64, types.int64, _emit_asked)
+"""The int that a C function without arguments, at an address, returns."""
+words_at = _emitted(
+    types.CPointer(types.uint16),  # type: ignore[no-untyped-call]
+    types.int64,
+    lambda builder, address: builder.inttoptr(address, _I16.as_pointer()),
+)
+"""The pointer to words of 16 bits at an address."""
+STEP: Any = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
+"""The signature of the functions of a `quant.joint.Program`."""
+
+
 def compiled(function: Any) -> Any:
     """A function that is compiled when it is first called, and releases the interpreter lock."""
     return _cached(functools.partial(numba.njit, nogil=True), function)
@@ -58,6 +96,18 @@ def compiled(function: Any) -> Any:
 def c_function(signature: Any, function: Any) -> Any:
     """A function of this signature, compiled at once, with an `address` that C code can call."""
     return _cached(functools.partial(numba.cfunc, signature), function)
+
+
+@functools.cache
+def address_of(function: Any) -> int:
+    """The address of the compiled function of the signature `STEP`."""
+    compiled_function = c_function(STEP, function)
+    _KEPT.append(compiled_function)
+    return int(compiled_function.address)
+
+
+_KEPT: list[Any] = []
+"""Compiled functions whose addresses are in use."""
 
 
 def _cached(make: Callable[..., Any], function: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A gated MLP's activation and product by one call, where it has the bits of the model's own class.
+"""A gated MLP by one call of compiled code, where that has the bits of the model's own class.
 
 bfloat16 has 65,536 values, so an activation is a table of its results, which the activation itself computes.
 """
@@ -6,6 +6,8 @@ bfloat16 has 65,536 values, so an activation is a table of its results, which th
 from __future__ import annotations
 
 import copy
+import operator
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -13,6 +15,9 @@ import torch
 from torch import nn
 
 from rabbitllm.engine._norms import kind_of
+from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
+from rabbitllm.engine.weight_tensors import QuantizedWeight
+from rabbitllm.quant.joint import JointProduct, Place, Program
 
 MULTIPLE = 64
 """Elements that torch computes at once with any of its vectors; it computes a rest in another way."""
@@ -25,7 +30,9 @@ _tables = dict[type[nn.Module], torch.Tensor]()
 
 
 def fuse_gates(model: nn.Module) -> int:
-    """Let the MLPs whose bits are reproduced compute `down(act(gate(x)) * up(x))` with one call for the middle.
+    """Let the MLPs whose bits are reproduced compute `down(act(gate(x)) * up(x))` by one call, for few rows.
+
+    It is used while their matrices are multiplied as integers, without gradients, and no hook sees what is within.
 
     Returns:
         How many these are.
@@ -47,30 +54,86 @@ def fuse_gates(model: nn.Module) -> int:
     return fused
 
 
-def _forward(module: Any, *args: Any, **named: Any) -> Any:
+class OneCall:
+    """What an MLP computes by one call for some matrices; the weight of its gate keeps it.
+
+    Args:
+        act: its activation.
+        matrices: of gate, up and down.
+    """
+
+    def __init__(self, act: type[nn.Module], matrices: Sequence[Any]) -> None:
+        self.matrices, self._act = matrices, act
+        (self._width, columns), last = matrices[0].form.shape, matrices[2].form.shape
+        of_input, of_product = JointProduct.of(matrices[:2], [False] * 2), JointProduct.of(matrices[2:], [False])
+        self._products = None
+        self._most = 0
+        self._programs = dict[tuple[int, int], Program]()
+        if of_input is not None and of_product is not None and last == (columns, self._width):
+            self._products = of_input, of_product
+            self._most = min(of_input.max_inputs, of_product.max_inputs)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The MLP's result for rows of input; None if it is not computed by one call."""
+        if not self.is_for(rows := x.numel() // x.shape[-1]):
+            return None
+        program = self._programs.get(key := (torch.get_num_threads(), rows))
+        if program is None:
+            program = self._programs[key] = Program(2)
+            self.add_to(program, rows, program.address(0), program.address(1))
+        out = torch.empty_like(x)
+        program(x.data_ptr(), out.data_ptr())
+        return out
+
+    def is_for(self, rows: int) -> bool:
+        """Whether the MLP is computed by one call for so many rows."""
+        count = rows * self._width
+        return rows <= self._most and count % MULTIPLE == 0 and 0 < count < MAX_ELEMENTS
+
+    def add_to(self, program: Program, rows: int, x: Place, out: Place) -> None:
+        """Add it to a program, for rows at a place."""
+        from rabbitllm.base.compiling import address_of  # numba comes with it
+        from rabbitllm.engine import _layer_kernels
+
+        assert self._products is not None
+        of_input, of_product = self._products
+        count = rows * self._width
+        gate, up, product = (program.room(2 * count) for _ in range(3))
+        of_input.add_to(program, rows, torch.bfloat16, x, [gate, up])
+        program.add(address_of(_layer_kernels.gate), [_tables[self._act].data_ptr(), gate, up, product, count])
+        of_product.add_to(program, rows, torch.bfloat16, product, [out])
+
+
+def mlp_weights(module: Any) -> list[QuantizedWeight] | None:
+    """The weights of an MLP that `fuse_gates` lets compute by one call; None if it does not now."""
     parts = module._modules
-    act = parts["act_fn"]
-    is_watched = (
-        act._forward_hooks or act._forward_pre_hooks or torch.is_grad_enabled() or torch.compiler.is_compiling()
-    )
-    if len(args) != 1 or named or is_watched:
-        return type(module).forward(module, *args, **named)
-    gate, up = parts["gate_proj"](args[0]), parts["up_proj"](args[0])
-    return parts["down_proj"](_gated(act, gate, up))
+    is_fused = getattr(vars(module).get("forward"), "__func__", None) is _forward
+    if not is_fused or type(act := parts["act_fn"]) not in _tables or has_hooks(act):
+        return None
+    return plain_weights(*(parts[name] for name in _PARTS[:3]))
+
+
+def _forward(module: Any, *args: Any, **named: Any) -> Any:
+    weights = mlp_weights(module) if len(args) == 1 and not named and is_plain(args[0]) else None
+    if weights is not None:
+        own, matrices = weights[0], [weight.matrix for weight in weights]
+        call = own.calls
+        if call is None or not all(map(operator.is_, call.matrices, matrices)):
+            call = own.calls = OneCall(type(module.act_fn), matrices)
+        if (result := call(args[0])) is not None:
+            return result
+    return type(module).forward(module, *args, **named)
 
 
 def _gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`act(gate) * up`."""
-    table, count = _tables.get(type(act)), gate.numel()
-    is_plain = type(gate) is type(up) is torch.Tensor and gate.dtype is up.dtype is torch.bfloat16
-    if table is None or not is_plain or count % MULTIPLE or not 0 < count < MAX_ELEMENTS or gate.shape != up.shape:
-        return act(gate) * up  # type: ignore[no-any-return]
-    if not (gate.is_cpu and up.is_cpu and gate.is_contiguous() and up.is_contiguous()):
-        return act(gate) * up  # type: ignore[no-any-return]
-    from rabbitllm.engine import _layer_kernels  # numba comes with it
+    from rabbitllm.base.compiling import address_of  # numba comes with it
+    from rabbitllm.engine import _layer_kernels
 
-    out = torch.empty_like(gate)
-    _layer_kernels.gate()(table.data_ptr(), gate.data_ptr(), up.data_ptr(), out.data_ptr(), count)
+    program, out = Program(3), torch.empty_like(gate)
+    places = [program.address(index) for index in range(3)]
+    program.add(address_of(_layer_kernels.gate), [_tables[type(act)].data_ptr(), *places, gate.numel()])
+    program(gate.data_ptr(), up.data_ptr(), out.data_ptr())
     return out
 
 
@@ -93,7 +156,8 @@ def _has_bits(module: nn.Module) -> bool:
             expected = type(module).forward(like, x)
         except (TypeError, AttributeError, RuntimeError):  # it has other arguments or parts
             return False
-        if not isinstance(expected, torch.Tensor) or not torch.equal(_forward(like, x), expected):
+        gate, up, down = parts.values()
+        if not isinstance(expected, torch.Tensor) or not torch.equal(down(_gated(act, gate(x), up(x))), expected):
             return False
     gates = every[every.isfinite()]
     gates = gates[: len(gates) // MULTIPLE // 4 * MULTIPLE * 4].view(4, -1)

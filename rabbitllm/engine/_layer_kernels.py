@@ -1,96 +1,184 @@
-"""Small operations of a layer in bfloat16 as one call of compiled code each, with torch's bits.
+"""Small operations of a layer in bfloat16 as compiled functions of a `Program`, with torch's bits, and attention.
 
-torch rounds the result of each operation, and so do these. The calls keep the interpreter lock: they take microseconds.
+torch rounds the result of each operation, and so do these. Attention of one row rounds its result alone: its scores,
+their exponentials and its sums are float32. Their order depends on the processor's vectors, as torch's does, but on
+nothing else.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from typing import Any
-
 import numba
 import numpy as np
-from numba import types
 
-from rabbitllm.base.compiling import c_function, to_array
+from rabbitllm.base.compiling import asked, to_array, wide, words_at
 
-
-def _call(function: Any, pointers: int, numbers: int) -> Any:
-    """A function of Python that calls a compiled one with addresses of words, and then with numbers."""
-    words = types.CPointer(types.uint16)  # type: ignore[no-untyped-call]
-    compiled = c_function(types.void(*[words] * pointers, *[types.int64] * numbers), function)
-    form = ctypes.PYFUNCTYPE(None, *[ctypes.c_void_p] * pointers, *[ctypes.c_int64] * numbers)
-    call: Any = form(compiled.address)
-    call.kept = compiled
-    return call
-
-
-@functools.cache
-def rotate() -> Any:
-    """A function of Python that calls the compiled `_rotate`."""
-    return _call(_rotate, 6, 5)
-
-
-@functools.cache
-def gate() -> Any:
-    """A function of Python that calls the compiled `_gate`."""
-    return _call(_gate, 4, 1)
+_LOG2_E = np.float32(1.4426950408889634)
+_C6, _C5, _C4 = np.float32(1.535336188319500e-4), np.float32(1.339887440266574e-3), np.float32(9.618437357674640e-3)
+_C3, _C2, _C1 = np.float32(5.550332471162809e-2), np.float32(2.402264791363012e-1), np.float32(6.931472028550421e-1)
+"""The coefficients of 2 ** x for x in (-0.5, 0.5) (Cephes, exp2f)."""
 
 
 @numba.njit(nogil=True, inline="always")
-def _nearest(bits):  # type: ignore[no-untyped-def]
+def nearest(bits):  # type: ignore[no-untyped-def]
     """The bits of a float32 rounded to bfloat16, to nearest, ties to even; the lower half is left over."""
     if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
         return np.uint32(0x7FC00000)
     return np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
 
 
-def _rotate(queries, keys, cosines, sines, query_out, key_out, rows, query_heads, key_heads, width, step):  # type: ignore[no-untyped-def]
-    """`x * cos + rotate_half(x) * sin` for the heads of each row; `step` words on are the angles of the next row."""
+def rotate(data):  # type: ignore[no-untyped-def]
+    """`x * cos + rotate_half(x) * sin` in place.
+
+    After the own address those of heads, cosines and sines, the number of heads, and their width.
+    """
+    given = to_array(data, 6)
+    heads, width = given[4], given[5]
     half = width // 2
     cos, sin = np.empty(width, np.float32), np.empty(width, np.float32)
     x, turned = np.empty(width, np.float32), np.empty(width, np.float32)
     cos_bits, sin_bits = cos.view(np.uint32), sin.view(np.uint32)
     bits, turned_bits = x.view(np.uint32), turned.view(np.uint32)
-    angles = step * (rows - 1) + width
-    cos_words, sin_words = to_array(cosines, angles), to_array(sines, angles)
-    for row in range(rows):
+    words = to_array(words_at(given[1]), heads * width)
+    cos_words, sin_words = to_array(words_at(given[2]), width), to_array(words_at(given[3]), width)
+    for i in range(width):
+        cos_bits[i] = np.uint32(cos_words[i]) << np.uint32(16)
+        sin_bits[i] = np.uint32(sin_words[i]) << np.uint32(16)
+    for begin in range(0, heads * width, width):
         for i in range(width):
-            cos_bits[i] = np.uint32(cos_words[row * step + i]) << np.uint32(16)
-            sin_bits[i] = np.uint32(sin_words[row * step + i]) << np.uint32(16)
-        for is_key in range(2):
-            heads = key_heads if is_key else query_heads
-            words = to_array(keys if is_key else queries, rows * heads * width)
-            results = to_array(key_out if is_key else query_out, rows * heads * width)
-            for begin in range(row * heads * width, (row + 1) * heads * width, width):
-                for i in range(width):
-                    bits[i] = np.uint32(words[begin + i]) << np.uint32(16)
-                for i in range(half):
-                    turned[i] = -x[half + i] * sin[i]
-                    turned[half + i] = x[i] * sin[half + i]
-                for i in range(width):
-                    x[i] *= cos[i]
-                for i in range(width):
-                    bits[i] = _nearest(bits[i]) & np.uint32(0xFFFF0000)
-                    turned_bits[i] = _nearest(turned_bits[i]) & np.uint32(0xFFFF0000)
-                for i in range(width):
-                    x[i] += turned[i]
-                for i in range(width):
-                    results[begin + i] = np.uint16(_nearest(bits[i]) >> np.uint32(16))
+            bits[i] = np.uint32(words[begin + i]) << np.uint32(16)
+        for i in range(half):
+            turned[i] = -x[half + i] * sin[i]
+            turned[half + i] = x[i] * sin[half + i]
+        for i in range(width):
+            x[i] *= cos[i]
+        for i in range(width):
+            bits[i] = nearest(bits[i]) & np.uint32(0xFFFF0000)
+            turned_bits[i] = nearest(turned_bits[i]) & np.uint32(0xFFFF0000)
+        for i in range(width):
+            x[i] += turned[i]
+        for i in range(width):
+            words[begin + i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
 
 
-def _gate(table, gates, factors, out, count):  # type: ignore[no-untyped-def]
-    """`table[gates] * factors`."""
-    results = to_array(table, 1 << 16)
-    gate_words, factor_words, out_words = to_array(gates, count), to_array(factors, count), to_array(out, count)
+def gate(data):  # type: ignore[no-untyped-def]
+    """`table[gates] * factors`: after the own address those of table, gates, factors and results, and their count."""
+    words = to_array(data, 6)
+    count = words[5]
+    table, gates = to_array(words_at(words[1]), 1 << 16), to_array(words_at(words[2]), count)
+    factors, results = to_array(words_at(words[3]), count), to_array(words_at(words[4]), count)
     product, factor = np.empty(count, np.float32), np.empty(count, np.float32)
     bits, factor_bits = product.view(np.uint32), factor.view(np.uint32)
     for i in range(count):
-        bits[i] = np.uint32(results[gate_words[i]]) << np.uint32(16)
+        bits[i] = np.uint32(table[gates[i]]) << np.uint32(16)
     for i in range(count):
-        factor_bits[i] = np.uint32(factor_words[i]) << np.uint32(16)
+        factor_bits[i] = np.uint32(factors[i]) << np.uint32(16)
     for i in range(count):
         product[i] *= factor[i]
     for i in range(count):
-        out_words[i] = np.uint16(_nearest(bits[i]) >> np.uint32(16))
+        results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+
+
+def add(data):  # type: ignore[no-untyped-def]
+    """Sums: after the own address those of two terms and of the results, and their count."""
+    given = to_array(data, 5)
+    count = given[4]
+    first, second = to_array(words_at(given[1]), count), to_array(words_at(given[2]), count)
+    results, values = to_array(words_at(given[3]), count), np.empty(count, np.float32)
+    bits = values.view(np.uint32)
+    for i in range(count):
+        values[i] = wide(first[i]) + wide(second[i])
+    for i in range(count):
+        results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+
+
+def add_bias(data):  # type: ignore[no-untyped-def]
+    """Sums plus a bias: after the own address those of sums in float32, bias and results, and their count."""
+    given = to_array(data, 5)
+    count = given[4]
+    sums = to_array(words_at(given[1]), 2 * count).view(np.float32)
+    bias, results = to_array(words_at(given[2]), count), to_array(words_at(given[3]), count)
+    values = np.empty(count, np.float32)
+    bits = values.view(np.uint32)
+    for i in range(count):
+        values[i] = sums[i] + wide(bias[i])
+    for i in range(count):
+        results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+
+
+@numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
+def _dot(query, words, width):  # type: ignore[no-untyped-def]
+    total = np.float32(0)
+    for i in range(width):
+        total += query[i] * wide(words[i])
+    return total
+
+
+@numba.njit(nogil=True, fastmath={"contract"})
+def _add_rows(total, begin, step, shares, count, width):  # type: ignore[no-untyped-def]
+    """Add rows, each times its share."""
+    token = 0
+    while token + 4 <= count:
+        a, b = to_array(words_at(begin + token * step), width), to_array(words_at(begin + (token + 1) * step), width)
+        c, d = (
+            to_array(words_at(begin + (token + 2) * step), width),
+            to_array(words_at(begin + (token + 3) * step), width),
+        )
+        p, q, r, s = shares[token], shares[token + 1], shares[token + 2], shares[token + 3]
+        for i in range(width):
+            total[i] += p * wide(a[i]) + q * wide(b[i]) + r * wide(c[i]) + s * wide(d[i])
+        token += 4
+    while token < count:
+        a, p = to_array(words_at(begin + token * step), width), shares[token]
+        for i in range(width):
+            total[i] += p * wide(a[i])
+        token += 1
+
+
+def attend(data):  # type: ignore[no-untyped-def]
+    """Attention of one row: a thread's share of its heads.
+
+    After the own address the functions for a thread's number and for their number (0 for one thread); the addresses of
+    queries, keys, values and results; the tokens; bytes from a head to the next and from a token to the next, of keys
+    and of values; heads, heads for each of the keys', their width, and the bits of the factor of scores.
+    """
+    given = to_array(data, 16)
+    threads, index = 1, 0
+    if given[1] != 0:
+        index, threads = asked(given[1]), asked(given[2])
+    tokens, heads, group, width = given[7], given[12], given[13], given[14]
+    share = -(-heads // threads)
+    one = np.empty(1, np.uint32)
+    one[0] = np.uint32(given[15])
+    factor = one.view(np.float32)[0] * _LOG2_E
+    query, total = np.empty(width, np.float32), np.empty(width, np.float32)
+    total_bits = total.view(np.uint32)
+    scores, powers = np.empty(tokens, np.float32), np.empty(tokens, np.int32)
+    exponents = powers.view(np.float32)
+    for head in range(index * share, min(index * share + share, heads)):
+        words = to_array(words_at(given[3] + 2 * head * width), width)
+        for i in range(width):
+            query[i] = wide(words[i]) * factor
+        keys, values = given[4] + head // group * given[8], given[5] + head // group * given[10]
+        most, summed = np.float32(-np.inf), np.float32(0)
+        for token in range(tokens):
+            score = _dot(query, to_array(words_at(keys + token * given[9]), width), width)
+            scores[token] = score
+            most = max(most, score)
+            summed += score * np.float32(0)  # NaN for a score that is NaN or infinite
+        for token in range(tokens):
+            x = max(scores[token] - most, np.float32(-126))
+            whole = np.floor(x + np.float32(0.5))
+            powers[token] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+            x -= whole
+            scores[token] = (((((_C6 * x + _C5) * x + _C4) * x + _C3) * x + _C2) * x + _C1) * x + np.float32(1)
+        for token in range(tokens):
+            scores[token] *= exponents[token]
+        for token in range(tokens):
+            summed += scores[token]
+        total[:] = 0
+        _add_rows(total, values, given[11], scores, tokens, width)
+        results = to_array(words_at(given[6] + 2 * head * width), width)
+        for i in range(width):
+            total[i] /= summed
+        for i in range(width):
+            results[i] = np.uint16(nearest(total_bits[i]) >> np.uint32(16))

@@ -7,40 +7,36 @@ are added, then the lanes. The same order is followed here. A class's own result
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from typing import Any
-
 import numpy as np
-from numba import types
 
-from rabbitllm.base.compiling import c_function, to_array
+from rabbitllm.base.compiling import to_array, words_at
 
 _VECTORS, _LEVELS = 4, 4
 """Vectors that are added to side by side, and levels of runs."""
 
 
-@functools.cache
-def norm() -> Any:
-    """A function of Python that calls the compiled `_norm`, and keeps the interpreter lock: it takes microseconds."""
-    floats, words = (types.CPointer(dtype) for dtype in (types.float32, types.int16))  # type: ignore[no-untyped-call]
-    signature = types.void(floats, words, floats, words, floats, words, *[types.int64] * 4, types.float32)
-    compiled = c_function(signature, _norm)
-    form = ctypes.PYFUNCTYPE(None, *[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 4, ctypes.c_float)
-    call: Any = form(compiled.address)
-    call.kept = compiled
-    return call
+def norm(data):  # type: ignore[no-untyped-def]
+    """`weight * (x / rms(x))`, in place too.
 
-
-def _norm(x, x_words, weight, weight_words, out, out_words, is_bfloat, rows, columns, lanes, epsilon):  # type: ignore[no-untyped-def]
-    """`weight * (x / rms(x))`; addresses are given as those of float32 and as those of words of bfloat16.
+    After the own address those of x, of the weight and of the results; whether these are bfloat16, else float32; rows
+    and columns; torch's lanes; and the bits of epsilon.
 
     Every step is rounded as torch rounds it: to float32, and with bfloat16 the quotient and the product again.
     """
+    given = to_array(data, 9)
+    is_bfloat, rows, columns, lanes = given[4], given[5], given[6], given[7]
+    epsilon_bits = np.empty(1, np.uint32)
+    epsilon_bits[0] = np.uint32(given[8])
+    epsilon = epsilon_bits.view(np.float32)[0]
     one, width = np.float32(1), _VECTORS * lanes
-    singles, words = to_array(x, rows * columns), to_array(x_words, rows * columns)
-    factors, factor_words = to_array(weight, columns), to_array(weight_words, columns)
-    results, result_words = to_array(out, rows * columns), to_array(out_words, rows * columns)
+    words, factor_words, result_words = words_at(given[1]), words_at(given[2]), words_at(given[3])
+    singles, factors = (
+        to_array(words, 2 * rows * columns).view(np.float32),
+        to_array(factor_words, 2 * columns).view(np.float32),
+    )
+    results = to_array(result_words, 2 * rows * columns).view(np.float32)
+    words, factor_words = to_array(words, rows * columns).view(np.int16), to_array(factor_words, columns).view(np.int16)
+    result_words = to_array(result_words, rows * columns).view(np.int16)
     values, factor = np.empty(columns, np.float32), np.empty(columns, np.float32)
     bits, factor_bits = values.view(np.int32), factor.view(np.int32)
     sums = np.empty((_LEVELS, width), np.float32)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+
+from rabbitllm.quant.joint import Place, Program, Words, float_bits
 
 LANES = (8, 16)
 """Elements of the vectors that torch may add squares with."""
@@ -31,7 +34,7 @@ def fuse_norms(model: nn.Module) -> int:
     for module in model.modules():
         if not type(module).__name__.endswith("RMSNorm") or "forward" in vars(module) or module._buffers:
             continue
-        weight, epsilon = module._parameters.get("weight"), _epsilon(module)
+        weight, epsilon = module._parameters.get("weight"), epsilon_of(module)
         if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or weight.dtype not in _DTYPES:
             continue
         if not isinstance(epsilon, float) or epsilon <= 0 or not 0 < len(weight) < MAX_ELEMENTS:
@@ -52,7 +55,14 @@ def kind_of(module: nn.Module) -> object:
     return type(module), *sorted(own)
 
 
-def _epsilon(module: nn.Module) -> object:
+def lanes_of(module: nn.Module) -> int:
+    """The lanes with which `fuse_norms` lets a norm compute; 0 if it does not."""
+    function = getattr(vars(module).get("forward"), "__func__", None)
+    return next((lanes for lanes, forward in _FORWARDS.items() if forward is function), 0)
+
+
+def epsilon_of(module: nn.Module) -> Any:
+    """The number that a norm adds to the mean of squares, if it has one."""
     own = vars(module)
     value = own.get("variance_epsilon")
     return own.get("eps") if value is None else value
@@ -67,7 +77,7 @@ def _forward(lanes: int, module: Any, *args: Any, **named: Any) -> Any:
         if is_alike and 0 < count < MAX_ELEMENTS and x.is_cpu and x.is_contiguous() and not torch.is_grad_enabled():
             # a tensor within torch.func's transforms has no memory
             with contextlib.suppress(RuntimeError):
-                return _norm(x, weight, count // columns, columns, lanes, _epsilon(module))
+                return _norm(x, weight, count // columns, columns, lanes, epsilon_of(module))
     return type(module).forward(module, *args, **named)
 
 
@@ -84,14 +94,37 @@ _FORWARDS = {8: _forward_by_8, 16: _forward_by_16}
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, rows: int, columns: int, lanes: int, epsilon: Any) -> torch.Tensor:
-    from rabbitllm.engine import _norm_kernels  # numba comes with it
-
     out = torch.empty_like(x)
-    source, factor, result = x.data_ptr(), weight.data_ptr(), out.data_ptr()
-    is_bfloat = x.dtype is torch.bfloat16
-    pointers = source, source, factor, factor, result, result
-    _norm_kernels.norm()(*pointers, is_bfloat, rows, columns, lanes, epsilon)
+    program = _program(x.dtype is torch.bfloat16, rows, columns, lanes, epsilon)
+    program(x.data_ptr(), weight.data_ptr(), out.data_ptr())
     return out
+
+
+@functools.lru_cache(1024)
+def _program(is_bfloat: bool, rows: int, columns: int, lanes: int, epsilon: float) -> Program:
+    program = Program(3)
+    x, weight, out = (program.address(index) for index in range(3))
+    add_norm(program, (lanes, epsilon), columns, x, weight, out, rows, is_bfloat=is_bfloat)
+    return program
+
+
+def add_norm(
+    program: Program,
+    norm: tuple[int, float],
+    columns: int,
+    x: Place,
+    weight: Place,
+    out: Place,
+    rows: int = 1,
+    *,
+    is_bfloat: bool = True,
+) -> None:
+    """Add a norm, given by its lanes and epsilon, to a program."""
+    from rabbitllm.base.compiling import address_of  # numba comes with it
+    from rabbitllm.engine import _norm_kernels
+
+    words: Words = [x, weight, out, int(is_bfloat), rows, columns, norm[0], float_bits(norm[1])]
+    program.add(address_of(_norm_kernels.norm), words)
 
 
 @torch.no_grad()

@@ -369,10 +369,11 @@ def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _run(kernel: str, values: int, sizes: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
     """Call a function of `_recurrent_kernels.py` in torch's team."""
-    from rabbitllm.engine import _recurrent_kernels  # numba comes with it
+    from rabbitllm.base.compiling import address_of  # numba comes with it
+    from rabbitllm.engine import _recurrent_kernels
 
     team = torchs_team()
     assert team is not None
     words = array("q", [team.thread_number, team.thread_count, *sizes, *(x.data_ptr() for x in tensors)])
     threads = min(torch.get_num_threads(), -(-values // WORTH_A_THREAD))
-    team.run(_recurrent_kernels.address(kernel), words.buffer_info()[0], threads)
+    team.run(address_of(getattr(_recurrent_kernels, kernel)), words.buffer_info()[0], threads)

@@ -12,16 +12,15 @@ each, which are then added. A convolution is summed as oneDNN does.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.core.extending import intrinsic
 
-from rabbitllm.base.compiling import c_function, to_array
+from rabbitllm.base.compiling import asked, to_array, words_at
+from rabbitllm.engine._layer_kernels import nearest
 
 RUN = 16
 """Rows that are added in a run."""
@@ -32,42 +31,9 @@ DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS = 16, 13, 12
   decay of its own; addresses of the states, queries, keys, values, decays, betas and results, float32 without gaps;
 - sequences, channels, tokens of a state, taps, whether values are bfloat16, else float32, whether there is a bias;
   addresses of the inputs, states, weights, bias and results;
-- heads, the heads that share a B, their width, columns of a state; addresses
-  of the states, decays, step sizes, Bs, inputs, float32 without gaps, and of the states rounded to bfloat16.
+- heads, the heads that share a B, their width, columns of a state; addresses of the states, decays, step sizes, Bs and
+  inputs, float32 without gaps, and of the states rounded to bfloat16.
 """
-
-
-@functools.cache
-def address(name: str) -> int:
-    """The address of the compiled function for a thread of a team, which takes the address of int64s."""
-    signature = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
-    compiled = c_function(signature, _KERNELS[name])
-    _KEPT.append(compiled)
-    return int(compiled.address)
-
-
-_KEPT: list[object] = []
-
-
-def _called(context: Any, address: Any) -> Any:
-    def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.IntType(32), []).as_pointer())
-        return builder.sext(builder.call(function, []), ir.IntType(64))
-
-    return types.int64(types.int64), call
-
-
-def _pointer_to(dtype: Any, width: ir.Type) -> Any:
-    def pointer(context: Any, address: Any) -> Any:
-        def cast(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], width.as_pointer())
-
-        return types.CPointer(dtype)(types.int64), cast  # type: ignore[no-untyped-call]
-
-    return intrinsic(pointer)
-
-
-_TO_FLOATS, _TO_WORDS = _pointer_to(types.float32, ir.FloatType()), _pointer_to(types.uint16, ir.IntType(16))
 
 
 def _multiplied(context: Any, a: Any, b: Any, c: Any) -> Any:
@@ -77,8 +43,6 @@ def _multiplied(context: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), call
 
 
-_asked: Any = intrinsic(_called)
-"""The int that the C function without arguments at an address returns."""
 _fma: Any = intrinsic(_multiplied)
 """`a * b + c`, rounded once."""
 
@@ -86,27 +50,19 @@ _fma: Any = intrinsic(_multiplied)
 @numba.njit(inline="always")
 def _floats(address, count):  # type: ignore[no-untyped-def]
     """The float32 values at an address."""
-    return to_array(_TO_FLOATS(address), count)
+    return to_array(words_at(address), 2 * count).view(np.float32)
 
 
 @numba.njit(inline="always")
 def _words(address, count):  # type: ignore[no-untyped-def]
     """The bfloat16 values at an address."""
-    return to_array(_TO_WORDS(address), count)
+    return to_array(words_at(address), count)
 
 
-@numba.njit(inline="always")
-def _nearest(bits):  # type: ignore[no-untyped-def]
-    """The bits of a float32 rounded to bfloat16, to nearest, ties to even; the lower half is left over."""
-    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
-        return np.uint32(0x7FC00000)
-    return np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-
-
-def _delta_step(data):  # type: ignore[no-untyped-def]
+def delta_step(data):  # type: ignore[no-untyped-def]
     """The tokens of a head one after the other, while its state is in the cache."""
     words = to_array(data, DELTA_WORDS)
-    thread, threads = _asked(words[0]), _asked(words[1])
+    thread, threads = asked(words[0]), asked(words[1])
     sequences, tokens, heads, shared = words[2], words[3], words[4], words[5]
     rows, columns, by_row = words[6], words[7], words[8]
     of_heads, of_keys = sequences * heads, sequences * tokens * heads // shared * rows
@@ -151,10 +107,10 @@ def _delta_step(data):  # type: ignore[no-untyped-def]
                     result[i] += run[i]
 
 
-def _convolution_step(data):  # type: ignore[no-untyped-def]
+def convolution_step(data):  # type: ignore[no-untyped-def]
     """Sums from the oldest token on; the state loses its oldest token."""
     words = to_array(data, CONVOLUTION_WORDS)
-    thread, threads = _asked(words[0]), _asked(words[1])
+    thread, threads = asked(words[0]), asked(words[1])
     sequences, channels, tokens, taps, is_bfloat, has_bias = words[2], words[3], words[4], words[5], words[6], words[7]
     first, last = thread * channels // threads, (thread + 1) * channels // threads
     bits = np.empty(2 * taps + 1, np.uint32)
@@ -177,7 +133,7 @@ def _convolution_step(data):  # type: ignore[no-untyped-def]
                 for tap in range(taps):
                     total = _fma(values[tap], values[taps + tap], total)
                 values[0] = total
-                results[at] = np.uint16(_nearest(bits[0]) >> np.uint32(16))
+                results[at] = np.uint16(nearest(bits[0]) >> np.uint32(16))
                 for token in range(tokens - 1):
                     states[old + token] = states[old + token + 1]
                 states[old + tokens - 1] = inputs[at]
@@ -201,10 +157,10 @@ def _convolution_step(data):  # type: ignore[no-untyped-def]
                 single_states[old + tokens - 1] = singles[at]
 
 
-def _state_space_step(data):  # type: ignore[no-untyped-def]
+def state_space_step(data):  # type: ignore[no-untyped-def]
     """S = S * decay + (step size * B) * x, whose products are rounded to bfloat16."""
     words = to_array(data, STATE_SPACE_WORDS)
-    thread, threads = _asked(words[0]), _asked(words[1])
+    thread, threads = asked(words[0]), asked(words[1])
     heads, shared, width, size = words[2], words[3], words[4], words[5]
     states, decays, steps = _floats(words[6], heads * width * size), _floats(words[7], heads), _floats(words[8], heads)
     inputs, values = _floats(words[9], heads // shared * size), _floats(words[10], heads * width)
@@ -216,23 +172,16 @@ def _state_space_step(data):  # type: ignore[no-untyped-def]
         for i in range(size):
             scaled[i] = steps[head] * own[i]
         for i in range(size):
-            scaled_bits[i] = _nearest(scaled_bits[i]) & np.uint32(0xFFFF0000)
+            scaled_bits[i] = nearest(scaled_bits[i]) & np.uint32(0xFFFF0000)
         for row in range(head * width, (head + 1) * width):
             state, result = states[row * size : (row + 1) * size], rounded[row * size : (row + 1) * size]
             for i in range(size):
                 product[i] = scaled[i] * values[row]
             for i in range(size):
-                bits[i] = _nearest(bits[i]) & np.uint32(0xFFFF0000)
+                bits[i] = nearest(bits[i]) & np.uint32(0xFFFF0000)
             for i in range(size):
                 state[i] = state[i] * decays[head] + product[i]
             for i in range(size):
                 product[i] = state[i]
             for i in range(size):
-                result[i] = np.uint16(_nearest(bits[i]) >> np.uint32(16))
-
-
-_KERNELS = {
-    "delta_step": _delta_step,
-    "convolution_step": _convolution_step,
-    "state_space_step": _state_space_step,
-}
+                result[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))

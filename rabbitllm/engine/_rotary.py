@@ -1,4 +1,5 @@
-"""Rotary embeddings of one position by one call where it has the bits of the model's function, of a dozen operations.
+"""Rotary embeddings of one position by one call where it has the bits of the model's function, of a dozen operations;
+for attentions that are not computed as a whole (`_attention.py`).
 
 transformers' attention classes call `apply_rotary_pos_emb` of their module. Their instances here get the class's own
 forward, with its decorators, in which that name means a function of ours; the module and its other users keep theirs.
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from rabbitllm.quant.joint import Program
 
 NAME = "apply_rotary_pos_emb"
 MAX_ELEMENTS = 1 << 15
@@ -73,42 +76,46 @@ def _rotated(ordinary: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any, *
     is_plain = type(q) is type(k) is type(cos) is type(sin) is torch.Tensor and not more and not named
     is_plain = is_plain and not torch.compiler.is_compiling()
     if is_plain and q.dtype is k.dtype is cos.dtype is sin.dtype is torch.bfloat16 and not torch.is_grad_enabled():
-        rows, heads, tokens, width = form if len(form := q.shape) == 4 else (0, 0, 0, 0)
-        key_heads = k.shape[1] if k.dim() == 4 else 0
-        is_step = tokens == 1 and width % 2 == 0 and 0 < rows * max(heads, key_heads) * width < MAX_ELEMENTS
-        is_alike = is_step and k.shape == (rows, key_heads, 1, width) and cos.shape == sin.shape
-        has_angles = is_alike and cos.shape in ((1, 1, width), (rows, 1, width))
-        if has_angles and all(value.is_cpu and value.is_contiguous() for value in (q, k, cos, sin)):
-            return _rotate(q, k, cos, sin, rows, heads, key_heads, width)
+        width = q.shape[-1]
+        forms = [x.shape[0] == x.shape[2] == 1 and x.numel() < MAX_ELEMENTS for x in (q, k) if x.dim() == 4]
+        has_forms = forms == [True, True] and width % 2 == 0 and k.shape[-1] == width and q.numel() and k.numel()
+        has_forms = has_forms and cos.shape == sin.shape == (1, 1, width)
+        if has_forms and all(x.is_cpu and x.is_contiguous() for x in (q, k, cos, sin)):
+            return _rotate(q, k, cos, sin)
     return ordinary(q, k, cos, sin, *more, **named)
 
 
 def _rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: int, heads: int, keys: int, width: int
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from rabbitllm.engine import _layer_kernels  # numba comes with it
+    rotated = q.clone(), k.clone()
+    program = _program(q.shape[1], k.shape[1], q.shape[3])
+    program(*(x.data_ptr() for x in (*rotated, cos, sin)))
+    return rotated
 
-    rotated, rotated_k = torch.empty_like(q), torch.empty_like(k)
-    pointers = q.data_ptr(), k.data_ptr(), cos.data_ptr(), sin.data_ptr(), rotated.data_ptr(), rotated_k.data_ptr()
-    _layer_kernels.rotate()(*pointers, rows, heads, keys, width, width if len(cos) > 1 else 0)
-    return rotated, rotated_k
+
+@functools.cache
+def _program(heads: int, key_heads: int, width: int) -> Program:
+    from rabbitllm.base.compiling import address_of  # numba comes with it
+    from rabbitllm.engine import _layer_kernels
+
+    program = Program(4)
+    q, k, cos, sin = (program.address(index) for index in range(4))
+    for x, count in ((q, heads), (k, key_heads)):
+        program.add(address_of(_layer_kernels.rotate), [x, cos, sin, count, width])
+    return program
 
 
 @torch.no_grad()
 def _has_bits(ordinary: Callable[..., Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
     for width in _WIDTHS:
-        for rows, angles in ((1, 1), (3, 1), (3, 3)):
-            q, k, cos, sin = (
-                torch.randn(form, generator=generator).bfloat16()
-                for form in ((rows, 4, 1, width), (rows, 2, 1, width), (angles, 1, width), (angles, 1, width))
-            )
-            try:
-                expected = ordinary(q, k, cos, sin)
-            except (TypeError, RuntimeError):  # it has other arguments
-                return False
-            if type(expected) is not tuple or not all(
-                map(torch.equal, expected, _rotate(q, k, cos, sin, rows, 4, 2, width))
-            ):
-                return False
+        forms = (1, 4, 1, width), (1, 2, 1, width), (1, 1, width), (1, 1, width)
+        q, k, cos, sin = (torch.randn(form, generator=generator).bfloat16() for form in forms)
+        try:
+            expected = ordinary(q, k, cos, sin)
+        except (TypeError, RuntimeError):  # it has other arguments
+            return False
+        if type(expected) is not tuple or not all(map(torch.equal, expected, _rotate(q, k, cos, sin))):
+            return False
     return True

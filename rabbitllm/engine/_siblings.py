@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as modules
 
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
 
+_has_global_hook: Callable[[], bool] = modules._has_any_global_hook
 MAX_UNUSED = 3
 """How often the result of a Linear may be left unused; then it is computed by its own calls alone."""
 _MOST_INPUTS = 48
@@ -161,6 +163,35 @@ def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
     if not is_plain or (torch.is_grad_enabled() and (input.requires_grad or bias is not None)):
         return nn.functional.linear(input, module.weight, module.bias)
     return weight.sibling.linear(input, weight, bias)  # type: ignore[no-any-return]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something watches or changes what a module gets and returns."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def is_plain(x: Any) -> bool:
+    """Whether rows of bfloat16 on the CPU are given, no gradients are wanted, and no hook watches all modules."""
+    if type(x) is not torch.Tensor or x.dtype is not torch.bfloat16 or not x.is_cpu or not x.is_contiguous():
+        return False
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or _has_global_hook()) and x.numel() > 0
+
+
+def plain_weights(*linears: nn.Module, with_bias: bool = False) -> list[QuantizedWeight] | None:
+    """The weights of Linears of which nothing but their products is wanted, now; else None.
+
+    They have no hook, no adapter and, unless that is wanted, no bias.
+    """
+    weights = list[QuantizedWeight]()
+    for linear in linears:
+        parameters = linear._parameters
+        weight: Any = parameters.get("weight")
+        if type(weight) is not QuantizedWeight or weight.sibling is None or not is_installed(linear):
+            return None
+        if linear._forward_hooks or linear._forward_pre_hooks or not (with_bias or parameters["bias"] is None):
+            return None
+        weights.append(weight)
+    return weights
 
 
 def is_installed(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from accelerate.utils import send_to_device
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import _published, skeleton
+from rabbitllm.engine._attention import fuse_attention, fuse_layers
 from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
@@ -230,8 +231,10 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     multiplies_codes = any(is_coded for _, is_coded in multiplied)
     if multiplies_codes and all(device.shares_host_memory for device in devices):
         fuse_norms(model)
+        fuse_attention(model)
         fuse_rotary(model)
         fuse_gates(model)
+        fuse_layers(model)
     if not options.exact and any(device.shares_host_memory for device in devices):
         fuse_recurrences(model, prompts=multiplies_codes)
     fast = options.fast_bfloat16

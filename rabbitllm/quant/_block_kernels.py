@@ -20,6 +20,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from rabbitllm.base.compiling import address_of
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _integers, _product_kernels
 from rabbitllm.quant._block_formats import FORMATS, FP4_VALUES, IQ4_VALUES, BlockFormat, Field, Fields
@@ -42,7 +43,7 @@ def address(method: str, scheme: str, width: int) -> int:
         scheme: a key of `FORMATS`.
         width: lanes of its vectors; by codes `INTEGERS`.
     """
-    return _product_kernels.address_of(_kernel(method, scheme, width))
+    return address_of(_kernel(method, scheme, width))
 
 
 @functools.cache

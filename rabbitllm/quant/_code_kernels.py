@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
+from rabbitllm.base.compiling import address_of
 from rabbitllm.quant import _integers, _product_kernels
 from rabbitllm.quant._integers import WORDS as _WORDS
 from rabbitllm.quant._integers import InputLayout
@@ -63,9 +64,7 @@ def address(kernel: CodeKernel, width: int) -> int:
     name = "_".join((CODES, *map(str, kernel), str(width)))
     by_width: dict[int, Callable[..., _product_kernels.CodeSegment]] = {INTEGERS: _IntegerSegment, PAIRS: _PairSegment}
     segment_type = by_width.get(width, _FloatSegment)
-    return _product_kernels.address_of(
-        _product_kernels.code_kernel(name, functools.partial(segment_type, kernel), width)
-    )
+    return address_of(_product_kernels.code_kernel(name, functools.partial(segment_type, kernel), width))
 
 
 class _ScaledSegment:

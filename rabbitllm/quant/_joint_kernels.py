@@ -11,9 +11,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from rabbitllm.base.compiling import to_array
+from rabbitllm.base.compiling import address_of, to_array
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
-from rabbitllm.quant._product_kernels import address_of
 from rabbitllm.quant._vectors import I16, I32, I64, Emitter, emitted, number
 
 HEAD_WORDS = 12
@@ -100,7 +99,22 @@ def _product(data):  # type: ignore[no-untyped-def]
             _NARROW(words[i + _OUT], words[i + 3], rows * words[i + _ROWS])
 
 
+def _program(data):  # type: ignore[no-untyped-def]
+    """Set the words that are addresses, and call each function; see `joint.Program`."""
+    head = to_array(data, 6)
+    begin, places, calls, team = head[2], head[3], head[4], head[5]
+    words = to_array(data, head[1])
+    end = begin + 3 * places
+    for i in range(begin, end, 3):
+        words[words[i]] = words[words[i + 1]] + words[i + 2]
+    for i in range(end, end + 3 * calls, 3):
+        if words[i + 2] > 1:
+            _TEAM(team, words[i], words[i + 1], words[i + 2])
+        else:
+            _CALL(words[i], words[i + 1])
+
+
 @functools.cache
-def addresses() -> tuple[int, int]:
-    """The address of the whole, and of the function for a thread."""
-    return address_of(_product), address_of(_each)
+def addresses() -> tuple[int, int, int]:
+    """The address of the whole product, of its function for a thread, and of `_program`."""
+    return address_of(_product), address_of(_each), address_of(_program)

@@ -25,16 +25,14 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, Protocol
 
-from rabbitllm.base.compiling import c_function, to_array
+from rabbitllm.base.compiling import address_of, asked, to_array
 from rabbitllm.quant import _integers
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, PANELS
 from rabbitllm.quant._vectors import (
     CODEBOOKS,
     F32,
-    FOR_A_THREAD,
     HALF_BYTES,
     Emitter,
-    asked,
     emitted,
     inlined,
     number,
@@ -73,18 +71,6 @@ def address(method: str, scheme: str, width: int) -> int:
         width: lanes of its vectors; `INTEGERS` for our own schemes by codes.
     """
     return address_of(KERNELS[method, scheme, width])
-
-
-@functools.cache
-def address_of(kernel: Callable[[Any], None]) -> int:
-    """The address of a compiled function of the signature `FOR_A_THREAD`."""
-    compiled = c_function(FOR_A_THREAD, kernel)
-    _KEPT.append(compiled)
-    return int(compiled.address)
-
-
-_KEPT: list[Any] = []
-"""Compiled functions whose addresses are in use."""
 
 
 @inlined

@@ -74,9 +74,6 @@ def _ramps(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
     return np.concatenate([slopes, slopes, starts, starts])
 
 
-FOR_A_THREAD: Any = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
-"""The signature of the function for a thread of a team; see `_kernels.py`."""
-
 F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
@@ -230,15 +227,6 @@ def emitted(emit_code: Callable[..., Any], width: int, result: Any = types.void)
     # numba asks for the number of arguments, of which the first is its context
     definition.__signature__ = inspect.signature(emit_code)  # type: ignore[attr-defined]
     return intrinsic(definition)
-
-
-def _emit_asked(emit, address):  # type: ignore[no-untyped-def]
-    function = emit.b.inttoptr(address, ir.FunctionType(I32, []).as_pointer())
-    return emit.b.sext(emit.b.call(function, []), I64)
-
-
-asked: Any = emitted(_emit_asked, 16, types.int64)
-"""The int that a C function without arguments, at an address, returns."""
 
 
 def on_stack(nbytes: int) -> Any:

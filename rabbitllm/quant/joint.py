@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -25,10 +26,80 @@ from rabbitllm.quant._kernel_interface import CODES, INTEGERS
 if TYPE_CHECKING:
     from rabbitllm.quant.products import FusedMatrix, KernelMatrix
 
-_Template = tuple["array[int]", int, int, list[torch.Tensor]]
+Place = tuple[int, int]
+"""A place in memory: which of the addresses of a call of a `Program`, and bytes from there on."""
+Words = Sequence[int | Place]
+"""Int64s; a place is replaced by its address."""
+OWN, SCRATCH, FIRST = 0, 6, 7
+"""The words of a program with its own address, with that of the scratch memory, and with the first one of a call."""
 KEPT_BYTES = 1 << 20
 """Bytes of scratch memory that a thread keeps for its next product."""
 _ALIGNMENT = 64
+
+
+def float_bits(value: float) -> int:
+    """The bits of a number in float32."""
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+class Program:
+    """Compiled functions, each of the address of int64s, that one call runs one after the other.
+
+    The first of the int64s is that address itself.
+
+    Args:
+        addresses: how many a call is given.
+    """
+
+    def __init__(self, addresses: int) -> None:
+        self._addresses = addresses
+        self._nbytes = 0
+        self._steps: list[tuple[int, Words, int]] = []
+        self._words: array[int] | None = None
+
+    def address(self, index: int) -> Place:
+        """The place of an address that a call is given."""
+        return FIRST + index, 0
+
+    def room(self, nbytes: int) -> Place:
+        """A place in scratch memory."""
+        begin, self._nbytes = self._nbytes, round_up(self._nbytes + nbytes, _ALIGNMENT)
+        return SCRATCH, begin
+
+    def add(self, function: int, words: Words, threads: int = 1) -> None:
+        """Add a function, by its address, the int64s after the first that it gets, and how many threads call it."""
+        self._steps.append((function, words, threads))
+
+    def __call__(self, *addresses: int) -> None:
+        """Run it."""
+        if self._words is None:
+            self._words = self._joined()
+        data = self._words[:]
+        data[OWN] = own = data.buffer_info()[0]
+        scratch = _scratch(self._nbytes)
+        data[SCRATCH] = scratch.data_ptr()
+        for index, address in enumerate(addresses, FIRST):
+            data[index] = address
+        _compiled()(own)
+
+    def _joined(self) -> array[int]:
+        """All words: those of `_joint_kernels.py`, the addresses of a call, places, functions, and their words."""
+        begin = FIRST + self._addresses
+        count = 2 * len(self._steps) + sum(isinstance(word, tuple) for _, step, _ in self._steps for word in step)
+        of_calls = begin + 3 * count
+        first = of_calls + 3 * len(self._steps)
+        places, calls, words = list[int](), list[int](), list[int]()
+        for function, step, threads in self._steps:
+            place = OWN, 8 * (first + len(words))
+            places += [of_calls + len(calls) + 1, *place]
+            calls += [function, 0, threads]
+            for word in (place, *step):
+                if isinstance(word, tuple):
+                    places += [first + len(words), *word]
+                words.append(0 if isinstance(word, tuple) else word)
+        parallel = team.parallel if (team := torchs_team()) is not None else 0
+        head = [0, first + len(words), begin, count, len(self._steps), parallel, *[0] * (1 + self._addresses)]
+        return array("q", [*head, *places, *calls, *words])
 
 
 class JointProduct:
@@ -46,7 +117,7 @@ class JointProduct:
         self.max_inputs = min(piece.max_inputs for piece in self._pieces)
         self._columns: int = matrices[0].form.shape[1]
         self._rows = [matrix.form.shape[0] for matrix in matrices]
-        self._templates: dict[tuple[int, torch.Size, torch.dtype], _Template] = {}
+        self._programs: dict[tuple[int, torch.Size, torch.dtype], tuple[Program, list[torch.Tensor]]] = {}
 
     @classmethod
     def of(cls, matrices: Sequence[KernelMatrix | FusedMatrix], is_wide: Sequence[bool]) -> JointProduct | None:
@@ -75,21 +146,14 @@ class JointProduct:
             (..., N) of x's dtype, or float32.
         """
         key = torch.get_num_threads(), x.shape, x.dtype
-        template = self._templates.get(key)
-        if template is None:
-            template = self._templates[key] = *self._template(key[0], rows, x.dtype), self._forms(x)
-        words, scratch_bytes, first, forms = template
-        call, words_of_a_product = _compiled()
+        if (prepared := self._programs.get(key)) is None:
+            program = Program(1 + len(self.matrices))
+            places = [program.address(1 + index) for index in range(len(self.matrices))]
+            self.add_to(program, rows, x.dtype, program.address(0), places)
+            prepared = self._programs[key] = program, self._forms(x)
+        program, forms = prepared
         results = [torch.empty_like(form) for form in forms]
-        data = words[:]
-        data[0] = own = data.buffer_info()[0]
-        data[1] = x.data_ptr()
-        scratch = _scratch(scratch_bytes)
-        data[2] = scratch.data_ptr()
-        for result in results:
-            data[first] = result.data_ptr()
-            first += words_of_a_product
-        call(own)
+        program(x.data_ptr(), *[result.data_ptr() for result in results])
         return results
 
     def _forms(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -99,15 +163,15 @@ class JointProduct:
             for count, is_wide in zip(self._rows, self._is_wide, strict=True)
         ]
 
-    def _template(self, threads: int, rows: int, dtype: torch.dtype) -> tuple[array[int], int, int]:
-        """The words of `_joint_kernels.py` without addresses of a call; bytes of scratch; place of the first result."""
+    def add_to(self, program: Program, rows: int, dtype: torch.dtype, x: Place, results: Sequence[Place]) -> None:
+        """Add it to a program: for so many rows of a dtype at a place, with the results at others."""
         from rabbitllm.quant import _integers, _joint_kernels
 
         team = torchs_team()
         assert team is not None
         nbytes = sum(piece.nbytes for piece in self._pieces)
-        threads = min(threads, -(-nbytes // _kernels.WORTH_A_THREAD[CODES]))
-        size, layouts, inputs = 0, list[object](), list[int]()
+        threads = min(torch.get_num_threads(), -(-nbytes // _kernels.WORTH_A_THREAD[CODES]))
+        size, layouts, inputs = 0, list[object](), list[int | Place]()
         for piece in self._pieces:
             layout = piece.layout
             if layout in layouts:
@@ -116,8 +180,8 @@ class JointProduct:
             floats = size + round_up(2 * rows * self._columns, _ALIGNMENT)
             inputs += [layout.step, layout.group, layout.order_address, size, floats]
             size = floats + round_up(4 * rows * (self._columns // layout.step) * (1 + layout.groups), _ALIGNMENT)
-        products = list[int]()
-        for piece, is_wide in zip(self._pieces, self._is_wide, strict=True):
+        products = list[int | Place]()
+        for piece, is_wide, result in zip(self._pieces, self._is_wide, results, strict=True):
             is_float = is_wide or dtype == torch.float32
             function, _, tile = _kernels.kernel(CODES, piece.scheme, INTEGERS)
             sums = -1 if is_float else size
@@ -125,21 +189,19 @@ class JointProduct:
             size += 0 if is_float else round_up(4 * rows * count, _ALIGNMENT)
             share = round_up(-(-count // threads), tile)  # no tile is divided
             in_team = (team.thread_number, team.thread_count) if threads > 1 else (0, 0)
-            products += [function, layouts.index(piece.layout), sums, 0, *in_team, share, 1, *piece.words]
-        _, each = _joint_kernels.addresses()
-        head = [0, 0, 0, team.parallel, each, threads, _integers.rounding()[0]]
+            products += [function, layouts.index(piece.layout), sums, result, *in_team, share, 1, *piece.words]
+        product, each, _ = _joint_kernels.addresses()
+        head: list[int | Place] = [x, program.room(size), team.parallel, each, threads, _integers.rounding()[0]]
         head += [len(layouts), len(self._pieces), int(dtype == torch.bfloat16), rows, self._columns]
-        first = len(head) + len(inputs) + _joint_kernels.BEFORE_PIECE - 1
-        return array("q", [*head, *inputs, *products]), size, first
+        program.add(product, [*head, *inputs, *products])
 
 
 @functools.cache
-def _compiled() -> tuple[Callable[[int], None], int]:
-    """A function of Python that calls the compiled one, and the words of a product."""
+def _compiled() -> Callable[[int], None]:
+    """A function of Python that runs the words of a program."""
     from rabbitllm.quant import _joint_kernels
 
-    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_joint_kernels.addresses()[0])
-    return call, _joint_kernels.PRODUCT_WORDS
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_joint_kernels.addresses()[2])
 
 
 class _Kept(threading.local):

@@ -18,8 +18,9 @@ import torch
 from numba import types
 
 from rabbitllm.base import openmp
+from rabbitllm.base.compiling import asked
 from rabbitllm.base.openmp import torchs_team
-from rabbitllm.quant._vectors import asked, lanes
+from rabbitllm.quant._vectors import lanes
 
 pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp here")
 

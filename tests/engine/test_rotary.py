@@ -32,28 +32,28 @@ def values(rows: int, heads: int, keys: int, width: int, angles: int, tokens: in
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each rotation in one call."""
-    rows, compute = list[int](), _rotary._rotate
+    """The heads of each rotation in one call."""
+    heads, compute = list[int](), _rotary._rotate
 
     def counted(q: torch.Tensor, *more: Any) -> Any:
-        rows.append(len(q))
+        heads.append(q.shape[1])
         return compute(q, *more)
 
     monkeypatch.setattr(_rotary, "_rotate", counted)
-    return rows
+    return heads
 
 
 @pytest.mark.parametrize("width", [2, 6, 64, 80, 128, 256])
 @torch.no_grad()
 def test_bits_of_the_function(width: int, calls: list[int]) -> None:
-    for rows, heads, keys, angles in ((1, 9, 3, 1), (1, 1, 4, 1), (5, 4, 4, 1), (5, 4, 2, 5)):
-        given = values(rows, heads, keys, width, angles)
+    for heads, keys in ((9, 3), (1, 4)):
+        given = values(1, heads, keys, width, 1)
         for scale in (1e-38, 1, 1e37):
             q, k, cos, sin = given[0] * scale, given[1] * scale, *given[2:]
             for got, expected in zip(FUSED(q, k, cos, sin), ORDINARY(q, k, cos, sin), strict=True):
                 assert torch.equal(got, expected)
                 assert got.is_contiguous()
-    assert calls == [1] * 6 + [5] * 6
+    assert calls == [9] * 3 + [1] * 3
     q, k, cos, sin = values(1, 2, 1, width, 1)
     q[..., 0], k[..., -1] = torch.inf, torch.nan
     for got, expected in zip(FUSED(q, k, cos, sin), ORDINARY(q, k, cos, sin), strict=True):
@@ -62,12 +62,14 @@ def test_bits_of_the_function(width: int, calls: list[int]) -> None:
 
 @torch.no_grad()
 def test_what_is_left_to_the_function(calls: list[int]) -> None:
-    q, k, cos, sin = values(2, 4, 2, 64, 1)
-    wide = q.new_ones(2, MAX_ELEMENTS // 128, 1, 64)
+    q, k, cos, sin = values(1, 4, 2, 64, 1)
+    wide = q.new_ones(1, MAX_ELEMENTS // 64, 1, 64)
     others = [
-        values(2, 4, 2, 64, 1, tokens=3),
+        values(2, 4, 2, 64, 1),
+        values(2, 4, 2, 64, 2),
+        values(1, 4, 2, 64, 1, tokens=3),
         tuple(value.float() for value in (q, k, cos, sin)),
-        (q.expand(2, 4, 1, 64)[:, ::2], k, cos, sin),
+        (q[:, ::2], k, cos, sin),
         (wide, k, cos, sin),
         (q, k, cos.float(), sin.float()),
     ]
@@ -109,6 +111,6 @@ def test_a_function_that_rotates_otherwise_is_not_replaced() -> None:
 def test_a_model_has_the_same_logits(
     tmp_path: Path, budget: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = checkpoint(tmp_path, "qwen3", "4bit")
+    directory = checkpoint(tmp_path, "gemma3", "4bit", layer_types=["sliding_attention", "full_attention"])
     assert_same_logits(directory, budget, "fuse_rotary", "Attention", monkeypatch)
     assert len(calls) >= 2 * 4  # of 2 layers, 4 steps

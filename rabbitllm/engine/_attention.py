@@ -1,0 +1,465 @@
+"""Attention of one token, and the layer around it, by two calls of compiled code, before and after its KV cache grows.
+
+The first multiplies queries, keys and values, adds biases, normalizes and rotates, with the bits of the model's own
+class. The second attends over what the cache returns, and multiplies the result; attention rounds its result alone,
+where torch also rounds the weights of tokens. A layer's first norm is part of the first call, and its sums, second norm
+and MLP of the second. What a class computes is tried when a model is loaded. Anything else, a mask or a hook for
+example, is left to the class.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbitllm.base.openmp import torchs_team
+from rabbitllm.engine._gates import OneCall, mlp_weights
+from rabbitllm.engine._norms import add_norm, epsilon_of, kind_of, lanes_of
+from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
+from rabbitllm.engine.transformers_api import attention_of
+from rabbitllm.quant.joint import JointProduct, Place, Program, Words, float_bits
+
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_NORMS = ("q_norm", "k_norm")
+_CACHES = ("cache", "past_key_values")
+"""The argument with the KV cache; "cache" since transformers 5.24."""
+_ARGUMENTS = frozenset(
+    {"hidden_states", "position_embeddings", "attention_mask", "position_ids", "use_cache", *_CACHES}
+)
+_LAYER = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+_ORDINARY = (torch.Tensor, nn.Parameter)
+_OWN = ("forward", "training", "eps", "variance_epsilon")
+"""Attributes of a module and its parts that what they compute depends on."""
+_MULTIPLE = 32
+"""Width of heads in steps."""
+_TOLERANCE = 1 / 128
+"""Maximum error of attention relative to the norm: two roundings to bfloat16, and another order of sums."""
+_PAST = 37
+"""Tokens in the cache of a trial."""
+
+
+@dataclass(frozen=True)
+class _AttentionForm:
+    """The form of an attention: heads of queries and of keys, their width, the norms' lanes, and numbers."""
+
+    queries: int
+    keys: int
+    width: int
+    scaling: float
+    norms: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Heads of queries, keys and values."""
+        return self.queries + 2 * self.keys
+
+    def add_rotation(self, program: Program, heads: Place, cos: Place, sin: Place, weights: Sequence[Place]) -> None:
+        """Normalize and rotate the queries and keys at a place."""
+        from rabbitllm.base.compiling import address_of  # numba comes with it
+        from rabbitllm.engine import _layer_kernels
+
+        begin = heads
+        for rows, norm, weight in zip((self.queries, self.keys), self.norms, weights, strict=False):
+            add_norm(program, norm, self.width, begin, weight, begin, rows)
+            begin = begin[0], begin[1] + 2 * rows * self.width
+        program.add(address_of(_layer_kernels.rotate), [heads, cos, sin, self.queries + self.keys, self.width])
+
+    def add_attention(self, program: Program, queries: Place, out: Place, first: int) -> None:
+        """Attend; the addresses of a call from `first` on are those of `_cached`."""
+        from rabbitllm.base.compiling import address_of
+        from rabbitllm.engine import _layer_kernels
+
+        team, threads = torchs_team(), torch.get_num_threads()
+        in_team = (team.thread_number, team.thread_count) if team is not None and threads > 1 else (0, 0)
+        keys, values, *numbers = (program.address(first + index) for index in range(7))
+        form = self.queries, self.queries // self.keys, self.width, float_bits(self.scaling)
+        words: Words = [*in_team, queries, keys, values, out, *numbers, *form]
+        program.add(address_of(_layer_kernels.attend), words, threads if in_team[0] else 1)
+
+    def split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of a token, each (1, heads, 1, width)."""
+        return heads[:, self.queries : self.queries + self.keys], heads[:, self.queries + self.keys :]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """What a cache returns, in bfloat16, and without gaps between the values of a token."""
+    return tensor if tensor.dtype is torch.bfloat16 and tensor.stride(3) == 1 else tensor.bfloat16().contiguous()
+
+
+def _cached(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, ...]:
+    """Addresses of keys and values (1, heads, tokens, width), their tokens, and bytes to the next head and token."""
+    _, of_head, of_token, one = keys.stride()
+    _, of_value_head, of_value_token, of_value = values.stride()
+    assert one == of_value == 1
+    steps = 2 * of_head, 2 * of_token, 2 * of_value_head, 2 * of_value_token
+    return keys.data_ptr(), values.data_ptr(), keys.shape[2], *steps
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What a decoder layer computes around its attention: two norms, by lanes and epsilon, and an MLP."""
+
+    first: tuple[int, float]
+    second: tuple[int, float]
+    act: type[nn.Module]
+
+
+class _Facts:
+    """What was true of modules, to see quickly that it still is: their parts, forwards and numbers, and no hooks."""
+
+    def __init__(self, linears: Iterable[nn.Module], parts: Iterable[tuple[nn.Module, str]]) -> None:
+        self._hooks, self._parameters = list[Any](), [linear._parameters for linear in linears]
+        true: list[tuple[Any, str]] = [(table, "bias") for table in self._parameters if table["bias"] is None]
+        for parent, name in parts:
+            module: Any = parent._modules[name]
+            own = vars(module)
+            true += [(parent._modules, name), *((own, key) for key in _OWN if key in own)]
+            self._hooks += [module._forward_hooks, module._forward_pre_hooks]
+        self._tables, self._names = (list(column) for column in zip(*true, strict=True))
+        self._values = [table[name] for table, name in true]
+
+    def are_true(self, matrices: Sequence[Any]) -> bool:
+        """Whether they still are, and the Linears have these matrices."""
+        if any(self._hooks) or not all(map(operator.is_, map(dict.get, self._tables, self._names), self._values)):
+            return False
+        weights = map(dict.get, self._parameters, itertools.repeat("weight"))
+        return all(getattr(weight, "matrix", None) is matrix for weight, matrix in zip(weights, matrices, strict=False))
+
+
+class _TwoCalls:
+    """What an attention, or the layer around it, computes for some matrices; the weight of its queries keeps it.
+
+    Args:
+        matrices: of queries, keys, values and output; and of the MLP's gate, up and down.
+        biased: for the first three, whether there is a bias.
+        facts: what else it was made for.
+
+    Attributes:
+        tables: the parameters of biases and norms, in the order of the calls' addresses, and their names.
+    """
+
+    def __init__(
+        self,
+        form: _AttentionForm,
+        matrices: Sequence[Any],
+        biased: Sequence[bool],
+        around: _Around | None,
+        facts: _Facts,
+        tables: Sequence[tuple[dict[str, Any], str]],
+    ) -> None:
+        self.form, self.matrices, self.biased, self.tables = form, matrices, biased, tables
+        self._around, self._facts = around, facts
+        first, last = JointProduct.of(matrices[:3], biased), JointProduct.of(matrices[3:4], [False])
+        self.columns = matrices[0].form.shape[1]
+        is_square = matrices[3].form.shape[0] == self.columns
+        self._products = (first, last) if is_square and first is not None and last is not None else None
+        if around is not None:
+            self._mlp = OneCall(around.act, matrices[4:])
+            self._products = self._products if self._mlp.is_for(1) else None
+        self._programs = dict[int, tuple[Program, Program]]()
+
+    def is_current(self) -> bool:
+        """Whether it still is what the modules compute."""
+        return self._facts.are_true(self.matrices)
+
+    def programs(self) -> tuple[Program, Program] | None:
+        """The two programs; None if matrices are not multiplied as integers."""
+        if self._products is None:
+            return None
+        return self._programs.get(torch.get_num_threads()) or self._build(*self._products)
+
+    def _build(self, first: JointProduct, last: JointProduct) -> tuple[Program, Program]:
+        form, around, columns = self.form, self._around, self.columns
+        count = sum(self.biased) + len(form.norms)
+        before, after = Program(4 + count + (around is not None)), Program(9 + 2 * (around is not None))
+        x, cos, sin, heads, *others = (before.address(index) for index in range(4 + count))
+        attended, out = after.room(2 * form.width * form.queries), after.address(1)
+        source, product = x, out
+        if around is not None:
+            source, product = before.room(2 * columns), after.room(2 * columns)
+            add_norm(before, around.first, columns, x, before.address(4 + count), source)
+        self._add_heads(first, before, source, heads, others)
+        form.add_rotation(before, heads, cos, sin, others)
+        form.add_attention(after, after.address(0), attended, 2)
+        last.add_to(after, 1, torch.bfloat16, attended, [product])
+        if around is not None:
+            summed, of_mlp = after.room(2 * columns), after.room(2 * columns)
+            _add_sum(after, after.address(9), product, summed, columns)
+            add_norm(after, around.second, columns, summed, after.address(10), product)
+            self._mlp.add_to(after, 1, product, of_mlp)
+            _add_sum(after, summed, of_mlp, out, columns)
+        both = self._programs[torch.get_num_threads()] = before, after
+        return both
+
+    def _add_heads(self, product: JointProduct, program: Program, x: Place, heads: Place, biases: list[Place]) -> None:
+        """Queries, keys and values at a place, with their biases, which are taken from a list."""
+        from rabbitllm.base.compiling import address_of
+        from rabbitllm.engine import _layer_kernels
+
+        nbytes, begin, results, sums = 2 * self.form.width, 0, list[Place](), list[tuple[Place, Place, int]]()
+        for count, is_biased in zip((self.form.queries, self.form.keys, self.form.keys), self.biased, strict=True):
+            place = heads[0], heads[1] + nbytes * begin
+            results.append(program.room(2 * nbytes * count) if is_biased else place)
+            sums += [(results[-1], place, count * self.form.width)] if is_biased else []
+            begin += count
+        product.add_to(program, 1, torch.bfloat16, x, results)
+        for source, place, count in sums:
+            program.add(address_of(_layer_kernels.add_bias), [source, biases.pop(0), place, count])
+
+
+def _add_sum(program: Program, first: Place, second: Place, out: Place, count: int) -> None:
+    from rabbitllm.base.compiling import address_of
+    from rabbitllm.engine import _layer_kernels
+
+    program.add(address_of(_layer_kernels.add), [first, second, out, count])
+
+
+def fuse_attention(model: nn.Module) -> int:
+    """Let attentions compute a decode step of one sequence by two calls; see the module.
+
+    Returns:
+        How many these are.
+    """
+    fused, tried = 0, dict[object, bool]()
+    for module in model.modules():
+        parts = module._modules
+        if "forward" in vars(module) or parts.keys() not in ({*_LINEARS}, {*_LINEARS, *_NORMS}):
+            continue
+        if module._parameters or module._buffers or (form := _form_of(module)) is None:
+            continue
+        if (kind := (kind_of(module), form)) not in tried:
+            tried[kind] = _is_alike(module, form)
+        if tried[kind]:
+            # a method: a copy of the module then binds it to itself
+            module.forward = MethodType(functools.partial(_forward, form), module)
+            fused += 1
+    return fused
+
+
+def fuse_layers(model: nn.Module) -> int:
+    """Let decoder layers of a norm, an attention, a norm and an MLP compute a decode step by two calls.
+
+    Those are meant that `fuse_norms`, `fuse_attention` and `fuse_gates` have replaced.
+
+    Returns:
+        How many these are.
+    """
+    fused, tried = 0, dict[object, bool]()
+    for module in model.modules():
+        if module._modules.keys() != _LAYER or "forward" in vars(module) or module._parameters or module._buffers:
+            continue
+        if (kind := kind_of(module)) not in tried:
+            tried[kind] = _is_around(module)
+        if tried[kind]:
+            module.forward = MethodType(_layer_forward, module)
+            fused += 1
+    return fused
+
+
+def _layer_forward(layer: Any, *args: Any, **named: Any) -> Any:
+    attention = layer._modules["self_attn"]
+    fused: Any = getattr(vars(attention).get("forward"), "__func__", None)
+    if getattr(fused, "func", None) is _forward and len(args) == 1:
+        result = _called(fused.args[0], attention, {"hidden_states": args[0], **named}, layer)
+        if result is not None:
+            return result
+    return type(layer).forward(layer, *args, **named)
+
+
+@torch.no_grad()
+def _is_around(layer: Any) -> bool:
+    """Whether a layer's class adds its attention of the first norm, and its MLP of the second one."""
+    generator, width = torch.Generator().manual_seed(0), 64
+    x = torch.randn(1, 1, width, generator=generator).bfloat16()
+    parts: dict[str, Any] = {"mlp": lambda value: value.flip(-1)}
+    parts["self_attn"] = lambda hidden_states, **named: (hidden_states.roll(1, -1), None)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        norm = copy.copy(layer._modules[name])
+        weight = nn.Parameter((torch.rand(width, generator=generator) + 0.5).bfloat16())
+        norm.__dict__.update(_parameters={"weight": weight}, _forward_pre_hooks={}, _forward_hooks={})
+        parts[name] = functools.partial(type(norm).forward, norm)
+    like = copy.copy(layer)
+    like.__dict__.update(_modules=parts, _forward_pre_hooks={}, _forward_hooks={}, training=False)
+    try:
+        result = type(layer).forward(like, x, attention_mask=None, position_embeddings=None, position_ids=None)
+        summed = x + parts["input_layernorm"](x).roll(1, -1)
+        expected = summed + parts["post_attention_layernorm"](summed).flip(-1)
+    except (TypeError, AttributeError, RuntimeError, KeyError, ValueError):  # it has other arguments or parts
+        return False
+    return isinstance(result, torch.Tensor) and torch.equal(result, expected)
+
+
+def _form_of(module: Any) -> _AttentionForm | None:
+    """The form of a module that may be one; None if it has another."""
+    parts = module._modules
+    width, scaling, index = (vars(module).get(name) for name in ("head_dim", "scaling", "layer_idx"))
+    sizes = [(part.out_features, part.in_features) for name in _LINEARS if isinstance(part := parts[name], nn.Linear)]
+    if not isinstance(width, int) or not isinstance(index, int) or not isinstance(scaling, float) or width % _MULTIPLE:
+        return None
+    if len(sizes) < len(_LINEARS):
+        return None
+    (queries, _), (keys, _), (values, _), (_, attended) = sizes
+    norms = [(lanes_of(norm), norm) for name in _NORMS if (norm := parts.get(name)) is not None]
+    if queries % keys or keys % width or values != keys or attended != queries or not all(lanes for lanes, _ in norms):
+        return None
+    if any(norm.weight.shape != (width,) for _, norm in norms):
+        return None
+    return _AttentionForm(
+        queries // width, keys // width, width, scaling, tuple((lanes, epsilon_of(norm)) for lanes, norm in norms)
+    )
+
+
+def _forward(form: _AttentionForm, module: Any, *args: Any, **named: Any) -> Any:
+    if not args and (result := _called(form, module, named)) is not None:
+        return result, None
+    return type(module).forward(module, *args, **named)
+
+
+def _called(form: _AttentionForm, module: Any, named: dict[str, Any], layer: Any = None) -> torch.Tensor | None:
+    """`_step` for the arguments of an attention or of its layer."""
+    cache = next((value for name in _CACHES if (value := named.get(name)) is not None), None)
+    if cache is None or module.training or module.scaling != form.scaling or not named.keys() <= _ARGUMENTS:
+        return None
+    if attention_of(module.config) != "sdpa":
+        return None
+    x, angles, mask = (named.get(name) for name in ("hidden_states", "position_embeddings", "attention_mask"))
+    return _step(form, module, x, angles, mask, cache, layer)
+
+
+def _step(
+    form: _AttentionForm, module: Any, x: Any, angles: Any, mask: Any, cache: Any, layer: Any = None
+) -> torch.Tensor | None:
+    """The result of an attention or, if it is given, of the layer around it; None if that is left to the class."""
+    if not is_plain(x) or x.shape[:-1] != (1, 1):
+        return None
+    if type(angles) is not tuple or not _are_rows(*angles, width=form.width):
+        return None
+    # a window's mask hides nothing either: what left the window is no longer in the cache
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and bool(mask.all())):
+        return None
+    kept = getattr(module._modules["q_proj"]._parameters.get("weight"), "calls", None) or {}
+    calls: _TwoCalls | None = kept.get(layer is None)
+    if (calls is None or not calls.is_current()) and (calls := _prepared(form, module, layer)) is None:
+        return None
+    others = [table[name] for table, name in calls.tables]
+    if (programs := calls.programs()) is None or x.shape[-1] != calls.columns or not _are_rows(*others):
+        return None
+    after = [x, others.pop()] if layer is not None else []
+    heads, out = torch.empty((1, form.total, 1, form.width), dtype=torch.bfloat16), torch.empty_like(x)
+    programs[0](*[tensor.data_ptr() for tensor in (x, *angles, heads, *others)])
+    keys, values = map(_plain, cache.update(*form.split(heads), module.layer_idx))
+    programs[1](heads.data_ptr(), out.data_ptr(), *_cached(keys, values), *[tensor.data_ptr() for tensor in after])
+    return out
+
+
+def _prepared(form: _AttentionForm, module: Any, layer: Any) -> _TwoCalls | None:
+    """What an attention or the layer around it computes by two calls now; None if nothing."""
+    parts = module._modules
+    linears = [parts[name] for name in _LINEARS]
+    weights = plain_weights(*linears, with_bias=True)
+    norms = [norm for name in _NORMS if (norm := parts.get(name)) is not None]
+    if weights is None or linears[3]._parameters["bias"] is not None or _form_of(module) != form:
+        return None
+    facts, around = [(module, name) for name in parts], None
+    if layer is not None:
+        of_mlp = mlp_weights(layer.mlp)
+        norms += [layer.input_layernorm, layer.post_attention_layernorm]
+        if of_mlp is None or has_hooks(module) or has_hooks(layer.mlp):
+            return None
+        weights += of_mlp
+        linears += [layer.mlp._modules[name] for name in ("gate_proj", "up_proj", "down_proj")]
+        first, second = ((lanes_of(norm), epsilon_of(norm)) for norm in norms[-2:])
+        around = _Around(first, second, type(layer.mlp.act_fn))
+        facts += [(layer, name) for name in layer._modules] + [(layer.mlp, name) for name in layer.mlp._modules]
+    if any(has_hooks(norm) or not lanes_of(norm) for norm in norms):
+        return None
+    tables = [(linear._parameters, "bias") for linear in linears[:3] if linear._parameters["bias"] is not None]
+    tables += [(norm._parameters, "weight") for norm in norms]
+    biased = [linear._parameters["bias"] is not None for linear in linears[:3]]
+    true = _Facts(linears, facts)
+    matrices = [weight.matrix for weight in weights]
+    calls = _TwoCalls(form, matrices, biased, around, true, tables)
+    weights[0].calls = {**(weights[0].calls or {}), layer is None: calls}
+    return calls
+
+
+def _are_rows(*tensors: Any, width: int | None = None) -> bool:
+    """Whether tensors have so many values, or any number, of bfloat16 that are plainly in memory."""
+    for tensor in tensors:
+        if type(tensor) not in _ORDINARY or tensor.dtype is not torch.bfloat16 or not tensor.is_cpu:
+            return False
+        if not tensor.is_contiguous() or (width is not None and tensor.numel() != width):
+            return False
+    return True
+
+
+class _Past:
+    """A cache with the keys and values of some tokens, which notes those that it is given."""
+
+    def __init__(self, form: _AttentionForm, generator: torch.Generator) -> None:
+        self._past = [torch.randn(1, form.keys, _PAST, form.width, generator=generator).bfloat16() for _ in range(2)]
+        self.given: tuple[torch.Tensor, ...] = ()
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **named: Any) -> tuple[torch.Tensor, ...]:
+        self.given = keys, values
+        return tuple(torch.cat(pair, 2) for pair in zip(self._past, self.given, strict=True))
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the error relative to that of what was expected."""
+    return float((result.float() - expected.float()).norm() / expected.float().norm())
+
+
+@torch.no_grad()
+def _is_alike(module: Any, form: _AttentionForm) -> bool:
+    """Whether a module's class has the same keys and values, and nearly the same attention, with other products."""
+    parameters = inspect.signature(type(module).forward).parameters
+    name_of_cache = next((name for name in _CACHES if name in parameters), "")
+    if attention_of(module.config) != "sdpa" or not name_of_cache:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, past = torch.zeros(1, 1, form.width, dtype=torch.bfloat16), _Past(form, generator)
+    cos, sin = (torch.randn(1, 1, form.width, generator=generator).bfloat16() for _ in range(2))
+    weights = [(torch.rand(form.width, generator=generator) + 0.5).bfloat16() for _ in form.norms]
+    parts: dict[str, Any] = {"o_proj": lambda value: value}
+    for name, weight in zip(_NORMS, weights, strict=False):
+        norm = copy.copy(module._modules[name])
+        norm.__dict__.update(_parameters={"weight": nn.Parameter(weight)}, _forward_pre_hooks={}, _forward_hooks={})
+        parts[name] = functools.partial(type(norm).forward, norm)
+    like = copy.copy(module)
+    like.__dict__.update(_modules=parts, _forward_pre_hooks={}, _forward_hooks={}, training=False)
+    for scale in (1, 4):
+        heads = (torch.randn(1, form.total, 1, form.width, generator=generator) * scale).bfloat16()
+        counts = [form.queries, form.keys, form.keys]
+        for name, part in zip(_LINEARS, torch.split(heads, counts, 1), strict=False):
+            row = part.reshape(1, 1, -1).clone()
+            parts[name] = lambda value, row=row: row if value is x else value
+        try:
+            named = {"hidden_states": x, "position_embeddings": (cos, sin), "attention_mask": None, name_of_cache: past}
+            expected, given = type(module).forward(like, **named)[0], past.given
+        except (TypeError, AttributeError, RuntimeError, KeyError, ValueError):  # it has other arguments or parts
+            return False
+        before, after = Program(3 + len(weights)), Program(9)
+        at, at_cos, at_sin, *others = (before.address(index) for index in range(3 + len(weights)))
+        form.add_rotation(before, at, at_cos, at_sin, others)
+        before(*[tensor.data_ptr() for tensor in (heads, cos, sin, *weights)])
+        if not all(map(torch.equal, given, form.split(heads))):
+            return False
+        form.add_attention(after, after.address(0), after.address(1), 2)
+        out = torch.empty(1, 1, form.queries * form.width, dtype=torch.bfloat16)
+        keys, values = past.update(*form.split(heads))
+        after(heads.data_ptr(), out.data_ptr(), *_cached(keys, values))
+        is_near = out.shape == expected.shape and relative_error(out, expected) < _TOLERANCE
+        if not is_near:
+            return False
+    return True

@@ -1,0 +1,225 @@
+"""Attention of one token in two calls has the class's bits up to the KV cache, and then its result but for rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import DynamicCache, LlamaConfig
+from transformers.models.cohere.modeling_cohere import CohereAttention, CohereConfig
+from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2Config
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+
+from rabbitllm.engine import _attention
+from rabbitllm.engine._attention import _AttentionForm, _cached, _plain, fuse_attention, fuse_layers, relative_error
+from rabbitllm.quant import _vectors
+from rabbitllm.quant.joint import Program
+from tests.engine.test_siblings import PROMPT, checkpoint
+from tests.support.tiny_models import ALL, load
+
+pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
+ROUNDING = 2**-8
+"""Of a result in bfloat16, relative to its norm: twice the unit roundoff."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The attention of each step in two calls."""
+    modules, compute = list[Any](), _attention._step
+
+    def counted(form: Any, module: Any, *more: Any) -> Any:
+        if (result := compute(form, module, *more)) is not None:
+            modules.append(module)
+        return result
+
+    monkeypatch.setattr(_attention, "_step", counted)
+    return modules
+
+
+def attended(form: _AttentionForm, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    program, out, plain = Program(9), torch.empty_like(q), [_plain(keys), _plain(values)]
+    form.add_attention(program, program.address(0), program.address(1), 2)
+    program(q.data_ptr(), out.data_ptr(), *_cached(*plain))
+    return out
+
+
+@pytest.mark.parametrize(("heads", "keys", "width"), [(9, 3, 64), (4, 4, 32), (7, 1, 128), (2, 1, 256)])
+def test_attention_of_a_row(heads: int, keys: int, width: int) -> None:
+    form = _AttentionForm(heads, keys, width, width**-0.5)
+    for tokens in (1, 2, 3, 7, 100):
+        for scale in (1e-3, 1, 10):
+            q = (torch.randn(1, heads, 1, width) * scale).bfloat16()
+            k, v = torch.randn(2, 1, keys, tokens + 5, width).bfloat16()[:, :, :, 2 : tokens + 2]
+            repeated = (tensor.double().repeat_interleave(heads // keys, 1) for tensor in (k, v))
+            out = attended(form, q, k, v)
+            assert relative_error(out, scaled_dot_product_attention(q.double(), *repeated)) < ROUNDING
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1 if threads > 1 else 2)
+            assert torch.equal(attended(form, q, k, v.transpose(2, 3).contiguous().transpose(2, 3)), out)
+            torch.set_num_threads(threads)
+    k = torch.randn(1, keys, 9, width).bfloat16()
+    k[0, 0, 4, 3] = torch.nan
+    assert attended(form, torch.ones(1, heads, 1, width).bfloat16(), k, k)[0, 0].isnan().all()
+
+
+@torch.no_grad()
+def cached_logits(model: Any, steps: int = 12) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of steps with given tokens, and the first layer's keys and values; more tokens than a window has."""
+    cache = DynamicCache(config=model.config)
+    model(PROMPT, past_key_values=cache)
+    seen = [model(torch.tensor([[step + 1]]), past_key_values=cache).logits for step in range(steps)]
+    return torch.cat(seen, 1), [cache.layers[0].keys, cache.layers[0].values]
+
+
+@pytest.mark.parametrize(
+    ("family", "compression", "settings"),
+    [
+        ("llama", "4bit", {}),
+        ("qwen2", "q8_0", {}),
+        ("qwen3", "q4_k_m", {"head_dim": 64}),
+        ("mistral", "8bit", {"head_dim": 32, "sliding_window": 6}),
+        ("qwen3_moe", "q8_0", {"head_dim": 32}),
+    ],
+)
+@pytest.mark.parametrize("budget", [ALL, 0], ids=["resident", "streamed"])
+def test_a_model_has_the_class_s_cache_and_nearly_its_logits(
+    tmp_path: Path,
+    family: str,
+    compression: str,
+    settings: dict[str, Any],
+    budget: int,
+    calls: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = checkpoint(tmp_path, family, compression, **settings)
+    model = load(directory, budget, exact=False)
+    got, cached = cached_logits(model)
+    assert len(calls) == 2 * 12
+    monkeypatch.setattr("rabbitllm.engine.load.fuse_attention", lambda model: 0)
+    expected, cached_by_class = cached_logits(load(directory, budget, exact=False))
+    assert all(map(torch.equal, cached, cached_by_class))
+    assert relative_error(got, expected) < 8 * ROUNDING
+    assert len(calls) == 2 * 12
+    monkeypatch.undo()
+    assert not any(
+        "forward" in vars(module) for module in load(directory, budget).modules() if "Attention" in str(type(module))
+    )
+
+
+def test_a_layer_has_the_bits_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, compute = list[Any](), _attention._step
+
+    def counted(*given: Any) -> Any:
+        if (result := compute(*given)) is not None:
+            layers.append(given[-1])
+        return result
+
+    monkeypatch.setattr(_attention, "_step", counted)
+    directory = checkpoint(tmp_path, "qwen2", "q8_0")
+    model = load(directory, exact=False)
+    got, _ = cached_logits(model)
+    assert set(layers) == {*model.model.layers}
+    layer, seen = model.model.layers[0], list[Any]()
+    for part in (layer.self_attn, layer.mlp, layer.mlp.act_fn, layer.mlp.up_proj, layer.post_attention_layernorm):
+        hook = part.register_forward_hook(lambda module, args, output: seen.append(output))
+        assert torch.equal(cached_logits(model)[0], got)
+        hook.remove()
+    assert len(seen) == 5 * 13
+    norm = layer.input_layernorm
+    norm.variance_epsilon *= 1e6
+    assert not torch.equal(changed := cached_logits(model)[0], got)
+    monkeypatch.setattr("rabbitllm.engine.load.fuse_layers", lambda model: 0)
+    parts = load(directory, exact=False)
+    assert torch.equal(cached_logits(parts)[0], got)
+    parts.model.layers[0].input_layernorm.variance_epsilon *= 1e6
+    assert torch.equal(cached_logits(parts)[0], changed)
+
+
+class Scaled(LlamaDecoderLayer):  # type: ignore[misc]
+    def forward(self, hidden_states: torch.Tensor, **named: Any) -> Any:
+        return super().forward(hidden_states, **named) * 2
+
+
+def test_a_layer_that_adds_otherwise_is_not_replaced() -> None:
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    assert fuse_layers(LlamaDecoderLayer(config, 0)) == 1
+    assert fuse_layers(Scaled(config, 0)) == 0
+
+
+@torch.no_grad()
+def test_what_is_left_to_the_class(tmp_path: Path, calls: list[Any]) -> None:
+    model = load(checkpoint(tmp_path, "qwen3", "q8_0", head_dim=64), exact=False)
+    attention = model.model.layers[0].self_attn
+    x, angles = torch.randn(1, 1, 256).bfloat16(), tuple(torch.randn(2, 1, 1, 64).bfloat16())
+
+    def assert_of_class(x: torch.Tensor = x, mask: Any = None, **more: Any) -> None:
+        of_class = type(attention).forward
+        for cache in (DynamicCache, lambda: None):
+            named = {"hidden_states": x, "position_embeddings": tuple(part.to(x.dtype) for part in angles)}
+            named.update(attention_mask=mask, **more)
+            results = [
+                compute(cache=cache(), **named)[0] for compute in (attention, lambda **n: of_class(attention, **n))
+            ]
+            assert torch.equal(*results)
+
+    attention(x, position_embeddings=angles, attention_mask=None, cache=DynamicCache())
+    assert_of_class(torch.randn(1, 3, 256).bfloat16())
+    assert_of_class(torch.randn(2, 1, 256).bfloat16())
+    assert_of_class(x.float())
+    assert_of_class(mask=torch.zeros(1, 1, 1, 1).bfloat16())
+    attention(
+        hidden_states=x, position_embeddings=angles, attention_mask=torch.ones(1, 1, 1, 1).bool(), cache=DynamicCache()
+    )
+    assert calls.pop() is attention
+    assert not calls
+    assert_of_class(mask=torch.zeros(1, 1, 1, 1).bool())
+    assert_of_class(softcap=None)
+    with torch.enable_grad():
+        assert_of_class()
+    seen = list[Any]()
+    for part in (attention.q_proj, attention.k_norm, attention.o_proj):
+        hook = part.register_forward_hook(lambda module, args, output: seen.append(output))
+        assert_of_class()
+        hook.remove()
+    assert len(seen) == 3 * 4
+    linear = attention.v_proj
+    attention.v_proj = nn.Sequential(linear)  # as an adapter wraps it
+    assert_of_class()
+    attention.v_proj = linear
+    for owner, name in ((attention, "scaling"), (attention.k_norm, "variance_epsilon")):
+        value = getattr(owner, name)
+        setattr(owner, name, 2 * value + 1)
+        assert_of_class()
+        setattr(owner, name, value)
+    attention.config._attn_implementation = "eager"
+    assert_of_class()
+    assert not calls
+    attention.config._attn_implementation = "sdpa"
+    attention(hidden_states=x, position_embeddings=angles, attention_mask=None, cache=DynamicCache())
+    assert calls == [attention]
+
+
+class Shifted(LlamaAttention):  # type: ignore[misc]
+    def forward(self, *args: Any, **named: Any) -> Any:
+        output, weights = super().forward(*args, **named)
+        return output + 1, weights
+
+
+def test_classes_that_attend_otherwise_are_not_replaced() -> None:
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    of_gemma = Gemma2Config(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
+    for settings in (config, of_gemma):
+        settings._attn_implementation = "sdpa"
+    assert fuse_attention(LlamaAttention(config, 0)) == 1
+    assert fuse_attention(Shifted(config, 0)) == 0
+    of_cohere = CohereConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    of_cohere._attn_implementation = "sdpa"
+    assert fuse_attention(CohereAttention(of_cohere, 0)) == 0  # neighbours are pairs
+    of_gemma._attn_implementation = "eager"  # with a limit of scores
+    assert fuse_attention(Gemma2Attention(of_gemma, 0)) == 0
+    odd = LlamaAttention(LlamaConfig(hidden_size=48, num_attention_heads=2), 0)
+    assert fuse_attention(odd) == 0
