@@ -241,9 +241,12 @@ class _StepInMemory:
     # Scales.
 
     def half(self, offset: int) -> Any:
-        """A float32 from a float16."""
-        raw = self.emit.load(self.emit.add(self.base, offset), ir.HalfType(), 1)
-        return self.b.fpext(raw, F32)
+        """A float32 from a float16.
+
+        As a vector, since LLVM inserts a single one into a register of sums, so that each step waited for the last one.
+        """
+        raw = self.b.bitcast(self.load(offset, 16, 4), ir.VectorType(ir.HalfType(), 4))
+        return self.b.extract_element(self.b.fpext(raw, ir.VectorType(F32, 4)), ir.Constant(I32, 0))
 
     def lanes(self, *scalars: Any) -> Any:
         """16 float32, an equal share of consecutive lanes for each scalar."""
