@@ -240,23 +240,18 @@ class _StepInMemory:
 
     # Scales.
 
-    def half(self, offset: int) -> Any:
-        """A float32 from a float16.
+    def halves(self, *offsets: int) -> Any:
+        """16 float32, an equal share of consecutive lanes for each float16.
 
-        As a vector, since LLVM inserts a single one into a register of sums, so that each step waited for the last one.
+        These are converted as vectors: for a single one LLVM takes a register of sums, for which each step waits.
         """
-        raw = self.b.bitcast(self.load(offset, 16, 4), ir.VectorType(ir.HalfType(), 4))
-        return self.b.extract_element(self.b.fpext(raw, ir.VectorType(F32, 4)), ir.Constant(I32, 0))
-
-    def lanes(self, *scalars: Any) -> Any:
-        """16 float32, an equal share of consecutive lanes for each scalar."""
-        share = 16 // len(scalars)
-        vectors = [self.emit.spread(scalar) for scalar in scalars]
-        result = vectors[0]
-        for index, vector in enumerate(vectors[1:], 1):
-            order = [16 + lane if lane // share == index else lane for lane in range(16)]
-            result = self.emit.pick(result, vector, order)
-        return result
+        lanes, share = [], 16 // len(offsets)
+        for offset in offsets:
+            begin = offset if offset < 64 else offset - 6  # a scale after the codes ends the step
+            half = self.b.bitcast(self.load(begin, 16, 4), ir.VectorType(ir.HalfType(), 4))
+            few = self.b.fpext(half, ir.VectorType(F32, 4))
+            lanes.append(self.pick(few, [(offset - begin) // 2] * share))
+        return self.emit.joined(*lanes)
 
     def floats(self, ints: Any) -> Any:
         """16 float32 from unsigned bytes or ints."""
@@ -310,17 +305,15 @@ def _two_blocks(scheme: str, values: range | tuple[int, ...]) -> Callable[[_Step
         else:
             words = [*step.both_bytes(values, index)]
 
-        def scales(offset: int) -> list[Any]:
-            if scheme == "MXFP4":
-                # half the powers, since the table has twice the values
-                exponents = (step.emit.load(step.emit.add(step.base, block + offset), I8, 1) for block in (0, nbytes))
-                return [half_power(step.b, step.b.zext(exponent, I32)) for exponent in exponents]
-            return [step.half(block + offset) for block in (0, nbytes)]
-
-        least = None
-        if has_minimum:
-            least = step.b.fneg(step.pick(step.lanes(*scales(2)), [0, 8] * 8))
-        return iter([(words, step.lanes(*scales(0) * 2))]), least
+        if scheme == "MXFP4":
+            # half the powers, since the table has twice the values
+            exponents = (step.emit.load(step.emit.add(step.base, block), I8, 1) for block in (0, nbytes))
+            powers = [step.emit.spread(half_power(step.b, step.b.zext(exponent, I32)), 4) for exponent in exponents]
+            scales = step.emit.joined(*powers * 2)
+        else:
+            scales = step.pick(step.halves(0, nbytes), [0, 0, 0, 0, 8, 8, 8, 8] * 2)
+        least = step.b.fneg(step.pick(step.halves(2, nbytes + 2), [0, 8] * 8)) if has_minimum else None
+        return iter([(words, scales)]), least
 
     return emitted
 
@@ -330,7 +323,7 @@ def _q8_0(step: _StepInMemory) -> Emitted:
     for half in range(2):
         codes = step.emit.joined(*(step.load(block + 2 + 16 * half, 8, 16) for block in (0, 34)))
         words.append(step.b.sext(codes, WORDS))
-    return iter([(words, step.lanes(step.half(0), step.half(34)))]), None
+    return iter([(words, step.halves(0, 34))]), None
 
 
 def _super_block(scheme: str) -> Callable[[_StepInMemory], Emitted]:
@@ -365,7 +358,7 @@ def _super_block(scheme: str) -> Callable[[_StepInMemory], Emitted]:
 
 
 def _scales(step: _StepInMemory, form: BlockFormat) -> tuple[Any, Any]:
-    scale, *least = (step.lanes(step.half(offset)) for offset in form.halves)
+    scale, *least = map(step.halves, form.halves)
     scales = step.b.fmul(scale, step.factors(form.factors, form.least_factor)) if form.factors else scale
     return scales, step.b.fmul(*least, step.factors(form.minima, 0)) if least else None
 
@@ -376,7 +369,7 @@ def _six_bit_scales(step: _StepInMemory, form: BlockFormat) -> tuple[Any, Any]:
     low = step.masked(step.right(step.pick(fields, [2, 3, 1, 3]), [0, 4, 0, 0]), [0x3F3F3F3F, 0x0F0F0F0F] * 2)
     high = step.masked(step.right(step.pick(fields, [2, 2, 1, 1]), 2), [0, 0x30303030] * 2)
     factors = step.b.bitcast(step.b.or_(low, high), ir.VectorType(I8, 16))
-    both = step.b.fmul(step.lanes(step.half(2), step.half(0)), step.floats(factors))
+    both = step.b.fmul(step.halves(2, 0), step.floats(factors))
     return step.pick(both, [*range(8, 16)] * 2), both
 
 
