@@ -322,7 +322,7 @@ class Matrix(QuantizedMatrix, KernelMatrix):
 
         def decode(begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
             scales = self.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
-            few = replace(form, shape=(end - begin, columns))
+            few = replace(form, shape=(end - begin, columns), dtype=None)  # rounded once, as the kernels' values
             return dequantize(few, codes[begin:end].reshape(-1, 1), scales, self.table, dtype)
 
         return dense_product(x, bias, (rows, columns), block // math.gcd(block, columns), decode)
