@@ -5,7 +5,7 @@ the scales, and minima by the sums of the inputs, which are the same for all row
 
 **By panels**, as in `_product_kernels.py`, with inputs in their own order.
 
-**Numbers.** Fills out[row, column], float32, with the bits of `gguf_blocks.dequantize`.
+**Numbers.** Fills out[row, column], with the bits of `gguf_blocks.dequantize`.
 
 A kernel is made when it is first needed.
 """
@@ -24,9 +24,9 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _integers, _product_kernels
 from rabbitllm.quant._block_formats import FORMATS, FP4_VALUES, IQ4_VALUES, BlockFormat, Field, Fields
 from rabbitllm.quant._integers import WORDS, InputLayout
-from rabbitllm.quant._kernel_interface import BEFORE_WORK, CODES, NUMBERS, PANELS
+from rabbitllm.quant._kernel_interface import BEFORE_WORK, BFLOATS, CODES
 from rabbitllm.quant._product_kernels import PIECE_WORDS, arguments, named, own_rows, pieces
-from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, half_power, number
+from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, half_power, narrowed, number
 
 TOKENS = 4
 """Inputs for each decoded group."""
@@ -38,7 +38,7 @@ def address(method: str, scheme: str, width: int) -> int:
     """The address of a kernel, which is compiled at the first call, or loaded from numba's cache.
 
     Args:
-        method: `CODES`, `PANELS` or `NUMBERS`.
+        method: `CODES`, `PANELS`, `NUMBERS` or `BFLOATS`.
         scheme: a key of `FORMATS`.
         width: lanes of its vectors; by codes `INTEGERS`.
     """
@@ -54,10 +54,7 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
         sizes = {"INPUT_BYTES": 2 * layout.step, "FLOAT_BYTES": 4 + 4 * layout.groups}
         least = _product_kernels.LEAST_SLOW if scheme == "Q8_0" else _product_kernels.LEAST_WIDE
         return named(_by_codes, name, ONE=single, WIDE=wide, LEAST=least, **sizes)
-    if method == NUMBERS:
-        return named(_by_numbers, name, FILL=_fill(scheme, width))
-    assert method == PANELS
-    return _product_kernels.panel_kernel(scheme, width, _fill(scheme, width))
+    return _product_kernels.filling_kernel(method, scheme, width, _fill(method, scheme, width))
 
 
 # Numbers and panels.
@@ -107,9 +104,10 @@ def _floats(emit: Emitter, codes: Any, begin: int) -> Any:
     return emit.b.sitofp(emit.b.sext(few, emit.ints), emit.floats)
 
 
-def _fill(scheme: str, width: int) -> Any:
-    """An intrinsic that decodes a part of one row of the matrix to float32."""
+def _fill(method: str, scheme: str, width: int) -> Any:
+    """See `_product_kernels._fill`; a step is two vectors of elements. Scales, table and shift are unused."""
     block, form = BLOCK_TYPES[scheme], FORMATS[scheme]
+    size = 2 if method == BFLOATS else 4
 
     def scale_of(emit: Emitter, base: Any, halves: list[Any], group: int) -> list[Any]:
         """The scale and, where there is one, the minimum of a group in all lanes."""
@@ -121,7 +119,6 @@ def _fill(scheme: str, width: int) -> Any:
         return [emit.spread(value) for value in (scale, *least)]
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
-        """See `_product_kernels._fill`; a step is two vectors of elements. Here scales, table and shift are unused."""
         builder = emit.b
         first, count = (
             builder.udiv(builder.mul(step, number(2 * width)), number(block.elements)) for step in (first, steps)
@@ -129,7 +126,7 @@ def _fill(scheme: str, width: int) -> Any:
         start = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(block.nbytes)))
         with emit.loop(count) as index:
             base = emit.add(start, builder.mul(index, number(block.nbytes)))
-            place = emit.add(panel, builder.mul(index, number(block.elements * 4)))
+            place = emit.add(panel, builder.mul(index, number(block.elements * size)))
             halves = _halves(emit, form, base)
             # what is loaded again after a store, LLVM loads again
             load = functools.cache(lambda offset, ir_type, base=base: emit.load(emit.add(base, offset), ir_type, 1))
@@ -140,7 +137,10 @@ def _fill(scheme: str, width: int) -> Any:
                     scale, *least = scale_of(emit, base, halves, element // form.group)
                 value = builder.fmul(_floats(emit, codes_of_run, element % form.run), scale)
                 value = builder.fsub(value, *least) if least else value
-                emit.store(value, emit.add(place, 4 * element), 4)
+                if method == BFLOATS:
+                    bits = builder.lshr(narrowed(builder, builder.bitcast(value, emit.ints)), emit.every(16))
+                    value = builder.trunc(bits, ir.VectorType(I16, width))
+                emit.store(value, emit.add(place, size * element), size)
 
     return emitted(fill, width)
 
@@ -455,7 +455,7 @@ def _dot(scheme: str, tokens: int) -> Any:
 # Templates of kernels; see `_product_kernels.named`.
 
 ONE: Any = None
-WIDE = LEAST = FILL = INPUT_BYTES = FLOAT_BYTES = ONE
+WIDE = LEAST = INPUT_BYTES = FLOAT_BYTES = ONE
 
 
 def _by_codes(data):  # type: ignore[no-untyped-def]
@@ -473,12 +473,3 @@ def _by_codes(data):  # type: ignore[no-untyped-def]
                 before, to = token * steps, out + (token * rows + row) * 4
                 ONE(base, inputs + before * INPUT_BYTES, floats + before * FLOAT_BYTES, to, steps, rows, 1)
                 token += 1
-
-
-def _by_numbers(data):  # type: ignore[no-untyped-def]
-    words = pieces(data)
-    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        codes, _, _, _, _, out, row_bytes, steps, columns, _, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
-        for row in range(first, last):
-            FILL(codes, 0, 0, out + row * columns * 4, row_bytes, steps, 0, row, 0, steps)

@@ -4,6 +4,8 @@
 multiplied by their inputs in registers (`_vectors.py`), and summed in float32; a block's sum is multiplied by the
 block's scale. Fills out[token, row], float32.
 
+**Numbers.** Fills out[row, column], float32 or bfloat16.
+
 **By panels.** A panel, a few rows of the matrix or parts of long ones, is decoded to float32 once, in memory that stays
 in a core's cache, and multiplied with all inputs before the next panel. With many inputs the decoding then costs almost
 nothing. A panel's row consists of steps of two vectors, one of the values at even indices and one at odd ones, as codes
@@ -27,7 +29,16 @@ from typing import Any, Protocol
 
 from rabbitllm.base.compiling import c_function, to_array
 from rabbitllm.quant import _integers
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, PANELS
+from rabbitllm.quant._kernel_interface import (
+    ARGUMENTS,
+    BEFORE_WORK,
+    BFLOAT16,
+    BFLOATS,
+    CODES,
+    INTEGERS,
+    NUMBERS,
+    PANELS,
+)
 from rabbitllm.quant._vectors import (
     CODEBOOKS,
     F32,
@@ -37,6 +48,7 @@ from rabbitllm.quant._vectors import (
     asked,
     emitted,
     inlined,
+    narrowed,
     number,
     on_stack,
 )
@@ -68,7 +80,7 @@ def address(method: str, scheme: str, width: int) -> int:
     """The address of a kernel, which is compiled at the first call, or loaded from numba's cache.
 
     Args:
-        method: `CODES` or `PANELS`.
+        method: `CODES`, `PANELS`, `NUMBERS` or `BFLOATS`.
         scheme: "4bit" or "8bit"; `BFLOAT16` by codes.
         width: lanes of its vectors; `INTEGERS` for our own schemes by codes.
     """
@@ -85,6 +97,11 @@ def address_of(kernel: Callable[[Any], None]) -> int:
 
 _KEPT: list[Any] = []
 """Compiled functions whose addresses are in use."""
+
+
+def step_size(method: str, width: int) -> int:
+    """Bytes of the numbers of a step of two vectors."""
+    return (4 if method == BFLOATS else 8) * width
 
 
 @inlined
@@ -267,9 +284,10 @@ def _code_tiles(dots, least, odd_shift, data):  # type: ignore[no-untyped-def]
 stack_panel: Any = on_stack(PANEL_ROWS * PANEL_COLUMNS * 4)
 
 
-def _fill(scheme: str, width: int) -> Any:
-    """An intrinsic that decodes a part of one row of the matrix to float32."""
+def _fill(method: str, scheme: str, width: int) -> Any:
+    """An intrinsic that decodes a part of one row of the matrix, to float32, or to bfloat16 by `BFLOATS`."""
     step_bytes = width * STEP_BYTES[scheme]
+    in_order = [place // 2 + place % 2 * width for place in range(2 * width)]
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
         """All arguments are int64: addresses, `panel` that of a row in the panel; bytes of a row, steps in a row and
@@ -284,9 +302,13 @@ def _fill(scheme: str, width: int) -> Any:
                 block = builder.lshr(emit.add(before, index), shift)
                 scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
                 both = builder.fmul(both[0], scale), builder.fmul(both[1], scale)
-            place = emit.add(panel, builder.mul(index, number(8 * width)))
-            for offset, value in zip((0, 4 * width), both, strict=True):
-                emit.store(value, emit.add(place, offset), 4)
+            if method == BFLOATS:
+                even, odd = (narrowed(builder, builder.bitcast(value, emit.ints)) for value in both)
+                upper = builder.and_(odd, emit.every(-(1 << 16)))
+                stored = builder.or_(upper, builder.lshr(even, emit.every(16)))  # two bfloat16, in their order
+            else:
+                stored = emit.pick(*both, in_order if method == NUMBERS else range(2 * width))
+            emit.store(stored, emit.add(panel, builder.mul(index, number(step_size(method, width)))), 2)
 
     return emitted(fill, width)
 
@@ -414,6 +436,15 @@ def _by_codes(data):  # type: ignore[no-untyped-def]
     _code_tiles((ONE, TALL, WIDE, SQUARE), LEAST, ODD_SHIFT, data)
 
 
+def _by_numbers(data):  # type: ignore[no-untyped-def]
+    words = pieces(data)
+    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
+        codes, scales, _, _, table, out, row_bytes, steps, shift, _, rows = arguments(words, piece)
+        first, last = own_rows(words, rows)
+        for row in range(first, last):
+            FILL(codes, scales, table, out + row * steps * VECTOR, row_bytes, steps, shift, row, 0, steps)
+
+
 def _by_panels(data):  # type: ignore[no-untyped-def]
     _panel_tiles(FILL, (ONE, TALL, SQUARE), AT_ONCE, VECTOR, data)
 
@@ -429,8 +460,10 @@ def named(template: Any, name: str, **constants: Any) -> Callable[[Any], None]:
     return kernel
 
 
-def panel_kernel(scheme: str, width: int, fill: Any) -> Callable[[Any], None]:
-    """The kernel by panels that `fill` decodes, an intrinsic like that of `_fill`."""
+def filling_kernel(method: str, scheme: str, width: int, fill: Any) -> Callable[[Any], None]:
+    """The kernel by panels that `fill` decodes, an intrinsic like that of `_fill`, or of the numbers."""
+    if method != PANELS:
+        return named(_by_numbers, f"{method}_{scheme}_{width}", FILL=fill, VECTOR=step_size(method, width))
     single, tall, square = (_panel_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, PANEL_TOKENS[width])))
     constants = {"ONE": single, "TALL": tall, "SQUARE": square, "AT_ONCE": PANEL_TOKENS[width], "VECTOR": 4 * width}
     return named(_by_panels, f"{PANELS}_{scheme}_{width}", FILL=fill, **constants)
@@ -448,8 +481,8 @@ def code_kernel(
 
 
 def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
-    if method == PANELS:
-        return panel_kernel(scheme, width, _fill(scheme, width))
+    if method != CODES:
+        return filling_kernel(method, scheme, width, _fill(method, scheme, width))
     name = f"{method}_{scheme}_{width}"
     if scheme == BFLOAT16:
         return named(_of_bfloat16, name, ONE=_bfloat_dot(width, 1), TALL=_bfloat_dot(width, ROWS), VECTOR=4 * width)
@@ -459,6 +492,7 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
 
 _KEYS = [(CODES, scheme, INTEGERS) for scheme in ("4bit", "8bit")]
 _KEYS += [(PANELS, scheme, width) for scheme in STEP_BYTES for width in (16, 8)]
+_KEYS += [(method, scheme, width) for method in (NUMBERS, BFLOATS) for scheme in ("4bit", "8bit") for width in (16, 8)]
 _KEYS += [(CODES, BFLOAT16, width) for width in (16, 8)]
 KERNELS: dict[tuple[str, str, int], Callable[[Any], None]] = {key: _kernel(*key) for key in _KEYS}
 """Method, scheme and width of a kernel (see `address`) -> the kernel."""

@@ -25,9 +25,11 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
 from rabbitllm.quant._kernel_interface import (
+    BFLOATS,
     CODES,
     DEQUANTIZED,
     INTEGERS,
+    NUMBERS,
     PANELS,
     CodeKernel,
     InputRows,
@@ -321,11 +323,33 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         codes = self.payload.view(rows, -1)
 
         def decode(begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+            if form.scheme in SCHEMES and dtype in _NUMBERS and self._has_numbers(dtype):
+                return self.numbers(begin, end, dtype)
             scales = self.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
             few = replace(form, shape=(end - begin, columns), dtype=None)  # rounded once, as the kernels' values
             return dequantize(few, codes[begin:end].reshape(-1, 1), scales, self.table, dtype)
 
         return dense_product(x, bias, (rows, columns), block // math.gcd(block, columns), decode)
+
+    def numbers(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """Some rows, dequantized by a kernel and rounded once; at a scheme of ours, and the first begins a block."""
+        from rabbitllm.quant import _vectors
+
+        (rows, columns), width = (end - begin, self.form.shape[1]), _vectors.lanes()
+        out = torch.empty(rows, columns, dtype=dtype)
+        codes, scales, table, row_bytes, steps, shift = self.operands(width)
+        codes, scales = (
+            codes + begin * row_bytes,
+            scales + begin * columns // STORED[self.form.scheme].block * SCALE_BYTES,
+        )
+        work = codes, scales, 0, 0, table, out.data_ptr(), row_bytes, steps, shift, 1, rows
+        _kernels.run(_NUMBERS[dtype], self.form.scheme, width, [work], rows * row_bytes)
+        return out
+
+    def _has_numbers(self, dtype: torch.dtype) -> bool:
+        from rabbitllm.quant import _vectors
+
+        return bool(self.table_for(_vectors.lanes())) and _numbers_agree(self.form.scheme, dtype)
 
     def table_for(self, width: int) -> int:
         """The address of the lookup table for kernels of `width` lanes; 0 if these cannot represent the codes."""
@@ -450,6 +474,19 @@ def _agrees(method: str, scheme: str, width: int) -> bool:
     return _kernels.agrees(f"by {method} at {scheme}", trials(), tolerance)
 
 
+@functools.cache
+def _numbers_agree(scheme: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel's numbers agree with the dequantized matrix."""
+
+    def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        matrix = sample(scheme, (64, 4096), torch.Generator().manual_seed(0))
+        exact = replace(matrix, form=replace(matrix.form, dtype=None))
+        yield matrix.numbers(0, 64, dtype).float(), exact.dequantized(dtype).float()
+
+    # values of 8bit are computed, and some are rounded to the next bfloat16
+    return _kernels.agrees(f"of numbers at {scheme}", trials(), _kernels.INTEGER_TOLERANCE)
+
+
 def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> Matrix:
     """A matrix with random codes and scales; its rows are whole segments or blocks."""
     elements = math.prod(shape)
@@ -467,5 +504,7 @@ _TRIALS = {
     PANELS: ((7, 5, 768), (13, 70, 4096)),  # the last by several threads, with two panels for each row
 }
 """The products of a kernel's trial: inputs, rows, columns."""
+_NUMBERS = {torch.float32: NUMBERS, torch.bfloat16: BFLOATS}
+"""Dtype -> the method that dequantizes to it."""
 _NO_TABLE = -1
 """In place of the address of a table, for kernels whose values are in their code."""
