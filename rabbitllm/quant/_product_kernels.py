@@ -53,8 +53,9 @@ from rabbitllm.quant._vectors import (
     on_stack,
 )
 
-ROWS = 4
-"""Rows of the matrix for each load of an input."""
+ROWS, CODE_ROWS = 4, 2
+"""Rows of the matrix for each load of an input, of a panel and by codes. More rows of codes are no faster in the cache,
+and read from memory they are slower: the processor's own prefetcher does not follow so many."""
 TOKENS = 4
 """Inputs for each lookup of a code."""
 LEAST_WIDE, LEAST_SLOW = 3, 2
@@ -62,8 +63,8 @@ LEAST_WIDE, LEAST_SLOW = 3, 2
 that are slow to decode."""
 PANEL_TOKENS = {16: 6, 8: 3}
 """Lanes -> inputs for each load of a panel's value; limited by the registers for sums."""
-PREFETCHED = 2048
-"""How many bytes ahead codes are prefetched; the processor's own prefetcher does not follow four rows at a time."""
+PREFETCHED = 8192
+"""How many bytes ahead codes are prefetched."""
 PANEL_ROWS, PANEL_COLUMNS = 128, 1024
 """Size of a panel: 512 KiB, of which `ROWS` rows and their inputs fit the smallest cache. With half the rows all inputs
 are read twice as often: 512 of them took 1.06 times as long."""
@@ -252,7 +253,7 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int
 
 @inlined
 def _code_tiles(dots, least, odd_shift, data):  # type: ignore[no-untyped-def]
-    """The loops over rows and inputs, in tiles of `ROWS` and `TOKENS` and smaller ones at the ends."""
+    """The loops over rows and inputs, in tiles of `CODE_ROWS` and `TOKENS` and smaller ones at the ends."""
     single, tall, wide, square = dots
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
@@ -265,7 +266,7 @@ def _code_tiles(dots, least, odd_shift, data):  # type: ignore[no-untyped-def]
             row, left = first, tokens - token
             is_wide = left >= least
             while row < last:
-                is_tall = row + ROWS <= last
+                is_tall = row + CODE_ROWS <= last
                 if is_wide and is_tall:
                     square(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
                 elif is_wide:
@@ -274,7 +275,7 @@ def _code_tiles(dots, least, odd_shift, data):  # type: ignore[no-untyped-def]
                     tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
                 else:
                     single(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                row += ROWS if is_tall else 1
+                row += CODE_ROWS if is_tall else 1
             token += TOKENS if is_wide else 1
 
 
@@ -474,7 +475,7 @@ def code_kernel(
 ) -> Callable[[Any], None]:
     """The kernel by codes of segments that `make` returns for an emitter and the address of a table; for `least`, see
     `LEAST_WIDE`."""
-    shapes = (1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)
+    shapes = (1, 1), (CODE_ROWS, 1), (1, TOKENS), (CODE_ROWS, TOKENS)
     single, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
     shift = SCALE_SHIFT if width == INTEGERS else 0
     return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, ODD_SHIFT=shift)

@@ -53,7 +53,7 @@ MAX_CODE_INPUTS = {"8bit": 5}
 """Rows of input up to which codes are decoded for every few of them; 16 for other schemes than these."""
 MAX_PANEL_INPUTS = {16: 256, 8: 512}
 """Lanes -> rows of input up to which panels are faster than torch."""
-MAX_PANEL_BFLOATS = 96
+MAX_PANEL_BFLOATS = 32
 """The same of bfloat16 where torch has instructions for it."""
 MAX_GROUPED = 512
 """Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
