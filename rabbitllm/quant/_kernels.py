@@ -97,9 +97,9 @@ def _threads() -> Workers:
 
 # Trials of a kernel before it is used: the samples, and the tolerated error.
 
-TOLERANCE, INTEGER_TOLERANCE = 1e-5, 3e-4
+TOLERANCE, INTEGER_TOLERANCE, BFLOAT_TOLERANCE = 1e-5, 3e-4, 4e-3
 """Maximum error relative to the norm of a product: float32 sums of thousands of terms, in another order; integers of 16
-bits."""
+bits; weights that are rounded to bfloat16."""
 
 
 def agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float = TOLERANCE) -> bool:

@@ -36,7 +36,6 @@ from rabbitllm.quant._kernel_interface import (
     BFLOATS,
     CODES,
     INTEGERS,
-    NUMBERS,
     PANELS,
 )
 from rabbitllm.quant._vectors import (
@@ -81,7 +80,7 @@ def address(method: str, scheme: str, width: int) -> int:
     """The address of a kernel, which is compiled at the first call, or loaded from numba's cache.
 
     Args:
-        method: `CODES`, `PANELS`, `NUMBERS` or `BFLOATS`.
+        method: `CODES`, `PANELS` or `BFLOATS`.
         scheme: "4bit" or "8bit"; `BFLOAT16` by codes.
         width: lanes of its vectors; `INTEGERS` for our own schemes by codes.
     """
@@ -288,7 +287,6 @@ stack_panel: Any = on_stack(PANEL_ROWS * PANEL_COLUMNS * 4)
 def _fill(method: str, scheme: str, width: int) -> Any:
     """An intrinsic that decodes a part of one row of the matrix, to float32, or to bfloat16 by `BFLOATS`."""
     step_bytes = width * STEP_BYTES[scheme]
-    in_order = [place // 2 + place % 2 * width for place in range(2 * width)]
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
         """All arguments are int64: addresses, `panel` that of a row in the panel; bytes of a row, steps in a row and
@@ -308,7 +306,7 @@ def _fill(method: str, scheme: str, width: int) -> Any:
                 upper = builder.and_(odd, emit.every(-(1 << 16)))
                 stored = builder.or_(upper, builder.lshr(even, emit.every(16)))  # two bfloat16, in their order
             else:
-                stored = emit.pick(*both, in_order if method == NUMBERS else range(2 * width))
+                stored = emit.joined(*both)
             emit.store(stored, emit.add(panel, builder.mul(index, number(step_size(method, width)))), 2)
 
     return emitted(fill, width)
@@ -493,7 +491,7 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
 
 _KEYS = [(CODES, scheme, INTEGERS) for scheme in ("4bit", "8bit")]
 _KEYS += [(PANELS, scheme, width) for scheme in STEP_BYTES for width in (16, 8)]
-_KEYS += [(method, scheme, width) for method in (NUMBERS, BFLOATS) for scheme in ("4bit", "8bit") for width in (16, 8)]
+_KEYS += [(BFLOATS, scheme, width) for scheme in ("4bit", "8bit") for width in (16, 8)]
 _KEYS += [(CODES, BFLOAT16, width) for width in (16, 8)]
 KERNELS: dict[tuple[str, str, int], Callable[[Any], None]] = {key: _kernel(*key) for key in _KEYS}
 """Method, scheme and width of a kernel (see `address`) -> the kernel."""

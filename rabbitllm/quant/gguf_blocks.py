@@ -31,7 +31,7 @@ from rabbitllm.formats.tensor_spec import (
 )
 from rabbitllm.quant import _kernels
 from rabbitllm.quant._block_formats import FORMATS, BlockFormat, Field, Fields
-from rabbitllm.quant._kernel_interface import BFLOATS, NUMBERS
+from rabbitllm.quant._kernel_interface import NUMBERS
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ def dequantize(name: str, blocks: torch.Tensor, shape: tuple[int, ...], dtype: t
     is_host = blocks.device == torch.device("cpu")
     step = max(_CHUNK // block.elements, 1) if is_host else _WORK_BYTES // _BLOCK_WORK
     decode = _by_torch if name in FORMATS else _by_gguf
-    if name in FORMATS and elements >= WORTH_A_KERNEL and is_host and _kernel_agrees(name, dtype == torch.bfloat16):
+    if name in FORMATS and elements >= WORTH_A_KERNEL and is_host and _kernel_agrees(name):
         decode = _by_kernel
     rows = blocks.reshape(count, block.nbytes)
     for begin in range(0, count, step):
@@ -125,15 +125,14 @@ def sample(name: str, elements: int, generator: torch.Generator) -> torch.Tensor
 
 
 @functools.cache
-def _kernel_agrees(name: str, is_half: bool = False) -> bool:
-    """Whether this processor has a kernel whose numbers, float32 or bfloat16, are those of torch, bit for bit."""
+def _kernel_agrees(name: str) -> bool:
+    """Whether this processor has a kernel whose numbers are those of torch, bit for bit."""
     import torch
 
     if not lanes_for(name):
         return False
     some = sample(name, 64 * 256, torch.Generator().manual_seed(0)).view(-1, BLOCK_TYPES[name].nbytes)
-    dtype = torch.bfloat16 if is_half else torch.float32
-    results, expected = (torch.empty(len(some), BLOCK_TYPES[name].elements, dtype=dtype) for _ in range(2))
+    results, expected = (torch.empty(len(some), BLOCK_TYPES[name].elements) for _ in range(2))
     _by_kernel(name, some, results)
     _by_torch(name, some, expected)
     agrees = torch.equal(results, expected)
@@ -148,12 +147,11 @@ def _by_kernel(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
 
     block, width = BLOCK_TYPES[name], lanes_for(name)
     blocks = blocks.contiguous()
-    method = BFLOATS if out.dtype == torch.bfloat16 else NUMBERS
-    values = out if out.dtype in (torch.float32, torch.bfloat16) else torch.empty(out.shape)
+    values = out if out.dtype == torch.float32 else torch.empty(out.shape)
     if len(blocks):
         steps = block.elements // (2 * width)
         shape = (block.nbytes, steps, 0, 1, len(blocks))
-        _kernels.run(method, name, width, [(blocks.data_ptr(), *[0] * 4, values.data_ptr(), *shape)], blocks.numel())
+        _kernels.run(NUMBERS, name, width, [(blocks.data_ptr(), *[0] * 4, values.data_ptr(), *shape)], blocks.numel())
     if values is not out:
         out.copy_(values)
 

@@ -29,7 +29,6 @@ from rabbitllm.quant._kernel_interface import (
     CODES,
     DEQUANTIZED,
     INTEGERS,
-    NUMBERS,
     PANELS,
     CodeKernel,
     InputRows,
@@ -318,38 +317,30 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         return self.payload.data_ptr(), self.absmax.data_ptr(), self.table_for(width), *sizes
 
     def in_chunks(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        from rabbitllm.quant import _vectors
+
         form, (rows, columns) = self.form, self.form.shape
         block = STORED[form.scheme].block
         codes = self.payload.view(rows, -1)
 
         def decode(begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-            if form.scheme in SCHEMES and dtype in _NUMBERS and self._has_numbers(dtype):
-                return self.numbers(begin, end, dtype)
             scales = self.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
-            few = replace(form, shape=(end - begin, columns), dtype=None)  # rounded once, as the kernels' values
-            return dequantize(few, codes[begin:end].reshape(-1, 1), scales, self.table, dtype)
+            part = replace(form, shape=(end - begin, columns), dtype=None)  # rounded once, as the kernels' values
+            few = replace(self, form=part, payload=codes[begin:end].reshape(-1, 1), absmax=scales)
+            width = _vectors.lanes()
+            if dtype == torch.bfloat16 and few.table_for(width) and _agrees(BFLOATS, form.scheme, width):
+                return few.bfloats(width)
+            return few.dequantized(dtype)
 
         return dense_product(x, bias, (rows, columns), block // math.gcd(block, columns), decode)
 
-    def numbers(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """Some rows, dequantized by a kernel and rounded once; at a scheme of ours, and the first begins a block."""
-        from rabbitllm.quant import _vectors
-
-        (rows, columns), width = (end - begin, self.form.shape[1]), _vectors.lanes()
-        out = torch.empty(rows, columns, dtype=dtype)
-        codes, scales, table, row_bytes, steps, shift = self.operands(width)
-        codes, scales = (
-            codes + begin * row_bytes,
-            scales + begin * columns // STORED[self.form.scheme].block * SCALE_BYTES,
-        )
-        work = codes, scales, 0, 0, table, out.data_ptr(), row_bytes, steps, shift, 1, rows
-        _kernels.run(_NUMBERS[dtype], self.form.scheme, width, [work], rows * row_bytes)
+    def bfloats(self, width: int) -> torch.Tensor:
+        """The dequantized matrix in bfloat16, by a kernel of `width` lanes, rounded once."""
+        out = torch.empty(self.form.shape, dtype=torch.bfloat16)
+        codes, scales, table, *sizes = self.operands(width)
+        work = codes, scales, 0, 0, table, out.data_ptr(), *sizes, 1, len(out)
+        _kernels.run(BFLOATS, self.form.scheme, width, [work], self.payload.numel())
         return out
-
-    def _has_numbers(self, dtype: torch.dtype) -> bool:
-        from rabbitllm.quant import _vectors
-
-        return bool(self.table_for(_vectors.lanes())) and _numbers_agree(self.form.scheme, dtype)
 
     def table_for(self, width: int) -> int:
         """The address of the lookup table for kernels of `width` lanes; 0 if these cannot represent the codes."""
@@ -468,23 +459,12 @@ def _agrees(method: str, scheme: str, width: int) -> bool:
         generator = torch.Generator().manual_seed(0)
         for inputs, rows, columns in _TRIALS[method]:
             matrix, x = sample(scheme, (rows, columns), generator), torch.randn(inputs, columns, generator=generator)
-            yield matrix.times_by(method, width, x), x @ matrix.dequantized(torch.float32).T
+            is_product = method != BFLOATS
+            product = matrix.times_by(method, width, x) if is_product else x @ matrix.bfloats(width).float().T
+            yield product, x @ matrix.dequantized(torch.float32).T
 
-    tolerance = _kernels.INTEGER_TOLERANCE if width == INTEGERS else _kernels.TOLERANCE
-    return _kernels.agrees(f"by {method} at {scheme}", trials(), tolerance)
-
-
-@functools.cache
-def _numbers_agree(scheme: str, dtype: torch.dtype) -> bool:
-    """Whether a kernel's numbers agree with the dequantized matrix."""
-
-    def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        matrix = sample(scheme, (64, 4096), torch.Generator().manual_seed(0))
-        exact = replace(matrix, form=replace(matrix.form, dtype=None))
-        yield matrix.numbers(0, 64, dtype).float(), exact.dequantized(dtype).float()
-
-    # values of 8bit are computed, and some are rounded to the next bfloat16
-    return _kernels.agrees(f"of numbers at {scheme}", trials(), _kernels.INTEGER_TOLERANCE)
+    tolerances = {CODES: _kernels.INTEGER_TOLERANCE, BFLOATS: _kernels.BFLOAT_TOLERANCE}
+    return _kernels.agrees(f"by {method} at {scheme}", trials(), tolerances.get(method, _kernels.TOLERANCE))
 
 
 def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> Matrix:
@@ -502,9 +482,8 @@ def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> M
 _TRIALS = {
     CODES: ((1, 7, 768), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
     PANELS: ((7, 5, 768), (13, 70, 4096)),  # the last by several threads, with two panels for each row
+    BFLOATS: ((7, 70, 4096),),
 }
 """The products of a kernel's trial: inputs, rows, columns."""
-_NUMBERS = {torch.float32: NUMBERS, torch.bfloat16: BFLOATS}
-"""Dtype -> the method that dequantizes to it."""
 _NO_TABLE = -1
 """In place of the address of a table, for kernels whose values are in their code."""
