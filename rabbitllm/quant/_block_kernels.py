@@ -253,11 +253,6 @@ class _StepInMemory:
             lanes.append(self.pick(few, [(offset - begin) // 2] * share))
         return self.emit.joined(*lanes)
 
-    def floats(self, ints: Any) -> Any:
-        """16 float32 from unsigned bytes or ints."""
-        wide = ints if ints.type.element.width == 32 else self.b.zext(ints, self.emit.ints)
-        return self.b.sitofp(wide, self.emit.floats)
-
     def factors(self, fields: Fields, least: int) -> Any:
         """The numbers of all groups, which have as many fields each, as 16 float32; of 8 groups twice."""
         total = self.emit.every(least)
@@ -369,7 +364,7 @@ def _six_bit_scales(step: _StepInMemory, form: BlockFormat) -> tuple[Any, Any]:
     low = step.masked(step.right(step.pick(fields, [2, 3, 1, 3]), [0, 4, 0, 0]), [0x3F3F3F3F, 0x0F0F0F0F] * 2)
     high = step.masked(step.right(step.pick(fields, [2, 2, 1, 1]), 2), [0, 0x30303030] * 2)
     factors = step.b.bitcast(step.b.or_(low, high), ir.VectorType(I8, 16))
-    both = step.b.fmul(step.halves(2, 0), step.floats(factors))
+    both = step.b.fmul(step.halves(2, 0), step.b.uitofp(factors, step.emit.floats))
     return step.pick(both, [*range(8, 16)] * 2), both
 
 

@@ -2,7 +2,7 @@
 
 On the CPU, for few inputs each code is decoded in registers for every few of them, to integers (`_integers.py`). For
 more inputs a few rows at a time are decoded once for all of them, a panel, and multiplied in float32. For very many, as
-in the prefill of a long prompt, a few rows at a time are dequantized into the cache, and multiplied by torch; so are
+in the prefill of a prompt, a few rows at a time are dequantized into the cache, and multiplied by torch; so are
 matrices with code values that no kernel has a table for. Milliseconds of 5632 x 2048 at 4bit on a Xeon with AVX-512, by
 panels, code by code and by torch: 16 rows 7, 8 and 22, 64 rows 22, 36 and 45, 256 rows 88, 163 and 92.
 
@@ -79,10 +79,8 @@ def multiplies(form: Quantized) -> bool:
 
 def max_panel_inputs(lanes: int, dtype: torch.dtype) -> int:
     """Rows of input of a dtype up to which panels are faster than torch; 0 if there are none."""
-    rows = MAX_PANEL_INPUTS.get(lanes, 0)
-    return (
-        min(rows, MAX_PANEL_BFLOATS) if dtype is torch.bfloat16 and bfloat_products.torch_has_instructions() else rows
-    )
+    is_fast = dtype is torch.bfloat16 and bfloat_products.torch_has_instructions()
+    return min(MAX_PANEL_INPUTS.get(lanes, 0), MAX_PANEL_BFLOATS if is_fast else MAX_GROUPED)
 
 
 def can_multiply(form: Quantized) -> bool:
