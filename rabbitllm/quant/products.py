@@ -53,7 +53,7 @@ MAX_CODE_INPUTS = {"8bit": 5}
 MAX_PANEL_INPUTS = {16: 256, 8: 512}
 """Lanes -> rows of input up to which panels are faster than torch."""
 MAX_PANEL_BFLOATS = 32
-"""The same of bfloat16 where torch has instructions for it."""
+"""The same of bfloat16 where torch has instructions for it; measured with AMX."""
 MAX_GROUPED = 512
 """Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 21
@@ -79,8 +79,11 @@ def multiplies(form: Quantized) -> bool:
 
 def max_panel_inputs(lanes: int, dtype: torch.dtype) -> int:
     """Rows of input of a dtype up to which panels are faster than torch; 0 if there are none."""
-    is_fast = dtype is torch.bfloat16 and bfloat_products.torch_has_instructions()
-    return min(MAX_PANEL_INPUTS.get(lanes, 0), MAX_PANEL_BFLOATS if is_fast else MAX_GROUPED)
+    limit, is_fast = (
+        MAX_PANEL_INPUTS.get(lanes, 0),
+        dtype is torch.bfloat16 and bfloat_products.torch_has_instructions(),
+    )
+    return min(limit, MAX_PANEL_BFLOATS) if is_fast else limit
 
 
 def can_multiply(form: Quantized) -> bool:
