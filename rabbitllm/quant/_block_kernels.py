@@ -5,7 +5,7 @@ the scales, and minima by the sums of the inputs, which are the same for all row
 
 **By panels**, as in `_product_kernels.py`, with inputs in their own order.
 
-**Numbers.** Fills out[row, column], float32, with the bits of `gguf_blocks.dequantize`.
+**Numbers.** Fills out[row, column], with the bits of `gguf_blocks.dequantize`.
 
 A kernel is made when it is first needed.
 """
@@ -25,9 +25,9 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _integers, _product_kernels
 from rabbitllm.quant._block_formats import FORMATS, FP4_VALUES, IQ4_VALUES, BlockFormat, Field, Fields
 from rabbitllm.quant._integers import WORDS, InputLayout
-from rabbitllm.quant._kernel_interface import BEFORE_WORK, CODES, NUMBERS, PANELS
+from rabbitllm.quant._kernel_interface import BEFORE_WORK, BFLOATS, CODES
 from rabbitllm.quant._product_kernels import PIECE_WORDS, arguments, named, own_rows, pieces
-from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, half_power, number
+from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, half_power, narrowed, number
 
 TOKENS = 4
 """Inputs for each decoded group."""
@@ -39,7 +39,7 @@ def address(method: str, scheme: str, width: int) -> int:
     """The address of a kernel, which is compiled at the first call, or loaded from numba's cache.
 
     Args:
-        method: `CODES`, `PANELS` or `NUMBERS`.
+        method: `CODES`, `PANELS`, `NUMBERS` or `BFLOATS`.
         scheme: a key of `FORMATS`.
         width: lanes of its vectors; by codes `INTEGERS`.
     """
@@ -55,10 +55,7 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
         sizes = {"INPUT_BYTES": 2 * layout.step, "FLOAT_BYTES": 4 + 4 * layout.groups}
         least = _product_kernels.LEAST_SLOW if scheme == "Q8_0" else _product_kernels.LEAST_WIDE
         return named(_by_codes, name, ONE=single, WIDE=wide, LEAST=least, **sizes)
-    if method == NUMBERS:
-        return named(_by_numbers, name, FILL=_fill(scheme, width))
-    assert method == PANELS
-    return _product_kernels.panel_kernel(scheme, width, _fill(scheme, width))
+    return _product_kernels.filling_kernel(method, scheme, width, _fill(method, scheme, width))
 
 
 # Numbers and panels.
@@ -108,9 +105,10 @@ def _floats(emit: Emitter, codes: Any, begin: int) -> Any:
     return emit.b.sitofp(emit.b.sext(few, emit.ints), emit.floats)
 
 
-def _fill(scheme: str, width: int) -> Any:
-    """An intrinsic that decodes a part of one row of the matrix to float32."""
+def _fill(method: str, scheme: str, width: int) -> Any:
+    """See `_product_kernels._fill`; a step is two vectors of elements. Scales, table and shift are unused."""
     block, form = BLOCK_TYPES[scheme], FORMATS[scheme]
+    size = 2 if method == BFLOATS else 4
 
     def scale_of(emit: Emitter, base: Any, halves: list[Any], group: int) -> list[Any]:
         """The scale and, where there is one, the minimum of a group in all lanes."""
@@ -122,7 +120,6 @@ def _fill(scheme: str, width: int) -> Any:
         return [emit.spread(value) for value in (scale, *least)]
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
-        """See `_product_kernels._fill`; a step is two vectors of elements. Here scales, table and shift are unused."""
         builder = emit.b
         first, count = (
             builder.udiv(builder.mul(step, number(2 * width)), number(block.elements)) for step in (first, steps)
@@ -130,7 +127,7 @@ def _fill(scheme: str, width: int) -> Any:
         start = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(block.nbytes)))
         with emit.loop(count) as index:
             base = emit.add(start, builder.mul(index, number(block.nbytes)))
-            place = emit.add(panel, builder.mul(index, number(block.elements * 4)))
+            place = emit.add(panel, builder.mul(index, number(block.elements * size)))
             halves = _halves(emit, form, base)
             # what is loaded again after a store, LLVM loads again
             load = functools.cache(lambda offset, ir_type, base=base: emit.load(emit.add(base, offset), ir_type, 1))
@@ -141,7 +138,10 @@ def _fill(scheme: str, width: int) -> Any:
                     scale, *least = scale_of(emit, base, halves, element // form.group)
                 value = builder.fmul(_floats(emit, codes_of_run, element % form.run), scale)
                 value = builder.fsub(value, *least) if least else value
-                emit.store(value, emit.add(place, 4 * element), 4)
+                if method == BFLOATS:
+                    bits = builder.lshr(narrowed(builder, builder.bitcast(value, emit.ints)), emit.every(16))
+                    value = builder.trunc(bits, ir.VectorType(I16, width))
+                emit.store(value, emit.add(place, size * element), size)
 
     return emitted(fill, width)
 
@@ -241,25 +241,18 @@ class _StepInMemory:
 
     # Scales.
 
-    def half(self, offset: int) -> Any:
-        """A float32 from a float16."""
-        raw = self.emit.load(self.emit.add(self.base, offset), ir.HalfType(), 1)
-        return self.b.fpext(raw, F32)
+    def halves(self, *offsets: int) -> Any:
+        """16 float32, an equal share of consecutive lanes for each float16.
 
-    def lanes(self, *scalars: Any) -> Any:
-        """16 float32, an equal share of consecutive lanes for each scalar."""
-        share = 16 // len(scalars)
-        vectors = [self.emit.spread(scalar) for scalar in scalars]
-        result = vectors[0]
-        for index, vector in enumerate(vectors[1:], 1):
-            order = [16 + lane if lane // share == index else lane for lane in range(16)]
-            result = self.emit.pick(result, vector, order)
-        return result
-
-    def floats(self, ints: Any) -> Any:
-        """16 float32 from unsigned bytes or ints."""
-        wide = ints if ints.type.element.width == 32 else self.b.zext(ints, self.emit.ints)
-        return self.b.sitofp(wide, self.emit.floats)
+        These are converted as vectors: for a single one LLVM takes a register of sums, for which each step waits.
+        """
+        lanes, share = [], 16 // len(offsets)
+        for offset in offsets:
+            begin = offset if offset < 64 else offset - 6  # a scale after the codes ends the step
+            half = self.b.bitcast(self.load(begin, 16, 4), ir.VectorType(ir.HalfType(), 4))
+            few = self.b.fpext(half, ir.VectorType(F32, 4))
+            lanes.append(self.pick(few, [(offset - begin) // 2] * share))
+        return self.emit.joined(*lanes)
 
     def factors(self, fields: Fields, least: int) -> Any:
         """The numbers of all groups, which have as many fields each, as 16 float32; of 8 groups twice."""
@@ -308,17 +301,15 @@ def _two_blocks(scheme: str, values: range | tuple[int, ...]) -> Callable[[_Step
         else:
             words = [*step.both_bytes(values, index)]
 
-        def scales(offset: int) -> list[Any]:
-            if scheme == "MXFP4":
-                # half the powers, since the table has twice the values
-                exponents = (step.emit.load(step.emit.add(step.base, block + offset), I8, 1) for block in (0, nbytes))
-                return [half_power(step.b, step.b.zext(exponent, I32)) for exponent in exponents]
-            return [step.half(block + offset) for block in (0, nbytes)]
-
-        least = None
-        if has_minimum:
-            least = step.b.fneg(step.pick(step.lanes(*scales(2)), [0, 8] * 8))
-        return iter([(words, step.lanes(*scales(0) * 2))]), least
+        if scheme == "MXFP4":
+            # half the powers, since the table has twice the values
+            exponents = (step.emit.load(step.emit.add(step.base, block), I8, 1) for block in (0, nbytes))
+            powers = [step.emit.spread(half_power(step.b, step.b.zext(exponent, I32)), 4) for exponent in exponents]
+            scales = step.emit.joined(*powers * 2)
+        else:
+            scales = step.pick(step.halves(0, nbytes), [0, 0, 0, 0, 8, 8, 8, 8] * 2)
+        least = step.b.fneg(step.pick(step.halves(2, nbytes + 2), [0, 8] * 8)) if has_minimum else None
+        return iter([(words, scales)]), least
 
     return emitted
 
@@ -328,7 +319,7 @@ def _q8_0(step: _StepInMemory) -> Emitted:
     for half in range(2):
         codes = step.emit.joined(*(step.load(block + 2 + 16 * half, 8, 16) for block in (0, 34)))
         words.append(step.b.sext(codes, WORDS))
-    return iter([(words, step.lanes(step.half(0), step.half(34)))]), None
+    return iter([(words, step.halves(0, 34))]), None
 
 
 def _super_block(scheme: str) -> Callable[[_StepInMemory], Emitted]:
@@ -363,7 +354,7 @@ def _super_block(scheme: str) -> Callable[[_StepInMemory], Emitted]:
 
 
 def _scales(step: _StepInMemory, form: BlockFormat) -> tuple[Any, Any]:
-    scale, *least = (step.lanes(step.half(offset)) for offset in form.halves)
+    scale, *least = map(step.halves, form.halves)
     scales = step.b.fmul(scale, step.factors(form.factors, form.least_factor)) if form.factors else scale
     return scales, step.b.fmul(*least, step.factors(form.minima, 0)) if least else None
 
@@ -374,7 +365,7 @@ def _six_bit_scales(step: _StepInMemory, form: BlockFormat) -> tuple[Any, Any]:
     low = step.masked(step.right(step.pick(fields, [2, 3, 1, 3]), [0, 4, 0, 0]), [0x3F3F3F3F, 0x0F0F0F0F] * 2)
     high = step.masked(step.right(step.pick(fields, [2, 2, 1, 1]), 2), [0, 0x30303030] * 2)
     factors = step.b.bitcast(step.b.or_(low, high), ir.VectorType(I8, 16))
-    both = step.b.fmul(step.lanes(step.half(2), step.half(0)), step.floats(factors))
+    both = step.b.fmul(step.halves(2, 0), step.b.uitofp(factors, step.emit.floats))
     return step.pick(both, [*range(8, 16)] * 2), both
 
 
@@ -460,7 +451,7 @@ def _dot(scheme: str, tokens: int) -> Any:
 # Templates of kernels; see `_product_kernels.named`.
 
 ONE: Any = None
-WIDE = LEAST = FILL = INPUT_BYTES = FLOAT_BYTES = ONE
+WIDE = LEAST = INPUT_BYTES = FLOAT_BYTES = ONE
 
 
 def _by_codes(data):  # type: ignore[no-untyped-def]
@@ -478,12 +469,3 @@ def _by_codes(data):  # type: ignore[no-untyped-def]
                 before, to = token * steps, out + (token * rows + row) * 4
                 ONE(base, inputs + before * INPUT_BYTES, floats + before * FLOAT_BYTES, to, steps, rows, 1)
                 token += 1
-
-
-def _by_numbers(data):  # type: ignore[no-untyped-def]
-    words = pieces(data)
-    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        codes, _, _, _, _, out, row_bytes, steps, columns, _, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
-        for row in range(first, last):
-            FILL(codes, 0, 0, out + row * columns * 4, row_bytes, steps, 0, row, 0, steps)

@@ -13,7 +13,7 @@ from llvmlite import ir
 
 from rabbitllm.base.compiling import address_of, to_array
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
-from rabbitllm.quant._vectors import I16, I32, I64, Emitter, emitted, number
+from rabbitllm.quant._vectors import I16, I32, I64, Emitter, emitted, narrowed, number
 
 HEAD_WORDS = 12
 """Own address; addresses of the inputs, of the scratch memory, of GOMP_parallel, and of the function for a thread;
@@ -48,18 +48,12 @@ def _emit_round(emit, function, x, bfloat, rows, steps, columns, step, group, or
 
 
 def _emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
-    """Round float32 to bfloat16: to nearest, ties to even; NaN stays NaN."""
+    """Round float32 to bfloat16."""
     b = emit.b
-
-    def of(value: int) -> Any:
-        return ir.Constant(I32, value)
-
     with emit.loop(count) as index:
-        bits = emit.load(emit.add(source, b.shl(index, number(2))), I32, 4)
-        odd = b.and_(b.lshr(bits, of(16)), of(1))
-        is_nan = b.icmp_unsigned(">", b.and_(bits, of(0x7FFFFFFF)), of(0x7F800000))
-        value = b.select(is_nan, of(0x7FC00000), b.add(bits, b.add(odd, of(0x7FFF))))
-        emit.store(b.trunc(b.lshr(value, of(16)), I16), emit.add(target, b.shl(index, number(1))), 2)
+        value = narrowed(b, emit.load(emit.add(source, b.shl(index, number(2))), I32, 4))
+        value = b.trunc(b.lshr(value, ir.Constant(I32, 16)), I16)
+        emit.store(value, emit.add(target, b.shl(index, number(1))), 2)
 
 
 _CALL, _TEAM, _ROUND, _NARROW = (emitted(code, 16) for code in (_emit_call, _emit_team, _emit_round, _emit_narrow))

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 CODES, PANELS, DEQUANTIZED = "codes", "panels", "dequantized"
 """Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; no kernel, but
 torch's product with a few rows at a time."""
-NUMBERS = "numbers"
-"""Dequantization of blocks of GGUF files, which is no product."""
+NUMBERS, BFLOATS = "numbers", "bfloats"
+"""Dequantization, which is no product: to float32, and to bfloat16."""
 INTEGERS = 64
 """Value of `width` for kernels that multiply integers (`_integers.py`)."""
 PAIRS = 32
@@ -34,7 +34,7 @@ ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "ste
 """The arguments of a piece of work: addresses up to `out` (`even` is that of all inputs where even and odd ones are not
 apart); bytes of codes in a row, steps of the kernel in a row, the logarithm of steps in a block, inputs, and rows of
 the whole matrix. Those that a kernel does not need are 0. For integers `odd` is that of the scales and sums
-of inputs, and `steps` are those of `_integers.InputLayout`. For the numbers of blocks `shift` is the columns."""
+of inputs, and `steps` are those of `_integers.InputLayout`."""
 
 
 class CodeKernel(NamedTuple):

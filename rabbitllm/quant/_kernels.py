@@ -17,14 +17,14 @@ from rabbitllm.base.forks import DaemonThread, Workers
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant._kernel_interface import CODES, NUMBERS, PAIRS, PANELS, CodeKernel, InputRows
+from rabbitllm.quant._kernel_interface import BFLOATS, CODES, NUMBERS, PAIRS, PANELS, CodeKernel, InputRows
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-WORTH_A_THREAD = {CODES: 1 << 16, PANELS: 1 << 14, NUMBERS: 1 << 14}
+WORTH_A_THREAD = {CODES: 1 << 16, PANELS: 1 << 14, NUMBERS: 1 << 14, BFLOATS: 1 << 14}
 """Method -> bytes of codes per thread; larger matrices use more threads. By codes these are about 4 microseconds of
 work, while starting a second thread takes 2."""
 
@@ -97,9 +97,9 @@ def _threads() -> Workers:
 
 # Trials of a kernel before it is used: the samples, and the tolerated error.
 
-TOLERANCE, INTEGER_TOLERANCE = 1e-5, 3e-4
+TOLERANCE, INTEGER_TOLERANCE, BFLOAT_TOLERANCE = 1e-5, 3e-4, 4e-3
 """Maximum error relative to the norm of a product: float32 sums of thousands of terms, in another order; integers of 16
-bits."""
+bits; weights that are rounded to bfloat16."""
 
 
 def agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float = TOLERANCE) -> bool:

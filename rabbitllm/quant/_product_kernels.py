@@ -4,6 +4,8 @@
 multiplied by their inputs in registers (`_vectors.py`), and summed in float32; a block's sum is multiplied by the
 block's scale. Fills out[token, row], float32.
 
+**Numbers.** Fills out[row, column], float32 or bfloat16.
+
 **By panels.** A panel, a few rows of the matrix or parts of long ones, is decoded to float32 once, in memory that stays
 in a core's cache, and multiplied with all inputs before the next panel. With many inputs the decoding then costs almost
 nothing. A panel's row consists of steps of two vectors, one of the values at even indices and one at odd ones, as codes
@@ -27,7 +29,15 @@ from typing import Any, Protocol
 
 from rabbitllm.base.compiling import address_of, asked, to_array
 from rabbitllm.quant import _integers
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, PANELS
+from rabbitllm.quant._kernel_interface import (
+    ARGUMENTS,
+    BEFORE_WORK,
+    BFLOAT16,
+    BFLOATS,
+    CODES,
+    INTEGERS,
+    PANELS,
+)
 from rabbitllm.quant._vectors import (
     CODEBOOKS,
     F32,
@@ -35,12 +45,14 @@ from rabbitllm.quant._vectors import (
     Emitter,
     emitted,
     inlined,
+    narrowed,
     number,
     on_stack,
 )
 
-ROWS = 4
-"""Rows of the matrix for each load of an input."""
+ROWS, CODE_ROWS = 4, 2
+"""Rows of the matrix for each load of an input, of a panel and by codes. More rows of codes are no faster in the cache,
+and read from memory they are slower: the processor's own prefetcher does not follow so many."""
 TOKENS = 4
 """Inputs for each lookup of a code."""
 LEAST_WIDE, LEAST_SLOW = 3, 2
@@ -48,8 +60,8 @@ LEAST_WIDE, LEAST_SLOW = 3, 2
 that are slow to decode."""
 PANEL_TOKENS = {16: 6, 8: 3}
 """Lanes -> inputs for each load of a panel's value; limited by the registers for sums."""
-PREFETCHED = 2048
-"""How many bytes ahead codes are prefetched; the processor's own prefetcher does not follow four rows at a time."""
+PREFETCHED = 8192
+"""How many bytes ahead codes are prefetched."""
 PANEL_ROWS, PANEL_COLUMNS = 128, 1024
 """Size of a panel: 512 KiB, of which `ROWS` rows and their inputs fit the smallest cache. With half the rows all inputs
 are read twice as often: 512 of them took 1.06 times as long."""
@@ -66,11 +78,16 @@ def address(method: str, scheme: str, width: int) -> int:
     """The address of a kernel, which is compiled at the first call, or loaded from numba's cache.
 
     Args:
-        method: `CODES` or `PANELS`.
+        method: `CODES`, `PANELS` or `BFLOATS`.
         scheme: "4bit" or "8bit"; `BFLOAT16` by codes.
         width: lanes of its vectors; `INTEGERS` for our own schemes by codes.
     """
     return address_of(KERNELS[method, scheme, width])
+
+
+def step_size(method: str, width: int) -> int:
+    """Bytes of the numbers of a step of two vectors."""
+    return (4 if method == BFLOATS else 8) * width
 
 
 @inlined
@@ -221,7 +238,7 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int
 
 @inlined
 def _code_tiles(dots, least, odd_shift, data):  # type: ignore[no-untyped-def]
-    """The loops over rows and inputs, in tiles of `ROWS` and `TOKENS` and smaller ones at the ends."""
+    """The loops over rows and inputs, in tiles of `CODE_ROWS` and `TOKENS` and smaller ones at the ends."""
     single, tall, wide, square = dots
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
@@ -234,7 +251,7 @@ def _code_tiles(dots, least, odd_shift, data):  # type: ignore[no-untyped-def]
             row, left = first, tokens - token
             is_wide = left >= least
             while row < last:
-                is_tall = row + ROWS <= last
+                is_tall = row + CODE_ROWS <= last
                 if is_wide and is_tall:
                     square(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
                 elif is_wide:
@@ -243,7 +260,7 @@ def _code_tiles(dots, least, odd_shift, data):  # type: ignore[no-untyped-def]
                     tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
                 else:
                     single(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                row += ROWS if is_tall else 1
+                row += CODE_ROWS if is_tall else 1
             token += TOKENS if is_wide else 1
 
 
@@ -253,8 +270,8 @@ def _code_tiles(dots, least, odd_shift, data):  # type: ignore[no-untyped-def]
 stack_panel: Any = on_stack(PANEL_ROWS * PANEL_COLUMNS * 4)
 
 
-def _fill(scheme: str, width: int) -> Any:
-    """An intrinsic that decodes a part of one row of the matrix to float32."""
+def _fill(method: str, scheme: str, width: int) -> Any:
+    """An intrinsic that decodes a part of one row of the matrix, to float32, or to bfloat16 by `BFLOATS`."""
     step_bytes = width * STEP_BYTES[scheme]
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
@@ -270,9 +287,13 @@ def _fill(scheme: str, width: int) -> Any:
                 block = builder.lshr(emit.add(before, index), shift)
                 scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
                 both = builder.fmul(both[0], scale), builder.fmul(both[1], scale)
-            place = emit.add(panel, builder.mul(index, number(8 * width)))
-            for offset, value in zip((0, 4 * width), both, strict=True):
-                emit.store(value, emit.add(place, offset), 4)
+            if method == BFLOATS:
+                even, odd = (narrowed(builder, builder.bitcast(value, emit.ints)) for value in both)
+                upper = builder.and_(odd, emit.every(-(1 << 16)))
+                stored = builder.or_(upper, builder.lshr(even, emit.every(16)))  # two bfloat16, in their order
+            else:
+                stored = emit.joined(*both)
+            emit.store(stored, emit.add(panel, builder.mul(index, number(step_size(method, width)))), 2)
 
     return emitted(fill, width)
 
@@ -400,6 +421,15 @@ def _by_codes(data):  # type: ignore[no-untyped-def]
     _code_tiles((ONE, TALL, WIDE, SQUARE), LEAST, ODD_SHIFT, data)
 
 
+def _by_numbers(data):  # type: ignore[no-untyped-def]
+    words = pieces(data)
+    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
+        codes, scales, _, _, table, out, row_bytes, steps, shift, _, rows = arguments(words, piece)
+        first, last = own_rows(words, rows)
+        for row in range(first, last):
+            FILL(codes, scales, table, out + row * steps * VECTOR, row_bytes, steps, shift, row, 0, steps)
+
+
 def _by_panels(data):  # type: ignore[no-untyped-def]
     _panel_tiles(FILL, (ONE, TALL, SQUARE), AT_ONCE, VECTOR, data)
 
@@ -415,8 +445,10 @@ def named(template: Any, name: str, **constants: Any) -> Callable[[Any], None]:
     return kernel
 
 
-def panel_kernel(scheme: str, width: int, fill: Any) -> Callable[[Any], None]:
-    """The kernel by panels that `fill` decodes, an intrinsic like that of `_fill`."""
+def filling_kernel(method: str, scheme: str, width: int, fill: Any) -> Callable[[Any], None]:
+    """The kernel by panels that `fill` decodes, an intrinsic like that of `_fill`, or of the numbers."""
+    if method != PANELS:
+        return named(_by_numbers, f"{method}_{scheme}_{width}", FILL=fill, VECTOR=step_size(method, width))
     single, tall, square = (_panel_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, PANEL_TOKENS[width])))
     constants = {"ONE": single, "TALL": tall, "SQUARE": square, "AT_ONCE": PANEL_TOKENS[width], "VECTOR": 4 * width}
     return named(_by_panels, f"{PANELS}_{scheme}_{width}", FILL=fill, **constants)
@@ -427,15 +459,15 @@ def code_kernel(
 ) -> Callable[[Any], None]:
     """The kernel by codes of segments that `make` returns for an emitter and the address of a table; for `least`, see
     `LEAST_WIDE`."""
-    shapes = (1, 1), (ROWS, 1), (1, TOKENS), (ROWS, TOKENS)
+    shapes = (1, 1), (CODE_ROWS, 1), (1, TOKENS), (CODE_ROWS, TOKENS)
     single, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
     shift = SCALE_SHIFT if width == INTEGERS else 0
     return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, ODD_SHIFT=shift)
 
 
 def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
-    if method == PANELS:
-        return panel_kernel(scheme, width, _fill(scheme, width))
+    if method != CODES:
+        return filling_kernel(method, scheme, width, _fill(method, scheme, width))
     name = f"{method}_{scheme}_{width}"
     if scheme == BFLOAT16:
         return named(_of_bfloat16, name, ONE=_bfloat_dot(width, 1), TALL=_bfloat_dot(width, ROWS), VECTOR=4 * width)
@@ -445,6 +477,7 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
 
 _KEYS = [(CODES, scheme, INTEGERS) for scheme in ("4bit", "8bit")]
 _KEYS += [(PANELS, scheme, width) for scheme in STEP_BYTES for width in (16, 8)]
+_KEYS += [(BFLOATS, scheme, width) for scheme in ("4bit", "8bit") for width in (16, 8)]
 _KEYS += [(CODES, BFLOAT16, width) for width in (16, 8)]
 KERNELS: dict[tuple[str, str, int], Callable[[Any], None]] = {key: _kernel(*key) for key in _KEYS}
 """Method, scheme and width of a kernel (see `address`) -> the kernel."""

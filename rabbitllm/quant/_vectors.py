@@ -190,6 +190,17 @@ class Emitter:
         return self.b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), places))
 
 
+def narrowed(b: Any, bits: Any) -> Any:
+    """The bits of float32, of which the upper halves are bfloat16: to nearest, ties to even; NaN stays NaN."""
+
+    def of(value: int) -> Any:
+        return every(bits.type, value) if isinstance(bits.type, ir.VectorType) else ir.Constant(bits.type, value)
+
+    is_nan = b.icmp_unsigned(">", b.and_(bits, of(0x7FFFFFFF)), of(0x7F800000))
+    odd = b.and_(b.lshr(bits, of(16)), of(1))
+    return b.select(is_nan, of(0x7FC00000), b.add(bits, b.add(odd, of(0x7FFF))))
+
+
 def half_power(b: Any, exponent: Any) -> Any:
     """2 ** (exponent - 128), float32, of an int of 32 bits."""
     one, two = ir.Constant(I32, 1), ir.Constant(I32, 2)

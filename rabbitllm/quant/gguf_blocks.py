@@ -150,7 +150,7 @@ def _by_kernel(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     values = out if out.dtype == torch.float32 else torch.empty(out.shape)
     if len(blocks):
         steps = block.elements // (2 * width)
-        shape = (block.nbytes, steps, block.elements, 1, len(blocks))
+        shape = (block.nbytes, steps, 0, 1, len(blocks))
         _kernels.run(NUMBERS, name, width, [(blocks.data_ptr(), *[0] * 4, values.data_ptr(), *shape)], blocks.numel())
     if values is not out:
         out.copy_(values)

@@ -2,7 +2,7 @@
 
 On the CPU, for few inputs each code is decoded in registers for every few of them, to integers (`_integers.py`). For
 more inputs a few rows at a time are decoded once for all of them, a panel, and multiplied in float32. For very many, as
-in the prefill of a long prompt, a few rows at a time are dequantized into the cache, and multiplied by torch; so are
+in the prefill of a prompt, a few rows at a time are dequantized into the cache, and multiplied by torch; so are
 matrices with code values that no kernel has a table for. Milliseconds of 5632 x 2048 at 4bit on a Xeon with AVX-512, by
 panels, code by code and by torch: 16 rows 7, 8 and 22, 64 rows 22, 36 and 45, 256 rows 88, 163 and 92.
 
@@ -25,6 +25,7 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
 from rabbitllm.quant._kernel_interface import (
+    BFLOATS,
     CODES,
     DEQUANTIZED,
     INTEGERS,
@@ -51,8 +52,8 @@ MAX_CODE_INPUTS = {"8bit": 5}
 """Rows of input up to which codes are decoded for every few of them; 16 for other schemes than these."""
 MAX_PANEL_INPUTS = {16: 256, 8: 512}
 """Lanes -> rows of input up to which panels are faster than torch."""
-MAX_PANEL_BFLOATS = 96
-"""The same of bfloat16 where torch has instructions for it."""
+MAX_PANEL_BFLOATS = 32
+"""The same of bfloat16 where torch has instructions for it; measured with AMX."""
 MAX_GROUPED = 512
 """Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 21
@@ -78,10 +79,11 @@ def multiplies(form: Quantized) -> bool:
 
 def max_panel_inputs(lanes: int, dtype: torch.dtype) -> int:
     """Rows of input of a dtype up to which panels are faster than torch; 0 if there are none."""
-    rows = MAX_PANEL_INPUTS.get(lanes, 0)
-    return (
-        min(rows, MAX_PANEL_BFLOATS) if dtype is torch.bfloat16 and bfloat_products.torch_has_instructions() else rows
+    limit, is_fast = (
+        MAX_PANEL_INPUTS.get(lanes, 0),
+        dtype is torch.bfloat16 and bfloat_products.torch_has_instructions(),
     )
+    return min(limit, MAX_PANEL_BFLOATS) if is_fast else limit
 
 
 def can_multiply(form: Quantized) -> bool:
@@ -316,16 +318,30 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         return self.payload.data_ptr(), self.absmax.data_ptr(), self.table_for(width), *sizes
 
     def in_chunks(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        from rabbitllm.quant import _vectors
+
         form, (rows, columns) = self.form, self.form.shape
         block = STORED[form.scheme].block
         codes = self.payload.view(rows, -1)
 
         def decode(begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
             scales = self.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
-            few = replace(form, shape=(end - begin, columns))
-            return dequantize(few, codes[begin:end].reshape(-1, 1), scales, self.table, dtype)
+            part = replace(form, shape=(end - begin, columns), dtype=None)  # rounded once, as the kernels' values
+            few = replace(self, form=part, payload=codes[begin:end].reshape(-1, 1), absmax=scales)
+            width = _vectors.lanes()
+            if dtype == torch.bfloat16 and few.table_for(width) and _agrees(BFLOATS, form.scheme, width):
+                return few.bfloats(width)
+            return few.dequantized(dtype)
 
         return dense_product(x, bias, (rows, columns), block // math.gcd(block, columns), decode)
+
+    def bfloats(self, width: int) -> torch.Tensor:
+        """The dequantized matrix in bfloat16, by a kernel of `width` lanes, rounded once."""
+        out = torch.empty(self.form.shape, dtype=torch.bfloat16)
+        codes, scales, table, *sizes = self.operands(width)
+        work = codes, scales, 0, 0, table, out.data_ptr(), *sizes, 1, len(out)
+        _kernels.run(BFLOATS, self.form.scheme, width, [work], self.payload.numel())
+        return out
 
     def table_for(self, width: int) -> int:
         """The address of the lookup table for kernels of `width` lanes; 0 if these cannot represent the codes."""
@@ -444,10 +460,12 @@ def _agrees(method: str, scheme: str, width: int) -> bool:
         generator = torch.Generator().manual_seed(0)
         for inputs, rows, columns in _TRIALS[method]:
             matrix, x = sample(scheme, (rows, columns), generator), torch.randn(inputs, columns, generator=generator)
-            yield matrix.times_by(method, width, x), x @ matrix.dequantized(torch.float32).T
+            is_product = method != BFLOATS
+            product = matrix.times_by(method, width, x) if is_product else x @ matrix.bfloats(width).float().T
+            yield product, x @ matrix.dequantized(torch.float32).T
 
-    tolerance = _kernels.INTEGER_TOLERANCE if width == INTEGERS else _kernels.TOLERANCE
-    return _kernels.agrees(f"by {method} at {scheme}", trials(), tolerance)
+    tolerances = {CODES: _kernels.INTEGER_TOLERANCE, BFLOATS: _kernels.BFLOAT_TOLERANCE}
+    return _kernels.agrees(f"by {method} at {scheme}", trials(), tolerances.get(method, _kernels.TOLERANCE))
 
 
 def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> Matrix:
@@ -465,6 +483,7 @@ def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> M
 _TRIALS = {
     CODES: ((1, 7, 768), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
     PANELS: ((7, 5, 768), (13, 70, 4096)),  # the last by several threads, with two panels for each row
+    BFLOATS: ((7, 70, 4096),),
 }
 """The products of a kernel's trial: inputs, rows, columns."""
 _NO_TABLE = -1

@@ -80,6 +80,12 @@ def test_many_shapes(scheme: str, rows: int, blocks: int, count: int, seed: int)
 
 
 @pytest.mark.parametrize("scheme", ALL)
+def test_a_kernel_rounds_the_matrix_once(scheme: str) -> None:
+    of = matrix(scheme, 70, 512)
+    assert torch.equal(of.bfloats(_vectors.lanes()), of.dequantized(torch.float32).bfloat16())
+
+
+@pytest.mark.parametrize("scheme", ALL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_inputs_and_a_bias(scheme: str, dtype: torch.dtype) -> None:
     of, bias = matrix(scheme, 70, 512), inputs(1, 70)[0].to(dtype)
@@ -87,7 +93,7 @@ def test_other_inputs_and_a_bias(scheme: str, dtype: torch.dtype) -> None:
         x = inputs(count, 512, dtype)
         result = of.linear(x.view(1, count, 512), bias)[0]
         assert result.dtype == dtype
-        dequantized = of.method_for(count, torch.float32)[0] == DEQUANTIZED
+        dequantized = of.method_for(count, dtype)[0] == DEQUANTIZED
         assert_product(result, x, of, bias, dtype if dequantized else None)
 
 

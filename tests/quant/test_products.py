@@ -262,6 +262,13 @@ def test_unknown_tables_are_dequantized() -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_kernel_rounds_the_matrix_once(scheme: str) -> None:
+    parts = matrix(scheme, 70, 192)
+    assert torch.equal(Matrix(*parts).bfloats(_vectors.lanes()), meant(parts).float().bfloat16())
+
+
+@needs_kernel
 def test_several_python_threads_at_once() -> None:
     parts = Matrix(*matrix("4bit", 512, 1024))
     batches = [inputs(count, 1024) for count in (1, 2, 3, 4, 5, 6, 7, 8)]
