@@ -22,7 +22,7 @@ from llvmlite import ir
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _integers, _product_kernels
-from rabbitllm.quant._block_formats import FORMATS, FP4_VALUES, IQ4_VALUES, BlockFormat, Field, Fields
+from rabbitllm.quant._block_formats import FORMATS, BlockFormat, Field, Fields
 from rabbitllm.quant._integers import WORDS, InputLayout
 from rabbitllm.quant._kernel_interface import BEFORE_WORK, CODES, NUMBERS, PANELS
 from rabbitllm.quant._product_kernels import PIECE_WORDS, arguments, named, own_rows, pieces
@@ -240,10 +240,9 @@ class _StepInMemory:
 
     # Scales.
 
-    def half(self, offset: int) -> Any:
-        """A float32 from a float16."""
-        raw = self.emit.load(self.emit.add(self.base, offset), ir.HalfType(), 1)
-        return self.b.fpext(raw, F32)
+    def halves(self, form: BlockFormat, offset: int = 0) -> list[Any]:
+        """The scale and, where there is one, the minimum of the block at an offset."""
+        return _halves(self.emit, form, self.emit.add(self.base, offset))
 
     def lanes(self, *scalars: Any) -> Any:
         """16 float32, an equal share of consecutive lanes for each scalar."""
@@ -254,11 +253,6 @@ class _StepInMemory:
             order = [16 + lane if lane // share == index else lane for lane in range(16)]
             result = self.emit.pick(result, vector, order)
         return result
-
-    def floats(self, ints: Any) -> Any:
-        """16 float32 from unsigned bytes or ints."""
-        wide = ints if ints.type.element.width == 32 else self.b.zext(ints, self.emit.ints)
-        return self.b.sitofp(wide, self.emit.floats)
 
     def factors(self, fields: Fields, least: int) -> Any:
         """The numbers of all groups, which have as many fields each, as 16 float32; of 8 groups twice."""
@@ -281,43 +275,37 @@ Emitted = tuple[Iterator[tuple[Sequence[Any], Any]], Any]
 the inputs; and 16 minima, of which there may be more than groups, or None."""
 
 
-def _two_blocks(scheme: str, values: range | tuple[int, ...]) -> Callable[[_StepInMemory], Emitted]:
+def _values(form: BlockFormat) -> range | tuple[int, ...]:
+    """The values of all codes."""
+    return form.values or range(form.least, form.least + (1 << sum(plane.bits for plane in form.planes)))
+
+
+def _two_blocks(scheme: str) -> Callable[[_StepInMemory], Emitted]:
     """Two blocks of a scale, in some types a minimum and 32 fifth bits, and 16 bytes."""
-    nbytes = BLOCK_TYPES[scheme].nbytes
-    has_minimum, has_fifth = scheme.endswith("1"), scheme.startswith("Q5")
+    nbytes, form = BLOCK_TYPES[scheme].nbytes, FORMATS[scheme]
+    values, (low_bits, *fifth_bits) = _values(form), form.planes
 
     def emitted(step: _StepInMemory) -> Emitted:
         def both(offset: int, count: int) -> Any:
             """Words at an offset in each block, one after the other."""
             return step.emit.joined(*(step.load(block + offset, 16, count) for block in (0, nbytes)))
 
-        low = both(nbytes - 16, 8)
+        low = both(low_bits.offset, 8)
         index = step.emit.joined(low, step.right(low, 4))
-        if has_fifth:
+        words = [] if fifth_bits else [*step.both_bytes(values, index)]
+        for plane in fifth_bits:
             # bits 0 to 15 of a block are those of lower halves, of which a word has two; AVX2 has no shifts by lane
-            bits = both(nbytes - 20, 2)
+            bits = both(plane.offset, 2)
             bits = step.pick(bits, [2 * (lane // 8 % 2) + lane // 16 for lane in range(32)])
-            words = []
             for odd in range(2):
                 own = step.masked(bits, [1 << (2 * (lane % 8) + odd) for lane in range(32)])
-                is_clear = step.b.icmp_unsigned("==", own, ir.Constant(WORDS, [0] * 32))
-                fifth = step.b.select(is_clear, ir.Constant(WORDS, [0] * 32), ir.Constant(WORDS, [16] * 32))
+                is_clear = step.b.icmp_unsigned("==", own, every(WORDS, 0))
+                fifth = step.b.select(is_clear, every(WORDS, 0), every(WORDS, 16))
                 code = step.b.or_(step.masked(step.right(index, 8 * odd), 15), fifth)
-                words.append(step.minus(code, 16 if scheme == "Q5_0" else 0))
-        else:
-            words = [*step.both_bytes(values, index)]
-
-        def scales(offset: int) -> list[Any]:
-            if scheme == "MXFP4":
-                # half the powers, since the table has twice the values
-                exponents = (step.emit.load(step.emit.add(step.base, block + offset), I8, 1) for block in (0, nbytes))
-                return [half_power(step.b, step.b.zext(exponent, I32)) for exponent in exponents]
-            return [step.half(block + offset) for block in (0, nbytes)]
-
-        least = None
-        if has_minimum:
-            least = step.b.fneg(step.pick(step.lanes(*scales(2)), [0, 8] * 8))
-        return iter([(words, step.lanes(*scales(0) * 2))]), least
+                words.append(step.minus(code, -form.least))
+        scales, *minima = zip(*(step.halves(form, block) for block in (0, nbytes)), strict=True)
+        least = step.b.fneg(step.pick(step.lanes(*minima[0]), [0, 8] * 8)) if minima else None
+        return iter([(words, step.lanes(*scales * 2))]), least
 
     return emitted
 
@@ -327,13 +315,13 @@ def _q8_0(step: _StepInMemory) -> Emitted:
     for half in range(2):
         codes = step.emit.joined(*(step.load(block + 2 + 16 * half, 8, 16) for block in (0, 34)))
         words.append(step.b.sext(codes, WORDS))
-    return iter([(words, step.lanes(step.half(0), step.half(34)))]), None
+    scales = (*step.halves(FORMATS["Q8_0"], 0), *step.halves(FORMATS["Q8_0"], 34))
+    return iter([(words, step.lanes(*scales))]), None
 
 
 def _super_block(scheme: str) -> Callable[[_StepInMemory], Emitted]:
     """A block of 256."""
-    form, low = FORMATS[scheme], FORMATS[scheme].planes[0]
-    values = form.values or range(form.least, form.least + (1 << sum(plane.bits for plane in form.planes)))
+    form, low, values = FORMATS[scheme], FORMATS[scheme].planes[0], _values(FORMATS[scheme])
     groups = (LAYOUTS[scheme].elements[::2] // form.group).reshape(-1, 16).tolist()  # of each lane of products
     run = 16 * low.run
 
@@ -362,7 +350,7 @@ def _super_block(scheme: str) -> Callable[[_StepInMemory], Emitted]:
 
 
 def _scales(step: _StepInMemory, form: BlockFormat) -> tuple[Any, Any]:
-    scale, *least = (step.lanes(step.half(offset)) for offset in form.halves)
+    scale, *least = map(step.lanes, step.halves(form))
     scales = step.b.fmul(scale, step.factors(form.factors, form.least_factor)) if form.factors else scale
     return scales, step.b.fmul(*least, step.factors(form.minima, 0)) if least else None
 
@@ -373,19 +361,13 @@ def _six_bit_scales(step: _StepInMemory, form: BlockFormat) -> tuple[Any, Any]:
     low = step.masked(step.right(step.pick(fields, [2, 3, 1, 3]), [0, 4, 0, 0]), [0x3F3F3F3F, 0x0F0F0F0F] * 2)
     high = step.masked(step.right(step.pick(fields, [2, 2, 1, 1]), 2), [0, 0x30303030] * 2)
     factors = step.b.bitcast(step.b.or_(low, high), ir.VectorType(I8, 16))
-    both = step.b.fmul(step.lanes(step.half(2), step.half(0)), step.floats(factors))
+    both = step.b.fmul(step.lanes(*reversed(step.halves(form))), step.b.uitofp(factors, step.emit.floats))
     return step.pick(both, [*range(8, 16)] * 2), both
 
 
 _EMITTED: Mapping[str, Callable[[_StepInMemory], Emitted]] = {
-    "Q4_0": _two_blocks("Q4_0", range(-8, 8)),
-    "Q4_1": _two_blocks("Q4_1", range(16)),
-    "Q5_0": _two_blocks("Q5_0", range(-16, 16)),
-    "Q5_1": _two_blocks("Q5_1", range(32)),
-    "Q8_0": _q8_0,
-    "IQ4_NL": _two_blocks("IQ4_NL", IQ4_VALUES),
-    "MXFP4": _two_blocks("MXFP4", FP4_VALUES),
-    **{name: _super_block(name) for name in ("IQ4_XS", "TQ2_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")},
+    name: _q8_0 if name == "Q8_0" else (_two_blocks if layout.step == 64 else _super_block)(name)
+    for name, layout in LAYOUTS.items()
 }
 
 

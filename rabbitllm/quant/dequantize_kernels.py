@@ -1,8 +1,7 @@
 """Kernels that dequantize on the CPU, compiled by numba: our schemes, and published quantizations.
 
-torch's own operations, one after the other over whole matrices, take up to fifty times as long. The results are the
-same bit for bit: a product of a code's value and its scale in float32, rounded once to the nearest, or a value from a
-table.
+torch's own operations over whole matrices take up to fifty times as long. The results are the same bit for bit: a
+product of a code's value and its scale in float32, rounded once to the nearest, or a value from a table.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _WORDS = 16
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, Bits]:
-    """A tensor to fill, of bfloat16 if that is `dtype` and else of float32, and its bits."""
+    """A tensor to fill, of bfloat16 if that is `dtype` and else of float32, and its bits, uint16 or uint32."""
     is_half = dtype == torch.bfloat16
     made = torch.empty(shape, dtype=torch.bfloat16 if is_half else torch.float32)
     bits: Any = made.view(torch.int16 if is_half else torch.int32).numpy()
@@ -48,8 +47,8 @@ def blocks(codes: Bytes, values: Floats, scales: Floats, size: tuple[int, int], 
         values: the value of each byte, (256,).
         scales: one for each block, (n, k).
         size: rows and columns of a block; blocks at the ends may be smaller.
-        out: (N, K); the bits of bfloat16 as uint16, or of float32 as uint32.
-        threads: maximum number of threads.
+        out: (N, K), from `empty`.
+        threads: maximum number of threads, here and below.
     """
     to = _targets(out)
     share(lambda begin, end: _blocks(codes, values, scales, *size, *to, begin, end), len(codes), codes.size, threads)
@@ -62,8 +61,7 @@ def fours(codes: Bytes, table: Floats, scales: Floats, out: Bits, threads: int, 
         codes: (N, K / 2).
         table: the value of each code, (16,).
         scales: (N, runs); K / runs is even.
-        out: (N, K); the bits of bfloat16 as uint16, or of float32 as uint32.
-        threads: maximum number of threads.
+        out: (N, K), from `empty`.
         high_first: whether the first code of a byte is its upper half, and not the lower.
     """
     to, first = _targets(out), np.uint8(4 if high_first else 0)
@@ -83,7 +81,6 @@ def nibbles(codes: Bytes, scales: Bytes, table: Bits, out: Bits, threads: int) -
         scales: (N, G).
         table: the value of each pair of scale and code, (256, 16).
         out: (32 G, N), bits as in `table`.
-        threads: maximum number of threads.
     """
     tiles = -(-len(codes) // _TILE)
     share(lambda begin, end: _nibbles(codes, scales, table, out, begin, end), tiles, 2 * codes.size, threads)
@@ -108,7 +105,6 @@ def integers(
         group: of each input, (K,).
         order: the output of each integer of an int32, from the lowest bits on; None if an int32 has several inputs.
         out: (N, K).
-        threads: maximum number of threads.
     """
     places = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)
     if order is None:

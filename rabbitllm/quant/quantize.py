@@ -29,11 +29,9 @@ from rabbitllm.quant.schemes import (
     SCHEMES,
     STORED,
     Quantized,
-    ScalesForm,
     bitsandbytes,
     code_values,
     functional,
-    nested_state,
 )
 
 if TYPE_CHECKING:
@@ -143,23 +141,21 @@ LEVELS = 4
 LEAST_GROUP = 16
 
 
-def settled(form: ScalesForm, read: ReadScales) -> Iterator[tuple[int, int, memoryview]]:
-    """The stored bytes of a tensor's scales: (index in `form.parts`, offset in that part, bytes).
+def quantized_scales(read: ReadScales, count: int, mean: np.float32) -> Iterator[tuple[int, int, memoryview]]:
+    """Quantize a tensor's scales, one to four megabytes at a time.
 
-    Reads the scales twice, one to four megabytes at a time.
+    Yields:
+        0 and the bytes of some codes, or 1 and those of their scales; between them the offset of the first byte.
     """
     import numpy as np
     import torch
 
-    count = form.source.elements
-    offset = mean_of(read, count)
     for first, length in _runs(count):
         with np.errstate(invalid="ignore"):  # for infinite weights
-            values = torch.from_numpy(read(first, length) - offset)
+            values = torch.from_numpy(read(first, length) - mean)
         codes, state = functional().quantize_blockwise(values, code_values("8bit"), blocksize=NESTED_BLOCK)
         yield 0, first, codes.numpy().data.cast("B")
         yield 1, first // NESTED_BLOCK * SCALE_BYTES, state.absmax.numpy().data.cast("B")
-    yield 2, 0, memoryview(nested_state(form.of.dtype, form.of.shape, float(offset)))
 
 
 def mean_of(read: ReadScales, count: int) -> np.float32:
@@ -366,19 +362,16 @@ def _on_host(
 
     from rabbitllm.quant import dequantize_kernels as kernels
 
+    if missing := -len(codes) % (block // (1 + is_halved)):
+        codes = torch.cat([codes, codes.new_zeros(missing)])
     of_codes, of_scales, values = (np.require(part.numpy(), None, ["A", "C"]) for part in (codes, scales, table))
-    made, bits = kernels.empty((len(codes) * (1 + is_halved),), dtype)
-    threads, whole = torch.get_num_threads(), elements // block
-    for first, count, width in ((0, whole, block), (whole, 1, len(bits) - whole * block)):
-        if width:
-            begin, end = first * block, first * block + count * width
-            out, some = bits[begin:end].reshape(count, width), of_scales[first : first + count, None]
-            if is_halved:
-                halves = of_codes[begin // 2 : end // 2].reshape(count, -1)
-                kernels.fours(halves, values, some, out, threads, high_first=True)
-            else:
-                kernels.blocks(of_codes[begin:end].reshape(count, width), values, some, (1, width), out, threads)
-    return made[:elements].to(dtype)
+    made, bits = kernels.empty((len(scales), block), dtype)
+    rows, threads = of_codes.reshape(len(scales), -1), torch.get_num_threads()
+    if is_halved:
+        kernels.fours(rows, values, of_scales[:, None], bits, threads, high_first=True)
+    else:
+        kernels.blocks(rows, values, of_scales[:, None], (1, block), bits, threads)
+    return made.view(-1)[:elements].to(dtype)
 
 
 def _in_runs(

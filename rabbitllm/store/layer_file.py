@@ -37,18 +37,9 @@ from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header
 from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec, byte_size
-from rabbitllm.quant.schemes import (
-    DOUBLE,
-    SCALE_BYTES,
-    STORED,
-    ScalesForm,
-    StoredForm,
-    arriving,
-    form_in,
-    scheme_of,
-    settling,
-)
+from rabbitllm.quant.schemes import DOUBLE, SCALE_BYTES, STORED, scheme_of
 from rabbitllm.storage.files import DIRECT_ALIGNMENT
+from rabbitllm.store.stored_form import ScalesForm, StoredForm, arriving, form_in, settling
 
 TENSOR_ALIGNMENT = 64
 """A cache line. Kernels may give other last bits for weights aligned to less than 16 bytes."""
