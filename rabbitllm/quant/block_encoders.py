@@ -134,12 +134,10 @@ def _tables(name: str) -> tuple[Any, ...]:
         Limits: least and greatest code, factor and minimum, spread. Codes of `IQ4_VALUES` are 0 to -1, factors of one
         group 1 to 1; so are minima that are added, and 0 to 0 if there are none.
         The ranges.
-        Where the bits of 16 or 32 codes go, by fours: index of the first, number, bits to shift right, mask, offset,
-        bits to shift left; those of 32 are single bits of consecutive ones.
-        Where those of factors and minima go: row of the tile, group, number that is stored as 0, bits to shift right,
-        mask, offset, bits to shift left.
-        The first offset of all codes, and the end.
-        The offsets of scale and minimum.
+        Where the bits of 16 or 32 codes go, by fours: index of the first, number, shift to the right, mask, offset,
+        shift to the left; those of 32 are single bits of consecutive ones.
+        Where factors and minima go: row of the tile, group, number stored as 0, then the same from the shift on.
+        The first offset of all codes, and the end; and the offsets of scale and minimum.
     """
     form, elements, (spread, ranges) = FORMATS[name], BLOCK_TYPES[name].elements, _SEARCHES[name]
     code_bits = sum(plane.bits for plane in form.planes)

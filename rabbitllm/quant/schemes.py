@@ -165,16 +165,10 @@ class Scheme:
 _CODES = ("", "U8", PartRole.CODES)
 _NF4_TABLE = (".4bit.quant_map", "F32", PartRole.TABLE)
 _STATE = (NF4_STATE, "U8", PartRole.STATE)
+_NF4_PARTS = (_CODES, (".4bit.absmax", "F32", PartRole.SCALES), _NF4_TABLE, _STATE)
+_NF4_SCHEME = Scheme(NF4_BLOCK, 2, "4bit", nf4_map, _NF4_PARTS, (NF4_STATE,), fits=True)
 SCHEMES: Mapping[str, Scheme] = {
-    "4bit": Scheme(
-        block=NF4_BLOCK,
-        codes_a_byte=2,
-        codes="4bit",
-        values=nf4_map,
-        parts=(_CODES, (".4bit.absmax", "F32", PartRole.SCALES), _NF4_TABLE, _STATE),
-        marks=(NF4_STATE,),
-        fits=True,
-    ),
+    "4bit": _NF4_SCHEME,
     "8bit": Scheme(
         block=INT8_BLOCK,
         codes_a_byte=1,
@@ -183,11 +177,8 @@ SCHEMES: Mapping[str, Scheme] = {
         parts=(_CODES, (".8bit.absmax", "F32", PartRole.SCALES), (".8bit.code", "F32", PartRole.TABLE)),
         marks=(".8bit.absmax",),
     ),
-    DOUBLE: Scheme(
-        block=NF4_BLOCK,
-        codes_a_byte=2,
-        codes="4bit",
-        values=nf4_map,
+    DOUBLE: replace(
+        _NF4_SCHEME,
         parts=(
             _CODES,
             (".4bit.absmax", "U8", PartRole.SCALES),
@@ -197,7 +188,6 @@ SCHEMES: Mapping[str, Scheme] = {
             _STATE,
         ),
         marks=(".4bit.nested_absmax", NF4_STATE),
-        fits=True,
         min_elements=MIN_DOUBLE_ELEMENTS,
         smaller="4bit",
     ),
