@@ -280,7 +280,7 @@ class LayerLayout:
 
     Attributes:
         layer: its id and stem.
-        forms: its tensors as they arrive from shards (`compression.arriving`), and the pieces of cut tensors.
+        forms: its tensors as they arrive from shards (`stored_form.arriving`), and the pieces of cut tensors.
         parts: stored parts in the order of the file.
         header_bytes: length of the header, a multiple of 4096, and so the offset of the data.
         offsets: stored key -> absolute offset in bytes; also of a piece that is written directly into the file.
