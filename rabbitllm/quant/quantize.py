@@ -60,7 +60,7 @@ def quantize_blocks(
 
     Returns:
         The payload (uint8: two elements per byte at 4bit, one at 8bit) and the scales (float32, one per block), as
-        bytes; at 4bit-double scales are quantized later, see `quantized_scales`. Blocks of ggml, which have their scales
+        bytes; at 4bit-double scales are quantized later (`quantized_scales`). Blocks of ggml, which have their scales
         in them, and no bytes.
     """
     if STORED[scheme].block_bytes:
