@@ -18,21 +18,20 @@ from rabbitllm.checkpoints.naming import LayerNaming, naming
 from rabbitllm.display import split_display
 from rabbitllm.errors import system_errors_by_name
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
-from rabbitllm.quant.quantize import dequantize, operands, quantize_blocks, settled
-from rabbitllm.quant.schemes import (
-    DOUBLE,
-    PRESETS,
+from rabbitllm.quant.quantize import dequantize, operands, quantize_blocks
+from rabbitllm.quant.schemes import DOUBLE, PRESETS, check_compression
+from rabbitllm.store.manifest import SPLIT_DIRECTORY
+from rabbitllm.store.stored_form import (
     StoredForm,
-    check_compression,
     constants,
     part_names,
     read_state,
+    settled,
     settling,
     state_key,
     stored_form,
     stored_schemes,
 )
-from rabbitllm.store.manifest import SPLIT_DIRECTORY
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.lib import command_line, report
 from benchmarks.lib.measure import spread
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.quant import quantize
+from rabbitllm.quant import quantize, quantize_kernels
 from rabbitllm.splitter.plan import CHUNK_BYTES
 
 DTYPES = ("BF16", "F16", "F32")
@@ -55,7 +55,7 @@ def measure(scheme: str, dtype: str, nbytes: int, turns: int) -> Row:
     part = data[: max(nbytes // SLOW_PART, min(nbytes, CHUNK_BYTES))]
 
     def compiled(run: memoryview) -> tuple[memoryview, memoryview]:
-        return quantize._quantize_compiled(scheme, run, dtype)
+        return quantize_kernels.quantize(scheme, run, dtype)
 
     def library(run: memoryview) -> tuple[memoryview, memoryview]:
         return quantize._quantize_with_bitsandbytes(scheme, run, dtype, "cpu")

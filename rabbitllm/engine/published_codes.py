@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rabbitllm.formats.tensor_spec import dtype_name
-from rabbitllm.quant.coded import FP4, FP8, INT4, CodedForm, CodedMatrix, is_scale
+from rabbitllm.quant.coded import FP4, FP8, INT4, CodedForm, CodedMatrix
+from rabbitllm.quant.coded import SCALES as SCALE_DTYPES
 
 if TYPE_CHECKING:
     from rabbitllm.engine._weights import Recipe
@@ -108,7 +109,7 @@ def form_of(operation: Any, path: str, codes: Part, scales: Part, shape: tuple[i
         return None
     if codes[1][0] != shape[0] or math.prod(codes[1][1:]) != width or shape[1] % 8:
         return None
-    if not is_scale(scales[0]) or (codes_form == INT4) != _has_integers(operation, path):
+    if scales[0] not in SCALE_DTYPES or (codes_form == INT4) != _has_integers(operation, path):
         return None
     block = _block(_configured_block(operation, path), scales[1], shape)
     return CodedForm(codes_form, scales[0], block, shape) if block is not None else None

@@ -30,13 +30,14 @@ from rabbitllm.engine.span_reader import BLOCK, FileSpan
 from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, StoredMatrix, read_only
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
-from rabbitllm.quant.gguf_blocks import arranged, work_bytes
+from rabbitllm.quant.gguf_blocks import work_bytes
 from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.quantize import dequantize, operands
 from rabbitllm.quant.schemes import Quantized
 from rabbitllm.storage.files import begin_to_read, expect_random_reads
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
+from rabbitllm.store.tensor_values import arranged
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,32 @@ class TensorSpec(NamedTuple):
         nbytes = byte_size(self.dtype, shape)
         return TensorSpec(self.piece.of, self.dtype, shape, self.file, 0, nbytes, blocks=blocks)
 
+    @property
+    def row_blocks(self) -> TensorSpec | None:
+        """Its blocks as a tensor of bytes; None if its rows are not made of whole blocks.
+
+        A specification of U8, whose shape has the bytes of a row in place of its elements, with the same blocks in the
+        same order.
+        """
+        stored, strides = self.blocks, self.strides
+        if stored is None or stored.kind.dtype or stored.change is not ValueChange.NONE or len(self.shape) < 2:
+            return None
+        columns, run, block = self.shape[-1], self.sizes[-1], stored.kind
+        if columns % block.elements or run % block.elements:
+            return None
+        if strides is not None:
+            if strides[-1] != 1 or any(stride % block.elements for stride in strides[:-1]):
+                return None
+            strides = (*map(block.row_bytes, strides[:-1]), 1)
+        shape = (*self.shape[:-1], block.row_bytes(columns))
+        view = None if self.view is None else (*self.view[:-1], block.row_bytes(run))
+        return TensorSpec(self.name, "U8", shape, self.file, self.offset, math.prod(shape), strides, view)
+
+    def keeps_blocks(self, kind: str | None) -> bool:
+        """Whether its blocks stay unchanged where it is stored in those of a type, by its name."""
+        stored = self.blocks
+        return stored is not None and stored.kind.name == kind and stored.may_stay and self.row_blocks is not None
+
 
 MAX_SHOWN = 160
 """Limit of the letters of a name in a message."""

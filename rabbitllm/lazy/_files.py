@@ -27,9 +27,9 @@ from rabbitllm.errors import CheckpointError, ClosedCheckpointError, CorruptShar
 from rabbitllm.formats.safetensors_file import view_bytes
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import DTYPES, Header, TensorSpec, torch_dtype
-from rabbitllm.quant.gguf_blocks import read_tensor
 from rabbitllm.storage.files import CAN_MAP_PRIVATELY, OpenFiles, PositionalFile, identity_of
 from rabbitllm.store.checksums import LayerChecks
+from rabbitllm.store.tensor_values import read_tensor
 
 if TYPE_CHECKING:
     import torch

@@ -64,12 +64,12 @@ from rabbitllm.models._conversion_input import (
     open_split,
     shards_at_hand,
 )
-from rabbitllm.quant.gguf_blocks import read_tensor
 from rabbitllm.quant.schemes import STORED, type_for_rows
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile
 from rabbitllm.storage.folders import bytes_freed_by_deleting, require_room
 from rabbitllm.store.layer_store import LayerStore, StoredTensor
+from rabbitllm.store.tensor_values import read_tensor
 
 if TYPE_CHECKING:
     import gguf

@@ -82,11 +82,10 @@ FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of FP4 (E2M1), `kvalues_mxfp4`."""
 
 _FOUR_BITS, _TWO_BITS = (Plane(16, 0, bits, 2) for bits in (4, 2))
-_FIRST, _LAST = range(4), range(4, 8)
-_SIX_BITS = tuple((Field(4 + g, 0, 6),) for g in _FIRST) + tuple((Field(8 + g, 0, 4), Field(g, 6, 2, 4)) for g in _LAST)
-_SIX_BIT_MINIMA = (
-    *((Field(8 + g, 0, 6),) for g in _FIRST),
-    *((Field(8 + g, 4, 4), Field(4 + g, 6, 2, 4)) for g in _LAST),
+_SIX_BITS, _SIX_BIT_MINIMA = (
+    tuple((Field(4 + at + g, 0, 6),) for g in range(4))
+    + tuple((Field(8 + g, at, 4), Field(at + g, 6, 2, 4)) for g in range(4, 8))
+    for at in (0, 4)
 )
 _OF_Q3_K = tuple((Field(96 + g % 8, g // 8 * 4, 4), Field(104 + g % 4, g // 4 * 2, 2, 4)) for g in range(16))
 _OF_IQ4_XS = tuple((Field(4 + g // 2, g % 2 * 4, 4), Field(2 + g // 4, g % 4 * 2, 2, 4)) for g in range(8))

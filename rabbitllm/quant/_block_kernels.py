@@ -23,7 +23,7 @@ from llvmlite import ir
 from rabbitllm.base.compiling import address_of
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _integers, _product_kernels
-from rabbitllm.quant._block_formats import FORMATS, FP4_VALUES, IQ4_VALUES, BlockFormat, Field, Fields
+from rabbitllm.quant._block_formats import FORMATS, BlockFormat, Field, Fields
 from rabbitllm.quant._integers import WORDS, InputLayout
 from rabbitllm.quant._kernel_interface import BEFORE_WORK, BFLOATS, CODES
 from rabbitllm.quant._product_kernels import PIECE_WORDS, arguments, named, own_rows, pieces
@@ -254,6 +254,10 @@ class _StepInMemory:
             lanes.append(self.pick(few, [(offset - begin) // 2] * share))
         return self.emit.joined(*lanes)
 
+    def power(self, offset: int) -> Any:
+        """Half the power of two of the exponent at an offset, for twice the values."""
+        return half_power(self.b, self.b.zext(self.emit.load(self.emit.add(self.base, offset), I8, 1), I32))
+
     def factors(self, fields: Fields, least: int) -> Any:
         """The numbers of all groups, which have as many fields each, as 16 float32; of 8 groups twice."""
         total = self.emit.every(least)
@@ -275,41 +279,41 @@ Emitted = tuple[Iterator[tuple[Sequence[Any], Any]], Any]
 the inputs; and 16 minima, of which there may be more than groups, or None."""
 
 
-def _two_blocks(scheme: str, values: range | tuple[int, ...]) -> Callable[[_StepInMemory], Emitted]:
+def _values(form: BlockFormat) -> range | tuple[int, ...]:
+    """The values of all codes."""
+    return form.values or range(form.least, form.least + (1 << sum(plane.bits for plane in form.planes)))
+
+
+def _two_blocks(scheme: str) -> Callable[[_StepInMemory], Emitted]:
     """Two blocks of a scale, in some types a minimum and 32 fifth bits, and 16 bytes."""
-    nbytes = BLOCK_TYPES[scheme].nbytes
-    has_minimum, has_fifth = scheme.endswith("1"), scheme.startswith("Q5")
+    nbytes, form = BLOCK_TYPES[scheme].nbytes, FORMATS[scheme]
+    values, (low_bits, *fifth_bits) = _values(form), form.planes
 
     def emitted(step: _StepInMemory) -> Emitted:
         def both(offset: int, count: int) -> Any:
             """Words at an offset in each block, one after the other."""
             return step.emit.joined(*(step.load(block + offset, 16, count) for block in (0, nbytes)))
 
-        low = both(nbytes - 16, 8)
+        low = both(low_bits.offset, 8)
         index = step.emit.joined(low, step.right(low, 4))
-        if has_fifth:
+        words = [] if fifth_bits else [*step.both_bytes(values, index)]
+        for plane in fifth_bits:
             # bits 0 to 15 of a block are those of lower halves, of which a word has two; AVX2 has no shifts by lane
-            bits = both(nbytes - 20, 2)
+            bits = both(plane.offset, 2)
             bits = step.pick(bits, [2 * (lane // 8 % 2) + lane // 16 for lane in range(32)])
-            words = []
             for odd in range(2):
                 own = step.masked(bits, [1 << (2 * (lane % 8) + odd) for lane in range(32)])
-                is_clear = step.b.icmp_unsigned("==", own, ir.Constant(WORDS, [0] * 32))
-                fifth = step.b.select(is_clear, ir.Constant(WORDS, [0] * 32), ir.Constant(WORDS, [16] * 32))
+                is_clear = step.b.icmp_unsigned("==", own, every(WORDS, 0))
+                fifth = step.b.select(is_clear, every(WORDS, 0), every(WORDS, 16))
                 code = step.b.or_(step.masked(step.right(index, 8 * odd), 15), fifth)
-                words.append(step.minus(code, 16 if scheme == "Q5_0" else 0))
+                words.append(step.minus(code, -form.least))
+        starts = 0, nbytes
+        if form.halves:
+            scales, *minima = (step.halves(*(start + offset for start in starts)) for offset in form.halves)
         else:
-            words = [*step.both_bytes(values, index)]
-
-        if scheme == "MXFP4":
-            # half the powers, since the table has twice the values
-            exponents = (step.emit.load(step.emit.add(step.base, block), I8, 1) for block in (0, nbytes))
-            powers = [step.emit.spread(half_power(step.b, step.b.zext(exponent, I32)), 4) for exponent in exponents]
-            scales = step.emit.joined(*powers * 2)
-        else:
-            scales = step.pick(step.halves(0, nbytes), [0, 0, 0, 0, 8, 8, 8, 8] * 2)
-        least = step.b.fneg(step.pick(step.halves(2, nbytes + 2), [0, 8] * 8)) if has_minimum else None
-        return iter([(words, scales)]), least
+            scales, minima = step.emit.joined(*(step.emit.spread(step.power(start), 8) for start in starts)), []
+        least = step.b.fneg(step.pick(minima[0], [0, 8] * 8)) if minima else None
+        return iter([(words, step.pick(scales, [0, 0, 0, 0, 8, 8, 8, 8] * 2))]), least
 
     return emitted
 
@@ -324,8 +328,7 @@ def _q8_0(step: _StepInMemory) -> Emitted:
 
 def _super_block(scheme: str) -> Callable[[_StepInMemory], Emitted]:
     """A block of 256."""
-    form, low = FORMATS[scheme], FORMATS[scheme].planes[0]
-    values = form.values or range(form.least, form.least + (1 << sum(plane.bits for plane in form.planes)))
+    form, low, values = FORMATS[scheme], FORMATS[scheme].planes[0], _values(FORMATS[scheme])
     groups = (LAYOUTS[scheme].elements[::2] // form.group).reshape(-1, 16).tolist()  # of each lane of products
     run = 16 * low.run
 
@@ -370,14 +373,8 @@ def _six_bit_scales(step: _StepInMemory, form: BlockFormat) -> tuple[Any, Any]:
 
 
 _EMITTED: Mapping[str, Callable[[_StepInMemory], Emitted]] = {
-    "Q4_0": _two_blocks("Q4_0", range(-8, 8)),
-    "Q4_1": _two_blocks("Q4_1", range(16)),
-    "Q5_0": _two_blocks("Q5_0", range(-16, 16)),
-    "Q5_1": _two_blocks("Q5_1", range(32)),
-    "Q8_0": _q8_0,
-    "IQ4_NL": _two_blocks("IQ4_NL", IQ4_VALUES),
-    "MXFP4": _two_blocks("MXFP4", FP4_VALUES),
-    **{name: _super_block(name) for name in ("IQ4_XS", "TQ2_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")},
+    name: _q8_0 if name == "Q8_0" else (_two_blocks if layout.step == 64 else _super_block)(name)
+    for name, layout in LAYOUTS.items()
 }
 
 

@@ -31,14 +31,11 @@ def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
     Both have to be bfloat16 and on the CPU, with K a multiple of the kernel's width, and the rows at most `max_rows`.
     """
     limit = max_rows()
-    if (
-        not limit
-        or weight.dtype != torch.bfloat16
-        or x.dtype != torch.bfloat16
-        or type(weight) not in (torch.Tensor, torch.nn.Parameter)
-    ):
+    if not limit or weight.dtype != torch.bfloat16 or x.dtype != torch.bfloat16 or weight.dim() != 2:
         return False
-    if weight.dim() != 2 or weight.device.type != "cpu" or x.device.type != "cpu" or not weight.is_contiguous():
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or not weight.is_contiguous():
+        return False
+    if weight.device.type != "cpu" or x.device.type != "cpu":
         return False
     from rabbitllm.quant import _vectors
 

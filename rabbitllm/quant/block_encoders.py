@@ -28,6 +28,7 @@ from rabbitllm.base.compiling import compiled
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant._block_formats import FORMATS, IQ4_VALUES, Fields
+from rabbitllm.quant._vectors import inlined
 from rabbitllm.quant.dequantize_kernels import share
 from rabbitllm.quant.quantize_kernels import BF16, F16, F32, load
 
@@ -133,12 +134,10 @@ def _tables(name: str) -> tuple[Any, ...]:
         Limits: least and greatest code, factor and minimum, spread. Codes of `IQ4_VALUES` are 0 to -1, factors of one
         group 1 to 1; so are minima that are added, and 0 to 0 if there are none.
         The ranges.
-        Where the bits of 16 or 32 codes go, by fours: index of the first, number, bits to shift right, mask, offset,
-        bits to shift left; those of 32 are single bits of consecutive ones.
-        Where those of factors and minima go: row of the tile, group, number that is stored as 0, bits to shift right,
-        mask, offset, bits to shift left.
-        The first offset of all codes, and the end.
-        The offsets of scale and minimum.
+        Where the bits of 16 or 32 codes go, by fours: index of the first, number, shift to the right, mask, offset,
+        shift to the left; those of 32 are single bits of consecutive ones.
+        Where factors and minima go: row of the tile, group, number stored as 0, then the same from the shift on.
+        The first offset of all codes, and the end; and the offsets of scale and minimum.
     """
     form, elements, (spread, ranges) = FORMATS[name], BLOCK_TYPES[name].elements, _SEARCHES[name]
     code_bits = sum(plane.bits for plane in form.planes)
@@ -396,45 +395,46 @@ def _weigh(group, groups, spread, t):  # type: ignore[no-untyped-def]
         t[_PER_TOTAL + g] = _inverse(t[_TOTAL + g])
 
 
+@inlined
+def _rounded(y, low, high):  # type: ignore[no-untyped-def]
+    return min(max((y + _TO_WHOLE) - _TO_WHOLE, low), high)
+
+
+@inlined
+def _looked_up(y, low, high):  # type: ignore[no-untyped-def]
+    return _NEAREST[_place(y)]
+
+
+@inlined
+def _add_rows(code_of, subtracts, t, begin, low, high):  # type: ignore[no-untyped-def]
+    """Add some rows to the weighted sums of their nearest codes; both arguments in front are constants."""
+    xs, weights = _rows(t, begin), _rows(t, begin + _WEIGHTS - _X)
+    for g in range(LANES):
+        once, squares, products = t[_ONCE + g], t[_SQUARES + g], t[_PRODUCTS + g]
+        inverse, offset = t[_INVERSES + g], t[_OFFSETS + g]
+        for j in range(_UNROLLED):
+            x = xs[j * LANES + g]
+            code = code_of((x + offset if subtracts else x) * inverse, low, high)
+            weighted = weights[j * LANES + g] * code
+            if subtracts:
+                once += weighted
+            squares += weighted * code
+            products += weighted * x
+        t[_ONCE + g], t[_SQUARES + g], t[_PRODUCTS + g] = once, squares, products
+
+
 @compiled
 def _sum(t, group, low, high, subtracts):  # type: ignore[no-untyped-def]
     """The weighted sums of the nearest codes, for inverses of scales and for offsets; `once` only if it is used."""
     for g in range(LANES):
         t[_ONCE + g] = t[_SQUARES + g] = t[_PRODUCTS + g] = _ZERO
     for begin in range(_X, _X + group * LANES, _UNROLLED * LANES):
-        xs, weights = _rows(t, begin), _rows(t, begin + _WEIGHTS - _X)
         if high < low:
-            for g in range(LANES):
-                squares, products, inverse = t[_SQUARES + g], t[_PRODUCTS + g], t[_INVERSES + g]
-                for j in range(_UNROLLED):
-                    x = xs[j * LANES + g]
-                    code = _NEAREST[_place(x * inverse)]
-                    weighted = weights[j * LANES + g] * code
-                    squares += weighted * code
-                    products += weighted * x
-                t[_SQUARES + g], t[_PRODUCTS + g] = squares, products
+            _add_rows(_looked_up, False, t, begin, low, high)
         elif subtracts:
-            for g in range(LANES):
-                once, squares, products = t[_ONCE + g], t[_SQUARES + g], t[_PRODUCTS + g]
-                inverse, offset = t[_INVERSES + g], t[_OFFSETS + g]
-                for j in range(_UNROLLED):
-                    x = xs[j * LANES + g]
-                    code = min(max(((x + offset) * inverse + _TO_WHOLE) - _TO_WHOLE, low), high)
-                    weighted = weights[j * LANES + g] * code
-                    once += weighted
-                    squares += weighted * code
-                    products += weighted * x
-                t[_ONCE + g], t[_SQUARES + g], t[_PRODUCTS + g] = once, squares, products
+            _add_rows(_rounded, True, t, begin, low, high)
         else:
-            for g in range(LANES):
-                squares, products, inverse = t[_SQUARES + g], t[_PRODUCTS + g], t[_INVERSES + g]
-                for j in range(_UNROLLED):
-                    x = xs[j * LANES + g]
-                    code = min(max((x * inverse + _TO_WHOLE) - _TO_WHOLE, low), high)
-                    weighted = weights[j * LANES + g] * code
-                    squares += weighted * code
-                    products += weighted * x
-                t[_SQUARES + g], t[_PRODUCTS + g] = squares, products
+            _add_rows(_rounded, False, t, begin, low, high)
 
 
 @compiled
@@ -507,7 +507,7 @@ def _factors(t, shares, targets, weights, begin, end, low, high, factors):  # ty
     for g in range(begin, end):
         target, weight = t[targets + g], t[weights + g]
         for k in range(len(shares)):
-            factor = min(max((target * t[_INVERSES + k] + _TO_WHOLE) - _TO_WHOLE, low), high)
+            factor = _rounded(target * t[_INVERSES + k], low, high)
             weighted = weight * factor
             t[_PRODUCTS + k] += weighted * target
             t[_SQUARES + k] += weighted * factor
@@ -520,7 +520,7 @@ def _factors(t, shares, targets, weights, begin, end, low, high, factors):  # ty
     best = _half(best)
     inverse = _inverse(best)
     for g in range(begin, end):
-        t[factors + g] = min(max((t[targets + g] * inverse + _TO_WHOLE) - _TO_WHOLE, low), high)
+        t[factors + g] = _rounded(t[targets + g] * inverse, low, high)
     return best
 
 
@@ -546,7 +546,7 @@ def _move_factors(t, group, limits):  # type: ignore[no-untyped-def]
             scale, least_unit, tried = t[_UNITS + g] * t[_TRIED + g], t[_LEAST_UNITS + g], t[_TRIED + g]
             total, first, once, per_total = t[_TOTAL + g], t[_FIRST + g], t[_ONCE + g], t[_PER_TOTAL + g]
             wanted = (scale * once - first) * per_total * _inverse(least_unit)
-            multiple = min(max((wanted + _TO_WHOLE) - _TO_WHOLE, least_multiple), most_multiple)
+            multiple = _rounded(wanted, least_multiple, most_multiple)
             minimum = least_unit * multiple
             gain = scale * (np.float32(2) * t[_PRODUCTS + g] - scale * t[_SQUARES + g])
             gain -= minimum * (minimum * total + np.float32(2) * (first - scale * once))
@@ -630,7 +630,7 @@ def _search(words, kind, group, groups, limits, ranges, places, fields, payload,
             else:
                 for g in range(LANES):
                     y = (xs[g] + t[_OFFSETS + g]) * t[_INVERSES + g]
-                    row[g] = np.uint8(np.int32(min(max((y + _TO_WHOLE) - _TO_WHOLE, low), high) - low))
+                    row[g] = np.uint8(np.int32(_rounded(y, low, high) - low))
             for g in range(LANES):
                 codes[g * group + i] = row[g]
         for block in range(count):

@@ -87,11 +87,6 @@ def _kernel_of(codes: str, scales: str, columns: int) -> CodeKernel:
     return CodeKernel("float8" if codes == FP8 else "nibbles", SCALES[scales], min(columns or SEGMENT, SEGMENT))
 
 
-def is_scale(dtype: str) -> bool:
-    """Whether kernels know scales of this dtype."""
-    return dtype in SCALES
-
-
 def is_scheme(name: str) -> bool:
     """Whether it is the `scheme` of a form."""
     return name.partition(" ")[0] in (FP8, FP4, INT4)
@@ -107,14 +102,9 @@ def form_named(scheme: str, shape: tuple[int, int]) -> CodedForm:
 def multiplies(form: CodedForm) -> bool:
     """Whether there is a kernel for this matrix on this machine: each row a whole number of segments."""
     rows, columns = form.block
-    if (
-        not all(form.shape)
-        or form.shape[1] % SEGMENT
-        or form.scales not in SCALES
-        or any(n & (n - 1) for n in form.block)
-    ):
+    if not all(form.shape) or form.shape[1] % SEGMENT or any(n & (n - 1) for n in form.block):
         return False
-    if (form.codes != FP8 and rows != 1) or 0 < columns < 16:
+    if form.scales not in SCALES or (form.codes != FP8 and rows != 1) or 0 < columns < 16:
         return False
     width = kernel_for(form.kernel, None)
     return bool(width) and _agrees(form.kernel, width)
@@ -257,12 +247,9 @@ def sample(kernel: CodeKernel, shape: tuple[int, int], generator: torch.Generato
     name = next(name for name, scale_type in SCALES.items() if scale_type == kernel.scales)
     is_fp8 = kernel.codes == "float8"
     form = CodedForm(FP8 if is_fp8 else FP4, name, (1, kernel.group), shape)
-    # no code is a NaN
-    payload = torch.randint(
-        0, 126 if is_fp8 else 256, (shape[0] * form.row_bytes,), dtype=torch.uint8, generator=generator
-    )
+    payload = torch.randint(0, 256, (shape[0] * form.row_bytes,), dtype=torch.uint8, generator=generator)
     if is_fp8:
-        payload |= torch.randint(0, 2, payload.shape, dtype=torch.uint8, generator=generator) << 7
+        payload[payload & 127 == 127] = 0  # NaN
     count = form.grid[0] * form.grid[1]
     if kernel.scales == "power":
         scales = torch.randint(120, 134, (count,), dtype=torch.uint8, generator=generator)

@@ -1,8 +1,7 @@
 """Kernels that dequantize on the CPU, compiled by numba: our schemes, and published quantizations.
 
-torch's own operations, one after the other over whole matrices, take up to fifty times as long. The results are the
-same bit for bit: a product of a code's value and its scale in float32, rounded once to the nearest, or a value from a
-table.
+torch's own operations over whole matrices take up to fifty times as long. The results are the same bit for bit: a
+product of a code's value and its scale in float32, rounded once to the nearest, or a value from a table.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _WORDS = 16
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, Bits]:
-    """A tensor to fill, of bfloat16 if that is `dtype` and else of float32, and its bits."""
+    """A tensor to fill, of bfloat16 if that is `dtype` and else of float32, and its bits, uint16 or uint32."""
     is_half = dtype == torch.bfloat16
     made = torch.empty(shape, dtype=torch.bfloat16 if is_half else torch.float32)
     bits: Any = made.view(torch.int16 if is_half else torch.int32).numpy()
@@ -48,8 +47,8 @@ def blocks(codes: Bytes, values: Floats, scales: Floats, size: tuple[int, int], 
         values: the value of each byte, (256,).
         scales: one for each block, (n, k).
         size: rows and columns of a block; blocks at the ends may be smaller.
-        out: (N, K); the bits of bfloat16 as uint16, or of float32 as uint32.
-        threads: maximum number of threads.
+        out: (N, K), from `empty`.
+        threads: maximum number of threads, here and below.
     """
     to = _targets(out)
     share(lambda begin, end: _blocks(codes, values, scales, *size, *to, begin, end), len(codes), codes.size, threads)
@@ -62,8 +61,7 @@ def fours(codes: Bytes, table: Floats, scales: Floats, out: Bits, threads: int, 
         codes: (N, K / 2).
         table: the value of each code, (16,).
         scales: (N, runs); K / runs is even.
-        out: (N, K); the bits of bfloat16 as uint16, or of float32 as uint32.
-        threads: maximum number of threads.
+        out: (N, K), from `empty`.
         high_first: whether the first code of a byte is its upper half, and not the lower.
     """
     to, first = _targets(out), np.uint8(4 if high_first else 0)
@@ -83,7 +81,6 @@ def nibbles(codes: Bytes, scales: Bytes, table: Bits, out: Bits, threads: int) -
         scales: (N, G).
         table: the value of each pair of scale and code, (256, 16).
         out: (32 G, N), bits as in `table`.
-        threads: maximum number of threads.
     """
     tiles = -(-len(codes) // _TILE)
     share(lambda begin, end: _nibbles(codes, scales, table, out, begin, end), tiles, 2 * codes.size, threads)
@@ -108,14 +105,17 @@ def integers(
         group: of each input, (K,).
         order: the output of each integer of an int32, from the lowest bits on; None if an int32 has several inputs.
         out: (N, K).
-        threads: maximum number of threads.
     """
+    places = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)
     if order is None:
-        tiles = -(-out.shape[0] // _TILE)
-        share(lambda a, b: _inputs(packed, bits, zeros, scales, group, out, a, b), tiles, out.size, threads)
+        several, shifts = None, np.repeat(places[:, None], 8 * _WORDS, 1)
     else:
-        tiles = -(-packed.shape[1] // _WORDS)
-        share(lambda a, b: _outputs(packed, bits, zeros, scales, group, order, out, a, b), tiles, out.size, threads)
+        several, shifts = len(places), np.tile(places[np.argsort(order)], (1, _WORDS))
+    words, mask = packed.view(np.uint32), np.uint32((1 << bits) - 1)
+    tiles = -(-len(out) // shifts.shape[1])
+    lines_and_places = np.divmod(np.arange(out.shape[1]), len(shifts))
+    operands = words, *lines_and_places, mask, shifts, several, zeros, scales, group, out
+    share(lambda begin, end: _integers(*operands, begin, end), tiles, out.size, threads)
 
 
 def share(work: Callable[[int, int], Any], count: int, elements: int, threads: int) -> None:
@@ -198,55 +198,35 @@ def _nibbles(codes, scales, table, out, begin, end):  # type: ignore[no-untyped-
 
 
 @compiled
-def _outputs(packed, bits, zeros, scales, group, order, out, begin, end):  # type: ignore[no-untyped-def]
-    several, mask = 32 // bits, np.uint32((1 << bits) - 1)
-    shifts = np.empty(_WORDS * several, np.uint32)
-    for w in range(_WORDS):
-        for i in range(several):
-            shifts[w * several + order[i]] = np.uint32(bits * i)
-    words, floats = np.empty(len(shifts), np.uint32), np.empty(len(shifts), np.float32)
-    tile = np.empty((len(shifts), _TILE), np.float32)
-    for first in range(begin * _WORDS, min(end * _WORDS, packed.shape[1]), _WORDS):
-        count = min(_WORDS, packed.shape[1] - first)
-        n, width = first * several, count * several
-        for begin_input in range(0, packed.shape[0], _TILE):
-            inputs = min(_TILE, packed.shape[0] - begin_input)
+def _integers(packed, lines, places, mask, shifts, several, zeros, scales, group, out, begin, end):  # type: ignore[no-untyped-def]
+    """See `integers`.
+
+    `lines` and `places` say where the integers of an input are: in which row of `packed`, at which shift of an int32.
+    `shifts` is (inputs of an int32, outputs of a tile), and `several` the adjacent outputs of an int32, None for one.
+    """
+    width, outputs = shifts.shape[1], 1 if several is None else several
+    columns = width // outputs
+    spread, floats = np.empty(width, np.uint32), np.empty(width, np.float32)
+    tile = np.empty((width, _TILE), np.float32)
+    for first in range(begin * columns, min(end * columns, packed.shape[1]), columns):
+        count = min(columns, packed.shape[1] - first)
+        n, filled = first * outputs, count * outputs
+        for begin_input in range(0, out.shape[1], _TILE):
+            inputs = min(_TILE, out.shape[1] - begin_input)
             for k in range(inputs):
-                of, line = group[begin_input + k], packed[begin_input + k, first : first + count]
-                zero, scale = zeros[of, n : n + width], scales[of, n : n + width]
-                for w in range(count):
-                    for i in range(several):
-                        words[w * several + i] = np.uint32(line[w])
-                for j in range(width):
-                    floats[j] = np.float32(np.int32((words[j] >> shifts[j]) & mask) - zero[j]) * scale[j]
-                for j in range(width):
+                of, line_number, place = group[begin_input + k], lines[begin_input + k], places[begin_input + k]
+                line, shift = packed[line_number, first : first + count], shifts[place]
+                zero, scale = zeros[of, n : n + filled], scales[of, n : n + filled]
+                words = line if several is None else spread
+                if several is not None:
+                    for w in range(count):
+                        for i in range(several):
+                            spread[w * several + i] = line[w]
+                for j in range(filled):
+                    floats[j] = np.float32(np.int32((words[j] >> shift[j]) & mask) - zero[j]) * scale[j]
+                for j in range(filled):
                     tile[j, k] = floats[j]
-            for j in range(width):
+            for j in range(filled):
                 turned, target = tile[j], out[n + j, begin_input : begin_input + inputs]
-                for k in range(inputs):
-                    target[k] = turned[k]
-
-
-@compiled
-def _inputs(packed, bits, zeros, scales, group, out, begin, end):  # type: ignore[no-untyped-def]
-    several, mask = 32 // bits, np.uint32((1 << bits) - 1)
-    lines = max(_TILE // several, 1)
-    floats = np.empty(_TILE, np.float32)
-    tile = np.empty((_TILE, lines * several), np.float32)
-    for first in range(begin * _TILE, min(end * _TILE, packed.shape[1]), _TILE):
-        count = min(_TILE, packed.shape[1] - first)
-        for begin_line in range(0, packed.shape[0], lines):
-            several_lines = min(lines, packed.shape[0] - begin_line)
-            begin_input, inputs = begin_line * several, several_lines * several
-            for k in range(inputs):
-                of, shift = group[begin_input + k], np.uint32(bits * (k % several))
-                line = packed[begin_line + k // several, first : first + count]
-                zero, scale = zeros[of, first : first + count], scales[of, first : first + count]
-                for j in range(count):
-                    floats[j] = np.float32(np.int32((np.uint32(line[j]) >> shift) & mask) - zero[j]) * scale[j]
-                for j in range(count):
-                    tile[j, k] = floats[j]
-            for j in range(count):
-                turned, target = tile[j], out[first + j, begin_input : begin_input + inputs]
                 for k in range(inputs):
                     target[k] = turned[k]

@@ -2,14 +2,6 @@
 
 Runs of whole blocks are quantized by our own kernels, whose results equal those of bitsandbytes, or by bitsandbytes.
 
-**Fitted scales**: of a few multiples of the largest magnitude of a block of 64, the one with the least squared error. A
-smaller one clips the largest value and has finer steps for all others; and since the 16 values of NF4 are not
-symmetrical, a negative one mirrors them. The rule, in float32: y = x * (1 / s); v is the NF4 value nearest to y after y
-is rounded to the nearest 1024th between -1 and 1; the error is s * s * sum((y - v)**2), where the second half of the
-terms is added to the first until one is left; of equal errors the first in the order of `MULTIPLES` wins. The code is
-the number of midpoints below y. So every processor has the same result. Blocks of zeros, with values that are not
-finite, or with magnitudes whose squares overflow or underflow, keep their largest magnitude as scale.
-
 **Nested scales** (bitsandbytes' `compress_statistics`): all scales of a tensor less their mean are quantized in blocks
 of 256 by the 256 values of 8bit. The mean is summed in the order in which torch (2.13, 2.14) sums as many float32 on
 x86-64 in one thread, since a layer file must not depend on their number: 32 parallel sums, of rows, of groups of rows,
@@ -30,7 +22,6 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
 from rabbitllm.quant import gguf_blocks
 from rabbitllm.quant.schemes import (
-    DOUBLE,
     INT8_BLOCK,
     NESTED_BLOCK,
     NF4_BLOCK,
@@ -38,12 +29,9 @@ from rabbitllm.quant.schemes import (
     SCHEMES,
     STORED,
     Quantized,
-    ScalesForm,
     bitsandbytes,
     code_values,
     functional,
-    nested_state,
-    nf4_map,
 )
 
 if TYPE_CHECKING:
@@ -72,15 +60,17 @@ def quantize_blocks(
 
     Returns:
         The payload (uint8: two elements per byte at 4bit, one at 8bit) and the scales (float32, one per block), as
-        bytes; at 4bit-double the scales are not quantized yet; see `settled`. Blocks of ggml, which have their scales
+        bytes; at 4bit-double scales are quantized later (`quantized_scales`). Blocks of ggml, which have their scales
         in them, and no bytes.
     """
     if STORED[scheme].block_bytes:
         return _encoded(scheme, data, dtype), memoryview(b"")
+    from rabbitllm.quant import quantize_kernels
+
     if fitted and SCHEMES[scheme].fits:
-        return quantize_fitted(scheme, data, dtype)
+        return quantize_kernels.quantize_fitted(scheme, data, dtype)
     if device == "cpu" and _compiled_kernels_agree(scheme):
-        return _quantize_compiled(scheme, data, dtype)
+        return quantize_kernels.quantize(scheme, data, dtype)
     return _quantize_with_bitsandbytes(scheme, data, dtype, device)
 
 
@@ -115,24 +105,19 @@ def _quantize_with_bitsandbytes(
     return _bytes_of(codes), _bytes_of(state.absmax)
 
 
-def _quantize_compiled(scheme: str, data: memoryview, dtype: str) -> tuple[memoryview, memoryview]:
-    from rabbitllm.quant import quantize_kernels
-
-    entry = SCHEMES[scheme]
-    return quantize_kernels.quantize(entry.codes, data, dtype, entry.values())
-
-
 @functools.cache
 def _compiled_kernels_agree(scheme: str) -> bool:
     """Whether our kernels agree with the installed bitsandbytes: another version, or on ARM, may round differently."""
     import torch
+
+    from rabbitllm.quant import quantize_kernels
 
     generator = torch.Generator().manual_seed(0)
     sample = torch.randn(8 * INT8_BLOCK + 33, generator=generator) * 0.02
     sample[:NF4_BLOCK] = 0
     for dtype in ("BF16", "F16", "F32"):
         data = _bytes_of(sample.to(torch_dtype(dtype)).view(torch.uint8))
-        if _quantize_compiled(scheme, data, dtype) != _quantize_with_bitsandbytes(scheme, data, dtype, "cpu"):
+        if quantize_kernels.quantize(scheme, data, dtype) != _quantize_with_bitsandbytes(scheme, data, dtype, "cpu"):
             logger.warning(
                 "This bitsandbytes quantizes to %s differently from RabbitLLM's kernels; bitsandbytes is used instead.",
                 scheme,
@@ -143,37 +128,6 @@ def _compiled_kernels_agree(scheme: str) -> bool:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.cpu().contiguous().view(-1).numpy().data.cast("B")
-
-
-# Scales that are fitted to their block.
-
-POSITIVE = (0.78, 0.84, 0.9, 0.96, 1.02)
-"""Multiples of the largest magnitude that are tried. Twice as many found 1 to 2 % less error."""
-MULTIPLES = {"4bit": (*POSITIVE, *(-multiple for multiple in POSITIVE)), DOUBLE: POSITIVE}
-"""Scheme -> multiples; at 4bit-double, scales of both signs lose more when they are quantized than they gain."""
-STEPS = 1024
-"""Steps from 0 to 1 to which y is rounded."""
-
-
-def quantize_fitted(scheme: str, data: memoryview, dtype: str) -> tuple[memoryview, memoryview]:
-    """Quantize a run of blocks; see `quantize_blocks`."""
-    import numpy as np
-
-    from rabbitllm.quant import quantize_kernels
-
-    return quantize_kernels.quantize_fitted(data, dtype, *fitting_tables(), np.array(MULTIPLES[scheme], np.float32))
-
-
-@functools.cache
-def fitting_tables() -> tuple[Floats, Floats]:
-    """The midpoints between the NF4 values, and the value nearest to each 1024th from -1 to 1."""
-    import numpy as np
-
-    from rabbitllm.quant.quantize_kernels import nf4_midpoints
-
-    levels, midpoints = np.frombuffer(nf4_map(), np.float32), nf4_midpoints(nf4_map())
-    steps = np.arange(-STEPS, STEPS + 1, dtype=np.float32) / np.float32(STEPS)
-    return midpoints, levels[np.searchsorted(midpoints, steps, side="left")]
 
 
 # Scales that are quantized themselves.
@@ -187,23 +141,21 @@ LEVELS = 4
 LEAST_GROUP = 16
 
 
-def settled(form: ScalesForm, read: ReadScales) -> Iterator[tuple[int, int, memoryview]]:
-    """The stored bytes of a tensor's scales: (index in `form.parts`, offset in that part, bytes).
+def quantized_scales(read: ReadScales, count: int, mean: np.float32) -> Iterator[tuple[int, int, memoryview]]:
+    """Quantize a tensor's scales, one to four megabytes at a time.
 
-    Reads the scales twice, one to four megabytes at a time.
+    Yields:
+        0 and the bytes of some codes, or 1 and those of their scales; between them the offset of the first byte.
     """
     import numpy as np
     import torch
 
-    count = form.source.elements
-    offset = mean_of(read, count)
     for first, length in _runs(count):
         with np.errstate(invalid="ignore"):  # for infinite weights
-            values = torch.from_numpy(read(first, length) - offset)
+            values = torch.from_numpy(read(first, length) - mean)
         codes, state = functional().quantize_blockwise(values, code_values("8bit"), blocksize=NESTED_BLOCK)
         yield 0, first, codes.numpy().data.cast("B")
         yield 1, first // NESTED_BLOCK * SCALE_BYTES, state.absmax.numpy().data.cast("B")
-    yield 2, 0, memoryview(nested_state(form.of.dtype, form.of.shape, float(offset)))
 
 
 def mean_of(read: ReadScales, count: int) -> np.float32:
@@ -410,19 +362,16 @@ def _on_host(
 
     from rabbitllm.quant import dequantize_kernels as kernels
 
+    if missing := -len(codes) % (block // (1 + is_halved)):
+        codes = torch.cat([codes, codes.new_zeros(missing)])
     of_codes, of_scales, values = (np.require(part.numpy(), None, ["A", "C"]) for part in (codes, scales, table))
-    made, bits = kernels.empty((len(codes) * (1 + is_halved),), dtype)
-    threads, whole = torch.get_num_threads(), elements // block
-    for first, count, width in ((0, whole, block), (whole, 1, len(bits) - whole * block)):
-        if width:
-            begin, end = first * block, first * block + count * width
-            out, some = bits[begin:end].reshape(count, width), of_scales[first : first + count, None]
-            if is_halved:
-                halves = of_codes[begin // 2 : end // 2].reshape(count, -1)
-                kernels.fours(halves, values, some, out, threads, high_first=True)
-            else:
-                kernels.blocks(of_codes[begin:end].reshape(count, width), values, some, (1, width), out, threads)
-    return made[:elements].to(dtype)
+    made, bits = kernels.empty((len(scales), block), dtype)
+    rows, threads = of_codes.reshape(len(scales), -1), torch.get_num_threads()
+    if is_halved:
+        kernels.fours(rows, values, of_scales[:, None], bits, threads, high_first=True)
+    else:
+        kernels.blocks(rows, values, of_scales[:, None], (1, block), bits, threads)
+    return made.view(-1)[:elements].to(dtype)
 
 
 def _in_runs(

@@ -26,7 +26,6 @@ from pathlib import Path
 from rabbitllm.base.progress import BytesDone, LayerDone, ShardDone, ShardStarted, SplitStarted, tell
 from rabbitllm.checkpoints.checkpoint import Disposal, Release
 from rabbitllm.errors import CorruptShardError
-from rabbitllm.quant.schemes import constants
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.splitter.filler import Filler, IncomingShard, ShardExecutor, ShardFetcher, SplitWork
@@ -36,6 +35,7 @@ from rabbitllm.splitter.source_check import release_if_same, require_unmodified,
 from rabbitllm.splitter.sums import PartSums, ShardChecksums, TensorSums
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
+from rabbitllm.store.stored_form import constants
 from rabbitllm.telemetry.passes import SHARD_WAIT
 from rabbitllm.telemetry.profiler import Profiler
 

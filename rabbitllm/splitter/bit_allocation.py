@@ -29,13 +29,13 @@ from rabbitllm.quant.schemes import (
     SCHEMES,
     is_compressible,
     scheme_of,
-    stored_form,
 )
 from rabbitllm.splitter._presets import LAYER, role_of
 from rabbitllm.splitter.disk_budget import BitChoice, DiskBudget, EstimatedFile, Shortage, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, layout_at, recompressed
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.manifest import AUTO, BitAllocation
+from rabbitllm.store.stored_form import stored_form
 
 ERRORS: Mapping[str, float] = {
     "8bit": 1.8e-4,

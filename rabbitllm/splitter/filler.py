@@ -26,7 +26,6 @@ from rabbitllm.formats.gguf import MAX_HEADER_BYTES, begins_gguf
 from rabbitllm.formats.safetensors_file import LENGTH_BYTES, header_length
 from rabbitllm.formats.shard_header import parse_shard_header, read_shard_header
 from rabbitllm.formats.tensor_spec import Header
-from rabbitllm.quant.schemes import StoredForm
 from rabbitllm.splitter._held_bytes import HeldBytes
 from rabbitllm.splitter.disk_budget import DiskUse, ShardTransfer
 from rabbitllm.splitter.mover import ByteStream, FillTarget, Mover
@@ -36,6 +35,7 @@ from rabbitllm.storage import durable
 from rabbitllm.storage.files import OpenFiles, PositionalFile
 from rabbitllm.store.layer_file import SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.store.manifest import is_fitted
+from rabbitllm.store.stored_form import StoredForm
 from rabbitllm.telemetry.passes import FETCH
 from rabbitllm.telemetry.profiler import Profiler
 

@@ -23,23 +23,16 @@ from rabbitllm.base.forks import require_room_for_a_thread
 from rabbitllm.base.progress import BytesDone, BytesFetched, tell
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.tensor_spec import Readable
-from rabbitllm.quant.gguf_blocks import read_tensor
-from rabbitllm.quant.quantize import quantize_blocks, settled
-from rabbitllm.quant.schemes import (
-    SCALE_BYTES,
-    STORED,
-    ScalesForm,
-    StoredForm,
-    constants,
-    keeps_blocks,
-    row_blocks,
-)
+from rabbitllm.quant.quantize import quantize_blocks
+from rabbitllm.quant.schemes import SCALE_BYTES, STORED
 from rabbitllm.splitter._held_bytes import HeldBytes
 from rabbitllm.splitter.plan import CHUNK_BYTES, Move
 from rabbitllm.splitter.sums import Sums
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import DIRECT_ALIGNMENT, PositionalFile, page_aligned
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT, LayerLayout
+from rabbitllm.store.stored_form import ScalesForm, StoredForm, constants, settled
+from rabbitllm.store.tensor_values import read_tensor
 from rabbitllm.telemetry.passes import FETCH, QUANTIZE, READ, SYNC, WRITE
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -280,12 +273,12 @@ class Mover:
         written = 0
         for move in batch:
             buffer = self._own_buffer()[: move.nbytes]
-            if not _keeps_blocks(move.form) or self.sums.sums_source(move.form):
+            if not move.form.keeps_blocks or self.sums.sums_source(move.form):
                 with self._profiler.stage(move.layer, READ, move.nbytes):
                     self._read(source, buffer, move)
             if move.form.scheme is not None and self.sums.sums_source(move.form):
                 self.sums.add_source(move.form, move.begin, buffer)
-            if _keeps_blocks(move.form):
+            if move.form.keeps_blocks:
                 buffer = self._kept(source, move)
             written += self._write(targets[move.layer], move, buffer, aligned=True)
         if label is not None:
@@ -294,7 +287,7 @@ class Mover:
     def _kept(self, source: Readable, move: Move) -> memoryview:
         """The unchanged blocks of a run, in this thread's own buffer."""
         spec, columns = move.form.source, move.form.source.shape[-1]
-        rows = row_blocks(spec)
+        rows = spec.row_blocks
         assert rows is not None
         first, count = move.first // columns, move.elements // columns
         buffer = self._own_buffer()[: count * rows.shape[-1]]
@@ -332,8 +325,8 @@ class Mover:
                 data = buffer[begin:end]
                 if move.form.source.blocks is not None:
                     held = HeldBytes(data, move.span[0])
-                    data = self._kept(held, move) if _keeps_blocks(move.form) else self._own_buffer()[: move.nbytes]
-                    if not _keeps_blocks(move.form):
+                    data = self._kept(held, move) if move.form.keeps_blocks else self._own_buffer()[: move.nbytes]
+                    if not move.form.keeps_blocks:
                         read_tensor(held, move.form.source, move.begin, data)
                 elif move.form.scheme is not None and begin % TENSOR_ALIGNMENT:  # kernels require aligned values
                     copy = self._own_buffer()[: move.nbytes]
@@ -353,7 +346,7 @@ class Mover:
                 self._put(target, form, 0, move.first, data, aligned=aligned)
             return move.nbytes
         written, entry = 0, STORED[form.scheme]
-        if _keeps_blocks(form):
+        if form.keeps_blocks:
             written = len(data)
             with self._profiler.stage(move.layer, WRITE, written):
                 self._put(target, form, 0, entry.payload_bytes(move.first), data)
@@ -398,10 +391,6 @@ class Mover:
             self._local.buffer = page_aligned(CHUNK_BYTES)
         buffer: memoryview = self._local.buffer
         return buffer
-
-
-def _keeps_blocks(form: StoredForm) -> bool:
-    return keeps_blocks(form.source, form.scheme)
 
 
 def _bytes_done(shard: str, batch: list[Move], written: int) -> BytesDone:

@@ -22,12 +22,13 @@ from rabbitllm.checkpoints.naming import LayerName, layer_order, predicts_furthe
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.tensor_spec import DTYPES, LeftOut, TensorSpec, byte_size
-from rabbitllm.quant.schemes import DOUBLE, STORED, Quantized, StoredForm, form_in, keeps_blocks, stored_form
+from rabbitllm.quant.schemes import DOUBLE, STORED, Quantized
 from rabbitllm.splitter._presets import bits_by_tensor
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_file import FORMAT_VERSION, LayerLayout, join, lay_out
 from rabbitllm.store.layer_store import StoredTensor
 from rabbitllm.store.manifest import AUTO, BitAllocation
+from rabbitllm.store.stored_form import StoredForm, form_in, stored_form
 
 MAX_GAP_BYTES = 16 << 20
 """Limit of the bytes between tensors: enough for a directory and a pickle of 30,000 tensors."""
@@ -441,7 +442,7 @@ def moves_of(forms: Iterable[tuple[str, StoredForm]]) -> Iterator[Move]:
                 yield Move(layer, form, begin, length, spec.offset + begin, length)
             continue
         # blocks that are kept move by whole rows
-        block = spec.shape[-1] if keeps_blocks(spec, form.scheme) else STORED[form.scheme].block
+        block = spec.shape[-1] if form.keeps_blocks else STORED[form.scheme].block
         width, step = DTYPES[spec.dtype].bits // 8, _step(spec, block)
         for first in range(0, spec.elements, step):
             count = min(step, spec.elements - first)

@@ -30,12 +30,12 @@ from rabbitllm.checkpoints.checkpoint import (
 from rabbitllm.display.split_display import shown_reading
 from rabbitllm.errors import CorruptShardError, SplitMismatchError
 from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec
-from rabbitllm.quant.gguf_blocks import read_tensor
 from rabbitllm.splitter.journal import Replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, tensors_by_shard
 from rabbitllm.storage.files import PositionalFile
 from rabbitllm.store.checksums import combine
 from rabbitllm.store.manifest import MANIFEST_NAME, Manifest
+from rabbitllm.store.tensor_values import read_tensor
 
 logger = logging.getLogger(__name__)
 

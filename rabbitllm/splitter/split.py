@@ -26,7 +26,6 @@ from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import IncompleteSplitError, InUseError, RabbitLLMError, SplitMismatchError
 from rabbitllm.formats.safetensors_file import read_header
-from rabbitllm.quant.schemes import ScalesForm, StoredForm, constants, stored_schemes
 from rabbitllm.splitter import journal
 from rabbitllm.splitter._shard_loop import ShardLoop
 from rabbitllm.splitter.bit_allocation import other_budget
@@ -66,6 +65,7 @@ from rabbitllm.store.manifest import (
     require_fitted,
     write_manifest,
 )
+from rabbitllm.store.stored_form import ScalesForm, StoredForm, constants, stored_schemes
 from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rabbitllm.formats.safetensors_file import TensorToWrite
-from rabbitllm.quant.schemes import ScalesForm, StoredForm
 from rabbitllm.store.checksums import SUM_BYTES, combine, combine_all, is_cut, numbers, run_lengths, run_sums
+from rabbitllm.store.stored_form import ScalesForm, StoredForm
 
 PartSums = bytes
 """The CRC-32 of a stored part, followed by that of each of its runs if it has several; `SUM_BYTES` each."""

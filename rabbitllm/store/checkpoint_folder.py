@@ -42,7 +42,6 @@ from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header, view_bytes
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, dtype_name, torch_dtype
 from rabbitllm.quant import gguf_blocks
-from rabbitllm.quant.gguf_blocks import read_tensor
 from rabbitllm.quant.quantize import dequantize, expand_scales
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, STORED, Quantized
 from rabbitllm.storage import durable
@@ -51,6 +50,7 @@ from rabbitllm.storage.folders import require_room
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
+from rabbitllm.store.tensor_values import read_tensor
 
 if TYPE_CHECKING:
     import torch

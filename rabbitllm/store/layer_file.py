@@ -37,18 +37,9 @@ from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header
 from rabbitllm.formats.tensor_spec import TensorPiece, TensorSpec, byte_size
-from rabbitllm.quant.schemes import (
-    DOUBLE,
-    SCALE_BYTES,
-    STORED,
-    ScalesForm,
-    StoredForm,
-    arriving,
-    form_in,
-    scheme_of,
-    settling,
-)
+from rabbitllm.quant.schemes import DOUBLE, SCALE_BYTES, STORED, scheme_of
 from rabbitllm.storage.files import DIRECT_ALIGNMENT
+from rabbitllm.store.stored_form import ScalesForm, StoredForm, arriving, form_in, settling
 
 TENSOR_ALIGNMENT = 64
 """A cache line. Kernels may give other last bits for weights aligned to less than 16 bytes."""
@@ -289,7 +280,7 @@ class LayerLayout:
 
     Attributes:
         layer: its id and stem.
-        forms: its tensors as they arrive from shards (`compression.arriving`), and the pieces of cut tensors.
+        forms: its tensors as they arrive from shards (`stored_form.arriving`), and the pieces of cut tensors.
         parts: stored parts in the order of the file.
         header_bytes: length of the header, a multiple of 4096, and so the offset of the data.
         offsets: stored key -> absolute offset in bytes; also of a piece that is written directly into the file.

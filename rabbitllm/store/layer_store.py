@@ -29,15 +29,7 @@ from rabbitllm.errors import (
 from rabbitllm.formats.safetensors_file import MappedFile, read_header
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import Header, TensorSpec
-from rabbitllm.quant.schemes import (
-    Quantized,
-    part_names,
-    read_state,
-    row_blocks,
-    scheme_of,
-    state_key,
-    stored_schemes,
-)
+from rabbitllm.quant.schemes import Quantized, scheme_of
 from rabbitllm.storage.files import PositionalFile
 from rabbitllm.store.checksums import (
     LayerChecks,
@@ -58,6 +50,7 @@ from rabbitllm.store.manifest import (
     is_legacy,
     read_manifest,
 )
+from rabbitllm.store.stored_form import part_names, read_state, state_key, stored_schemes
 
 if TYPE_CHECKING:
     from rabbitllm.checkpoints.local import LocalCheckpoint
@@ -319,7 +312,7 @@ def _stored_tensor(spec: TensorSpec) -> StoredTensor:
             f"The tensor {spec.name!r} in {spec.file} is a piece of a larger one; split=False reads whole ones only.",
             "Remove split=False: a split joins the pieces.",
         )
-    scheme, payload = scheme_of(spec, None), row_blocks(spec)
+    scheme, payload = scheme_of(spec, None), spec.row_blocks
     if scheme is None or payload is None:
         return StoredTensor(spec.name, (spec,), None)
     return StoredTensor(spec.name, (payload,), Quantized(scheme, spec.shape, None))

@@ -22,13 +22,14 @@ from rabbitllm.cli.main import app
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
 from rabbitllm.models.library import compression_here, one_of_model
-from rabbitllm.quant.schemes import BLOCKS, DOUBLE, scheme_of, stored_schemes
+from rabbitllm.quant.schemes import BLOCKS, DOUBLE, scheme_of
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import groups
 from rabbitllm.splitter.request import SplitRequest, plan_split
 from rabbitllm.splitter.split import split
 from rabbitllm.store.layer_store import LayerStore, verify
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, BitAllocation, Manifest, is_fitted, read_manifest
+from rabbitllm.store.stored_form import stored_schemes
 from tests.ray.test_shards import Here
 from tests.splitter.conftest import crash_server as crash_server
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards

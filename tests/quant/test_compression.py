@@ -28,15 +28,11 @@ from rabbitllm.quant.schemes import (
     SCHEMES,
     Quantized,
     check_compression,
-    constants,
     int8_code,
     is_compressible,
     nf4_map,
-    part_names,
-    read_state,
-    stored_form,
-    stored_schemes,
 )
+from rabbitllm.store.stored_form import constants, part_names, read_state, stored_form, stored_schemes
 from tests.support.builders import read_tensors
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.one_thread import one_thread as one_thread

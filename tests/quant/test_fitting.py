@@ -12,14 +12,18 @@ import torch
 
 from rabbitllm.errors import OptionError
 from rabbitllm.quant.quantize import (
-    MULTIPLES,
-    STEPS,
     dequantize,
-    fitting_tables,
     quantize_blocks,
+)
+from rabbitllm.quant.quantize_kernels import (
+    LARGEST_FITTED,
+    MULTIPLES,
+    SMALLEST_FITTED,
+    STEPS,
+    ZERO_CODE,
+    fitting_tables,
     quantize_fitted,
 )
-from rabbitllm.quant.quantize_kernels import LARGEST_FITTED, SMALLEST_FITTED, ZERO_CODE
 from rabbitllm.quant.schemes import Quantized, check_fitting, nf4_map
 
 SCHEMES = ("4bit", "4bit-double")

@@ -13,19 +13,16 @@ import torch
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
 from rabbitllm.quant import gguf_blocks
-from rabbitllm.quant.quantize import dequantize, mean_of, operands, quantize_blocks, scales_at, settled
-from rabbitllm.quant.schemes import (
-    DOUBLE,
-    NESTED_BLOCK,
-    NF4_BLOCK,
-    NF4_STATE,
-    Quantized,
+from rabbitllm.quant.quantize import dequantize, mean_of, operands, quantize_blocks, scales_at
+from rabbitllm.quant.schemes import DOUBLE, NESTED_BLOCK, NF4_BLOCK, NF4_STATE, Quantized
+from rabbitllm.store.stored_form import (
     arriving,
     constants,
     form_in,
     nested_state,
     part_names,
     read_state,
+    settled,
     settling,
     stored_form,
     stored_schemes,

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import quantize
+from rabbitllm.quant import quantize, quantize_kernels
 from rabbitllm.quant.quantize import (
     _bytes_of,
     _compiled_kernels_agree,
-    _quantize_compiled,
     _quantize_with_bitsandbytes,
     quantize_blocks,
 )
@@ -70,7 +69,10 @@ CASES: dict[str, Callable[[], torch.Tensor]] = {
 
 def same(scheme: str, values: torch.Tensor, dtype: str) -> None:
     data = _bytes_of(values.to(DTYPES[dtype]).contiguous().view(torch.uint8))
-    ours, theirs = _quantize_compiled(scheme, data, dtype), _quantize_with_bitsandbytes(scheme, data, dtype, "cpu")
+    ours, theirs = (
+        quantize_kernels.quantize(scheme, data, dtype),
+        _quantize_with_bitsandbytes(scheme, data, dtype, "cpu"),
+    )
     codes, scales = (np.frombuffer(part, np.uint8) for part in ours)
     assert np.flatnonzero(codes != np.frombuffer(theirs[0], np.uint8)).tolist() == []
     assert np.flatnonzero(scales.view(np.uint32) != np.frombuffer(theirs[1], np.uint32)).tolist() == []

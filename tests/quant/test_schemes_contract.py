@@ -12,7 +12,7 @@ from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, dtype_name
 from rabbitllm.quant import products
-from rabbitllm.quant.quantize import dequantize, operands, quantize_blocks, settled
+from rabbitllm.quant.quantize import dequantize, operands, quantize_blocks
 from rabbitllm.quant.schemes import (
     BLOCKS,
     COMPRESSIONS,
@@ -20,14 +20,17 @@ from rabbitllm.quant.schemes import (
     STORED,
     PartRole,
     Quantized,
-    arriving,
     check_compression,
     code_values,
+    scheme_of,
+)
+from rabbitllm.store.stored_form import (
+    arriving,
     constants,
     form_in,
     part_names,
     read_state,
-    scheme_of,
+    settled,
     settling,
     state_key,
     stored_schemes,

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.quant.schemes import StoredForm, stored_form
 from rabbitllm.splitter.sums import Sums, part_sums, runs_of, sums_of, whole_sum
 from rabbitllm.store import checksums
+from rabbitllm.store.stored_form import StoredForm, stored_form
 
 FORM = stored_form(TensorSpec("w", "U8", (1000,), "shard", 0, 1000), None)
 CONTENT = random.Random(0).randbytes(1000)

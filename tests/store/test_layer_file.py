@@ -22,7 +22,6 @@ from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import TensorToWrite, parse_header
 from rabbitllm.formats.tensor_spec import DTYPES, TensorPiece, TensorSpec, byte_size
-from rabbitllm.quant.schemes import StoredForm, stored_form
 from rabbitllm.store.layer_file import (
     BY_NAME,
     EXPERTS_TOGETHER,
@@ -33,6 +32,7 @@ from rabbitllm.store.layer_file import (
     lay_out,
     layer_file_name,
 )
+from rabbitllm.store.stored_form import StoredForm, stored_form
 
 LAYER = LayerName("layers.0", "model.layers.0")
 

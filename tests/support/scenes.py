@@ -23,11 +23,12 @@ import torch
 
 from rabbitllm.base import progress
 from rabbitllm.formats.safetensors_file import read_header
-from rabbitllm.quant.schemes import DOUBLE, NF4_STATE, WAITING_SCALES
+from rabbitllm.quant.schemes import DOUBLE, NF4_STATE
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.storage.durable import PART_SUFFIX, Step
 from rabbitllm.store.manifest import MANIFEST_NAME
+from rabbitllm.store.stored_form import WAITING_SCALES
 from tests.support.builders import SINGLE_NAME, cut, llama_tensors, read_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
