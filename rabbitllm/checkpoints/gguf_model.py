@@ -121,6 +121,8 @@ def read_gguf_model(
         if architecture in GGUF_ARCHS:
             metadata, names = read_gguf_metadata(str(folder / OUTLINE))
             settings = get_gguf_config({"tokenizer.ggml.tokens": tokens, **metadata}, names)
+            if heads := metadata.get(f"{architecture}.nextn_predict_layers"):
+                settings["mtp_num_hidden_layers"] = heads
             config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
             operations = _TransformOperations(GGUF_ARCHS[architecture](config))
         else:
@@ -227,6 +229,11 @@ def _processor_operations(architecture: str, config: Mapping[str, Any]) -> _Proc
     return _ProcessorOperations(TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config))
 
 
+_OF_HEADS = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+_OF_HEADS |= {"shared_head_norm": "norm"}
+"""llama.cpp's name of a tensor beside the layer of a head for multi-token prediction -> Qwen's."""
+
+
 class _TransformOperations:
     """Names and operations by transforms, as of other checkpoints.
 
@@ -254,7 +261,13 @@ class _TransformOperations:
         from rabbitllm.checkpoints.transformers_gguf import rename_source_key
 
         target, pattern = rename_source_key(name, self._renamings, self._converters)
-        if target not in self._parameters:
+        if target.startswith("mtp.nextn."):
+            part = target.split(".")[2]
+            values = probe if part == "eh_proj" else probe - 1  # norms are stored plus one
+            return _Applied(f"mtp.{_OF_HEADS[part]}.weight", values, is_joined=False) if part in _OF_HEADS else None
+        if target.startswith("mtp."):
+            target = f"mtp.layers.0.{target.removeprefix('mtp.')}"
+        elif target not in self._parameters:
             return None
         tensor = torch.from_numpy(probe)
         entry = next((converter for converter in self._converters if pattern in converter.source_patterns), None)

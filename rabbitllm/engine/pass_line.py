@@ -43,8 +43,8 @@ def pass_input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PassI
 def _cached(cache: Cache) -> int | None:
     tell = getattr(cache, "get_seq_length", None)
     try:
-        return int(tell()) if tell is not None else None
-    except (ValueError, TypeError, NotImplementedError):  # a state-space model's cache has no length
+        return int(tell() if tell is not None else cache.seqlen_offset)  # of xLSTM
+    except (ValueError, TypeError, AttributeError, NotImplementedError):  # a state-space model's cache has no length
         return None
 
 

@@ -20,6 +20,7 @@ from rabbitllm.base.transformers_version import check_call, checked_parts
 with checked_parts():
     from transformers import cache_utils
     from transformers.cache_utils import DummyLayer as DummyLayer
+    from transformers.cache_utils import DynamicIndexedLayer as DynamicIndexedLayer
     from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer
     from transformers.cache_utils import LinearAttentionCacheLayerMixin as LinearAttentionCacheLayerMixin
     from transformers.conversion_mapping import get_model_conversion_mapping as get_model_conversion_mapping

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
-from transformers import DynamicCache
 
 from rabbitllm.generation._mtp import HeadTrack
 from rabbitllm.generation._rewind import Rewindable, takes_trees
@@ -135,7 +134,7 @@ class FromModel:
         branches: bool,
         track: Rewindable | HeadTrack | None = None,
     ) -> None:
-        self._track: Any = track or Rewindable(draft, DynamicCache(config=draft.config.get_text_config(decoder=True)))
+        self._track: Any = track or Rewindable(draft)
         self._width = width
         self._branches = branches
         self._computed: list[int] = []

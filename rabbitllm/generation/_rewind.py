@@ -18,29 +18,33 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
+from transformers import DynamicCache
 
-from rabbitllm.engine.transformers_api import attention_of
+from rabbitllm.engine.transformers_api import DummyLayer, attention_of
 from rabbitllm.generation.kv_cache import (
     BY_ROWS,
     Saved,
     cache_argument,
     cache_layers,
+    can_be_cropped,
     drop_last,
     is_nothing,
-    is_plain,
     is_window,
     keeps_every_token,
+    layers_of,
     restore,
     saved,
 )
+from rabbitllm.generation.transformers_api import has_dynamic_cache
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
 _RECURRENT = ("Mixer", "RecurrentBlock")
 """Ends of the names of classes that have the recurrence of the models in `BY_ROWS`."""
-_IN_MODULES = ("conv1d_state", "recurrent_states")
-"""Attributes with states that RecurrentGemma keeps in its modules."""
+_INDEX = "Indexer"
+"""End of the names of classes that choose tokens. Of equal scores they choose others among more tokens."""
 
 
 class Rewindable:
@@ -48,7 +52,7 @@ class Rewindable:
 
     Args:
         model: a model for which `can_go_back` holds.
-        cache: its KV cache.
+        cache: its KV cache; None for an empty one.
         tokens: number of tokens in the cache.
         arguments: further arguments of every pass: `attention_mask` and `position_ids`, (…, tokens), of the first
             tokens; later ones follow them.
@@ -57,26 +61,27 @@ class Rewindable:
         tokens: number of tokens in the cache.
     """
 
-    def __init__(self, model: StreamedModel, cache: Any, tokens: int = 0, **arguments: Any) -> None:
+    def __init__(self, model: StreamedModel, cache: Any = None, tokens: int = 0, **arguments: Any) -> None:
         self.tokens = tokens
         self._model = model
-        self._cache = cache
+        config = model.config.get_text_config(decoder=True)
+        self._is_own = not has_dynamic_cache(model)  # the model's first pass makes it
+        self._cache = DynamicCache(config=config) if cache is None and not self._is_own else cache
         self._arguments = arguments
         self._is_first = True
+        self._argument = cache_argument(model)
         self._takes = inspect.signature(model.forward).parameters
         if "position_ids" in self._takes and not arguments:
             arguments["position_ids"] = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        self._is_plain = all(map(is_plain, cache.layers))
-        by_rows = model.config.get_text_config(decoder=True).model_type in BY_ROWS
-        self._recurrent = [
-            module for module in model.modules() if by_rows and type(module).__name__.endswith(_RECURRENT)
-        ]
+        self._is_cropped = not self._is_own and all(map(can_be_cropped, self._cache.layers))
+        by_rows = (_INDEX, *_RECURRENT) if config.model_type in BY_ROWS else _INDEX
+        self._by_row = [module for module in model.modules() if type(module).__name__.endswith(by_rows)]
         self._mark: tuple[int, Saved, list[tuple[dict[str, Any], dict[str, Any]]]] | None = None
 
     @property
     def keeps_every_token(self) -> bool:
         """Whether the cache goes back at no cost, however long the pass was."""
-        return all(keeps_every_token(layer) or is_nothing(layer) for layer in self._cache.layers)
+        return self._is_cropped and all(keeps_every_token(layer) or is_nothing(layer) for layer in self._cache.layers)
 
     def logits(self, ids: torch.Tensor, count: int, parents: Sequence[int] = ()) -> torch.Tensor:
         """Compute the tokens that the cache lacks.
@@ -92,7 +97,7 @@ class Rewindable:
         """
         rows, is_first, self._is_first = ids.shape[1] - self.tokens, self._is_first, False
         arguments = {name: _continued(name, tensor, ids.shape[1]) for name, tensor in self._arguments.items()}
-        arguments[cache_argument(self._model)] = self._cache
+        arguments[self._argument] = self._cache
         inputs = self._model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=rows,
@@ -105,7 +110,13 @@ class Rewindable:
         if any(parent != index - 1 for index, parent in enumerate(parents)):
             inputs |= self._as_tree(ids, parents, arguments)
         with contextlib.nullcontext() if is_first else self._by_rows():
-            logits: torch.Tensor = self._model(**inputs, return_dict=True).logits[0, -count:]
+            output = self._model(**inputs, return_dict=True)
+        self._cache = output.get(self._argument, self._cache)
+        if self._is_own and is_first:
+            for index, layer in enumerate(layers_of(self._cache)):
+                if not layer.is_initialized:
+                    self._cache.layers[index] = DummyLayer()  # masks would be as long as it, without tokens before
+        logits: torch.Tensor = output.logits[0, -count:]
         self.tokens = ids.shape[1]
         return logits.to(dtype=torch.float32, device=ids.device)
 
@@ -136,12 +147,12 @@ class Rewindable:
 
     def mark(self) -> None:
         """Remember the cache as it is. Tokens after it may be dropped."""
-        if self._is_plain:
+        if self._is_cropped:
             self._cache.activate_past_recording()  # of windows
             self._mark = self.tokens, {}, []
         else:
-            states = [vars(module) for part in self._recurrent for module in part.modules()]
-            kept = [(held, {name: held[name] for name in _IN_MODULES if name in held}) for held in states]
+            states = [vars(module) for part in self._by_row for module in part.modules()]
+            kept = [(held, {name: value for name, value in held.items() if torch.is_tensor(value)}) for held in states]
             self._mark = self.tokens, saved(self._cache), kept
 
     def settle(self, tokens: int, path: Sequence[int] = (), leaves: int = 0) -> None:
@@ -161,7 +172,7 @@ class Rewindable:
                 for tensor in (layer.keys, layer.values):
                     tensor[:, :, text : text + len(rows)] = tensor[:, :, rows.to(tensor.device)]
         dropped = max(self.tokens - tokens, 0)
-        if self._is_plain:
+        if self._is_cropped:
             drop_last(self._cache, dropped)
             self.tokens -= dropped
         elif dropped:
@@ -174,40 +185,51 @@ class Rewindable:
     def release(self) -> None:
         """Forget the mark."""
         self._mark = None
-        for layer in self._cache.layers:
-            if is_window(layer):
-                layer.record_past = False
+        for layer in filter(is_window, layers_of(self._cache)):
+            layer.record_past = False
 
     @contextlib.contextmanager
     def _by_rows(self) -> Iterator[None]:
         """Let the recurrences compute one token after the other. All else in the pass computes them at once."""
-        before = [vars(module).get("forward") for module in self._recurrent]
-        for module in self._recurrent:
+        before = [vars(module).get("forward") for module in self._by_row]
+        for module in self._by_row:
             module.forward = functools.partial(_each_row, module.forward)
         try:
             yield
         finally:
-            for module, forward in zip(self._recurrent, before, strict=True):
+            for module, forward in zip(self._by_row, before, strict=True):
                 del module.forward
                 if forward is not None:
                     module.forward = forward
 
 
 def _each_row(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of a module for each token; of its outputs the first is (1, tokens, width)."""
+    """Call the forward of a module for each token; its output, or the first of several, is (…, tokens, width)."""
+    call = inspect.signature(forward).bind(*args, **kwargs)
     rows = next(value.shape[1] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
 
-    def of(value: Any, row: int) -> Any:
-        of_rows = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == rows
-        return value[:, row : row + 1] if of_rows else value
+    def of(name: str, value: Any, row: int) -> Any:
+        if isinstance(value, tuple):
+            return tuple(of(name, item, row) for item in value)
+        if isinstance(value, dict):
+            return {name: of(name, item, row) for name, item in value.items()}
+        if not isinstance(value, torch.Tensor) or value.dim() < 2:
+            return value
+        if "mask" in name and value.dim() > 2:  # (…, tokens, all tokens)
+            return value[..., row : row + 1, : value.shape[-1] - rows + row + 1]
+        if name == "position_embeddings" and value.shape[1] > rows:  # of all tokens
+            return value[:, : value.shape[1] - rows + row + 1]
+        return value[:, row : row + 1] if value.shape[1] == rows else value
 
-    outputs = [
-        forward(*(of(value, row) for value in args), **{name: of(value, row) for name, value in kwargs.items()})
-        for row in range(rows)
-    ]
+    outputs = []
+    for row in range(rows):
+        arguments = {name: of(name, value, row) for name, value in call.arguments.items()}
+        of_row = inspect.BoundArguments(call.signature, arguments)
+        outputs.append(forward(*of_row.args, **of_row.kwargs))
     if isinstance(outputs[0], tuple):
         return (torch.cat([output[0] for output in outputs], dim=1), *outputs[-1][1:])
-    return torch.cat(outputs, dim=1)
+    # with fewer tokens than are chosen, all are
+    return torch.cat([pad(output, (0, outputs[-1].shape[-1] - output.shape[-1])) for output in outputs], dim=-2)
 
 
 def _continued(name: str, tensor: torch.Tensor, length: int) -> torch.Tensor:

@@ -27,8 +27,9 @@ from rabbitllm.generation._proposals import Draft as Draft
 from rabbitllm.generation._proposals import Proposal as Proposal
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Width, width_of
-from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, can_go_back
+from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, layers_of, why_not_back
 from rabbitllm.generation.request import Drafts, check_generates, tokenizer_of
+from rabbitllm.generation.transformers_api import has_dynamic_cache
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,9 +98,9 @@ class Drafting:
             OptionError: beams, several sequences, or outputs other than tokens are wanted.
         """
         cache: Any = model_kwargs.get(cache_argument(model))
-        _check_form(input_ids, cache, generation_config)
+        _check_form(model, input_ids, cache, generation_config)
         given = {name: model_kwargs[name] for name in PER_TOKEN if model_kwargs.get(name) is not None}
-        has_length = any(hasattr(layer, "get_seq_length") for layer in cache.layers)
+        has_length = any(hasattr(layer, "get_seq_length") for layer in layers_of(cache))
         track = Rewindable(model, cache, cache.get_seq_length() if has_length else 0, **given)
         self.prepare(model)
         assert self._width is not None
@@ -162,7 +163,12 @@ class Drafting:
         return ids
 
 
-def _check_form(ids: torch.Tensor, cache: Any, config: GenerationConfig) -> None:
+def _takes(model: StreamedModel, cache: Any) -> bool:
+    """Whether a cache can go back; a model's own must begin empty, since the number of its tokens is unknown."""
+    return isinstance(cache, DynamicCache) if has_dynamic_cache(model) else cache is None
+
+
+def _check_form(model: StreamedModel, ids: torch.Tensor, cache: Any, config: GenerationConfig) -> None:
     """Refuse what drafts cannot be used with.
 
     Raises:
@@ -171,7 +177,7 @@ def _check_form(ids: torch.Tensor, cache: Any, config: GenerationConfig) -> None
     found = [
         f"num_beams={config.num_beams}" if (config.num_beams or 1) > 1 else "",
         f"{len(ids)} sequences" if len(ids) > 1 else "",
-        "" if isinstance(cache, DynamicCache) else f"a {type(cache).__name__} as the KV cache",
+        "" if _takes(model, cache) else f"a {type(cache).__name__} as the KV cache",
         "return_dict_in_generate" if config.return_dict_in_generate else "",
     ]
     if any(found):
@@ -250,7 +256,7 @@ def _serves(model: Any, inputs: Any, config: GenerationConfig | None, options: M
         and len(ids) == 1
         and not ids.is_floating_point()
         and all(hasattr(model.generation_config, name) for name in known)
-        and all(isinstance(cache, DynamicCache) for cache in caches)
+        and all(_takes(model, cache) for cache in caches)
         and all(value(name) in allowed for name, allowed in _ALONE.items())
     )
 
@@ -288,12 +294,8 @@ def prepare_draft(model: StreamedModel, draft: Draft) -> None:
     """
     for causal in (model,) if isinstance(draft, str) else (model, draft):
         check_generates(causal)
-        if not can_go_back(causal):
-            raise OptionError(
-                f"A {type(causal).__name__} cannot be used with a draft: it is not known to compute several tokens as "
-                "one after the other, or to drop them.",
-                _LEAVE_OUT,
-            )
+        if why := why_not_back(causal):
+            raise OptionError(f"A {type(causal).__name__} cannot be used with a draft: {why}.", _LEAVE_OUT)
     if draft == SELF and not model.streamer.copies:
         raise OptionError(
             "The model was loaded without copies of its streamed layers, so it cannot be its own draft.",

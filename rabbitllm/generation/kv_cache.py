@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, DynamicLayer, GenerationMixin
 
-from rabbitllm.engine.transformers_api import DummyLayer, DynamicSlidingWindowLayer
+from rabbitllm.engine.transformers_api import DummyLayer, DynamicIndexedLayer, DynamicSlidingWindowLayer
 from rabbitllm.generation.transformers_api import has_dynamic_cache
 
 if TYPE_CHECKING:
@@ -54,9 +54,19 @@ def is_nothing(layer: CacheLayerMixin) -> bool:
     return type(layer) is DummyLayer
 
 
+def is_indexed(layer: CacheLayerMixin) -> bool:
+    """Whether a layer has the KV cache of every token, keys of an index, and nothing else."""
+    return type(layer) is DynamicIndexedLayer
+
+
 def is_plain(layer: CacheLayerMixin) -> bool:
     """Whether a layer has neither a state nor indexes."""
     return keeps_every_token(layer) or is_window(layer) or is_nothing(layer)
+
+
+def can_be_cropped(layer: CacheLayerMixin) -> bool:
+    """Whether the last tokens of the layer can be dropped, of a window those that it has recorded."""
+    return is_plain(layer) or is_indexed(layer)
 
 
 def can_be_cut(layer: CacheLayerMixin) -> bool:
@@ -74,8 +84,8 @@ def _grows(layer: CacheLayerMixin) -> bool:
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(item)
 
 
@@ -83,6 +93,8 @@ def _cloned(value: Any) -> Any:
     """A copy of a value and its tensors; of a view only the viewed part."""
     if isinstance(value, torch.Tensor):
         return value.clone()
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_cloned, value))
     return {name: _cloned(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
@@ -380,25 +392,41 @@ def _cut_layer(layer: CacheLayerMixin, length: int) -> None:
             layer.cumulative_length = min(layer.cumulative_length, length)
 
 
-Saved = Mapping[int, Mapping[str, Any]]
-"""Number of a layer -> its attributes to restore."""
+Saved = Mapping[int, Mapping[Any, Any]]
+"""Number of a layer -> its attributes to restore; -1 -> those of the cache itself."""
 
 
-def saved(cache: Cache) -> Saved:
-    """A copy of the windows and states of a cache."""
-    return {
+def saved(cache: Any) -> Saved:
+    """A copy of the windows and states of a cache, which may also be an object or a list of a model's own."""
+    copies = {
         index: _cloned(_uncroppable(layer))
-        for index, layer in enumerate(cache.layers)
+        for index, layer in enumerate(layers_of(cache))
         if not keeps_every_token(layer) and not is_nothing(layer)
     }
+    states = {
+        name: value for name, value in _held(cache).items() if name != "layers" and any(True for _ in _tensors(value))
+    }
+    return copies | ({-1: _cloned(states)} if states else {})
 
 
-def restore(cache: Cache, attributes: Saved, length: int) -> None:
+def restore(cache: Any, attributes: Saved, length: int) -> None:
     """Make a cache what it was when `attributes` were saved; layers that keep every token are cut to a length."""
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(layers_of(cache)):
         if index not in attributes or _grows(layer):
             _cut_layer(layer, length)
         vars(layer).update(_cloned(dict(attributes.get(index, {}))))
+    for name, value in _cloned(dict(attributes.get(-1, {}))).items():
+        cache.__setitem__(name, value) if isinstance(cache, list) else setattr(cache, name, value)
+
+
+def layers_of(cache: Any) -> Sequence[CacheLayerMixin]:
+    """The layers of a cache of transformers; none if there is no such cache."""
+    layers: Sequence[CacheLayerMixin] = getattr(cache, "layers", ())
+    return layers
+
+
+def _held(cache: Any) -> dict[Any, Any]:
+    return dict(enumerate(cache)) if isinstance(cache, list) else vars(cache)
 
 
 def _uncroppable(layer: CacheLayerMixin) -> dict[str, Any]:
@@ -471,7 +499,14 @@ CONTINUING = frozenset(
 BY_ROWS = frozenset({"falcon_mamba", "jamba", "mamba", "nemotron_h", "recurrent_gemma", "zamba", "zamba2"})
 """Model types whose states, after several tokens at once, differ from those after one after the other: with Mamba of
 the first kind the recurrence starts anew, with others only its steps are limited."""
-_TESTED_STATES = CONTINUING | BY_ROWS | {"bamba", "deepseek_v4", "mamba2", "qwen4_exp_text"}
+_TESTED_STATES = (
+    CONTINUING
+    | BY_ROWS
+    | {
+        *("bamba", "deepseek_v4", "glm5_next_text", "inkling2_loop_text", "lara_mini", "mamba2", "minimax"),
+        *("qwen4_exp_text", "rwkv", "xlstm"),
+    }
+)
 """Model types whose states can be put back, each with a test in `tests/generation/test_rewind.py`."""
 NOT_CONTINUING = frozenset({"big_bird", "cpmant", "megatron-bert", "moshi", "prophetnet", "rembert", "roformer", "xlm"})
 """Model types that take a KV cache but compute something else with it, or fail, if a prompt comes in parts. The
@@ -483,18 +518,24 @@ MAX_SNAPSHOTS = 2
 
 
 def can_go_back(model: StreamedModel) -> bool:
-    """Whether a model can compute several tokens in a pass and drop the last of them, as after a wrong draft.
+    """Whether a model can compute several tokens in a pass and drop the last of them, as after a wrong draft."""
+    return not why_not_back(model)
 
-    Most indexes that choose tokens choose others for several tokens at once than for one after the other, so that the
-    answer would not be the model's own. So do angles that change within the context: with a draft they change a few
-    tokens too early.
-    """
+
+def why_not_back(model: StreamedModel) -> str:
+    """Why a model cannot; "" if it can."""
     config, layers = model.config.get_text_config(decoder=True), cache_layers(model)
+    if not cache_argument(model):
+        return "it takes no KV cache"
     if angles_change_after(config) < (getattr(config, "max_position_embeddings", None) or NEVER):
-        return False
+        return "its rotary angles change within the context, and with a draft a few tokens too early"
     if getattr(model, "hosts", None) is not None and not all(map(keeps_every_token, layers)):
-        return False  # a copy of the layers would have those of this host only
-    return _continues(model) and (config.model_type in _TESTED_STATES or all(map(is_plain, layers)))
+        return "each host has the states of its own layers only"
+    if not _continues(model):
+        return "it is an encoder or has one, or computes something else if a text comes in parts"
+    if config.model_type in _TESTED_STATES or (has_dynamic_cache(model) and all(map(can_be_cropped, layers))):
+        return ""
+    return "it is not known to compute several tokens as one after the other"
 
 
 def cache_layers(model: StreamedModel) -> Sequence[CacheLayerMixin]:
@@ -504,9 +545,9 @@ def cache_layers(model: StreamedModel) -> Sequence[CacheLayerMixin]:
 
 
 def cache_argument(model: StreamedModel) -> str:
-    """Name of a model's argument for its cache: "cache_params" of Mamba in transformers 5.23; "" if it takes none."""
+    """Name of a model's argument for its cache: "state" of RWKV, "cache_params" of Mamba in transformers 5.23."""
     arguments = inspect.signature(model.forward).parameters
-    return next((name for name in (CACHE_ARGUMENT, "cache_params") if name in arguments), "")
+    return next((name for name in (CACHE_ARGUMENT, "cache_params", "state") if name in arguments), "")
 
 
 def looks_ahead(model: StreamedModel) -> bool:
@@ -553,7 +594,7 @@ def keeps(model: StreamedModel) -> bool:
     that choose tokens, where rounding changes the choice), models without attention or a cache (GPT-1), and models
     whose tokens attend to later ones.
     """
-    if not _continues(model):
+    if not _continues(model) or not has_dynamic_cache(model):
         return False
     config = model.config.get_text_config(decoder=True)
     layers = cache_layers(model)
@@ -567,12 +608,12 @@ def keeps(model: StreamedModel) -> bool:
 
 
 def _continues(model: StreamedModel) -> bool:
-    """Whether a model takes further tokens with the cache that `generate` makes, and none attends to later ones."""
+    """Whether a model takes further tokens with its cache, and none attends to later ones."""
     config = model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder or not has_dynamic_cache(model) or config.model_type in NOT_CONTINUING:
+    if model.config.is_encoder_decoder or config.model_type in NOT_CONTINUING:
         return False
     # Inkling 2 attends to other layers so, not tokens
-    return bool(cache_argument(model)) and (config.model_type in CONTINUING or not looks_ahead(model))
+    return bool(cache_argument(model)) and (config.model_type in _TESTED_STATES or not looks_ahead(model))
 
 
 class ConversationCache:

@@ -172,13 +172,9 @@ def test_a_draft_that_would_stream_is_refused(folder: Path) -> None:
 def test_models_without_draft_support_are_refused(folder: Path, tmp_path: Path) -> None:
     draft = load(split(folder))
     encoder = load(split(build_checkpoint(tmp_path / "t5", "t5", tied=True)))
-    with pytest.raises(OptionError, match="cannot be used with a draft"):
-        prepare_draft(encoder, draft)
-    for name in ("rwkv", "deepseek_v32"):  # states in a cache of their own, chosen tokens
-        model = load(split(build_checkpoint(tmp_path / name, HYBRIDS[name], tied=HYBRIDS[name].ties[0])))
-        for pair in ((model, draft), (draft, model), (model, "ngram")):
-            with pytest.raises(OptionError, match="cannot be used with a draft"):
-                prepare_draft(*pair)
+    for pair in ((encoder, draft), (draft, encoder), (encoder, "ngram")):
+        with pytest.raises(OptionError, match="cannot be used with a draft: it is an encoder or has one"):
+            prepare_draft(*pair)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])

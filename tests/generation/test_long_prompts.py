@@ -255,5 +255,5 @@ def test_a_conversation_across_the_change_and_back(tmp_path: Path, name: str) ->
 @CHANGING
 def test_drafts_are_refused_where_angles_change(tmp_path: Path, name: str) -> None:
     model = load(split(checkpoint(tmp_path / "model", name)))
-    with pytest.raises(OptionError, match="cannot be used with a draft: it is not known to"):
+    with pytest.raises(OptionError, match="cannot be used with a draft: its rotary angles change"):
         prepare_draft(model, NGRAM)

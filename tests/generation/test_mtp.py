@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 from typer.testing import CliRunner
 
+import rabbitllm
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.auto_model import load as load_request
 from rabbitllm.base.options import RunOptions
@@ -37,6 +38,7 @@ from tests.generation.test_rewind import assert_a_chat_keeps_its_cache, assert_t
 from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
 from tests.support.builders import SINGLE_NAME, build_checkpoint, make_tokenizer, read_tensors
 from tests.support.fake_gpu import FakeGpu, watched
+from tests.support.gguf_files import write_converted
 from tests.support.mtp_heads import (
     NUMBERED,
     QWEN,
@@ -489,3 +491,31 @@ def test_commands_name_and_use_the_head(tmp_path: Path, name: str, layer: str) -
     options = ("--raw", "--max-new-tokens", "20", "--device", "cpu")
     drafted = command("run", str(folder), "Hello", *options, "--draft", "mtp")
     assert drafted == command("run", str(folder), "Hello", *options)
+
+
+@pytest.mark.parametrize("family", ["qwen35", "qwen35moe"])
+@torch.no_grad()
+def test_heads_of_gguf_files(tmp_path: Path, family: str) -> None:
+    """A head in llama.cpp's form, `blk.N.nextn.*`, computes what the same head does beside the original weights."""
+    generator = torch.Generator().manual_seed(1)
+    model = write_converted(tmp_path / "headless.gguf", family)
+    layer = {f"mtp.layers.0.{name}": value for name, value in model.model.layers[3].state_dict().items()}
+    width = model.config.hidden_size
+    layer |= {
+        f"mtp.{name}.weight": torch.ones(width) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    }
+    layer["mtp.fc.weight"] = torch.ones(width, 2 * width)
+    head = {name: 0.05 * torch.randn(value.shape, generator=generator) for name, value in layer.items()}
+    (tmp_path / "gguf").mkdir()
+    write_converted(tmp_path / "gguf" / "model.gguf", family, head=head)
+    model.save_pretrained(tmp_path / "plain")
+    save_file(read_tensors(tmp_path / "plain") | head, tmp_path / "plain" / SINGLE_NAME, {"format": "pt"})
+    hidden, ids = torch.randn(1, 5, width, generator=generator), IDS[:, :5]
+    results = []
+    for source in (tmp_path / "gguf" / "model.gguf", tmp_path / "plain"):
+        loaded = rabbitllm.AutoModel.from_pretrained(
+            source, device="cpu", dtype=torch.float32, exact=True, draft="mtp", show_layer_progress=False
+        )
+        results.append(loaded.heads(ids, hidden, torch.arange(5)[None], loaded.heads.empty_cache()))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)

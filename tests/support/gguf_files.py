@@ -253,7 +253,13 @@ CONVERTED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Architecture of GGUF -> class of the config in transformers, and its content."""
 
 
-def write_converted(path: Path, family: str, types: str = "F32", *, grouped: bool = True) -> Any:
+NEXTN = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head_norm"}
+"""Qwen's name of a tensor of a head -> llama.cpp's."""
+
+
+def write_converted(
+    path: Path, family: str, types: str = "F32", *, grouped: bool = True, head: Mapping[str, torch.Tensor] | None = None
+) -> Any:
     """Write a model with random weights as llama.cpp converts it; return the model, float32.
 
     Args:
@@ -261,6 +267,7 @@ def write_converted(path: Path, family: str, types: str = "F32", *, grouped: boo
         family: a key of `CONVERTED`.
         types: type of matrices; without a quantized type the file has the model's own values.
         grouped: whether a key head of linear attention has several value heads; llama.cpp puts them into another order.
+        head: for multi-token prediction, by Qwen's names.
     """
     config_class, content = CONVERTED[family]
     more = {} if grouped or family == "lfm2" else {"linear_num_value_heads": 2}
@@ -270,10 +277,19 @@ def write_converted(path: Path, family: str, types: str = "F32", *, grouped: boo
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    writer = _writer(path, family, types, sentencepiece=False, keys=_keys(config))
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], config.num_hidden_layers)
+    count, keys, state = config.num_hidden_layers, _keys(config), dict(model.state_dict())
     tensors = []
-    for name, value in model.state_dict().items():
+    if head is not None:
+        keys |= {"block_count": count + 1, "nextn_predict_layers": 1}
+        for name, value in head.items():
+            if name.startswith("mtp.layers.0."):
+                state[name.replace("mtp.layers.0", f"model.layers.{count}")] = value
+            else:
+                written = f"blk.{count}.nextn.{NEXTN[name.split('.')[1]]}.weight"
+                tensors.append((written, (value + (value.dim() == 1)).numpy(), gguf.GGMLQuantizationType.F32))
+    writer = _writer(path, family, types, sentencepiece=False, keys=keys)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], count + 1)
+    for name, value in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for own, values in _as_converted(name, value.numpy(), config):
