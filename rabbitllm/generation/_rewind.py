@@ -54,13 +54,14 @@ class Rewindable:
             tokens; later ones follow them.
 
     Attributes:
+        cache: see above.
         tokens: number of tokens in the cache.
     """
 
     def __init__(self, model: StreamedModel, cache: Any, tokens: int = 0, **arguments: Any) -> None:
         self.tokens = tokens
         self._model = model
-        self._cache = cache
+        self.cache = cache
         self._arguments = arguments
         self._is_first = True
         self._takes = inspect.signature(model.forward).parameters
@@ -76,7 +77,7 @@ class Rewindable:
     @property
     def keeps_every_token(self) -> bool:
         """Whether the cache goes back at no cost, however long the pass was."""
-        return all(keeps_every_token(layer) or is_nothing(layer) for layer in self._cache.layers)
+        return all(keeps_every_token(layer) or is_nothing(layer) for layer in self.cache.layers)
 
     def logits(self, ids: torch.Tensor, count: int, parents: Sequence[int] = ()) -> torch.Tensor:
         """Compute the tokens that the cache lacks.
@@ -92,7 +93,7 @@ class Rewindable:
         """
         rows, is_first, self._is_first = ids.shape[1] - self.tokens, self._is_first, False
         arguments = {name: _continued(name, tensor, ids.shape[1]) for name, tensor in self._arguments.items()}
-        arguments[cache_argument(self._model)] = self._cache
+        arguments[cache_argument(self._model)] = self.cache
         inputs = self._model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=rows,
@@ -137,12 +138,12 @@ class Rewindable:
     def mark(self) -> None:
         """Remember the cache as it is. Tokens after it may be dropped."""
         if self._is_plain:
-            self._cache.activate_past_recording()  # of windows
+            self.cache.activate_past_recording()  # of windows
             self._mark = self.tokens, {}, []
         else:
             states = [vars(module) for part in self._recurrent for module in part.modules()]
             kept = [(held, {name: held[name] for name in _IN_MODULES if name in held}) for held in states]
-            self._mark = self.tokens, saved(self._cache), kept
+            self._mark = self.tokens, saved(self.cache), kept
 
     def settle(self, tokens: int, path: Sequence[int] = (), leaves: int = 0) -> None:
         """Drop the tokens after the first `tokens`, and forget the mark; if any are dropped, states go back to it.
@@ -157,15 +158,15 @@ class Rewindable:
         text = self.tokens - leaves
         if list(path) != list(range(len(path))):
             rows = torch.tensor(path) + text
-            for layer in self._cache.layers:
+            for layer in self.cache.layers:
                 for tensor in (layer.keys, layer.values):
                     tensor[:, :, text : text + len(rows)] = tensor[:, :, rows.to(tensor.device)]
         dropped = max(self.tokens - tokens, 0)
         if self._is_plain:
-            drop_last(self._cache, dropped)
+            drop_last(self.cache, dropped)
             self.tokens -= dropped
         elif dropped:
-            restore(self._cache, attributes, length)
+            restore(self.cache, attributes, length)
             for held, values in kept:
                 held.update(values)
             self.tokens = length
@@ -174,7 +175,7 @@ class Rewindable:
     def release(self) -> None:
         """Forget the mark."""
         self._mark = None
-        for layer in self._cache.layers:
+        for layer in self.cache.layers:
             if is_window(layer):
                 layer.record_past = False
 

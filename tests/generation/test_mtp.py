@@ -273,8 +273,10 @@ def test_the_heads_cache_goes_back_after_wrong_tokens(
         def __getattr__(self, attribute: str) -> Any:
             return getattr(real, attribute)
 
-        def __call__(self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any) -> Any:
-            result = real(ids, hidden, positions, cache)
+        def __call__(
+            self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, head: int
+        ) -> Any:
+            result = real(ids, hidden, positions, cache, head)
             seen.append((int(positions[0, -1]), result[1]))
             return result
 
