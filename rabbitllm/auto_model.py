@@ -520,15 +520,8 @@ def load_with_draft(request: LoadRequest, draft: Any, console: Console | None = 
             is split, where a folder has the tokenizer.
         RabbitLLMError: see `AutoModel.from_pretrained`.
     """
-    if isinstance(draft, LoadRequest):
-        sources = [prepare.find(model.spec, only_look=model.split is None) for model in (request, draft)]
-        if not all(source.finished for source in sources):  # before a split
-            from rabbitllm.generation.draft import check_folders
-
-            check_folders(*(source.config_folder for source in sources))
-        draft = load(draft, console)
-    run = replace(request.run, heads=None if draft == "auto" else draft == "mtp", self_draft=draft == "self")
-    model = load(replace(request, run=run), console)
+    request, draft = load_draft(request, draft, console, heads=None if draft == "auto" else False)
+    model = load(request, console)
     if draft is None or not hasattr(model, "placement"):  # a worker
         return model, None
     from rabbitllm.generation.draft import free_draft, prepare_draft
@@ -537,6 +530,29 @@ def load_with_draft(request: LoadRequest, draft: Any, console: Console | None = 
         return model, free_draft(model)
     prepare_draft(model, draft)
     return model, draft
+
+
+def load_draft(
+    request: LoadRequest, draft: Any, console: Console | None = None, *, heads: bool | None = False
+) -> tuple[LoadRequest, Any]:
+    """Load the draft model of a model; see `load_with_draft`.
+
+    Args:
+        request, draft, console: see `load_with_draft`.
+        heads: whether the model gets its heads if the draft is not "mtp"; see `RunOptions`.
+
+    Returns:
+        The request for the model with what the draft needs of it, and the draft.
+    """
+    if isinstance(draft, LoadRequest):
+        sources = [prepare.find(model.spec, only_look=model.split is None) for model in (request, draft)]
+        if not all(source.finished for source in sources):  # before a split
+            from rabbitllm.generation.draft import check_folders
+
+            check_folders(*(source.config_folder for source in sources))
+        draft = load(draft, console)
+    run = replace(request.run, heads=True if draft == "mtp" else heads, self_draft=draft == "self")
+    return replace(request, run=run), draft
 
 
 def check_unsplit(options: SplitOptions) -> None:

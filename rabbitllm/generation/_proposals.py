@@ -27,7 +27,7 @@ SELF: Literal["self"] = "self"
 KINDS: tuple[Literal["ngram", "mtp", "self"], ...] = (NGRAM, MTP, SELF)
 """Drafts that have a name."""
 NGRAM_LENGTH = 2
-"""The last tokens that it looks for in the text before them, or fewer."""
+"""The most last tokens that are looked for in the text before them."""
 MODEL_TOKENS = 20
 """The most tokens that a model proposes, unless its generation config has `num_assistant_tokens`."""
 HEAD_TOKENS = 8
@@ -87,20 +87,12 @@ class Proposals(Protocol):
 
 
 class FromText:
-    """Proposes the tokens that followed the last ones when they occurred first.
-
-    Args:
-        longest, least: the number of last tokens that it looks for, from the first one down to the second one.
-    """
-
-    def __init__(self, longest: int = NGRAM_LENGTH, least: int = 1) -> None:
-        self.longest = longest
-        self.least = least
+    """Proposes the tokens that followed the last ones when they occurred first."""
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, (1, tokens)."""
         text = ids[0]
-        for length in range(min(self.longest, len(text) - 1), self.least - 1, -1):
+        for length in range(min(NGRAM_LENGTH, len(text) - 1), 0, -1):
             places = (text[:-1].unfold(0, length, 1) == text[-length:]).all(dim=1).nonzero()
             if len(places):
                 begin = int(places[0]) + length
