@@ -581,7 +581,7 @@ class PackedForward:
         """Whether a cache has the kinds of layers that the model would make, with one sequence in it."""
         if type(cache) is not DynamicCache or cache.offloading or list(map(type, cache.layers)) != self._layers:
             return False
-        return all(not getattr(layer, "record_past", False) and _is_one_sequence(layer) for layer in cache.layers)
+        return all(map(_is_one_sequence, cache.layers))
 
 
 def _is_row(value: Any) -> TypeGuard[torch.Tensor]:

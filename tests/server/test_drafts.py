@@ -8,6 +8,7 @@ from typing import Any
 from rabbitllm.generation.request import Limits
 from tests.server.serving import NAME, Running, running
 from tests.server.test_metrics import samples
+from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
 
 PROMPT = "the rain in the rain in the rain in"
 OPTIONS: tuple[dict[str, Any], ...] = (
