@@ -466,5 +466,5 @@ class CacheManager:
         in_memory, in_file = self.by_location()
         # computed from token counts, since the batch's thread may change the tensors meanwhile
         counts = [s.num_computed_tokens if s.cache is not None else s.length.tokens for s in in_memory]
-        drafts = sum(s.lookahead.nbytes for s in list(self._running) if s.lookahead is not None)
+        drafts = sum(draft.nbytes for s in list(self._running) if (draft := s.lookahead) is not None)
         return drafts + sum(map(self.memory.bytes_for, counts)) + len(in_file) * self.memory.tail_bytes()
