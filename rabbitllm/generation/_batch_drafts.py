@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_Wanting = Sequence[tuple[Lookahead, Sequence[int], int]]
+"""Drafts of sequences, each with the sequence's tokens and the number of tokens that are wanted."""
+
 
 class BatchDrafts:
     """The drafts of the sequences of a batch.
@@ -62,35 +65,42 @@ class BatchDrafts:
             )
         return FromModel(self._draft, processors, self._config, width, branches=False)  # type: ignore[arg-type]
 
-    def propose(self, wanting: Sequence[tuple[Lookahead, Sequence[int], int]]) -> int:
+    def propose(self, wanting: _Wanting) -> int:
         """Draft for the next pass.
 
         Args:
-            wanting: drafts of sequences, each with the sequence's tokens and the number of tokens that are wanted.
+            wanting: what is wanted.
 
         Returns:
             The number of drafted tokens.
         """
         begin = time.perf_counter()
-        if self._runner is None:
-            for lookahead, ids, most in wanting:
-                lookahead.propose(ids, most)
-        else:
-            self._propose_together(self._runner, wanting)
+        errors = self._each(wanting) if self._runner is None else self._together(self._runner, wanting)
+        for (lookahead, *_), error in zip(wanting, errors, strict=True):
+            if error is not None:  # such as a lack of memory; the sequence goes on without
+                logger.warning("A draft has failed: %s", error)
+                lookahead.forget()
         seconds = time.perf_counter() - begin
         steps = sum(lookahead.steps for lookahead, *_ in wanting)
         for lookahead, *_ in wanting:
             lookahead.seconds = seconds * lookahead.steps / steps
         return sum(len(lookahead.tokens) for lookahead, *_ in wanting)
 
-    def _propose_together(self, runner: ModelRunner, wanting: Sequence[tuple[Lookahead, Sequence[int], int]]) -> None:
+    def _each(self, wanting: _Wanting) -> list[BaseException | None]:
+        errors: list[BaseException | None] = []
+        for lookahead, ids, most in wanting:
+            try:
+                lookahead.propose(ids, most)
+                errors.append(None)
+            except Exception as error:
+                errors.append(error)
+        return errors
+
+    def _together(self, runner: ModelRunner, wanting: _Wanting) -> list[BaseException | None]:
         proposing = [runner.coroutines.add(partial(lookahead.propose, ids, most)) for lookahead, ids, most in wanting]
         while waiting := [coroutine for coroutine in proposing if not coroutine.dead]:
             runner.run(waiting)
-        for (lookahead, *_), coroutine in zip(wanting, proposing, strict=True):
-            if coroutine.error is not None:  # such as a lack of memory; the sequence goes on without
-                logger.warning("A draft has failed: %s", coroutine.error)
-                lookahead.forget()
+        return [coroutine.error for coroutine in proposing]
 
     def close(self) -> None:
         """Restore the draft model."""
