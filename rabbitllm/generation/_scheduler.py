@@ -29,6 +29,7 @@ from rabbitllm.errors import BatchError, BusyError, ClosedError, OptionError
 from rabbitllm.generation._batch_drafts import BatchDrafts
 from rabbitllm.generation._coroutines import Coroutine, copy_of
 from rabbitllm.generation._model_runner import ModelRunner
+from rabbitllm.generation._packed_batch import can_be_packed
 from rabbitllm.generation._proposals import NGRAM, Draft
 from rabbitllm.generation._sequence import Sequence, SequenceStatus
 from rabbitllm.generation.cache_manager import CacheAllocation, CacheManager
@@ -116,8 +117,8 @@ def draft_of(
         return None
     if not packs:
         raise OptionError(
-            f"This draft cannot be used for many requests of a {type(model).__name__}: it "
-            "needs passes that compute the rows of all requests together, without --exact.",
+            f"This draft cannot be used for many requests of a {type(model).__name__}: it needs passes that "
+            "compute the rows of all requests together, without --exact.",
             "Leave the draft out, or use --draft ngram.",
         )
     prepare_draft(model, draft)
@@ -175,6 +176,7 @@ class Scheduler:
     """
 
     def __init__(self, model: StreamedModel, limits: Limits) -> None:
+        draft = draft_of(model, limits.draft, packs=can_be_packed(model) and not limits.exact)
         self.running: list[Sequence] = []
         self.caches = CacheManager(model, limits, self.running)
         self.totals = BatchStats()
@@ -184,7 +186,6 @@ class Scheduler:
         self._budget = TokenBudget()
         self._max_running = float(limits.running)  # sequences for which devices had enough memory recently
         self._recent_seconds = 1.0  # moving average of the seconds that a request took
-        draft = draft_of(model, limits.draft, packs=self._runner.packs)
         self._drafts = None if draft is None else BatchDrafts(model, draft, self.totals)
         self._closing: float | None = None  # time at which unfinished requests are cancelled
         self._pauses = 0
@@ -336,9 +337,10 @@ class Scheduler:
             budget = min(self._budget.prompt_tokens(self.caches.chunk), budget)
         chosen = [ready[index] for index in within_budget([count for _, count in ready], budget)]
         sequences, tokens = tuple(sequence for sequence, _ in chosen), sum(count for _, count in chosen)
-        if self._drafts is not None and (len(sequences) == tokens or tokens < MANY_TOKENS):
+        if self._drafts is not None:
+            drafting = sequences if len(sequences) == tokens or tokens < MANY_TOKENS else ()  # none beside long prompts
             rows = self.caches.memory.logits - len(sequences)
-            tokens += self._drafts.propose(self.caches.drafts(sequences, tokens, rows))
+            tokens += self._drafts.propose(self.caches.drafts(drafting, tokens, rows))
         return ScheduledPass(sequences, tokens)
 
     def unwanted(self) -> list[tuple[Sequence, FinishReason]]:
@@ -383,8 +385,9 @@ class Scheduler:
 
     def resume(self, sequence: Sequence) -> None:
         """Move a waiting sequence, which may have been preempted, to the running ones."""
-        drafts = self._drafts is not None and sequence.cache is not None and sequence.request.media is None
-        lookahead = self._drafts.begin(sequence.cache) if self._drafts is not None and drafts else None
+        lookahead = None
+        if self._drafts is not None and sequence.cache is not None and sequence.request.media is None:
+            lookahead = self._drafts.begin(sequence.cache)
         sequence.start(self._runner.coroutines, self.caches.prompt_chunk(sequence), lookahead)
         with self._change:
             self._waiting.remove(sequence)
