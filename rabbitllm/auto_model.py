@@ -516,27 +516,29 @@ def load_with_draft(request: LoadRequest, draft: Any, console: Console | None = 
         console: see `load`.
 
     Raises:
-        OptionError: the draft does not suit the model; see `prepare_draft`. Another vocabulary is found before anything
-            is split, where a folder has the tokenizer.
-        RabbitLLMError: see `AutoModel.from_pretrained`.
+        RabbitLLMError: see `AutoModel.from_pretrained`, and `prepare_draft` for a draft that does not suit the model.
     """
+    from rabbitllm.generation.draft import free_draft, prepare_draft
+
+    request, draft = load_draft(request, draft, console, None if draft == "auto" else False)
+    model = load(request, console)
+    if draft is None or not hasattr(model, "placement"):  # a worker
+        return model, None
+    if draft != "auto":
+        prepare_draft(model, draft)
+    return model, free_draft(model) if draft == "auto" else draft
+
+
+def load_draft(request: LoadRequest, draft: Any, console: Any = None, heads: Any = False) -> tuple[LoadRequest, Any]:
+    """Load a draft model as `load_with_draft` does; return the request for the model with what the draft needs, too."""
     if isinstance(draft, LoadRequest):
         sources = [prepare.find(model.spec, only_look=model.split is None) for model in (request, draft)]
-        if not all(source.finished for source in sources):  # before a split
+        if not all(source.finished for source in sources):  # before a split vocabularies are compared
             from rabbitllm.generation.draft import check_folders
 
             check_folders(*(source.config_folder for source in sources))
         draft = load(draft, console)
-    run = replace(request.run, heads=None if draft == "auto" else draft == "mtp", self_draft=draft == "self")
-    model = load(replace(request, run=run), console)
-    if draft is None or not hasattr(model, "placement"):  # a worker
-        return model, None
-    from rabbitllm.generation.draft import free_draft, prepare_draft
-
-    if draft == "auto":
-        return model, free_draft(model)
-    prepare_draft(model, draft)
-    return model, draft
+    return replace(request, run=replace(request.run, heads=draft == "mtp" or heads, self_draft=draft == "self")), draft
 
 
 def check_unsplit(options: SplitOptions) -> None:

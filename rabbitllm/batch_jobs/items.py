@@ -21,7 +21,7 @@ from typing import Any
 
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.reasoning import Thinking
-from rabbitllm.generation.request import MAX_CHOICES, POOLINGS, SEEDS, BatchDraft, Pooling, Sampling
+from rabbitllm.generation.request import MAX_CHOICES, POOLINGS, SEEDS, Pooling, Sampling
 
 Key = str | int
 """The identity of a line in the output: its `id`, its `custom_id`, else its number in the input, from 1."""
@@ -195,14 +195,14 @@ class JobLimits:
             in the folder of temporary files, 0 for none.
         exact: compute each sequence's rows separately: its tokens are then those that it gets alone in any dtype, at
             the cost of speed.
-        draft: see `Limits` of a batch.
+        draft: see `Limits` of a batch; a request to load a model for a draft model.
     """
 
     sequences: int = 256
     cache_bytes: int | None = None
     exact: bool = False
     cache_disk: int | None = None
-    draft: BatchDraft = "auto"
+    draft: Any = "auto"
 
     def __post_init__(self) -> None:
         """

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from rich.console import Console
 
-from rabbitllm.auto_model import LoadRequest, prepare_model
+from rabbitllm.auto_model import LoadRequest, load_draft, prepare_model
 from rabbitllm.base.forks import DaemonThread
 from rabbitllm.batch_jobs.answers import answered
 from rabbitllm.batch_jobs.display import JobDisplay, Progress
@@ -137,7 +137,7 @@ def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress
         ChatTemplate(ready.model).thinking(batch.defaults.thinking)  # refused now, not with each line
     if ready.manifest is not None:
         journal.check_weights(digest_of(ready.manifest.source))
-    limits = replace(batch.limits, cache_bytes=batch.limits.cache_bytes or ready.cache_bytes)
+    limits = replace(batch.limits, cache_bytes=batch.limits.cache_bytes or ready.cache_bytes, draft=ready.draft)
     items = map(scan.item, scan.ordered(journal.missing()))
     line, ready.model.pass_line = ready.model.pass_line, None  # one row for all passes
     try:
@@ -226,11 +226,13 @@ class BatchModel:
         model: a model from `AutoModel.from_pretrained`.
         cache_bytes: limit of the KV cache; None if it could not be predicted before the model was loaded.
         manifest: of its split; None without one.
+        draft: its draft, loaded.
     """
 
     model: StreamedModel
     cache_bytes: int | None = None
     manifest: Manifest | None = None
+    draft: Any = "auto"
 
     @classmethod
     def load(cls, request: LoadRequest, lengths: Sequence[int], limits: JobLimits) -> BatchModel:
@@ -247,6 +249,7 @@ class BatchModel:
         """
         console = Console(stderr=True, highlight=False)
         with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
+            request, draft = load_draft(request, limits.draft, console)
             run, prepared = request.run, prepare_model(request)
             cache_bytes, pass_bytes = limits.cache_bytes, 0
             if request.split is not None and run.max_memory is None:
@@ -263,7 +266,8 @@ class BatchModel:
         transformers.logging.set_verbosity_error()  # no warnings about missing kernels amid progress
         if cache_bytes is not None and limits.cache_bytes is None:  # less may be free now than was predicted
             cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)
-        return cls(model, cache_bytes, read_manifest(prepared.folder) if prepared.folder is not None else None)
+        manifest = read_manifest(prepared.folder) if prepared.folder is not None else None
+        return cls(model, cache_bytes, manifest, draft)
 
 
 def left_of(free: int, cache_bytes: int, pass_bytes: int) -> int:

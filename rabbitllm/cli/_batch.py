@@ -98,12 +98,11 @@ def batch_command(
     from rabbitllm.batch_jobs.inputs import STDIN, columns_of
     from rabbitllm.batch_jobs.items import Defaults, JobLimits, pooling_of
     from rabbitllm.batch_jobs.job import BatchJob, work
-    from rabbitllm.generation.request import batch_draft
 
     request = options.request(model)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "--cache-disk")
-    limits = JobLimits(sequences, cache_bytes, exact, disk_bytes, batch_draft(draft))
+    limits = JobLimits(sequences, cache_bytes, exact, disk_bytes, options.batch_draft(draft))
     output = expand(out)
     task = BatchJob(
         source if source == STDIN else expand(source),

@@ -120,7 +120,7 @@ def serve_command(
     from rabbitllm.base import logs
     from rabbitllm.base.options import parse_size
     from rabbitllm.errors import OptionError
-    from rabbitllm.generation.request import Limits, batch_draft
+    from rabbitllm.generation.request import Limits
 
     body_bytes = parse_size(max_body, "--max-body")
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
@@ -129,9 +129,8 @@ def serve_command(
     media_folder = None if media_dir is None else expand(str(media_dir))
     if media_folder is not None and not media_folder.is_dir():
         raise OptionError(f"--media-dir: {media_folder} is not a folder.", "Use an existing folder.")
-    limits = Limits(
-        *(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, swap_folder), draft=batch_draft(draft)
-    )
+    limits = Limits(*(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, swap_folder))
+    proposing = options.batch_draft(draft)
     sampling = answers.sampling
     request = options.request(model)
     disable_progress_bars()  # shards have our own bar, and other files are small
@@ -155,6 +154,6 @@ def serve_command(
         media_folder=media_folder,
         thinking=answers.thoughts,
     )
-    if serve_model(request, limits, settings, listening, console, grace):
+    if serve_model(request, proposing, limits, settings, listening, console, grace):
         sys.stderr.flush()
         os._exit(exit_codes.INTERRUPTED)

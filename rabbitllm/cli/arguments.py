@@ -115,9 +115,11 @@ BatchDraftOption = Annotated[
     str,
     rare_option(
         "--draft",
-        metavar="NAME",
-        help="ngram: each pass also checks tokens that followed the same words before; none; or auto for ngram where "
-        "layers are streamed.",
+        metavar="MODEL",
+        help="A small model with the same vocabulary proposes tokens for each request, and a pass checks as many of "
+        "them as pays; mtp: the checkpoint's own heads; ngram: tokens that followed the same words before; none; or "
+        "auto for ngram where layers are streamed.",
+        autocompletion=complete_model,
     ),
 ]
 
@@ -249,6 +251,20 @@ class ModelOptions:
         if self.no_split:
             check_unsplit(SplitOptions(compression))
         return replace(request, split=None) if self.no_split else request
+
+    def batch_draft(self, draft: str) -> LoadRequest | Draft | Literal["auto", "none"]:
+        """The draft for many requests; see `draft_request`.
+
+        Raises:
+            OptionError: it is "self", which serves one request at a time.
+        """
+        from rabbitllm.errors import OptionError
+
+        if (requested := self.draft_request(draft)) == "self":
+            raise OptionError(
+                "--draft self cannot be used for many requests.", "Expected a model, mtp, ngram, auto or none."
+            )
+        return requested or "none"
 
     def draft_request(self, draft: str) -> LoadRequest | Draft | Literal["auto"] | None:
         """The request for a draft model: on the same device, in its own split and dtype; or the name of a draft.

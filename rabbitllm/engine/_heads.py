@@ -47,7 +47,7 @@ _RAISE = "Raise max_memory, use a stronger compression, or leave --draft mtp out
 
 
 class Heads:
-    """The heads of a loaded model, of which the first one is computed.
+    """The heads of a loaded model.
 
     Args:
         model: the model.
@@ -70,22 +70,28 @@ class Heads:
         """The number of heads that the checkpoint has."""
         return len(self._heads.layers)
 
+    @property
+    def config(self) -> Any:
+        """The config of the heads, each of which is a layer."""
+        return self._heads.config
+
     def empty_cache(self) -> Any:
         """An empty KV cache of one sequence, which can be cropped."""
         return heads_cache(self._heads)
 
     @torch.no_grad()
     def __call__(
-        self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any
+        self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, head: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Predict the token after the last one.
 
         Args:
             ids: tokens, int64 of shape (1, tokens).
-            hidden: of the token before each: the model's last hidden state, after its last norm, or what the head
+            hidden: of the token before each: the model's last hidden state, after its last norm, or what a head
                 returned; (1, tokens, width).
             positions: of the tokens, int64 of shape (1, tokens).
             cache: of the tokens before these; they are appended.
+            head: number of the head.
 
         Returns:
             The head's hidden states, (1, tokens, width), and logits of the last one, float32 of shape (1, vocabulary).
@@ -95,7 +101,7 @@ class Heads:
             embedded = model.get_input_embeddings()(ids.to(self.device)).to(self.device)
         with self._streamer.passing():
             hidden = self._heads.forward_layer(
-                0, hidden.to(self.device), positions.to(self.device), cache, inputs_embeds=embedded
+                head, hidden.to(self.device), positions.to(self.device), cache, inputs_embeds=embedded
             )
         with model.streamer.passing():
             logits = logits_of_heads(self._heads, hidden[:, -1:])[:, -1]

@@ -1,4 +1,4 @@
-"""Drafts in packed passes: tokens that may follow in a sequence are further rows of its next pass.
+"""Drafts in shared passes: tokens that may follow in a sequence are further rows of its next pass.
 
 `generate` asks for one token at a time, and knows nothing of drafts. A pass computes logits after the sequence's token
 and after each drafted one. As long as `generate` itself chooses the drafted tokens, its next calls are answered from
@@ -8,60 +8,117 @@ the model. So each token is chosen as without drafts, with the same processors a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rabbitllm.generation._proposals import FromText
-from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, drop_last, record_past
+from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, CacheCost, drop_last, record_past
 
 if TYPE_CHECKING:
     from rabbitllm.generation._packed_batch import PackedSequence
+    from rabbitllm.generation._proposals import Proposals
+    from rabbitllm.generation._width import Width
     from rabbitllm.generation.request import BatchStats
-
-FIRST_TOKENS = 4
-"""Tokens of the first draft of a sequence."""
-MOST_TOKENS = 10
-"""The most tokens of a draft."""
-LONGEST = 3
-"""The most last tokens that must have occurred before."""
-MOST_PASSES = 7
-"""The most passes without a draft after drafts whose first token was wrong."""
 
 
 class Lookahead:
     """The drafts of one running sequence.
 
-    A draft has about twice as many tokens as were right in the last one. The more drafts in succession were wrong from
-    the first token on, the more tokens must have occurred before, and the longer the sequence goes without.
-
     Args:
         stats: totals, of which it raises the drafted and the accepted tokens.
+        width: says how many tokens are drafted.
+        begin: makes the source of proposals.
+        cost: what the source keeps of a token.
+        closed: called with `width` at the end.
 
     Attributes:
         tokens: drafted for the next pass.
+        seconds: that the last draft took.
     """
 
-    def __init__(self, stats: BatchStats) -> None:
+    def __init__(
+        self,
+        stats: BatchStats,
+        width: Width,
+        begin: Callable[[], Proposals],
+        cost: CacheCost,
+        closed: Callable[[Width], object],
+    ) -> None:
         self.tokens: tuple[int, ...] = ()
+        self.seconds = 0.0
         self._stats = stats
-        self._proposals = FromText(LONGEST)
-        self._most = FIRST_TOKENS
-        self._rest = self._left = 0
+        self._width = width
+        self._begin, self._proposals = begin, begin()
+        self._cost = cost
+        self._closed = closed
+        self._wanted: int | None = None  # for the next pass; None if it was not asked
+        self._lacks = self._seen = 0
         self._computed: tuple[int, ...] = ()  # drafted for the last pass
         self._accepted = 0
         self._output: Any = None  # of the last pass, while some of its logits may be used
 
-    def propose(self, ids: Sequence[int], most: int) -> int:
-        """Draft up to `most` tokens after `ids` for the next pass; returns their number."""
-        if self._left:
-            self._left -= 1
-        elif most > 0:
-            proposal = self._proposals.propose(torch.tensor([ids]), min(most, self._most))
-            self.tokens = tuple(proposal.tokens[0].tolist())
-        return len(self.tokens)
+    @property
+    def steps(self) -> int:
+        """Steps of the last draft."""
+        return max(len(self.tokens), 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what the source keeps; may be read from any thread."""
+        return self._cost.bytes_for(self._proposals.tokens) if self._proposals.tokens else 0
+
+    def bytes_for(self, tokens: int) -> int:
+        """Bytes that the source keeps of a sequence of this length."""
+        return self._cost.bytes_for(tokens) if self._cost.every_token else 0
+
+    def choose(self, tokens: int, most: int, rows: int, sequences: int) -> int:
+        """How many tokens to draft for the next pass, at most `most`.
+
+        Args:
+            tokens: number of tokens of the sequence.
+            rows, sequences: of the pass, without drafts.
+        """
+        self._lacks = tokens - self._seen
+        self._wanted = self._width.choose(most, self._lacks, rows, sequences)
+        return self._wanted
+
+    def propose(self, ids: Sequence[int], most: int) -> None:
+        """Draft up to `most` tokens after `ids`."""
+        self._proposals.settle(len(ids) - 1, ())
+        self._seen = len(ids)
+        self.tokens = tuple(self._proposals.propose(torch.tensor([ids]), most).tokens[0].tolist())
+
+    def forget(self) -> None:
+        """Free what the source keeps; it begins anew with the next draft."""
+        self._proposals.close(continues=False)
+        self._proposals = self._begin()
+        self._seen, self.tokens = 0, ()
+
+    def learn(self, rows: int, seconds: float | None) -> None:
+        """Take in the pass that is over.
+
+        Args:
+            rows: rows of the pass.
+            seconds: its time; None if it computed prompts.
+        """
+        if self._wanted is not None:
+            self._width.learn(
+                self._wanted,
+                len(self._computed),
+                self._accepted,
+                rows=rows,
+                seconds=seconds,
+                draft_seconds=self.seconds,
+                lacks=self._lacks,
+            )
+        self._wanted, self._computed, self.seconds = None, (), 0.0
+
+    def close(self) -> None:
+        """End, as the sequence does, or until it goes on."""
+        self._proposals.close(continues=False)
+        self._closed(self._width)
 
     # in a pass -------------------------------------------------------------------------------------------------------
 
@@ -88,13 +145,14 @@ class Lookahead:
             output: of the pass; None if the sequence was not packed, and so had no draft.
             kwargs: of the model's call.
         """
-        self._computed, self.tokens = self.tokens, ()
+        self._computed, self.tokens, self._accepted = self.tokens, (), 0
         if not self._computed:
             return output
         if output is None:
             drop_last(kwargs[CACHE_ARGUMENT], 0)
+            self._computed, self._wanted = (), None
             return None
-        self._output, self._accepted = output, 0
+        self._output = output
         self._stats.drafted_tokens += len(self._computed)
         return self._row()
 
@@ -115,9 +173,6 @@ class Lookahead:
             return
         cache, self._output = self._output[CACHE_ARGUMENT], None
         drop_last(cache, len(self._computed) - self._accepted)
-        self._most = min(2 * self._accepted + 1, MOST_TOKENS)
-        self._left = self._rest = 0 if self._accepted else min(2 * self._rest + 1, MOST_PASSES)
-        self._proposals.least = 1 if self._accepted else min(self._proposals.least + 1, LONGEST)
 
     def _row(self) -> Any:
         """The output after the token of the sequence and the accepted ones."""

@@ -94,11 +94,6 @@ class ModelRunner:
         self._packed = PackedForward(model, file) if packing and not exact and can_be_packed(model) else None
         self._file = file
 
-    @property
-    def packs(self) -> bool:
-        """Whether sequences may be packed into one forward."""
-        return self._packed is not None
-
     def run(self, coroutines: Sequence[Coroutine]) -> None:
         """Run one pass for some coroutines; afterwards each of them has ended or waits for the next one.
 

@@ -1,55 +1,85 @@
-"""The head for multi-token prediction as a model that goes back: its KV cache, and the hidden states that it needs.
+"""The heads for multi-token prediction as a model that goes back: their KV cache, and the hidden states that they need.
 
-The head has a row for each token but the first: the token, and the model's last hidden state of the token before it,
-which a hook takes from the model's own passes. Further tokens are proposed by the same head, from its own hidden state;
-those rows are dropped when the model has checked the tokens, and computed again from the model's states. A row whose
-state was computed before the answer began, as in a kept conversation, is left out: the head then attends to fewer.
+A head has a row for each token but the first: the token, and a hidden state of the token before it. The first head
+takes the model's last one, by a hook from the model's own passes; each further head what the one before it returned for
+that token. The first head predicts the token after the last one, each further head one more. A single head is repeated,
+on its own hidden states. Rows of proposed tokens are dropped when the model has checked them, and computed again from
+the model's states. A row whose state was computed before the heads began, as of a shared prefix, is left out: a head
+then attends to fewer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rabbitllm.generation._rewind import Rewindable
+from rabbitllm.generation._packed_batch import PackedCache
+from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, bytes_of, can_be_cut
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
 
 
 class HeadTrack:
-    """The head of a model, for one sequence, with the interface of `Rewindable`.
+    """The heads of a model, for one sequence, with the interface of `Rewindable`.
 
     Args:
         model: loaded with its heads.
-        track: the model and its KV cache.
+        cache: the model's KV cache of the sequence.
+        before: number of rows of a pass -> number of tokens before that pass.
     """
 
-    def __init__(self, model: StreamedModel, track: Rewindable) -> None:
+    def __init__(self, model: StreamedModel, cache: Any, before: Callable[[int], int]) -> None:
         assert model.heads is not None
-        self._head: Any = model.heads
-        self._track = track
-        self._cache = self._head.empty_cache()
-        self._rows = 0  # the row after the last one in the cache: of token `_rows`, and the state of the one before
-        self._states: torch.Tensor | None = None  # for the rows from there on
+        self._heads: Any = model.heads
+        self._of, self._before = cache, before
+        self._cache = self._heads.empty_cache()
+        self._levels = [_Level() for _ in range(self._heads.count)]
+        self._text: int | None = None  # tokens that are known, while further ones are proposed
         self._passed: tuple[int, torch.Tensor] | None = None  # first token and states of the model's last pass
-        self._mark: int | None = None
-        self._hook = model.get_decoder().register_forward_hook(self._take)
+        self._hook = model.get_decoder().register_forward_hook(self._take, with_kwargs=True)
 
     def close(self) -> None:
         """Take no more hidden states."""
         self._hook.remove()
 
-    def _take(self, module: Any, inputs: Any, output: Any) -> None:
-        self._passed = self._track.tokens, output[0].detach()
+    def resume(self, earlier: HeadTrack, tokens: int) -> None:
+        """Go on with what an earlier track of the same cache has of the first `tokens`."""
+        earlier.settle(tokens)
+        if all(map(can_be_cut, earlier._cache.layers)) or earlier.tokens <= tokens:
+            self._cache, self._levels = earlier._cache, earlier._levels
+            self._cut(tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of which it has rows or states."""
+        states = self._levels[0].states
+        return self._levels[0].rows + (0 if states is None else states.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its KV cache and states."""
+        states = (level.states for level in self._levels)
+        return bytes_of(self._cache) + sum(tensor.nbytes for tensor in states if tensor is not None)
+
+    def _take(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        cache = kwargs.get(CACHE_ARGUMENT, self._of)
+        rows = cache.rows_of(self._of) if isinstance(cache, PackedCache) else slice(None) if cache is self._of else None
+        if rows is None:
+            return
+        states = output[0][:, rows].detach()
+        begin = self._before(states.shape[1])
+        self.settle(begin)
+        self._passed = begin, states
 
     def is_ready(self, ids: torch.Tensor) -> bool:
         """Whether it has the state of the token before the last one of `ids`, (1, tokens)."""
-        return self._states is not None and self._rows + self._states.shape[1] == ids.shape[1] - 1
+        return self._levels[0].states is not None and self.tokens == ids.shape[1] - 1
 
     def logits(self, ids: torch.Tensor, count: int) -> torch.Tensor:
-        """Compute the rows that the cache lacks.
+        """Compute the rows that the cache lacks, by the head for the token after the last one.
 
         Args:
             ids: all tokens of the sequence, int64 of shape (1, tokens).
@@ -58,29 +88,67 @@ class HeadTrack:
         Returns:
             Logits, float32 of shape (1, vocabulary).
         """
-        assert self._states is not None
-        begin, end = self._rows + 1, ids.shape[1]
+        end, text = ids.shape[1], self._text or ids.shape[1]
+        depth = min(end - text, len(self._levels) - 1)
+        level = self._levels[depth]
+        assert level.states is not None
+        begin = level.rows + 1
         positions = torch.arange(begin, end, device=ids.device)[None]
         logits: torch.Tensor
-        hidden, logits = self._head(ids[:, begin:], self._states, positions, self._cache)
-        self._rows, self._states = end - 1, hidden[:, -1:]
+        hidden, logits = self._heads(ids[:, begin:], level.states, positions, self._cache, depth)
+        # the state of the last token that is known, for the first row after it
+        last = text - 1 - level.rows
+        level.kept = level.states[:, last : last + 1] if depth and last >= 0 else None
+        level.rows, level.states = end - 1, hidden[:, -1:] if len(self._levels) == 1 else hidden[:, :0]
+        if depth + 1 < len(self._levels):
+            self._levels[depth + 1].add(begin, hidden)
         return logits
 
     def mark(self) -> None:
         """Remember the rows. Those after them may be dropped."""
-        self._mark = self._rows
+        self._text = self._levels[0].rows + 1
 
     def settle(self, tokens: int) -> None:
         """Drop the rows after the mark, and keep the model's states of the first `tokens` for the next ones."""
-        if self._mark is not None:
-            self._cache.crop(self._mark - self._rows)
-            self._rows, self._states, self._mark = self._mark, None, None
-        if self._passed is None:
-            return
-        begin, states = self._passed
-        self._passed = None
-        if self._states is None or begin > self._rows + self._states.shape[1]:
-            self._rows, self._states = max(self._rows, begin), states[:, :0]
-        earlier = self._states[:, : max(begin - self._rows, 0)]
-        states = torch.cat((earlier, states[:, max(self._rows - begin, 0) :]), dim=1)
-        self._states = states[:, : tokens - self._rows]
+        if self._text is not None:
+            self._cut(self._text)
+            self._levels[0].states = self._text = None
+        if self._passed is not None:
+            self._levels[0].add(*self._passed)
+            self._passed = None
+            self._cut(tokens)
+
+    def _cut(self, tokens: int) -> None:
+        """Drop all rows and states of tokens after the first `tokens`."""
+        for level, layer in zip(self._levels, self._cache.layers, strict=True):
+            last, has = max(tokens - 1, 0), layer.get_seq_length()
+            if (surplus := level.rows - last) > 0:
+                layer.crop(-min(surplus, has))
+                level.rows, level.states = (last, level.kept) if surplus <= has else (0, None)
+            elif level.states is not None:
+                level.states = level.states[:, : tokens - level.rows]
+            level.kept = None
+
+
+class _Level:
+    """A head.
+
+    Attributes:
+        rows: the row after the last one in the cache is of the token after `rows`, and the state of that one.
+        states: for the rows from there on, (1, tokens, width); None if there are none yet.
+        kept: the state to go back to, while tokens are proposed.
+    """
+
+    __slots__ = ("kept", "rows", "states")
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.states: torch.Tensor | None = None
+        self.kept: torch.Tensor | None = None
+
+    def add(self, begin: int, states: torch.Tensor) -> None:
+        """Add the states of the tokens from `begin` on; those that it has are replaced."""
+        if self.states is None or begin > self.rows + self.states.shape[1]:
+            self.rows, self.states = max(self.rows, begin), states[:, :0]
+        earlier = self.states[:, : max(begin - self.rows, 0)]
+        self.states = torch.cat((earlier, states[:, max(self.rows - begin, 0) :]), dim=1)

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from itertools import starmap
+from itertools import accumulate, starmap
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -188,6 +188,12 @@ class PackedCache(Cache):  # type: ignore[misc]
             else:
                 yield pair
                 self._file.store(cache, layer, key, value)
+
+    def rows_of(self, cache: Any) -> slice | None:
+        """The rows of the sequence with this KV cache; None if it is not in the batch."""
+        ends = accumulate(self.lengths)
+        rows = (slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True))
+        return next((part for part, other in zip(rows, self._caches, strict=True) if other is cache), None)
 
     def spans(self) -> list[MaskSpan]:
         """The sizes of each sequence's mask in the layer of the latest `get_mask_sizes` or `get_query_offset`."""
@@ -575,7 +581,7 @@ class PackedForward:
         """Whether a cache has the kinds of layers that the model would make, with one sequence in it."""
         if type(cache) is not DynamicCache or cache.offloading or list(map(type, cache.layers)) != self._layers:
             return False
-        return all(not getattr(layer, "record_past", False) and _is_one_sequence(layer) for layer in cache.layers)
+        return all(map(_is_one_sequence, cache.layers))
 
 
 def _is_row(value: Any) -> TypeGuard[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -26,11 +26,11 @@ SELF: Literal["self"] = "self"
 KINDS: tuple[Literal["ngram", "mtp", "self"], ...] = (NGRAM, MTP, SELF)
 """Drafts that have a name."""
 NGRAM_LENGTH = 2
-"""The last tokens that it looks for in the text before them, or fewer."""
+"""The most last tokens that are looked for in the text before them."""
 MODEL_TOKENS = 20
 """The most tokens that a model proposes, unless its generation config has `num_assistant_tokens`."""
 HEAD_TOKENS = 8
-"""The same of a head that is used again for each token; a head of several proposes one token."""
+"""The same of a head that is used again for each token; several propose one token each."""
 BRANCHES = 8
 """The most tokens that may follow one of a tree."""
 
@@ -77,35 +77,33 @@ class Proposals(Protocol):
     def settle(self, tokens: int, path: Sequence[int]) -> None:
         """Drop all that is kept of tokens after the first `tokens`, which end with the proposed tokens of `path`."""
 
-    def close(self) -> None:
-        """End: the answer is complete, or an error has ended it."""
+    def close(self, continues: bool) -> None:
+        """End. What is kept stays for a later answer that goes on with the same KV cache if the answer `continues`."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of which it keeps something."""
 
 
 class FromText:
-    """Proposes the tokens that followed the last ones when they occurred first.
-
-    Args:
-        longest, least: the number of last tokens that it looks for, from the first one down to the second one.
-    """
-
-    def __init__(self, longest: int = NGRAM_LENGTH, least: int = 1) -> None:
-        self.longest = longest
-        self.least = least
+    """Proposes the tokens that followed the last ones when they occurred first."""
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, (1, tokens)."""
         text = ids[0]
-        for length in range(min(self.longest, len(text) - 1), self.least - 1, -1):
+        for length in range(min(NGRAM_LENGTH, len(text) - 1), 0, -1):
             places = (text[:-1].unfold(0, length, 1) == text[-length:]).all(dim=1).nonzero()
             if len(places):
                 begin = int(places[0]) + length
                 return Proposal(ids[:, begin : begin + most])
         return Proposal(ids[:, :0])
 
+    tokens = 0
+
     def settle(self, tokens: int, path: Sequence[int]) -> None:
         """Nothing is kept."""
 
-    def close(self) -> None:
+    def close(self, continues: bool) -> None:
         """Nothing is kept."""
 
 
@@ -215,8 +213,13 @@ class FromModel:
         self._track.settle(tokens - len(path) + len(rows), rows, len(self._computed))
         self._computed = []
 
-    def close(self) -> None:
-        """Nothing is kept elsewhere."""
+    def close(self, continues: bool) -> None:
+        """Nothing is kept."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in its cache."""
+        return int(self._track.tokens)
 
 
 class _TreeToken:
@@ -296,7 +299,9 @@ class FromHead(FromModel):
     Args:
         model: loaded with its heads.
         processors, config, width: see `FromModel`.
-        track: the model and its KV cache, as the loop uses them.
+        cache: the model's KV cache.
+        tokens: number of tokens in it.
+        before: see `HeadTrack`.
     """
 
     def __init__(
@@ -305,21 +310,28 @@ class FromHead(FromModel):
         processors: LogitsProcessorList,
         config: GenerationConfig,
         width: Width,
-        track: Rewindable,
+        cache: Any,
+        tokens: int,
+        before: Callable[[int], int],
     ) -> None:
-        self._head = HeadTrack(model, track)
+        self._head = HeadTrack(model, cache, before)
+        if isinstance(earlier := vars(cache).pop("beside", None), HeadTrack):
+            self._head.resume(earlier, tokens)
+        self._of = cache
         super().__init__(model, processors, config, width, branches=False, track=self._head)
         assert model.heads is not None
         own = model.generation_config.num_assistant_tokens or HEAD_TOKENS
-        self._most = own if model.heads.count == 1 else 1
+        self._most = own if model.heads.count == 1 else min(own, model.heads.count)
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, (1, tokens); none before the model's first pass."""
         return super().propose(ids, most if self._head.is_ready(ids) else 0)
 
-    def close(self) -> None:
+    def close(self, continues: bool) -> None:
         """Take no more hidden states."""
         self._head.close()
+        if continues:
+            self._of.beside = self._head
 
 
 def proposals_of(
@@ -340,7 +352,7 @@ def proposals_of(
     if draft == NGRAM:
         return FromText()
     if draft == MTP:
-        return FromHead(model, processors, config, width, track)
+        return FromHead(model, processors, config, width, track.cache, track.tokens, lambda rows: track.tokens)
     if draft == SELF:
         return FromItself(model, processors, config, width, takes_trees(model), track)
     return FromModel(draft, processors, config, width, takes_trees(model) and takes_trees(draft))

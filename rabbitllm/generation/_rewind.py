@@ -58,6 +58,7 @@ class Rewindable:
             tokens; later ones follow them.
 
     Attributes:
+        cache: see above.
         tokens: number of tokens in the cache.
     """
 
@@ -66,14 +67,14 @@ class Rewindable:
         self._model = model
         config = model.config.get_text_config(decoder=True)
         self._is_own = not has_dynamic_cache(model)  # the model's first pass makes it
-        self._cache = DynamicCache(config=config) if cache is None and not self._is_own else cache
+        self.cache = DynamicCache(config=config) if cache is None and not self._is_own else cache
         self._arguments = arguments
         self._is_first = True
         self._argument = cache_argument(model)
         self._takes = inspect.signature(model.forward).parameters
         if "position_ids" in self._takes and not arguments:
             arguments["position_ids"] = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        self._is_cropped = not self._is_own and all(map(can_be_cropped, self._cache.layers))
+        self._is_cropped = not self._is_own and all(map(can_be_cropped, self.cache.layers))
         by_rows = (_INDEX, *_RECURRENT) if config.model_type in BY_ROWS else _INDEX
         self._by_row = [module for module in model.modules() if type(module).__name__.endswith(by_rows)]
         self._mark: tuple[int, Saved, list[tuple[dict[str, Any], dict[str, Any]]]] | None = None
@@ -81,7 +82,7 @@ class Rewindable:
     @property
     def keeps_every_token(self) -> bool:
         """Whether the cache goes back at no cost, however long the pass was."""
-        return self._is_cropped and all(keeps_every_token(layer) or is_nothing(layer) for layer in self._cache.layers)
+        return self._is_cropped and all(keeps_every_token(layer) or is_nothing(layer) for layer in self.cache.layers)
 
     def logits(self, ids: torch.Tensor, count: int, parents: Sequence[int] = ()) -> torch.Tensor:
         """Compute the tokens that the cache lacks.
@@ -97,7 +98,7 @@ class Rewindable:
         """
         rows, is_first, self._is_first = ids.shape[1] - self.tokens, self._is_first, False
         arguments = {name: _continued(name, tensor, ids.shape[1]) for name, tensor in self._arguments.items()}
-        arguments[self._argument] = self._cache
+        arguments[self._argument] = self.cache
         inputs = self._model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=rows,
@@ -111,11 +112,11 @@ class Rewindable:
             inputs |= self._as_tree(ids, parents, arguments)
         with contextlib.nullcontext() if is_first else self._by_rows():
             output = self._model(**inputs, return_dict=True)
-        self._cache = output.get(self._argument, self._cache)
+        self.cache = output.get(self._argument, self.cache)
         if self._is_own and is_first:
-            for index, layer in enumerate(layers_of(self._cache)):
+            for index, layer in enumerate(layers_of(self.cache)):
                 if not layer.is_initialized:
-                    self._cache.layers[index] = DummyLayer()  # masks would be as long as it, without tokens before
+                    self.cache.layers[index] = DummyLayer()  # masks would be as long as it, without tokens before
         logits: torch.Tensor = output.logits[0, -count:]
         self.tokens = ids.shape[1]
         return logits.to(dtype=torch.float32, device=ids.device)
@@ -148,12 +149,12 @@ class Rewindable:
     def mark(self) -> None:
         """Remember the cache as it is. Tokens after it may be dropped."""
         if self._is_cropped:
-            self._cache.activate_past_recording()  # of windows
+            self.cache.activate_past_recording()  # of windows
             self._mark = self.tokens, {}, []
         else:
             states = [vars(module) for part in self._by_row for module in part.modules()]
             kept = [(held, {name: value for name, value in held.items() if torch.is_tensor(value)}) for held in states]
-            self._mark = self.tokens, saved(self._cache), kept
+            self._mark = self.tokens, saved(self.cache), kept
 
     def settle(self, tokens: int, path: Sequence[int] = (), leaves: int = 0) -> None:
         """Drop the tokens after the first `tokens`, and forget the mark; if any are dropped, states go back to it.
@@ -168,15 +169,15 @@ class Rewindable:
         text = self.tokens - leaves
         if list(path) != list(range(len(path))):
             rows = torch.tensor(path) + text
-            for layer in self._cache.layers:
+            for layer in self.cache.layers:
                 for tensor in (layer.keys, layer.values):
                     tensor[:, :, text : text + len(rows)] = tensor[:, :, rows.to(tensor.device)]
         dropped = max(self.tokens - tokens, 0)
         if self._is_cropped:
-            drop_last(self._cache, dropped)
+            drop_last(self.cache, dropped)
             self.tokens -= dropped
         elif dropped:
-            restore(self._cache, attributes, length)
+            restore(self.cache, attributes, length)
             for held, values in kept:
                 held.update(values)
             self.tokens = length
@@ -185,7 +186,7 @@ class Rewindable:
     def release(self) -> None:
         """Forget the mark."""
         self._mark = None
-        for layer in filter(is_window, layers_of(self._cache)):
+        for layer in filter(is_window, layers_of(self.cache)):
             layer.record_past = False
 
     @contextlib.contextmanager

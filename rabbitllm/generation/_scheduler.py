@@ -20,17 +20,20 @@ import time
 from collections import abc, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rabbitllm.base.forks import own_lock
 from rabbitllm.base.terminal import size
 from rabbitllm.engine.devices import OutOfDeviceMemory
-from rabbitllm.errors import BatchError, BusyError, ClosedError
+from rabbitllm.errors import BatchError, BusyError, ClosedError, OptionError
+from rabbitllm.generation._batch_drafts import BatchDrafts
 from rabbitllm.generation._coroutines import Coroutine, copy_of
-from rabbitllm.generation._lookahead import Lookahead
 from rabbitllm.generation._model_runner import ModelRunner
+from rabbitllm.generation._packed_batch import can_be_packed
+from rabbitllm.generation._proposals import NGRAM, Draft
 from rabbitllm.generation._sequence import Sequence, SequenceStatus
 from rabbitllm.generation.cache_manager import CacheAllocation, CacheManager
+from rabbitllm.generation.draft import prepare_draft
 from rabbitllm.generation.kv_cache import can_go_back
 from rabbitllm.generation.request import MEDIA_BYTES, BatchStats, FinishReason, Limits
 
@@ -94,6 +97,34 @@ def moves_weights(placement: Placement) -> bool:
     return moved > 0 and all(pool.kept >= pool.stored for pool in placement.pools)
 
 
+def draft_of(
+    model: StreamedModel, draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"], *, packs: bool
+) -> Draft | None:
+    """The draft of a batch, prepared; "auto" and "ngram" are none where there are no drafts.
+
+    Args:
+        model: the model.
+        draft: see `Limits`.
+        packs: whether sequences may be packed into one forward.
+
+    Raises:
+        OptionError: the draft does not suit the model, or sequences are not packed.
+    """
+    if draft == "auto" or draft == NGRAM:
+        is_wanted = draft == NGRAM or moves_weights(model.placement)
+        return NGRAM if is_wanted and packs and can_go_back(model) else None
+    if draft == "none":
+        return None
+    if not packs:
+        raise OptionError(
+            f"This draft cannot be used for many requests of a {type(model).__name__}: it needs passes that "
+            "compute the rows of all requests together, without --exact.",
+            "Leave the draft out, or use --draft ngram.",
+        )
+    prepare_draft(model, draft)
+    return draft
+
+
 def within_budget(tokens: abc.Sequence[int], budget: int) -> list[int]:
     """Indices of the sequences that compute in the next pass, in ascending order.
 
@@ -145,6 +176,7 @@ class Scheduler:
     """
 
     def __init__(self, model: StreamedModel, limits: Limits) -> None:
+        draft = draft_of(model, limits.draft, packs=can_be_packed(model) and not limits.exact)
         self.running: list[Sequence] = []
         self.caches = CacheManager(model, limits, self.running)
         self.totals = BatchStats()
@@ -154,8 +186,7 @@ class Scheduler:
         self._budget = TokenBudget()
         self._max_running = float(limits.running)  # sequences for which devices had enough memory recently
         self._recent_seconds = 1.0  # moving average of the seconds that a request took
-        self._drafts = limits.draft != "none" and self._runner.packs and can_go_back(model)
-        self._drafts &= limits.draft == "ngram" or moves_weights(model.placement)
+        self._drafts = None if draft is None else BatchDrafts(model, draft, self.totals)
         self._closing: float | None = None  # time at which unfinished requests are cancelled
         self._pauses = 0
         self._change = own_lock(threading.Condition())
@@ -252,6 +283,9 @@ class Scheduler:
             start = time.perf_counter()
             self._run([s.coroutine for s in scheduled.sequences if s.coroutine is not None])
             seconds = time.perf_counter() - start
+            for sequence in scheduled.sequences:
+                if sequence.lookahead is not None:
+                    sequence.lookahead.learn(scheduled.num_tokens, seconds)
             self._budget = self._budget.after(scheduled.num_tokens, seconds)
             self.totals.passes += 1
             self.totals.pass_seconds += seconds
@@ -303,9 +337,10 @@ class Scheduler:
             budget = min(self._budget.prompt_tokens(self.caches.chunk), budget)
         chosen = [ready[index] for index in within_budget([count for _, count in ready], budget)]
         sequences, tokens = tuple(sequence for sequence, _ in chosen), sum(count for _, count in chosen)
-        if self._drafts:  # a pass with so few tokens takes the time to stream the weights
-            rows = min(MANY_TOKENS - 1 - tokens, self.caches.memory.logits - len(sequences))
-            tokens += self.caches.draft(sequences, rows)
+        if self._drafts is not None:
+            drafting = sequences if len(sequences) == tokens or tokens < MANY_TOKENS else ()  # none beside long prompts
+            rows = self.caches.memory.logits - len(sequences)
+            tokens += self._drafts.propose(self.caches.drafts(drafting, tokens, rows))
         return ScheduledPass(sequences, tokens)
 
     def unwanted(self) -> list[tuple[Sequence, FinishReason]]:
@@ -350,7 +385,9 @@ class Scheduler:
 
     def resume(self, sequence: Sequence) -> None:
         """Move a waiting sequence, which may have been preempted, to the running ones."""
-        lookahead = Lookahead(self.totals) if self._drafts else None
+        lookahead = None
+        if self._drafts is not None and sequence.cache is not None and sequence.request.media is None:
+            lookahead = self._drafts.begin(sequence.cache)
         sequence.start(self._runner.coroutines, self.caches.prompt_chunk(sequence), lookahead)
         with self._change:
             self._waiting.remove(sequence)
@@ -400,4 +437,6 @@ class Scheduler:
         for sequence in (*self.running, *self.waiting):
             self.finish(sequence, how)
         self._runner.coroutines.close()
+        if self._drafts is not None:
+            self._drafts.close()
         self.caches.close()

@@ -196,13 +196,12 @@ class Sequence:
             return None
         return cache
 
-    def draft(self, most: int) -> int:
-        """Propose up to `most` tokens for its next pass if that computes its last token; returns their number."""
-        if self.lookahead is None or self.cache is None or self.num_new_tokens != 1 or self.request.media is not None:
-            return 0
-        if self.has_dropped_cache or self.num_computed_tokens + 1 < self.length.tokens:
-            return 0
-        return self.lookahead.propose(self.ids, min(most, self.length.room - 1))
+    @property
+    def can_draft(self) -> bool:
+        """Whether it may have a draft in its next pass: if that computes its last token."""
+        if self.lookahead is None or self.num_new_tokens != 1 or self.has_dropped_cache:
+            return False
+        return self.num_computed_tokens + 1 == self.length.tokens
 
     def start(self, coroutines: Coroutines, chunk: int | None, lookahead: Lookahead | None = None) -> None:
         """Begin to generate, or continue after the tokens of an earlier run; it stops before its first pass.
@@ -224,6 +223,9 @@ class Sequence:
         """Stop generating, between two passes."""
         if self.coroutine is not None and not self.has_ended:
             coroutines.cancel(self.coroutine)
+        if self.lookahead is not None:
+            self.lookahead.close()
+            self.lookahead = None
         self.coroutine = None  # its stack holds much memory, and the caller may keep the sequence
 
     def finish(self, reason: FinishReason) -> Result:

@@ -89,23 +89,26 @@ class Width:
         self._tries = False
         self._rate, self._path, self._rows, self._sure = 0.0, 1.0, 1, list[float]()
         self._breadth = 1.0  # tokens of each depth; of a chain 1
+        self._sequences = 1
         self._points: Sequence[tuple[float, float]] = ((1.0, 1.0),)
 
-    def choose(self, most: int, lacks: int = 0, rows: int = 1) -> int:
+    def choose(self, most: int, lacks: int = 0, rows: int = 1, sequences: int = 1) -> int:
         """Return how many tokens to draft for the next pass, or how deep a tree may be; 0 for none.
 
         Args:
             most: the most that can be used.
             lacks: tokens of the text that the source has not seen yet.
             rows: rows of the pass without a draft.
+            sequences: number of sequences that share the pass, each of which bears a part of it and all of its draft.
         """
         self._path, self._rows, self._sure, self._tries = 1.0, rows, [], False
+        self._sequences = sequences
         if most < 1 or self.credit <= min(self._needs, 0.9 * ALLOWANCE):
             return 0
         self._points = self._measured()
-        one, step = self._cost(1), self._step()
-        behind = self._behind(lacks)
-        nothing = 1 / self._cost(rows)
+        one, step = self._one(), self._step()
+        behind, shared = self._behind(lacks), self._shared(rows)
+        nothing = 1 / (self._cost(rows) - shared)
         best, best_rate, tried, tried_rate = 0, _GAIN * nothing, 0, 0.0
         tokens = path = reach = 1.0
         drafted, is_right, is_there = 0.0, 0.5, 1.0
@@ -116,7 +119,7 @@ class Width:
             reach *= is_there
             path *= is_there * is_right
             tokens, drafted = tokens + path, drafted + reach
-            rate = tokens / (self._cost(rows + self._breadth * drafted) + step * drafted)
+            rate = tokens / (self._cost(rows + self._breadth * drafted) - shared + step * drafted)
             loss = (self._cost(rows + self._breadth * count) - self._cost(rows) + step * count) / one
             if count == 1:
                 self._needs = min(loss + behind / one, ALLOWANCE)
@@ -196,7 +199,7 @@ class Width:
             kept = self._passes.setdefault(_bucket(rows), deque(maxlen=_KEPT))
             kept.append((self._count, rows, seconds))
         if not wanted:  # the usual case without drafts must take no time
-            if rows == 1:
+            if rows == 1 or self._sequences > 1:
                 self.credit = max(self.credit, min(self.credit + SHARE, ALLOWANCE))
                 return
         elif lacks <= _FEW:
@@ -217,12 +220,21 @@ class Width:
         if drafted and rows > drafted:
             self._breadth += 0.3 * ((tokens or drafted) / drafted - self._breadth)
         self._points = self._measured()
-        spent = self._cost(rows) + self._step() * (drafted or (wanted > 0))
+        plain = rows - (drafted if tokens is None else tokens)
+        spent = self._cost(rows) - self._shared(plain) + self._step() * (drafted or (wanted > 0))
         if self._tries and len(self._catching_up) > 1:
             spent += self._behind(lacks)
         # an outlier may have been measured, which must not end drafts for long
-        credit = self.credit + right + 1 - spent / self._cost(1)
+        credit = self.credit + right + 1 - spent / self._one()
         self.credit = max(min(credit, MOST_CREDIT), -ALLOWANCE)
+
+    def _one(self) -> float:
+        """Seconds of a token without a draft."""
+        return self._cost(self._sequences) / self._sequences
+
+    def _shared(self, rows: int) -> float:
+        """Seconds of a pass of so many rows that the other sequences bear."""
+        return self._cost(rows) - self._one() if self._sequences > 1 else 0.0
 
     @property
     def _widest(self) -> int:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from transformers import Cache
 
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation._lookahead import Lookahead
 
 logger = logging.getLogger(__name__)
 
@@ -279,28 +280,43 @@ class CacheManager:
         in_memory, in_file = self.by_location()
         return self._left_by(in_file) - self.memory.next_bytes(s.length for s in in_memory)
 
-    def draft(self, sequences: abc.Sequence[Sequence], rows: int) -> int:
-        """Propose tokens for the next pass of sequences, as far as the running ones leave memory.
+    def drafts(
+        self, sequences: abc.Sequence[Sequence], tokens: int, rows: int
+    ) -> list[tuple[Lookahead, list[int], int]]:
+        """Choose how many tokens are drafted for the next pass, as far as the running sequences leave memory.
 
         Args:
             sequences: sequences of the pass.
-            rows: maximum number of proposed tokens; divided equally.
+            tokens: their tokens without drafts.
+            rows: maximum number of drafted tokens; divided equally.
 
         Returns:
-            Their number.
+            The drafts of sequences, each with the sequence's tokens and the number of tokens to draft.
         """
-        free, total = self._left_by_running(), 0
-        sequences = [sequence for sequence in sequences if sequence.cache not in self.file]
-        for others, sequence in zip(reversed(range(len(sequences))), sequences, strict=True):
-            tokens, most = sequence.length.tokens, (rows - total) // (others + 1)
-            while most > 0 and self.memory.drafted_bytes(tokens, most) > free:
+        free, wanting = self._left_by_running(), []
+        drafting = [(s.lookahead, s.cache in self.file) for s in self._running if s.lookahead is not None]
+        free -= sum(lookahead.nbytes for lookahead, _ in drafting)
+        for lookahead, is_in_file in reversed(drafting):  # what drafts keep can be computed again
+            if lookahead.nbytes and (free < 0 or is_in_file):
+                free += lookahead.nbytes
+                lookahead.forget()
+        able = [sequence for sequence in sequences if sequence.can_draft and sequence.cache not in self.file]
+        for others, sequence in zip(reversed(range(len(able))), able, strict=True):
+            source, length = sequence.lookahead, sequence.length
+            assert source is not None
+            most = min(rows // (others + 1), length.room - 1)
+            while most > 0 and self._drafted_bytes(source, length.tokens, most) > free:
                 most -= 1
-            if most > 0 and (count := sequence.draft(most)):
-                free -= self.memory.drafted_bytes(tokens, count)
-                total += count
-        if total:
-            self._finished.shrink(free)
-        return total
+            if count := source.choose(length.tokens, most, tokens, len(sequences)):
+                free -= self._drafted_bytes(source, length.tokens, count)
+                rows -= count
+                wanting.append((source, sequence.ids, count))
+        self._finished.shrink(free)
+        return wanting
+
+    def _drafted_bytes(self, lookahead: Lookahead, tokens: int, count: int) -> int:
+        """Bytes that `count` drafted tokens take in the next pass of a sequence, and their source."""
+        return self.memory.drafted_bytes(tokens, count) + lookahead.bytes_for(tokens + count) - lookahead.nbytes
 
     def evict_all(self) -> None:
         """Evict all finished sequences."""
@@ -450,4 +466,5 @@ class CacheManager:
         in_memory, in_file = self.by_location()
         # computed from token counts, since the batch's thread may change the tensors meanwhile
         counts = [s.num_computed_tokens if s.cache is not None else s.length.tokens for s in in_memory]
-        return sum(map(self.memory.bytes_for, counts)) + len(in_file) * self.memory.tail_bytes()
+        drafts = sum(draft.nbytes for s in list(self._running) if (draft := s.lookahead) is not None)
+        return drafts + sum(map(self.memory.bytes_for, counts)) + len(in_file) * self.memory.tail_bytes()

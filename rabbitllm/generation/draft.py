@@ -157,7 +157,7 @@ class Drafting:
                 self.brought = self.brought.plus(Drafts(1, answered, (1,) * len(hits), hits, drafted - begin))
         finally:
             track.release()
-            proposals.close()
+            proposals.close(is_over)
         if self._streamer is not None:
             self._streamer.end()
         return ids

@@ -646,10 +646,11 @@ class ConversationCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors of the cache and its snapshots."""
+        """Bytes of the tensors of the cache, its snapshots, and what a draft keeps beside it."""
         owners = [vars(layer) for layer in self.cache.layers]
         owners += [dict(attributes) for layers in self._snapshots.values() for attributes in layers.values()]
-        return sum(tensor.nbytes for attributes in owners for tensor in _tensors(attributes))
+        beside: int = getattr(getattr(self.cache, "beside", None), "nbytes", 0)
+        return beside + sum(tensor.nbytes for attributes in owners for tensor in _tensors(attributes))
 
     def crop(self, length: int) -> int:
         """Cut the cache, and return its new length.

@@ -45,9 +45,6 @@ _DEPTHS = 4
 """How many depths of drafts are shown."""
 MAX_CHOICES = 128
 """The most answers to one prompt."""
-BatchDraft = Literal["auto", "ngram", "none"]
-"""Drafts of a batch; see `Limits`."""
-BATCH_DRAFTS: tuple[BatchDraft, ...] = ("auto", "ngram", "none")
 Pooling = Literal["last", "mean"]
 """Pooling of last hidden states to one vector: that of the last token, or the mean of all."""
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
@@ -458,8 +455,9 @@ class Limits:
             `_cache_file.py`.
         throughput: optimize throughput, not the latency of single answers: a pass takes as many prompt tokens as memory
             allows, and its sequences go through each layer in parts.
-        draft: "ngram": tokens that followed the last words before are proposed, and checked in the same pass; "none";
-            or "auto" for "ngram" where each pass moves weights, the same ones for any number of rows.
+        draft: what proposes tokens for each request, which are checked in the same pass: a model with the same tokens,
+            "mtp" or "ngram"; "none"; or "auto" for "ngram" where each pass moves weights, the same ones for any number
+            of rows.
     """
 
     running: int = 64
@@ -471,7 +469,7 @@ class Limits:
     swap_folder: Path | None = None
     throughput: bool = False
     file_bytes: int | None = 0
-    draft: BatchDraft = "auto"
+    draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"] = "auto"
 
     def __post_init__(self) -> None:
         """
@@ -491,18 +489,6 @@ class Limits:
                 f"No swap file for KV caches can be created in {self.swap_folder}.",
                 "Use an existing folder that is writable.",
             )
-
-
-def batch_draft(name: str) -> BatchDraft:
-    """The drafts of a batch, by their name.
-
-    Raises:
-        OptionError: there are no such drafts.
-    """
-    for draft in BATCH_DRAFTS:
-        if name == draft:
-            return draft
-    raise OptionError(f"--draft {name} cannot be used for many requests.", f"Expected {', '.join(BATCH_DRAFTS)}.")
 
 
 def check_generates(model: StreamedModel) -> None:

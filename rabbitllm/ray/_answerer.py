@@ -98,7 +98,7 @@ class Answerer:
         loaded = BatchModel.load(job.request, job.longest, job.limits)
         self._model = loaded.model
         self._model.pass_line = None
-        self._limits = replace(job.limits, cache_bytes=loaded.cache_bytes)
+        self._limits = replace(job.limits, cache_bytes=loaded.cache_bytes, draft=loaded.draft)
         computes = f"{str(self._model.dtype).removeprefix('torch.')} on {self._model.device.type}"
         process = socket.gethostname(), os.getpid()
         if (split := loaded.manifest) is None:

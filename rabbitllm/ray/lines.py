@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rabbitllm.auto_model import LoadRequest
@@ -50,7 +50,9 @@ def answering_on(
             pool = worker_pool(nodes, workers)
             check_machines(nodes, None, [], quantizes=quantizes_as_bitsandbytes(request.spec.compression))
             say(f"{counted(len(nodes), 'machine')}, {counted(pool.workers, 'worker')}; loading the model …")
-            job = WorkerJob(portable(request), request.spec.name, limits, scan.longest(limits.sequences), pool.share)
+            draft = portable(limits.draft) if isinstance(limits.draft, LoadRequest) else limits.draft
+            work = replace(limits, draft=draft)
+            job = WorkerJob(portable(request), request.spec.name, work, scan.longest(limits.sequences), pool.share)
             chunks = in_chunks(order, pool.workers, limits.sequences)
 
             def check(about: WorkerInfo) -> None:

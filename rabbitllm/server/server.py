@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -329,6 +330,7 @@ def _curl(service: Service, address: str) -> str:
 
 def serve_model(
     request: LoadRequest,
+    draft: Any,
     limits: Limits,
     settings: Settings,
     listening: socket.socket,
@@ -339,7 +341,8 @@ def serve_model(
 
     Args:
         request: the model, its split and its run.
-        limits: limits of the batch.
+        draft: its draft, or the request for one.
+        limits: limits of the batch, without the draft.
         settings: limits and defaults of requests.
         listening: the socket of `settings.bound`.
         console: receives the progress messages.
@@ -352,12 +355,12 @@ def serve_model(
         RabbitLLMError: see `ServedModel.load` and `serve`.
     """
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
-        served = ServedModel.load(request, console, limits.cache_bytes)
+        served = ServedModel.load(request, console, limits.cache_bytes, draft)
 
     from transformers import logging
 
     logging.set_verbosity_error()  # no warnings about missing kernels amid requests
-    batch = batch_of(served.model, limits)
+    batch = batch_of(served.model, replace(limits, draft=served.draft))
     embedder = Embedder(served.model, served.recipe) if served.recipe is not None else None
     service = Service(served.model, batch, settings, embedder)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from rabbitllm.auto_model import LoadRequest, prepare_model
+from rabbitllm.auto_model import LoadRequest, load_draft, prepare_model
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.index import gguf_stem, is_gguf_file
 from rabbitllm.generation.batch import Batch
@@ -48,34 +48,40 @@ class ServedModel:
         model: a model from `AutoModel.from_pretrained`.
         split: whether the split existed already, and its folder; None without a split.
         recipe: how embeddings are computed; None where the checkpoint does not say.
+        draft: its draft, loaded.
     """
 
     model: StreamedModel
     split: tuple[bool, Path] | None
     recipe: PoolingRecipe | None
+    draft: Any = "auto"
 
     @classmethod
-    def load(cls, request: LoadRequest, console: Console, cache_bytes: int | None = None) -> ServedModel:
+    def load(
+        cls, request: LoadRequest, console: Console, cache_bytes: int | None = None, draft: Any = "auto"
+    ) -> ServedModel:
         """Load the model, and split it first if necessary.
 
         Args:
             request: the model, its split and its run.
             console: receives the progress messages.
             cache_bytes: limit of the KV cache; None for the default.
+            draft: its draft, or the request for one.
 
         Raises:
             RabbitLLMError: see `AutoModel.from_pretrained`.
         """
+        request, draft = load_draft(request, draft, console)
         prepared = prepare_model(request)
         run = replace(request.run, max_memory=weight_limits(request.run, cache_bytes))
         with console.status(request.loading):
             model = prepared.load(run)
         folder, source = prepared.folder, prepared.source
         if folder is None:
-            return cls(model, None, recipe_in(expand(resolve_name(request.spec.name))))
+            return cls(model, None, recipe_in(expand(resolve_name(request.spec.name))), draft)
         candidates = (folder, prepared.config_folder, source.local)
         recipes = (recipe_in(candidate) for candidate in candidates if candidate is not None)
-        return cls(model, (source.finished, folder), next(filter(None, recipes), None))
+        return cls(model, (source.finished, folder), next(filter(None, recipes), None), draft)
 
 
 def served_name(name: str) -> str:

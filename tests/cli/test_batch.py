@@ -175,3 +175,9 @@ def test_a_job_whose_lines_all_failed_exits_with_1(folder: Path, tmp_path: Path)
         for _ in range(1 + code):  # the second one does nothing
             ran = CliRunner().invoke(app, words)
             assert (ran.exit_code, "2 lines failed" in ran.output) == (code, True), ran.output
+
+
+@pytest.mark.long
+def test_a_draft_model_gives_the_same_answers(folder: Path, expected: str, tmp_path: Path) -> None:
+    run(folder, tmp_path / "out.jsonl", "--draft", str(folder))
+    assert (tmp_path / "out.jsonl").read_text() == expected

@@ -183,12 +183,12 @@ def test_used_port_is_refused_before_loading(endless: Path) -> None:
     assert "--port" in process.stderr
 
 
-def test_drafts_of_a_model_are_refused(endless: Path) -> None:
-    wrong = command(endless, "--port", "0", "--draft", str(endless))
+def test_a_model_as_its_own_draft_is_refused(endless: Path) -> None:
+    wrong = command(endless, "--port", "0", "--draft", "self")
     process = subprocess.run(wrong, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stdout) == (exit_codes.USAGE, "")
     assert "cannot be used for many requests" in process.stderr
-    assert "Expected auto, ngram, none." in process.stderr
+    assert "Expected a model, mtp, ngram, auto or none." in process.stderr
 
 
 def test_missing_media_folder_is_refused(endless: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from rabbitllm.errors import OptionError
 from rabbitllm.generation._proposals import FromHead
 from rabbitllm.generation.draft import free_draft, prepare_draft
 from rabbitllm.generation.request import Request, Result, Sampling
-from rabbitllm.generation.session import answer
+from rabbitllm.generation.session import Session, answer
 from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.telemetry.passes import FURTHER
 from tests.chat.talkers import characters, talker_folder
@@ -254,30 +254,33 @@ def test_auto_uses_a_head_where_layers_are_streamed(tmp_path: Path) -> None:
         assert asked(model, draft).tokens == expected
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
+@pytest.mark.parametrize(("name", "count"), [("qwen3_5", 1), ("deepseek_v3", 1), ("deepseek_v3", 3)])
 @torch.no_grad()
 def test_the_heads_cache_goes_back_after_wrong_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int
 ) -> None:
-    """In each pass the head predicts what it does without a cache, from the model's states of all tokens so far.
+    """In each pass heads predict what they do without a cache, from the model's states of all tokens so far.
 
     Some passes have no draft, as when one does not pay.
     """
     turns, propose = itertools.cycle((TOKENS, TOKENS, 0, 0, TOKENS)), FromHead.propose
     monkeypatch.setattr(FromHead, "propose", lambda self, ids, most: propose(self, ids, min(most, next(turns))))
-    folder = make_predictable(build_with_head(tmp_path / "model", name), "noisy")
+    folder = make_predictable(build_with_head(tmp_path / "model", name, count=count), "noisy")
     model, plain = load(split(folder), heads=True), plain_model(folder)
+    assert model.heads.count == count
     model.generation_config.eos_token_id = None
-    seen: list[tuple[int, torch.Tensor]] = []
+    seen: list[tuple[int, torch.Tensor, int]] = []
     real = model.heads
 
     class Spy:
         def __getattr__(self, attribute: str) -> Any:
             return getattr(real, attribute)
 
-        def __call__(self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any) -> Any:
-            result = real(ids, hidden, positions, cache)
-            seen.append((int(positions[0, -1]), result[1]))
+        def __call__(
+            self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, head: int
+        ) -> Any:
+            result = real(ids, hidden, positions, cache, head)
+            seen.append((int(positions[0, -1]), result[1], head))
             return result
 
     model.heads = Spy()
@@ -285,18 +288,39 @@ def test_the_heads_cache_goes_back_after_wrong_tokens(
     tokens = asked(model, "mtp").tokens
     ids = torch.cat((IDS[:, :PROMPT], torch.tensor([tokens])), dim=1)
     states = plain.model(ids).last_hidden_state
-    is_first = [True, *(end <= before for (end, _), (before, _) in zip(seen[1:], seen, strict=False))]
-    firsts = {end: logits for (end, logits), first in zip(seen, is_first, strict=True) if first}
+    is_first = [True, *(end <= before for (end, *_), (before, *_) in zip(seen[1:], seen, strict=False))]
+    firsts = [index for index, first in enumerate(is_first) if first]
     assert len(firsts) > 3
     assert len(seen) > len(firsts)
-    for end, logits in firsts.items():
-        positions = torch.arange(1, end + 1)[None]
-        _, expected = real(ids[:, 1 : end + 1], states[:, :end], positions, real.empty_cache())
-        near(logits, expected)
+    assert {head for *_, head in seen} == set(range(count))
+    for index in firsts:
+        end, cache = seen[index][0], real.empty_cache()
+        rows, hidden, positions = ids[:, 1 : end + 1], states[:, :end], torch.arange(1, end + 1)[None]
+        for head, (_, logits, used) in enumerate(seen[index : index + count]):
+            if used != head:  # it went no further
+                break
+            hidden, expected = real(rows, hidden, positions, cache, head)
+            near(logits, expected)
+            rows = torch.cat((rows[:, 1:], expected.argmax(dim=-1, keepdim=True)), dim=1)
+            positions = positions + 1
 
 
-def test_a_chat_keeps_its_cache(tmp_path: Path) -> None:
-    folder = add_head(talker_folder(tmp_path / "model", "qwen3_5"), family_of("qwen3_5"))
+@torch.no_grad()
+def test_several_heads_propose_a_token_each(tmp_path: Path) -> None:
+    """A pass gives a token for each of them and one more."""
+    folder = make_predictable(build_with_head(tmp_path / "model", "deepseek_v3", count=3), "right")
+    model = load(split(folder), heads=True, profiling=True)
+    model.generation_config.eos_token_id = None
+    prepare_draft(model, "mtp")
+    expected = asked(model).tokens
+    model.profiler.clear()
+    assert asked(model, "mtp").tokens == expected
+    assert model.profiler.sums[FURTHER].passes == 6  # 24 tokens: one by the prompt, then four a pass
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3"])
+def test_a_chat_keeps_its_cache(tmp_path: Path, name: str) -> None:
+    folder = add_head(talker_folder(tmp_path / "model", name), family_of(name))
     model = load(split(folder), heads=True, profiling=True)
     model.tokenizer = characters()
     model.generation_config.suppress_tokens = [0, 1, 2]
@@ -304,6 +328,20 @@ def test_a_chat_keeps_its_cache(tmp_path: Path) -> None:
     prepare_draft(model, "mtp")
     assert_a_chat_keeps_its_cache(model, "mtp")
     assert not model.get_decoder()._forward_hooks
+    session, messages = Session(model, 12, draft="mtp"), list[dict[str, Any]]()
+    for turn, question in enumerate(("hi", "and then?", "why?", "so?")):
+        messages.append({"role": "user", "content": question})
+        result = session.answer(list(messages), lambda piece: None)
+        messages.append({"role": "assistant", "content": result.text})
+        assert session.cache is not None
+        head = session.cache.cache.beside
+        assert head.tokens == session.cached_tokens
+        # of all tokens but the first, and one for each turn, whose state the last one has used
+        assert head._cache.get_seq_length() >= head.tokens - 2 - turn
+        assert session.cache_bytes > head.nbytes > 0
+        if turn == 2:  # an earlier question is changed
+            messages = messages[:2]
+            messages[0] = {"role": "user", "content": "hi there"}
 
 
 @pytest.mark.parametrize("draws", [150, pytest.param(5000, marks=pytest.mark.long)])

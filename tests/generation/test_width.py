@@ -203,3 +203,43 @@ def test_a_source_goes_on_while_it_is_sure() -> None:
         cheap.learn(1, 1, 0, rows=2, seconds=1.01, draft_seconds=0.02, lacks=1)
     cheap.credit = 10.0
     assert steps(0.97) < before / 2
+
+
+def decode_together(
+    machine: Machine, row_cost: float, sequences: int, passes: int, chance: Callable[[int], float]
+) -> float:
+    """Tokens in the time in which a pass without drafts gives one for each sequence, per sequence."""
+    dice = random.Random(0)
+    widths = [Width(row_cost, machine.step) for _ in range(sequences)]
+    tokens, seconds = 0, 0.0
+    for _ in range(passes):
+        counts = [width.choose(64, 1, sequences, sequences) for width in widths]
+        rights = [
+            next((place for place in range(count) if dice.random() >= chance(index)), count)
+            for index, count in enumerate(counts)
+        ]
+        rows = sequences + sum(counts)
+        took = machine.rows(rows)
+        for width, count, right in zip(widths, counts, rights, strict=True):
+            width.learn(count, count, right, rows=rows, seconds=took, draft_seconds=machine.step * count, lacks=1)
+        tokens += sequences + sum(rights)
+        seconds += took + machine.step * sum(counts)
+    return tokens / sequences / (seconds / machine.rows(sequences))
+
+
+@pytest.mark.parametrize("sequences", [2, 8, 24])
+@pytest.mark.parametrize("name", MACHINES)
+def test_sequences_that_share_a_pass(name: str, sequences: int) -> None:
+    """Each bears what its own draft costs: wrong ones cost little, and right ones are used where rows are cheap."""
+    machine, row_cost = Machine(MACHINES[name].rows, 0.001), 0.06 if name == "streamed" else 0.5
+    assert decode_together(machine, row_cost, sequences, 128, lambda index: 0.0) > 0.97
+    rate = decode_together(machine, row_cost, sequences, 300, lambda index: 0.95)
+    best = max(
+        sum(0.95**depth for depth in range(count + 1))
+        * machine.rows(sequences)
+        / (machine.rows(sequences * (count + 1)) + 0.001 * sequences * count)
+        for count in range(33)
+    )
+    assert rate > max(0.95, 0.7 * best)
+    mixed = decode_together(machine, row_cost, sequences, 300, lambda index: 0.95 * (index % 2))
+    assert mixed > max(0.95, 0.6 * (1 + best) / 2)

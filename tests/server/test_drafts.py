@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from rabbitllm.auto_model import LoadRequest
 from rabbitllm.generation.request import Limits
+from rabbitllm.server.service import ServedModel
 from tests.server.serving import NAME, Running, running
 from tests.server.test_metrics import samples
+from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
 
 PROMPT = "the rain in the rain in the rain in"
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -58,3 +63,22 @@ def test_the_same_answers_in_fewer_passes(split_folder: Path) -> None:
             assert (status["drafted_tokens"], status["accepted_tokens"]) == (drafted, accepted)
     assert answers[0] == answers[1]
     assert passes[1] < 0.95 * passes[0]
+
+
+def test_a_draft_model(split_folder: Path) -> None:
+    """The model itself, all in memory: the same answers, in fewer passes; its KV caches are counted."""
+    answers, passes, kept = [], [], []
+    request = LoadRequest.of(str(split_folder), device="cpu", show_progress=False)
+    served_model = ServedModel.load(request, Console(quiet=True), None, request)
+    draft = served_model.draft
+    assert draft is not served_model.model
+    draft.generation_config.assistant_confidence_threshold = 0  # a random model is never sure
+    for limits in (Limits(8, 32, draft="none"), Limits(8, 32, draft=draft)):
+        with running(split_folder, limits=limits) as served:
+            answers.append([asked(served, **options) for options in OPTIONS])
+            figures = samples(served)
+            passes.append(figures["rabbitllm_passes_total"])
+            kept.append(figures["rabbitllm_accepted_tokens_total"])
+    assert answers[0] == answers[1]
+    assert passes[1] < 0.8 * passes[0]
+    assert kept[0] == 0 < kept[1]

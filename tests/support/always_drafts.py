@@ -15,7 +15,7 @@ TOKENS = 10
 def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pass has a draft of `TOKENS` tokens, if the source proposes so many."""
 
-    def choose(width: Any, most: int, lacks: int = 0, rows: int = 1) -> int:
+    def choose(width: Any, most: int, lacks: int = 0, rows: int = 1, sequences: int = 1) -> int:
         return max(min(most, TOKENS), 0)
 
     monkeypatch.setattr(Width, "choose", choose)

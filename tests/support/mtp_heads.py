@@ -43,21 +43,25 @@ def family_of(name: str) -> Family:
     return FAMILIES[name] if name in FAMILIES else HYBRIDS[name]
 
 
-def build_with_head(folder: Path, name: str, *, seed: int = 0, tied: bool = False, **settings: Any) -> Path:
-    """A random checkpoint with one random head."""
+def build_with_head(
+    folder: Path, name: str, *, seed: int = 0, tied: bool = False, count: int = 1, **settings: Any
+) -> Path:
+    """A random checkpoint with random heads."""
     family = family_of(name)
     build_checkpoint(folder, family, tied=tied, seed=seed, **settings)
-    return add_head(folder, family, seed + 1)
+    for index in range(count):
+        add_head(folder, family, seed + 1 + index, index)
+    return folder
 
 
-def add_head(folder: Path, family: Family, seed: int = 1) -> Path:
-    """Add a random head to a checkpoint of a family."""
+def add_head(folder: Path, family: Family, seed: int = 1, index: int = 0) -> Path:
+    """Add a random head to a checkpoint of a family, after `index` others."""
     tensors, head = read_tensors(folder), random_head(folder, family, seed)
     if family.model_type in (*NUMBERED, *SLIDING):
         settings = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**settings, "num_nextn_predict_layers": 1}))
+        (folder / "config.json").write_text(json.dumps({**settings, "num_nextn_predict_layers": index + 1}))
     if family.model_type in NUMBERED:
-        layers = _layers(folder)
+        layers = _layers(folder) + index
         names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
         renamed = {f"model.layers.{layers}.{new}.weight": head.pop(old) for old, new in names.items()}
         tensors |= renamed | {f"model.layers.{layers}.{name}": tensor for name, tensor in head.items()}
@@ -113,7 +117,7 @@ def make_predictable(folder: Path, how: str) -> Path:
     head = tensors["lm_head.weight"].zero_()
     for token in range(FIRST, LAST):
         head[next_token(token)] = embedding[token]
-    of_head = re.compile(rf"mtp\.|model\.layers\.{_layers(folder)}\.")
+    of_head = re.compile(rf"mtp\.|model\.layers\.[{_layers(folder)}-9]\.")
     for name, tensor in tensors.items():
         if of_head.match(name) and how == "noisy":
             tensor *= 0.3 if "o_proj" in name else 1.0

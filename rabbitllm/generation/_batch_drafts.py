@@ -1,0 +1,120 @@
+"""The drafts of all sequences of a batch.
+
+A draft model proposes for all of them in passes of its own: each proposal is a coroutine, as each answer is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from transformers import GenerationConfig, LogitsProcessorList
+
+from rabbitllm.generation._lookahead import Lookahead
+from rabbitllm.generation._model_runner import ModelRunner
+from rabbitllm.generation._proposals import MTP, NGRAM, Draft, FromHead, FromModel, FromText, Proposals
+from rabbitllm.generation._width import Width, width_of
+from rabbitllm.generation.kv_cache import CacheCost, cost_by_config
+from rabbitllm.generation.request import end_tokens
+
+if TYPE_CHECKING:
+    from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation.request import BatchStats
+
+logger = logging.getLogger(__name__)
+
+_Wanting = Sequence[tuple[Lookahead, Sequence[int], int]]
+"""Drafts of sequences, each with the sequence's tokens and the number of tokens that are wanted."""
+
+
+class BatchDrafts:
+    """The drafts of the sequences of a batch.
+
+    Args:
+        model: a model whose sequences may be packed.
+        draft: what proposes tokens, after `prepare_draft`; not "self".
+        stats: totals, of which it raises the drafted and the accepted tokens.
+    """
+
+    def __init__(self, model: StreamedModel, draft: Draft, stats: BatchStats) -> None:
+        self._model = model
+        self._draft = draft
+        self._stats = stats
+        self._runner = None if isinstance(draft, str) else ModelRunner(draft)
+        # proposals are the most probable tokens: random numbers are those of the answer
+        self._config = GenerationConfig(do_sample=False, eos_token_id=sorted(end_tokens(model)) or None)
+        self._cost = _cost_of(model, draft)
+        self._widths: list[Width] = []  # of sequences that have ended: what one teaches, the next one knows
+
+    def begin(self, cache: Any) -> Lookahead:
+        """The drafts of a sequence that begins or goes on, with its KV cache."""
+        width = self._widths.pop() if self._widths else width_of(self._model, self._draft)
+        return Lookahead(self._stats, width, partial(self._proposals, cache, width), self._cost, self._widths.append)
+
+    def _proposals(self, cache: Any, width: Width) -> Proposals:
+        if self._draft == NGRAM:
+            return FromText()
+        processors = LogitsProcessorList()
+        if self._draft == MTP:
+            return FromHead(
+                self._model, processors, self._config, width, cache, 0, lambda rows: cache.get_seq_length() - rows
+            )
+        return FromModel(self._draft, processors, self._config, width, branches=False)  # type: ignore[arg-type]
+
+    def propose(self, wanting: _Wanting) -> int:
+        """Draft for the next pass.
+
+        Args:
+            wanting: what is wanted.
+
+        Returns:
+            The number of drafted tokens.
+        """
+        begin = time.perf_counter()
+        errors = self._each(wanting) if self._runner is None else self._together(self._runner, wanting)
+        for (lookahead, *_), error in zip(wanting, errors, strict=True):
+            if error is not None:  # such as a lack of memory; the sequence goes on without
+                logger.warning("A draft has failed: %s", error)
+                lookahead.forget()
+        seconds = time.perf_counter() - begin
+        steps = sum(lookahead.steps for lookahead, *_ in wanting)
+        for lookahead, *_ in wanting:
+            lookahead.seconds = seconds * lookahead.steps / steps
+        return sum(len(lookahead.tokens) for lookahead, *_ in wanting)
+
+    def _each(self, wanting: _Wanting) -> list[BaseException | None]:
+        errors: list[BaseException | None] = []
+        for lookahead, ids, most in wanting:
+            try:
+                lookahead.propose(ids, most)
+                errors.append(None)
+            except Exception as error:
+                errors.append(error)
+        return errors
+
+    def _together(self, runner: ModelRunner, wanting: _Wanting) -> list[BaseException | None]:
+        proposing = [runner.coroutines.add(partial(lookahead.propose, ids, most)) for lookahead, ids, most in wanting]
+        while waiting := [coroutine for coroutine in proposing if not coroutine.dead]:
+            runner.run(waiting)
+        return [coroutine.error for coroutine in proposing]
+
+    def close(self) -> None:
+        """Restore the draft model."""
+        if self._runner is not None:
+            self._runner.coroutines.close()
+
+
+def _cost_of(model: StreamedModel, draft: Draft) -> CacheCost:
+    """What a draft keeps of a sequence."""
+    if draft == MTP:
+        assert model.heads is not None
+        config = model.heads.config
+        cost = cost_by_config(config, model.dtype)
+        return replace(cost, every_token=cost.every_token + config.hidden_size * model.dtype.itemsize)
+    if isinstance(draft, str):
+        return CacheCost(0)
+    return cost_by_config(draft.config.get_text_config(decoder=True), draft.dtype)

@@ -1,0 +1,167 @@
+"""A draft model, or the checkpoint's heads, for many requests: their tokens as without drafts, in fewer passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.errors import OptionError
+from rabbitllm.generation import _sequence
+from rabbitllm.generation._packed_batch import PackedForward
+from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.cache_manager import CacheManager
+from rabbitllm.generation.kv_cache import cost_by_config
+from rabbitllm.generation.request import Limits, Request, Sampling
+from tests.generation.submitting import Open, answered, answered_together, prompt
+from tests.generation.test_lookahead import NEW_TOKENS, NONE, endless, requests, same
+from tests.generation.test_rewind import spoiled
+from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
+from tests.support.builders import build_checkpoint
+from tests.support.hybrid_families import HYBRIDS
+from tests.support.mtp_heads import build_with_head, make_predictable
+from tests.support.tiny_models import load, split
+
+HOT = Sampling(1.3, 0.95, seed=3)
+
+
+def proposing(folder: Path, how: str = "noisy") -> Any:
+    """The model itself, all in memory, with other weights here and there."""
+    draft = spoiled(load(folder, dtype="float32"), how)
+    draft.generation_config.assistant_confidence_threshold = 0  # a random model is never sure
+    return draft
+
+
+def asked() -> list[Request]:
+    """Greedy and sampled, with penalties, probabilities, a stop text and lengths."""
+    sampled = [Request(prompt(20, 1), NEW_TOKENS, HOT.nth(index), top_logprobs=3) for index in range(2)]
+    penalised = Request(prompt(9, 2), NEW_TOKENS, Sampling(repetition_penalty=1.7), top_logprobs=2)
+    return [*requests(top_logprobs=2), *sampled, penalised, *(Request(prompt(9, 2), count) for count in (1, 2, 7))]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_draft_model_proposes_for_all_requests_in_one_pass(
+    tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also where layers have windows; then answers continue from their KV caches."""
+    folder = endless(tmp_path / "model", name)
+    plain, _ = open_batch(replace(NONE, chunk=16), folder=folder)
+    expected = answered_together(plain, asked())
+    stop = Request(prompt(9, 2), 7, stop=(expected[-1].text[2:5],))
+    further = [Request((*answer.request.prompt, *answer.tokens, *prompt(3)), 4) for answer in expected[:4]]
+    ended, continued = answered(plain, [stop]), answered(plain, further)
+
+    draft, together = proposing(folder, "right"), []  # but not for samples, nor with a penalty
+    real = PackedForward.__call__
+
+    def watched(self: PackedForward, sequences: Any) -> Any:
+        if self._model is draft:
+            together.append(len(sequences))
+        return real(self, sequences)
+
+    monkeypatch.setattr(PackedForward, "__call__", watched)
+    batch, _ = open_batch(Limits(chunk=16, draft=draft), folder=folder)
+    same(answered_together(batch, asked()), expected)
+    stats = batch.stats
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert stats.passes < plain.stats.passes - 6
+    assert max(together) >= 4
+    same(answered(batch, [stop]), ended)
+    same(answered(batch, further), continued)
+    assert batch.stats.kept_tokens > stats.kept_tokens
+
+
+def test_memory_of_a_draft_is_counted(tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for a part of the requests, which are preempted; what drafts keep is dropped before."""
+    monkeypatch.setattr(_sequence, "RESERVED_TOKENS", 4)
+    folder = endless(tmp_path / "model", "llama")
+    expected = answered_together(open_batch(NONE, folder=folder)[0], requests())
+    draft = proposing(folder)
+    token_bytes = cost_by_config(draft.config, torch.float32).bytes_for(1)
+    limit, most = 130 * token_bytes, []
+    drafts = CacheManager.drafts
+
+    def watched(self: CacheManager, *args: Any) -> Any:
+        wanting = drafts(self, *args)
+        kept = sum(sequence.lookahead.nbytes for sequence in self._running if sequence.lookahead is not None)
+        grown = sum(source.bytes_for(len(ids) + count) - source.nbytes for source, ids, count in wanting)
+        rows = sum(count for *_, count in wanting) * token_bytes
+        most.append(self.memory.next_bytes(sequence.length for sequence in self._running) + kept + grown + rows)
+        assert self.nbytes() <= self.memory.limit
+        return wanting
+
+    monkeypatch.setattr(CacheManager, "drafts", watched)
+    batch, _ = open_batch(Limits(cache_bytes=limit, chunk=8, draft=draft), folder=folder)
+    for answer, other in zip(answered_together(batch, requests()), expected, strict=True):
+        assert answer.tokens == other.tokens
+    assert 0.7 * limit < max(most) <= limit  # of the budget, not only of what is reserved
+    assert batch.stats.preempted > 0
+    assert batch.stats.accepted_tokens > 0
+    roomy, _ = open_batch(Limits(chunk=8, draft=draft), folder=folder)
+    answered_together(roomy, requests())
+    assert roomy.stats.drafted_tokens > batch.stats.drafted_tokens
+
+
+def test_a_draft_that_fails_costs_no_request(
+    tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = endless(tmp_path / "model", "llama")
+    expected = answered_together(open_batch(NONE, folder=folder)[0], requests())
+    draft = proposing(folder)
+    batch, _ = open_batch(Limits(draft=draft), folder=folder)
+
+    def failing(module: Any, args: Any) -> None:
+        raise MemoryError("no room")
+
+    hook = draft.model.layers[0].register_forward_pre_hook(failing)
+    same(answered_together(batch, requests()), expected)
+    assert "A draft has failed: no room" in caplog.text
+    assert batch.stats.drafted_tokens == 0
+    hook.remove()
+    same(answered_together(batch, requests()), expected)
+    assert batch.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("how", ["right", "noisy", "wrong"])
+def test_the_heads_of_a_checkpoint(tmp_path: Path, open_batch: Open, how: str) -> None:
+    """Prompts in pieces, and beginnings that are in the prefix cache."""
+    folder = endless_head(tmp_path / "model", how)
+    plain, _ = open_batch(replace(NONE, chunk=16), folder=folder, budget=None)
+    expected = answered_together(plain, asked())
+    further = [Request((*answer.request.prompt, *answer.tokens, *prompt(3)), 9) for answer in expected[:4]]
+    continued = answered(plain, further)
+    batch, model = open_batch(Limits(chunk=16, draft="mtp"), folder=folder, budget=None, heads=True)
+    same(answered_together(batch, asked()), expected)
+    stats = batch.stats
+    assert stats.drafted_tokens > 0
+    if how == "wrong":
+        assert stats.accepted_tokens == 0
+    else:
+        assert stats.passes < plain.stats.passes - 8
+    same(answered(batch, further), continued)
+    assert batch.stats.kept_tokens > 0
+    assert (batch.stats.accepted_tokens > stats.accepted_tokens) is (how != "wrong")
+    batch.close(0)
+    assert not model.get_decoder()._forward_hooks
+
+
+def endless_head(folder: Path, how: str, count: int = 1) -> Path:
+    make_predictable(build_with_head(folder, "deepseek_v3", count=count), how)
+    from transformers import GenerationConfig
+
+    GenerationConfig(pad_token_id=0).save_pretrained(folder)
+    return split(folder)
+
+
+def test_drafts_that_cannot_be_used_are_refused(tmp_path: Path, open_batch: Open, split_folder: Path) -> None:
+    draft = proposing(split_folder)
+    with pytest.raises(OptionError, match="cannot be used for many requests of a LlamaForCausalLM: it needs passes"):
+        open_batch(Limits(draft=draft, exact=True))
+    hybrid = split(build_checkpoint(tmp_path / "hybrid", HYBRIDS["qwen3_next"], dtype=torch.float32))
+    with pytest.raises(OptionError, match="cannot be used for many requests of a Qwen3NextForCausalLM"):
+        Batch(load(hybrid), Limits(draft=draft))
+    with pytest.raises(OptionError, match="loaded without its heads"):
+        open_batch(Limits(draft="mtp"))
