@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from rabbitllm.engine._streamer import Streamer
 from rabbitllm.engine._weights import KeyRenaming, map_weights, unexpected
 from rabbitllm.engine.devices import Device, budget_of
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
-from rabbitllm.engine.load_plan import LoadPlan, choosers_for, held_bytes, place_units
+from rabbitllm.engine.load_plan import LoadPlan, choosers_for, held_bytes, place_units, placed_beside
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.engine.streamed_model import StreamedModel
 from rabbitllm.engine.transformers_api import (
@@ -137,27 +137,25 @@ def plan_heads(
     device = next(device for device in devices if device.name == plan.placement.home)
     planned = _plan_alone(plan, store, home, options, device)
     nbytes = held_bytes(planned.placement, planned.sources, planned.experts)
-    budgets = {usable.name: budget_of(usable, options) for usable in devices}
+    room = budget_of(device, options)
     placed = (*planned.placement.units, *planned.placement.experts)
-    if nbytes > budgets[device.name] or any(unit.tier not in IN_MEMORY for unit in placed):
+    if nbytes > room or any(unit.tier not in IN_MEMORY for unit in placed):
         needed = sum(unit.stored for unit in placed)
         raise OptionError(
-            f"The heads for multi-token prediction take {size(needed)} of memory; {size(budgets[device.name])} may be "
-            f"used on {device.name}.",
+            f"The heads for multi-token prediction take {size(needed)} of memory; {size(room)} may be used on "
+            f"{device.name}.",
             _RAISE,
         )
-    budgets[device.name] -= nbytes
-    limited = replace(options, max_memory={**(options.max_memory or {}), **budgets})
-    placement = place_units(plan.model, plan.sources, plan.experts, devices, limited, plan.choosers)
+    plan = placed_beside(plan, {device.name: nbytes}, devices, options)
     output = plan.model.get_output_embeddings()
-    for unit in placement.units:
+    for unit in plan.placement.units:
         if plan.sources[unit.unit].unit.module is output and unit.tier not in IN_MEMORY:
             raise OptionError(
                 f"Heads for multi-token prediction need the output layer ({size(unit.stored)}) in memory, which is "
-                f"{unit.tier.value}; {size(budgets[device.name])} may be used besides the heads.",
+                f"{unit.tier.value}; {size(room - nbytes)} may be used besides the heads.",
                 _RAISE,
             )
-    return HeadsPlan(planned, device, nbytes), replace(plan, placement=placement)
+    return HeadsPlan(planned, device, nbytes), plan
 
 
 def _plan_alone(plan: LoadPlan, store: WeightFiles, home: Path, options: RunOptions, device: Device) -> LoadPlan:
