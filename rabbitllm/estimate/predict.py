@@ -127,12 +127,16 @@ class _Drafts:
         source: of the model.
         home: the folder of the model's config.
         machine: the machine.
+
+    Raises:
+        RabbitLLMError: there is no such draft model.
     """
 
     def __init__(self, draft: LoadRequest | str, source: prepare.Source, home: Path, machine: Machine) -> None:
         self._draft = draft
         self._name = draft if isinstance(draft, str) else draft.spec.name
         self._source = source
+        self._own_source = None if isinstance(draft, str) else prepare.find(draft.spec, only_look=True)
         self._home = home
         self._machine = machine
 
@@ -199,8 +203,9 @@ class _Drafts:
             RabbitLLMError: it cannot be loaded, does not fit in memory, or has another vocabulary.
         """
         assert isinstance(self._draft, LoadRequest)
+        assert self._own_source is not None
         spec, split, run = self._draft.spec, self._draft.split, self._draft.run
-        scan = SourceScan(prepare.find(spec, only_look=True), spec, split or SplitOptions())
+        scan = SourceScan(self._own_source, spec, split or SplitOptions())
         check_folders(self._source.config_folder, scan.source.config_folder)
         if (store := _store(scan, spec.compression)) is None:
             raise OptionError(f"The draft model: {scan.obstacle(spec.compression)}", "Use another draft model.")

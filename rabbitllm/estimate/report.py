@@ -378,8 +378,9 @@ def _show_drafts(console: Console, plan: Plan, generations: Sequence[GenerationE
     for name, draft in usable.items():
         times = [moment(one.token_seconds) for one in draft.passes] or ["?"] * len(DRAFTED)
         put(console, Text(_draft_columns(f"  {name}", size(draft.held_bytes) if draft.held_bytes else "none", times)))
-        needed = [f"{one.break_even:.2f}" for one in draft.passes]
-        put(console, Text(_draft_columns("    pays above", "", needed), "dim"))
+        if draft.passes:
+            needed = [f"{one.break_even:.2f}" for one in draft.passes]
+            put(console, Text(_draft_columns("    pays above", "", needed), "dim"))
     drafted = ", ".join(map(str, DRAFTED.values()))
     put(console, Text(f"a pass: tokens that it brings, {drafted} being drafted; pays above: so many", "dim"))
 
