@@ -30,7 +30,8 @@ from rabbitllm.generation._proposals import proposals_of
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Width, width_of
 from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, can_go_back
-from rabbitllm.generation.request import Drafts, check_generates, tokenizer_of
+from rabbitllm.generation.request import check_generates, tokenizer_of
+from rabbitllm.telemetry.passes import Drafts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,7 +157,10 @@ class Drafting:
                 seen, is_prompt = ids.shape[1] - 1 if wanted else seen, False
                 hits = (1,) * right + (0,) * (index is None and right < proposal.depth)
                 answered = ids.shape[1] - known
-                self.brought = self.brought.plus(Drafts(1, answered, (1,) * len(hits), hits, drafted - begin))
+                whole = time.perf_counter() - begin
+                brought = Drafts(1, answered, (1,) * len(hits), hits, drafted - begin, whole)
+                self.brought = self.brought.plus(brought)
+                model.profiler.add_drafts(brought)
         finally:
             track.release()
             proposals.close()

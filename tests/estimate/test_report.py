@@ -152,7 +152,7 @@ def test_a_draft_has_two_lines_for_each_compression() -> None:
         "8bit none ? ? ? ?",
         "a pass: tokens that it brings, 1, 2, 4, 8 being drafted; pays above: so many",
     ]
-    refused = dataclasses.replace(SMALL, draft=known, too_little_memory="It does not fit.")
+    refused = dataclasses.replace(SMALL, draft=drafts[0], too_little_memory="It does not fit.")
     assert not [line for line in text(plan_of(refused)) if "draft" in line]
 
 
