@@ -208,7 +208,9 @@ class _Drafts:
         scan = SourceScan(self._own_source, spec, split or SplitOptions())
         check_folders(self._source.config_folder, scan.source.config_folder)
         if (store := _store(scan, spec.compression)) is None:
-            raise OptionError(f"The draft model: {scan.obstacle(spec.compression)}", "Use another draft model.")
+            raise OptionError(
+                f"The draft model has no estimate: {scan.obstacle(spec.compression)}", "Use another draft model."
+            )
         with prepare.config_folder(scan.source) as home:
             plan = make_load_plan(store, run, home, self._machine.devices[:1])
         check_goes_back(plan.model)
