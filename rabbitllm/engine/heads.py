@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from rabbitllm.engine._streamer import Streamer
 from rabbitllm.engine._weights import KeyRenaming, map_weights, unexpected
 from rabbitllm.engine.devices import Device, budget_of
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
-from rabbitllm.engine.load_plan import LoadPlan, choosers_for, held_bytes, place_units, placed_beside
+from rabbitllm.engine.load_plan import LoadPlan, choosers_for, held_bytes, place_units
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.engine.streamed_model import StreamedModel
 from rabbitllm.engine.transformers_api import (
@@ -156,6 +156,14 @@ def plan_heads(
                 _RAISE,
             )
     return HeadsPlan(planned, device, nbytes), plan
+
+
+def placed_beside(plan: LoadPlan, taken: Mapping[str, int], devices: Sequence[Device], options: RunOptions) -> LoadPlan:
+    """The plan, placed in the memory that something else leaves; `taken` has its bytes by device."""
+    budgets = {device.name: max(budget_of(device, options) - taken.get(device.name, 0), 0) for device in devices}
+    limited = replace(options, max_memory={**(options.max_memory or {}), **budgets})
+    placement = place_units(plan.model, plan.sources, plan.experts, devices, limited, plan.choosers)
+    return replace(plan, placement=placement)
 
 
 def _plan_alone(plan: LoadPlan, store: WeightFiles, home: Path, options: RunOptions, device: Device) -> LoadPlan:

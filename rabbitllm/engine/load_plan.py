@@ -563,14 +563,6 @@ def place_units(
     return placement
 
 
-def placed_beside(plan: LoadPlan, taken: Mapping[str, int], devices: Sequence[Device], options: RunOptions) -> LoadPlan:
-    """The plan, placed in the memory that something else leaves; `taken` has its bytes by device."""
-    budgets = {device.name: max(budget_of(device, options) - taken.get(device.name, 0), 0) for device in devices}
-    limited = replace(options, max_memory={**(options.max_memory or {}), **budgets})
-    placement = place_units(plan.model, plan.sources, plan.experts, devices, limited, plan.choosers)
-    return replace(plan, placement=placement)
-
-
 def _matrix_on_host(form: Quantized | CodedForm, dtype: torch.dtype) -> type[StoredMatrix] | None:
     if isinstance(form, CodedForm):
         return CodedMatrix if coded.multiplies(form) else None

@@ -19,14 +19,13 @@ from rabbitllm import prepare
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import RunOptions, SplitOptions
 from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained, resolve_devices
-from rabbitllm.engine.heads import plan_heads
+from rabbitllm.engine.heads import placed_beside, plan_heads
 from rabbitllm.engine.load_plan import (
     LoadPlan,
     cache_room,
     held_bytes,
     make_load_plan,
     place_units,
-    placed_beside,
     too_little_memory,
 )
 from rabbitllm.engine.placement import Tier
