@@ -97,7 +97,7 @@ def generations(
             machine.measure_again()
             estimates |= {c: estimate(c, plans[c], machine) for c, timed in estimates.items() if timed.speeds}
         if draft is not None:
-            drafts = _Drafts(draft, scan.source, home, machine)
+            drafts = _DraftEstimator(draft, scan.source, home, machine)
             estimates |= {c: drafts.added(estimates[c], plans[c], store) for c, store in stores.items()}
     return tuple(device.name for device in devices), [*estimates.values()]
 
@@ -118,7 +118,7 @@ def _readable(scan: SourceScan) -> list[Path]:
     return [scan.source.local / shard for shard in scan.checkpoint.index.shards]
 
 
-class _Drafts:
+class _DraftEstimator:
     """Estimates with a draft.
 
     Args:
