@@ -251,7 +251,7 @@ class AutoModel:
         )
         request = request if split else request.unsplit()
         model: StreamedModel
-        model, drafting = load_with_draft(request, None if draft is None else _draft_of(draft, request))
+        model, drafting = load_with_draft(request, draft_of(draft, request))
         if drafting is not None:
             from rabbitllm.generation.draft import use_draft
 
@@ -480,12 +480,14 @@ def draft_name(draft: str) -> Any:
     return next((name for name in (*KINDS, "auto", "none") if draft.lower() == name), None)
 
 
-def _draft_of(draft: Any, request: LoadRequest) -> Any:
-    """The argument `draft` of `from_pretrained` -> that of `load_with_draft`.
+def draft_of(draft: Any, request: LoadRequest) -> Any:
+    """The argument `draft` of `from_pretrained` and `plan` -> that of `load_with_draft`; None without a draft.
 
     Raises:
         OptionError: it names nothing that can be a draft.
     """
+    if draft is None:
+        return None
     if isinstance(draft, str | os.PathLike):
         if (name := draft_name(str(draft))) is not None:
             return None if name == "none" else name

@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from rabbitllm.auto_model import LoadRequest, load
+from rabbitllm.auto_model import LoadRequest, load_with_draft
 from rabbitllm.base.terminal import counted, harmless, put, put_fact, size
+from rabbitllm.generation.draft import Draft, use_draft
 from rabbitllm.generation.request import Sampling
 from rabbitllm.telemetry.passes import (
     BETWEEN_LAYERS,
@@ -32,6 +33,7 @@ from rabbitllm.telemetry.passes import (
     READ,
     READ_WAIT,
     UPLOAD_WAIT,
+    Drafts,
     PassSums,
     copies_of,
 )
@@ -88,7 +90,7 @@ class TurnTimes:
 
     Attributes:
         first: time to the first token.
-        further: mean time of each pass after that.
+        further: mean time of each token after that.
     """
 
     first: float
@@ -110,6 +112,7 @@ class Measured:
         sums: kind of pass -> sums, of the turn with the profiler on.
         profile: of that turn, see `rabbitllm.telemetry._report`.
         in_place: "device tier" -> stored bytes that each pass uses without moving them.
+        drafts: what drafts brought in it; None without any.
         trace: of that turn.
         peak: peak memory of the process, bytes, mapped files included; None if not known.
     """
@@ -126,6 +129,7 @@ class Measured:
     sums: Mapping[str, PassSums]
     profile: Mapping[str, Any]
     in_place: Mapping[str, int]
+    drafts: Drafts | None
     trace: Trace
     peak: int | None
 
@@ -136,7 +140,7 @@ class Measured:
 
     @property
     def further(self) -> float:
-        """Median seconds of a further pass; it makes a token of each sequence."""
+        """Median seconds of a further token of each sequence."""
         return statistics.median(turn.further for turn in self.turns)
 
     @property
@@ -146,11 +150,19 @@ class Measured:
 
     def per_token(self, nbytes: int) -> float:
         """Convert bytes of all further passes to bytes per token."""
-        return nbytes / (self.sums[FURTHER].passes * self.request.batch)
+        return nbytes / ((self.request.tokens - 1) * self.request.batch)
+
+    @property
+    def in_place_per_token(self) -> dict[str, float]:
+        """Bytes that are used for each token without being moved, by "device tier"."""
+        return {where: self.per_token(nbytes * self.sums[FURTHER].passes) for where, nbytes in self.in_place.items()}
 
 
 def measure(
-    load_request: LoadRequest, request: BenchRequest, say: Callable[[str], None] = lambda text: None
+    load_request: LoadRequest,
+    request: BenchRequest,
+    say: Callable[[str], None] = lambda text: None,
+    draft: LoadRequest | Draft | Literal["auto"] | None = None,
 ) -> Measured:
     """Load a model and generate.
 
@@ -158,6 +170,7 @@ def measure(
         load_request: the model; it is loaded with its profiler.
         request: size of the generation.
         say: called with a description of each step.
+        draft: see `load_with_draft`; a batch of several sequences does without.
 
     Raises:
         RabbitLLMError: as in `AutoModel.from_pretrained`.
@@ -167,7 +180,10 @@ def measure(
 
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # the profile of a split that is made by this call
-        model = load(replace(load_request, run=replace(load_request.run, profiling=True, show_progress=False)))
+        profiled = replace(load_request, run=replace(load_request.run, profiling=True, show_progress=False))
+        model, drafting = load_with_draft(profiled, draft)
+    if drafting is not None:
+        use_draft(model, drafting)
     loaded = time.perf_counter() - start
     model.profiler.enabled = False
     prompt = _prompt(model, request)
@@ -194,6 +210,7 @@ def measure(
         sums=model.profiler.sums,
         profile=model.profiler.as_json(),
         in_place=model.profiler.in_place,
+        drafts=model.profiler.drafts,
         trace=trace,
         peak=peak_memory(),
     )
@@ -220,7 +237,7 @@ def _turn(model: StreamedModel, prompt: torch.Tensor, tokens: int) -> TurnTimes:
     with model.register_forward_hook(stamp):
         start = time.perf_counter()
         model.generate(prompt, attention_mask=torch.ones_like(prompt), **lengths, **greedy)
-    further = (ends[-1] - ends[0]) / max(len(ends) - 1, 1)
+    further = (ends[-1] - ends[0]) / max(tokens - 1, 1)
     return TurnTimes(ends[0] - start, further)
 
 
@@ -244,7 +261,7 @@ def as_record(measured: Measured) -> dict[str, Any]:
         "bytes_per_token": {
             "disk": measured.per_token(further.disk_bytes),
             "copied": measured.per_token(further.copied_bytes),
-            "in_place": {where: nbytes / request.batch for where, nbytes in measured.in_place.items()},
+            "in_place": measured.in_place_per_token,
         },
         "overlap": further.overlap,
         "bottleneck": further.bottleneck,
@@ -315,6 +332,8 @@ def _rows(measured: Measured) -> Iterator[tuple[str, str]]:
     times = sorted(turn.further for turn in measured.turns)
     spread = f" ({times[0]:.4f} to {times[-1]:.4f})" if len(times) > 1 else ""
     yield "each further", f"{measured.further:.4f} s{spread}, {measured.tokens_per_second:,.2f} tokens/s"
+    if measured.drafts is not None:
+        yield "drafts", measured.drafts.words()
     yield "bytes a token", ", ".join(_bytes(measured, further))
     yield "overlap", f"{further.overlap:.0%} (the longer of transfer and compute time, over wall time)"
     yield "limit", further.bottleneck or "none"
@@ -328,8 +347,8 @@ def _bytes(measured: Measured, further: PassSums) -> Iterator[str]:
         yield f"{size(round(measured.per_token(read.nbytes)))} from the disk at {_rate(read.nbytes, read.busy_seconds)}"
     if copied.nbytes:
         yield f"{size(round(measured.per_token(copied.nbytes)))} copied at {_rate(copied.nbytes, copied.busy_seconds)}"
-    for where, nbytes in measured.in_place.items():
-        yield f"{size(round(nbytes / measured.request.batch))} in memory ({where})"
+    for where, nbytes in measured.in_place_per_token.items():
+        yield f"{size(round(nbytes))} in memory ({where})"
 
 
 def _rate(nbytes: int, seconds: float) -> str:

@@ -146,7 +146,7 @@ def put_statistics(
     thoughts = f", {result.reasoning_tokens:,} of them thoughts" if result.reasoning_tokens else ""
     put_fact(console, "answer", f"{counted(len(result.tokens), 'token')}{thoughts} in {result.seconds:.2f} s{speed}")
     if result.work.drafts is not None:
-        put_fact(console, "drafts", result.work.drafts.words(result.seconds))
+        put_fact(console, "drafts", result.work.drafts.words())
     for pass_kind, total in sums.items():
         further = max(len(result.tokens) - 1, 0) / total.passes
         if pass_kind == PROMPT or further <= 1:

@@ -1,8 +1,8 @@
 """Seconds and passes of a token with drafts and without, of one model and its draft, with memory for a share of it.
 
-All rows take turns in one process, on the same model. Each answer learns its costs anew. Before each pass the layer
-files leave the page cache, as on a machine without memory for them. In the row "always wrong" the draft proposes other
-tokens than it chose: this must not be slower than 0.97 of the rate without a draft.
+All rows take turns in one process, on the same model. What an answer of a row teaches, the next one knows. Before each
+pass the layer files leave the page cache, as on a machine without memory for them. In the row "always wrong" the draft
+proposes other tokens than it chose: this must not be slower than 0.97 of the rate without a draft.
 
     python -m benchmarks decode.drafts --model FOLDER [--draft FOLDER|self] [--share 0.25] [--turns 5] [--only ROW ...]
 """
@@ -104,12 +104,20 @@ class _Times:
 
 
 def answer(
-    model: Any, draft: Any, row: str, text: str, temperature: float, turn: int, tokens: int, files: Sequence[Path] = ()
+    model: Any,
+    drafting: Any,
+    row: str,
+    text: str,
+    temperature: float,
+    turn: int,
+    tokens: int,
+    files: Sequence[Path] = (),
 ) -> Answer:
-    """Generate one answer of exactly so many tokens; `files` leave the page cache before each pass."""
-    import torch
+    """Generate one answer of exactly so many tokens; `files` leave the page cache before each pass.
 
-    from rabbitllm.generation.draft import Drafting
+    `drafting` is the row's own, None without a draft.
+    """
+    import torch
 
     messages = [{"role": "user", "content": PROMPTS[text]}]
     has_template = bool(getattr(model.tokenizer, "chat_template", None))
@@ -127,8 +135,7 @@ def answer(
 
     chosen = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     options: dict[str, Any] = {"min_new_tokens": tokens, "max_new_tokens": tokens, "streamer": streamer, **chosen}
-    source: Any = draft if row in (MODEL, WRONG) and draft is not None else "ngram"
-    drafting = None if row == PLAIN else Drafting(source, streamer)
+    drafting = drafting and drafting.streaming_to(streamer)
     hook = model.get_decoder().register_forward_pre_hook(count)
     try:
         torch.manual_seed(turn)
@@ -141,6 +148,17 @@ def answer(
     right = [] if brought is None else [a / b for a, b in zip(brought.right, brought.checked, strict=True)]
     made = result[0, ids.shape[1] :].tolist()
     return Answer(row, text, temperature, turn, times[-1] - times[0], tokens - 1, passes, right, made)
+
+
+def drafting_of(model: Any, draft: Any, row: str) -> Any:
+    """The steps with the draft of a row; None without one."""
+    from rabbitllm.generation.draft import Drafting
+
+    if row == PLAIN:
+        return None
+    drafting = Drafting(draft if row in (MODEL, WRONG) and draft is not None else "ngram")
+    drafting.prepare(model)
+    return drafting
 
 
 def load(options: Any, work: Path) -> tuple[Any, Any]:
@@ -210,12 +228,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with fresh_folder(options.work_dir / "drafts") as work:
         model, draft = load(options, work)
         files = sorted((work / "model").rglob("*.safetensors"))
+        drafting = {row: drafting_of(model, draft, row) for row in rows}
         for row in rows:  # kernels are compiled, files are compared with their checksums
-            answer(model, draft, row, "code", 0.0, 0, min(8, options.tokens))
+            answer(model, drafting[row], row, "code", 0.0, 0, min(8, options.tokens))
         for turn, row in in_turns(rows, options.turns):
             for text in PROMPTS:
                 for temperature in TEMPERATURES:
-                    answers.append(answer(model, draft, row, text, temperature, turn, options.tokens, files))
+                    answers.append(answer(model, drafting[row], row, text, temperature, turn, options.tokens, files))
     name = options.draft and Path(options.draft).name
     compression = f" at {options.compression}" if options.compression else ""
     notes = [f"{options.model.name}{compression}, draft {name}, memory for {options.share:.0%}."]

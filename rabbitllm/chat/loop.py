@@ -158,7 +158,7 @@ def _put_sums(console: Console, answers: Sequence[Result]) -> None:
     moved = [f"{size(work.moved[stage])} {where}" for stage, where in _PLACES.items() if stage in work.moved]
     put_fact(console, "  moved", ", ".join(moved) if moved else "nothing: all weights are resident")
     if work.drafts is not None:
-        put_fact(console, "  drafts", work.drafts.words(sum(answer.seconds for answer in answers)))
+        put_fact(console, "  drafts", work.drafts.words())
     if work.experts:
         experts = ", ".join(f"{count:,} {where.removeprefix('experts ')}" for where, count in work.experts.items())
         put_fact(console, "  experts", experts)

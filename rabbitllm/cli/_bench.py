@@ -10,6 +10,7 @@ import typer
 from rabbitllm.cli.arguments import (
     NO_OPTIONS,
     DequantizeOption,
+    DraftOption,
     JsonOption,
     ModelArgument,
     ModelOptions,
@@ -27,6 +28,7 @@ def bench_command(
     batch: Annotated[int, typer.Option(help="Sequences per batch.", min=1)] = 1,
     turns: Annotated[int, typer.Option(help="Number of runs; medians are reported.", min=1)] = 3,
     exact: DequantizeOption = False,
+    draft: DraftOption = "none",
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Plot where a token's time goes to this file (.png, .svg or .pdf)."),
@@ -60,9 +62,9 @@ def bench_command(
     if trace is not None:
         check_trace(trace)
     request = options.request(model, shards=ShardPolicy.KEEP, of_split={"profiling": True}, exact=exact)
-    generation = BenchRequest(tokens, prompt_tokens, batch, turns)
+    generation, drafting = BenchRequest(tokens, prompt_tokens, batch, turns), options.draft_request(draft)
     with Console(stderr=True).status("starting") as status:
-        measured = measure(request, generation, lambda text: status.update(f"{text} …"))
+        measured = measure(request, generation, lambda text: status.update(f"{text} …"), drafting)
     if plot is not None:
         draw_pass(measured.trace, plot, headline(measured), summary(measured))
     if plot_tiers is not None:

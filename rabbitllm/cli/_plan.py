@@ -14,6 +14,7 @@ from rabbitllm.cli.arguments import (
     MinFreeDiskOption,
     ModelArgument,
     ModelOptions,
+    complete_model,
     limits_of,
     put_json,
     with_model_options,
@@ -33,6 +34,14 @@ def plan_command(
         typer.Option(metavar="SIZE", help="Download speed in bytes per second, e.g. 12MB; by default measured."),
     ] = None,
     fit_scales: FitScalesOption = False,
+    draft: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="Estimate seconds per token with a draft too: a small model, mtp, ngram, self, or auto; none is none.",
+            autocompletion=complete_model,
+        ),
+    ] = "none",
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Plot the placement of layers to this file (.png, .svg or .pdf)."),
@@ -46,6 +55,7 @@ def plan_command(
 
     Examples:
       rabbitllm plan Qwen/Qwen2.5-72B-Instruct --compression 4bit
+      rabbitllm plan my-checkpoint --max-memory cpu=8GB --draft ngram
       rabbitllm plan my-checkpoint --max-disk 50GB --max-memory cpu=8GB
     """
     from huggingface_hub.utils import disable_progress_bars
@@ -72,6 +82,7 @@ def plan_command(
             device=options.device,
             max_memory=limits_of(options.max_memory),
             fit_scales=fit_scales,
+            draft=draft,
         )
     if plot is not None:
         draw_plan(estimate, plot)

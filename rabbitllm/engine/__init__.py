@@ -7,6 +7,7 @@ __all__ = [
     "experts",
     "forwards",
     "free_memory",
+    "heads",
     "load",
     "load_plan",
     "pass_line",

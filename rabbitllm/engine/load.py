@@ -19,7 +19,6 @@ from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
 from rabbitllm.engine._gates import fuse_gates
-from rabbitllm.engine._heads import Heads, plan_heads
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._rotary import fuse_rotary
@@ -30,6 +29,7 @@ from rabbitllm.engine.devices import Device, budget_of, memory_explained, resolv
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import bind_experts
 from rabbitllm.engine.forwards import RowProducts, keep_finite, repeat_keys_on
+from rabbitllm.engine.heads import Heads, plan_heads
 from rabbitllm.engine.load_plan import (
     SCALES_IN_PLACE,
     LoadPlan,

@@ -6,11 +6,11 @@ Records of an estimate, and the work of a pass with units and with experts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rabbitllm.checkpoints.config import picked_by
-from rabbitllm.engine.placement import HOOKED, Placement, Tier, TierContent
+from rabbitllm.engine.placement import HOOKED, Copies, Placement, Tier, TierContent
 from rabbitllm.engine.published_codes import CodedRecipe
 from rabbitllm.quant.quantize import expanded_bytes
 
@@ -63,6 +63,46 @@ class Experts:
     copied_bytes: int
 
 
+DRAFTED = {1.5: 1, 2.0: 2, 3.0: 4, 5.0: 8}
+"""Tokens a pass -> tokens that are drafted for each, of which half are assumed to be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedPass:
+    """A pass that checks drafted tokens.
+
+    Attributes:
+        drafted: number of these tokens.
+        tokens: tokens that the pass brings, if half of those are right.
+        token_seconds: time of a token then.
+        break_even: tokens that it has to bring to be as fast as without a draft.
+    """
+
+    drafted: int
+    tokens: float
+    token_seconds: float
+    break_even: float
+
+
+@dataclass(frozen=True, slots=True)
+class DraftEstimate:
+    """The estimate of generation with a draft.
+
+    Attributes:
+        name: of the draft.
+        obstacle: why it cannot be used; None if it can.
+        held_bytes: memory that it takes; the model is placed in what is left.
+        step_seconds: time of a drafted token.
+        passes: for each number of drafted tokens in `DRAFTED`; none if a rate could not be measured.
+    """
+
+    name: str
+    obstacle: str | None = None
+    held_bytes: int = 0
+    step_seconds: float = 0.0
+    passes: tuple[DraftedPass, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationEstimate:
     """The generation estimate at one compression.
@@ -88,6 +128,7 @@ class GenerationEstimate:
         placement: placement of each unit.
         too_little_memory: why loading would be refused: the memory that a pass needs, and what this process may take;
             None if it is enough.
+        draft: the same with a draft; None without one.
     """
 
     compression: str | None
@@ -105,6 +146,7 @@ class GenerationEstimate:
     placement: Placement | None = None
     refused: bool = False
     too_little_memory: str | None = None
+    draft: DraftEstimate | None = None
 
 
 # The work of a pass with each unit: the bytes it reads, multiplies with and makes. Taken from the load plan that the
@@ -337,6 +379,27 @@ def _expert_products(source: ExpertSource) -> Iterator[Product]:
         else:
             form, nbytes = str(leaf.entry.dtype).removeprefix("torch."), leaf.entry.nbytes // source.experts
         yield Product(form, _matrix(leaf.entry), nbytes)
+
+
+def by_copies(
+    work: Sequence[UnitWork], routed: Sequence[RoutedWork], copies: Copies
+) -> tuple[list[UnitWork], list[RoutedWork]]:
+    """Return the work of a pass with copies of all that is streamed, which are in memory."""
+    coming = [part for part in routed if part.tier is Tier.ROUTED]
+    whole = sum(unit.streamed for unit in work) + sum(part.source.stored_bytes for part in coming)
+
+    def copy(nbytes: int) -> tuple[Product, ...]:
+        return (Product(copies.kind, (1, nbytes), round(copies.nbytes * nbytes / whole)),)
+
+    units = [
+        replace(unit, streamed=0, bound=0, made=0, products=copy(unit.streamed)) if unit.streamed else unit
+        for unit in work
+    ]
+    experts = [
+        replace(part, tier=Tier.PACKED, on_device=1.0, made=0, products=copy(part.source.expert_bytes))
+        for part in coming
+    ]
+    return units, [*(part for part in routed if part.tier is not Tier.ROUTED), *experts]
 
 
 def experts_of(work: Iterable[RoutedWork]) -> tuple[Experts, ...]:

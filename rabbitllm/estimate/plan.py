@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from rabbitllm import prepare
-from rabbitllm.auto_model import LoadRequest
+from rabbitllm.auto_model import LoadRequest, draft_of
 from rabbitllm.base.options import ShardPolicy, parse_size
 from rabbitllm.checkpoints.config import experts_a_token
 from rabbitllm.errors import OptionError, system_errors_by_name
@@ -58,6 +58,7 @@ def plan(
     device: str | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     fit_scales: bool = False,
+    draft: str | Path | None = None,
 ) -> Plan:
     """Estimate the disk use and the time of a split, at each compression and on each route, without making it.
 
@@ -79,6 +80,7 @@ def plan(
         device: device to generate on.
         max_memory: maximum bytes of weights for each device, e.g. `{0: "14GB"}`; the default is the free memory.
         fit_scales: expect the scales with the least squared error, as in `AutoModel.from_pretrained`.
+        draft: estimate generation with a draft too: its name, or the folder or repository of a small model.
 
     Returns:
         The estimates; `choice` is the best call that fits.
@@ -105,7 +107,7 @@ def plan(
 
     from rabbitllm.estimate.predict import generations  # imports transformers, which takes seconds
 
-    devices, predicted = generations(scan, run_options, options.min_free)
+    devices, predicted = generations(scan, run_options, options.min_free, draft_of(draft, request))
     scan.refused |= {g.compression: g.obstacle for g in predicted if g.refused and g.obstacle}
     measured = _measure(scan, rate)
     estimates = tuple(split_estimate_at(scan, choice, measured) for choice in scan.folders)

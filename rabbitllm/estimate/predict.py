@@ -12,22 +12,36 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from rabbitllm import prepare
-from rabbitllm.base.options import RunOptions
+from rabbitllm.auto_model import LoadRequest
+from rabbitllm.base.options import RunOptions, SplitOptions
 from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained, resolve_devices
-from rabbitllm.engine.load_plan import LoadPlan, cache_room, make_load_plan, place_units, too_little_memory
+from rabbitllm.engine.heads import placed_beside, plan_heads
+from rabbitllm.engine.load_plan import (
+    LoadPlan,
+    cache_room,
+    held_bytes,
+    make_load_plan,
+    place_units,
+    too_little_memory,
+)
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, stays_cached
 from rabbitllm.engine.units import UnitSource, input_embedding
-from rabbitllm.errors import RabbitLLMError
+from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.estimate.cost_model import (
+    DRAFTED,
     PROMPT_TOKENS,
+    DraftedPass,
+    DraftEstimate,
     GenerationEstimate,
     RoutedWork,
     Speed,
     UnitWork,
+    by_copies,
     bytes_of_a_pass,
     routed_work,
     work_of,
@@ -35,6 +49,7 @@ from rabbitllm.estimate.cost_model import (
 from rabbitllm.estimate.machine import READING, Machine, can_measure, multiplying, something_to_read
 from rabbitllm.estimate.outline import Outline
 from rabbitllm.estimate.scan import SourceScan
+from rabbitllm.generation.draft import MTP, NGRAM, SELF, check_folders, check_goes_back, check_in_memory
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.storage import durable
 from rabbitllm.store.layer_file import LAYER_SUFFIX
@@ -44,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 def generations(
-    scan: SourceScan, options: RunOptions, min_free: int
+    scan: SourceScan, options: RunOptions, min_free: int, draft: LoadRequest | str | None = None
 ) -> tuple[tuple[str, ...], list[GenerationEstimate]]:
     """Return the devices of a model, and the generation estimate at each compression.
 
@@ -52,6 +67,7 @@ def generations(
         scan: of the model.
         options: as `AutoModel.from_pretrained` would get them.
         min_free: bytes of the disk to keep free.
+        draft: as `draft_of` returns it.
 
     Raises:
         DeviceError: the device does not exist.
@@ -59,6 +75,7 @@ def generations(
     devices = resolve_devices(options.device, options.max_memory, options.pin_memory)
     estimates: dict[str | None, GenerationEstimate] = {}
     plans: dict[str | None, LoadPlan] = {}
+    stores: dict[str | None, WeightFiles] = {}
     nearest, readable = next(iter(scan.folders.values())), _readable(scan)
     with prepare.config_folder(scan.source) as home, something_to_read(nearest, readable, min_free) as files:
         machine = Machine(devices, options, files)
@@ -69,6 +86,7 @@ def generations(
                     continue
                 plans[compression] = make_load_plan(store, options, home, devices)
                 estimates[compression] = estimate(compression, plans[compression], machine)
+                stores[compression] = store
             except RabbitLLMError as error:  # without a plan loading would refuse the model
                 refused = compression not in plans
                 estimates[compression] = GenerationEstimate(compression, obstacle=error.problem, refused=refused)
@@ -78,6 +96,9 @@ def generations(
             )
             machine.measure_again()
             estimates |= {c: estimate(c, plans[c], machine) for c, timed in estimates.items() if timed.speeds}
+        if draft is not None:
+            drafts = _DraftEstimator(draft, scan.source, home, machine)
+            estimates |= {c: drafts.added(estimates[c], plans[c], store) for c, store in stores.items()}
     return tuple(device.name for device in devices), [*estimates.values()]
 
 
@@ -95,6 +116,105 @@ def _readable(scan: SourceScan) -> list[Path]:
     if layers or scan.source.local is None or scan.checkpoint is None:
         return layers
     return [scan.source.local / shard for shard in scan.checkpoint.index.shards]
+
+
+class _DraftEstimator:
+    """Estimates with a draft.
+
+    Args:
+        draft: as `draft_of` returns it.
+        source: of the model.
+        home: the folder of the model's config.
+        machine: the machine.
+
+    Raises:
+        RabbitLLMError: there is no such draft model.
+    """
+
+    def __init__(self, draft: LoadRequest | str, source: prepare.Source, home: Path, machine: Machine) -> None:
+        self._draft = draft
+        self._name = draft if isinstance(draft, str) else draft.spec.name
+        self._source = source
+        self._own_source = None if isinstance(draft, str) else prepare.find(draft.spec, only_look=True)
+        self._home = home
+        self._machine = machine
+
+    def added(self, estimate: GenerationEstimate, plan: LoadPlan, store: WeightFiles) -> GenerationEstimate:
+        """Return an estimate with that of the draft; `plan` and `store` are the model's."""
+        machine = self._machine
+        try:
+            check_goes_back(plan.model)
+            with memory_explained(machine.devices, plan.placement.limits, "measuring"):
+                draft = self._estimate(estimate.token_seconds, plan, store)
+        except RabbitLLMError as error:
+            draft = DraftEstimate(self._name, error.problem)
+        return dataclasses.replace(estimate, draft=draft)
+
+    def _estimate(self, plain: float | None, plan: LoadPlan, store: WeightFiles) -> DraftEstimate:
+        plan, held, step = self._placed(plan, store)
+        if (refusal := too_little_memory(plan, self._machine.devices)) is not None:
+            raise refusal
+        seconds = 0.0 if step is None else step.pass_seconds(1)
+        name = NGRAM if step is None else MTP if self._name == "auto" else self._name
+        model = PassEstimator.of(plan, self._machine)
+        if plain is None or seconds is None:
+            return DraftEstimate(name, held_bytes=held)
+        passes, whole = [], plain
+        for tokens, drafted in DRAFTED.items():
+            whole = max(whole, model.pass_seconds(drafted + 1) or 0.0)  # more rows never take less time
+            total = whole + drafted * seconds
+            passes.append(DraftedPass(drafted, tokens, total / tokens, total / plain))
+        return DraftEstimate(name, None, held, seconds, tuple(passes))
+
+    def _placed(self, plan: LoadPlan, store: WeightFiles) -> tuple[LoadPlan, int, PassEstimator | None]:
+        """Return the model's plan beside the draft, the draft's memory, and the estimator of a drafted token."""
+        machine, draft = self._machine, self._draft
+        if isinstance(draft, LoadRequest):
+            own = self._plan_of_model
+            held = held_bytes(own.placement, own.sources, own.experts)
+            beside = placed_beside(plan, {own.placement.home: held}, machine.devices, machine.options)
+            return beside, held, PassEstimator.of(own, machine)
+        if draft == SELF:
+            options = dataclasses.replace(machine.options, self_draft=True)
+            plan = placed_beside(plan, {}, machine.devices, options)
+            copies = plan.placement.copies
+            assert copies is not None
+            work, routed = by_copies(work_of(plan), routed_work(plan), copies)
+            return plan, copies.nbytes, PassEstimator(plan, work, routed, machine)
+        if draft == NGRAM:
+            return plan, 0, None
+        try:
+            heads, plan = plan_heads(plan, store, self._home, machine.options, machine.devices)
+        except RabbitLLMError:
+            if draft == MTP:
+                raise
+            return plan, 0, None
+        output = plan.model.get_output_embeddings()
+        of_output = [unit for unit in work_of(plan) if plan.sources[unit.unit].unit.module is output]
+        work = [*of_output, *work_of(heads.plan)]
+        return plan, heads.nbytes, PassEstimator(heads.plan, work, routed_work(heads.plan), machine)
+
+    @cached_property
+    def _plan_of_model(self) -> LoadPlan:
+        """The load plan of a draft model.
+
+        Raises:
+            RabbitLLMError: it cannot be loaded, does not fit in memory, or has another vocabulary.
+        """
+        assert isinstance(self._draft, LoadRequest)
+        assert self._own_source is not None
+        spec, split, run = self._draft.spec, self._draft.split, self._draft.run
+        scan = SourceScan(self._own_source, spec, split or SplitOptions())
+        check_folders(self._source.config_folder, scan.source.config_folder)
+        if (store := _store(scan, spec.compression)) is None:
+            raise OptionError(
+                f"The draft model has no estimate: {scan.obstacle(spec.compression)}", "Use another draft model."
+            )
+        with prepare.config_folder(scan.source) as home:
+            plan = make_load_plan(store, run, home, self._machine.devices[:1])
+        check_goes_back(plan.model)
+        check_in_memory(plan.placement)
+        return plan
 
 
 def estimate(compression: str | None, plan: LoadPlan, machine: Machine, *, first: bool = True) -> GenerationEstimate:
@@ -214,6 +334,12 @@ class PassEstimator:
             for product in experts.products:
                 self._forms[experts.device][product.form] += product.nbytes * experts.source.used
 
+    @classmethod
+    def of(cls, plan: LoadPlan, machine: Machine) -> PassEstimator:
+        """Return the estimator of a model as it is loaded."""
+        plan = plan.as_multiplied()
+        return cls(plan, work_of(plan), routed_work(plan), machine)
+
     def timed(self, estimate: GenerationEstimate, *, first: bool = True) -> GenerationEstimate:
         """Measure, and return the estimate with times; without some that could not be measured.
 
@@ -230,12 +356,9 @@ class PassEstimator:
 
     def _measured(self, estimate: GenerationEstimate, first: bool) -> GenerationEstimate:
         estimate = dataclasses.replace(estimate, from_the_disk=self._streams and not self._is_cached)
-        disk = self._machine.disk() if self._streams or first else None
-        if disk is None and self._streams:
+        if (reads := self._reads()) is None:
             return estimate
-        mode, steady = disk or (THROUGH_THE_CACHE, 1.0)
-        if self._streams and self._is_cached:
-            mode, steady = THROUGH_THE_CACHE, self._machine.reading(THROUGH_THE_CACHE) or steady
+        (mode, steady), disk = reads, self._machine.disk() if first else None
         token = self._seconds(1, steady)
         first_token = self._first(disk[1]) if first and disk is not None else None
         if first_token is not None and first_token < token:  # it does all the work of the other, and more
@@ -247,6 +370,18 @@ class PassEstimator:
             speeds=self._speeds({mode: steady} if self._streams else {}),
             found_token_seconds=self._seconds(1, steady, all_kept=True),
         )
+
+    def _reads(self) -> tuple[ReadMode, float] | None:
+        """Return how streamed weights are read, and the rate; None if it cannot be measured."""
+        disk = self._machine.disk() if self._streams else (THROUGH_THE_CACHE, 1.0)
+        if disk is None or not self._streams or not self._is_cached:
+            return disk
+        return THROUGH_THE_CACHE, self._machine.reading(THROUGH_THE_CACHE) or disk[1]
+
+    def pass_seconds(self, rows: int) -> float | None:
+        """Return the seconds of a pass with so many rows, after the first one; None if a rate cannot be measured."""
+        reads = self._reads()
+        return None if reads is None else self._seconds(rows, reads[1])
 
     def _seconds(self, tokens: int, read_rate: float, *, all_kept: bool = False) -> float:
         """Return the seconds of a pass with this many tokens; with `all_kept` its experts are all in memory."""

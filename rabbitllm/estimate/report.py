@@ -18,6 +18,7 @@ from rabbitllm.base.terminal import (
     Printed,
     counted,
     duration,
+    harmless,
     large,
     listed,
     put,
@@ -29,7 +30,7 @@ from rabbitllm.base.terminal import (
 )
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
-from rabbitllm.estimate.cost_model import PROMPT_TOKENS, Experts, GenerationEstimate
+from rabbitllm.estimate.cost_model import DRAFTED, PROMPT_TOKENS, Experts, GenerationEstimate
 from rabbitllm.estimate.split_estimate import (
     Anatomy,
     CompressionEstimate,
@@ -355,8 +356,37 @@ def show_generations(console: Console, plan: Plan) -> None:
         put(console, Text(legend, "dim"))
         for line in _legend_of_experts([experts for generation in loadable for experts in generation.experts]):
             put(console, Text(line, "dim"))
+        _show_drafts(console, plan, [g for g in loadable if g.draft is not None and g.too_little_memory is None])
     if plan.generations:
         console.print()
+
+
+def _show_drafts(console: Console, plan: Plan, generations: Sequence[GenerationEstimate]) -> None:
+    """Print two lines per compression: seconds a token, and how many tokens a pass it takes to be faster."""
+    named = {plan.called(g.compression): g.draft for g in generations if g.draft is not None}
+    usable = {name: draft for name, draft in named.items() if draft.obstacle is None}
+    for obstacle in dict.fromkeys(draft.obstacle for draft in named.values() if draft.obstacle is not None):
+        which = [name for name, draft in named.items() if draft.obstacle == obstacle]
+        of = "" if len(which) == len(named) else f" of {', '.join(which)}"
+        put(console, Text(f"no estimate with this draft{of}: {obstacle}", "yellow"))
+    if not usable:
+        return
+    console.print()
+    name = f"with the draft {harmless(next(iter(usable.values())).name)}"
+    put(console, Text(f"{name}, if half of the drafted tokens are right (assumed)", "dim"))
+    put(console, Text(_draft_columns("", "memory", [f"{tokens:g} a pass" for tokens in DRAFTED]), "dim"))
+    for name, draft in usable.items():
+        times = [moment(one.token_seconds) for one in draft.passes] or ["?"] * len(DRAFTED)
+        put(console, Text(_draft_columns(f"  {name}", size(draft.held_bytes) if draft.held_bytes else "none", times)))
+        if draft.passes:
+            needed = [f"{one.break_even:.2f}" for one in draft.passes]
+            put(console, Text(_draft_columns("    pays above", "", needed), "dim"))
+    drafted = ", ".join(map(str, DRAFTED.values()))
+    put(console, Text(f"a pass: tokens that it brings, {drafted} being drafted; pays above: so many", "dim"))
+
+
+def _draft_columns(name: str, memory: str, cells: Sequence[str]) -> str:
+    return f"{name:<{NAME_WIDTH}}{memory:>12}" + "".join(f"{cell:>12}" for cell in cells)
 
 
 def _generation_columns(name: str, stays: str, read: str, first: str, token: str) -> str:

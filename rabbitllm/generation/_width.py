@@ -14,20 +14,17 @@ if TYPE_CHECKING:
 
 MOST = 64
 """The most tokens of a draft."""
-SHARE = 0.012
+SHARE = 0.01
 """Drafts that do not pay may take this share of the time."""
 ALLOWANCE = 1.0
 """And at first as long as so many tokens without a draft."""
 MOST_CREDIT = 16.0
 """Drafts may lose what they have gained, up to so many tokens."""
-_GAIN = 1.05
-"""A draft has to promise so many times the tokens: costs are uncertain, and no source is taken for always wrong."""
 _KEPT = 7
 """Measurements of a kind, of which the median counts."""
 _OLD = 64
-"""Passes after which a measurement of several rows is forgotten, so that an outlier does not stay."""
-_PLAIN = 16
-"""Passes with drafts for one without, which measures what drafts are compared with; more where they gain more."""
+"""Passes after which a measurement of several rows is forgotten, so that an outlier does not stay; and after which a
+pass without a draft measures again what drafts are compared with."""
 _FEW = 8
 """A source that lacks no more tokens than this computes them with the first one that it proposes."""
 _HORIZON = 128
@@ -109,7 +106,7 @@ class Width:
         one, step = self._one(), self._step()
         behind, shared = self._behind(lacks), self._shared(rows)
         nothing = 1 / (self._cost(rows) - shared)
-        best, best_rate, tried, tried_rate = 0, _GAIN * nothing, 0, 0.0
+        best, best_rate, tried, tried_rate = 0, nothing, 0, 0.0
         tokens = path = reach = 1.0
         drafted, is_right, is_there = 0.0, 0.5, 1.0
         for count in range(1, min(most, max(int(self._widest / self._breadth), 1)) + 1):
@@ -129,12 +126,11 @@ class Width:
                 best, best_rate = count, rate
             if rate > tried_rate:
                 tried, tried_rate = count, rate
-        gain = best_rate / nothing
         if best and behind > min(most, _HORIZON) * (1 / nothing - 1 / best_rate):
             best = 0
         if best:
             self._needs = 0.0
-            if self._since_plain >= (_PLAIN * gain if self._had_plain else 2):
+            if self._since_plain >= (_OLD if self._had_plain else 2):
                 return 0
         elif self.credit >= self._needs and behind <= self.credit * one:
             best, best_rate, self._tries = tried, tried_rate, True

@@ -21,21 +21,25 @@ from rabbitllm.base.terminal import size
 from rabbitllm.engine.skeleton import read_tokenizer
 from rabbitllm.errors import OptionError
 from rabbitllm.generation._proposals import KINDS as KINDS
-from rabbitllm.generation._proposals import MTP, SELF, proposals_of
+from rabbitllm.generation._proposals import MTP as MTP
 from rabbitllm.generation._proposals import NGRAM as NGRAM
+from rabbitllm.generation._proposals import SELF as SELF
 from rabbitllm.generation._proposals import Draft as Draft
 from rabbitllm.generation._proposals import Proposal as Proposal
+from rabbitllm.generation._proposals import proposals_of
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Width, width_of
 from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, layers_of, why_not_back
-from rabbitllm.generation.request import Drafts, check_generates, tokenizer_of
+from rabbitllm.generation.request import check_generates, tokenizer_of
 from rabbitllm.generation.transformers_api import has_dynamic_cache
+from rabbitllm.telemetry.passes import Drafts
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
+    from rabbitllm.engine.placement import Placement
     from rabbitllm.engine.streamed_model import StreamedModel
 
 SAME_TOKENS = 0.9
@@ -154,7 +158,10 @@ class Drafting:
                 seen, is_prompt = ids.shape[1] - 1 if wanted else seen, False
                 hits = (1,) * right + (0,) * (index is None and right < proposal.depth)
                 answered = ids.shape[1] - known
-                self.brought = self.brought.plus(Drafts(1, answered, (1,) * len(hits), hits, drafted - begin))
+                whole = time.perf_counter() - begin
+                brought = Drafts(1, answered, (1,) * len(hits), hits, drafted - begin, whole)
+                self.brought = self.brought.plus(brought)
+                model.profiler.add_drafts(brought)
         finally:
             track.release()
             proposals.close(is_over)
@@ -293,9 +300,7 @@ def prepare_draft(model: StreamedModel, draft: Draft) -> None:
             tokens, or the model was loaded without copies for "self".
     """
     for causal in (model,) if isinstance(draft, str) else (model, draft):
-        check_generates(causal)
-        if why := why_not_back(causal):
-            raise OptionError(f"A {type(causal).__name__} cannot be used with a draft: {why}.", _LEAVE_OUT)
+        check_goes_back(causal)
     if draft == SELF and not model.streamer.copies:
         raise OptionError(
             "The model was loaded without copies of its streamed layers, so it cannot be its own draft.",
@@ -306,16 +311,36 @@ def prepare_draft(model: StreamedModel, draft: Draft) -> None:
     if isinstance(draft, str):
         return
     check_vocabularies(tokenizer_of(model), tokenizer_of(draft))
-    if moved := draft.placement.moved_bytes:
-        raise OptionError(
-            f"The draft model does not fit in memory: each pass would move {size(moved)} of its weights.", _LEAVE_OUT
-        )
+    check_in_memory(draft.placement)
     ours, theirs = model.config.get_text_config(decoder=True), draft.config.get_text_config(decoder=True)
     if theirs.vocab_size != ours.vocab_size:
         known = functools.partial(_known_tokens, theirs.vocab_size)
         draft.get_input_embeddings().register_forward_pre_hook(known, prepend=True)
         draft.register_forward_hook(functools.partial(_fit_logits, ours.vocab_size))
         theirs.vocab_size = ours.vocab_size
+
+
+def check_goes_back(model: Any) -> None:
+    """Refuse a model, loaded or not, that cannot be used with a draft, or as one.
+
+    Raises:
+        OptionError: it generates no text, or its cache cannot go back.
+    """
+    check_generates(model)
+    if why := why_not_back(model):
+        raise OptionError(f"A {type(model).__name__} cannot be used with a draft: {why}.", _LEAVE_OUT)
+
+
+def check_in_memory(placement: Placement) -> None:
+    """Refuse a draft model that would be streamed.
+
+    Raises:
+        OptionError: each pass would move some of its weights.
+    """
+    if moved := placement.moved_bytes:
+        raise OptionError(
+            f"The draft model does not fit in memory: each pass would move {size(moved)} of its weights.", _LEAVE_OUT
+        )
 
 
 def _known_tokens(vocabulary: int, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rabbitllm.checkpoints.local import is_writable
 from rabbitllm.errors import OptionError
 from rabbitllm.generation._recommended import neutral_arguments, stop_strings
+from rabbitllm.telemetry.passes import Drafts
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +41,6 @@ MAX_LETTERS = 8 << 20
 """Limit of the letters of any prompt: a tokenizer takes some hundred bytes for each."""
 _OF_SAMPLES = ("temperature", "top_p", "top_k", "min_p")
 """Fields of `Sampling` that have no effect on greedy decoding."""
-_DEPTHS = 4
-"""How many depths of drafts are shown."""
 MAX_CHOICES = 128
 """The most answers to one prompt."""
 Pooling = Literal["last", "mean"]
@@ -251,51 +249,6 @@ class Delta:
 
     text: str
     tokens: tuple[TokenLogprob, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """What drafts brought.
-
-    Attributes:
-        passes: number of passes, with drafts or without.
-        tokens: tokens of the answer, which these passes brought.
-        checked: by depth, number of drafted tokens that passes checked, those before them being right.
-        right: by depth, how many of them were right.
-        seconds: time in which tokens were drafted.
-    """
-
-    passes: int = 0
-    tokens: int = 0
-    checked: tuple[int, ...] = ()
-    right: tuple[int, ...] = ()
-    seconds: float = 0.0
-
-    def plus(self, other: Drafts) -> Drafts:
-        """The sum of both."""
-
-        def sums(ours: tuple[int, ...], theirs: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(map(sum, zip_longest(ours, theirs, fillvalue=0)))
-
-        return Drafts(
-            self.passes + other.passes,
-            self.tokens + other.tokens,
-            sums(self.checked, other.checked),
-            sums(self.right, other.right),
-            self.seconds + other.seconds,
-        )
-
-    def words(self, seconds: float) -> str:
-        """In a line: tokens a pass, the shares of right tokens by depth, and the share of time in drafts.
-
-        Args:
-            seconds: time of the answer.
-        """
-        shares = [f"{right / count:.0%}" for right, count in zip(self.right, self.checked, strict=True) if count]
-        more = " …" if len(shares) > _DEPTHS else ""
-        right = f"right {' '.join(shares[:_DEPTHS])}{more} by depth, " if shares else "none, "
-        share = self.seconds / max(seconds, 1e-9)
-        return f"{self.tokens / max(self.passes, 1):.1f} tokens a pass, {right}{share:.0%} of the time"
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,8 +153,7 @@ def answer(
     check_options(model)
     if request.sampling.seed is not None:
         torch.manual_seed(request.sampling.nth(0).seed)
-    is_plain = draft is None and request.media is None and keeps(model)
-    cache = empty_cache(model) if is_plain else None
+    cache = empty_cache(model) if request.media is None and keeps(model) else None
     drafting = None if draft is None else Drafting(draft)
     return generate(model, request, write, cache=cache, drafting=drafting, prompt_done=prompt_done, think=think)
 

@@ -9,6 +9,7 @@ In JSON all times are seconds, all sizes bytes; fields may be added, none change
     passes            one object for each of the last passes, oldest first
     sums              kind ("prompt", "further") -> sums of all passes, dropped ones too
     in_place_bytes    "device tier" -> stored bytes that each pass uses without moving them
+    drafts            what drafts brought, or null
     before            an object like this one for each earlier step: the split, the load
 
 A total: `seconds` of all threads in the stage, `busy_seconds` if they shared it evenly, `count` of records, `bytes`
@@ -19,6 +20,9 @@ the KV cache before it, or null), `tokens_made` (over the batch, or null if unkn
 generation), `disk_bytes`, `copied_bytes` (host to device), `overlap` (max(moving, computing) / wall), `bottleneck`,
 `stages`. Sums have `passes`, `seconds`, `median_seconds` (of those kept individually), `tokens_in`, `tokens_made`,
 `tokens_per_pass` (null if unknown), and the same from `disk_bytes` on.
+
+Drafts: `passes`, and `tokens` that they brought; `tokens_per_pass`; `right_by_depth`, the share of right tokens among
+those that were checked at each depth; `seconds` in which tokens were drafted, and `share` of the time of all passes.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from rabbitllm.telemetry.passes import (
     NOTHING,
     PROMPT,
     SHARD_WAIT,
+    Drafts,
     Pass,
     PassSums,
     Total,
@@ -135,6 +140,7 @@ def as_record(
     sums: Mapping[str, PassSums],
     in_place: Mapping[str, int],
     before: Sequence[dict[str, Any]],
+    drafts: Drafts | None,
 ) -> dict[str, Any]:
     """See the module."""
     return {
@@ -145,7 +151,22 @@ def as_record(
         "passes": [_pass(step) for step in passes],
         "sums": {kind: _sums(kind, total, passes) for kind, total in sums.items()},
         "in_place_bytes": dict(in_place),
+        "drafts": drafts_record(drafts),
         "before": list(before),
+    }
+
+
+def drafts_record(drafts: Drafts | None) -> dict[str, Any] | None:
+    """See the module."""
+    if drafts is None:
+        return None
+    return {
+        "passes": drafts.passes,
+        "tokens": drafts.tokens,
+        "tokens_per_pass": drafts.tokens_per_pass,
+        "right_by_depth": drafts.by_depth,
+        "seconds": drafts.seconds,
+        "share": drafts.share,
     }
 
 

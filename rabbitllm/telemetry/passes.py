@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from statistics import median
 
 READ = "read"
@@ -276,3 +277,65 @@ def median_pass(passes: Iterable[Pass]) -> Pass | None:
         return None
     middle = median(step.wall for step in candidates)
     return min(candidates, key=lambda step: abs(step.wall - middle))
+
+
+_DEPTHS = 4
+"""How many depths of drafts are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What drafts brought.
+
+    Attributes:
+        passes: number of passes, with drafts or without.
+        tokens: tokens of the answer, which these passes brought.
+        checked: by depth, number of drafted tokens that passes checked, those before them being right.
+        right: by depth, how many of them were right.
+        seconds: time in which tokens were drafted.
+        whole: time of all.
+    """
+
+    passes: int = 0
+    tokens: int = 0
+    checked: tuple[int, ...] = ()
+    right: tuple[int, ...] = ()
+    seconds: float = 0.0
+    whole: float = 0.0
+
+    def plus(self, other: Drafts) -> Drafts:
+        """The sum of both."""
+
+        def sums(ours: tuple[int, ...], theirs: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(map(sum, zip_longest(ours, theirs, fillvalue=0)))
+
+        return Drafts(
+            self.passes + other.passes,
+            self.tokens + other.tokens,
+            sums(self.checked, other.checked),
+            sums(self.right, other.right),
+            self.seconds + other.seconds,
+            self.whole + other.whole,
+        )
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens that the mean pass brought."""
+        return self.tokens / max(self.passes, 1)
+
+    @property
+    def by_depth(self) -> list[float]:
+        """The share of right tokens at each depth."""
+        return [right / count for right, count in zip(self.right, self.checked, strict=True) if count]
+
+    @property
+    def share(self) -> float:
+        """The share of time in drafts."""
+        return self.seconds / max(self.whole, 1e-9)
+
+    def words(self) -> str:
+        """In a line: tokens a pass, the shares of right tokens by depth, and the share of time in drafts."""
+        shares = [f"{share:.0%}" for share in self.by_depth]
+        more = " …" if len(shares) > _DEPTHS else ""
+        right = f"right {' '.join(shares[:_DEPTHS])}{more} by depth, " if shares else "none, "
+        return f"{self.tokens_per_pass:.1f} tokens a pass, {right}{self.share:.0%} of the time"

@@ -22,7 +22,7 @@ from rabbitllm.base.terminal import Printed
 from rabbitllm.errors import OptionError
 from rabbitllm.storage.durable import require_kind, write_whole
 from rabbitllm.telemetry._report import as_record, expert_table, pass_table, slowest_layers, stage_table, wait_table
-from rabbitllm.telemetry.passes import NOTHING, Pass, PassInput, PassSums, Total, limit_of, sums_of
+from rabbitllm.telemetry.passes import NOTHING, Drafts, Pass, PassInput, PassSums, Total, limit_of, sums_of
 
 MAX_EVENTS = 100_000
 MAX_PASSES = 1_000
@@ -187,6 +187,18 @@ class Profiler(Printed):
         self._earlier: dict[str, PassSums] = {}
         self._count = 0
         self._last_cache: Any = None
+        self._drafts = Drafts()
+
+    def add_drafts(self, drafts: Drafts) -> None:
+        """Record what drafts brought in some passes."""
+        if self.enabled:
+            with self._lock:
+                self._drafts = self._drafts.plus(drafts)
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """What drafts brought in all passes; None without any."""
+        return self._drafts if self._drafts.passes else None
 
     def add(
         self, layer: str, stage: str, seconds: float, nbytes: int = 0, cpu_seconds: float = 0.0, count: int = 1
@@ -332,6 +344,7 @@ class Profiler(Printed):
         if self.sums:
             experts = expert_table(self.sums)
             lines += ["", *pass_table(self.sums, self.passes), *(["", *experts] if experts else [])]
+            lines += [f"Drafts: {self.drafts.words()}"] if self.drafts else []
             lines += ["", *slowest_layers(self.layers)]
         return "\n".join(lines)
 
@@ -341,4 +354,6 @@ class Profiler(Printed):
     def as_json(self) -> dict[str, Any]:
         """All records as one object for `json.dumps`; its fields are described in `telemetry/_report.py`."""
         before = [profile.as_json() for profile in self.before]
-        return as_record(self.title, self.stages, self.layers, self.passes, self.sums, self.in_place, before)
+        return as_record(
+            self.title, self.stages, self.layers, self.passes, self.sums, self.in_place, before, self.drafts
+        )

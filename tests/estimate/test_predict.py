@@ -22,17 +22,19 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE
-from rabbitllm.errors import DeviceError, OptionError
+from rabbitllm.errors import CheckpointError, DeviceError, OptionError
 from rabbitllm.estimate import machine
 from rabbitllm.estimate import predict as predictions
-from rabbitllm.estimate.cost_model import GenerationEstimate, Product, work_of
+from rabbitllm.estimate.cost_model import DraftEstimate, GenerationEstimate, Product, work_of
 from rabbitllm.estimate.machine import Machine, Overhead
 from rabbitllm.estimate.plan import Plan
 from rabbitllm.store.layer_store import WeightFiles
+from tests.chat.talkers import characters
 from tests.splitter.test_plan import planned
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.hybrid_families import HYBRIDS
+from tests.support.mtp_heads import build_with_head
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  another one
 from tests.support.tiny_models import one_thread, split  # noqa: F401  one more
 
@@ -370,3 +372,92 @@ def test_a_token_slower_than_the_first_is_measured_again(
     for compression in COMPRESSIONS:
         assert at(plan, compression).token_seconds == at(idle, compression).token_seconds
         assert at(plan, compression).first_token_seconds == at(idle, compression).first_token_seconds
+
+
+# with a draft
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def drafted(folder: Path, draft: Any, room: int, **options: Any) -> GenerationEstimate:
+    plan = rabbitllm.plan(folder, draft=draft, device="cpu", max_memory={"cpu": room}, bandwidth="1GB", **options)
+    return at(plan, None)
+
+
+def draft_of(estimate: GenerationEstimate) -> DraftEstimate:
+    assert estimate.draft is not None
+    assert estimate.draft.obstacle is None, estimate.draft.obstacle
+    return estimate.draft
+
+
+@pytest.mark.usefixtures("nothing_is_cached")
+def test_rows_of_a_streamed_model_are_free_until_they_take_longer_than_reading(
+    tmp_path: Path, known_rates: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "product", lambda self, device, form, dtype, rows=1: 3e6 / rows)
+    folder = checkpoint(tmp_path / "m", hidden_size=128, intermediate_size=512, num_hidden_layers=8)
+    streamed, resident = (drafted(folder, "ngram", room) for room in (0, 1 << 34))
+    assert draft_of(streamed).held_bytes == draft_of(streamed).step_seconds == 0
+    two, three, _, nine = draft_of(streamed).passes
+    assert (two.drafted, two.tokens, nine.drafted, nine.tokens) == (1, 1.5, 8, 5.0)
+    assert (two.break_even, three.break_even) == (pytest.approx(1, abs=0.05), pytest.approx(1, abs=0.05))
+    assert nine.break_even == pytest.approx(3, rel=0.1)  # nine rows take three times as long as reading
+    assert two.token_seconds == pytest.approx(streamed.token_seconds / 1.5, rel=0.05)  # type: ignore[operator]
+    for one in draft_of(resident).passes:
+        assert one.break_even == pytest.approx(one.drafted + 1, rel=0.01)
+
+
+@pytest.mark.usefixtures("nothing_is_cached")
+def test_a_draft_model_takes_memory_and_time(tmp_path: Path, known_rates: None) -> None:
+    folder = checkpoint(tmp_path / "m", hidden_size=128, intermediate_size=512, num_hidden_layers=8)
+    small = checkpoint(tmp_path / "draft")
+    room = bytes_of(folder) // 2
+    estimate = drafted(folder, small, room)
+    draft = draft_of(estimate)
+    assert draft.step_seconds == pytest.approx(foretell(small).token_seconds)  # its products' bytes at a rate of 1
+    beside = foretell(folder, room=room - draft.held_bytes)
+    assert beside.read_bytes > estimate.read_bytes  # that is without the draft
+    one = draft.passes[0]
+    assert one.token_seconds * 1.5 == pytest.approx(beside.token_seconds + draft.step_seconds)  # type: ignore[operator]
+    assert one.break_even == pytest.approx(1.5 * one.token_seconds / estimate.token_seconds)  # type: ignore[operator]
+    options = RunOptions(device="cpu", show_progress=False)
+    assert draft.held_bytes == load_model(split(small), options)._internals.held_bytes
+
+
+@pytest.mark.usefixtures("nothing_is_cached")
+def test_a_head_and_copies_take_memory_and_time(tmp_path: Path, known_rates: None) -> None:
+    folder = build_with_head(tmp_path / "m", "qwen3_5", dtype=torch.bfloat16)
+    much, little = (bytes_of(folder) * percent // 100 for percent in (70, 50))
+
+    def loaded(room: int, **own: bool) -> Any:
+        return load_model(split(folder), RunOptions("cpu", max_memory={"cpu": room}, show_progress=False, **own))
+
+    by_head, model = draft_of(drafted(folder, "auto", much)), loaded(much, heads=True)
+    assert by_head.held_bytes == model.heads.nbytes
+    output = next(unit.stored for unit in model.placement.units if unit.unit == "lm_head")
+    # products with both, at a megabyte per second
+    assert by_head.step_seconds == pytest.approx((model.heads.nbytes + output) / 1e6, rel=0.02)
+    by_copies, placement = draft_of(drafted(folder, "self", little)), loaded(little, self_draft=True).placement
+    assert (by_head.name, by_copies.name, by_copies.held_bytes) == ("mtp", "self", placement.copies.nbytes)
+    kept = [unit for unit in placement.units if unit.tier in (Tier.RESIDENT, Tier.PACKED)]
+    computed = placement.copies.nbytes + sum(unit.stored for unit in kept)
+    assert by_copies.step_seconds == pytest.approx(computed / 1e6, rel=0.02)
+    assert draft_of(drafted(checkpoint(tmp_path / "plain"), "auto", 0)).name == "ngram"
+
+
+def test_why_a_draft_cannot_be_used(tmp_path: Path, known_rates: None) -> None:
+    folder, room = checkpoint(tmp_path / "m"), 1 << 34
+    assert drafted(folder, "none", room).draft is None
+    for draft, found in (("mtp", "no usable heads"), ("self", "all weights of this model fit in memory")):
+        estimate = drafted(folder, draft, room).draft
+        assert estimate is not None
+        assert found in (estimate.obstacle or "")
+        assert not estimate.passes
+    other = checkpoint(tmp_path / "other")
+    characters().save_pretrained(other)
+    estimate = drafted(folder, other, room).draft
+    assert "another vocabulary" in (estimate.obstacle or "")  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match="missing"):
+        drafted(folder, tmp_path / "missing", room)

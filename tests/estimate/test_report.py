@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from rabbitllm.engine.placement import TierContent
-from rabbitllm.estimate.cost_model import Experts, GenerationEstimate, Speed
+from rabbitllm.estimate.cost_model import DRAFTED, DraftedPass, DraftEstimate, Experts, GenerationEstimate, Speed
 from rabbitllm.estimate.plan import Plan
 from rabbitllm.estimate.report import generation_basis, moment, show_generations
 from rabbitllm.estimate.split_estimate import Rates
@@ -129,6 +129,31 @@ def test_an_obstacle_is_shown_once(tmp_path: Path) -> None:
 )
 def test_moments(seconds: float | None, said: str) -> None:
     assert moment(seconds) == said
+
+
+def test_a_draft_has_two_lines_for_each_compression() -> None:
+    passes = tuple(
+        DraftedPass(n, t, 41.2 * f / t, f) for (t, n), f in zip(DRAFTED.items(), (1, 1.1, 1.2, 1.4), strict=True)
+    )
+    drafts = [
+        DraftEstimate("mtp", None, 3 * GB, 0.1, passes),
+        DraftEstimate("mtp"),
+        DraftEstimate("mtp", "it has none."),
+    ]
+    generations = [dataclasses.replace(g, draft=d) for g, d in zip((LARGE, CACHED, SMALL), drafts, strict=True)]
+    lines = [" ".join(line.split()) for line in text(plan_of(*generations))]
+    assert lines[5:-1] == [
+        "no estimate with this draft of 4bit: it has none.",
+        "",
+        "with the draft mtp, if half of the drafted tokens are right (assumed)",
+        "memory 1.5 a pass 2 a pass 3 a pass 5 a pass",
+        "uncompressed 3.00 GB 27.5 s 22.7 s 16.5 s 11.5 s",
+        "pays above 1.00 1.10 1.20 1.40",
+        "8bit none ? ? ? ?",
+        "a pass: tokens that it brings, 1, 2, 4, 8 being drafted; pays above: so many",
+    ]
+    refused = dataclasses.replace(SMALL, draft=drafts[0], too_little_memory="It does not fit.")
+    assert not [line for line in text(plan_of(refused)) if "draft" in line]
 
 
 def test_basis_names_each_rate_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from rabbitllm import AutoModel
 from rabbitllm.errors import CheckpointError, OptionError
 from rabbitllm.generation.draft import Drafting, free_draft, prepare_draft
-from rabbitllm.generation.request import Drafts, FinishReason, Request, Result, Sampling
+from rabbitllm.generation.request import FinishReason, Request, Result, Sampling
 from rabbitllm.generation.session import Session, answer
-from rabbitllm.telemetry.passes import FURTHER
+from rabbitllm.telemetry.passes import FURTHER, Drafts
 from tests.chat.talkers import characters, parrot_folder, talker, talker_folder
 from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
 from tests.support.builders import VOCABULARY_SIZE, build_checkpoint
@@ -302,7 +303,8 @@ def test_the_figures_of_drafts(folder: Path) -> None:
     assert drafts.passes == sum(total.passes for total in model.profiler.sums.values())
     assert drafts.checked[0] == drafts.right[0] > 1
     assert sum(drafts.right) + drafts.passes == TOKENS
-    assert drafts.words(2 * drafts.seconds) == (
+    assert model.profiler.drafts == drafts
+    assert replace(drafts, whole=2 * drafts.seconds).words() == (
         f"{TOKENS / drafts.passes:.1f} tokens a pass, right 100% 100% 100% 100% … by depth, 50% of the time"
     )
     assert asked(model).work.drafts is None
@@ -313,5 +315,7 @@ def test_the_figures_of_drafts(folder: Path) -> None:
     assert wrong is not None
     assert len(wrong.checked) == len(wrong.right)
     assert sum(wrong.right) + wrong.passes == TOKENS
-    assert "right 0%" in wrong.words(1.0)
-    assert Drafts(2, 5, (2, 1), (2, 1), 1.0).plus(Drafts(1, 1, (1,), (0,), 0.5)) == Drafts(3, 6, (3, 1), (2, 1), 1.5)
+    assert "right 0%" in wrong.words()
+    assert Drafts(2, 5, (2, 1), (2, 1), 1.0, 3.0).plus(Drafts(1, 1, (1,), (0,), 0.5, 1.0)) == Drafts(
+        3, 6, (3, 1), (2, 1), 1.5, 4.0
+    )

@@ -23,7 +23,7 @@ from rabbitllm.auto_model import LoadRequest
 from rabbitllm.auto_model import load as load_request
 from rabbitllm.base.options import RunOptions
 from rabbitllm.cli.main import app
-from rabbitllm.engine._heads import IN_MEMORY
+from rabbitllm.engine.heads import IN_MEMORY
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError

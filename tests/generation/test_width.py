@@ -149,6 +149,15 @@ def test_a_long_prompt_is_read_where_the_answer_pays_for_it() -> None:
     assert max(decode(width, machine, 200, 0.9, prompt=1000).widths) > 4  # 20 passes to save 150
     assert sum(decode(width, machine, 20, 0.9, prompt=1000).widths) == 0
     assert sum(decode(width, machine, 200, 0.9, prompt=10_000).widths) == 0
+    assert width.choose(100_000, 10_000) == 0  # answers end before their limit
+
+
+def test_what_drafts_are_compared_with_is_measured_again() -> None:
+    """The layer files have come into the page cache: a pass of one row takes a tenth, and drafts pay no more."""
+    width = Width(0.06, 0.02)
+    decode(width, Machine(STREAMED.rows, 0.02, 0.001), 300, 0.7)
+    cached = Machine(lambda rows: 0.1 if rows == 1 else 1.0, 0.02, 0.001)
+    assert sum(width > 0 for width in decode(width, cached, 1000, 0.7).widths[-200:]) <= 4
 
 
 def test_first_passes_that_compile_kernels_are_not_believed() -> None:

@@ -143,27 +143,33 @@ def plan_heads(
     device = next(device for device in devices if device.name == plan.placement.home)
     planned = _plan_alone(plan, store, home, options, device)
     nbytes = held_bytes(planned.placement, planned.sources, planned.experts)
-    budgets = {usable.name: budget_of(usable, options) for usable in devices}
+    room = budget_of(device, options)
     placed = (*planned.placement.units, *planned.placement.experts)
-    if nbytes > budgets[device.name] or any(unit.tier not in IN_MEMORY for unit in placed):
+    if nbytes > room or any(unit.tier not in IN_MEMORY for unit in placed):
         needed = sum(unit.stored for unit in placed)
         raise OptionError(
-            f"The heads for multi-token prediction take {size(needed)} of memory; {size(budgets[device.name])} may be "
-            f"used on {device.name}.",
+            f"The heads for multi-token prediction take {size(needed)} of memory; {size(room)} may be used on "
+            f"{device.name}.",
             _RAISE,
         )
-    budgets[device.name] -= nbytes
-    limited = replace(options, max_memory={**(options.max_memory or {}), **budgets})
-    placement = place_units(plan.model, plan.sources, plan.experts, devices, limited, plan.choosers)
+    plan = placed_beside(plan, {device.name: nbytes}, devices, options)
     output = plan.model.get_output_embeddings()
-    for unit in placement.units:
+    for unit in plan.placement.units:
         if plan.sources[unit.unit].unit.module is output and unit.tier not in IN_MEMORY:
             raise OptionError(
                 f"Heads for multi-token prediction need the output layer ({size(unit.stored)}) in memory, which is "
-                f"{unit.tier.value}; {size(budgets[device.name])} may be used besides the heads.",
+                f"{unit.tier.value}; {size(room - nbytes)} may be used besides the heads.",
                 _RAISE,
             )
-    return HeadsPlan(planned, device, nbytes), replace(plan, placement=placement)
+    return HeadsPlan(planned, device, nbytes), plan
+
+
+def placed_beside(plan: LoadPlan, taken: Mapping[str, int], devices: Sequence[Device], options: RunOptions) -> LoadPlan:
+    """The plan, placed in the memory that something else leaves; `taken` has its bytes by device."""
+    budgets = {device.name: max(budget_of(device, options) - taken.get(device.name, 0), 0) for device in devices}
+    limited = replace(options, max_memory={**(options.max_memory or {}), **budgets})
+    placement = place_units(plan.model, plan.sources, plan.experts, devices, limited, plan.choosers)
+    return replace(plan, placement=placement)
 
 
 def _plan_alone(plan: LoadPlan, store: WeightFiles, home: Path, options: RunOptions, device: Device) -> LoadPlan:
