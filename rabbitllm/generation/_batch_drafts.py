@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from rabbitllm.generation._lookahead import Lookahead
 from rabbitllm.generation._model_runner import ModelRunner
 from rabbitllm.generation._proposals import MTP, NGRAM, Draft, FromHead, FromModel, FromText, Proposals
-from rabbitllm.generation._width import Width, width_of
+from rabbitllm.generation._width import Width, costs_of
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_config
 from rabbitllm.generation.request import end_tokens
 
@@ -48,11 +48,12 @@ class BatchDrafts:
         # proposals are the most probable tokens: random numbers are those of the answer
         self._config = GenerationConfig(do_sample=False, eos_token_id=sorted(end_tokens(model)) or None)
         self._cost = _cost_of(model, draft)
+        self._costs = costs_of(model, draft)
         self._widths: list[Width] = []  # of sequences that have ended: what one teaches, the next one knows
 
     def begin(self, cache: Any) -> Lookahead:
         """The drafts of a sequence that begins or goes on, with its KV cache."""
-        width = self._widths.pop() if self._widths else width_of(self._model, self._draft)
+        width = self._widths.pop() if self._widths else Width(self._costs)
         return Lookahead(self._stats, width, partial(self._proposals, cache, width), self._cost, self._widths.append)
 
     def _proposals(self, cache: Any, width: Width) -> Proposals:
@@ -101,6 +102,12 @@ class BatchDrafts:
         while waiting := [coroutine for coroutine in proposing if not coroutine.dead]:
             runner.run(waiting)
         return [coroutine.error for coroutine in proposing]
+
+    def learn(self, lookaheads: Sequence[Lookahead], rows: int, seconds: float) -> None:
+        """Take in the pass that is over: the drafts of its sequences, its rows and its time."""
+        self._costs.learn_pass(rows, seconds, any(lookahead.was_checked for lookahead in lookaheads))
+        for lookahead in lookaheads:
+            lookahead.learn(rows)
 
     def close(self) -> None:
         """Restore the draft model."""

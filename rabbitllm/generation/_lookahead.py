@@ -96,20 +96,19 @@ class Lookahead:
         self._proposals = self._begin()
         self._seen, self.tokens = 0, ()
 
-    def learn(self, rows: int, seconds: float | None) -> None:
-        """Take in the pass that is over.
+    @property
+    def was_checked(self) -> bool:
+        """Whether the pass that is over has checked a draft."""
+        return bool(self._computed)
 
-        Args:
-            rows: rows of the pass.
-            seconds: its time; None if it computed prompts.
-        """
+    def learn(self, rows: int) -> None:
+        """Take in the pass of so many rows that is over."""
         if self._wanted is not None:
             self._width.learn(
                 self._wanted,
                 len(self._computed),
                 self._accepted,
                 rows=rows,
-                seconds=seconds,
                 draft_seconds=self.seconds,
                 lacks=self._lacks,
             )

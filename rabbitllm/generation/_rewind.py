@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 _RECURRENT = ("Mixer", "RecurrentBlock")
 """Ends of the names of classes that have the recurrence of the models in `BY_ROWS`."""
+_AHEAD = 64
+"""So many tokens further than needed the arguments of passes are continued at once."""
 _INDEX = "Indexer"
 """End of the names of classes that choose tokens. Of equal scores they choose others among more tokens."""
 
@@ -97,7 +99,11 @@ class Rewindable:
             Logits of the last `count` tokens, float32 of shape (count, vocabulary).
         """
         rows, is_first, self._is_first = ids.shape[1] - self.tokens, self._is_first, False
-        arguments = {name: _continued(name, tensor, ids.shape[1]) for name, tensor in self._arguments.items()}
+        length = ids.shape[1]
+        for name, tensor in self._arguments.items():
+            if tensor.shape[-1] < length:
+                self._arguments[name] = _continued(name, tensor, length + _AHEAD)
+        arguments: dict[str, Any] = {name: tensor[..., :length] for name, tensor in self._arguments.items()}
         arguments[self._argument] = self.cache
         inputs = self._model.prepare_inputs_for_generation(
             ids,
@@ -235,8 +241,6 @@ def _each_row(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _continued(name: str, tensor: torch.Tensor, length: int) -> torch.Tensor:
     """The `attention_mask` or `position_ids` of the first tokens, extended to a number of tokens."""
-    if tensor.shape[-1] >= length:
-        return tensor[..., :length]
     more = torch.arange(1, length - tensor.shape[-1] + 1, device=tensor.device) * (name == "position_ids")
     return torch.cat((tensor, (tensor[..., -1:] + more).to(tensor.dtype)), dim=-1)
 

@@ -283,9 +283,9 @@ class Scheduler:
             start = time.perf_counter()
             self._run([s.coroutine for s in scheduled.sequences if s.coroutine is not None])
             seconds = time.perf_counter() - start
-            for sequence in scheduled.sequences:
-                if sequence.lookahead is not None:
-                    sequence.lookahead.learn(scheduled.num_tokens, seconds)
+            if self._drafts is not None:
+                lookaheads = [s.lookahead for s in scheduled.sequences if s.lookahead is not None]
+                self._drafts.learn(lookaheads, scheduled.num_tokens, seconds)
             self._budget = self._budget.after(scheduled.num_tokens, seconds)
             self.totals.passes += 1
             self.totals.pass_seconds += seconds

@@ -16,15 +16,19 @@ MOST = 64
 """The most tokens of a draft."""
 SHARE = 0.01
 """Drafts that do not pay may take this share of the time."""
-ALLOWANCE = 1.0
+ALLOWANCE = 0.5
 """And at first as long as so many tokens without a draft."""
 MOST_CREDIT = 16.0
 """Drafts may lose what they have gained, up to so many tokens."""
+_DEBT = 1.0
+"""And no pass that took long ends them for more than this."""
 _KEPT = 7
 """Measurements of a kind, of which the median counts."""
 _OLD = 64
 """Passes after which a measurement of several rows is forgotten, so that an outlier does not stay; and after which a
 pass without a draft measures again what drafts are compared with."""
+_ENOUGH = 3
+"""Passes without a draft that are measured before a draft that may not pay is tried."""
 _FEW = 8
 """A source that lacks no more tokens than this computes them with the first one that it proposes."""
 _HORIZON = 128
@@ -53,41 +57,122 @@ class _Often:
         return (self._yes + otherwise) / (self._all + 1)
 
 
-class Width:
-    """Chooses the number of tokens to draft for each pass of a model, by costs and correct drafts so far.
-
-    Costs are learnt in use: a pass by its rows, a drafted token, and a token with which the source catches up. A draft
-    is chosen if it promises more tokens a second than none. If none is chosen, a short one is tried now and then.
-    Whatever the promises, drafts that bring fewer tokens than the same time without them brings use up `credit`, which
-    only tokens add to; without any there is no draft. So always wrong drafts cost little more than `SHARE` of the time.
+class Costs:
+    """What passes of a model and tokens of its draft take here: learnt in use, and the same for all answers.
 
     Args:
         row_cost: cost of a further row in a pass, of that of one row, until it is measured.
         step_cost: cost of a drafted token, of that of a pass of one row, until it is measured.
 
     Attributes:
-        credit: what drafts may lose from now on, in tokens without a draft.
+        plain: number of measured passes without a draft.
+        since_plain: passes since the last one without a draft.
     """
 
     def __init__(self, row_cost: float = _ROW, step_cost: float = 0.0) -> None:
-        self.credit = ALLOWANCE
+        self.plain = self.since_plain = 0
         self._row_cost, self._step_cost = row_cost, step_cost
         # bucket of rows -> number of the pass, rows, seconds
         self._passes: dict[int, deque[tuple[int, int, float]]] = {}
+        self._count = 0
+        self._points: Sequence[tuple[float, float]] = ()  # what follows from them; () if it is to be computed
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._catching_up: deque[float] = deque(maxlen=_KEPT)
+
+    def learn_pass(self, rows: int, seconds: float | None, has_draft: bool) -> None:
+        """Take in a pass: its rows, its time or None if it computed prompts, and whether it checked a draft."""
+        self._count += 1
+        self.since_plain = self.since_plain + 1 if has_draft else 0
+        if seconds is not None:
+            self.plain += not has_draft
+            self._passes.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append((self._count, rows, seconds))
+            self._points = ()
+
+    def learn_draft(self, drafted: int, seconds: float, lacks: int) -> None:
+        """Take in a draft: its tokens, its time, and the tokens of the text that the source had not seen."""
+        if lacks <= _FEW:
+            self._steps.append(seconds / max(drafted, 1))
+        elif self._steps:
+            self._catching_up.append(max(seconds - self.step() * drafted, 0.0) / lacks)
+        else:
+            self._catching_up.append(seconds / (lacks + drafted))
+
+    @property
+    def widest(self) -> int:
+        """The most tokens: what takes half a pass, or twice what was measured, each step of which can be taken back."""
+        return min(max(2 * round(self._measured()[-1][0]), int(0.5 / self._row_cost)), MOST)
+
+    @property
+    def has_caught_up(self) -> bool:
+        """Whether it was measured, more than once, how a source catches up with a text."""
+        return len(self._catching_up) > 1
+
+    def step(self) -> float:
+        """Seconds of a drafted token."""
+        return median_low(self._steps) if self._steps else self._step_cost * self.of(1)
+
+    def behind(self, lacks: int) -> float:
+        """Seconds until the source has read the tokens that it lacks; each takes no longer than one that it drafts."""
+        known = lacks > _FEW and bool(self._catching_up)
+        return lacks * min(median_low(self._catching_up), self.step()) if known else 0.0
+
+    def of(self, rows: float) -> float:
+        """Seconds of a pass; before any was measured, its time relative to one of one row."""
+        points = self._measured()
+        first, seconds = points[0]
+        if rows <= first or len(points) == 1:
+            return seconds * (1 + self._row_cost * (rows - 1)) / (1 + self._row_cost * (first - 1))
+        at = next((index for index, (count, _) in enumerate(points) if count >= rows), len(points))
+        (low, cheap), (high, dear) = points[min(at, len(points) - 1) - 1 :][:2]
+        slope = (dear - cheap) / (high - low)
+        # beyond what was measured it is worth a try
+        return cheap + slope * (rows - low) if at < len(points) else dear + slope / 2 * (rows - high)
+
+    def _measured(self) -> Sequence[tuple[float, float]]:
+        """Rows and seconds of a pass, both rising."""
+        if self._points:
+            return self._points
+        points: list[tuple[float, float]] = []
+        for bucket in sorted(self._passes, reverse=True):
+            kept = self._passes[bucket]
+            while bucket and kept and kept[0][0] < self._count - _OLD:
+                kept.popleft()
+            if kept:
+                rows = sum(count for _, count, _ in kept) / len(kept)
+                seconds = median_low([time for *_, time in kept])
+                # fewer rows never take longer
+                points.append((rows, min(seconds, points[-1][1]) if points else seconds))
+        self._points = points[::-1] or ((1.0, 1.0),)
+        return self._points
+
+
+class Width:
+    """Chooses the number of tokens to draft for each pass of a model, by costs and correct drafts so far.
+
+    A draft is chosen if it promises more tokens a second than none. If none is chosen, a short one is tried now and
+    then. Whatever the promises, drafts that bring fewer tokens than the same time without them brings use up `credit`,
+    which only tokens add to; without any there is no draft. So always wrong drafts cost little more than `SHARE` of the
+    time.
+
+    Args:
+        costs: of the model and its draft; all sequences share them.
+
+    Attributes:
+        credit: what drafts may lose from now on, in tokens without a draft.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.credit = ALLOWANCE
         self._proposed: list[_Often] = []  # by depth
         self._right: list[_Often] = []
         bounds = (0.0, *_LEVELS, 1.0)
         self._right_if_sure = [_Often((low + high) / 2, 4) for low, high in pairwise(bounds)]
-        self._count = 0
-        self._since_plain, self._had_plain = 0, False
         self._needs = 0.0
         self._tries = False
         self._rate, self._path, self._rows, self._sure = 0.0, 1.0, 1, list[float]()
         self._breadth = 1.0  # tokens of each depth; of a chain 1
         self._sequences = 1
-        self._points: Sequence[tuple[float, float]] = ((1.0, 1.0),)
 
     def choose(self, most: int, lacks: int = 0, rows: int = 1, sequences: int = 1) -> int:
         """Return how many tokens to draft for the next pass, or how deep a tree may be; 0 for none.
@@ -102,22 +187,22 @@ class Width:
         self._sequences = sequences
         if most < 1 or self.credit <= min(self._needs, 0.9 * ALLOWANCE):
             return 0
-        self._points = self._measured()
-        one, step = self._one(), self._step()
-        behind, shared = self._behind(lacks), self._shared(rows)
-        nothing = 1 / (self._cost(rows) - shared)
+        costs = self.costs
+        one, step = self._one(), costs.step()
+        behind, shared = costs.behind(lacks), self._shared(rows)
+        nothing = 1 / (costs.of(rows) - shared)
         best, best_rate, tried, tried_rate = 0, nothing, 0, 0.0
         tokens = path = reach = 1.0
         drafted, is_right, is_there = 0.0, 0.5, 1.0
-        for count in range(1, min(most, max(int(self._widest / self._breadth), 1)) + 1):
+        for count in range(1, min(most, max(int(costs.widest / self._breadth), 1)) + 1):
             if count <= len(self._right):
                 is_right = self._right[count - 1].share(is_right)
                 is_there = self._proposed[count - 1].share(is_there)
             reach *= is_there
             path *= is_there * is_right
             tokens, drafted = tokens + path, drafted + reach
-            rate = tokens / (self._cost(rows + self._breadth * drafted) - shared + step * drafted)
-            loss = (self._cost(rows + self._breadth * count) - self._cost(rows) + step * count) / one
+            rate = tokens / (costs.of(rows + self._breadth * drafted) - shared + step * drafted)
+            loss = (costs.of(rows + self._breadth * count) - costs.of(rows) + step * count) / one
             if count == 1:
                 self._needs = min(loss + behind / one, ALLOWANCE)
             if loss > self.credit and count > 1:
@@ -130,9 +215,9 @@ class Width:
             best = 0
         if best:
             self._needs = 0.0
-            if self._since_plain >= (_OLD if self._had_plain else 2):
+            if costs.since_plain >= (_OLD if costs.plain else 2):
                 return 0
-        elif self.credit >= self._needs and behind <= self.credit * one:
+        elif costs.plain >= _ENOUGH and self.credit >= self._needs and behind <= self.credit * one:
             best, best_rate, self._tries = tried, tried_rate, True
         self._rate = best_rate
         return best
@@ -144,7 +229,7 @@ class Width:
         self._path *= self._right_if_sure[_level(sure)].share(sure)
         is_right = self._right[depth].share(0.5) if depth < len(self._right) else 0.5
         rows = self._rows + depth
-        return self._path * is_right > self._rate * (self._cost(rows + 1) - self._cost(rows) + self._step())
+        return self._path * is_right > self._rate * (self.costs.of(rows + 1) - self.costs.of(rows) + self.costs.step())
 
     def worth(self, probabilities: Sequence[float]) -> int:
         """How many tokens of a tree are worth a row of the pass; at least one.
@@ -152,9 +237,9 @@ class Width:
         Args:
             probabilities: that of each token with those before it, in descending order.
         """
-        count, cost = 1, self._cost(self._rows + 1)
-        for probability in probabilities[1 : self._widest]:
-            wider = self._cost(self._rows + count + 1)
+        count, cost = 1, self.costs.of(self._rows + 1)
+        for probability in probabilities[1 : self.costs.widest]:
+            wider = self.costs.of(self._rows + count + 1)
             if probability < self._rate * (wider - cost):
                 break
             count, cost = count + 1, wider
@@ -163,7 +248,7 @@ class Width:
     def deepens(self, right: float, depth: int) -> bool:
         """Whether a tree should get another level: `right` tokens are expected to be right at this depth, from 1."""
         is_right = self._right[depth].share(0.5) if depth < len(self._right) else 0.5
-        return right * is_right > self._rate * self._step()
+        return right * is_right > self._rate * self.costs.step()
 
     def learn(
         self,
@@ -173,37 +258,24 @@ class Width:
         *,
         tokens: int | None = None,
         rows: int,
-        seconds: float | None,
         draft_seconds: float = 0.0,
         lacks: int = 0,
     ) -> None:
-        """Take in a pass and its draft.
+        """Take in what a pass, which `costs` has learnt, says of its draft.
 
         Args:
             wanted, drafted: tokens that were wanted from the source, and that it proposed; of a tree the depths.
             right: proposed tokens that were correct.
             tokens: all tokens of a tree.
             rows: rows of the pass, those of the draft included.
-            seconds: its time; None for a pass of a prompt.
             draft_seconds: time of the draft.
             lacks: tokens that the source had not seen.
         """
-        self._count += 1
-        self._since_plain = self._since_plain + 1 if drafted else 0
-        if seconds is not None:
-            self._had_plain |= not drafted
-            kept = self._passes.setdefault(_bucket(rows), deque(maxlen=_KEPT))
-            kept.append((self._count, rows, seconds))
-        if not wanted:  # the usual case without drafts must take no time
-            if rows == 1 or self._sequences > 1:
-                self.credit = max(self.credit, min(self.credit + SHARE, ALLOWANCE))
-                return
-        elif lacks <= _FEW:
-            self._steps.append(draft_seconds / max(drafted, 1))
-        elif self._steps:
-            self._catching_up.append(max(draft_seconds - self._step() * drafted, 0.0) / lacks)
-        else:
-            self._catching_up.append(draft_seconds / (lacks + drafted))
+        if wanted:
+            self.costs.learn_draft(drafted, draft_seconds, lacks)
+        elif rows == 1 or self._sequences > 1:  # the usual case without drafts must take no time
+            self.credit = max(self.credit, min(self.credit + SHARE, ALLOWANCE))
+            return
         for depth in range(min(wanted, drafted + 1)):
             if depth == len(self._right):
                 self._right.append(_Often())
@@ -215,72 +287,31 @@ class Width:
             self._right_if_sure[_level(sure)].add(is_right)
         if drafted and rows > drafted:
             self._breadth += 0.3 * ((tokens or drafted) / drafted - self._breadth)
-        self._points = self._measured()
         plain = rows - (drafted if tokens is None else tokens)
-        spent = self._cost(rows) - self._shared(plain) + self._step() * (drafted or (wanted > 0))
-        if self._tries and len(self._catching_up) > 1:
-            spent += self._behind(lacks)
+        spent = self.costs.of(rows) - self._shared(plain) + self.costs.step() * (drafted or (wanted > 0))
+        if self._tries and self.costs.has_caught_up:
+            spent += self.costs.behind(lacks)
         # an outlier may have been measured, which must not end drafts for long
         credit = self.credit + right + 1 - spent / self._one()
-        self.credit = max(min(credit, MOST_CREDIT), -ALLOWANCE)
+        self.credit = max(min(credit, MOST_CREDIT), -_DEBT)
 
     def _one(self) -> float:
         """Seconds of a token without a draft."""
-        return self._cost(self._sequences) / self._sequences
+        return self.costs.of(self._sequences) / self._sequences
 
     def _shared(self, rows: int) -> float:
         """Seconds of a pass of so many rows that the other sequences bear."""
-        return self._cost(rows) - self._one() if self._sequences > 1 else 0.0
-
-    @property
-    def _widest(self) -> int:
-        """The most tokens: what takes half a pass, or twice what was measured, each step of which can be taken back."""
-        return min(max(2 * round(self._points[-1][0]), int(0.5 / self._row_cost)), MOST)
-
-    def _step(self) -> float:
-        """Seconds of a drafted token."""
-        return median_low(self._steps) if self._steps else self._step_cost * self._cost(1)
-
-    def _behind(self, lacks: int) -> float:
-        """Seconds until the source has read the tokens that it lacks; each takes no longer than one that it drafts."""
-        known = lacks > _FEW and bool(self._catching_up)
-        return lacks * min(median_low(self._catching_up), self._step()) if known else 0.0
-
-    def _measured(self) -> Sequence[tuple[float, float]]:
-        """Rows and seconds of a pass, both rising."""
-        points: list[tuple[float, float]] = []
-        for bucket in sorted(self._passes, reverse=True):
-            kept = self._passes[bucket]
-            while bucket and kept and kept[0][0] < self._count - _OLD:
-                kept.popleft()
-            if kept:
-                rows = sum(count for _, count, _ in kept) / len(kept)
-                seconds = median_low([time for *_, time in kept])
-                # fewer rows never take longer
-                points.append((rows, min(seconds, points[-1][1]) if points else seconds))
-        return points[::-1] or ((1.0, 1.0),)
-
-    def _cost(self, rows: float) -> float:
-        """Seconds of a pass; before any was measured, its time relative to one of one row."""
-        points = self._points
-        first, seconds = points[0]
-        if rows <= first or len(points) == 1:
-            return seconds * (1 + self._row_cost * (rows - 1)) / (1 + self._row_cost * (first - 1))
-        at = next((index for index, (count, _) in enumerate(points) if count >= rows), len(points))
-        (low, cheap), (high, dear) = points[min(at, len(points) - 1) - 1 :][:2]
-        slope = (dear - cheap) / (high - low)
-        # beyond what was measured it is worth a try
-        return cheap + slope * (rows - low) if at < len(points) else dear + slope / 2 * (rows - high)
+        return self.costs.of(rows) - self._one() if self._sequences > 1 else 0.0
 
 
-def width_of(model: StreamedModel, draft: StreamedModel | str) -> Width:
-    """A new width for a model and its draft: until costs are measured, from the weights that a pass moves and uses."""
+def costs_of(model: StreamedModel, draft: StreamedModel | str) -> Costs:
+    """The costs of a model and its draft: until they are measured, from the weights that a pass moves and uses."""
     placement = model.placement
     used = sum(placed.stored for placed in placement.units) or 1
     moved = placement.moved_bytes
     own = 0 if isinstance(draft, str) else sum(placed.stored for placed in draft.placement.units)
     row = _ROW if model.device.type == "cpu" else _ROW / 8
-    return Width(row * used / (used + _DISK * moved), own / (used + _DISK * moved))
+    return Costs(row * used / (used + _DISK * moved), own / (used + _DISK * moved))
 
 
 def _bucket(rows: int) -> int:

@@ -28,7 +28,7 @@ from rabbitllm.generation._proposals import Draft as Draft
 from rabbitllm.generation._proposals import Proposal as Proposal
 from rabbitllm.generation._proposals import proposals_of
 from rabbitllm.generation._rewind import Rewindable
-from rabbitllm.generation._width import Width, width_of
+from rabbitllm.generation._width import Width, costs_of
 from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, layers_of, why_not_back
 from rabbitllm.generation.request import check_generates, tokenizer_of
 from rabbitllm.generation.transformers_api import has_dynamic_cache
@@ -82,7 +82,7 @@ class Drafting:
 
     def prepare(self, model: StreamedModel) -> None:
         """Assume the costs of a model until they are measured."""
-        self._width = self._width or width_of(model, self._draft)
+        self._width = self._width or Width(costs_of(model, self._draft))
 
     def __call__(
         self,
@@ -110,18 +110,20 @@ class Drafting:
         assert self._width is not None
         width = self._width
         proposals = proposals_of(self._draft, model, track, logits_processor, generation_config, width)
-        ids, is_prompt, is_over, seen = input_ids, True, False, 0
+        ids, nothing = input_ids, Proposal(input_ids[:, :0])
+        is_prompt, is_over, seen = True, False, 0
         try:
             while not is_over:
                 known = ids.shape[1]
                 # a prompt would be the first rows of the next pass, too, and windows would grow to its length
                 waits = not track.keeps_every_token if is_prompt else known - track.tokens > MAX_CARRIED
                 most, lacks = 0 if waits else generation_config.max_length - known - 1, known - seen
-                begin, proposal = time.perf_counter(), Proposal(ids[:, :0])
+                begin, proposal, rows = time.perf_counter(), nothing, ids
                 if wanted := width.choose(most, lacks, 1 if is_prompt else known - track.tokens):
                     proposal = proposals.propose(ids, wanted)
-                rows, drafted = torch.cat((ids, proposal.tokens), dim=1), time.perf_counter()
+                drafted = time.perf_counter()
                 if proposal.count:
+                    rows = torch.cat((ids, proposal.tokens), dim=1)
                     track.mark()
                 # a pass with fewer logits than rows is a prompt for the profiler
                 computed = proposal.count + 1 if is_prompt else rows.shape[1] - track.tokens
@@ -145,13 +147,13 @@ class Drafting:
                 track.settle(ids.shape[1] - 1, path, proposal.count)
                 proposals.settle(ids.shape[1] - 1, path)
                 right = len(path) + (index is not None)
+                width.costs.learn_pass(computed, None if is_prompt else end - drafted, proposal.count > 0)
                 width.learn(
                     wanted,
                     proposal.depth,
                     right,
                     tokens=proposal.count,
                     rows=computed,
-                    seconds=None if is_prompt else end - drafted,
                     draft_seconds=drafted - begin,
                     lacks=lacks,
                 )

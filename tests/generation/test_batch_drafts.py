@@ -12,6 +12,7 @@ import torch
 from rabbitllm.errors import OptionError
 from rabbitllm.generation import _sequence
 from rabbitllm.generation._packed_batch import PackedForward
+from rabbitllm.generation._width import Costs
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.cache_manager import CacheManager
 from rabbitllm.generation.kv_cache import cost_by_config
@@ -55,17 +56,24 @@ def test_a_draft_model_proposes_for_all_requests_in_one_pass(
     ended, continued = answered(plain, [stop]), answered(plain, further)
 
     draft, together = proposing(folder, "right"), []  # but not for samples, nor with a penalty
-    real = PackedForward.__call__
+    real, learn, learnt = PackedForward.__call__, Costs.learn_pass, []
 
     def watched(self: PackedForward, sequences: Any) -> Any:
         if self._model is draft:
             together.append(len(sequences))
         return real(self, sequences)
 
+    def learning(self: Costs, rows: int, seconds: float | None, has_draft: bool) -> None:
+        learnt.append(has_draft)
+        learn(self, rows, seconds, has_draft)
+
     monkeypatch.setattr(PackedForward, "__call__", watched)
+    monkeypatch.setattr(Costs, "learn_pass", learning)
     batch, _ = open_batch(Limits(chunk=16, draft=draft), folder=folder)
     same(answered_together(batch, asked()), expected)
     stats = batch.stats
+    assert len(learnt) == stats.passes  # a pass is of all sequences
+    assert 0 < sum(learnt) < len(learnt)
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
     assert stats.passes < plain.stats.passes - 6
     assert max(together) >= 4

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rabbitllm.generation._width import Width
+from rabbitllm.generation._width import Costs, Width
 
 Cost = Callable[[int], float]
 
@@ -45,6 +45,12 @@ class Outcome:
         return self.tokens / self.seconds
 
 
+def learn(width: Width, drafted: int, right: int, seconds: float | None, step: float, lacks: int = 1) -> None:
+    """Take in a pass of one sequence, and its draft."""
+    width.costs.learn_pass(drafted + 1, seconds, drafted > 0)
+    width.learn(drafted, drafted, right, rows=drafted + 1, draft_seconds=step, lacks=lacks)
+
+
 def decode(
     width: Width, machine: Machine, tokens: int, chance: float | Callable[[int], float], prompt: int = 40, seed: int = 0
 ) -> Outcome:
@@ -61,15 +67,7 @@ def decode(
         right = next((index for index in range(drafted) if dice.random() >= likely), drafted)
         clean = machine.rows(drafted + 1)
         shaken = clean * (1 + machine.noise * dice.random()) * (20 if machine.noise and dice.random() < 0.02 else 1)
-        width.learn(
-            drafted,
-            drafted,
-            right,
-            rows=drafted + 1,
-            seconds=None if is_prompt else shaken,
-            draft_seconds=draft_seconds,
-            lacks=lacks,
-        )
+        learn(width, drafted, right, None if is_prompt else shaken, draft_seconds, lacks)
         outcome.tokens += right + 1
         outcome.seconds += clean + draft_seconds
         outcome.draft_seconds += draft_seconds
@@ -83,7 +81,9 @@ STREAMED = Machine(lambda rows: 1 + 0.01 * rows)
 RESIDENT = Machine(lambda rows: 1 + 0.6 * (rows - 1))
 STEEP = Machine(lambda rows: rows)
 FLAT_LATER = Machine(lambda rows: 1.0 if rows == 1 else 1.6 + 0.1 * rows)
-MACHINES = {"streamed": STREAMED, "resident": RESIDENT, "steep": STEEP, "flat later": FLAT_LATER}
+KERNELS = Machine(lambda rows: 1.0 if rows == 1 else 2 + 0.17 * rows)
+"""A small model in memory, whose passes of one row have kernels of their own."""
+MACHINES = {"streamed": STREAMED, "resident": RESIDENT, "steep": STEEP, "flat later": FLAT_LATER, "kernels": KERNELS}
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
@@ -92,8 +92,8 @@ def test_drafts_that_are_always_wrong_cost_less_than_three_percent(name: str, no
     for step, behind in ((0.0, 0.0), (0.02, 0.001), (0.3, 0.02)):
         machine = Machine(MACHINES[name].rows, step, behind, noise)
         # a model that seems to be streamed may be in the page cache, so that rows cost more than is assumed
-        for row_cost, tokens in ((0.5, 128), (0.06, 256)):
-            width = Width(row_cost, step)
+        for row_cost, tokens in ((0.5, 96), (0.06, 256)):
+            width = Width(Costs(row_cost, step))
             first = decode(width, machine, tokens, 0.0)
             # the prompt has to be read by the draft to know what it proposes
             assert tokens / (first.seconds - 40 * behind) > 0.97
@@ -109,23 +109,38 @@ def test_it_comes_near_the_best_width(name: str, chance: float) -> None:
         sum(chance**depth for depth in range(count + 1)) / (machine.rows(count + 1) + machine.step * count)
         for count in range(33)
     )
-    outcome = decode(Width(0.06 if name == "streamed" else 0.5, 0.02), machine, 2000, chance)
+    outcome = decode(Width(Costs(0.06 if name == "streamed" else 0.5, 0.02)), machine, 2000, chance)
     assert outcome.rate > max(0.97, 0.8 * best)
 
 
 def test_wide_drafts_of_a_streamed_model_begin_at_once() -> None:
-    assert decode(Width(0.06), STREAMED, 60, 0.98).widths[:4] == [3, 8, 0, 18]
-    assert decode(Width(0.5), STEEP, 60, 0.98).widths[:3] == [1, 1, 0]
+    assert decode(Width(Costs(0.06)), STREAMED, 60, 0.98).widths[:4] == [3, 8, 0, 18]
+
+
+def test_a_draft_that_may_not_pay_waits_for_passes_without_one() -> None:
+    """The first passes take long, by chance; measured by them alone, wrong drafts would seem cheap."""
+    slow = iter([1.0, 3.0, 2.0])
+    width = Width(Costs(0.5))
+    outcome = decode(width, Machine(lambda rows: next(slow, KERNELS.rows(rows))), 4, 0.0)
+    assert outcome.widths == [0, 0, 0, 0]
+    assert decode(width, KERNELS, 96, 0.0).rate > 0.97
+
+
+def test_what_one_answer_measured_another_knows() -> None:
+    costs = Costs(0.5)
+    decode(Width(costs), STREAMED, 200, 0.98)
+    assert decode(Width(costs), STREAMED, 60, 0.98).widths[0] > 4
+    assert decode(Width(Costs(0.5)), STREAMED, 60, 0.98).widths[0] == 0
 
 
 def test_no_wrong_draft_is_wanted_for_ever_where_rows_are_nearly_free() -> None:
-    outcome = decode(Width(0.06), STREAMED, 400, 0.0)
+    outcome = decode(Width(Costs(0.06)), STREAMED, 400, 0.0)
     assert sum(outcome.widths[100:]) / 300 < 0.8
 
 
 def test_the_width_follows_the_text() -> None:
     """Prose, where drafts are wrong, then code, then prose again."""
-    outcome = decode(Width(0.06, 0.02), STREAMED, 900, lambda tokens: 0.95 if 300 <= tokens < 600 else 0.0)
+    outcome = decode(Width(Costs(0.06, 0.02)), STREAMED, 900, lambda tokens: 0.95 if 300 <= tokens < 600 else 0.0)
     assert max(outcome.widths[20:250]) <= 2
     code = next(index for index, width in enumerate(outcome.widths) if width > 8)
     assert 290 < code < 320
@@ -135,7 +150,7 @@ def test_the_width_follows_the_text() -> None:
 
 def test_a_source_that_is_not_asked_reads_nothing() -> None:
     """A draft model that is too slow: it is tried, and then its text is not even read."""
-    width, machine = Width(0.5, 0.3), Machine(RESIDENT.rows, 0.9, 0.3)
+    width, machine = Width(Costs(0.5, 0.3)), Machine(RESIDENT.rows, 0.9, 0.3)
     first = decode(width, machine, 200, 0.9)
     assert sum(width > 0 for width in first.widths) <= 4
     later = decode(width, machine, 200, 0.9)
@@ -144,7 +159,7 @@ def test_a_source_that_is_not_asked_reads_nothing() -> None:
 
 
 def test_a_long_prompt_is_read_where_the_answer_pays_for_it() -> None:
-    width, machine = Width(0.06, 0.02), Machine(STREAMED.rows, 0.02, 0.02)
+    width, machine = Width(Costs(0.06, 0.02)), Machine(STREAMED.rows, 0.02, 0.02)
     decode(width, machine, 200, 0.9)
     assert max(decode(width, machine, 200, 0.9, prompt=1000).widths) > 4  # 20 passes to save 150
     assert sum(decode(width, machine, 20, 0.9, prompt=1000).widths) == 0
@@ -154,7 +169,7 @@ def test_a_long_prompt_is_read_where_the_answer_pays_for_it() -> None:
 
 def test_what_drafts_are_compared_with_is_measured_again() -> None:
     """The layer files have come into the page cache: a pass of one row takes a tenth, and drafts pay no more."""
-    width = Width(0.06, 0.02)
+    width = Width(Costs(0.06, 0.02))
     decode(width, Machine(STREAMED.rows, 0.02, 0.001), 300, 0.7)
     cached = Machine(lambda rows: 0.1 if rows == 1 else 1.0, 0.02, 0.001)
     assert sum(width > 0 for width in decode(width, cached, 1000, 0.7).widths[-200:]) <= 4
@@ -168,9 +183,9 @@ def test_first_passes_that_compile_kernels_are_not_believed() -> None:
         is_first, _ = count not in compiled, compiled.add(count)
         return STREAMED.rows(count) * (1000 if is_first else 1)
 
-    width = Width(0.06, 0.02)
+    width = Width(Costs(0.06, 0.02))
     assert width.choose(100, 40) == 3
-    width.learn(3, 3, 3, rows=4, seconds=None, draft_seconds=1000.0, lacks=40)
+    learn(width, 3, 3, None, 1000.0, 40)
     decode(width, Machine(rows, 0.02, 0.001), 600, 0.95)
     assert decode(width, Machine(STREAMED.rows, 0.02, 0.001), 600, 0.95).rate > 3
 
@@ -178,9 +193,9 @@ def test_first_passes_that_compile_kernels_are_not_believed() -> None:
 def test_an_outlier_is_forgotten() -> None:
     """The only wide pass was slow, by chance; narrower ones would do without ever trying again."""
     machine = Machine(lambda rows: 1 + 0.001 * rows, 0.02)
-    width = Width(0.06, 0.02)
+    width = Width(Costs(0.06, 0.02))
     for rows, seconds in ((1, 1.0), (5, 1.0), (12, 8.0)):
-        width.learn(rows - 1, rows - 1, rows - 1, rows=rows, seconds=seconds, draft_seconds=0.02 * (rows - 1))
+        learn(width, rows - 1, rows - 1, seconds, 0.02 * (rows - 1), 0)
     assert 0 < width.choose(100) < 9
     assert max(decode(width, machine, 1000, 0.95).widths[:30]) < 9
     assert max(decode(width, machine, 1000, 0.95).widths) > 12
@@ -191,7 +206,7 @@ def test_a_source_goes_on_while_it_is_sure() -> None:
         most = width.choose(100)
         return next((count for count in range(1, most + 1) if not width.goes_on(sureness)), most)
 
-    cheap, dear = Width(0.06, 0.02), Width(0.5, 0.02)
+    cheap, dear = Width(Costs(0.06, 0.02)), Width(Costs(0.5, 0.02))
     for width, machine in ((cheap, STREAMED), (dear, FLAT_LATER)):
         decode(width, machine, 400, 0.95)
     assert [proposed(cheap, sureness) for sureness in (0.99, 0.7, 0.1)] == sorted(
@@ -209,7 +224,7 @@ def test_a_source_goes_on_while_it_is_sure() -> None:
     for _ in range(30):
         cheap.choose(1)
         cheap.goes_on(0.97)
-        cheap.learn(1, 1, 0, rows=2, seconds=1.01, draft_seconds=0.02, lacks=1)
+        learn(cheap, 1, 0, 1.01, 0.02)
     cheap.credit = 10.0
     assert steps(0.97) < before / 2
 
@@ -219,7 +234,8 @@ def decode_together(
 ) -> float:
     """Tokens in the time in which a pass without drafts gives one for each sequence, per sequence."""
     dice = random.Random(0)
-    widths = [Width(row_cost, machine.step) for _ in range(sequences)]
+    costs = Costs(row_cost, machine.step)
+    widths = [Width(costs) for _ in range(sequences)]
     tokens, seconds = 0, 0.0
     for _ in range(passes):
         counts = [width.choose(64, 1, sequences, sequences) for width in widths]
@@ -229,8 +245,9 @@ def decode_together(
         ]
         rows = sequences + sum(counts)
         took = machine.rows(rows)
+        costs.learn_pass(rows, took, any(counts))
         for width, count, right in zip(widths, counts, rights, strict=True):
-            width.learn(count, count, right, rows=rows, seconds=took, draft_seconds=machine.step * count, lacks=1)
+            width.learn(count, count, right, rows=rows, draft_seconds=machine.step * count, lacks=1)
         tokens += sequences + sum(rights)
         seconds += took + machine.step * sum(counts)
     return tokens / sequences / (seconds / machine.rows(sequences))
