@@ -91,7 +91,7 @@ def copies(model: Any, cache: Any) -> list[torch.Tensor]:
 def one_by_one(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     track = Rewindable(model)
     logits = [track.logits(IDS[:, :end], 1) for end in range(PROMPT, IDS.shape[1] + 1)]
-    return torch.cat(logits), copies(model, track._cache)
+    return torch.cat(logits), copies(model, track.cache)
 
 
 @pytest.mark.parametrize("name", all_families())
@@ -124,7 +124,7 @@ def assert_goes_back(model: Any) -> None:
     assert track.tokens == known
     scale = expected.std()
     assert float((torch.cat(actual) - expected).abs().max()) < 1e-4 * scale
-    for state, other in zip(copies(model, track._cache), expected_states, strict=True):
+    for state, other in zip(copies(model, track.cache), expected_states, strict=True):
         assert state.shape == other.shape
         if state.is_floating_point():
             assert (state.double() - other.double()).norm() <= 1e-5 * other.double().norm()
