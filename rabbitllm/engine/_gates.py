@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import skip_init
 
 from rabbitllm.engine._norms import kind_of
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
@@ -146,8 +147,10 @@ def _has_bits(module: nn.Module) -> bool:
         _tables[type(act)] = act(every.clone())
     generator = torch.Generator().manual_seed(0)
     like: Any = copy.copy(module)
-    parts = {name: nn.Linear(MULTIPLE, MULTIPLE, bias=False).bfloat16() for name in _PARTS[:3]}
-    for part in parts.values():
+    parts = dict[str, nn.Module]()
+    for name in _PARTS[:3]:
+        # without random values of its own: a program's seed stays as it was
+        parts[name] = part = skip_init(nn.Linear, MULTIPLE, MULTIPLE, bias=False, dtype=torch.bfloat16)
         part.weight.copy_(torch.randn(MULTIPLE, MULTIPLE, generator=generator))
     like.__dict__.update(_modules={**parts, "act_fn": act}, _forward_pre_hooks={}, _forward_hooks={})
     for rows in (1, 3, 100):
