@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import skip_init
 
 from rabbitllm.engine._norms import kind_of
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
@@ -147,10 +146,10 @@ def _has_bits(module: nn.Module) -> bool:
         _tables[type(act)] = act(every.clone())
     generator = torch.Generator().manual_seed(0)
     like: Any = copy.copy(module)
-    parts = dict[str, nn.Module]()
-    for name in _PARTS[:3]:
-        # without random values of its own: a program's seed stays as it was
-        parts[name] = part = skip_init(nn.Linear, MULTIPLE, MULTIPLE, bias=False, dtype=torch.bfloat16)
+    # on the meta device a Linear draws no weights from torch's random state, which is the program's
+    linear = nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta", dtype=torch.bfloat16)
+    parts = {name: copy.deepcopy(linear).to_empty(device="cpu") for name in _PARTS[:3]}
+    for part in parts.values():
         part.weight.copy_(torch.randn(MULTIPLE, MULTIPLE, generator=generator))
     like.__dict__.update(_modules={**parts, "act_fn": act}, _forward_pre_hooks={}, _forward_hooks={})
     for rows in (1, 3, 100):
