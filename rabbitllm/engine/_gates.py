@@ -146,7 +146,9 @@ def _has_bits(module: nn.Module) -> bool:
         _tables[type(act)] = act(every.clone())
     generator = torch.Generator().manual_seed(0)
     like: Any = copy.copy(module)
-    parts = {name: nn.Linear(MULTIPLE, MULTIPLE, bias=False).bfloat16() for name in _PARTS[:3]}
+    # on the meta device a Linear draws no weights from torch's random state, which is the program's
+    linear = nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta", dtype=torch.bfloat16)
+    parts = {name: copy.deepcopy(linear).to_empty(device="cpu") for name in _PARTS[:3]}
     for part in parts.values():
         part.weight.copy_(torch.randn(MULTIPLE, MULTIPLE, generator=generator))
     like.__dict__.update(_modules={**parts, "act_fn": act}, _forward_pre_hooks={}, _forward_hooks={})

@@ -55,7 +55,9 @@ def test_every_gate() -> None:
 
 @torch.no_grad()
 def test_bits_of_the_class_for_any_rows_and_what_is_left_to_it(tmp_path: Path, calls: list[int]) -> None:
-    fused = load(checkpoint(tmp_path, "llama", "q8_0"), exact=False).model.layers[0].mlp
+    directory, seeded = checkpoint(tmp_path, "llama", "q8_0"), torch.get_rng_state()
+    fused = load(directory, exact=False).model.layers[0].mlp
+    assert torch.equal(torch.get_rng_state(), seeded)
 
     def assert_same(rows: int = 1, scale: float = 1) -> None:
         x = (torch.randn(1, rows, 256) * scale).bfloat16()
