@@ -7,7 +7,11 @@ instructions, `_block_kernels.py` those of blocks, `_code_kernels.py` those of p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import ctypes
+import functools
+from array import array
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -52,22 +56,16 @@ class CodeKernel(NamedTuple):
     group: int
 
 
-class IntegerProduct(NamedTuple):
-    """How the kernel by codes multiplies a matrix as integers; `joint.py` does it for several matrices.
+def call(function: int, words: Iterable[int]) -> None:
+    """Call a compiled function, by its address, with that of int64s."""
+    data = array("q", words)
+    python_function(function)(data.buffer_info()[0])
 
-    Attributes:
-        scheme: of the kernel.
-        layout: of its inputs, an `_integers.InputLayout`.
-        words: `ARGUMENTS` with 0 for those that depend on the inputs.
-        nbytes: of the codes.
-        max_inputs: rows of input up to which this is the fastest method.
-    """
 
-    scheme: str | CodeKernel
-    layout: Any
-    words: tuple[int, ...]
-    nbytes: int
-    max_inputs: int
+@functools.cache
+def python_function(function: int) -> Callable[[int], None]:
+    """A function of Python for a compiled one."""
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
 
 
 class InputRows:

@@ -32,7 +32,6 @@ from rabbitllm.quant._kernel_interface import (
     PANELS,
     CodeKernel,
     InputRows,
-    IntegerProduct,
 )
 from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
@@ -260,14 +259,6 @@ class KernelMatrix(ABC):
         """See `GroupedProduct`; None without a kernel, or for so many rows that a product's overhead is negligible."""
         has_kernel = self.method_for(1, x.dtype)[0] != DEQUANTIZED
         return GroupedProduct(x, self) if has_kernel and len(x) <= MAX_GROUPED else None
-
-    def as_integers(self) -> IntegerProduct | None:
-        """How it is multiplied as integers, for few inputs; None if it is not."""
-        if self.method_for(1, torch.float32) != (CODES, INTEGERS):
-            return None
-        (codes, scales, table, *sizes), rows = self.operands(INTEGERS), self.form.shape[0]
-        words = codes, scales, 0, 0, table, 0, *sizes, 0, rows
-        return IntegerProduct(self.kernel, self.layout(), words, rows * sizes[0], self.max_inputs)
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
