@@ -27,6 +27,8 @@ PAIRS = 32
 """Value of `width` for kernels that multiply pairs of bfloat16, inputs and the values of FP8 (VDPBF16PS)."""
 BFLOAT16 = "bfloat16"
 """The scheme of a plain matrix of bfloat16, whose codes are its values."""
+SEGMENT = 64
+"""Codes of all schemes but blocks that are summed before their scale is applied."""
 BEFORE_WORK = 4
 """Number of int64s before the pieces of work.
 
@@ -68,21 +70,19 @@ def python_function(function: int) -> Callable[[int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
 
 
-class InputRows:
+class InputRows(NamedTuple):
     """Rows (T, K) as a kernel reads them.
 
-    Args:
+    Attributes:
         inputs: those of each row, or the even ones: T rows of any dimensions, without gaps.
         others: the odd ones, or sums of inputs by group, likewise; None if the kernel needs neither.
     """
 
-    def __init__(self, inputs: torch.Tensor, others: torch.Tensor | None = None) -> None:
-        self._kept = inputs, others
-        self._address, self._step = inputs.data_ptr(), inputs.stride(0) * inputs.itemsize
-        self._others = self._others_step = 0
-        if others is not None:
-            self._others, self._others_step = others.data_ptr(), others.stride(0) * others.itemsize
+    inputs: torch.Tensor
+    others: torch.Tensor | None = None
 
     def of(self, row: int) -> tuple[int, int]:
         """The addresses of a row's inputs and of its others; the second is 0 without any."""
-        return self._address + row * self._step, self._others + row * self._others_step
+        both = (0 if rows is None else rows.data_ptr() + row * rows.stride(0) * rows.itemsize for rows in self)
+        inputs, others = both
+        return inputs, others

@@ -16,7 +16,7 @@ from rabbitllm.base.forks import DaemonThread, Workers
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant._kernel_interface import BFLOATS, CODES, NUMBERS, PAIRS, PANELS, CodeKernel, InputRows, call
+from rabbitllm.quant._kernel_interface import BFLOATS, CODES, NUMBERS, PANELS, CodeKernel, call
 
 if TYPE_CHECKING:
     import torch
@@ -34,17 +34,6 @@ def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:
 
     ready = torch.empty(len(x), x.shape[1] // (2 * width), 2, width)
     return ready.copy_(x.view(len(x), -1, width, 2).transpose(2, 3))
-
-
-def segment_inputs(width: int, x: torch.Tensor) -> InputRows:
-    """Rows (T, K) for kernels by codes of `width` lanes; K is a multiple of 64."""
-    import torch
-
-    if width == PAIRS:
-        return InputRows(x.contiguous())
-    count, columns = x.shape
-    even, odd = torch.empty(2, count, columns // 2).copy_(x.view(count, columns // 2, 2).permute(2, 0, 1))
-    return InputRows(even, odd)
 
 
 def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[int, ...]], nbytes: int) -> None:

@@ -30,6 +30,7 @@ from rabbitllm.quant._kernel_interface import (
     DEQUANTIZED,
     INTEGERS,
     PANELS,
+    SEGMENT,
     CodeKernel,
     InputRows,
 )
@@ -61,8 +62,6 @@ FUSED_ELEMENTS = 1 << 26
 """Elements of a matrix that bitsandbytes may dequantize at a time: 128 MiB of float16."""
 FEW_INPUTS = 4
 """Rows of input that it always multiplies from the codes (0.50, backends/cuda/ops.py)."""
-SEGMENT = 64
-"""Codes that the kernel without panels sums before their scale is applied."""
 
 
 def multiplies(form: Quantized) -> bool:
@@ -78,11 +77,8 @@ def multiplies(form: Quantized) -> bool:
 
 def max_panel_inputs(lanes: int, dtype: torch.dtype) -> int:
     """Rows of input of a dtype up to which panels are faster than torch; 0 if there are none."""
-    limit, is_fast = (
-        MAX_PANEL_INPUTS.get(lanes, 0),
-        dtype is torch.bfloat16 and bfloat_products.torch_has_instructions(),
-    )
-    return min(limit, MAX_PANEL_BFLOATS) if is_fast else limit
+    limit, is_bfloat = MAX_PANEL_INPUTS.get(lanes, 0), dtype is torch.bfloat16
+    return min(limit, MAX_PANEL_BFLOATS) if is_bfloat and bfloat_products.torch_has_instructions() else limit
 
 
 def can_multiply(form: Quantized) -> bool:
