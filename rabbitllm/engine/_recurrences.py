@@ -13,13 +13,13 @@ import inspect
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
+from rabbitllm.engine._fusing import fuse
 from rabbitllm.engine._rotary import with_globals
 
 MAX_ROWS, RUN = 256, 16
@@ -47,17 +47,7 @@ def fuse_recurrences(model: nn.Module, prompts: bool = False) -> int:
     Returns:
         How many layers these are.
     """
-    fused, forwards = 0, dict[type, Callable[..., Any] | None]()
-    for module in model.modules():
-        kind = type(module)
-        if kind not in forwards:
-            forwards[kind] = _forward_of(kind, prompts)
-        forward = forwards[kind]
-        if forward is not None and "forward" not in vars(module):
-            # a method: a copy of the module then binds it to itself
-            module.forward = MethodType(forward, module)
-            fused += 1
-    return fused
+    return fuse(model, type, lambda _, kind: _forward_of(kind, prompts))
 
 
 def _forward_of(kind: type[nn.Module], prompts: bool) -> Callable[..., Any] | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from llvmlite import ir
 
-from rabbitllm.base.compiling import address_of, to_array
+from rabbitllm.base.compiling import to_array
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
 from rabbitllm.quant._vectors import I16, I32, I64, Emitter, emitted, narrowed, number
 
@@ -38,7 +37,7 @@ def _emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
 _CALL, _TEAM, _NARROW = (emitted(code, 16) for code in (_emit_call, _emit_team, _emit_narrow))
 
 
-def _multiply(data):  # type: ignore[no-untyped-def]
+def multiply(data):  # type: ignore[no-untyped-def]
     """A thread's rows of each matrix: after the own address the number of these, and `PRODUCT_WORDS` of each."""
     head = to_array(data, 2)
     words = to_array(data, 2 + head[1] * PRODUCT_WORDS)
@@ -46,13 +45,13 @@ def _multiply(data):  # type: ignore[no-untyped-def]
         _CALL(words[i], words[0] + 8 * (i + 1))
 
 
-def _narrow(data):  # type: ignore[no-untyped-def]
+def narrow(data):  # type: ignore[no-untyped-def]
     """Round sums to bfloat16: after the own address those of sums and results, and their count."""
     given = to_array(data, 4)
     _NARROW(given[1], given[2], given[3])
 
 
-def _program(data):  # type: ignore[no-untyped-def]
+def run_program(data):  # type: ignore[no-untyped-def]
     """Set the words that are addresses, and call each function; see `joint.Program`."""
     head = to_array(data, 6)
     begin, places, calls, team = head[2], head[3], head[4], head[5]
@@ -65,9 +64,3 @@ def _program(data):  # type: ignore[no-untyped-def]
             _TEAM(team, words[i], words[i + 1], words[i + 2])
         else:
             _CALL(words[i], words[i + 1])
-
-
-@functools.cache
-def addresses() -> tuple[int, int, int]:
-    """The addresses of `_program`, `_multiply` and `_narrow`."""
-    return address_of(_program), address_of(_multiply), address_of(_narrow)

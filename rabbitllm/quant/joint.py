@@ -13,7 +13,7 @@ import struct
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -53,7 +53,7 @@ class Program:
     def __init__(self, addresses: int) -> None:
         self._addresses = addresses
         self._nbytes = 0
-        self._steps: list[tuple[int, Words, int]] = []
+        self._steps: list[tuple[Any, Words, int]] = []
         self._words: array[int] | None = None
 
     def address(self, index: int) -> Place:
@@ -65,8 +65,8 @@ class Program:
         begin, self._nbytes = self._nbytes, round_up(self._nbytes + nbytes, _ALIGNMENT)
         return SCRATCH, begin
 
-    def add(self, function: int, words: Words, threads: int = 1) -> None:
-        """Add a function, by its address, the int64s after the first that it gets, and how many threads call it."""
+    def add(self, function: Any, words: Words, threads: int = 1) -> None:
+        """Add a function, which is compiled, the int64s after the first that it gets, and how many threads call it."""
         self._steps.append((function, words, threads))
 
     def __call__(self, *addresses: int) -> None:
@@ -83,6 +83,8 @@ class Program:
 
     def _joined(self) -> array[int]:
         """All words: those of `_joint_kernels.py`, the addresses of a call, places, functions, and their words."""
+        from rabbitllm.base.compiling import address_of  # numba comes with it
+
         begin = FIRST + self._addresses
         count = 2 * len(self._steps) + sum(isinstance(word, tuple) for _, step, _ in self._steps for word in step)
         of_calls = begin + 3 * count
@@ -91,7 +93,7 @@ class Program:
         for function, step, threads in self._steps:
             place = OWN, 8 * (first + len(words))
             places += [of_calls + len(calls) + 1, *place]
-            calls += [function, 0, threads]
+            calls += [address_of(function), 0, threads]
             for word in (place, *step):
                 if isinstance(word, tuple):
                     places += [first + len(words), *word]
@@ -164,8 +166,7 @@ class JointProduct:
 
     def add_to(self, program: Program, rows: int, dtype: torch.dtype, x: Place, results: Sequence[Place]) -> None:
         """Add it to a program: for so many rows of a dtype at a place, with the results at others."""
-        from rabbitllm.base.compiling import address_of  # numba comes with it
-        from rabbitllm.quant import _integers, _joint_kernels
+        from rabbitllm.quant import _integers, _joint_kernels  # numba comes with them
 
         team = torchs_team()
         assert team is not None
@@ -174,7 +175,6 @@ class JointProduct:
         nbytes = sum(count * row_bytes for count, (*_, row_bytes, _, _) in zip(self._rows, operands, strict=True))
         threads = min(torch.get_num_threads(), -(-nbytes // _kernels.WORTH_A_THREAD[CODES]))
         in_team = (team.thread_number, team.thread_count) if threads > 1 else (0, 0)
-        _, multiply, narrow = _joint_kernels.addresses()
         products, sums = list[int | Place](), list[Words]()
         for index, (matrix, (codes, scales, table, *sizes)) in enumerate(zip(self.matrices, operands, strict=True)):
             layout, rows_of, out = matrix.layout(), self._rows[index], results[index]
@@ -183,7 +183,7 @@ class JointProduct:
                 rounded = inputs[layout] = [program.room(2 * rows * columns)]
                 rounded.append(program.room(4 * rows * steps * (1 + layout.groups)))
                 shape = is_bfloat, rows, steps, columns, layout.step, layout.group, layout.order_address
-                program.add(address_of(_integers.round_inputs), [x, *shape, *rounded])
+                program.add(_integers.round_inputs, [x, *shape, *rounded])
             if is_bfloat and not self._is_wide[index]:
                 out = program.room(4 * rows * rows_of)
                 sums.append([out, results[index], rows * rows_of])
@@ -191,17 +191,18 @@ class JointProduct:
             share = round_up(-(-rows_of // threads), tile)  # no tile is divided
             products += [function, *in_team, share, 1]
             products += [codes, scales, *inputs[layout], table, out, *sizes, rows, rows_of]
-        program.add(multiply, [len(self.matrices), *products], threads)
+        program.add(_joint_kernels.multiply, [len(self.matrices), *products], threads)
         for words in sums:
-            program.add(narrow, words)
+            program.add(_joint_kernels.narrow, words)
 
 
 @functools.cache
 def _compiled() -> Callable[[int], None]:
     """A function of Python that runs the words of a program."""
+    from rabbitllm.base.compiling import address_of
     from rabbitllm.quant import _joint_kernels
 
-    return python_function(_joint_kernels.addresses()[0])
+    return python_function(address_of(_joint_kernels.run_program))
 
 
 class _Kept(threading.local):
