@@ -50,7 +50,7 @@ def kind_of(module: nn.Module) -> object:
 
 
 def trial_of(module: nn.Module, **attributes: Any) -> Any:
-    """A copy of a module, without hooks and with some other attributes, by which its class is tried."""
+    """A copy of a module with some other attributes, by which the forward of its class is tried."""
     copied = copy.copy(module)
-    copied.__dict__.update(_forward_pre_hooks={}, _forward_hooks={}, **attributes)
+    copied.__dict__.update(attributes)
     return copied
