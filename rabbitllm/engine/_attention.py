@@ -9,22 +9,21 @@ example, is left to the class.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
+from rabbitllm.engine._fusing import Forward, forward_in, fuse, kind_of, trial_of
 from rabbitllm.engine._gates import OneCall, mlp_weights
-from rabbitllm.engine._norms import add_norm, epsilon_of, kind_of, lanes_of
+from rabbitllm.engine._norms import add_norm, epsilon_of, lanes_of, with_weight
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.quant.joint import JointProduct, Place, Program, Words, float_bits
@@ -65,18 +64,16 @@ class _AttentionForm:
 
     def add_rotation(self, program: Program, heads: Place, cos: Place, sin: Place, weights: Sequence[Place]) -> None:
         """Normalize and rotate the queries and keys at a place."""
-        from rabbitllm.base.compiling import address_of  # numba comes with it
-        from rabbitllm.engine import _layer_kernels
+        from rabbitllm.engine import _layer_kernels  # numba comes with it
 
         begin = heads
         for rows, norm, weight in zip((self.queries, self.keys), self.norms, weights, strict=False):
             add_norm(program, norm, self.width, begin, weight, begin, rows)
             begin = begin[0], begin[1] + 2 * rows * self.width
-        program.add(address_of(_layer_kernels.rotate), [heads, cos, sin, self.queries + self.keys, self.width])
+        program.add(_layer_kernels.rotate, [heads, cos, sin, self.queries + self.keys, self.width])
 
     def add_attention(self, program: Program, queries: Place, out: Place, first: int) -> None:
         """Attend; the addresses of a call from `first` on are those of `_cached`."""
-        from rabbitllm.base.compiling import address_of
         from rabbitllm.engine import _layer_kernels
 
         team, threads = torchs_team(), torch.get_num_threads()
@@ -84,7 +81,7 @@ class _AttentionForm:
         keys, values, *numbers = (program.address(first + index) for index in range(7))
         form = self.queries, self.queries // self.keys, self.width, float_bits(self.scaling)
         words: Words = [*in_team, queries, keys, values, out, *numbers, *form]
-        program.add(address_of(_layer_kernels.attend), words, threads if in_team[0] else 1)
+        program.add(_layer_kernels.attend, words, threads if in_team[0] else 1)
 
     def split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of a token, each (1, heads, 1, width)."""
@@ -179,6 +176,8 @@ class _TwoCalls:
         return self._programs.get(torch.get_num_threads()) or self._build(*self._products)
 
     def _build(self, first: JointProduct, last: JointProduct) -> tuple[Program, Program]:
+        from rabbitllm.engine import _layer_kernels
+
         form, around, columns = self.form, self._around, self.columns
         count = sum(self.biased) + len(form.norms)
         before, after = Program(4 + count + (around is not None)), Program(9 + 2 * (around is not None))
@@ -194,16 +193,15 @@ class _TwoCalls:
         last.add_to(after, 1, torch.bfloat16, attended, [product])
         if around is not None:
             summed, of_mlp = after.room(2 * columns), after.room(2 * columns)
-            _add_sum(after, after.address(9), product, summed, columns)
+            after.add(_layer_kernels.add, [after.address(9), product, summed, columns])
             add_norm(after, around.second, columns, summed, after.address(10), product)
             self._mlp.add_to(after, 1, product, of_mlp)
-            _add_sum(after, summed, of_mlp, out, columns)
+            after.add(_layer_kernels.add, [summed, of_mlp, out, columns])
         both = self._programs[torch.get_num_threads()] = before, after
         return both
 
     def _add_heads(self, product: JointProduct, program: Program, x: Place, heads: Place, biases: list[Place]) -> None:
         """Queries, keys and values at a place, with their biases, which are taken from a list."""
-        from rabbitllm.base.compiling import address_of
         from rabbitllm.engine import _layer_kernels
 
         nbytes, begin, results, sums = 2 * self.form.width, 0, list[Place](), list[tuple[Place, Place, int]]()
@@ -214,14 +212,7 @@ class _TwoCalls:
             begin += count
         product.add_to(program, 1, torch.bfloat16, x, results)
         for source, place, count in sums:
-            program.add(address_of(_layer_kernels.add_bias), [source, biases.pop(0), place, count])
-
-
-def _add_sum(program: Program, first: Place, second: Place, out: Place, count: int) -> None:
-    from rabbitllm.base.compiling import address_of
-    from rabbitllm.engine import _layer_kernels
-
-    program.add(address_of(_layer_kernels.add), [first, second, out, count])
+            program.add(_layer_kernels.add_bias, [source, biases.pop(0), place, count])
 
 
 def fuse_attention(model: nn.Module) -> int:
@@ -230,20 +221,17 @@ def fuse_attention(model: nn.Module) -> int:
     Returns:
         How many these are.
     """
-    fused, tried = 0, dict[object, bool]()
-    for module in model.modules():
-        parts = module._modules
-        if "forward" in vars(module) or parts.keys() not in ({*_LINEARS}, {*_LINEARS, *_NORMS}):
-            continue
-        if module._parameters or module._buffers or (form := _form_of(module)) is None:
-            continue
-        if (kind := (kind_of(module), form)) not in tried:
-            tried[kind] = _is_alike(module, form)
-        if tried[kind]:
-            # a method: a copy of the module then binds it to itself
-            module.forward = MethodType(functools.partial(_forward, form), module)
-            fused += 1
-    return fused
+
+    def key_of(module: nn.Module) -> tuple[object, _AttentionForm] | None:
+        has_parts = module._modules.keys() in ({*_LINEARS}, {*_LINEARS, *_NORMS})
+        if not has_parts or module._parameters or module._buffers or (form := _form_of(module)) is None:
+            return None
+        return kind_of(module), form
+
+    def forward_of(module: nn.Module, key: tuple[object, _AttentionForm]) -> Forward:
+        return functools.partial(_forward, key[1]) if _is_alike(module, key[1]) else None
+
+    return fuse(model, key_of, forward_of)
 
 
 def fuse_layers(model: nn.Module) -> int:
@@ -254,21 +242,17 @@ def fuse_layers(model: nn.Module) -> int:
     Returns:
         How many these are.
     """
-    fused, tried = 0, dict[object, bool]()
-    for module in model.modules():
-        if module._modules.keys() != _LAYER or "forward" in vars(module) or module._parameters or module._buffers:
-            continue
-        if (kind := kind_of(module)) not in tried:
-            tried[kind] = _is_around(module)
-        if tried[kind]:
-            module.forward = MethodType(_layer_forward, module)
-            fused += 1
-    return fused
+
+    def key_of(module: nn.Module) -> object:
+        is_layer = module._modules.keys() == _LAYER and not (module._parameters or module._buffers)
+        return kind_of(module) if is_layer else None
+
+    return fuse(model, key_of, lambda module, _: _layer_forward if _is_around(module) else None)
 
 
 def _layer_forward(layer: Any, *args: Any, **named: Any) -> Any:
     attention = layer._modules["self_attn"]
-    fused: Any = getattr(vars(attention).get("forward"), "__func__", None)
+    fused = forward_in(attention)
     if getattr(fused, "func", None) is _forward and len(args) == 1:
         result = _called(fused.args[0], attention, {"hidden_states": args[0], **named}, layer)
         if result is not None:
@@ -284,12 +268,9 @@ def _is_around(layer: Any) -> bool:
     parts: dict[str, Any] = {"mlp": lambda value: value.flip(-1)}
     parts["self_attn"] = lambda hidden_states, **named: (hidden_states.roll(1, -1), None)
     for name in ("input_layernorm", "post_attention_layernorm"):
-        norm = copy.copy(layer._modules[name])
-        weight = nn.Parameter((torch.rand(width, generator=generator) + 0.5).bfloat16())
-        norm.__dict__.update(_parameters={"weight": weight}, _forward_pre_hooks={}, _forward_hooks={})
-        parts[name] = functools.partial(type(norm).forward, norm)
-    like = copy.copy(layer)
-    like.__dict__.update(_modules=parts, _forward_pre_hooks={}, _forward_hooks={}, training=False)
+        weight = (torch.rand(width, generator=generator) + 0.5).bfloat16()
+        parts[name] = with_weight(layer._modules[name], weight)
+    like = trial_of(layer, _modules=parts, training=False)
     try:
         result = type(layer).forward(like, x, attention_mask=None, position_embeddings=None, position_ids=None)
         summed = x + parts["input_layernorm"](x).roll(1, -1)
@@ -433,11 +414,8 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
     weights = [(torch.rand(form.width, generator=generator) + 0.5).bfloat16() for _ in form.norms]
     parts: dict[str, Any] = {"o_proj": lambda value: value}
     for name, weight in zip(_NORMS, weights, strict=False):
-        norm = copy.copy(module._modules[name])
-        norm.__dict__.update(_parameters={"weight": nn.Parameter(weight)}, _forward_pre_hooks={}, _forward_hooks={})
-        parts[name] = functools.partial(type(norm).forward, norm)
-    like = copy.copy(module)
-    like.__dict__.update(_modules=parts, _forward_pre_hooks={}, _forward_hooks={}, training=False)
+        parts[name] = with_weight(module._modules[name], weight)
+    like = trial_of(module, _modules=parts, training=False)
     for scale in (1, 4):
         heads = (torch.randn(1, form.total, 1, form.width, generator=generator) * scale).bfloat16()
         counts = [form.queries, form.keys, form.keys]

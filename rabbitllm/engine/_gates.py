@@ -5,16 +5,14 @@ bfloat16 has 65,536 values, so an activation is a table of its results, which th
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Sequence
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from rabbitllm.engine._norms import kind_of
+from rabbitllm.engine._fusing import forward_in, fuse, kind_of, trial_of
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct, Place, Program
@@ -37,21 +35,15 @@ def fuse_gates(model: nn.Module) -> int:
     Returns:
         How many these are.
     """
-    fused, tried = 0, dict[object, bool]()
-    for module in model.modules():
-        if "forward" in vars(module) or module._modules.keys() != set(_PARTS):
-            continue
-        act = module._modules["act_fn"]
+
+    def key_of(module: nn.Module) -> object:
+        if module._modules.keys() != set(_PARTS) or (act := module._modules["act_fn"]) is None:
+            return None
         # without attributes of its own, a class says all of what it computes
-        if act is None or vars(act).keys() - _OF_ANY or act._parameters or act._buffers:
-            continue
-        if (kind := (kind_of(module), type(act))) not in tried:
-            tried[kind] = _has_bits(module)
-        if tried[kind]:
-            # a method: a copy of the module then binds it to itself
-            module.forward = MethodType(_forward, module)
-            fused += 1
-    return fused
+        is_class = not (vars(act).keys() - _OF_ANY or act._parameters or act._buffers)
+        return (kind_of(module), type(act)) if is_class else None
+
+    return fuse(model, key_of, lambda module, _: _forward if _has_bits(module) else None)
 
 
 class OneCall:
@@ -92,23 +84,21 @@ class OneCall:
 
     def add_to(self, program: Program, rows: int, x: Place, out: Place) -> None:
         """Add it to a program, for rows at a place."""
-        from rabbitllm.base.compiling import address_of  # numba comes with it
-        from rabbitllm.engine import _layer_kernels
+        from rabbitllm.engine import _layer_kernels  # numba comes with it
 
         assert self._products is not None
         of_input, of_product = self._products
         count = rows * self._width
         gate, up, product = (program.room(2 * count) for _ in range(3))
         of_input.add_to(program, rows, torch.bfloat16, x, [gate, up])
-        program.add(address_of(_layer_kernels.gate), [_tables[self._act].data_ptr(), gate, up, product, count])
+        program.add(_layer_kernels.gate, [_tables[self._act].data_ptr(), gate, up, product, count])
         of_product.add_to(program, rows, torch.bfloat16, product, [out])
 
 
 def mlp_weights(module: Any) -> list[QuantizedWeight] | None:
     """The weights of an MLP that `fuse_gates` lets compute by one call; None if it does not now."""
     parts = module._modules
-    is_fused = getattr(vars(module).get("forward"), "__func__", None) is _forward
-    if not is_fused or type(act := parts["act_fn"]) not in _tables or has_hooks(act):
+    if forward_in(module) is not _forward or type(act := parts["act_fn"]) not in _tables or has_hooks(act):
         return None
     return plain_weights(*(parts[name] for name in _PARTS[:3]))
 
@@ -127,12 +117,11 @@ def _forward(module: Any, *args: Any, **named: Any) -> Any:
 
 def _gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`act(gate) * up`."""
-    from rabbitllm.base.compiling import address_of  # numba comes with it
-    from rabbitllm.engine import _layer_kernels
+    from rabbitllm.engine import _layer_kernels  # numba comes with it
 
     program, out = Program(3), torch.empty_like(gate)
     places = [program.address(index) for index in range(3)]
-    program.add(address_of(_layer_kernels.gate), [_tables[type(act)].data_ptr(), *places, gate.numel()])
+    program.add(_layer_kernels.gate, [_tables[type(act)].data_ptr(), *places, gate.numel()])
     program(gate.data_ptr(), up.data_ptr(), out.data_ptr())
     return out
 
@@ -145,13 +134,12 @@ def _has_bits(module: nn.Module) -> bool:
     if type(act) not in _tables:
         _tables[type(act)] = act(every.clone())
     generator = torch.Generator().manual_seed(0)
-    like: Any = copy.copy(module)
     # on the meta device a Linear draws no weights from torch's random state, which is the program's
     linear = nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta", dtype=torch.bfloat16)
     parts = {name: copy.deepcopy(linear).to_empty(device="cpu") for name in _PARTS[:3]}
     for part in parts.values():
         part.weight.copy_(torch.randn(MULTIPLE, MULTIPLE, generator=generator))
-    like.__dict__.update(_modules={**parts, "act_fn": act}, _forward_pre_hooks={}, _forward_hooks={})
+    like = trial_of(module, _modules={**parts, "act_fn": act})
     for rows in (1, 3, 100):
         x = torch.randn(1, rows, MULTIPLE, generator=generator).bfloat16() * 10.0 ** (rows % 3)
         try:

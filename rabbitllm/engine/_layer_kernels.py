@@ -118,11 +118,9 @@ def _add_rows(total, begin, step, shares, count, width):  # type: ignore[no-unty
     """Add rows, each times its share."""
     token = 0
     while token + 4 <= count:
-        a, b = to_array(words_at(begin + token * step), width), to_array(words_at(begin + (token + 1) * step), width)
-        c, d = (
-            to_array(words_at(begin + (token + 2) * step), width),
-            to_array(words_at(begin + (token + 3) * step), width),
-        )
+        first = begin + token * step
+        a, b = to_array(words_at(first), width), to_array(words_at(first + step), width)
+        c, d = to_array(words_at(first + 2 * step), width), to_array(words_at(first + 3 * step), width)
         p, q, r, s = shares[token], shares[token + 1], shares[token + 2], shares[token + 3]
         for i in range(width):
             total[i] += p * wide(a[i]) + q * wide(b[i]) + r * wide(c[i]) + s * wide(d[i])

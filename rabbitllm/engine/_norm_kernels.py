@@ -30,10 +30,8 @@ def norm(data):  # type: ignore[no-untyped-def]
     epsilon = epsilon_bits.view(np.float32)[0]
     one, width = np.float32(1), _VECTORS * lanes
     words, factor_words, result_words = words_at(given[1]), words_at(given[2]), words_at(given[3])
-    singles, factors = (
-        to_array(words, 2 * rows * columns).view(np.float32),
-        to_array(factor_words, 2 * columns).view(np.float32),
-    )
+    singles = to_array(words, 2 * rows * columns).view(np.float32)
+    factors = to_array(factor_words, 2 * columns).view(np.float32)
     results = to_array(result_words, 2 * rows * columns).view(np.float32)
     words, factor_words = to_array(words, rows * columns).view(np.int16), to_array(factor_words, columns).view(np.int16)
     result_words = to_array(result_words, rows * columns).view(np.int16)

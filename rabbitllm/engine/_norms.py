@@ -7,14 +7,14 @@ devices and large inputs are left to the class.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-from types import MethodType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from rabbitllm.engine._fusing import forward_in, fuse, kind_of, trial_of
 from rabbitllm.quant.joint import Place, Program, Words, float_bits
 
 LANES = (8, 16)
@@ -30,35 +30,30 @@ def fuse_norms(model: nn.Module) -> int:
     Returns:
         How many these are.
     """
-    fused, tried = 0, dict[object, int]()
-    for module in model.modules():
-        if not type(module).__name__.endswith("RMSNorm") or "forward" in vars(module) or module._buffers:
-            continue
-        weight, epsilon = module._parameters.get("weight"), epsilon_of(module)
-        if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or weight.dtype not in _DTYPES:
-            continue
-        if not isinstance(epsilon, float) or epsilon <= 0 or not 0 < len(weight) < MAX_ELEMENTS:
-            continue
-        form = len(weight), weight.dtype, epsilon
-        if (key := (kind_of(module), *form)) not in tried:
-            tried[key] = _lanes(module, *form)
-        if lanes := tried[key]:
-            # a method: a copy of the module then binds it to itself
-            module.forward = MethodType(_FORWARDS[lanes], module)
-            fused += 1
-    return fused
+    return fuse(model, _key_of, lambda module, key: _FORWARDS.get(_lanes(module, *key[1:])))
 
 
-def kind_of(module: nn.Module) -> object:
-    """Equal for modules that compute alike: their class and their own numbers and texts, which may differ by layer."""
-    own = ((name, value) for name, value in vars(module).items() if isinstance(value, int | float | str))
-    return type(module), *sorted(own)
+def _key_of(module: nn.Module) -> tuple[object, int, torch.dtype, float] | None:
+    """The kind, size, dtype and epsilon of a module that may be a norm; None if it has another form."""
+    if not type(module).__name__.endswith("RMSNorm") or module._buffers:
+        return None
+    weight, epsilon = module._parameters.get("weight"), epsilon_of(module)
+    if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or weight.dtype not in _DTYPES:
+        return None
+    if not isinstance(epsilon, float) or epsilon <= 0 or not 0 < len(weight) < MAX_ELEMENTS:
+        return None
+    return kind_of(module), len(weight), weight.dtype, epsilon
 
 
 def lanes_of(module: nn.Module) -> int:
     """The lanes with which `fuse_norms` lets a norm compute; 0 if it does not."""
-    function = getattr(vars(module).get("forward"), "__func__", None)
+    function = forward_in(module)
     return next((lanes for lanes, forward in _FORWARDS.items() if forward is function), 0)
+
+
+def with_weight(module: nn.Module, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What the class of a norm computes with another weight."""
+    return functools.partial(type(module).forward, trial_of(module, _parameters={"weight": nn.Parameter(weight)}))
 
 
 def epsilon_of(module: nn.Module) -> Any:
@@ -120,11 +115,10 @@ def add_norm(
     is_bfloat: bool = True,
 ) -> None:
     """Add a norm, given by its lanes and epsilon, to a program."""
-    from rabbitllm.base.compiling import address_of  # numba comes with it
-    from rabbitllm.engine import _norm_kernels
+    from rabbitllm.engine import _norm_kernels  # numba comes with it
 
     words: Words = [x, weight, out, int(is_bfloat), rows, columns, norm[0], float_bits(norm[1])]
-    program.add(address_of(_norm_kernels.norm), words)
+    program.add(_norm_kernels.norm, words)
 
 
 @torch.no_grad()
@@ -133,12 +127,10 @@ def _lanes(module: Any, columns: int, dtype: torch.dtype, epsilon: float) -> int
     generator = torch.Generator().manual_seed(0)
     samples = list[tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]]()
     for kind in (dtype, torch.float32):
-        like = copy.copy(module)
         weight = (torch.rand(columns, generator=generator) + 0.5).to(kind)
-        like.__dict__.update(_parameters={"weight": nn.Parameter(weight)}, _forward_pre_hooks={}, _forward_hooks={})
         for rows in (1, 3, max(MAX_ELEMENTS // columns // 2, 1)):
             x = (torch.randn(rows, columns, generator=generator) * 10.0 ** (rows % 3)).to(kind)
-            samples.append((x, weight, rows, type(module).forward(like, x)))
+            samples.append((x, weight, rows, with_weight(module, weight)(x)))
     for lanes in LANES:
         results = (torch.equal(_norm(x, w, rows, columns, lanes, epsilon), y) for x, w, rows, y in samples)
         if lanes <= columns and all(results):

@@ -13,14 +13,15 @@ import inspect
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
+from rabbitllm.engine._fusing import fuse
 from rabbitllm.engine._rotary import with_globals
+from rabbitllm.engine.transformers_api import ACT2FN
 
 MAX_ROWS, RUN = 256, 16
 """Rows of a state up to which torch's order of adding them is followed, and of which they are a multiple."""
@@ -47,17 +48,7 @@ def fuse_recurrences(model: nn.Module, prompts: bool = False) -> int:
     Returns:
         How many layers these are.
     """
-    fused, forwards = 0, dict[type, Callable[..., Any] | None]()
-    for module in model.modules():
-        kind = type(module)
-        if kind not in forwards:
-            forwards[kind] = _forward_of(kind, prompts)
-        forward = forwards[kind]
-        if forward is not None and "forward" not in vars(module):
-            # a method: a copy of the module then binds it to itself
-            module.forward = MethodType(forward, module)
-            fused += 1
-    return fused
+    return fuse(model, type, lambda _, kind: _forward_of(kind, prompts))
 
 
 def _forward_of(kind: type[nn.Module], prompts: bool) -> Callable[..., Any] | None:
@@ -150,17 +141,8 @@ class DeltaStep(_Step):
             few = of_tokens if tokens <= _TRIED else [x[:, :_TRIED] for x in of_tokens]
             if self._fits(key, value, state) and self._has_bits(None, (*few, state)):
                 return self._computed(None, (*of_tokens, state))
-        return self._ordinary(
-            query,
-            key,
-            value,
-            g=g,
-            beta=beta,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            **more,
-        )
+        more |= {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        return self._ordinary(query, key, value, g=g, beta=beta, initial_state=initial_state, **more)
 
     @staticmethod
     def _fits(key: Any, value: Any, state: Any) -> bool:
@@ -169,16 +151,10 @@ class DeltaStep(_Step):
         return has_form and state.is_contiguous() and heads % keys == 0 and rows % RUN == 0 and 0 < rows <= MAX_ROWS
 
     def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        query, key, value, g, beta, state = operands
+        *of_tokens, g, beta, state = operands
+        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
         result: tuple[torch.Tensor, torch.Tensor] = self._by_token(
-            query,
-            key,
-            value,
-            g=g,
-            beta=beta,
-            initial_state=state,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
+            *of_tokens, g=g, beta=beta, initial_state=state, **options
         )
         return result
 
@@ -188,16 +164,9 @@ class DeltaStep(_Step):
         queries, keys = (self._normalized(x.float().contiguous(), dim=-1, eps=_EPSILON) for x in (query, key))
         queries = queries * (1 / rows**0.5) if has_rows else queries / rows**0.5
         out = torch.empty(value.shape)
-        inputs = (
-            state,
-            queries,
-            keys,
-            value.float().contiguous(),
-            g.float().exp().contiguous(),
-            beta.float().contiguous(),
-        )
+        inputs = queries, keys, *(x.contiguous() for x in (value.float(), g.float().exp(), beta.float()))
         sizes = count, tokens, heads, heads // key.shape[2], rows, columns, has_rows
-        _run("delta_step", state.numel(), sizes, (*inputs, out))
+        _run("delta_step", state.numel(), sizes, (state, *inputs, out))
         return out.to(query.dtype), state
 
 
@@ -226,12 +195,8 @@ class ConvolutionStep(_Step):
         x, state, weight, *bias = operands
         out, is_bfloat = torch.empty(x.shape, dtype=x.dtype), x.dtype is torch.bfloat16
         sizes = len(x), x.shape[1], state.shape[-1], weight.shape[-1], is_bfloat, bool(bias)
-        _run(
-            "convolution_step",
-            state.numel(),
-            sizes,
-            (x.contiguous(), state, weight.contiguous(), *(bias or [weight]), out),
-        )
+        tensors = x.contiguous(), state, weight.contiguous(), *(bias or [weight]), out
+        _run("convolution_step", state.numel(), sizes, tensors)
         return out if named is None else _activation(named)(out), state
 
 
@@ -361,8 +326,6 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 @functools.cache
 def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    from transformers.activations import ACT2FN
-
     function: Callable[[torch.Tensor], torch.Tensor] = ACT2FN[name]
     return function
 

@@ -19,7 +19,7 @@ import numpy as np
 from numba import types
 from numba.core.extending import intrinsic
 
-from rabbitllm.base.compiling import asked, to_array, words_at
+from rabbitllm.base.compiling import asked, to_array, wide, words_at
 from rabbitllm.engine._layer_kernels import nearest
 
 RUN = 16
@@ -66,12 +66,8 @@ def delta_step(data):  # type: ignore[no-untyped-def]
     sequences, tokens, heads, shared = words[2], words[3], words[4], words[5]
     rows, columns, by_row = words[6], words[7], words[8]
     of_heads, of_keys = sequences * heads, sequences * tokens * heads // shared * rows
-    states, queries, keys = (
-        _floats(words[9], of_heads * rows * columns),
-        _floats(words[10], of_keys),
-        _floats(words[11], of_keys),
-    )
-    values = _floats(words[12], of_heads * tokens * columns)
+    states, values = _floats(words[9], of_heads * rows * columns), _floats(words[12], of_heads * tokens * columns)
+    queries, keys = _floats(words[10], of_keys), _floats(words[11], of_keys)
     decays = _floats(words[13], of_heads * tokens * (rows if by_row else 1))
     betas, results = _floats(words[14], of_heads * tokens), _floats(words[15], of_heads * tokens * columns)
     run, total = np.empty(columns, np.float32), np.empty(columns, np.float32)
@@ -107,54 +103,45 @@ def delta_step(data):  # type: ignore[no-untyped-def]
                     result[i] += run[i]
 
 
+@numba.njit(inline="always")
+def _rounded(value):  # type: ignore[no-untyped-def]
+    """The bits of a float32 as bfloat16."""
+    return np.uint16(nearest(np.float32(value).view(np.uint32)) >> np.uint32(16))
+
+
+@numba.njit(inline="always")
+def _same(value):  # type: ignore[no-untyped-def]
+    return value
+
+
+@numba.njit(inline="always")
+def _convolve(float_of, value_of, values_at, words):  # type: ignore[no-untyped-def]
+    """See `convolution_step`; the first three are how values become floats, and back, and are read at an address."""
+    thread, threads = asked(words[0]), asked(words[1])
+    sequences, channels, tokens, taps, has_bias = words[2], words[3], words[4], words[5], words[7]
+    inputs, states = values_at(words[8], sequences * channels), values_at(words[9], sequences * channels * tokens)
+    weights, bias = values_at(words[10], channels * taps), values_at(words[11], channels)
+    results = values_at(words[12], sequences * channels)
+    for sequence in range(sequences):
+        for channel in range(thread * channels // threads, (thread + 1) * channels // threads):
+            at, weight = sequence * channels + channel, channel * taps
+            old = at * tokens
+            total = float_of(bias[channel]) if has_bias else np.float32(0)
+            for tap in range(taps - 1):
+                total = _fma(float_of(states[old + tokens - taps + 1 + tap]), float_of(weights[weight + tap]), total)
+            results[at] = value_of(_fma(float_of(inputs[at]), float_of(weights[weight + taps - 1]), total))
+            for token in range(tokens - 1):
+                states[old + token] = states[old + token + 1]
+            states[old + tokens - 1] = inputs[at]
+
+
 def convolution_step(data):  # type: ignore[no-untyped-def]
     """Sums from the oldest token on; the state loses its oldest token."""
     words = to_array(data, CONVOLUTION_WORDS)
-    thread, threads = asked(words[0]), asked(words[1])
-    sequences, channels, tokens, taps, is_bfloat, has_bias = words[2], words[3], words[4], words[5], words[6], words[7]
-    first, last = thread * channels // threads, (thread + 1) * channels // threads
-    bits = np.empty(2 * taps + 1, np.uint32)
-    values = bits.view(np.float32)
-    if is_bfloat:
-        inputs, states = _words(words[8], sequences * channels), _words(words[9], sequences * channels * tokens)
-        weights, bias = _words(words[10], channels * taps), _words(words[11], channels)
-        results = _words(words[12], sequences * channels)
-        for at in range(sequences * channels):
-            channel = at % channels
-            if first <= channel < last:
-                old = at * tokens
-                for tap in range(taps):
-                    bits[taps + tap] = np.uint32(weights[channel * taps + tap]) << np.uint32(16)
-                for tap in range(taps - 1):
-                    bits[tap] = np.uint32(states[old + tokens - taps + 1 + tap]) << np.uint32(16)
-                bits[taps - 1] = np.uint32(inputs[at]) << np.uint32(16)
-                bits[2 * taps] = np.uint32(bias[channel]) << np.uint32(16) if has_bias else np.uint32(0)
-                total = values[2 * taps]
-                for tap in range(taps):
-                    total = _fma(values[tap], values[taps + tap], total)
-                values[0] = total
-                results[at] = np.uint16(nearest(bits[0]) >> np.uint32(16))
-                for token in range(tokens - 1):
-                    states[old + token] = states[old + token + 1]
-                states[old + tokens - 1] = inputs[at]
+    if words[6]:
+        _convolve(wide, _rounded, _words, words)
     else:
-        singles, single_states = (
-            _floats(words[8], sequences * channels),
-            _floats(words[9], sequences * channels * tokens),
-        )
-        factors, added = _floats(words[10], channels * taps), _floats(words[11], channels)
-        sums = _floats(words[12], sequences * channels)
-        for at in range(sequences * channels):
-            channel = at % channels
-            if first <= channel < last:
-                old = at * tokens
-                total = added[channel] if has_bias else np.float32(0)
-                for tap in range(taps - 1):
-                    total = _fma(single_states[old + tokens - taps + 1 + tap], factors[channel * taps + tap], total)
-                sums[at] = _fma(singles[at], factors[channel * taps + taps - 1], total)
-                for token in range(tokens - 1):
-                    single_states[old + token] = single_states[old + token + 1]
-                single_states[old + tokens - 1] = singles[at]
+        _convolve(_same, _same, _floats, words)
 
 
 def state_space_step(data):  # type: ignore[no-untyped-def]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+from rabbitllm.engine._fusing import fuse
 from rabbitllm.quant.joint import Program
 
 NAME = "apply_rotary_pos_emb"
@@ -30,17 +31,7 @@ def fuse_rotary(model: nn.Module) -> int:
     Returns:
         How many these are.
     """
-    fused, forwards = 0, dict[type, Callable[..., Any] | None]()
-    for module in model.modules():
-        kind = type(module)
-        if kind not in forwards:
-            forwards[kind] = _forward_of(kind)
-        forward = forwards[kind]
-        if forward is not None and "forward" not in vars(module):
-            # a method: a copy of the module then binds it to itself
-            module.forward = MethodType(forward, module)
-            fused += 1
-    return fused
+    return fuse(model, type, lambda _, kind: _forward_of(kind))
 
 
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
@@ -96,13 +87,12 @@ def _rotate(
 
 @functools.cache
 def _program(heads: int, key_heads: int, width: int) -> Program:
-    from rabbitllm.base.compiling import address_of  # numba comes with it
-    from rabbitllm.engine import _layer_kernels
+    from rabbitllm.engine import _layer_kernels  # numba comes with it
 
     program = Program(4)
     q, k, cos, sin = (program.address(index) for index in range(4))
     for x, count in ((q, heads), (k, key_heads)):
-        program.add(address_of(_layer_kernels.rotate), [x, cos, sin, count, width])
+        program.add(_layer_kernels.rotate, [x, cos, sin, count, width])
     return program
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
+from rabbitllm.engine._fusing import forward_in
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
 
@@ -196,7 +197,7 @@ def plain_weights(*linears: nn.Module, with_bias: bool = False) -> list[Quantize
 
 def is_installed(module: nn.Module) -> bool:
     """Whether `Sibling.install` set its forward."""
-    return getattr(vars(module).get("forward"), "__func__", None) is _forward
+    return forward_in(module) is _forward
 
 
 def _finished(result: _Result, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -19,6 +19,7 @@ from rabbitllm.base.transformers_version import check_call, checked_parts
 
 with checked_parts():
     from transformers import cache_utils
+    from transformers.activations import ACT2FN as ACT2FN
     from transformers.cache_utils import DummyLayer as DummyLayer
     from transformers.cache_utils import DynamicIndexedLayer as DynamicIndexedLayer
     from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer

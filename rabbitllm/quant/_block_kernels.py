@@ -36,13 +36,7 @@ PREFETCHED = 8192
 
 
 def address(method: str, scheme: str, width: int) -> int:
-    """The address of a kernel, which is compiled at the first call, or loaded from numba's cache.
-
-    Args:
-        method: `CODES`, `PANELS`, `NUMBERS` or `BFLOATS`.
-        scheme: a key of `FORMATS`.
-        width: lanes of its vectors; by codes `INTEGERS`.
-    """
+    """As `_product_kernels.address`, by any method, `NUMBERS` too; the scheme is a key of `FORMATS`."""
     return address_of(_kernel(method, scheme, width))
 
 

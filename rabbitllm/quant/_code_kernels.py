@@ -21,8 +21,8 @@ from rabbitllm.base.compiling import address_of
 from rabbitllm.quant import _integers, _product_kernels
 from rabbitllm.quant._integers import WORDS as _WORDS
 from rabbitllm.quant._integers import InputLayout
-from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS, CodeKernel
-from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, SEGMENT, Emitter, every, number
+from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS, SEGMENT, CodeKernel
+from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, Emitter, every, number
 
 NIBBLES = "nibbles"
 _SCALE_BITS = {"f32": 32, "bf16": 16, "f16": 16, "power": 8, "float8": 8}

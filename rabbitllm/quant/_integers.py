@@ -11,7 +11,6 @@ the same bits on every processor.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,10 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from llvmlite import ir
-from numba import types
 
-from rabbitllm.base.compiling import c_function, to_array
-from rabbitllm.quant._kernel_interface import InputRows
+from rabbitllm.base.compiling import address_of, to_array, words_at
+from rabbitllm.quant._kernel_interface import InputRows, call
 from rabbitllm.quant._vectors import F32, I8, I16, I32, ZERO_CODE, Emitter, every, features
 
 LARGEST_INPUT, LARGEST_CODE = (1 << 14) - 1, (1 << 15) - 1
@@ -76,9 +74,9 @@ class InputLayout:
         steps = columns // self.step
         integers = torch.empty(count, columns, dtype=torch.int16)
         floats = torch.empty(count, steps * (1 + self.groups))
-        place, is_bfloat = x.data_ptr(), x.dtype == torch.bfloat16
-        sizes = count, steps, x.stride(0), self.step, self.group
-        rounding()[1](place, place, is_bfloat, *sizes, self.order_address, integers.data_ptr(), floats.data_ptr())
+        sizes = x.dtype == torch.bfloat16, count, steps, x.stride(0), self.step, self.group
+        given = x.data_ptr(), *sizes, self.order_address, integers.data_ptr(), floats.data_ptr()
+        call(address_of(round_inputs), [0, *given])
         return InputRows(integers, floats)
 
 
@@ -88,28 +86,20 @@ _NEAREST_BITS = np.int32(0x4B400000)
 _LARGEST_FLOAT, _SMALLEST = np.float32(LARGEST_INPUT), np.float32(1e-30)
 
 
-@functools.cache
-def rounding() -> tuple[int, Any]:
-    """The address of the compiled `_round_inputs`, and a function of Python that calls it."""
-    words, ints, floats = (types.CPointer(dtype) for dtype in (types.int16, types.int32, types.float32))  # type: ignore[no-untyped-call]
-    signature = types.void(floats, words, *[types.int64] * 6, ints, words, floats)
-    compiled = c_function(signature, _round_inputs)
-    call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 6, *[ctypes.c_void_p] * 3)(
-        compiled.address
-    )
-    return compiled.address, functools.partial(_call, compiled, call)  # the compiled function is kept
+def round_inputs(data):  # type: ignore[no-untyped-def]
+    """See `InputLayout.inputs`.
 
-
-def _call(kept: Any, call: Any, *arguments: Any) -> None:
-    call(*arguments)
-
-
-def _round_inputs(x, halves, is_bfloat, rows, steps, row, step, group, order, integers, floats):  # type: ignore[no-untyped-def]
-    """See `InputLayout.inputs`; `x` and `halves` are one address, and `row` the elements from one row to the next."""
+    After the own address that of x; whether it is bfloat16, else float32; rows, steps, elements from one row to the
+    next, a layout's step and group; and the addresses of its order, of the integers and of the floats.
+    """
+    given = to_array(data, 11)
+    is_bfloat, rows, steps, row, step, group = given[2], given[3], given[4], given[5], given[6], given[7]
     width, floats_a_step = steps * step, 1 + (step // group if group else 0)
-    singles, words = to_array(x, rows * row), to_array(halves, rows * row)
-    places = to_array(order, step)
-    results, others = to_array(integers, rows * width), to_array(floats, rows * steps * floats_a_step)
+    x = words_at(given[1])
+    singles, words = to_array(x, 2 * rows * row).view(np.float32), to_array(x, rows * row).view(np.int16)
+    places = to_array(words_at(given[8]), 2 * step).view(np.int32)
+    results = to_array(words_at(given[9]), rows * width).view(np.int16)
+    others = to_array(words_at(given[10]), 2 * rows * steps * floats_a_step).view(np.float32)
     values = np.empty(step, np.float32)
     bits = values.view(np.int32)
     largest_bits = np.empty(1, np.int32)

@@ -1,33 +1,17 @@
-"""A product as one call of compiled code: rounds the inputs, runs kernels by codes in a team, and rounds the results.
-
-The function takes the address of int64s: `HEAD_WORDS`, then `INPUT_WORDS` for each layout of inputs, then
-`PRODUCT_WORDS` for each matrix. Offsets are from the scratch memory that the caller provides.
-"""
+"""What the programs of `joint.py` call as compiled code: the loop over their functions, and parts of a product."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from llvmlite import ir
 
-from rabbitllm.base.compiling import address_of, to_array
+from rabbitllm.base.compiling import to_array
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
 from rabbitllm.quant._vectors import I16, I32, I64, Emitter, emitted, narrowed, number
 
-HEAD_WORDS = 12
-"""Own address; addresses of the inputs, of the scratch memory, of GOMP_parallel, and of the function for a thread;
-threads; address of the function that rounds inputs; how many layouts and matrices follow; whether inputs are bfloat16,
-else float32; rows of input, without gaps, and columns."""
-INPUT_WORDS = 5
-"""Of an `_integers.InputLayout`: its step, group and the address of its order; offsets of rounded inputs and scales."""
-BEFORE_PIECE = 4
-"""Address of a kernel; number of its layout; offset of its sums, and the address of the result in bfloat16; or -1, and
-the address of the sums. `BEFORE_WORK` words and one piece of work follow."""
-PRODUCT_WORDS = BEFORE_PIECE + BEFORE_WORK + len(ARGUMENTS)
-_EVEN, _ODD, _OUT, _TOKENS, _ROWS = (
-    BEFORE_PIECE + BEFORE_WORK + ARGUMENTS.index(name) for name in ("even", "odd", "out", "tokens", "rows")
-)
+PRODUCT_WORDS = 1 + BEFORE_WORK + len(ARGUMENTS)
+"""The address of a kernel, and its int64s for one piece of work."""
 
 
 def _emit_call(emit, function, data):  # type: ignore[no-untyped-def]
@@ -41,12 +25,6 @@ def _emit_team(emit, parallel, function, data, threads):  # type: ignore[no-unty
     emit.b.call(emit.b.inttoptr(parallel, signature.as_pointer()), [function, data, count, ir.Constant(I32, 0)])
 
 
-def _emit_round(emit, function, x, bfloat, rows, steps, columns, step, group, order, integers, floats):  # type: ignore[no-untyped-def]
-    signature = ir.FunctionType(ir.VoidType(), [I64] * 11)
-    arguments = [x, x, bfloat, rows, steps, columns, step, group, order, integers, floats]
-    emit.b.call(emit.b.inttoptr(function, signature.as_pointer()), arguments)
-
-
 def _emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
     """Round float32 to bfloat16."""
     b = emit.b
@@ -56,44 +34,24 @@ def _emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
         emit.store(value, emit.add(target, b.shl(index, number(1))), 2)
 
 
-_CALL, _TEAM, _ROUND, _NARROW = (emitted(code, 16) for code in (_emit_call, _emit_team, _emit_round, _emit_narrow))
+_CALL, _TEAM, _NARROW = (emitted(code, 16) for code in (_emit_call, _emit_team, _emit_narrow))
 
 
-def _each(data):  # type: ignore[no-untyped-def]
-    """The part of one thread: some rows of every matrix."""
-    head = to_array(data, HEAD_WORDS)
-    own, begin, matrices = head[0], HEAD_WORDS + head[7] * INPUT_WORDS, head[8]
-    words = to_array(data, begin + matrices * PRODUCT_WORDS)
-    for i in range(begin, begin + matrices * PRODUCT_WORDS, PRODUCT_WORDS):
-        _CALL(words[i], own + 8 * (i + BEFORE_PIECE))
+def multiply(data):  # type: ignore[no-untyped-def]
+    """A thread's rows of each matrix: after the own address the number of these, and `PRODUCT_WORDS` of each."""
+    head = to_array(data, 2)
+    words = to_array(data, 2 + head[1] * PRODUCT_WORDS)
+    for i in range(2, len(words), PRODUCT_WORDS):
+        _CALL(words[i], words[0] + 8 * (i + 1))
 
 
-def _product(data):  # type: ignore[no-untyped-def]
-    head = to_array(data, HEAD_WORDS)
-    own, inputs, scratch, team, each, threads, rounding = head[0], head[1], head[2], head[3], head[4], head[5], head[6]
-    layouts, matrices, bfloat, rows, columns = head[7], head[8], head[9], head[10], head[11]
-    begin = HEAD_WORDS + layouts * INPUT_WORDS
-    end = begin + matrices * PRODUCT_WORDS
-    words = to_array(data, end)
-    for i in range(HEAD_WORDS, begin, INPUT_WORDS):
-        step, group, order = words[i], words[i + 1], words[i + 2]
-        integers, floats = scratch + words[i + 3], scratch + words[i + 4]
-        _ROUND(rounding, inputs, bfloat, rows, columns // step, columns, step, group, order, integers, floats)
-    for i in range(begin, end, PRODUCT_WORDS):
-        of_layout = HEAD_WORDS + words[i + 1] * INPUT_WORDS
-        words[i + _EVEN], words[i + _ODD] = scratch + words[of_layout + 3], scratch + words[of_layout + 4]
-        words[i + _OUT] = scratch + words[i + 2] if words[i + 2] >= 0 else words[i + 3]
-        words[i + _TOKENS] = rows
-    if threads > 1:
-        _TEAM(team, each, own, threads)
-    else:
-        _CALL(each, own)
-    for i in range(begin, end, PRODUCT_WORDS):
-        if words[i + 2] >= 0:
-            _NARROW(words[i + _OUT], words[i + 3], rows * words[i + _ROWS])
+def narrow(data):  # type: ignore[no-untyped-def]
+    """Round sums to bfloat16: after the own address those of sums and results, and their count."""
+    given = to_array(data, 4)
+    _NARROW(given[1], given[2], given[3])
 
 
-def _program(data):  # type: ignore[no-untyped-def]
+def run_program(data):  # type: ignore[no-untyped-def]
     """Set the words that are addresses, and call each function; see `joint.Program`."""
     head = to_array(data, 6)
     begin, places, calls, team = head[2], head[3], head[4], head[5]
@@ -106,9 +64,3 @@ def _program(data):  # type: ignore[no-untyped-def]
             _TEAM(team, words[i], words[i + 1], words[i + 2])
         else:
             _CALL(words[i], words[i + 1])
-
-
-@functools.cache
-def addresses() -> tuple[int, int, int]:
-    """The address of the whole product, of its function for a thread, and of `_program`."""
-    return address_of(_product), address_of(_each), address_of(_program)

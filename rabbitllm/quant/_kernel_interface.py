@@ -7,7 +7,11 @@ instructions, `_block_kernels.py` those of blocks, `_code_kernels.py` those of p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import ctypes
+import functools
+from array import array
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +27,8 @@ PAIRS = 32
 """Value of `width` for kernels that multiply pairs of bfloat16, inputs and the values of FP8 (VDPBF16PS)."""
 BFLOAT16 = "bfloat16"
 """The scheme of a plain matrix of bfloat16, whose codes are its values."""
+SEGMENT = 64
+"""Codes of all schemes but blocks that are summed before their scale is applied."""
 BEFORE_WORK = 4
 """Number of int64s before the pieces of work.
 
@@ -52,39 +58,31 @@ class CodeKernel(NamedTuple):
     group: int
 
 
-class IntegerProduct(NamedTuple):
-    """How the kernel by codes multiplies a matrix as integers; `joint.py` does it for several matrices.
-
-    Attributes:
-        scheme: of the kernel.
-        layout: of its inputs, an `_integers.InputLayout`.
-        words: `ARGUMENTS` with 0 for those that depend on the inputs.
-        nbytes: of the codes.
-        max_inputs: rows of input up to which this is the fastest method.
-    """
-
-    scheme: str | CodeKernel
-    layout: Any
-    words: tuple[int, ...]
-    nbytes: int
-    max_inputs: int
+def call(function: int, words: Iterable[int]) -> None:
+    """Call a compiled function, by its address, with that of int64s."""
+    data = array("q", words)
+    python_function(function)(data.buffer_info()[0])
 
 
-class InputRows:
+@functools.cache
+def python_function(function: int) -> Callable[[int], None]:
+    """A function of Python for a compiled one."""
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+
+
+class InputRows(NamedTuple):
     """Rows (T, K) as a kernel reads them.
 
-    Args:
+    Attributes:
         inputs: those of each row, or the even ones: T rows of any dimensions, without gaps.
         others: the odd ones, or sums of inputs by group, likewise; None if the kernel needs neither.
     """
 
-    def __init__(self, inputs: torch.Tensor, others: torch.Tensor | None = None) -> None:
-        self._kept = inputs, others
-        self._address, self._step = inputs.data_ptr(), inputs.stride(0) * inputs.itemsize
-        self._others = self._others_step = 0
-        if others is not None:
-            self._others, self._others_step = others.data_ptr(), others.stride(0) * others.itemsize
+    inputs: torch.Tensor
+    others: torch.Tensor | None = None
 
     def of(self, row: int) -> tuple[int, int]:
         """The addresses of a row's inputs and of its others; the second is 0 without any."""
-        return self._address + row * self._step, self._others + row * self._others_step
+        both = (0 if rows is None else rows.data_ptr() + row * rows.stride(0) * rows.itemsize for rows in self)
+        inputs, others = both
+        return inputs, others

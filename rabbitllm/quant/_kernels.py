@@ -5,11 +5,10 @@ The modules of kernels (see `_kernel_interface.py`) are imported when the first 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from rabbitllm.base.forks import DaemonThread, Workers
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant._kernel_interface import BFLOATS, CODES, NUMBERS, PAIRS, PANELS, CodeKernel, InputRows
+from rabbitllm.quant._kernel_interface import BFLOATS, CODES, NUMBERS, PANELS, CodeKernel, call
 
 if TYPE_CHECKING:
     import torch
@@ -37,17 +36,6 @@ def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:
     return ready.copy_(x.view(len(x), -1, width, 2).transpose(2, 3))
 
 
-def segment_inputs(width: int, x: torch.Tensor) -> InputRows:
-    """Rows (T, K) for kernels by codes of `width` lanes; K is a multiple of 64."""
-    import torch
-
-    if width == PAIRS:
-        return InputRows(x.contiguous())
-    count, columns = x.shape
-    even, odd = torch.empty(2, count, columns // 2).copy_(x.view(count, columns // 2, 2).permute(2, 0, 1))
-    return InputRows(even, odd)
-
-
 def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[int, ...]], nbytes: int) -> None:
     """Run a kernel on all rows of each piece of work, in as many threads as are worth it.
 
@@ -58,28 +46,27 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
     """
     import torch
 
-    function, call, tile = kernel(method, scheme, width)
+    function, tile = kernel(method, scheme, width)
     threads, rows = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method])), work[0][-1]
     words = [value for piece in work for value in piece]
     if threads == 1:
-        data = array("q", [0, 0, rows, len(work), *words])
-        call(data.buffer_info()[0])
+        call(function, [0, 0, rows, len(work), *words])
         return
     share = round_up(-(-rows // threads), tile)  # no tile is divided
     if (team := torchs_team()) is not None:
         data = array("q", [team.thread_number, team.thread_count, share, len(work), *words])
         team.run(function, data.buffer_info()[0], threads)
         return
-    parts = [array("q", [0, index, share, len(work), *words]) for index in range(-(-rows // share))]
-    futures = [_threads().submit(call, part.buffer_info()[0]) for part in parts[1:]]
-    call(parts[0].buffer_info()[0])
+    parts = [[0, index, share, len(work), *words] for index in range(-(-rows // share))]
+    futures = [_threads().submit(call, function, part) for part in parts[1:]]
+    call(function, parts[0])
     for future in futures:
         future.result()
 
 
 @functools.cache
-def kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, Callable[[int], None], int]:
-    """The address of a kernel, a function of Python that calls it, and the rows that it computes together."""
+def kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, int]:
+    """The address of a kernel, and the rows that it computes together."""
     from rabbitllm.quant import _block_kernels, _code_kernels, _product_kernels  # takes a second
 
     if isinstance(scheme, CodeKernel):
@@ -87,7 +74,7 @@ def kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, Call
     else:
         module = _block_kernels if scheme in BLOCK_TYPES else _product_kernels
         function = module.address(method, scheme, width)
-    return function, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function), _product_kernels.ROWS
+    return function, _product_kernels.ROWS
 
 
 @functools.cache

@@ -29,26 +29,8 @@ from typing import Any, Protocol
 
 from rabbitllm.base.compiling import address_of, asked, to_array
 from rabbitllm.quant import _integers
-from rabbitllm.quant._kernel_interface import (
-    ARGUMENTS,
-    BEFORE_WORK,
-    BFLOAT16,
-    BFLOATS,
-    CODES,
-    INTEGERS,
-    PANELS,
-)
-from rabbitllm.quant._vectors import (
-    CODEBOOKS,
-    F32,
-    HALF_BYTES,
-    Emitter,
-    emitted,
-    inlined,
-    narrowed,
-    number,
-    on_stack,
-)
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, CODES, INTEGERS, PANELS
+from rabbitllm.quant._vectors import CODEBOOKS, F32, HALF_BYTES, Emitter, emitted, inlined, narrowed, number, on_stack
 
 ROWS, CODE_ROWS = 4, 2
 """Rows of the matrix for each load of an input, of a panel and by codes. More rows of codes are no faster in the cache,

@@ -25,7 +25,7 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.core.extending import intrinsic
 
-from rabbitllm.quant._kernel_interface import BFLOAT16
+from rabbitllm.quant._kernel_interface import BFLOAT16, SEGMENT
 
 ZERO_CODE = 127
 """The 8bit code of 0: lower codes are negative values, higher codes positive ones."""
@@ -257,8 +257,6 @@ def on_stack(nbytes: int) -> Any:
 inlined: Any = numba.njit(nogil=True, inline="always")
 
 
-SEGMENT = 64
-"""Codes that are summed before their scale is applied: a block at 4bit, a part of a block at 8bit."""
 HALF_BYTES = SEGMENT // 2 * 4
 """Bytes of the even or the odd inputs of a segment in float32, and of all its inputs in bfloat16."""
 _LARGE, _LARGE_VALUE = 0x4C000000, float(1 << 25)

@@ -18,9 +18,8 @@ import torch
 
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PAIRS, CodeKernel, InputRows
-from rabbitllm.quant._kernels import segment_inputs
-from rabbitllm.quant.products import SEGMENT, KernelMatrix, dense_product
+from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PAIRS, SEGMENT, CodeKernel, InputRows
+from rabbitllm.quant.products import KernelMatrix, dense_product
 
 if TYPE_CHECKING:
     from rabbitllm.quant._integers import InputLayout
@@ -168,7 +167,12 @@ class CodedMatrix(KernelMatrix):
         return NIBBLE_LAYOUT
 
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
-        return self.layout().inputs(x) if width == INTEGERS else segment_inputs(width, x)
+        if width == INTEGERS:
+            return self.layout().inputs(x)
+        if width == PAIRS:
+            return InputRows(x.contiguous())
+        even_and_odd = torch.empty(2, len(x), x.shape[1] // 2)
+        return InputRows(*even_and_odd.copy_(x.view(len(x), -1, 2).permute(2, 0, 1)))
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
         from rabbitllm.quant._code_kernels import shift_of

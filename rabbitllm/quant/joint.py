@@ -8,20 +8,19 @@ have the bits of separate products.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import CODES, INTEGERS
+from rabbitllm.quant._kernel_interface import CODES, INTEGERS, python_function
 
 if TYPE_CHECKING:
     from rabbitllm.quant.products import FusedMatrix, KernelMatrix
@@ -54,7 +53,7 @@ class Program:
     def __init__(self, addresses: int) -> None:
         self._addresses = addresses
         self._nbytes = 0
-        self._steps: list[tuple[int, Words, int]] = []
+        self._steps: list[tuple[Callable[[Any], None], Words, int]] = []
         self._words: array[int] | None = None
 
     def address(self, index: int) -> Place:
@@ -66,8 +65,8 @@ class Program:
         begin, self._nbytes = self._nbytes, round_up(self._nbytes + nbytes, _ALIGNMENT)
         return SCRATCH, begin
 
-    def add(self, function: int, words: Words, threads: int = 1) -> None:
-        """Add a function, by its address, the int64s after the first that it gets, and how many threads call it."""
+    def add(self, function: Callable[[Any], None], words: Words, threads: int = 1) -> None:
+        """Add a function, which is compiled, the int64s after the first that it gets, and how many threads call it."""
         self._steps.append((function, words, threads))
 
     def __call__(self, *addresses: int) -> None:
@@ -84,6 +83,8 @@ class Program:
 
     def _joined(self) -> array[int]:
         """All words: those of `_joint_kernels.py`, the addresses of a call, places, functions, and their words."""
+        from rabbitllm.base.compiling import address_of  # numba comes with it
+
         begin = FIRST + self._addresses
         count = 2 * len(self._steps) + sum(isinstance(word, tuple) for _, step, _ in self._steps for word in step)
         of_calls = begin + 3 * count
@@ -92,7 +93,7 @@ class Program:
         for function, step, threads in self._steps:
             place = OWN, 8 * (first + len(words))
             places += [of_calls + len(calls) + 1, *place]
-            calls += [function, 0, threads]
+            calls += [address_of(function), 0, threads]
             for word in (place, *step):
                 if isinstance(word, tuple):
                     places += [first + len(words), *word]
@@ -113,8 +114,7 @@ class JointProduct:
     def __init__(self, matrices: Sequence[KernelMatrix], is_wide: Sequence[bool]) -> None:
         self.matrices = tuple(matrices)
         self._is_wide = tuple(is_wide)
-        self._pieces = [piece for matrix in matrices if (piece := matrix.as_integers()) is not None]
-        self.max_inputs = min(piece.max_inputs for piece in self._pieces)
+        self.max_inputs = min(matrix.max_inputs for matrix in matrices)
         self._columns: int = matrices[0].form.shape[1]
         self._rows = [matrix.form.shape[0] for matrix in matrices]
         self._programs: dict[tuple[int, torch.Size, torch.dtype], tuple[Program, list[torch.Tensor]]] = {}
@@ -133,7 +133,8 @@ class JointProduct:
         columns = {matrix.form.shape[1] for matrix in usable}
         if len(usable) < len(matrices) or len(columns) > 1 or torchs_team() is None:
             return None
-        return cls(usable, is_wide) if all(matrix.as_integers() is not None for matrix in usable) else None
+        are_integers = all(matrix.method_for(1, torch.float32) == (CODES, INTEGERS) for matrix in usable)
+        return cls(usable, is_wide) if are_integers else None
 
     def __call__(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
         """`x @ W.T` for each matrix.
@@ -165,43 +166,43 @@ class JointProduct:
 
     def add_to(self, program: Program, rows: int, dtype: torch.dtype, x: Place, results: Sequence[Place]) -> None:
         """Add it to a program: for so many rows of a dtype at a place, with the results at others."""
-        from rabbitllm.quant import _integers, _joint_kernels
+        from rabbitllm.quant import _integers, _joint_kernels  # numba comes with them
 
         team = torchs_team()
         assert team is not None
-        nbytes = sum(piece.nbytes for piece in self._pieces)
+        is_bfloat, columns = dtype == torch.bfloat16, self._columns
+        operands, inputs = [matrix.operands(INTEGERS) for matrix in self.matrices], dict[object, list[Place]]()
+        nbytes = sum(count * row_bytes for count, (*_, row_bytes, _, _) in zip(self._rows, operands, strict=True))
         threads = min(torch.get_num_threads(), -(-nbytes // _kernels.WORTH_A_THREAD[CODES]))
-        size, layouts, inputs = 0, list[object](), list[int | Place]()
-        for piece in self._pieces:
-            layout = piece.layout
-            if layout in layouts:
-                continue
-            layouts.append(layout)
-            floats = size + round_up(2 * rows * self._columns, _ALIGNMENT)
-            inputs += [layout.step, layout.group, layout.order_address, size, floats]
-            size = floats + round_up(4 * rows * (self._columns // layout.step) * (1 + layout.groups), _ALIGNMENT)
-        products = list[int | Place]()
-        for piece, is_wide, result in zip(self._pieces, self._is_wide, results, strict=True):
-            is_float = is_wide or dtype == torch.float32
-            function, _, tile = _kernels.kernel(CODES, piece.scheme, INTEGERS)
-            sums = -1 if is_float else size
-            count = piece.words[-1]
-            size += 0 if is_float else round_up(4 * rows * count, _ALIGNMENT)
-            share = round_up(-(-count // threads), tile)  # no tile is divided
-            in_team = (team.thread_number, team.thread_count) if threads > 1 else (0, 0)
-            products += [function, layouts.index(piece.layout), sums, result, *in_team, share, 1, *piece.words]
-        product, each, _ = _joint_kernels.addresses()
-        head: list[int | Place] = [x, program.room(size), team.parallel, each, threads, _integers.rounding()[0]]
-        head += [len(layouts), len(self._pieces), int(dtype == torch.bfloat16), rows, self._columns]
-        program.add(product, [*head, *inputs, *products])
+        in_team = (team.thread_number, team.thread_count) if threads > 1 else (0, 0)
+        products, sums = list[int | Place](), list[Words]()
+        for index, (matrix, (codes, scales, table, *sizes)) in enumerate(zip(self.matrices, operands, strict=True)):
+            layout, rows_of, out = matrix.layout(), self._rows[index], results[index]
+            if layout not in inputs:
+                steps = columns // layout.step
+                rounded = inputs[layout] = [program.room(2 * rows * columns)]
+                rounded.append(program.room(4 * rows * steps * (1 + layout.groups)))
+                shape = is_bfloat, rows, steps, columns, layout.step, layout.group, layout.order_address
+                program.add(_integers.round_inputs, [x, *shape, *rounded])
+            if is_bfloat and not self._is_wide[index]:
+                out = program.room(4 * rows * rows_of)
+                sums.append([out, results[index], rows * rows_of])
+            function, tile = _kernels.kernel(CODES, matrix.kernel, INTEGERS)
+            share = round_up(-(-rows_of // threads), tile)  # no tile is divided
+            products += [function, *in_team, share, 1]
+            products += [codes, scales, *inputs[layout], table, out, *sizes, rows, rows_of]
+        program.add(_joint_kernels.multiply, [len(self.matrices), *products], threads)
+        for words in sums:
+            program.add(_joint_kernels.narrow, words)
 
 
 @functools.cache
 def _compiled() -> Callable[[int], None]:
     """A function of Python that runs the words of a program."""
+    from rabbitllm.base.compiling import address_of
     from rabbitllm.quant import _joint_kernels
 
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_joint_kernels.addresses()[2])
+    return python_function(address_of(_joint_kernels.run_program))
 
 
 class _Kept(threading.local):

@@ -30,9 +30,9 @@ from rabbitllm.quant._kernel_interface import (
     DEQUANTIZED,
     INTEGERS,
     PANELS,
+    SEGMENT,
     CodeKernel,
     InputRows,
-    IntegerProduct,
 )
 from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
@@ -62,8 +62,6 @@ FUSED_ELEMENTS = 1 << 26
 """Elements of a matrix that bitsandbytes may dequantize at a time: 128 MiB of float16."""
 FEW_INPUTS = 4
 """Rows of input that it always multiplies from the codes (0.50, backends/cuda/ops.py)."""
-SEGMENT = 64
-"""Codes that the kernel without panels sums before their scale is applied."""
 
 
 def multiplies(form: Quantized) -> bool:
@@ -79,11 +77,8 @@ def multiplies(form: Quantized) -> bool:
 
 def max_panel_inputs(lanes: int, dtype: torch.dtype) -> int:
     """Rows of input of a dtype up to which panels are faster than torch; 0 if there are none."""
-    limit, is_fast = (
-        MAX_PANEL_INPUTS.get(lanes, 0),
-        dtype is torch.bfloat16 and bfloat_products.torch_has_instructions(),
-    )
-    return min(limit, MAX_PANEL_BFLOATS) if is_fast else limit
+    limit, is_bfloat = MAX_PANEL_INPUTS.get(lanes, 0), dtype is torch.bfloat16
+    return min(limit, MAX_PANEL_BFLOATS) if is_bfloat and bfloat_products.torch_has_instructions() else limit
 
 
 def can_multiply(form: Quantized) -> bool:
@@ -260,14 +255,6 @@ class KernelMatrix(ABC):
         """See `GroupedProduct`; None without a kernel, or for so many rows that a product's overhead is negligible."""
         has_kernel = self.method_for(1, x.dtype)[0] != DEQUANTIZED
         return GroupedProduct(x, self) if has_kernel and len(x) <= MAX_GROUPED else None
-
-    def as_integers(self) -> IntegerProduct | None:
-        """How it is multiplied as integers, for few inputs; None if it is not."""
-        if self.method_for(1, torch.float32) != (CODES, INTEGERS):
-            return None
-        (codes, scales, table, *sizes), rows = self.operands(INTEGERS), self.form.shape[0]
-        words = codes, scales, 0, 0, table, 0, *sizes, 0, rows
-        return IntegerProduct(self.kernel, self.layout(), words, rows * sizes[0], self.max_inputs)
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""

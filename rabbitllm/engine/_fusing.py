@@ -1,0 +1,56 @@
+"""Another forward for modules of a model whose class is tried first: what norms, gates, attentions and others share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, TypeAlias, TypeVar
+
+from torch import nn
+
+Key = TypeVar("Key")
+Forward: TypeAlias = Callable[..., Any] | None
+"""A forward as a function, whose first argument is the module; None for that of the class."""
+
+
+def fuse(model: nn.Module, key_of: Callable[[Any], Key | None], forward_of: Callable[[Any, Key], Forward]) -> int:
+    """Let modules of a model compute by another forward than their class's.
+
+    Args:
+        model: its modules that have a forward of their own keep it.
+        key_of: what the forward of a module depends on; None if it keeps its class's.
+        forward_of: the first module with a key, and that -> the forward for all of them.
+
+    Returns:
+        How many these are.
+    """
+    fused, forwards = 0, dict[Key, Forward]()
+    for module in model.modules():
+        if "forward" in vars(module) or (key := key_of(module)) is None:
+            continue
+        if key not in forwards:
+            forwards[key] = forward_of(module, key)
+        if (forward := forwards[key]) is not None:
+            # a method: a copy of the module then binds it to itself
+            module.forward = MethodType(forward, module)
+            fused += 1
+    return fused
+
+
+def forward_in(module: nn.Module) -> Any:
+    """The function that `fuse` gave a module as forward; None if it has its class's."""
+    return getattr(vars(module).get("forward"), "__func__", None)
+
+
+def kind_of(module: nn.Module) -> object:
+    """Equal for modules that compute alike: their class and their own numbers and texts, which may differ by layer."""
+    own = ((name, value) for name, value in vars(module).items() if isinstance(value, int | float | str))
+    return type(module), *sorted(own)
+
+
+def trial_of(module: nn.Module, **attributes: Any) -> Any:
+    """A copy of a module with some other attributes, by which the forward of its class is tried."""
+    copied = copy.copy(module)
+    copied.__dict__.update(attributes)
+    return copied
