@@ -42,8 +42,7 @@ def fuse_gates(model: nn.Module) -> int:
         if "forward" in vars(module) or module._modules.keys() != set(_PARTS):
             continue
         act = module._modules["act_fn"]
-        # without attributes of its own, a class says all of what it computes
-        if act is None or vars(act).keys() - _OF_ANY or act._parameters or act._buffers:
+        if not is_by_class(act):
             continue
         if (kind := (kind_of(module), type(act))) not in tried:
             tried[kind] = _has_bits(module)
@@ -52,6 +51,23 @@ def fuse_gates(model: nn.Module) -> int:
             module.forward = MethodType(_forward, module)
             fused += 1
     return fused
+
+
+def is_by_class(act: nn.Module | None) -> bool:
+    """Whether an activation has no attributes of its own, so that its class says all of what it computes."""
+    return act is not None and not (vars(act).keys() - _OF_ANY or act._parameters or act._buffers)
+
+
+def _every() -> torch.Tensor:
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def add_gate(program: Program, act: type[nn.Module], gate: Place, up: Place, out: Place, count: int) -> None:
+    """Add `act(gate) * up` to a program, for an activation that `gated` has computed."""
+    from rabbitllm.base.compiling import address_of  # numba comes with it
+    from rabbitllm.engine import _layer_kernels
+
+    program.add(address_of(_layer_kernels.gate), [_tables[act].data_ptr(), gate, up, out, count])
 
 
 class OneCall:
@@ -92,15 +108,12 @@ class OneCall:
 
     def add_to(self, program: Program, rows: int, x: Place, out: Place) -> None:
         """Add it to a program, for rows at a place."""
-        from rabbitllm.base.compiling import address_of  # numba comes with it
-        from rabbitllm.engine import _layer_kernels
-
         assert self._products is not None
         of_input, of_product = self._products
         count = rows * self._width
         gate, up, product = (program.room(2 * count) for _ in range(3))
         of_input.add_to(program, rows, torch.bfloat16, x, [gate, up])
-        program.add(address_of(_layer_kernels.gate), [_tables[self._act].data_ptr(), gate, up, product, count])
+        add_gate(program, self._act, gate, up, product, count)
         of_product.add_to(program, rows, torch.bfloat16, product, [out])
 
 
@@ -125,25 +138,29 @@ def _forward(module: Any, *args: Any, **named: Any) -> Any:
     return type(module).forward(module, *args, **named)
 
 
-def _gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`act(gate) * up`."""
-    from rabbitllm.base.compiling import address_of  # numba comes with it
-    from rabbitllm.engine import _layer_kernels
-
+def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`act(gate) * up`, of tensors without gaps."""
+    if type(act) not in _tables:
+        _tables[type(act)] = act(_every())
     program, out = Program(3), torch.empty_like(gate)
-    places = [program.address(index) for index in range(3)]
-    program.add(address_of(_layer_kernels.gate), [_tables[type(act)].data_ptr(), *places, gate.numel()])
+    gates, ups, results = (program.address(index) for index in range(3))
+    add_gate(program, type(act), gates, ups, results, gate.numel())
     program(gate.data_ptr(), up.data_ptr(), out.data_ptr())
     return out
+
+
+def has_every_gate(act: Any) -> bool:
+    """Whether an activation has the results of its table for all numbers."""
+    every = _every()
+    gates = every[every.isfinite()]
+    gates = gates[: len(gates) // MULTIPLE // 4 * MULTIPLE * 4].view(4, -1)
+    return all(torch.equal(gated(act, gate, gate), act(gate) * gate) for gate in gates)
 
 
 @torch.no_grad()
 def _has_bits(module: nn.Module) -> bool:
     """Whether a module has the results of its class, also for all values of its activation."""
     act: Any = module._modules["act_fn"]
-    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    if type(act) not in _tables:
-        _tables[type(act)] = act(every.clone())
     generator = torch.Generator().manual_seed(0)
     like: Any = copy.copy(module)
     parts = {name: nn.Linear(MULTIPLE, MULTIPLE, bias=False).bfloat16() for name in _PARTS[:3]}
@@ -157,8 +174,6 @@ def _has_bits(module: nn.Module) -> bool:
         except (TypeError, AttributeError, RuntimeError):  # it has other arguments or parts
             return False
         gate, up, down = parts.values()
-        if not isinstance(expected, torch.Tensor) or not torch.equal(down(_gated(act, gate(x), up(x))), expected):
+        if not isinstance(expected, torch.Tensor) or not torch.equal(down(gated(act, gate(x), up(x))), expected):
             return False
-    gates = every[every.isfinite()]
-    gates = gates[: len(gates) // MULTIPLE // 4 * MULTIPLE * 4].view(4, -1)
-    return all(torch.equal(_gated(act, gate, gate), act(gate) * gate) for gate in gates)
+    return has_every_gate(act)

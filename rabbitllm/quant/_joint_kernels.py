@@ -1,7 +1,8 @@
 """A product as one call of compiled code: rounds the inputs, runs kernels by codes in a team, and rounds the results.
 
-The function takes the address of int64s: `HEAD_WORDS`, then `INPUT_WORDS` for each layout of inputs, then
-`PRODUCT_WORDS` for each matrix. Offsets are from the scratch memory that the caller provides.
+`_product` takes the address of int64s: `HEAD_WORDS`, then `INPUT_WORDS` for each layout of inputs, then `PRODUCT_WORDS`
+for each matrix. Offsets are from the scratch memory that the caller provides. `routed` multiplies matrices that are
+chosen for the call, each with rows of its own.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 
-from rabbitllm.base.compiling import address_of, to_array
+from rabbitllm.base.compiling import address_of, to_array, words_at
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
 from rabbitllm.quant._vectors import I16, I32, I64, Emitter, emitted, narrowed, number
 
@@ -25,8 +27,9 @@ BEFORE_PIECE = 4
 """Address of a kernel; number of its layout; offset of its sums, and the address of the result in bfloat16; or -1, and
 the address of the sums. `BEFORE_WORK` words and one piece of work follow."""
 PRODUCT_WORDS = BEFORE_PIECE + BEFORE_WORK + len(ARGUMENTS)
+_OF_WORK = BEFORE_PIECE + BEFORE_WORK
 _EVEN, _ODD, _OUT, _TOKENS, _ROWS = (
-    BEFORE_PIECE + BEFORE_WORK + ARGUMENTS.index(name) for name in ("even", "odd", "out", "tokens", "rows")
+    _OF_WORK + ARGUMENTS.index(name) for name in ("even", "odd", "out", "tokens", "rows")
 )
 
 
@@ -91,6 +94,49 @@ def _product(data):  # type: ignore[no-untyped-def]
     for i in range(begin, end, PRODUCT_WORDS):
         if words[i + 2] >= 0:
             _NARROW(words[i + _OUT], words[i + 3], rows * words[i + _ROWS])
+
+
+ROUTED_WORDS = 25
+"""Own address; addresses of the inputs in bfloat16, of the chosen matrices, of the number of each row's input (0: the
+row's own), and of the results; of memory for rounded inputs, their scales, sums, and a kernel's words; of the kernel and
+of GOMP_parallel; threads; three words of `BEFORE_WORK`; the function that rounds inputs; columns; step, group and order
+of their layout; bytes of a row's scales; rows that are rounded, and all; rows of a matrix; and the first of its words.
+
+The chosen matrices: their number, and for each the address of words (`ARGUMENTS` from the first of them), and the
+begin and number of its rows. If one row is rounded, it is the input of all."""
+_WORK = len(ARGUMENTS)
+
+
+def routed(data):  # type: ignore[no-untyped-def]
+    """Multiply chosen matrices, all of one form, each with rows of its own; the results are bfloat16."""
+    head = to_array(data, ROUTED_WORDS)
+    integers, floats, sums, work_at = head[5], head[6], head[7], head[8]
+    columns, float_bytes, rounded, rows, width, first = head[16], head[20], head[21], head[22], head[23], head[24]
+    count = to_array(words_at(head[2]), 4).view(np.int64)[0]
+    chosen = to_array(words_at(head[2] + 8), 12 * count).view(np.int64)
+    for i in range(rounded):
+        source = i
+        if head[3] != 0:
+            source = to_array(words_at(head[3] + 8 * i), 4).view(np.int64)[0]
+        place = head[1] + 2 * columns * source
+        to, others = integers + 2 * columns * i, floats + float_bytes * i
+        _ROUND(head[15], place, 1, 1, columns // head[17], columns, head[17], head[18], head[19], to, others)
+    work = to_array(words_at(work_at), 4 * (BEFORE_WORK + count * _WORK)).view(np.int64)
+    work[0], work[1], work[2], work[3] = head[12], head[13], head[14], count
+    for i in range(count):
+        begin, tokens = chosen[3 * i + 1], chosen[3 * i + 2]
+        words = to_array(words_at(chosen[3 * i] + 8 * first), 4 * _WORK).view(np.int64)
+        piece = BEFORE_WORK + i * _WORK
+        for j in range(_WORK):
+            work[piece + j] = words[j]
+        source, at = begin if rounded > 1 else 0, piece - _OF_WORK
+        work[at + _EVEN], work[at + _ODD] = integers + 2 * columns * source, floats + float_bytes * source
+        work[at + _OUT], work[at + _TOKENS] = sums + 4 * width * begin, tokens
+    if head[11] > 1:
+        _TEAM(head[10], head[9], work_at, head[11])
+    else:
+        _CALL(head[9], work_at)
+    _NARROW(sums, head[4], rows * width)
 
 
 def _program(data):  # type: ignore[no-untyped-def]
