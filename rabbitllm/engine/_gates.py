@@ -62,8 +62,13 @@ def _every() -> torch.Tensor:
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
+def is_tabled(act: Any) -> bool:
+    """Whether `gated` has computed an activation of this class, and nothing sees what this one computes."""
+    return type(act) in _tables and not has_hooks(act)
+
+
 def add_gate(program: Program, act: type[nn.Module], gate: Place, up: Place, out: Place, count: int) -> None:
-    """Add `act(gate) * up` to a program, for an activation that `gated` has computed."""
+    """Add `act(gate) * up` to a program; see `is_tabled`."""
     from rabbitllm.base.compiling import address_of  # numba comes with it
     from rabbitllm.engine import _layer_kernels
 
@@ -121,7 +126,7 @@ def mlp_weights(module: Any) -> list[QuantizedWeight] | None:
     """The weights of an MLP that `fuse_gates` lets compute by one call; None if it does not now."""
     parts = module._modules
     is_fused = getattr(vars(module).get("forward"), "__func__", None) is _forward
-    if not is_fused or type(act := parts["act_fn"]) not in _tables or has_hooks(act):
+    if not is_fused or not is_tabled(parts["act_fn"]):
         return None
     return plain_weights(*(parts[name] for name in _PARTS[:3]))
 

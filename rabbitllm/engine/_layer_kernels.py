@@ -106,9 +106,10 @@ def add_bias(data):  # type: ignore[no-untyped-def]
 
 
 def combine(data):  # type: ignore[no-untyped-def]
-    """Weighted sums of rows, in float32: after the own address those of rows, weights, int64 numbers of rows and results.
+    """Weighted sums of rows, added in float32.
 
-    Then the tokens, the rows of each, their width, and whether weights are float32; if not, products are rounded too.
+    After the own address those of rows, of their weights, of int64 numbers of rows, and of the results; the tokens, the
+    rows of each, their width, and whether weights are float32; if not, products are rounded too.
     """
     given = to_array(data, 9)
     tokens, used, width, is_wide = given[5], given[6], given[7], given[8]

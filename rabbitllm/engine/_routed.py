@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rabbitllm.engine._gates import MULTIPLE, add_gate, gated, has_every_gate, is_by_class
+from rabbitllm.engine._gates import MULTIPLE, add_gate, gated, has_every_gate, is_by_class, is_tabled
 from rabbitllm.engine._norms import kind_of
-from rabbitllm.engine._siblings import has_hooks, is_plain
+from rabbitllm.engine._siblings import is_plain
 from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant._kernel_interface import ARGUMENTS
@@ -126,7 +126,12 @@ def _sums(sums: _Sums) -> Program:
 
 @functools.lru_cache(1024)
 def _program(
-    products: tuple[RoutedProduct, RoutedProduct], act: type[nn.Module], rows: int, sums: _Sums, is_whole: bool, threads: int
+    products: tuple[RoutedProduct, RoutedProduct],
+    act: type[nn.Module],
+    rows: int,
+    sums: _Sums,
+    is_whole: bool,
+    threads: int,
 ) -> Program:
     """The results of experts for some rows; of all, `sums` of them.
 
@@ -165,7 +170,13 @@ def _computed(module: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.
     act = module._modules["act_fn"]
     if type(stack) is not ExpertStack or type(down) is not ExpertStack or stack.transposed or down.transposed:
         return None
-    if stack.dtype is not x.dtype or weights.dtype not in _WEIGHTS or not weights.is_contiguous() or weights.shape != index.shape or has_hooks(act):
+    if (
+        stack.dtype is not x.dtype
+        or weights.dtype not in _WEIGHTS
+        or not weights.is_contiguous()
+        or weights.shape != index.shape
+        or not is_tabled(act)
+    ):
         return None
     if module.config._experts_implementation != "grouped_mm" or module._is_expert_parallel:
         return None
@@ -222,7 +233,9 @@ def _adds_alike(sums: _Sums, threads: int) -> bool:
     """Whether torch adds in this order: numbers of very different sizes, whose sums are mostly rounding."""
     generator = torch.Generator().manual_seed(0)
     shape = sums.tokens, sums.used, sums.width
-    values = (torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-12, 13, shape, generator=generator)).bfloat16()
+    values = (
+        torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-12, 13, shape, generator=generator)
+    ).bfloat16()
     values[:, -1] = -values[:, :-1].float().sum(1)
     values = values[:, torch.randperm(sums.used, generator=generator)].contiguous()
     weights = torch.ones(shape[:2], dtype=torch.float32 if sums.is_wide else torch.bfloat16)

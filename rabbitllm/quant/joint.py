@@ -248,7 +248,12 @@ class RoutedProduct:
         in_team = (team.thread_number, team.thread_count) if threads > 1 else (0, 0)
         rounded = 1 if sources == -1 else rows
         float_bytes = 4 * (columns // layout.step) * (1 + layout.groups)
-        sizes = 2 * columns * rounded, float_bytes * rounded, 4 * count * rows, 8 * (BEFORE_WORK + rows * len(ARGUMENTS))
+        sizes = (
+            2 * columns * rounded,
+            float_bytes * rounded,
+            4 * count * rows,
+            8 * (BEFORE_WORK + rows * len(ARGUMENTS)),
+        )
         words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
         words += [function, team.parallel, threads, *in_team, share, _integers.rounding()[0], columns, layout.step]
         words += [layout.group, layout.order_address, float_bytes, rounded, rows, count, first]
