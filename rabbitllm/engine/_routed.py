@@ -25,7 +25,7 @@ from rabbitllm.engine._siblings import is_plain
 from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant._kernel_interface import ARGUMENTS
-from rabbitllm.quant.joint import Place, Program, RoutedProduct
+from rabbitllm.quant.joint import Place, Program, RoutedProduct, Words
 from rabbitllm.quant.products import MAX_GROUPED
 
 _PARAMETERS = frozenset({"gate_up_proj", "down_proj"})
@@ -106,7 +106,7 @@ class _Sums(NamedTuple):
         from rabbitllm.base.compiling import address_of  # numba comes with it
         from rabbitllm.engine import _layer_kernels
 
-        words = [products, weights, places, out, self.tokens, self.used, self.width, int(self.is_wide)]
+        words: Words = [products, weights, places, out, self.tokens, self.used, self.width, int(self.is_wide)]
         program.add(address_of(_layer_kernels.combine), words)
 
     def __call__(self, products: torch.Tensor, weights: torch.Tensor, places: array[int]) -> torch.Tensor:
@@ -167,18 +167,14 @@ def _forward(
 def _computed(module: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
     """The result of a module; None if it is left to the class."""
     stack, down = (module._parameters[name] for name in ("gate_up_proj", "down_proj"))
-    act = module._modules["act_fn"]
+    act: nn.Module = module._modules["act_fn"]
     if type(stack) is not ExpertStack or type(down) is not ExpertStack or stack.transposed or down.transposed:
         return None
-    if (
-        stack.dtype is not x.dtype
-        or weights.dtype not in _WEIGHTS
-        or not weights.is_contiguous()
-        or weights.shape != index.shape
-        or not is_tabled(act)
-    ):
+    if stack.dtype is not x.dtype or weights.dtype not in _WEIGHTS or not weights.is_contiguous():
         return None
-    if module.config._experts_implementation != "grouped_mm" or module._is_expert_parallel:
+    if weights.shape != index.shape or not is_tabled(act) or module._is_expert_parallel:
+        return None
+    if module.config._experts_implementation != "grouped_mm":
         return None
     tokens, used = index.shape
     rows, width = tokens * used, down.shape[2]
@@ -265,7 +261,7 @@ def _has_bits(module: Any) -> bool:
         rows = [torch.empty(0, hidden, dtype=torch.bfloat16)]
         for token, chosen in enumerate(index):
             for expert in chosen:
-                gate, up = (x[token : token + 1] @ stacks["gate_up_proj"][expert].T).split(width, 1)
+                gate, up = (x[token : token + 1] @ stacks["gate_up_proj"][expert].T).chunk(2, 1)
                 rows.append(gated(act, gate.contiguous(), up.contiguous()) @ stacks["down_proj"][expert].T)
         sums = _Sums(len(index), 2, hidden, dtype is torch.float32)
         result = sums(torch.cat(rows), weights, array("q", range(2 * len(index))))

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason=
 MANY = {"num_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 256}
 FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3_moe": ("4bit", MANY),
-    "qwen3_next": ("q8_0", {**MANY, "shared_expert_intermediate_size": 256}),
+    "qwen3_next": ("q8_0", {**MANY, "shared_expert_intermediate_size": 256, "num_hidden_layers": 4}),
     "mixtral": ("q4_k_m", {"num_local_experts": 24, "num_experts_per_tok": 3}),
     "deepseek_v3": ("8bit", {"n_routed_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 256}),
 }
@@ -45,6 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         programs.append(1)
         run(self, *addresses)
 
+    monkeypatch.setattr(_routed, "_adds_alike", lambda sums, threads: True)  # it runs programs, too
     monkeypatch.setattr(_routed, "_computed", computed)
     monkeypatch.setattr(Program, "__call__", ran)
     return counted
@@ -54,8 +55,10 @@ def experts_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kept", ["resident", "a quarter", "streamed"])
+@pytest.mark.parametrize(
+    ("family", "kept"),
+    [("qwen3_moe", "a quarter"), *((family, kept) for family in FAMILIES for kept in ("resident", "streamed"))],
+)
 def test_a_model_has_the_same_logits(
     tmp_path: Path, family: str, kept: str, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,10 +67,10 @@ def test_a_model_has_the_same_logits(
     quarter = kept == "a quarter"
     budget = budget_that_keeps(directory, 0.25, exact=False) if quarter else ALL * (kept == "resident")
     assert_same_logits(directory, budget, "fuse_experts", "Experts", monkeypatch)
-    layers = 1 if family == "deepseek_v3" else 2
+    layers = {"deepseek_v3": 1, "qwen3_next": 4}.get(family, 2)
     steps = [programs for tokens, programs in calls if tokens == 1]
     assert len(steps) == 4 * layers
-    assert steps == [1] * 4 * layers or kept != "resident"
+    assert set(steps) == {1} or kept != "resident"
     assert max(steps) <= 4  # those that arrive one after the other, and the sum
 
 
