@@ -127,7 +127,7 @@ def _sums(sums: _Sums) -> Program:
 @functools.lru_cache(1024)
 def _program(
     products: tuple[RoutedProduct, RoutedProduct],
-    act: type[nn.Module],
+    act: Any,
     rows: int,
     sums: _Sums,
     is_whole: bool,
@@ -208,7 +208,8 @@ def _computed(module: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.
         if results is None and not is_whole:
             results = x.new_empty(rows, x.shape[1])
         assert kept is not None
-        program = _program(kept.products, type(act), len(sources), sums, is_whole, torch.get_num_threads())
+        kind: Any = type(act)
+        program = _program(kept.products, kind, len(sources), sums, is_whole, torch.get_num_threads())
         to = out.data_ptr() if results is None else results.data_ptr() + 2 * x.shape[1] * begin
         addresses = (values.buffer_info()[0] for values in (chosen, sources))
         program(x.data_ptr(), *addresses, to, weights.data_ptr(), places.buffer_info()[0])

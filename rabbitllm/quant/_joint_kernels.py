@@ -100,7 +100,7 @@ ROUTED_WORDS = 25
 """Own address; addresses of the inputs in bfloat16, of the chosen matrices, of the number of each row's input (0: the
 row's own), and of the results; of memory for rounded inputs, their scales, sums, and a kernel's words; of the kernel
 and of GOMP_parallel; threads; three words of `BEFORE_WORK`; the function that rounds inputs; columns; step, group and
-order of their layout; bytes of a row's scales; rows that are rounded, and all; rows of a matrix; the first of its words.
+order of their layout; bytes of a row's scales; rows that are rounded, and all; rows of a matrix; its first word.
 
 The chosen matrices: their number, and for each the address of words (`ARGUMENTS` from the first of them), and the
 begin and number of its rows. If one row is rounded, it is the input of all."""
