@@ -24,7 +24,6 @@ from rabbitllm.engine._norms import kind_of
 from rabbitllm.engine._siblings import is_plain
 from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.weight_tensors import QuantizedWeight
-from rabbitllm.quant._kernel_interface import ARGUMENTS
 from rabbitllm.quant.joint import Place, Program, RoutedProduct, Words
 from rabbitllm.quant.products import MAX_GROUPED
 
@@ -93,7 +92,7 @@ class _Expert(NamedTuple):
         return expert
 
 
-class _Sums(NamedTuple):
+class _ExpertSums(NamedTuple):
     """Sums of experts' results: the tokens, the experts of each, their width, and whether weights are float32."""
 
     tokens: int
@@ -117,7 +116,7 @@ class _Sums(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def _sums(sums: _Sums) -> Program:
+def _sums(sums: _ExpertSums) -> Program:
     program = Program(4)
     products, weights, places, out = (program.address(index) for index in range(4))
     sums.add_to(program, products, weights, places, out)
@@ -129,7 +128,7 @@ def _program(
     products: tuple[RoutedProduct, RoutedProduct],
     act: Any,
     rows: int,
-    sums: _Sums,
+    sums: _ExpertSums,
     is_whole: bool,
     threads: int,
 ) -> Program:
@@ -147,7 +146,7 @@ def _program(
         gate, result = both[1] + 4 * row * width, product[1] + 2 * row * width
         add_gate(program, act, (both[0], gate), (both[0], gate + 2 * width), (product[0], result), width)
     results = program.room(2 * rows * sums.width) if is_whole else out
-    second.add_to(program, rows, product, chosen, results, 0, len(ARGUMENTS))
+    second.add_to(program, rows, product, chosen, results, 0, 1)
     if is_whole:
         sums.add_to(program, results, weights, places, out)
     return program
@@ -178,7 +177,7 @@ def _computed(module: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.
         return None
     tokens, used = index.shape
     rows, width = tokens * used, down.shape[2]
-    sums = _Sums(tokens, used, x.shape[1], weights.dtype is torch.float32)
+    sums = _ExpertSums(tokens, used, x.shape[1], weights.dtype is torch.float32)
     if rows > MAX_GROUPED or not _is_even(rows * width) or width % MULTIPLE:
         return None
     groups = dict[int, list[int]]()
@@ -226,7 +225,7 @@ def _is_even(count: int) -> bool:
 
 @functools.lru_cache(1024)
 @torch.no_grad()
-def _adds_alike(sums: _Sums, threads: int) -> bool:
+def _adds_alike(sums: _ExpertSums, threads: int) -> bool:
     """Whether torch adds in this order: numbers of very different sizes, whose sums are mostly rounding."""
     generator = torch.Generator().manual_seed(0)
     shape = sums.tokens, sums.used, sums.width
@@ -264,7 +263,7 @@ def _has_bits(module: Any) -> bool:
             for expert in chosen:
                 gate, up = (x[token : token + 1] @ stacks["gate_up_proj"][expert].T).chunk(2, 1)
                 rows.append(gated(act, gate.contiguous(), up.contiguous()) @ stacks["down_proj"][expert].T)
-        sums = _Sums(len(index), 2, hidden, dtype is torch.float32)
+        sums = _ExpertSums(len(index), 2, hidden, dtype is torch.float32)
         result = sums(torch.cat(rows), weights, array("q", range(2 * len(index))))
         if not isinstance(expected, torch.Tensor) or not torch.equal(result, expected):
             return False

@@ -226,7 +226,7 @@ class RoutedProduct:
         return cls(piece.scheme, piece.layout, tuple(matrix.form.shape), piece.nbytes, piece.max_inputs), piece.words
 
     def add_to(
-        self, program: Program, rows: int, x: Place, chosen: Place, out: Place, sources: int | Place, first: int
+        self, program: Program, rows: int, x: Place, chosen: Place, out: Place, sources: int | Place, number: int
     ) -> None:
         """Add it to a program.
 
@@ -235,7 +235,7 @@ class RoutedProduct:
             x: bfloat16 rows of input.
             chosen: see `_joint_kernels.ROUTED_WORDS`.
             sources: the number of each row's input, int64; 0 for the row's own; -1 if all have one input.
-            first: the number of the matrix's first word.
+            number: of the matrix whose words a chosen one has: 0, 1, ...
         """
         from rabbitllm.base.compiling import address_of
         from rabbitllm.quant import _integers, _joint_kernels
@@ -256,7 +256,7 @@ class RoutedProduct:
         )
         words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
         words += [function, team.parallel, threads, *in_team, share, _integers.rounding()[0], columns, layout.step]
-        words += [layout.group, layout.order_address, float_bytes, rounded, rows, count, first]
+        words += [layout.group, layout.order_address, float_bytes, rounded, rows, count, number * len(ARGUMENTS)]
         program.add(address_of(_joint_kernels.routed), words)
 
 

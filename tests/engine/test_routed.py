@@ -167,7 +167,7 @@ def test_a_class_that_computes_something_else_is_not_replaced() -> None:
 def test_sums_have_torchs_order_or_are_left_to_it(used: int, width: int) -> None:
     generator = torch.Generator().manual_seed(1)
     for is_wide, dtype in enumerate((torch.bfloat16, torch.float32)):
-        sums = _routed._Sums(2, used, width, bool(is_wide))
+        sums = _routed._ExpertSums(2, used, width, bool(is_wide))
         products = (torch.randn(2 * used, width, generator=generator) * 1e3).bfloat16()
         weights = torch.rand(2, used, generator=generator).to(dtype)
         expected = (products.view(2, used, width) * weights.unsqueeze(-1)).sum(1).bfloat16()
