@@ -433,12 +433,12 @@ class ExpertPool:
             slot = call.slots.get(expert)
             yield next(in_transit) if slot is None else self._weight(module, leaf, slot, expert)
 
-    def order(self, module: int, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+    def order(self, module: int, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """See `experts.ExpertProvider`."""
         self._begin_expected(module)
         call = self._call
         if call is None or call.module != module:
-            return [], list(range(len(experts)))
+            return [], [], list(range(len(experts)))
         filled: list[int] = []
         pending: list[int] = []
         transit: list[int] = []
@@ -448,7 +448,7 @@ class ExpertPool:
                 transit.append(index)
             else:
                 (filled if slot.pending is None or slot.pending.done() else pending).append(index)
-        return filled, pending + transit
+        return filled, pending, transit
 
     def _through_transit(
         self, module: int, leaf: str, experts: Sequence[tuple[int, HostSlot]]
@@ -555,7 +555,7 @@ class PooledExperts:
         """See `experts.ExpertProvider`."""
         return self._pool.each(self._module, leaf, experts)
 
-    def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+    def order(self, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """See `experts.ExpertProvider`."""
         return self._pool.order(self._module, experts)
 

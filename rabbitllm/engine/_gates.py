@@ -5,6 +5,7 @@ bfloat16 has 65,536 values, so an activation is a table of its results, which th
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -37,13 +38,31 @@ def fuse_gates(model: nn.Module) -> int:
     """
 
     def key_of(module: nn.Module) -> object:
-        if module._modules.keys() != set(_PARTS) or (act := module._modules["act_fn"]) is None:
-            return None
-        # without attributes of its own, a class says all of what it computes
-        is_class = not (vars(act).keys() - _OF_ANY or act._parameters or act._buffers)
-        return (kind_of(module), type(act)) if is_class else None
+        is_fit = module._modules.keys() == set(_PARTS) and is_by_class(module._modules["act_fn"])
+        return (kind_of(module), type(module._modules["act_fn"])) if is_fit else None
 
     return fuse(model, key_of, lambda module, _: _forward if _has_bits(module) else None)
+
+
+def is_by_class(act: nn.Module | None) -> bool:
+    """Whether an activation has no attributes of its own, so that its class says all of what it computes."""
+    return act is not None and not (vars(act).keys() - _OF_ANY or act._parameters or act._buffers)
+
+
+def _every() -> torch.Tensor:
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def is_tabled(act: Any) -> bool:
+    """Whether `gated` has computed an activation of this class, and nothing sees what this one computes."""
+    return type(act) in _tables and not has_hooks(act)
+
+
+def add_gate(program: Program, act: type[nn.Module], gate: Place, up: Place, out: Place, count: int) -> None:
+    """Add `act(gate) * up` to a program; see `is_tabled`."""
+    from rabbitllm.engine import _layer_kernels  # numba comes with it
+
+    program.add(_layer_kernels.gate, [_tables[act].data_ptr(), gate, up, out, count])
 
 
 class OneCall:
@@ -84,21 +103,19 @@ class OneCall:
 
     def add_to(self, program: Program, rows: int, x: Place, out: Place) -> None:
         """Add it to a program, for rows at a place."""
-        from rabbitllm.engine import _layer_kernels  # numba comes with it
-
         assert self._products is not None
         of_input, of_product = self._products
         count = rows * self._width
         gate, up, product = (program.room(2 * count) for _ in range(3))
         of_input.add_to(program, rows, torch.bfloat16, x, [gate, up])
-        program.add(_layer_kernels.gate, [_tables[self._act].data_ptr(), gate, up, product, count])
+        add_gate(program, self._act, gate, up, product, count)
         of_product.add_to(program, rows, torch.bfloat16, product, [out])
 
 
 def mlp_weights(module: Any) -> list[QuantizedWeight] | None:
     """The weights of an MLP that `fuse_gates` lets compute by one call; None if it does not now."""
     parts = module._modules
-    if forward_in(module) is not _forward or type(act := parts["act_fn"]) not in _tables or has_hooks(act):
+    if forward_in(module) is not _forward or not is_tabled(parts["act_fn"]):
         return None
     return plain_weights(*(parts[name] for name in _PARTS[:3]))
 
@@ -115,24 +132,29 @@ def _forward(module: Any, *args: Any, **named: Any) -> Any:
     return type(module).forward(module, *args, **named)
 
 
-def _gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`act(gate) * up`."""
-    from rabbitllm.engine import _layer_kernels  # numba comes with it
-
+def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`act(gate) * up`, of tensors without gaps."""
+    if type(act) not in _tables:
+        _tables[type(act)] = act(_every())
     program, out = Program(3), torch.empty_like(gate)
-    places = [program.address(index) for index in range(3)]
-    program.add(_layer_kernels.gate, [_tables[type(act)].data_ptr(), *places, gate.numel()])
+    gates, ups, results = (program.address(index) for index in range(3))
+    add_gate(program, type(act), gates, ups, results, gate.numel())
     program(gate.data_ptr(), up.data_ptr(), out.data_ptr())
     return out
+
+
+def has_every_gate(act: Any) -> bool:
+    """Whether an activation has the results of its table for all numbers."""
+    every = _every()
+    gates = every[every.isfinite()]
+    gates = gates[: len(gates) // MULTIPLE // 4 * MULTIPLE * 4].view(4, -1)
+    return all(torch.equal(gated(act, gate, gate), act(gate) * gate) for gate in gates)
 
 
 @torch.no_grad()
 def _has_bits(module: nn.Module) -> bool:
     """Whether a module has the results of its class, also for all values of its activation."""
     act: Any = module._modules["act_fn"]
-    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    if type(act) not in _tables:
-        _tables[type(act)] = act(every.clone())
     generator = torch.Generator().manual_seed(0)
     # on the meta device a Linear draws no weights from torch's random state, which is the program's
     linear = nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta", dtype=torch.bfloat16)
@@ -147,8 +169,6 @@ def _has_bits(module: nn.Module) -> bool:
         except (TypeError, AttributeError, RuntimeError):  # it has other arguments or parts
             return False
         gate, up, down = parts.values()
-        if not isinstance(expected, torch.Tensor) or not torch.equal(down(_gated(act, gate(x), up(x))), expected):
+        if not isinstance(expected, torch.Tensor) or not torch.equal(down(gated(act, gate(x), up(x))), expected):
             return False
-    gates = every[every.isfinite()]
-    gates = gates[: len(gates) // MULTIPLE // 4 * MULTIPLE * 4].view(4, -1)
-    return all(torch.equal(_gated(act, gate, gate), act(gate) * gate) for gate in gates)
+    return has_every_gate(act)

@@ -105,6 +105,38 @@ def add_bias(data):  # type: ignore[no-untyped-def]
         results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
 
 
+def combine(data):  # type: ignore[no-untyped-def]
+    """Weighted sums of rows, added in float32.
+
+    After the own address those of rows, of their weights, of int64 numbers of rows, and of the results; the tokens, the
+    rows of each, their width, and whether weights are float32; if not, products are rounded too.
+    """
+    given = to_array(data, 9)
+    tokens, used, width, is_wide = given[5], given[6], given[7], given[8]
+    places = to_array(words_at(given[3]), 4 * tokens * used).view(np.int64)
+    values, total = np.empty(width, np.float32), np.empty(width, np.float32)
+    bits, total_bits, one = values.view(np.uint32), total.view(np.uint32), np.empty(1, np.float32)
+    for token in range(tokens):
+        total[:] = 0
+        for i in range(token * used, (token + 1) * used):
+            if is_wide:
+                one[0] = to_array(words_at(given[2] + 4 * i), 2).view(np.float32)[0]
+            else:
+                one[0] = wide(to_array(words_at(given[2] + 2 * i), 1)[0])
+            factor = one[0]
+            row = to_array(words_at(given[1] + 2 * width * places[i]), width)
+            for j in range(width):
+                values[j] = wide(row[j]) * factor
+            if not is_wide:
+                for j in range(width):
+                    bits[j] = nearest(bits[j]) & np.uint32(0xFFFF0000)
+            for j in range(width):
+                total[j] += values[j]
+        results = to_array(words_at(given[4] + 2 * width * token), width)
+        for j in range(width):
+            results[j] = np.uint16(nearest(total_bits[j]) >> np.uint32(16))
+
+
 @numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
 def _dot(query, words, width):  # type: ignore[no-untyped-def]
     total = np.float32(0)

@@ -19,12 +19,13 @@ def norm(data):  # type: ignore[no-untyped-def]
     """`weight * (x / rms(x))`, in place too.
 
     After the own address those of x, of the weight and of the results; whether these are bfloat16, else float32; rows
-    and columns; torch's lanes; and the bits of epsilon.
+    and columns; torch's lanes, negative for the factor `1 + weight`; and the bits of epsilon.
 
-    Every step is rounded as torch rounds it: to float32, and with bfloat16 the quotient and the product again.
+    Every step is rounded as torch rounds it: to float32, and with bfloat16 the product again, and the quotient unless
+    the factor is `1 + weight`.
     """
     given = to_array(data, 9)
-    is_bfloat, rows, columns, lanes = given[4], given[5], given[6], given[7]
+    is_bfloat, rows, columns, lanes, is_shifted = given[4], given[5], given[6], abs(given[7]), given[7] < 0
     epsilon_bits = np.empty(1, np.uint32)
     epsilon_bits[0] = np.uint32(given[8])
     epsilon = epsilon_bits.view(np.float32)[0]
@@ -49,6 +50,9 @@ def norm(data):  # type: ignore[no-untyped-def]
             factor_bits[i] = np.int32(factor_words[i]) << 16
         else:
             factor[i] = factors[i]
+    if is_shifted:
+        for i in range(columns):
+            factor[i] += one
     for row in range(rows):
         begin = row * columns
         for i in range(columns):
@@ -86,8 +90,9 @@ def norm(data):  # type: ignore[no-untyped-def]
         if is_bfloat:
             for i in range(columns):
                 values[i] *= inverse
-            for i in range(columns):
-                bits[i] = (bits[i] + 0x7FFF + ((bits[i] >> 16) & 1)) & -0x10000
+            if not is_shifted:
+                for i in range(columns):
+                    bits[i] = (bits[i] + 0x7FFF + ((bits[i] >> 16) & 1)) & -0x10000
             for i in range(columns):
                 values[i] *= factor[i]
             for i in range(columns):

@@ -17,8 +17,8 @@ from torch import nn
 from rabbitllm.engine._fusing import forward_in, fuse, kind_of, trial_of
 from rabbitllm.quant.joint import Place, Program, Words, float_bits
 
-LANES = (8, 16)
-"""Elements of the vectors that torch may add squares with."""
+LANES = (8, 16, -8, -16)
+"""Elements of the vectors that torch may add squares with; negative for norms that multiply by `1 + weight`."""
 MAX_ELEMENTS = 1 << 15
 """Elements from which torch computes in several threads."""
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -84,7 +84,15 @@ def _forward_by_16(module: Any, *args: Any, **named: Any) -> Any:
     return _forward(16, module, *args, **named)
 
 
-_FORWARDS = {8: _forward_by_8, 16: _forward_by_16}
+def _shifted_by_8(module: Any, *args: Any, **named: Any) -> Any:
+    return _forward(-8, module, *args, **named)
+
+
+def _shifted_by_16(module: Any, *args: Any, **named: Any) -> Any:
+    return _forward(-16, module, *args, **named)
+
+
+_FORWARDS = {8: _forward_by_8, 16: _forward_by_16, -8: _shifted_by_8, -16: _shifted_by_16}
 """Lanes -> forward of a norm; functions, since torch.compile reads their source."""
 
 
@@ -133,6 +141,6 @@ def _lanes(module: Any, columns: int, dtype: torch.dtype, epsilon: float) -> int
             samples.append((x, weight, rows, with_weight(module, weight)(x)))
     for lanes in LANES:
         results = (torch.equal(_norm(x, w, rows, columns, lanes, epsilon), y) for x, w, rows, y in samples)
-        if lanes <= columns and all(results):
+        if abs(lanes) <= columns and all(results):
             return lanes
     return 0

@@ -39,9 +39,9 @@ class ExpertProvider(Protocol):
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """The weights of these experts in this order; each is valid until the next one is requested."""
 
-    def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Indices into `experts`: of those that are in memory until the end of the pass, and of the others, in the
-        order in which they are read."""
+    def order(self, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        """Indices into `experts`: of those that are in memory until the end of the pass; of those that will be, and of
+        those that are read leaf by leaf, for one use, in the order in which they are read."""
 
     def numbers(self, index: torch.Tensor) -> list[int]:
         """The values of an integer tensor in memory order."""
@@ -137,8 +137,8 @@ class ExpertStack(WeightStandIn):
             begin = max(begin, end)
         if not groups:
             return rows.new_zeros(len(rows), self.shape[-1])
-        filled, pending = self.supply.order([expert for expert, *_ in groups])
-        chosen = [groups[index] for index in (*filled, *pending)]
+        filled, pending, others = self.supply.order([expert for expert, *_ in groups])
+        chosen = [groups[index] for index in (*filled, *pending, *others)]
         weights = self.supply.each(self.leaf, [expert for expert, *_ in chosen])
         first, spans = next(weights), [(begin, end) for _, begin, end in chosen]
         product: Any = self._grouped(rows, first)
@@ -235,9 +235,9 @@ class MappedExperts:
         for expert in experts:
             yield self._weight(leaf, expert)
 
-    def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+    def order(self, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """See `experts.ExpertProvider`."""
-        return list(range(len(experts))), []
+        return list(range(len(experts))), [], []
 
     def numbers(self, index: torch.Tensor) -> list[int]:
         """See `experts.ExpertProvider`."""

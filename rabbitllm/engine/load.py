@@ -22,6 +22,7 @@ from rabbitllm.engine._gates import fuse_gates
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._rotary import fuse_rotary
+from rabbitllm.engine._routed import fuse_experts
 from rabbitllm.engine._saving import origin_of
 from rabbitllm.engine._streamer import Streamer, device_executors
 from rabbitllm.engine._weights import check_unused
@@ -234,6 +235,7 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
         fuse_attention(model)
         fuse_rotary(model)
         fuse_gates(model)
+        fuse_experts(model)
         fuse_layers(model)
     if not options.exact and any(device.shares_host_memory for device in devices):
         fuse_recurrences(model, prompts=multiplies_codes)

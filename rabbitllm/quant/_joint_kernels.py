@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 
-from rabbitllm.base.compiling import to_array
+from rabbitllm.base.compiling import to_array, words_at
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
 from rabbitllm.quant._vectors import I16, I32, I64, Emitter, emitted, narrowed, number
 
 PRODUCT_WORDS = 1 + BEFORE_WORK + len(ARGUMENTS)
 """The address of a kernel, and its int64s for one piece of work."""
+_EVEN, _ODD, _OUT, _TOKENS = (ARGUMENTS.index(name) for name in ("even", "odd", "out", "tokens"))
 
 
 def _emit_call(emit, function, data):  # type: ignore[no-untyped-def]
@@ -49,6 +51,53 @@ def narrow(data):  # type: ignore[no-untyped-def]
     """Round sums to bfloat16: after the own address those of sums and results, and their count."""
     given = to_array(data, 4)
     _NARROW(given[1], given[2], given[3])
+
+
+ROUTED_WORDS, ROUNDING_WORDS = 25, 11
+"""Own address; addresses of the inputs in bfloat16, of the chosen matrices, of the number of each row's input (0: the
+row's own), and of the results; of memory for rounded inputs, their scales, sums, and for words; of the kernel and of
+GOMP_parallel; threads; three words of `BEFORE_WORK`; the function that rounds inputs; columns; step, group and order of
+their layout; bytes of a row's scales; rows that are rounded, and all; rows of a matrix; its first word.
+
+The chosen matrices: their number, and for each the address of words (`ARGUMENTS` from the first of them), and the
+begin and number of its rows. If one row is rounded, it is the input of all. The second number is that of the words of
+`_integers.round_inputs`."""
+_WORK = len(ARGUMENTS)
+
+
+def routed(data):  # type: ignore[no-untyped-def]
+    """Multiply chosen matrices, all of one form, each with rows of its own; the results are bfloat16."""
+    head = to_array(data, ROUTED_WORDS)
+    integers, floats, sums, work_at = head[5], head[6], head[7], head[8] + 8 * ROUNDING_WORDS
+    columns, float_bytes, rounded, rows, width, first = head[16], head[20], head[21], head[22], head[23], head[24]
+    count = to_array(words_at(head[2]), 4).view(np.int64)[0]
+    chosen = to_array(words_at(head[2] + 8), 12 * count).view(np.int64)
+    given = to_array(words_at(head[8]), 4 * ROUNDING_WORDS).view(np.int64)
+    given[2], given[3], given[4], given[5] = 1, 1, columns // head[17], columns
+    given[6], given[7], given[8] = head[17], head[18], head[19]
+    for i in range(rounded):
+        source = i
+        if head[3] != 0:
+            source = to_array(words_at(head[3] + 8 * i), 4).view(np.int64)[0]
+        given[1] = head[1] + 2 * columns * source
+        given[9], given[10] = integers + 2 * columns * i, floats + float_bytes * i
+        _CALL(head[15], head[8])
+    work = to_array(words_at(work_at), 4 * (BEFORE_WORK + count * _WORK)).view(np.int64)
+    work[0], work[1], work[2], work[3] = head[12], head[13], head[14], count
+    for i in range(count):
+        begin, tokens = chosen[3 * i + 1], chosen[3 * i + 2]
+        words = to_array(words_at(chosen[3 * i] + 8 * first), 4 * _WORK).view(np.int64)
+        piece = BEFORE_WORK + i * _WORK
+        for j in range(_WORK):
+            work[piece + j] = words[j]
+        source = begin if rounded > 1 else 0
+        work[piece + _EVEN], work[piece + _ODD] = integers + 2 * columns * source, floats + float_bytes * source
+        work[piece + _OUT], work[piece + _TOKENS] = sums + 4 * width * begin, tokens
+    if head[11] > 1:
+        _TEAM(head[10], head[9], work_at, head[11])
+    else:
+        _CALL(head[9], work_at)
+    _NARROW(sums, head[4], rows * width)
 
 
 def run_program(data):  # type: ignore[no-untyped-def]

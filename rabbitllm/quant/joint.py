@@ -13,6 +13,7 @@ import struct
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import CODES, INTEGERS, python_function
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, CODES, INTEGERS, python_function
 
 if TYPE_CHECKING:
     from rabbitllm.quant.products import FusedMatrix, KernelMatrix
@@ -194,6 +195,81 @@ class JointProduct:
         program.add(_joint_kernels.multiply, [len(self.matrices), *products], threads)
         for words in sums:
             program.add(_joint_kernels.narrow, words)
+
+
+@dataclass(frozen=True)
+class RoutedProduct:
+    """A product of matrices of one form that are chosen for each call, each with rows of its own.
+
+    Attributes:
+        scheme: of the kernel.
+        layout: of its inputs.
+        shape: (N, K) of each matrix.
+        nbytes: of the codes of each.
+        max_inputs: rows of a matrix up to which this is the fastest method.
+    """
+
+    scheme: Any
+    layout: Any
+    shape: tuple[int, int]
+    nbytes: int
+    max_inputs: int
+
+    @classmethod
+    def of(cls, matrix: Any) -> tuple[RoutedProduct, tuple[int, ...]] | None:
+        """Of a matrix, and the matrix's words, which a call takes; None if it is not multiplied as integers."""
+        from rabbitllm.quant.products import KernelMatrix
+
+        if not isinstance(matrix, KernelMatrix) or torchs_team() is None:
+            return None
+        if matrix.method_for(1, torch.float32) != (CODES, INTEGERS):
+            return None
+        (codes, scales, table, *sizes), shape = matrix.operands(INTEGERS), tuple(matrix.form.shape)
+        words = codes, scales, 0, 0, table, 0, *sizes, 0, shape[0]
+        return cls(matrix.kernel, matrix.layout(), shape, shape[0] * sizes[0], matrix.max_inputs), words
+
+    def add_to(
+        self, program: Program, rows: int, x: Place, chosen: Place, out: Place, sources: int | Place, number: int
+    ) -> None:
+        """Add it to a program.
+
+        Args:
+            rows: of all results, bfloat16 at `out`.
+            x: bfloat16 rows of input.
+            chosen: see `_joint_kernels.ROUTED_WORDS`.
+            sources: the number of each row's input, int64; 0 for the row's own; -1 if all have one input.
+            number: of the matrix whose words a chosen one has: 0, 1, ...
+        """
+        from rabbitllm.base.compiling import address_of  # numba comes with it
+        from rabbitllm.quant import _integers, _joint_kernels
+
+        team, layout, (count, columns) = torchs_team(), self.layout, self.shape
+        assert team is not None
+        threads = min(torch.get_num_threads(), -(-rows * self.nbytes // _kernels.WORTH_A_THREAD[CODES]))
+        function, tile = _kernels.kernel(CODES, self.scheme, INTEGERS)
+        share = round_up(-(-count // threads), tile)  # no tile is divided
+        in_team = (team.thread_number, team.thread_count) if threads > 1 else (0, 0)
+        rounded = 1 if sources == -1 else rows
+        float_bytes = 4 * (columns // layout.step) * (1 + layout.groups)
+        sizes = (
+            2 * columns * rounded,
+            float_bytes * rounded,
+            4 * count * rows,
+            8 * (_joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS)),
+        )
+        words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
+        words += [
+            function,
+            team.parallel,
+            threads,
+            *in_team,
+            share,
+            address_of(_integers.round_inputs),
+            columns,
+            layout.step,
+        ]
+        words += [layout.group, layout.order_address, float_bytes, rounded, rows, count, number * len(ARGUMENTS)]
+        program.add(_joint_kernels.routed, words)
 
 
 @functools.cache

@@ -402,10 +402,10 @@ class TensorExperts:
             self.asked.append(expert)
             yield self.leaves[leaf][expert]
 
-    def order(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+    def order(self, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """Experts of even indices are in memory."""
         late = [index for index, expert in enumerate(experts) if expert % 2]
-        return [index for index in range(len(experts)) if index not in late], late
+        return [index for index in range(len(experts)) if index not in late], late, []
 
     def numbers(self, index: torch.Tensor) -> list[int]:
         return list(index.flatten().tolist())

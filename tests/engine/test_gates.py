@@ -50,7 +50,7 @@ def test_every_gate() -> None:
     for gate in every.view(8, -1):
         for factor in (1, -3.7, 1e-30):
             up = torch.full_like(gate, factor)
-            assert torch.equal(_gates._gated(act, gate, up).nan_to_num(7), (act(gate) * up).nan_to_num(7))
+            assert torch.equal(_gates.gated(act, gate, up).nan_to_num(7), (act(gate) * up).nan_to_num(7))
 
 
 @torch.no_grad()

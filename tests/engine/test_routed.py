@@ -1,0 +1,177 @@
+"""The experts of few tokens in one call have the bits of the model's own class, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from rabbitllm.engine import _routed
+from rabbitllm.engine.experts import MappedExperts
+from rabbitllm.quant import _vectors
+from rabbitllm.quant.joint import Program
+from tests.engine.test_siblings import assert_same_logits, checkpoint
+from tests.support.tiny_models import ALL, budget_that_keeps, load
+
+pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
+
+MANY = {"num_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 256}
+FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
+    "qwen3_moe": ("4bit", MANY),
+    "qwen3_next": ("q8_0", {**MANY, "shared_expert_intermediate_size": 256, "num_hidden_layers": 4}),
+    "mixtral": ("q4_k_m", {"num_local_experts": 24, "num_experts_per_tok": 3}),
+    "deepseek_v3": ("8bit", {"n_routed_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 256}),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The tokens of each module of experts that was not left to its class, and the programs that it ran."""
+    counted, compute, run, programs = list[tuple[int, int]](), _routed._computed, Program.__call__, list[int]()
+
+    def computed(module: Any, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor | None:
+        del programs[:]
+        if (result := compute(module, x, *routing)) is not None:
+            counted.append((len(x), len(programs)))
+        return result
+
+    def ran(self: Program, *addresses: int) -> None:
+        programs.append(1)
+        run(self, *addresses)
+
+    monkeypatch.setattr(_routed, "_adds_alike", lambda sums, threads: True)  # it runs programs, too
+    monkeypatch.setattr(_routed, "_computed", computed)
+    monkeypatch.setattr(Program, "__call__", ran)
+    return counted
+
+
+def experts_of(model: Any) -> list[Any]:
+    return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+
+
+@pytest.mark.parametrize(
+    ("family", "kept"),
+    [("qwen3_moe", "a quarter"), *((family, kept) for family in FAMILIES for kept in ("resident", "streamed"))],
+)
+def test_a_model_has_the_same_logits(
+    tmp_path: Path, family: str, kept: str, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compression, settings = FAMILIES[family]
+    directory = checkpoint(tmp_path, family, compression, **settings)
+    quarter = kept == "a quarter"
+    budget = budget_that_keeps(directory, 0.25, exact=False) if quarter else ALL * (kept == "resident")
+    assert_same_logits(directory, budget, "fuse_experts", "Experts", monkeypatch)
+    layers = {"deepseek_v3": 1, "qwen3_next": 4}.get(family, 2)
+    steps = [programs for tokens, programs in calls if tokens == 1]
+    assert len(steps) == 4 * layers
+    assert set(steps) == {1} or kept != "resident"
+    assert max(steps) <= 4  # those that arrive one after the other, and the sum
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_bits_of_the_class_for_any_rows_and_threads(tmp_path: Path, family: str, calls: list[tuple[int, int]]) -> None:
+    compression, settings = FAMILIES[family]
+    module = experts_of(load(checkpoint(tmp_path, family, compression, **settings), exact=False))[-1]
+    generator = torch.Generator().manual_seed(0)
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for rows in (1, 3, 5):
+            for dtype in (torch.bfloat16, torch.float32):
+                x = (torch.randn(rows, 256, generator=generator) * 10.0 ** (rows - 2)).bfloat16()
+                index = torch.stack([torch.randperm(24, generator=generator)[:3] for _ in range(rows)])
+                index[-1] = index[0].flip(0)  # experts of several rows
+                weights = torch.rand(rows, 3, generator=generator).to(dtype)
+                assert torch.equal(module(x, index, weights), type(module).forward(module, x, index, weights))
+    torch.set_num_threads(before)
+    assert calls == [(rows, 1) for rows in (1, 3, 5) for _ in range(2)] * 2
+
+
+@torch.no_grad()
+def test_no_other_expert_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked, each = (
+        load(checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY), exact=False),
+        list[Any](),
+        MappedExperts.each,
+    )
+
+    def noted(self: MappedExperts, leaf: str, experts: Sequence[int]) -> Any:
+        asked.append((leaf, *experts))
+        return each(self, leaf, experts)
+
+    monkeypatch.setattr(MappedExperts, "each", noted)
+    (first, *_), x = experts_of(model), torch.randn(1, 256).bfloat16()
+    first(x, torch.tensor([[7, 2, 19]]), torch.ones(1, 3))
+    assert asked == [("down_proj", 2, 7, 19), ("gate_up_proj", 2, 7, 19)]
+
+
+@torch.no_grad()
+def test_what_is_left_to_the_class(tmp_path: Path, calls: list[tuple[int, int]]) -> None:
+    model = load(checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY), exact=False)
+    module = experts_of(model)[0]
+    index, weights = torch.tensor([[7, 2, 19]]), torch.rand(1, 3)
+
+    def assert_same(rows: int = 1, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        x = torch.randn(rows, 256, dtype=dtype)
+        routing = index.expand(rows, 3), weights.expand(rows, 3).contiguous()
+        result: torch.Tensor = module(x, *routing)
+        assert torch.equal(result, type(module).forward(module, x, *routing))
+        return result
+
+    assert_same()
+    assert calls == [(1, 1)]
+    del calls[:]
+    assert_same(17)  # of one expert
+    assert_same(dtype=torch.float32)
+    with torch.enable_grad():
+        assert_same()
+    seen = list[torch.Tensor]()
+    hook = module.act_fn.register_forward_hook(lambda module, args, output: seen.append(output))
+    assert_same()
+    hook.remove()
+    assert len(seen) == 2
+    model.set_experts_implementation("eager")
+    assert_same()
+    model.set_experts_implementation("grouped_mm")
+    module.act_fn = nn.Tanh()
+    assert_same()
+    assert not calls
+    with pytest.raises(IndexError):
+        module._parameters["gate_up_proj"][24]
+    hook = module.register_forward_hook(lambda module, args, output: output * 0)
+    module.act_fn = nn.SiLU()
+    assert not module(torch.randn(1, 256).bfloat16(), index, weights).any()  # a hook on what it returns
+
+
+@torch.no_grad()
+def test_a_class_that_computes_something_else_is_not_replaced() -> None:
+    class Limited(Qwen3MoeExperts):  # type: ignore[misc]
+        def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
+            gate, up = both.chunk(2, -1)
+            return self.act_fn(gate) * up.clamp(-1, 1)  # type: ignore[no-any-return]
+
+    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=128, num_experts=4, hidden_act="silu")
+    assert _routed._has_bits(Qwen3MoeExperts(config))
+    assert not _routed._has_bits(Limited(config))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("used", "width"), [(10, 2048), (3, 256), (1, 64), (10, 64), (20, 2048)])
+def test_sums_have_torchs_order_or_are_left_to_it(used: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for is_wide, dtype in enumerate((torch.bfloat16, torch.float32)):
+        sums = _routed._ExpertSums(2, used, width, bool(is_wide))
+        products = (torch.randn(2 * used, width, generator=generator) * 1e3).bfloat16()
+        weights = torch.rand(2, used, generator=generator).to(dtype)
+        expected = (products.view(2, used, width) * weights.unsqueeze(-1)).sum(1).bfloat16()
+        result = sums(products.flip(0), weights, _routed.array("q", reversed(range(2 * used))))
+        is_alike = _routed._adds_alike(sums, torch.get_num_threads())
+        assert torch.equal(result, expected) or not is_alike
+        assert is_alike or (used, width) in ((10, 64), (20, 2048))
