@@ -70,7 +70,7 @@ def step_of(ordinary: Callable[..., Any], prompts: bool = False) -> _Steps:
     return DeltaStep(ordinary, prompts) if kind is DeltaStep else kind(ordinary)
 
 
-class _Step:
+class _Recurrence:
     """A function of transformers, and the operands for which one call has its bits.
 
     Args:
@@ -102,7 +102,7 @@ class _Step:
         raise NotImplementedError
 
 
-class DeltaStep(_Step):
+class DeltaStep(_Recurrence):
     """The gated delta rule, with a decay for each head, or for each row of its state (Kimi delta attention).
 
     Queries and keys are (B, T, H', K), values (B, T, H, V), decays (B, T, H) or (B, T, H, K), betas (B, T, H), states
@@ -170,7 +170,7 @@ class DeltaStep(_Step):
         return out.to(query.dtype), state
 
 
-class ConvolutionStep(_Step):
+class ConvolutionStep(_Recurrence):
     """A causal convolution of each channel over the last tokens: (B, C, 1) of bfloat16 or float32."""
 
     def __call__(
@@ -200,7 +200,7 @@ class ConvolutionStep(_Step):
         return out if named is None else _activation(named)(out), state
 
 
-class StateSpaceStep(_Step):
+class StateSpaceStep(_Recurrence):
     """A step of Mamba-2 in bfloat16.
 
     States are (B, H, P, N) in float32, inputs (B, H, P); groups of heads share a B and a C, (B, G, N).

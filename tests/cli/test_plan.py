@@ -50,7 +50,7 @@ KEYS = {
 GENERATION_KEYS = {
     *("compression", "obstacle", "placed", "stays_bytes", "read_bytes", "from_the_disk", "token_seconds"),
     *("first_token_seconds", "speeds", "copied_bytes", "experts", "found_token_seconds", "placement", "refused"),
-    "too_little_memory",
+    *("too_little_memory", "draft"),
 }
 OUTLOOK_KEYS = {
     *("compression", "folder", "state", "output_bytes", "layers_above_10_gb", "finished_at", "shards_used", "shards"),

@@ -287,7 +287,9 @@ def test_record_as_json() -> None:
     make_pass(profiler, PassInput(2, 30, 0, 1), text, 20)
     make_pass(profiler, PassInput(2, 1, 30, 1), text)
     record = json.loads(json.dumps(profiler.as_json()))
-    assert record.keys() == {"title", "bottleneck", "stages", "layers", "passes", "sums", "in_place_bytes", "before"}
+    fields = {"title", "bottleneck", "stages", "layers", "passes", "sums", "in_place_bytes", "before", "drafts"}
+    assert record.keys() == fields
+    assert record["drafts"] is None
     assert (record["title"], record["bottleneck"], record["in_place_bytes"]) == (
         "Passes",
         COMPUTE,
