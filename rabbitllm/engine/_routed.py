@@ -22,6 +22,7 @@ from rabbitllm.engine._fusing import fuse, kind_of, trial_of
 from rabbitllm.engine._gates import MULTIPLE, add_gate, gated, has_every_gate, is_by_class, is_tabled
 from rabbitllm.engine._siblings import is_plain
 from rabbitllm.engine.experts import ExpertStack
+from rabbitllm.engine.transformers_api import experts_implementation_of
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import Place, Program, RoutedProduct, Words
 from rabbitllm.quant.products import MAX_GROUPED
@@ -121,9 +122,10 @@ def _program(
     rows: int,
     sums: _ExpertSums,
     is_whole: bool,
+    has_one_input: bool,
     threads: int,
 ) -> Program:
-    """The results of experts for some rows; of all, `sums` of them.
+    """The results of experts for some rows, all with one input and another expert, or not; of all, `sums` of them.
 
     A call is given the addresses of inputs, of the chosen experts, of the numbers of rows' inputs, and of the results;
     and of weights and places.
@@ -132,7 +134,7 @@ def _program(
     program, width = Program(6), first.shape[0] // 2
     x, chosen, sources, out, weights, places = (program.address(index) for index in range(6))
     both, product = program.room(4 * rows * width), program.room(2 * rows * width)
-    first.add_to(program, rows, x, chosen, both, sources if sums.tokens > 1 else -1, 0)
+    first.add_to(program, rows, x, chosen, both, -1 if has_one_input else sources, 0)
     for row in range(rows):
         gate, result = both[1] + 4 * row * width, product[1] + 2 * row * width
         add_gate(program, act, (both[0], gate), (both[0], gate + 2 * width), (product[0], result), width)
@@ -164,7 +166,7 @@ def _computed(module: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.
         return None
     if weights.shape != index.shape or not is_tabled(act) or module._is_expert_parallel:
         return None
-    if module.config._experts_implementation != "grouped_mm":
+    if experts_implementation_of(module.config) != "grouped_mm":
         return None
     tokens, used = index.shape
     rows, width = tokens * used, down.shape[2]
@@ -174,6 +176,7 @@ def _computed(module: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.
     groups = dict[int, list[int]]()
     for row, expert in enumerate(index.flatten().tolist()):
         groups.setdefault(expert, []).append(row)
+    has_one_input = tokens == 1 and len(groups) == rows  # an expert may be chosen twice, as by hashes
     left = sorted(groups)
     if left[0] < 0 or left[-1] >= stack.shape[0] or not _adds_alike(sums, torch.get_num_threads()):
         return None
@@ -199,7 +202,7 @@ def _computed(module: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.
             results = x.new_empty(rows, x.shape[1])
         assert kept is not None
         kind: Any = type(act)
-        program = _program(kept.products, kind, len(sources), sums, is_whole, torch.get_num_threads())
+        program = _program(kept.products, kind, len(sources), sums, is_whole, has_one_input, torch.get_num_threads())
         to = out.data_ptr() if results is None else results.data_ptr() + 2 * x.shape[1] * begin
         addresses = (values.buffer_info()[0] for values in (chosen, sources))
         program(x.data_ptr(), *addresses, to, weights.data_ptr(), places.buffer_info()[0])

@@ -216,6 +216,11 @@ def attention_of(config: PretrainedConfig) -> str | None:
     return getattr(config, "_attn_implementation", None)
 
 
+def experts_implementation_of(config: PretrainedConfig) -> str | None:
+    """Name of the implementation of experts of a config; None if it has none."""
+    return getattr(config, "_experts_implementation", None)
+
+
 def supports_flash_attention_2(model_class: Any) -> bool:
     """Whether FlashAttention 2 is installed, and a model's class supports it."""
     implementations = getattr(model_class, "_compatible_flash_implementations", None) or ["flash_attention_2"]

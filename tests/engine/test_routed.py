@@ -95,6 +95,16 @@ def test_bits_of_the_class_for_any_rows_and_threads(tmp_path: Path, family: str,
 
 
 @torch.no_grad()
+def test_an_expert_that_a_token_chooses_twice(tmp_path: Path, calls: list[tuple[int, int]]) -> None:
+    """As DeepSeek-V4's hashes of tokens may choose."""
+    module = experts_of(load(checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY), exact=False))[-1]
+    weights, x = torch.rand(1, 3).bfloat16(), torch.randn(1, 256).bfloat16()
+    for index in (torch.tensor([[5, 5, 2]]), torch.tensor([[7, 7, 7]])):
+        assert torch.equal(module(x, index, weights), type(module).forward(module, x, index, weights))
+    assert calls == [(1, 1)] * 2
+
+
+@torch.no_grad()
 def test_no_other_expert_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked, each = (
         load(checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY), exact=False),
