@@ -187,22 +187,24 @@ def _computed(module: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.
             return None
         batch = filled or pending[:1]
         experts = [left[position] for position in batch]
-        chosen, sources, kept = array("q", [len(experts)]), array("q"), None
+        chosen, sources = array("q", [len(experts)]), array("q")
+        kept = list[_Expert]()  # the call is given addresses of their words
         of_down = [*down.supply.each(down.leaf, experts)]
         for expert, gate_up, other in zip(experts, stack.supply.each(stack.leaf, experts), of_down, strict=True):
-            kept, members = _Expert.of(gate_up, other), groups[expert]
-            if kept is None or len(members) > kept.most:
+            words, members = _Expert.of(gate_up, other), groups[expert]
+            if words is None or len(members) > words.most:
                 return None
-            chosen.extend((kept.address, len(sources), len(members)))
+            kept.append(words)
+            chosen.extend((words.address, len(sources), len(members)))
             for row in members:
                 places[row] = begin + len(sources)
                 sources.append(row // used)
         is_whole = len(sources) == rows
         if results is None and not is_whole:
             results = x.new_empty(rows, x.shape[1])
-        assert kept is not None
-        kind: Any = type(act)
-        program = _program(kept.products, kind, len(sources), sums, is_whole, has_one_input, torch.get_num_threads())
+        act_class: Any = type(act)
+        threads = torch.get_num_threads()
+        program = _program(kept[0].products, act_class, len(sources), sums, is_whole, has_one_input, threads)
         to = out.data_ptr() if results is None else results.data_ptr() + 2 * x.shape[1] * begin
         addresses = (values.buffer_info()[0] for values in (chosen, sources))
         program(x.data_ptr(), *addresses, to, weights.data_ptr(), places.buffer_info()[0])
