@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from types import MethodType
+import functools
+from collections.abc import Callable, Mapping
+from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
@@ -54,3 +55,22 @@ def trial_of(module: nn.Module, **attributes: Any) -> Any:
     copied = copy.copy(module)
     copied.__dict__.update(attributes)
     return copied
+
+
+def with_globals(function: Any, values: Mapping[str, object]) -> Any:
+    """The same function, and the functions around it, for which names of its module mean other values.
+
+    None if a function around it is not a closure.
+    """
+    variables, cells = function.__globals__, function.__closure__
+    if not hasattr(function, "__wrapped__"):
+        variables = {**variables, **values}
+    else:
+        inner, changed = function.__wrapped__, with_globals(function.__wrapped__, values)
+        places = [index for index, cell in enumerate(cells or ()) if cell.cell_contents is inner]
+        if changed is None or not places:
+            return None
+        cells = tuple(CellType(changed) if index in places else cell for index, cell in enumerate(cells))
+    made = FunctionType(function.__code__, variables, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(made, function)

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
-from rabbitllm.engine._fusing import fuse
-from rabbitllm.engine._rotary import with_globals
+from rabbitllm.engine._fusing import fuse, with_globals
 from rabbitllm.engine.transformers_api import ACT2FN
 
 MAX_ROWS, RUN = 256, 16

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from types import CellType, FunctionType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from rabbitllm.engine._fusing import fuse
+from rabbitllm.engine._fusing import fuse, with_globals
 from rabbitllm.quant.joint import Program
 
 NAME = "apply_rotary_pos_emb"
@@ -42,25 +41,6 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
         return None
     forward: Callable[..., Any] | None = with_globals(kind.forward, {NAME: functools.partial(_rotated, ordinary)})
     return forward
-
-
-def with_globals(function: Any, values: Mapping[str, object]) -> Any:
-    """The same function, and the functions around it, for which names of its module mean other values.
-
-    None if a function around it is not a closure.
-    """
-    variables, cells = function.__globals__, function.__closure__
-    if not hasattr(function, "__wrapped__"):
-        variables = {**variables, **values}
-    else:
-        inner, changed = function.__wrapped__, with_globals(function.__wrapped__, values)
-        places = [index for index, cell in enumerate(cells or ()) if cell.cell_contents is inner]
-        if changed is None or not places:
-            return None
-        cells = tuple(CellType(changed) if index in places else cell for index, cell in enumerate(cells))
-    made = FunctionType(function.__code__, variables, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(made, function)
 
 
 def _rotated(ordinary: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any, *more: Any, **named: Any) -> Any:
