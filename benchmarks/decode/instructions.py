@@ -3,7 +3,7 @@
 Of prompts, and of decoding without one; in turns, with the same number of threads. llama.cpp is its `llama-bench`
 (`--llama-avx2 FOLDER`, `--llama-all FOLDER`; without them only this project runs), on the file that `rabbitllm convert
 --to gguf` makes of the split: the same blocks. 4bit, 8bit and none are compared with Q4_0, Q8_0 and BF16. A GGUF file
-at "none" is run as it is by both.
+at "none" is run as it is by both. bfloat16 is multiplied as the commands do it (`fast_bfloat16=None`).
 
     python -m benchmarks decode.instructions [--models NAME=PATH ...] [--schemes q8_0 4bit none ...] [--threads 2]
 
@@ -188,7 +188,7 @@ class Subjects:
             "package": "rabbitllm",
             "loader": "layered",
             "checkpoint": str(self.models[case.model]),
-            "options": {"layer_shards_saving_path": str(self.split_of(case.model, case.scheme))}
+            "options": {"layer_shards_saving_path": str(self.split_of(case.model, case.scheme)), "fast_bfloat16": None}
             | ({} if case.scheme == NONE else {"compression": case.scheme}),
             "warm_up": 1,
             "endless": True,
