@@ -81,7 +81,8 @@ def _runs(stored: StoredTensor, index: int, ids: torch.Tensor, step: int) -> Ite
         return iter([(part.offset, part.offset + part.nbytes)])
     if not len(ids):
         return iter(())
-    first, last, nbytes = ids.numpy(), ids.numpy() + 1, part.nbytes // stored.shape[0]
+    first, nbytes = ids.numpy().astype(np.int64), part.nbytes // stored.shape[0]
+    last = first + 1
     if form is not None and scheme is not None:  # the blocks that its elements are in
         nbytes = scheme.block_bytes or (part.nbytes // part.elements if index else scheme.block // scheme.codes_a_byte)
         first, last = first * form.shape[1] // scheme.block, -(-last * form.shape[1] // scheme.block)
