@@ -1,9 +1,10 @@
-"""A table of 10 GB of which a token uses a few rows: bytes read from the disk, memory and seconds a token.
+"""A table of 10 GB of which a token uses a few rows: bytes from the disk, memory and seconds of tokens and of a prompt.
 
 The model is a small Qwen4-Exp whose n-gram table is stored in eight tensors, as such models are published; all other
-weights stay in memory.
+weights stay in memory. It is read from the checkpoint, and from a split, whose blocks are compared with their checksums
+when a row of them is first used.
 
-    python -m benchmarks decode.tables [--megabytes 10000] [--tokens 64] [--work-dir DIR] [--results FILE]
+    python -m benchmarks decode.tables [--megabytes 10000] [--tokens 64] [--prompt 4000] [--work-dir DIR]
 """
 
 from __future__ import annotations
@@ -63,20 +64,26 @@ _CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Row:
-    """Passes of one token each.
+    """Passes of one token each, and of a prompt after them.
 
     Attributes:
+        source: what the table is read from.
         table_bytes: of the whole table.
         rows: looked up in all passes.
         read: bytes from the disk, for each pass.
         seconds: for each pass.
+        prompt_rows, prompt_read, prompt_seconds: of the table alone, for the prompt.
         memory: anonymous bytes added to the process by the model and its passes.
     """
 
+    source: str
     table_bytes: int
     rows: int
     read: list[int]
     seconds: list[float]
+    prompt_rows: int
+    prompt_read: int
+    prompt_seconds: float
     memory: int
 
 
@@ -137,19 +144,21 @@ def _write_table(path: Path, names: Sequence[str], ends: Sequence[int]) -> None:
         os.fsync(file.fileno())
 
 
-def measure(folder: Path, table_bytes: int, tokens: int) -> Row:
-    """Load the model with memory for all weights except the table, and compute passes of one token."""
+def measure(folder: Path, table_bytes: int, tokens: int, prompt: int, split: Path | None) -> Row:
+    """Load the model with memory for all weights except the table, and compute passes of one token, then a prompt."""
     import torch
 
     from rabbitllm import AutoModel
     from rabbitllm.engine.placement import Tier
 
-    drop_cached(folder)
-    before = memory_of(os.getpid())
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    model = AutoModel.from_pretrained(
-        folder, split=False, device="cpu", max_memory={"cpu": total - table_bytes // 2}, show_layer_progress=False
-    )
+    options: dict[str, Any] = {"max_memory": {"cpu": total - table_bytes // 2}, "show_layer_progress": False}
+    options |= {"split": False} if split is None else {"layer_shards_saving_path": str(split)}
+    if split is not None:
+        AutoModel.from_pretrained(folder, device="cpu", **options)
+    drop_cached(split or folder)
+    before = memory_of(os.getpid())
+    model = AutoModel.from_pretrained(folder, device="cpu", **options)
     tiers = {placed.unit: placed.tier for placed in model.placement.units}
     [(name, table)] = model.streamer.tables.items()
     assert tiers[name] is Tier.ROWS
@@ -164,9 +173,28 @@ def measure(folder: Path, table_bytes: int, tokens: int) -> Row:
             cache = model(token, past_key_values=cache, use_cache=True).past_key_values
             seconds.append(time.perf_counter() - start)
             read.append(bytes_read() - began)
+        rows = table.rows_read - first
+        drop_cached(split or folder)
+        text = torch.tensor([[ids.randrange(3, _CONFIG["vocab_size"]) for _ in range(prompt)]])
+        began, start = bytes_read(), 0.0
+        embedding = model.get_submodule(name)
+
+        def before_table(module: Any, args: Any) -> None:
+            nonlocal began, start
+            began, start = bytes_read(), time.perf_counter()
+
+        def after_table(module: Any, args: Any, output: Any) -> None:
+            nonlocal began, start
+            began, start = bytes_read() - began, time.perf_counter() - start
+
+        embedding.register_forward_pre_hook(before_table)
+        embedding.register_forward_hook(after_table)
+        model(text, use_cache=True)
     after = memory_of(os.getpid())
     added = after.anonymous - before.anonymous if before is not None and after is not None else 0
-    return Row(table_bytes, table.rows_read - first, read, seconds, added)
+    prompt_rows = table.rows_read - first - rows
+    source = "checkpoint" if split is None else "split"
+    return Row(source, table_bytes, rows, read, seconds, prompt_rows, began, start, added)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -174,26 +202,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=10_000, help="of the table (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="passes of one token (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, default=4000, help="its tokens (default: %(default)s)")
     parser.add_argument("--work-dir", type=Path, default=command_line.WORK, help="for the checkpoint")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="file to write, without suffix")
-    options = command_line.parsed(parser, arguments, megabytes=30, tokens=4)
-    with fresh_folder(options.work_dir / "tables") as folder:
-        row = measure(folder, build(folder, options.megabytes), options.tokens)
-    title = f"A table of which a token uses a few rows, {options.tokens} passes"
-    report.write(options.results, title, *_shown(row), [row], work=options.work_dir)
+    options = command_line.parsed(parser, arguments, megabytes=30, tokens=4, prompt=40)
+    rows = []
+    with fresh_folder(options.work_dir / "tables") as folder, fresh_folder(options.work_dir / "tables-split") as split:
+        table_bytes = build(folder, options.megabytes)
+        for source in (None, split):
+            rows.append(measure(folder, table_bytes, options.tokens, options.prompt, source))
+    title = (
+        f"A table of which a token uses a few rows, {options.tokens} passes, and a prompt of {options.prompt} tokens"
+    )
+    report.write(options.results, title, *_shown(rows), rows, work=options.work_dir)
     return 0
 
 
-def _shown(row: Row) -> tuple[report.Table, list[str]]:
-    headings = ("table, GB", "rows a token", "their bytes", "read a token, KiB", "s/token", "memory added, MB")
+def _shown(measured: Sequence[Row]) -> tuple[report.Table, list[str]]:
+    headings = (
+        *("read from", "table, GB", "rows a token", "their bytes", "read a token, KiB", "s/token"),
+        *("rows of the prompt", "read for it, MB", "s for it", "memory added, MB"),
+    )
+    notes = [
+        "Of the prompt: the table alone, cold; the other columns are of whole passes.",
+        "Memory: anonymous bytes of the process, added by loading and all passes; page cache is not counted.",
+    ]
+    return report.Table(headings, [_cells(row) for row in measured]), notes
+
+
+def _cells(row: Row) -> tuple[str, ...]:
     rows = row.rows / len(row.read)
-    cells = (
+    return (
+        row.source,
         f"{row.table_bytes / 1e9:.2f}",
         f"{rows:.1f}",
         f"{rows * _ROW * 2:.0f}",
         report.shown(spread(row.read), 1, 1024),
         report.shown(spread(row.seconds), 4),
+        f"{row.prompt_rows:,}",
+        f"{row.prompt_read / 1e6:.0f}",
+        f"{row.prompt_seconds:.2f}",
         f"{row.memory / 1e6:.1f}",
     )
-    notes = ["Memory: anonymous bytes of the process, added by loading and all passes; page cache is not counted."]
-    return report.Table(headings, [cells]), notes

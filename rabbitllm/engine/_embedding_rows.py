@@ -9,9 +9,10 @@ compressed: then the blocks around a row are dequantized.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,7 +22,7 @@ from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
 from rabbitllm.quant.quantize import dequantize, scales_at
 from rabbitllm.quant.schemes import NESTED_BLOCK, STORED, Quantized
 from rabbitllm.storage.files import begin_to_read, expect_random_reads
-from rabbitllm.store.checksums import LayerChecks
+from rabbitllm.store import checksums
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
 _BY_ROW = 2
@@ -65,39 +66,52 @@ def _only_adds_rows(recipe: Recipe) -> bool:
     return len(patterns) == 1 and all(type(op).__name__ == "Concatenate" and op.dim == 0 for op in operations)
 
 
-def _part_ranges(stored: StoredTensor, index: int, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Offsets and lengths of the bytes that rows need of one part of a stored tensor."""
-    part, form = stored.parts[index], stored.quantized
-    scheme = STORED[form.scheme] if form is not None else None
-    if index >= (1 if scheme is not None and scheme.block_bytes else _BY_ROW):  # shared by all rows
-        yield part.offset, part.nbytes
-    elif form is None or scheme is None:
-        row_bytes = part.nbytes // stored.shape[0]
-        yield from ((part.offset + row * row_bytes, row_bytes) for row in rows)
-    else:
-        nbytes = scheme.block_bytes or (part.nbytes // part.elements if index else scheme.block // scheme.codes_a_byte)
-        for row in rows:  # the blocks that its elements are in
-            first, last = row * form.shape[1] // scheme.block, math.ceil((row + 1) * form.shape[1] / scheme.block)
-            begin, end = first * nbytes, min(last * nbytes, part.nbytes)
-            yield part.offset + begin, end - begin
-
-
-def check_rows(stored: StoredTensor, ids: torch.Tensor, checks: LayerChecks) -> None:
-    """Compare rows of a table, and the stored parts that all rows share, with their checksums.
+def _runs(stored: StoredTensor, index: int, ids: torch.Tensor, step: int) -> Iterator[tuple[int, int]]:
+    """The bytes that rows need of one part of a stored tensor: from one offset in its file up to another.
 
     Args:
         stored: the table.
-        ids: the rows, integers (n,); those out of range are skipped and left to the embedding.
+        index: of the part.
+        ids: the rows, integers (n,), rising.
+        step: bytes that are read at once; a run has whole steps.
+    """
+    part, form = stored.parts[index], stored.quantized
+    scheme = STORED[form.scheme] if form is not None else None
+    if index >= (1 if scheme is not None and scheme.block_bytes else _BY_ROW):  # shared by all rows
+        return iter([(part.offset, part.offset + part.nbytes)])
+    if not len(ids):
+        return iter(())
+    first, nbytes = ids.numpy().astype(np.int64), part.nbytes // stored.shape[0]
+    last = first + 1
+    if form is not None and scheme is not None:  # the blocks that its elements are in
+        nbytes = scheme.block_bytes or (part.nbytes // part.elements if index else scheme.block // scheme.codes_a_byte)
+        first, last = first * form.shape[1] // scheme.block, -(-last * form.shape[1] // scheme.block)
+    begins = (part.offset + first * nbytes) // step * step
+    ends = -(-(part.offset + last * nbytes) // step) * step
+    is_first = np.append(True, begins[1:] > ends[:-1])
+    runs = np.stack([begins[is_first], ends[np.append(is_first[1:], True)]])
+    first, last = runs.clip(part.offset, part.offset + part.nbytes).tolist()
+    return zip(first, last, strict=True)  # no list: so many tuples at once would have Python collect garbage
+
+
+def check_rows(tables: Iterable[tuple[StoredTensor, torch.Tensor]], checks: checksums.LayerChecks) -> None:
+    """Compare rows of tables, and the stored parts that all rows share, with their checksums.
+
+    Args:
+        tables: each with rows, integers (n,), rising; those out of range are skipped and left to the embedding.
         checks: the checksums of its file, which may have none for parts of it.
 
     Raises:
         IncompleteSplitError: a checksum differs.
     """
-    if not checks.by_block(stored.parts[0].file):
-        return
-    valid = ids[(ids >= 0) & (ids < stored.shape[0])].tolist()
-    for index, part in enumerate(stored.parts):
-        checks.stored(part.file, list(_part_ranges(stored, index, valid)))
+    runs: dict[str, list[Iterator[tuple[int, int]]]] = {}
+    for stored, ids in tables:
+        if checks.by_block(stored.parts[0].file) and not checks.is_done(stored.parts[0].file):
+            valid = ids[(ids >= 0) & (ids < stored.shape[0])]
+            for index, part in enumerate(stored.parts):
+                runs.setdefault(part.file, []).append(_runs(stored, index, valid, checksums.BLOCK_BYTES))
+    for file, of_file in runs.items():
+        checks.stored(file, ((begin, end - begin) for begin, end in itertools.chain(*of_file)))
 
 
 class TableRows:
@@ -139,17 +153,16 @@ class TableRows:
         if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < self._begins[-1]:
             raise IndexError("index out of range in self")  # as torch's
         ends = torch.searchsorted(ids, torch.tensor(self._begins)).tolist()
-        pieces: list[torch.Tensor] = []
-        for stored, begin, (first, last) in zip(self._stored, self._begins, itertools.pairwise(ends), strict=False):
-            if first == last and pieces:
-                continue
-            local_ids = ids[first:last] - begin
-            if self._store.checks is not None:
-                check_rows(stored, local_ids, self._store.checks)
+        spans = zip(self._stored, self._begins, itertools.pairwise(ends), strict=False)
+        tables = [(stored, ids[first:last] - begin) for stored, begin, (first, last) in spans if first < last]
+        tables = tables or [(self._stored[0], ids)]
+        if self._store.checks is not None:
+            check_rows(tables, self._store.checks)
+        for stored, local_ids in tables:  # all reads are begun before the first is waited for
             for index, part in enumerate(stored.parts[:_BY_ROW]):
-                data = self._bytes(part)
-                for offset, nbytes in _part_ranges(stored, index, local_ids.tolist()):
-                    begin_to_read(data[offset - part.offset :][:nbytes])
+                begin_to_read(self._store.mapped(part.file).whole(), _runs(stored, index, local_ids, mmap.PAGESIZE))
+        pieces: list[torch.Tensor] = []
+        for stored, local_ids in tables:
             form = stored.quantized
             widest = 1 if form is None else form.shape[1] + 2 * STORED[form.scheme].block
             pieces += [self._rows(stored, batch) for batch in torch.split(local_ids, max(1, _ELEMENTS // widest))]

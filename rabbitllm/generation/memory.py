@@ -5,6 +5,7 @@
 
     in a layer          for each token of a part: the peak, in a product of the feed-forward network or in attention
     between two layers  for each token of the pass: hidden states, and tensors that the model keeps with them
+    in a mixture        for each token of the pass: the rows of its experts, which are read once for all tokens
     fixed               a matrix, or the part of one, as the processor multiplies it
     after the head      logits of each sequence whose next token is sampled
 
@@ -64,6 +65,7 @@ class PassCost:
         fixed: bytes independent of the number of tokens.
         sampled: bytes of a sequence whose next token is sampled.
         block: bytes of a token in the largest tensor of a layer.
+        experts: bytes of a token in the experts of a layer, through which all tokens of a pass go at once.
     """
 
     each: int
@@ -72,6 +74,7 @@ class PassCost:
     fixed: int
     sampled: int
     block: int
+    experts: int = 0
 
     def of(self, tokens: int, part: int, sequences: int) -> int:
         """Bytes of a pass.
@@ -81,7 +84,8 @@ class PassCost:
             part: tokens that go through a layer at a time, assumed to be of one sequence and so attend to each other.
             sequences: number of sequences whose next token is sampled.
         """
-        return self.fixed + sequences * self.sampled + tokens * self.carried + part * (self.each + part * self.pair)
+        waiting = sequences * self.sampled + tokens * (self.carried + self.experts)
+        return self.fixed + waiting + part * (self.each + part * self.pair)
 
     def worthwhile(self, sequences: int) -> int:
         """Bytes of a pass that is worth reading the weights."""
@@ -93,11 +97,12 @@ class PassCost:
 
     def tokens_in(self, nbytes: int) -> int:
         """Number of tokens that can go through a layer at a time in `nbytes`; at least `MIN_TOKENS`."""
+        each = self.each + self.experts
         if self.pair:
-            half = self.each / (2 * self.pair)
+            half = each / (2 * self.pair)
             tokens = int(math.sqrt(half * half + max(nbytes, 0) / self.pair) - half)
         else:
-            tokens = nbytes // self.each
+            tokens = nbytes // each
         return max(tokens, MIN_TOKENS)
 
     @property
@@ -116,7 +121,7 @@ class PassCost:
     def parts_in(self, nbytes: int, sequences: int) -> tuple[int, int]:
         """Maximum prompt tokens in a pass that goes through each layer in parts, and in one part.
 
-        Half of the memory is for the activations of a part in a layer, half for the hidden states of all tokens.
+        At most half of the memory is for the activations of a part in a layer, the rest for all tokens.
 
         Args:
             nbytes: bytes that weights and KV caches leave.
@@ -127,11 +132,12 @@ class PassCost:
         """
         free = max(nbytes - self.fixed - sequences * self.sampled, 0)
         part = self.tokens_in(free // 2)
-        return max((free - free // 2) // self.carried, part), part
+        rest = free - part * (self.each + part * self.pair)
+        return max(rest // (self.carried + self.experts), part), part
 
 
 def cost_of_a_pass(config: PretrainedConfig, itemsize: int) -> PassCost:
-    """The cost according to a model's config; the experts that a token is routed to count as one wide network.
+    """The cost according to a model's config.
 
     Args:
         config: config of the text model.
@@ -166,9 +172,18 @@ def _cost_by(config: PretrainedConfig, itemsize: int) -> PassCost:
     fixed = max(2 * 4 * min(CHUNK_ELEMENTS, matrix) if widened else 0, itemsize * matrix)
     vocabulary: int = getattr(config, "vocab_size", None) or 0
     sampled = max((4 + itemsize) * vocabulary, 1)
-    return PassCost(
-        token, pair, CARRIED * itemsize * hidden, fixed, sampled, max(widened, itemsize) * max(wide, queries)
-    )
+    block, carried = max(widened, itemsize) * max(wide, queries), CARRIED * itemsize * hidden
+    return PassCost(token, pair, carried, fixed, sampled, block, _experts_by(config, itemsize))
+
+
+def _experts_by(config: PretrainedConfig, itemsize: int) -> int:
+    """Bytes of a token while transformers computes its experts; 0 without any."""
+    picked, hidden = picked_by(config) or 0, int(config.hidden_size)
+    width = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+    wide = width if isinstance(width, int) else 0
+    # its rows with gate and up and what comes of these; or with the results, weighted in 32 bits, and these in order
+    each = max(itemsize * (hidden + 4 * wide), itemsize * 2 * hidden + 2 * 4 * hidden)
+    return picked * each * _SPARE[0] // _SPARE[1]
 
 
 def repeated_bytes(config: PretrainedConfig, itemsize: int, tokens: int) -> int:
@@ -193,9 +208,7 @@ def repeated_bytes(config: PretrainedConfig, itemsize: int, tokens: int) -> int:
 def _wide(config: PretrainedConfig, hidden: int) -> int:
     """The width of the widest feed-forward network in any layer."""
     sizes = getattr(config, "intermediate_size", None) or 4 * hidden
-    wide: int = sizes if isinstance(sizes, int) else max(sizes)
-    expert, picked = getattr(config, "moe_intermediate_size", None), picked_by(config)
-    return max(wide, expert * picked) if isinstance(expert, int) and picked else wide
+    return max([sizes] if isinstance(sizes, int) else sizes)
 
 
 PREFETCH_SHARE = 8

@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -178,17 +178,20 @@ def expect_random_reads(memory: memoryview) -> None:
     _advise(memory, _RANDOM)
 
 
-def begin_to_read(memory: memoryview) -> None:
-    """Have the system read pages of mapped memory in the background; a hint, for Linux."""
-    _advise(memory, _NEEDED)
+def begin_to_read(memory: memoryview, runs: Iterable[tuple[int, int]] | None = None) -> None:
+    """Have the system read mapped memory, or runs of it from one offset up to another, in the background; a hint, for
+    Linux."""
+    _advise(memory, _NEEDED, runs)
 
 
-def _advise(memory: memoryview, advice: int) -> bool:
+def _advise(memory: memoryview, advice: int, runs: Iterable[tuple[int, int]] | None = None) -> bool:
     if sys.platform != "linux" or not len(memory) or memory.readonly:
         return False
-    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
-    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
-    return bool(_load_madvise()(begin, address + len(memory) - begin, advice) == 0)
+    address, call, taken = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), _load_madvise(), True
+    for begin, end in runs if runs is not None else [(0, len(memory))]:
+        page = (address + begin) // mmap.PAGESIZE * mmap.PAGESIZE
+        taken = call(page, address + end - page, advice) == 0 and taken
+    return taken
 
 
 @functools.cache

@@ -25,13 +25,14 @@ import os
 import shlex
 import threading
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rabbitllm.base.forks import in_child, own_lock
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import Header
-from rabbitllm.storage.files import identity_of
+from rabbitllm.storage.files import begin_to_read, identity_of
 
 try:
     from zlib_ng.zlib_ng import crc32
@@ -249,7 +250,7 @@ class LayerChecks:
         """
         checks = self._files[file]
         if not checks.is_done:
-            checks.check([span for span in ranges if span[1]], None, unmapped=unmapped)
+            checks.check((span for span in ranges if span[1]), None, unmapped=unmapped)
 
     def is_done(self, file: str) -> bool:
         """Whether all of a file has been compared."""
@@ -321,17 +322,37 @@ class _FileChecks:
     def is_done(self) -> bool:
         return not self._state.left
 
-    def check(self, ranges: Sequence[tuple[int, int]], bytes_read: BytesRead | None, *, unmapped: bool = False) -> None:
-        for offset, nbytes in ranges:
-            for begin, end in self._waiting(offset, offset + nbytes):
-                low, high, written = self._starts[begin], self._starts[end], self._expected(begin, end)
-                # mapped pages may have been written to, as private copies
-                if (
-                    self._crc(low, high, bytes_read, reread=unmapped) != written
-                    and self._crc(low, high, bytes_read, reread=True) != written
-                ):
-                    raise self._damaged(begin, end, bytes_read)
-                self._state.mark(begin, end)
+    def check(self, ranges: Iterable[tuple[int, int]], bytes_read: BytesRead | None, *, unmapped: bool = False) -> None:
+        runs: Iterator[tuple[int, int]] = (
+            run for offset, nbytes in ranges for run in self._waiting(offset, offset + nbytes)
+        )
+        if bytes_read is None and self.by_block and not unmapped:
+            runs = self._read_ahead(runs)
+        for begin, end in runs:
+            if self._state.done.find(0, begin, end) < 0:  # compared since, for another range
+                continue
+            low, high, written = self._starts[begin], self._starts[end], self._expected(begin, end)
+            # mapped pages may have been written to, as private copies
+            if (
+                self._crc(low, high, bytes_read, reread=unmapped) != written
+                and self._crc(low, high, bytes_read, reread=True) != written
+            ):
+                raise self._damaged(begin, end, bytes_read)
+            self._state.mark(begin, end)
+
+    def _read_ahead(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """The same runs of blocks, while the system reads the next ones: what is mapped for random reads would be read
+        page by page."""
+        mapped, starts, ahead, nbytes = self._mapped(), self._starts, deque[tuple[int, int]](), 0
+        for begin, end in runs:
+            begin_to_read(mapped, [(starts[begin], starts[end])])
+            ahead.append((begin, end))
+            nbytes += starts[end] - starts[begin]
+            while nbytes > GROUP_BYTES:
+                first, last = ahead.popleft()
+                nbytes -= starts[last] - starts[first]
+                yield first, last
+        yield from ahead
 
     def _waiting(self, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Runs of blocks, from one up to another, that a range touches and that are not compared yet; a run is summed

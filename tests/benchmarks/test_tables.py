@@ -20,6 +20,8 @@ def test_rows_of_a_small_table(tmp_path: Path) -> None:
         rows = sum(file.get_slice(name).get_shape()[0] for name in names)
         assert torch.isfinite(file.get_tensor(names[-1])[-1]).all()
     assert table_bytes == rows * 64 * 2
-    row = measure(tmp_path, table_bytes, 3)
-    assert 0 < row.rows <= 3 * 16
-    assert len(row.read) == len(row.seconds) == 3
+    for split in (None, tmp_path / "split"):
+        row = measure(tmp_path, table_bytes, 3, 20, split)
+        assert 0 < row.rows <= 3 * 16
+        assert 0 < row.prompt_rows <= 20 * 16
+        assert len(row.read) == len(row.seconds) == 3

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from rabbitllm.engine import _embedding_rows
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.store import checksums
 from rabbitllm.store.layer_store import LayerStore
 from tests.support import quantized
 from tests.support.builders import build_checkpoint, reference_logits
@@ -83,6 +85,39 @@ def test_each_distinct_token_reads_one_row(tmp_path: Path) -> None:
     assert model.streamer.tables["model.embed_tokens"].rows_read == 3
     model.get_input_embeddings()(torch.tensor([[9]]))
     assert model.streamer.tables["model.embed_tokens"].rows_read == 4
+
+
+def test_reads_of_a_lookup_are_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a table of two tensors: the pages of all rows, and the blocks that are compared, before anything waits."""
+    model = load(split(build_with_table(tmp_path / "model", "qwen4_exp")), 0)
+    table, look_up = model.get_submodule(TABLES["qwen4_exp"]), model.streamer.tables[TABLES["qwen4_exp"]]
+    events: list[tuple[str, list[tuple[int, int]]]] = []
+
+    def record(name: str, home: Any, attribute: str) -> None:
+        ordinary = getattr(home, attribute)
+
+        def recorded(*args: Any) -> Any:
+            runs = [*args[1]] if name == "begin" else []
+            events.append((name, runs))
+            return ordinary(args[0], runs) if name == "begin" else ordinary(*args)
+
+        monkeypatch.setattr(home, attribute, recorded)
+
+    record("begin", _embedding_rows, "begin_to_read")
+    record("begin", checksums, "begin_to_read")
+    record("sum", checksums, "_crc_of_mapped")
+    record("rows", look_up, "_rows")
+    last = table.num_embeddings - 1
+    for ids, kinds in (([0, 1, last], ["sum", "rows"]), ([0, 1, last], ["rows"])):
+        events.clear()
+        table(torch.tensor([ids]))
+        names = [name for name, _ in events]
+        for kind in kinds:
+            assert names.count(kind) >= 2
+        assert [*dict.fromkeys(names)] == (["begin", "sum", "rows"] if "sum" in kinds else ["begin", "rows"])
+        read = [run for name, runs in events for run in runs if name == "begin"]
+        assert sum(end - begin for begin, end in read) < table.weight.nbytes
+    assert len(read) == 2  # rows 0 and 1 are in one page
 
 
 def test_table_is_unbound_between_calls(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ import transformers
 from greenlet import greenlet
 from transformers.cache_utils import DynamicCache
 
+from rabbitllm.engine._expert_pool import ExpertPool
 from rabbitllm.errors import BusyError, ClosedError, OptionError
 from rabbitllm.generation import cache_manager
 from rabbitllm.generation._cache_file import CacheFile
-from rabbitllm.generation._model_runner import PackedGroup
+from rabbitllm.generation._model_runner import ModelRunner, PackedGroup
 from rabbitllm.generation._packed_batch import PackedSequence
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.kv_cache import bytes_of, cost_by_config
@@ -532,6 +533,43 @@ def test_other_families(open_batch: Open, tmp_path: Any, family: str, monkeypatc
     plain = plain_model(folder, dtype=torch.float32).eval()
     for answer in answered_together(batch, [Request(prompt(12 + 3 * index, index), 4) for index in range(6)]):
         assert answer.tokens == alone(plain, answer.request)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
+def test_a_pass_reads_each_chosen_expert_once(
+    open_batch: Open, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts, and for sequences that are not packed: what no slot keeps is read once for all rows."""
+    monkeypatch.setattr(PassCost, "parts_in", lambda *args: (10_000, 20))
+    folder = split(build_checkpoint(tmp_path / name, name, num_experts=24, num_experts_per_tok=3))
+    batch, model = open_batch(Limits(chunk=1 << 30, throughput=True), folder=folder, budget=0)
+    [pool] = model.streamer.pools.values()
+    chosen: list[set[tuple[str, int]]] = []
+    reads: list[list[tuple[str, int]]] = []
+    run, read = ModelRunner.run, ExpertPool._read
+
+    def run_pass(runner: ModelRunner, coroutines: Any) -> None:
+        chosen.append(set())
+        reads.append([])
+        run(runner, coroutines)
+
+    def read_expert(pool: ExpertPool, source: Any, expert: int, leaf: str | None, memory: torch.Tensor) -> None:
+        reads[-1] += [(source.name, expert)] * (leaf in (None, next(iter(source.leaves))))
+        read(pool, source, expert, leaf, memory)
+
+    monkeypatch.setattr(ModelRunner, "run", run_pass)
+    monkeypatch.setattr(ExpertPool, "_read", read_expert)
+    for source in pool.sources:
+        source.module.register_forward_pre_hook(
+            lambda module, args, name=source.name: chosen[-1].update((name, e) for e in args[1].unique().tolist())  # type: ignore[misc]
+        )
+    requests = [Request(prompt(9 + 3 * index, index), 4) for index in range(6)]
+    answers = answered_together(batch, requests)
+    assert all(len(answer.tokens) == 4 or answer.tokens[-1] == 2 for answer in answers)
+    assert len(reads) == batch.stats.passes < 6 * 4
+    assert not pool.cache.occupied
+    for pass_chosen, pass_read in zip(chosen, reads, strict=True):
+        assert sorted(pass_read) == sorted(pass_chosen)
 
 
 def test_an_error_of_one_group_ends_its_requests_alone(open_batch: Open, monkeypatch: pytest.MonkeyPatch) -> None:

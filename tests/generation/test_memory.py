@@ -99,6 +99,29 @@ def test_groups_of_a_pass_fit_in_memory() -> None:
         assert cost.least() < cost.worthwhile(1) < cost.worthwhile(64)
 
 
+def test_experts_of_all_tokens_of_a_pass_fit_in_memory() -> None:
+    """All tokens go through them at once, whatever the parts: then each expert is read once."""
+    mixture = SimpleNamespace(**vars(LLAMA), moe_intermediate_size=512, num_experts_per_tok=10)
+    for itemsize in (2, 4):
+        cost = cost_of_a_pass(mixture, itemsize)
+        assert cost.experts > 10 * 4 * 2048 * itemsize  # its rows before and after, and two times weighted
+        for nbytes in (150 << 20, 1 << 30, 16 << 30):
+            tokens, part = cost.parts_in(nbytes, 64)
+            assert 0.9 * nbytes < cost.of(tokens, part, 64) <= nbytes
+            assert tokens * cost.experts > 0.6 * (nbytes - cost.fixed - 64 * cost.sampled)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(trimming() is None, reason="no glibc here")
+def test_a_pass_of_a_mixture_takes_the_estimated_memory(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 32, "num_experts_per_tok": 8}
+    more = {"num_hidden_layers": 2, "max_position_embeddings": 16384, "eos_token_id": None}
+    folder = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **sizes, **more))
+    _, *peaks = measured(folder, "512:512:1:apart", "8192:512:16:apart", "4096:4096:16:apart")
+    for peak in peaks:
+        assert peak["measured"] < peak["reckoned"] < 3 * peak["measured"], peaks
+
+
 def test_eager_attention_makes_groups_smaller() -> None:
     eager = SimpleNamespace(**vars(LLAMA), _attn_implementation="eager")
     cost, without = cost_of_a_pass(eager, 2), cost_of_a_pass(LLAMA, 2)
@@ -116,8 +139,6 @@ def test_costs_follow_from_the_sizes() -> None:
     by_layer = SimpleNamespace(**{**vars(LLAMA), "intermediate_size": [1024, 5632]})
     assert cost_of_a_pass(by_layer, 2) == cost_of_a_pass(LLAMA, 2)
     assert cost_of_a_pass(SimpleNamespace(hidden_size=768), 2).tokens_in(1 << 30) > tokens
-    experts = SimpleNamespace(**vars(LLAMA), moe_intermediate_size=1024, num_experts_per_tok=8)
-    assert cost_of_a_pass(experts, 2).each > cost_of_a_pass(LLAMA, 2).each
     assert PassCost(1, 0, 1, 0, 1, 1).tokens_in(-5) == MIN_TOKENS
 
 

@@ -202,7 +202,7 @@ def limits_of(model: StreamedModel, room: Room, longest: int = 0) -> ScoringLimi
     max_tokens = min(cost.max_tokens, MAX_TOKENS) if on_host else MAX_TOKENS
     tokens = room.tokens or min(max(cost.tokens_in(computing), MIN_TOKENS), max_tokens)
     token_bytes = itemsize * config.hidden_size * 5 // 2  # hidden states, the input of the layer, and rotary angles
-    rows = max(computing // (8 * itemsize * config.hidden_size), tokens)
+    rows = max(computing // max(cost.experts, 1), tokens)
     logits = min(computing // LOGITS_SHARE, LOGITS_BYTES)
     return ScoringLimits(on_device, memory - on_device, disk, folder, tokens, token_bytes, rows, logits)
 
