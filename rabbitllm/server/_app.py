@@ -127,9 +127,12 @@ def routes(service: Service) -> list[BaseRoute]:
     async def body_of(request: Request) -> Any:
         return await read_json(request, settings.body_bytes, settings.body_seconds)
 
-    def builder(lead: str, kinds: tuple[str, str], body: GenerationBody, request: Request) -> ResponseBuilder:
+    def builder(
+        lead: str, kinds: tuple[str, str], body: GenerationBody, call: CheckedCall, request: Request
+    ) -> ResponseBuilder:
         name, usage = f"{lead}{_record(request).id}", bool(body.stream and body.include_usage)
-        return ResponseBuilder(name, int(time.time()), settings.name, *kinds, body.n or 1, usage)
+        now = int(time.time())
+        return ResponseBuilder(name, now, settings.name, *kinds, call.candidates, usage, call.max_tokens)
 
     async def models(_: Request) -> Response:
         return JsonResponse({"object": "list", "data": [_model(service)]})
@@ -144,15 +147,16 @@ def routes(service: Service) -> list[BaseRoute]:
         call = await service.encoded(lambda: checked_chat(body, service.template, service.limits, settings))
         choices = ChatChoices(call, service.texts, service.ends, lambda: f"call_{uuid.uuid4().hex[:24]}")
         kinds = "chat.completion", "chat.completion.chunk"
-        return await _generated(request, service, body, call, choices, builder("chatcmpl-", kinds, body, request))
+        return await _generated(request, service, body, call, choices, builder("chatcmpl-", kinds, body, call, request))
 
     async def completion(request: Request) -> Response:
         body = parsed(CompletionBody, await body_of(request))
         service.check_name(body.model)
         call = await service.encoded(lambda: checked_completion(body, service.tokenizer, service.limits, settings))
-        choices = CompletionChoices(call, service.texts, service.ends)
+        prompts = await unless_disconnected(service.prompt_logprobs(call), request.receive)
+        choices = CompletionChoices(call, service.texts, service.ends, prompts)
         kinds = "text_completion", "text_completion"
-        return await _generated(request, service, body, call, choices, builder("cmpl-", kinds, body, request))
+        return await _generated(request, service, body, call, choices, builder("cmpl-", kinds, body, call, request))
 
     async def embeddings(request: Request) -> Response:
         body = parsed(Embedding, await body_of(request))
@@ -200,7 +204,7 @@ async def _generated(
 ) -> Response:
     """The answer to requests of the batch, whole or as a stream; they are cancelled when the client disconnects."""
     record = _record(request)
-    inbox = Inbox(keep_tokens=call.top_logprobs is not None, watch=service.metrics.watch())
+    inbox = Inbox(keep_tokens=call.keeps_tokens, watch=service.metrics.watch())
     submission = Submission(service.batch, call.requests, inbox)
 
     def over(stayed: bool) -> None:

@@ -221,7 +221,7 @@ async def whole(
             if isinstance(event, Delta):
                 deltas[choice] = Delta(deltas[choice].text + event.text, deltas[choice].tokens + event.tokens)
     ends = submission.ends()
-    return builder.whole([choices.whole(choice, deltas[choice], end) for choice, end in enumerate(ends)], ends)
+    return builder.whole(choices.all(deltas, ends), ends)
 
 
 async def frames(
