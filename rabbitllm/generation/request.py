@@ -179,6 +179,35 @@ class AnswerPenalties:
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """Closes the reasoning after a number of its tokens: a logits processor for `generate`.
+
+    Attributes:
+        tokens: that number.
+        opening, closing: tokens of the marks of reasoning.
+        prompt: number of tokens before the answer.
+        is_open: whether the prompt opens the reasoning.
+    """
+
+    tokens: int
+    opening: int
+    closing: int
+    prompt: int
+    is_open: bool
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores of shape (1, vocabulary) after `input_ids` of shape (1, tokens)."""
+        answer = input_ids[0, self.prompt :].tolist()
+        if self.closing in answer or not (self.is_open or self.opening in answer):
+            return scores
+        if len(answer) - (0 if self.is_open else answer.index(self.opening) + 1) < self.tokens:
+            return scores
+        forced = scores.new_full(scores.shape, -math.inf)
+        forced[:, self.closing] = 0
+        return forced
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptMedia:
     """Pictures or sounds of a prompt, as its processor made them; equal to itself only.
@@ -241,6 +270,7 @@ class Request:
         shown: special tokens that are part of the text, and so of the text in which stop strings are looked for; others
             are left out.
         thoughts: how reasoning is told from the answer; None where all text is the answer.
+        thinking_budget: closes the reasoning; None for no limit.
     """
 
     prompt: tuple[int, ...]
@@ -252,6 +282,7 @@ class Request:
     media: PromptMedia | None = None
     shown: frozenset[int] = frozenset()
     thoughts: Thoughts | None = None
+    thinking_budget: ThinkingBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -583,6 +614,8 @@ def generate_arguments(
         before = 1 if model.config.is_encoder_decoder else len(request.prompt)
         penalties = sampling.presence_penalty or 0.0, sampling.frequency_penalty or 0.0
         limits["logits_processor"] = [AnswerPenalties(before, *penalties)]
+    if request.thinking_budget is not None:
+        limits.setdefault("logits_processor", []).append(request.thinking_budget)
     return {
         "inputs": ids,
         "attention_mask": torch.ones_like(ids),

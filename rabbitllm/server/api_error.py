@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,17 @@ def bad_options(param: str | None = None, code: str | None = None) -> Iterator[N
 def unsupported(message: str, param: str) -> APIError:
     """The error for a field, or a value of it, that is not supported."""
     return bad(message, param, "unsupported_parameter")
+
+
+def take_fields(body: Any, harmless_names: Collection[str]) -> dict[str, Any]:
+    """The fields of a body, without those that change no answer.
+
+    Raises:
+        APIError: it is no object.
+    """
+    if not isinstance(body, dict):
+        raise bad("The request body is not a JSON object.")
+    return {name: value for name, value in body.items() if name not in harmless_names}
 
 
 def closing() -> APIError:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import MediaError
 from rabbitllm.generation.media import openai_part, text_of_parts
-from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, Sampling
+from rabbitllm.generation.reasoning import Thoughts
+from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, Sampling, ThinkingBudget
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server._tools import call_tokens
 from rabbitllm.server.api_error import (
@@ -135,11 +136,24 @@ def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, se
     stops, n = (*body.stops, *template.stops), body.n or 1
     requests = _requests_of(body, [(prompt, new_tokens)], stops, top_logprobs, limits, settings, n)
     shown = call_tokens(template.tokenizer) if tools else frozenset()
-    requests = tuple(replace(request, shown=shown, thoughts=template.thoughts(prompt.ids)) for request in requests)
+    thoughts = template.thoughts(prompt.ids)
+    budget = _budget(body.thinking_token_budget, template, thoughts, len(prompt.ids))
+    requests = tuple(replace(request, shown=shown, thoughts=thoughts, thinking_budget=budget) for request in requests)
     functions = [tool.function for tool in tools]
     types = {function.name: _types(function.parameters) for function in functions}
     names = tuple(function.name for function in functions)
     return CheckedCall(requests, top_logprobs, names, types, candidates=n, max_tokens=_cut(max_tokens, [new_tokens]))
+
+
+def _budget(
+    tokens: int | None, template: ChatTemplate, thoughts: Thoughts | None, prompt: int
+) -> ThinkingBudget | None:
+    if tokens is None:
+        return None
+    if thoughts is None or template.thought_tokens is None:
+        problem = "this model's marks of reasoning are no tokens"
+        raise unsupported(f"thinking_token_budget is not supported: {problem}.", "thinking_token_budget")
+    return ThinkingBudget(tokens, *template.thought_tokens, prompt, thoughts.reader().is_reasoning)
 
 
 def _tools(body: ChatBody, template: ChatTemplate) -> list[Tool]:

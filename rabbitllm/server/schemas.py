@@ -196,6 +196,7 @@ class ChatBody(GenerationBody):
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Whole | None = Field(None, ge=0)
 
 
 class CompletionBody(GenerationBody):
@@ -215,6 +216,52 @@ class Embedding(_Strict):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Whole | None = Field(None, ge=1)
+
+
+class RerankBody(_Strict):
+    """Body of `/v1/rerank`."""
+
+    model: str | None = None
+    query: str
+    documents: Annotated[list[str], Field(fail_fast=True)] = Field(min_length=1)
+    top_n: Whole | None = Field(None, ge=1)
+    return_documents: bool | None = None
+
+
+class TokenizeBody(_Strict):
+    """Body of `/tokenize`, with llama.cpp's and vLLM's names."""
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def text(self) -> str:
+        """The text.
+
+        Raises:
+            APIError: there is none.
+        """
+        text = self.content if self.content is not None else self.prompt
+        if text is None:
+            raise bad("Expected content, prompt or messages.", "content")
+        return text
+
+    @property
+    def adds_special(self) -> bool:
+        """Whether the tokens of a text begin with the model's own; by default as for a completion."""
+        return next((value for value in (self.add_special, self.add_special_tokens) if value is not None), True)
+
+
+class DetokenizeBody(_Strict):
+    """Body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: Tokens
 
 
 def parsed(schema: type[_Parsed], body: Any) -> _Parsed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -197,6 +197,10 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+    def decoded(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     async def prompt_logprobs(self, call: CheckedCall) -> dict[tuple[int, ...], list[TokenLogprob]]:
         """Prompt -> the log probabilities of its tokens, for the prompts of a call that need them."""
