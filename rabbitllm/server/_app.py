@@ -186,22 +186,18 @@ def routes(service: Service) -> list[BaseRoute]:
         body, call = await checked(await body_of(request))
         return await answered(request, body, call, "chatcmpl-", Dialect(include_usage=body.include_usage))
 
-    def chat_of_messages(body: Any) -> dict[str, Any]:
-        template = service.template
-        return _messages.chat_of(body, template.switches, has_budget=template.thought_tokens is not None)
-
     async def messages(request: Request) -> Response:
-        body, call = await checked(chat_of_messages(await body_of(request)))
+        body, call = await checked(_messages.chat_of(await body_of(request), service.template))
         dialect = _messages.Messages(body.stops, len(call.requests[0].prompt))
         return await answered(request, body, call, "msg_", dialect, "toolu_")
 
     async def count_tokens(request: Request) -> Response:
-        _, call = await checked(chat_of_messages(await body_of(request)))
+        _, call = await checked(_messages.chat_of(await body_of(request), service.template))
         return JsonResponse({"input_tokens": len(call.requests[0].prompt)})
 
     async def responses(request: Request) -> Response:
         raw = await body_of(request)
-        body, call = await checked(_responses.chat_of(raw))
+        body, call = await checked(_responses.chat_of(raw, service.template))
         return await answered(request, body, call, "resp_", _responses.Responses(raw))
 
     async def tokenize(request: Request) -> Response:

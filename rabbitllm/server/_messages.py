@@ -7,53 +7,64 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rabbitllm.generation.request import Result
+from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server._streaming import Dialect, text_of
-from rabbitllm.server.api_error import APIError, bad, take_fields, unsupported
+from rabbitllm.server.api_error import APIError, bad, refuse_others, take_fields, taken, unsupported
 
 HARMLESS = ("metadata", "service_tier", "inference_geo", "context_management", "cache_control", "betas", "diagnostics")
 """Fields that change no answer."""
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "text": ("text", "citations"),
+    "image": ("source",),
+    "thinking": ("thinking", "signature"),
+    "tool_use": ("id", "name", "input", "caller"),
+    "tool_result": ("tool_use_id", "content", "is_error"),
+}
+"""Type of a block -> its keys."""
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def chat_of(body: Any, switches: Sequence[str], *, has_budget: bool) -> dict[str, Any]:
+def chat_of(body: Any, template: ChatTemplate) -> dict[str, Any]:
     """The body of a chat that asks for the same.
 
     Args:
         body: the body, decoded.
-        switches: variables by which the chat template turns thinking on and off.
-        has_budget: whether the number of tokens of thinking can be limited.
+        template: the model's chat template.
 
     Raises:
         APIError: it has a field or a block that is not supported, or of a wrong form.
     """
     fields = take_fields(body, HARMLESS)
     chat = {name: fields.pop(name) for name in _SAME if fields.get(name) is not None}
-    system, messages = fields.pop("system", None), fields.pop("messages", None)
+    system = fields.pop("system", None)
     chat["messages"] = [{"role": "system", "content": _text(system, "system")}] if system else []
-    for index, message in enumerate(messages if isinstance(messages, list) else []):
+    for index, message in enumerate(taken(fields, "messages", list)):
         chat["messages"] += _messages(message, f"messages.{index}")
     if chat["messages"] and chat["messages"][-1]["role"] == "assistant":
         raise unsupported("The last of messages is an answer, which cannot be continued.", "messages")
     chat["stop"] = fields.pop("stop_sequences", None)
-    if tools := fields.pop("tools", None):
-        chat["tools"] = [_tool(tool, f"tools.{index}") for index, tool in enumerate(tools)]
-    if choice := fields.pop("tool_choice", None):
+    chat["tools"] = [_tool(tool, f"tools.{index}") for index, tool in enumerate(taken(fields, "tools", list))]
+    if choice := taken(fields, "tool_choice", dict):
+        refuse_others(choice, ("type", "name", "disable_parallel_tool_use"), "tool_choice")
         named = {"type": "function", "function": {"name": choice.get("name")}}
-        chat["tool_choice"] = named if choice.get("type") == "tool" else _CHOICES.get(choice.get("type"), "?")
+        chat["tool_choice"] = named if choice.get("type") == "tool" else _CHOICES.get(str(choice.get("type")), "?")
         chat["parallel_tool_calls"] = False if choice.get("disable_parallel_tool_use") else None
-    output = fields.pop("output_config", None) or {}
-    if output.get("format"):
-        schema = {"name": "answer", "schema": output["format"].get("schema")}
-        chat["response_format"] = {"type": output["format"].get("type"), "json_schema": schema}
-    if thinking := fields.pop("thinking", None):
+    output = dict(taken(fields, "output_config", dict))
+    if form := taken(output, "format", dict):
+        refuse_others(form, ("type", "schema", "name"), "output_config.format")
+        schema = {"name": "answer", "schema": form.get("schema")}
+        chat["response_format"] = {"type": form.get("type"), "json_schema": schema}
+    chat["reasoning_effort"] = output.get("effort") if "reasoning_effort" in template.settable() else None
+    refuse_others(output, ("effort",), "output_config")
+    if thinking := taken(fields, "thinking", dict):
         thinks = thinking.get("type") != "disabled"
-        chat["chat_template_kwargs"] = dict.fromkeys(switches, thinks)
-        chat["thinking_token_budget"] = thinking.get("budget_tokens") if thinks and has_budget else None
-    for name, value in fields.items():
-        if value is not None:
-            raise unsupported(f"{name[:60]} is not supported; omit it.", name[:60])
+        chat["chat_template_kwargs"] = dict.fromkeys(template.switches, thinks)
+        has_budget = thinks and template.thought_tokens is not None
+        chat["thinking_token_budget"] = thinking.get("budget_tokens") if has_budget else None
+        refuse_others(thinking, ("type", "budget_tokens", "display"), "thinking")
+    refuse_others(fields, ())
     return chat
 
 
@@ -68,6 +79,8 @@ def _text(content: Any, where: str) -> str:
     blocks = _blocks(content, where)
     if wrong := [block for block in blocks if block.get("type") != "text" or not isinstance(block.get("text"), str)]:
         raise unsupported(f"{where} has a block of type {str(wrong[0].get('type'))[:40]}; expected text.", where)
+    for block in blocks:
+        refuse_others(block, ("type", "cache_control", *_KEYS["text"]), where)
     return "\n\n".join(block["text"] for block in blocks)
 
 
@@ -75,10 +88,12 @@ def _messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
     """A message as messages of a chat: results of tools come first, each by itself."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise bad(f"{where} is no message of user or assistant.", where)
+    refuse_others(message, ("role", "content"), where)
     parts: list[dict[str, Any]] = []
     answer: dict[str, Any] = {}
     for index, block in enumerate(_blocks(message.get("content"), f"{where}.content")):
         path, kind = f"{where}.content.{index}", block.get("type")
+        refuse_others(block, ("type", "cache_control", *_KEYS.get(str(kind), block)), path)
         if kind == "text":
             parts.append({"type": "text", "text": block.get("text")})
         elif kind == "image":
@@ -107,8 +122,10 @@ def _messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
 
 def _image(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     source = block.get("source")
+    refuse_others(block, ("type", "cache_control", "source"), where)
     if not isinstance(source, dict) or source.get("type") not in ("base64", "url"):
         raise unsupported(f"{where}: a picture needs a source of type base64 or url.", where)
+    refuse_others(source, ("type", "media_type", "data", "url"), where)
     url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
     return {"type": "image_url", "image_url": {"url": url}}
 
@@ -117,6 +134,8 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
         kind = tool.get("type") if isinstance(tool, dict) else tool
         raise unsupported(f"{where} is of type {str(kind)[:40]}; only tools of the client are supported.", where)
+    names = ("type", "name", "description", "input_schema", "cache_control", "eager_input_streaming", "strict")
+    refuse_others(tool, names, where)
     function = {"name": tool.get("name"), "description": tool.get("description")}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rabbitllm.generation.request import Result
+from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server._streaming import Dialect, text_of
-from rabbitllm.server.api_error import APIError, bad, take_fields, unsupported
+from rabbitllm.server.api_error import APIError, bad, refuse_others, take_fields, taken, unsupported
 
 HARMLESS = (
     *("store", "metadata", "user", "include", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -18,11 +19,22 @@ HARMLESS = (
 )
 """Fields that change no answer."""
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls")
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "message": ("role", "content", "phase"),
+    "reasoning": ("content", "summary", "encrypted_content"),
+    "function_call": ("call_id", "name", "arguments", "caller"),
+    "function_call_output": ("call_id", "output", "caller"),
+}
+"""Type of an item -> its keys."""
 _STORED = "this server stores no responses; send the whole conversation in input"
 
 
-def chat_of(body: Any) -> dict[str, Any]:
+def chat_of(body: Any, template: ChatTemplate) -> dict[str, Any]:
     """The body of a chat that asks for the same.
+
+    Args:
+        body: the body, decoded.
+        template: the model's chat template.
 
     Raises:
         APIError: it has a field or an item that is not supported, or of a wrong form.
@@ -33,25 +45,27 @@ def chat_of(body: Any) -> dict[str, Any]:
             raise unsupported(f"{name} is not supported: {_STORED}.", name)
     chat = {name: fields.pop(name) for name in _SAME if fields.get(name) is not None}
     chat["max_completion_tokens"] = fields.pop("max_output_tokens", None)
-    system, items = fields.pop("instructions", None), fields.pop("input", None)
-    items = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    system = fields.pop("instructions", None)
+    if isinstance(fields.get("input"), str):
+        fields["input"] = [{"role": "user", "content": fields["input"]}]
     chat["messages"] = [{"role": "system", "content": system}] if system else []
-    chat["messages"] += _messages(items if isinstance(items, list) else [])
-    if tools := fields.pop("tools", None):
-        chat["tools"] = [_tool(tool, f"tools.{index}") for index, tool in enumerate(tools)]
+    chat["messages"] += _messages(taken(fields, "input", list))
+    chat["tools"] = [_tool(tool, f"tools.{index}") for index, tool in enumerate(taken(fields, "tools", list))]
     choice = fields.pop("tool_choice", None)
     is_named = isinstance(choice, dict) and choice.get("type") == "function"
-    chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if is_named else choice
-    chat["reasoning_effort"] = (fields.pop("reasoning", None) or {}).get("effort")
-    form = (fields.pop("text", None) or {}).get("format") or {}
+    refuse_others(choice if is_named else {}, ("type", "name"), "tool_choice")
+    chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if is_named else choice
+    reasoning, text = taken(fields, "reasoning", dict), dict(taken(fields, "text", dict))
+    chat["reasoning_effort"] = reasoning.get("effort") if "reasoning_effort" in template.settable() else None
+    refuse_others(reasoning, ("effort", "summary", "generate_summary", "context"), "reasoning")
+    form, chat["verbosity"] = taken(text, "format", dict), text.pop("verbosity", None)
+    refuse_others(text, (), "text")
     if form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
     chat["response_format"] = form or None
     if fields.pop("truncation", None) not in (None, "disabled"):
         raise unsupported("truncation is not supported; omit it or use 'disabled'.", "truncation")
-    for name, value in fields.items():
-        if value not in (None, 0):
-            raise unsupported(f"{name[:60]} is not supported; omit it.", name[:60])
+    refuse_others(fields, ())
     return chat
 
 
@@ -70,12 +84,14 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
 
     for index, item in enumerate(items):
         where = f"input.{index}"
-        kind = item.get("type", "message") if isinstance(item, dict) else None
+        kind = str(item.get("type", "message")) if isinstance(item, dict) else None
+        if kind is not None:
+            refuse_others(item, ("type", "id", "status", *_KEYS.get(kind, item)), where)
         if kind == "message" and item.get("role") == "assistant":
             in_answer("content")["content"] = _content(item.get("content"), where)
         elif kind == "reasoning":
-            texts = [part.get("text") or "" for part in item.get("content") or item.get("summary") or ()]
-            if text := "\n".join(texts):
+            parts = _content(item.get("content") or item.get("summary"), where) or ""
+            if text := parts if isinstance(parts, str) else "\n".join(str(part.get("text")) for part in parts):
                 in_answer("reasoning_content")["reasoning_content"] = text
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
@@ -92,13 +108,15 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _content(content: Any, where: str) -> Any:
-    if not isinstance(content, list):
+    if content is None or isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise bad(f"{where} is neither a text nor a list of parts.", where)
     parts: list[dict[str, Any]] = []
     for index, part in enumerate(content):
         path = f"{where}.content.{index}"
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("input_text", "output_text", "text"):
+        if kind in ("input_text", "output_text", "text", "reasoning_text", "summary_text"):
             parts.append({"type": "text", "text": part.get("text")})
         elif kind == "refusal":
             parts.append({"type": "refusal", "refusal": part.get("refusal")})
@@ -106,6 +124,7 @@ def _content(content: Any, where: str) -> Any:
             parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
         else:
             raise unsupported(f"{path} is of type {str(kind)[:40]}, which is not supported.", path)
+        refuse_others(part, ("type", "text", "refusal", "image_url", "detail", "annotations", "logprobs"), path)
     return parts
 
 
@@ -116,6 +135,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool.get("name"), str):
         raise bad(f"{where} has no name.", where)
     names = ("name", "description", "parameters", "strict")
+    refuse_others(tool, ("type", *names), where)
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
 

@@ -6,6 +6,7 @@ The model thinks, writes a text and calls a tool; what it says is scripted, so e
 from __future__ import annotations
 
 import base64
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ import anthropic
 import openai
 import pytest
 
+from rabbitllm.server import _messages, _responses
+from rabbitllm.server.api_error import APIError
+from rabbitllm.server.schemas import ChatBody, parsed
 from tests.server.serving import NAME, Running, running
 from tests.support.picture_models import build, encoded, picture
 from tests.support.scripted import scripted_checkpoint
@@ -221,6 +225,75 @@ def test_responses_refuse_what_needs_a_store(scripted: Running) -> None:
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             respond(scripted, **options)
+
+
+MESSAGES_BODY: dict[str, Any] = {
+    "model": NAME,
+    "max_tokens": 3,
+    "system": [{"type": "text", "text": "s"}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "source": {"type": "url"}}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "b"}]}],
+        },
+    ],
+    "tools": [TOOL],
+    "tool_choice": {"type": "auto"},
+    "thinking": {"type": "enabled", "budget_tokens": 5},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}},
+}
+RESPONSES_BODY: dict[str, Any] = {
+    "model": NAME,
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "b"}]},
+        {"type": "reasoning", "id": "1", "summary": [{"type": "summary_text", "text": "c"}]},
+        {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "d"}]},
+    ],
+    "tools": [FUNCTION],
+    "tool_choice": {"type": "function", "name": "add"},
+    "reasoning": {"effort": "low"},
+    "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("chat_of", "body"), [(_messages.chat_of, MESSAGES_BODY), (_responses.chat_of, RESPONSES_BODY)]
+)
+def test_bodies_of_any_form_are_refused_or_read(scripted: Running, chat_of: Any, body: dict[str, Any]) -> None:
+    """Each value, also those in lists and objects, in turn replaced by hostile ones, or joined by another field."""
+
+    def ways(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        yield where
+        for key, inner in (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        ):
+            yield from ways(inner, (*where, key))
+
+    def outcome(changed: Any) -> str:
+        try:
+            parsed(ChatBody, chat_of(changed, scripted.service.template))
+        except APIError as error:
+            return f"{error.status} {error.message}"
+        return "400 "
+
+    assert outcome(body) == "400 "
+    for where in ways(body):
+        for value in (None, 5, "x", [], {}, [5], [[]], {"type": []}, {"type": "x", "content": 5}, True):
+            changed = copy.deepcopy({"": body})
+            inner: Any = changed
+            for key in ("", *where)[:-1]:
+                inner = inner[key]
+            inner[("", *where)[-1]] = value
+            assert outcome(changed[""]).startswith("400 ")
+        inner = copied = copy.deepcopy(body)
+        for key in where:
+            inner = inner[key]
+        if isinstance(inner, dict) and {"schema", "input_schema", "parameters", "input"}.isdisjoint(where):
+            inner["strange"] = "a"
+            assert "strange is not supported" in outcome(copied) or "format" in where, where
 
 
 def test_pictures_in_both(tmp_path: Path) -> None:
