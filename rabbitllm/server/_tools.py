@@ -140,11 +140,17 @@ def call_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(token for name, token in tokenizer.get_added_vocab().items() if name in SPECIAL)
 
 
-def is_known(template: str) -> bool:
-    """Whether a chat template that takes tools shows calls in a form that is read here."""
-    if any(mark in template for mark in _UNREAD):
+def is_known(template: str, tokens: Collection[str] = ()) -> bool:
+    """Whether a model whose chat template takes tools writes calls in a form that is read here.
+
+    Args:
+        template: source of the template.
+        tokens: names of the tokens that were added to its vocabulary.
+    """
+    text = "\n".join([template, *tokens])
+    if any(mark in text for mark in _UNREAD):
         return False
-    return any(marker in template for marker in (*MARKERS, CHANNEL)) or _BARE.search(template) is not None
+    return any(marker in text for marker in (*MARKERS, CHANNEL)) or _BARE.search(template) is not None
 
 
 class CallReader:

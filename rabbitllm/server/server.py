@@ -293,8 +293,9 @@ def put_greeting(
     put_fact(console, "requests", _requests(stats))
     put_fact(console, "sampling", service.sampling_words)
     put_fact(console, "embeddings", "yes" if service.embedder is not None else f"no, {NO_RECIPE}")
-    takes_tools = service.template.reads("tools", with_tools=True)
-    if takes_tools and not is_known(service.template.sources[1]):
+    template = service.template
+    takes_tools = template.reads("tools", with_tools=True)
+    if takes_tools and not is_known(template.sources[1], template.tokenizer.get_added_vocab()):
         put_fact(console, "tools", "calls stay text: the chat template shows them in a form that is not known here")
     put_fact(console, "API key", "required" if settings.api_key else "none")
     put_fact(console, "try", _curl(service, address))

@@ -5,8 +5,8 @@ The model thinks, writes a text and calls a tool; what it says is scripted, so e
 
 from __future__ import annotations
 
-import base64
 import copy
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +15,13 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from rich.console import Console
 
 from rabbitllm.server import _messages, _responses
 from rabbitllm.server.api_error import APIError
 from rabbitllm.server.schemas import ChatBody, parsed
+from rabbitllm.server.server import put_greeting
 from tests.server.serving import NAME, Running, running
-from tests.support.picture_models import build, encoded, picture
 from tests.support.scripted import scripted_checkpoint
 from tests.support.tiny_models import split
 
@@ -296,24 +297,6 @@ def test_bodies_of_any_form_are_refused_or_read(scripted: Running, chat_of: Any,
             assert "strange is not supported" in outcome(copied) or "format" in where, where
 
 
-def test_pictures_in_both(tmp_path: Path) -> None:
-    data = base64.b64encode(encoded(picture())).decode()
-    with running(split(build(tmp_path / "gemma3", "gemma3"))) as served:
-        source: Any = {"type": "base64", "media_type": "image/png", "data": data}
-        claude = anthropic.Anthropic(base_url=served.address, api_key="none", max_retries=0)
-        content: Any = [{"type": "text", "text": "a"}, {"type": "image", "source": source}]
-        answer = create(claude, content, max_tokens=3)
-        url = f"data:image/png;base64,{data}"
-        parts = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": url, "detail": "auto"}]
-        response = respond(served, [{"role": "user", "content": parts}], max_output_tokens=3)
-        chat: Any = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": url}}]
-        message: Any = {"role": "user", "content": chat}
-        plain = served.openai().chat.completions.create(model=NAME, messages=[message], max_tokens=3, temperature=0)
-        assert plain.usage is not None
-        assert prompt_tokens(answer.usage) == response.usage.input_tokens == plain.usage.prompt_tokens
-        assert answer.content[0].text == response.output_text == plain.choices[0].message.content
-
-
 def test_tokens_and_templates(scripted: Running) -> None:
     tokenizer = scripted.model.tokenizer
     ids = tokenizer("the rain")["input_ids"]
@@ -330,6 +313,19 @@ def test_tokens_and_templates(scripted: Running) -> None:
         assert scripted.post(path, body).status_code == 400
     refused = scripted.post("/v1/rerank", {"query": "a", "documents": ["b"]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "no_embeddings")
+
+
+def test_the_start_names_a_form_of_calls_that_is_not_read(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def greeting(template: str) -> str:
+        monkeypatch.setattr(served.model.tokenizer, "chat_template", template)
+        console = Console(file=io.StringIO(), width=200)
+        put_greeting(console, served.service, served.address, None, is_local=True)
+        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+    note = "calls stay text: the chat template shows them in a form that is not known here"
+    assert note in greeting("{% for tool in tools %}[{{ tool }}]{% endfor %}{{ messages }}")
+    assert note not in greeting("{% for tool in tools %}<tool_call>{{ tool }}{% endfor %}{{ messages }}")
+    assert note not in greeting("{{ messages }}")
 
 
 def test_requests_of_clients_that_know_one_kind_of_number(scripted: Running) -> None:
