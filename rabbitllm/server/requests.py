@@ -13,7 +13,7 @@ from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.reasoning import Thoughts
 from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, Sampling, ThinkingBudget
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.server._tools import call_tokens
+from rabbitllm.server._tools import FORMS, call_tokens
 from rabbitllm.server.api_error import (
     BAD_MEDIA,
     PROMPT_ERRORS,
@@ -221,7 +221,21 @@ def _messages(messages: list[Message], template: ChatTemplate, settings: Setting
                 for call in message.tool_calls
             ]
         converted.append(entry)
+    if FORMS["Kimi K2"].opening in template.sources[1]:
+        _number(converted)
     return converted
+
+
+def _number(messages: list[dict[str, Any]]) -> None:
+    """Give calls the ids that Kimi K2 wrote, with name and number: its template repeats them."""
+    ids: list[str] = []
+    names: dict[Any, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            ids.append(f"functions.{call['function']['name']}:{len(ids)}")
+            names[call["id"]] = call["id"] = ids[-1]
+        if message.get("tool_call_id") in names:
+            message["tool_call_id"] = names[message["tool_call_id"]]
 
 
 def _reasoning(message: Message, template: ChatTemplate, where: str) -> dict[str, str]:

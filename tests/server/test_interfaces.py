@@ -328,6 +328,28 @@ def test_the_start_names_a_form_of_calls_that_is_not_read(served: Running, monke
     assert note not in greeting("{{ messages }}")
 
 
+def test_kimi_gets_the_ids_that_it_writes(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% for call in m.tool_calls or [] %}<|tool_calls_section_begin|>"
+        "{{ call.id }}{% endfor %}{{ m.tool_call_id or '' }} {% endfor %}"
+    )
+    monkeypatch.setattr(served.model.tokenizer, "chat_template", template)
+    calls = [{"id": name, "function": {"name": name[:3], "arguments": "{}"}} for name in ("add1", "sub1", "add2")]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": calls[:2]},
+        {"role": "tool", "tool_call_id": "sub1", "content": "1"},
+        {"role": "tool", "tool_call_id": "add1", "content": "2"},
+        {"role": "assistant", "tool_calls": calls[2:]},
+        {"role": "tool", "tool_call_id": "add2", "content": "3"},
+    ]
+    mark = "<|tool_calls_section_begin|>"
+    assert served.post("/apply-template", {"messages": messages}).json()["prompt"] == (
+        f"user: assistant:{mark}functions.add:0{mark}functions.sub:1 tool:functions.sub:1 tool:functions.add:0 "
+        f"assistant:{mark}functions.add:2 tool:functions.add:2 "
+    )
+
+
 def test_requests_of_clients_that_know_one_kind_of_number(scripted: Running) -> None:
     body = {"messages": [{"role": "user", "content": "<talk>"}], "max_tokens": 2.0, "temperature": 0}
     assert scripted.post("/v1/chat/completions", body).json()["usage"]["completion_tokens"] == 2
