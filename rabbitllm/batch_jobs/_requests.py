@@ -33,7 +33,16 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder, TokenTexts
-from rabbitllm.server.api_error import BAD_MEDIA, BROKEN, PROMPT_ERRORS, APIError, bad, bad_options, prompt_error
+from rabbitllm.server.api_error import (
+    BAD_MEDIA,
+    BROKEN,
+    PROMPT_ERRORS,
+    APIError,
+    bad,
+    bad_options,
+    prompt_error,
+    unsupported,
+)
 from rabbitllm.server.requests import checked_chat, checked_completion
 from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
 from rabbitllm.server.settings import Settings
@@ -150,16 +159,17 @@ class RequestBuilder:
         else:
             body = parsed(CompletionBody, raw)
             checked = checked_completion(body, self.tokenizer, self.limits, settings)
+            if checked.scored:
+                raise unsupported("echo with logprobs is not supported here; use context and continuation.", "echo")
             choices = CompletionChoices(checked, texts, self.ends)
             object_type, lead = "text_completion", "cmpl-"
-        n = body.n or 1
 
         def line_of(deltas: Sequence[Delta], results: Sequence[Result]) -> Mapping[str, Any]:
-            builder = ResponseBuilder(_new(lead), int(time.time()), self.name, object_type, n=n)
-            entries = [choices.whole(index, *pair) for index, pair in enumerate(zip(deltas, results, strict=True))]
-            return call_line(item, 200, builder.whole(entries, results))
+            n, limit = checked.candidates, checked.max_tokens
+            builder = ResponseBuilder(_new(lead), int(time.time()), self.name, object_type, n=n, max_tokens=limit)
+            return call_line(item, 200, builder.whole(choices.all(deltas, results), results))
 
-        return PreparedItem(item, checked.requests, line_of, checked.top_logprobs is not None)
+        return PreparedItem(item, checked.requests, line_of, checked.keeps_tokens)
 
 
 def _with_media(messages: Sequence[Any]) -> list[dict[str, Any]]:

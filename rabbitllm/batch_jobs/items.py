@@ -222,10 +222,10 @@ MAX_KEY_CHARACTERS = 1_000
 _KINDS = ("prompt", "messages", "tokens", "continuation", "choices", "input")
 _OPTIONS = (
     *("max_tokens", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
-    *("stop", "n", "pooling", "normalise"),
+    *("presence_penalty", "frequency_penalty", "min_tokens", "stop", "n", "pooling", "normalise"),
 )
 _OF_CALLS = (
-    *("presence_penalty", "frequency_penalty", "logit_bias", "max_completion_tokens"),
+    *("logit_bias", "ignore_eos", "max_completion_tokens"),
     *("tools", "tool_choice", "response_format", "reasoning_effort", "chat_template_kwargs"),
 )
 """Options that change an answer, and are read in OpenAI's batch format only, if at all."""
@@ -339,7 +339,7 @@ def _parse_generation(value: Mapping[str, Any], field: str, index: int, defaults
     limit = "max_new_tokens" if value.get("max_tokens") is None else "max_tokens"
     max_new_tokens = _number(value, limit, defaults.max_new_tokens)
     usual = asdict(defaults.sampling.nth(index))
-    sampling = Sampling(**{name: _number(value, name, default) for name, default in usual.items()})
+    sampling = Sampling(**{name: _number(value, name, usual[name]) for name in usual if name in _NUMBERS})
     count = _number(value, "n", 1)
     stops, may_cut = _stops(value, defaults), value.get(limit) is None
     return Generate(prompt, max_new_tokens, sampling, stops, count, defaults.thinking, may_cut)
@@ -439,6 +439,10 @@ _NUMBERS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
     "top_k": (int, lambda n: 0 <= n <= SEEDS, "a whole number from 0"),
     "min_p": (float, lambda n: 0 <= n <= 1, "a number from 0 to 1"),
     "repetition_penalty": (float, lambda n: 0 < n <= 100, "more than 0 and at most 100"),
+    **dict.fromkeys(
+        ("presence_penalty", "frequency_penalty"), (float, lambda n: -2 <= n <= 2, "a number from -2 to 2")
+    ),
+    "min_tokens": (int, lambda n: n >= 0, "a whole number from 0"),
     "n": (int, lambda n: 1 <= n <= MAX_CHOICES, f"1 to {MAX_CHOICES}"),
 }
 """Key -> its kind, whether a value is allowed, and what is expected."""

@@ -109,9 +109,9 @@ def work(batch: BatchJob) -> Progress:
         for name, value in asdict(batch.defaults).items():  # files on disk have all options on one level, in this order
             defaults |= value if isinstance(value, dict) else {name: value}
         defaults["thinking"] = defaults.pop("enabled")
-        for name in ("top_k", "min_p", "repetition_penalty", "thinking", "effort"):
-            if defaults[name] is None:  # not recorded: earlier versions lack it
-                del defaults[name]
+        recorded = ("temperature", "top_p", "seed")
+        for name in [name for name, value in defaults.items() if value is None and name not in recorded]:
+            del defaults[name]  # earlier versions lack it
         head = {"input": scan.digest, "lines": len(scan), "model": batch.name, **batch.settings, **defaults}
         if not batch.overwrite and (errors := errors_of_finished(batch.out, head)) is not None:
             clear_lock(batch.out)

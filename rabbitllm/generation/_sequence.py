@@ -119,7 +119,7 @@ class Sequence:
         self._notify: Callable[[Event], object] | None = notify
         self._wake = wake
         self._first: float | None = None
-        self._ends = end_tokens(model)
+        self._ends = end_tokens(model, request.sampling)
         self._pieces: list[str] = []
         stops = (*request.stop, *stop_strings(model))
         self._stream = TextStream(
@@ -343,9 +343,14 @@ class _Logprobs(LogitsProcessor):  # type: ignore[misc]
     def of(self, token: int, count: int) -> TokenLogprob:
         """The probability of a token, and those of the `count` most likely ones."""
         assert self._logprobs is not None
-        best = self._logprobs.topk(min(count, len(self._logprobs)))
-        top = map(TokenLogprob, best.indices.tolist(), best.values.tolist())
-        return TokenLogprob(token, float(self._logprobs[token]), tuple(top))
+        return ranked(self._logprobs, token, count)
+
+
+def ranked(logprobs: torch.Tensor, token: int, count: int) -> TokenLogprob:
+    """The probability of a token, and those of the `count` most likely ones; `logprobs` of shape (vocabulary,)."""
+    best = logprobs.topk(min(count, len(logprobs)))
+    top = map(TokenLogprob, best.indices.tolist(), best.values.tolist())
+    return TokenLogprob(token, float(logprobs[token]), tuple(top))
 
 
 def _seeded(seed: int | None, device: torch.device) -> torch.Tensor:

@@ -91,7 +91,8 @@ class Batch:
 
         Args:
             request: the request.
-            notify: called with each event, in the batch's thread; an exception from it cancels the request.
+            notify: called with each event, in the batch's thread; an exception from it cancels the request. If no
+                token is to be generated, it is called here.
 
         Returns:
             The sequence, whose `cancel` may be called.
@@ -105,7 +106,10 @@ class Batch:
         self._home.refuse("The batch", "Submit requests in that process, or make a batch in this one.")
         check_answerable(request, self._model, self._scheduler.caches.memory)
         sequence = Sequence(self._model, request, notify, self._scheduler.wake)
-        self._scheduler.submit(sequence)
+        if request.max_new_tokens:
+            self._scheduler.submit(sequence)
+        else:
+            sequence.finish(FinishReason.LENGTH)
         return sequence
 
     def paused(self) -> AbstractContextManager[None]:
@@ -169,12 +173,12 @@ def check_answerable(request: Request, model: StreamedModel, memory: CacheMemory
         memory: the memory limit of KV caches.
 
     Raises:
-        OptionError: the prompt is empty or no token is to be generated; the request is longer than the model's
+        OptionError: the prompt is empty or the number of new tokens negative; the request is longer than the model's
             context; the prompt has a token that is not in the vocabulary; or its KV cache needs more memory than
             there is.
     """
-    if request.max_new_tokens < 1:
-        raise OptionError("The number of tokens to generate is 0.", "Use at least one new token.")
+    if request.max_new_tokens < 0:
+        raise OptionError(f"The number of tokens to generate is {request.max_new_tokens}.", "Use 0 or more.")
     limits = ModelLimits.of(model)
     limits.check_ids(request.prompt)
     limits.new_tokens(len(request.prompt), request.max_new_tokens)

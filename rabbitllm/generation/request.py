@@ -30,6 +30,8 @@ MAX_TOKENS = 512
 """Default number of tokens to generate."""
 SEEDS = (1 << 63) - 1
 """The largest seed; larger ones and negative ones are cut to these bits."""
+NO_TOKEN = (1 << 31) - 1
+"""An id that no token has."""
 COLDEST = 1e-30
 """The least temperature to sample with: logits divided by less overflow float32, and the most likely token has all of
 the probability long before."""
@@ -77,6 +79,11 @@ class Sampling:
         min_p: choose among tokens that are at least this share as likely as the most likely one.
         repetition_penalty: divides the scores of tokens that are in the prompt or the answer; also if greedy. 1 for
             none, None for what the model recommends.
+        presence_penalty: subtracted from the scores of tokens that are in the answer; also if greedy.
+        frequency_penalty: likewise, times the number of their occurrences there.
+        logit_bias: pairs of a token and what is added to its score; also if greedy.
+        min_tokens: tokens before which no end token is chosen; None for what the model recommends.
+        ignore_eos: whether the answer goes on after an end token.
     """
 
     temperature: float | None = None
@@ -85,6 +92,11 @@ class Sampling:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
 
     def __post_init__(self) -> None:
         """
@@ -121,9 +133,9 @@ class Sampling:
 
     def arguments(self) -> dict[str, Any]:
         """Arguments for `generate`."""
-        given = {name: value for name, value in asdict(self).items() if value is not None and name != "seed"}
+        given = {name: getattr(self, name) for name in (*_OF_SAMPLES, "repetition_penalty")}
         # transformers takes no int where a float may stand
-        options = {name: value if name == "top_k" else float(value) for name, value in given.items()}
+        options = {n: value if n == "top_k" else float(value) for n, value in given.items() if value is not None}
         greedy = {} if self.samples else dict.fromkeys(_OF_SAMPLES)
         return {"do_sample": self.samples, **options, **greedy}
 
@@ -145,6 +157,55 @@ class Sampling:
         lead = () if self.samples else ("greedy",)
         source = ("from the model",) if options == usual and self.samples == recommended.samples else ()
         return ", ".join((*lead, *(f"{name} {value:g}" for name, value in options.items()), *source))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPenalties:
+    """Lowers the scores of tokens that the answer has already: a logits processor for `generate`.
+
+    Attributes:
+        prompt: number of tokens before the answer.
+        presence, frequency: see `Sampling`.
+    """
+
+    prompt: int
+    presence: float
+    frequency: float
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores of shape (1, vocabulary) after `input_ids` of shape (1, tokens)."""
+        answer = input_ids[:, self.prompt :]
+        counts = scores.new_zeros(scores.shape).scatter_add_(1, answer, scores.new_ones(answer.shape))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """Closes the reasoning after a number of its tokens: a logits processor for `generate`.
+
+    Attributes:
+        tokens: that number.
+        opening, closing: tokens of the marks of reasoning.
+        prompt: number of tokens before the answer.
+        is_open: whether the prompt opens the reasoning.
+    """
+
+    tokens: int
+    opening: int
+    closing: int
+    prompt: int
+    is_open: bool
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores of shape (1, vocabulary) after `input_ids` of shape (1, tokens)."""
+        answer = input_ids[0, self.prompt :].tolist()
+        if self.closing in answer or not (self.is_open or self.opening in answer):
+            return scores
+        if len(answer) - (0 if self.is_open else answer.index(self.opening) + 1) < self.tokens:
+            return scores
+        forced = scores.new_full(scores.shape, -math.inf)
+        forced[:, self.closing] = 0
+        return forced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,6 +270,7 @@ class Request:
         shown: special tokens that are part of the text, and so of the text in which stop strings are looked for; others
             are left out.
         thoughts: how reasoning is told from the answer; None where all text is the answer.
+        thinking_budget: closes the reasoning; None for no limit.
     """
 
     prompt: tuple[int, ...]
@@ -220,6 +282,7 @@ class Request:
     media: PromptMedia | None = None
     shown: frozenset[int] = frozenset()
     thoughts: Thoughts | None = None
+    thinking_budget: ThinkingBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,14 +534,16 @@ def tokenizer_of(model: StreamedModel) -> PreTrainedTokenizerBase:
     return model.tokenizer
 
 
-def end_tokens(model: StreamedModel) -> list[int]:
-    """The tokens that end a text: those of the model's generation config and of its tokenizer.
+def end_tokens(model: StreamedModel, sampling: Sampling | None = None) -> list[int]:
+    """The tokens that end a text: those of the model's generation config and of its tokenizer; none if ignored.
 
     A stop string of the generation config that is one token, such as a special one, which no text shows, is among them.
 
     Raises:
         OptionError: see `tokenizer_of`.
     """
+    if sampling is not None and sampling.ignore_eos:
+        return []
     configured = model.generation_config.eos_token_id if model.can_generate() else None
     ends = [] if configured is None else [configured] if isinstance(configured, int) else [*configured]
     tokenizer = tokenizer_of(model)
@@ -535,6 +600,22 @@ def generate_arguments(
 
     ids = torch.tensor([[*request.prompt, *tokens]], device=model.device)
     ends, pad = end_tokens(model), tokenizer_of(model).pad_token_id
+    sampling = request.sampling
+    # None would be the model's own
+    limits: dict[str, Any] = {"eos_token_id": [NO_TOKEN] if sampling.ignore_eos else ends or None}
+    if sampling.min_tokens is not None:
+        limits["min_new_tokens"] = max(sampling.min_tokens - len(tokens), 0)
+    if sampling.logit_bias:
+        own = model.generation_config.sequence_bias or ()
+        biases = Counter({tuple(ids): bias for ids, bias in (own.items() if isinstance(own, Mapping) else own)})
+        biases.update({(token,): bias for token, bias in sampling.logit_bias})
+        limits["sequence_bias"] = [[[*ids], float(bias)] for ids, bias in biases.items()]
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        before = 1 if model.config.is_encoder_decoder else len(request.prompt)
+        penalties = sampling.presence_penalty or 0.0, sampling.frequency_penalty or 0.0
+        limits["logits_processor"] = [AnswerPenalties(before, *penalties)]
+    if request.thinking_budget is not None:
+        limits.setdefault("logits_processor", []).append(request.thinking_budget)
     return {
         "inputs": ids,
         "attention_mask": torch.ones_like(ids),
@@ -543,11 +624,11 @@ def generate_arguments(
         "num_return_sequences": 1,
         "return_dict_in_generate": False,
         "use_cache": True,
-        "eos_token_id": ends or None,
         "pad_token_id": pad if pad is not None else next(iter(ends), 0),
         **({} if cache is None else {CACHE_ARGUMENT: cache}),
         **({} if request.media is None else request.media.arguments(ids.shape[1], ids.device)),
-        **request.sampling.arguments(),
+        **sampling.arguments(),
+        **limits,
     }
 
 
@@ -639,7 +720,7 @@ class ModelLimits:
         if self.context is None:
             return usual if count is None else count
         free = self.context - prompt_tokens
-        if free < (1 if cut or count is None else count):
+        if free < (min(count or 1, 1) if cut or count is None else count):
             new = f" and {count:,} new tokens were requested" if count is not None and not cut else ""
             raise OptionError(
                 f"The prompt has {prompt_tokens:,} tokens{new}; {self.context_words}.",

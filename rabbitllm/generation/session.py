@@ -120,7 +120,8 @@ def generate(
         finish = FinishReason.CANCELLED
         stream.end()
     if finish is None:
-        is_over = not stream.tokens or stream.tokens[-1] in end_tokens(model) or stream.stop is not None
+        ends = end_tokens(model, request.sampling)
+        is_over = not stream.tokens or stream.tokens[-1] in ends or stream.stop is not None
         finish = FinishReason.STOP if is_over else FinishReason.LENGTH
     return Result(
         stream.text,

@@ -118,6 +118,16 @@ class ChatTemplate:
             return None
         return Thoughts(self.form, str(self.tokenizer.decode(list(ids[-TAIL_TOKENS:]), skip_special_tokens=False)))
 
+    @cached_property
+    def thought_tokens(self) -> tuple[int, int] | None:
+        """Tokens that begin and end reasoning; None where they are no tokens."""
+        added = self.tokenizer.get_added_vocab()
+        for opening, closing in () if self.form.has_channels else self.form.pairs:
+            begins = [token for name, token in added.items() if opening.startswith(name)]
+            if closing in added and begins:
+                return begins[0], added[closing]
+        return None
+
     def thinking(self, thinking: Thinking) -> dict[str, Any]:
         """The variables that say whether the model thinks, and how much.
 
@@ -125,7 +135,7 @@ class ChatTemplate:
             OptionError: the template reads none of them.
         """
         settable = self.settable()
-        switches = [name for name in _SWITCHES if name in settable]
+        switches = self.switches
         efforts = [_EFFORT] if _EFFORT in settable else []
         for name, value, names in (
             ("Thinking cannot be turned on or off", thinking.enabled, switches),
@@ -140,6 +150,12 @@ class ChatTemplate:
                 )
         values = {**dict.fromkeys(switches, thinking.enabled), **dict.fromkeys(efforts, thinking.effort)}
         return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def switches(self) -> list[str]:
+        """The variables by which the template turns thinking on and off."""
+        settable = self.settable()
+        return [name for name in _SWITCHES if name in settable]
 
     @property
     def less_thinking(self) -> str:

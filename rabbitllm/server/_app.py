@@ -24,6 +24,7 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rabbitllm.formats.bounded import decode_message
+from rabbitllm.server import _messages, _responses
 from rabbitllm.server._guards import (
     SCOPE_KEY,
     Guard,
@@ -38,12 +39,37 @@ from rabbitllm.server._guards import (
     wrong_key,
 )
 from rabbitllm.server._metrics import CONTENT_TYPE, text_format
-from rabbitllm.server._streaming import EventStream, Inbox, Submission, frames, unless_disconnected, whole
+from rabbitllm.server._streaming import Dialect, EventStream, Inbox, Submission, frames, unless_disconnected, whole
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder
-from rabbitllm.server.api_error import CLOSE, CLOSING, NOT_FOUND, TIMED_OUT, TOO_LARGE, APIError, bad, closing
-from rabbitllm.server.embeddings import NO_RECIPE, checked_embedding, embedding_object
+from rabbitllm.server.api_error import (
+    CLOSE,
+    CLOSING,
+    NOT_FOUND,
+    TIMED_OUT,
+    TOO_LARGE,
+    APIError,
+    bad,
+    bad_options,
+    closing,
+)
+from rabbitllm.server.embeddings import (
+    NO_RECIPE,
+    CheckedEmbedding,
+    checked_embedding,
+    embedding_object,
+    rerank_object,
+)
 from rabbitllm.server.requests import CheckedCall, checked_chat, checked_completion
-from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding, GenerationBody, parsed
+from rabbitllm.server.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Embedding,
+    GenerationBody,
+    RerankBody,
+    TokenizeBody,
+    parsed,
+)
 from rabbitllm.server.service import Service
 
 GONE = 499
@@ -117,7 +143,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         return Response(status_code=GONE)
     api_error = api_error_of(error)
     _record(request).error = api_error.code or api_error.message
-    return response_of(api_error)
+    return response_of(api_error, request.scope["path"])
 
 
 def routes(service: Service) -> list[BaseRoute]:
@@ -127,9 +153,12 @@ def routes(service: Service) -> list[BaseRoute]:
     async def body_of(request: Request) -> Any:
         return await read_json(request, settings.body_bytes, settings.body_seconds)
 
-    def builder(lead: str, kinds: tuple[str, str], body: GenerationBody, request: Request) -> ResponseBuilder:
+    def builder(
+        lead: str, kinds: tuple[str, str], body: GenerationBody, call: CheckedCall, request: Request
+    ) -> ResponseBuilder:
         name, usage = f"{lead}{_record(request).id}", bool(body.stream and body.include_usage)
-        return ResponseBuilder(name, int(time.time()), settings.name, *kinds, body.n or 1, usage)
+        now = int(time.time())
+        return ResponseBuilder(name, now, settings.name, *kinds, call.candidates, usage, call.max_tokens)
 
     async def models(_: Request) -> Response:
         return JsonResponse({"object": "list", "data": [_model(service)]})
@@ -138,33 +167,96 @@ def routes(service: Service) -> list[BaseRoute]:
         service.check_name(request.path_params["name"])
         return JsonResponse(_model(service))
 
-    async def chat(request: Request) -> Response:
-        body = parsed(ChatBody, await body_of(request))
+    async def checked(raw: Any) -> tuple[ChatBody, CheckedCall]:
+        body = parsed(ChatBody, raw)
         service.check_name(body.model)
-        call = await service.encoded(lambda: checked_chat(body, service.template, service.limits, settings))
-        choices = ChatChoices(call, service.texts, service.ends, lambda: f"call_{uuid.uuid4().hex[:24]}")
+        return body, await service.encoded(lambda: checked_chat(body, service.template, service.limits, settings))
+
+    async def answered(
+        request: Request, body: ChatBody, call: CheckedCall, lead: str, dialect: Dialect, call_lead: str = "call_"
+    ) -> Response:
+        """The answer to a chat, in the form of any interface."""
+        choices = ChatChoices(call, service.texts, service.ends, lambda: f"{call_lead}{uuid.uuid4().hex[:24]}")
         kinds = "chat.completion", "chat.completion.chunk"
-        return await _generated(request, service, body, call, choices, builder("chatcmpl-", kinds, body, request))
+        return await _generated(
+            request, service, body, call, choices, builder(lead, kinds, body, call, request), dialect
+        )
+
+    async def chat(request: Request) -> Response:
+        body, call = await checked(await body_of(request))
+        return await answered(request, body, call, "chatcmpl-", Dialect(include_usage=body.include_usage))
+
+    async def messages(request: Request) -> Response:
+        body, call = await checked(_messages.chat_of(await body_of(request), service.template))
+        dialect = _messages.Messages(body.stops, len(call.requests[0].prompt))
+        return await answered(request, body, call, "msg_", dialect, "toolu_")
+
+    async def count_tokens(request: Request) -> Response:
+        _, call = await checked(_messages.chat_of(await body_of(request), service.template))
+        return JsonResponse({"input_tokens": len(call.requests[0].prompt)})
+
+    async def responses(request: Request) -> Response:
+        raw = await body_of(request)
+        body, call = await checked(_responses.chat_of(raw, service.template))
+        return await answered(request, body, call, "resp_", _responses.Responses(raw))
+
+    async def tokenize(request: Request) -> Response:
+        body = parsed(TokenizeBody, await body_of(request))
+        service.check_name(body.model)
+        if body.messages is not None:
+            _, call = await checked({"messages": body.messages, "tools": body.tools})
+            ids = list(call.requests[0].prompt)
+        else:
+            text, special = body.text, body.adds_special
+            with bad_options("content"):
+                service.limits.check_letters(len(text))
+            ids = await service.encoded(lambda: service.tokenizer(text, add_special_tokens=special)["input_ids"])
+        return JsonResponse({"tokens": ids, "count": len(ids), "max_model_len": service.limits.context})
+
+    async def detokenize(request: Request) -> Response:
+        body = parsed(DetokenizeBody, await body_of(request))
+        service.check_name(body.model)
+        with bad_options("tokens"):
+            service.limits.check_ids(body.tokens or [0])
+        text = await service.encoded(lambda: service.decoded(body.tokens))
+        return JsonResponse({"content": text, "prompt": text})
+
+    async def apply_template(request: Request) -> Response:
+        _, call = await checked(await body_of(request))
+        return JsonResponse({"prompt": await service.encoded(lambda: service.decoded(call.requests[0].prompt))})
 
     async def completion(request: Request) -> Response:
         body = parsed(CompletionBody, await body_of(request))
         service.check_name(body.model)
         call = await service.encoded(lambda: checked_completion(body, service.tokenizer, service.limits, settings))
-        choices = CompletionChoices(call, service.texts, service.ends)
+        prompts = await unless_disconnected(service.prompt_logprobs(call), request.receive)
+        choices = CompletionChoices(call, service.texts, service.ends, prompts)
         kinds = "text_completion", "text_completion"
-        return await _generated(request, service, body, call, choices, builder("cmpl-", kinds, body, request))
+        dialect = Dialect(include_usage=body.include_usage)
+        return await _generated(
+            request, service, body, call, choices, builder("cmpl-", kinds, body, call, request), dialect
+        )
 
-    async def embeddings(request: Request) -> Response:
-        body = parsed(Embedding, await body_of(request))
+    async def embedded(request: Request, body: Embedding) -> tuple[CheckedEmbedding, list[list[float]]]:
         service.check_name(body.model)
         if service.embedder is None:
             raise APIError(NOT_FOUND, f"This model has no embeddings: {NO_RECIPE}.", code="no_embeddings")
         embedder = service.embedder
-        checked = await service.encoded(
+        inputs = await service.encoded(
             lambda: checked_embedding(body, service.tokenizer, service.limits, embedder.width)
         )
-        vectors = await unless_disconnected(embedder.embed(checked.inputs), request.receive)
-        return JsonResponse(embedding_object(checked, vectors, settings.name))
+        return inputs, await unless_disconnected(embedder.embed(inputs.inputs), request.receive)
+
+    async def embeddings(request: Request) -> Response:
+        inputs, vectors = await embedded(request, parsed(Embedding, await body_of(request)))
+        return JsonResponse(embedding_object(inputs, vectors, settings.name))
+
+    async def rerank(request: Request) -> Response:
+        body = parsed(RerankBody, await body_of(request))
+        inputs, vectors = await embedded(
+            request, parsed(Embedding, {"model": body.model, "input": [body.query, *body.documents]})
+        )
+        return JsonResponse(rerank_object(body, inputs, vectors, settings.name))
 
     async def health(request: Request) -> Response:
         state = _health(service, in_full=has_key(request.scope, settings.api_key))
@@ -181,6 +273,13 @@ def routes(service: Service) -> list[BaseRoute]:
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", model),
         Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/rerank", rerank, methods=["POST"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/apply-template", apply_template, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
         Route("/v1/embeddings", embeddings, methods=["POST"]),
         Route("/health", health),
@@ -197,10 +296,11 @@ async def _generated(
     call: CheckedCall,
     choices: ChatChoices | CompletionChoices,
     builder: ResponseBuilder,
+    dialect: Dialect,
 ) -> Response:
     """The answer to requests of the batch, whole or as a stream; they are cancelled when the client disconnects."""
     record = _record(request)
-    inbox = Inbox(keep_tokens=call.top_logprobs is not None, watch=service.metrics.watch())
+    inbox = Inbox(keep_tokens=call.keeps_tokens, watch=service.metrics.watch())
     submission = Submission(service.batch, call.requests, inbox)
 
     def over(stayed: bool) -> None:
@@ -210,13 +310,13 @@ async def _generated(
 
     if not body.stream:
         try:
-            work = whole(submission, builder, choices)
+            work = whole(submission, builder, choices, dialect)
             return JsonResponse(await unless_disconnected(work, request.receive, submission.cancel))
         finally:
             over(True)
 
     async def recorded_frames() -> AsyncIterator[bytes]:
-        async for frame in frames(submission, builder, choices):
+        async for frame in frames(submission, builder, choices, dialect):
             yield frame
         record.error = submission.error
 

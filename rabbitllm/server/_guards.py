@@ -96,7 +96,11 @@ def request_id(header: str | None) -> str:
     return header if header is not None and _ID.fullmatch(header) else uuid.uuid4().hex[:20]
 
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/health", "/metrics", "/")
+ENDPOINTS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/embeddings", "/v1/rerank", "/v1/models", "/tokenize", "/detokenize", "/apply-template"),
+    *("/health", "/metrics", "/"),
+)
 QUIET = ("/health", "/metrics", "/status")
 """Paths that are polled and so not logged."""
 MAX_READ_OFF, MAX_READ_OFF_SECONDS = 1 << 20, 2.0
@@ -113,9 +117,10 @@ class JsonResponse(Response):
         return text_of(content)
 
 
-def response_of(api_error: APIError) -> JsonResponse:
-    """An error as a response."""
-    return JsonResponse(api_error.as_object(), api_error.status, api_error.headers)
+def response_of(api_error: APIError, path: str) -> JsonResponse:
+    """An error as a response to a request for this path; Anthropic's interface has one more key."""
+    kind = {"type": "error"} if path.startswith("/v1/messages") else {}
+    return JsonResponse({**kind, **api_error.as_object()}, api_error.status, api_error.headers)
 
 
 async def _read_off(receive: Receive) -> None:
@@ -158,10 +163,10 @@ class RequestLog:
             except Exception as error:
                 if record.status:
                     raise
-                await response_of(api_error_of(error))(scope, receive, sending)
+                await response_of(api_error_of(error), path)(scope, receive, sending)
         except asyncio.CancelledError:  # the server is forced to end
             if not record.status:
-                await response_of(closing())(scope, receive, sending)
+                await response_of(closing(), path)(scope, receive, sending)
         except Exception:
             errors.exception("An answer was aborted.")
             raise ConnectionAbortedError("An answer was aborted.") from None
@@ -214,7 +219,7 @@ class Guard:
             return
         scope[SCOPE_KEY].error = api_error.code
         await _read_off(receive)
-        await response_of(api_error)(scope, receive, send)
+        await response_of(api_error, scope["path"])(scope, receive, send)
 
 
 def wrong_caller(scope: Scope, hosts: tuple[str, ...] | None, origins: tuple[str, ...]) -> APIError | None:
@@ -266,10 +271,10 @@ def is_address(name: str) -> bool:
 
 def has_key(scope: Scope, api_key: str | None) -> bool:
     """Whether a request has the API key, which is compared in constant time; True where there is none."""
-    scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-    return not api_key or (
-        scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode())
-    )
+    headers = Headers(scope=scope)
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    keys = [*([key.strip()] if scheme.lower() == "bearer" else []), headers.get("x-api-key", "")]
+    return not api_key or any(hmac.compare_digest(key.encode("latin-1"), api_key.encode()) for key in keys)
 
 
 def wrong_key(scope: Scope, api_key: str | None, open_paths: frozenset[str]) -> APIError | None:

@@ -17,7 +17,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -207,8 +207,35 @@ def api_error_of_batch(error: Exception) -> APIError:
     return broken()
 
 
+class Dialect:
+    """How an interface writes answers, from the objects of OpenAI's chats and completions: here as they are.
+
+    Args:
+        include_usage: whether a stream ends with its token usage.
+    """
+
+    def __init__(self, *, include_usage: bool = False) -> None:
+        self._include_usage = include_usage
+
+    def whole(self, answer: dict[str, Any], ends: Sequence[Result]) -> dict[str, Any]:
+        """A whole answer, whose choices ended so."""
+        return answer
+
+    def frame(self, chunk: Mapping[str, Any]) -> bytes:
+        """The events of a chunk."""
+        return event(chunk)
+
+    def end(self, last: Mapping[str, Any], ends: Sequence[Result]) -> bytes:
+        """The events after the chunks; `last` has the usage."""
+        return (event(last) if self._include_usage else b"") + DONE
+
+    def failed(self, error: APIError) -> bytes:
+        """The events of an error after the response has begun."""
+        return event(error.as_object()) + DONE
+
+
 async def whole(
-    submission: Submission, builder: ResponseBuilder, choices: ChatChoices | CompletionChoices
+    submission: Submission, builder: ResponseBuilder, choices: ChatChoices | CompletionChoices, dialect: Dialect
 ) -> dict[str, Any]:
     """The whole answer, once it is complete.
 
@@ -221,16 +248,16 @@ async def whole(
             if isinstance(event, Delta):
                 deltas[choice] = Delta(deltas[choice].text + event.text, deltas[choice].tokens + event.tokens)
     ends = submission.ends()
-    return builder.whole([choices.whole(choice, deltas[choice], end) for choice, end in enumerate(ends)], ends)
+    return dialect.whole(builder.whole(choices.all(deltas, ends), ends), ends)
 
 
 async def frames(
-    submission: Submission, builder: ResponseBuilder, choices: ChatChoices | CompletionChoices
+    submission: Submission, builder: ResponseBuilder, choices: ChatChoices | CompletionChoices, dialect: Dialect
 ) -> AsyncIterator[bytes]:
     """The answer as server-sent events, as they arrive."""
 
     def chunks(parts: Sequence[dict[str, Any]]) -> bytes:
-        return b"".join(event(builder.chunk([part])) for part in parts)
+        return b"".join(dialect.frame(builder.chunk([part])) for part in parts)
 
     yield b"".join(chunks(choices.begin(choice)) for choice in range(len(submission.finished)))
     try:
@@ -242,12 +269,10 @@ async def frames(
     except Exception as error:  # the response has begun, so the error is sent as an event
         api_error = api_error_of_batch(error)
         submission.error = api_error.code
-        yield event(api_error.as_object())
-        yield DONE
+        yield dialect.failed(api_error)
         return
-    if builder.include_usage:
-        yield event(builder.last_chunk(submission.ends()))
-    yield DONE
+    ends = submission.ends()
+    yield dialect.end(builder.last_chunk(ends), ends)
 
 
 class EventStream(Response):

@@ -1,9 +1,7 @@
 """Tool calls in a model's output, extracted from the text as it arrives.
 
-Models write a call in the form that their chat template shows:
+Models write a call in the form that their chat template shows: in a block (`FORMS`), or as
 
-    <tool_call>{"name": …, "arguments": {…}}</tool_call>                              Hermes, Qwen 2.5 and 3
-    <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>  Qwen 3 Coder, 3.5
     [TOOL_CALLS][{"name": …, "arguments": {…}}, …]                                    Mistral
     [TOOL_CALLS]NAME{…}    [TOOL_CALLS]NAME[ARGS]{…}                                  Mistral, later ones
     {"name": …, "parameters": {…}}    <|python_tag|>{…}                               Llama 3
@@ -18,10 +16,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.generation.reasoning import next_mark
+from rabbitllm.generation.reasoning import CHANNEL, next_mark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,14 +28,97 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
 ARGUMENTS = "[ARGS]"
 PYTHON = "<|python_tag|>"
-MARKERS = (OPEN, MISTRAL, PYTHON)
-"""Markers that begin a call."""
-SPECIAL = (*MARKERS, CLOSE, ARGUMENTS, "[CALL_ID]")
-"""Markers that may be special tokens, and so missing from decoded text."""
 
-# without an end it was cut off, perhaps in the middle of a value
-_FUNCTION = re.compile(rf"<function=([^>\n]+)>(.*?)(?:</function>|{CLOSE})", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """A form of calls between two marks.
+
+    Attributes:
+        opening, closing: the marks; several calls may be between them.
+        call: finds a call, with its `name` and `body`; empty where calls are JSON that has the name inside. Without its
+            end a call was cut off, perhaps in the middle of a value.
+        argument: finds an argument in the body, with its `key` and `value`, and whether it is a `string`: "true" or
+            "false", else the tool's schema says that; empty where the body is JSON.
+        quote: the mark around strings in JSON whose keys have no quotes; empty for usual JSON.
+        special: further marks that may be special tokens, and so missing from decoded text.
+    """
+
+    opening: str
+    closing: str
+    call: str = ""
+    argument: str = ""
+    quote: str = ""
+    special: tuple[str, ...] = ()
+
+
+_NAME = r"(?P<name>[\w.\-]+)"
+_DSML = CallForm(
+    "<\uff5cDSML\uff5cfunction_calls>",
+    "</\uff5cDSML\uff5cfunction_calls>",
+    r'<\uff5cDSML\uff5cinvoke name="(?P<name>[^"]+)">(?P<body>.*?)</\uff5cDSML\uff5cinvoke>',
+    r'<\uff5cDSML\uff5cparameter name="(?P<key>[^"]+)" string="(?P<string>true|false)">(?P<value>.*?)'
+    r"</\uff5cDSML\uff5cparameter>",
+    special=("\uff5cDSML\uff5c",),
+)
+FORMS: Mapping[str, CallForm] = {
+    "Qwen 3 Coder, 3.5": CallForm(
+        OPEN,
+        CLOSE,
+        rf"<function=(?P<name>[^>\n]+)>(?P<body>.*?)(?:</function>|{CLOSE})",
+        r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)",
+    ),
+    "GLM 4.5 to 4.7": CallForm(
+        OPEN,
+        CLOSE,
+        rf"\A\s*{_NAME}\s*(?P<body>(?:<arg_key>.*)?){CLOSE}",
+        r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+        special=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "Hermes, Qwen 2.5 and 3": CallForm(OPEN, CLOSE),
+    "MiniMax M1": CallForm("<tool_calls>", "</tool_calls>"),
+    "MiniMax M2": CallForm(
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        r'<invoke name="?(?P<name>[^">]+)"?>(?P<body>.*?)</invoke>',
+        r'<parameter name="?(?P<key>[^">]+)"?>(?P<value>.*?)</parameter>',
+    ),
+    "DeepSeek V3, R1, V3.1": CallForm(
+        "<\uff5ctool▁calls▁begin\uff5c>",
+        "<\uff5ctool▁calls▁end\uff5c>",
+        rf"<\uff5ctool▁call▁begin\uff5c>(?:function<\uff5ctool▁sep\uff5c>)?{_NAME}(?:<\uff5ctool▁sep\uff5c>|\s*```json)"
+        r"\s*(?P<body>.*?)(?:\s*```)?<\uff5ctool▁call▁end\uff5c>",
+        special=("<\uff5ctool▁call▁begin\uff5c>", "<\uff5ctool▁sep\uff5c>", "<\uff5ctool▁call▁end\uff5c>"),
+    ),
+    "DeepSeek V3.2": _DSML,
+    "DeepSeek V4": replace(_DSML, opening="<\uff5cDSML\uff5ctool_calls>", closing="</\uff5cDSML\uff5ctool_calls>"),
+    "Kimi K2": CallForm(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?\s*"
+        r"<\|tool_call_argument_begin\|>(?P<body>.*?)<\|tool_call_end\|>",
+        special=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
+    "Gemma 4": CallForm(
+        "<|tool_call>",
+        "<tool_call|>",
+        rf"call:{_NAME}(?P<body>\{{.*\}})<tool_call\|>",
+        quote='<|"|>',
+        special=('<|"|>',),
+    ),
+}
+"""Models -> their form. Of those with the same marks the first that finds a call is taken."""
+_OPENINGS = tuple(dict.fromkeys(form.opening for form in FORMS.values()))
+_BLOCKS = {form.opening: form.closing for form in FORMS.values()}
+MARKERS = (*_OPENINGS, MISTRAL, PYTHON)
+"""Markers that begin a call."""
+SPECIAL = frozenset(
+    {*MARKERS, *_BLOCKS.values(), ARGUMENTS, "[CALL_ID]", *(mark for form in FORMS.values() for mark in form.special)}
+)
+"""Markers that may be special tokens, and so missing from decoded text."""
+_UNREAD = ("]<]minimax[>[", "<|open|>call")
+"""Marks of forms that are not read though parts of them look like others: MiniMax M3, Kimi K3."""
+_BARE = re.compile(r"""["']name["'].{0,400}["'](?:parameters|arguments)["']""", re.DOTALL)
 _NAMED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
 
@@ -59,6 +140,19 @@ def call_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(token for name, token in tokenizer.get_added_vocab().items() if name in SPECIAL)
 
 
+def is_known(template: str, tokens: Collection[str] = ()) -> bool:
+    """Whether a model whose chat template takes tools writes calls in a form that is read here.
+
+    Args:
+        template: source of the template.
+        tokens: names of the tokens that were added to its vocabulary.
+    """
+    text = "\n".join([template, *tokens])
+    if any(mark in text for mark in _UNREAD):
+        return False
+    return any(marker in text for marker in (*MARKERS, CHANNEL)) or _BARE.search(template) is not None
+
+
 class CallReader:
     """Splits an answer into text and tool calls, delta by delta.
 
@@ -78,7 +172,8 @@ class CallReader:
         self._types = types or {}
         self._closing_of = dict(pairs)
         self._closing: str | None = None
-        spans = "|".join(f"{re.escape(first)}.*?(?:{re.escape(last)}|\\Z)" for first, last in ((OPEN, CLOSE), *pairs))
+        marks = (*_BLOCKS.items(), *pairs)
+        spans = "|".join(f"{re.escape(first)}.*?(?:{re.escape(last)}|\\Z)" for first, last in marks)
         self._spans = re.compile(f"({spans})", re.DOTALL)
         self._pending = ""
         self._begun = False
@@ -135,17 +230,17 @@ class CallReader:
                 if calls:
                     return "", calls
         before, marker, rest = pending.partition(MISTRAL)
-        if marker and not any(mark in before for mark in (OPEN, *self._closing_of)):
+        if marker and not any(mark in before for mark in (*_OPENINGS, *self._closing_of)):
             calls = tuple(self._mistral(rest))
             return (before.rstrip(), calls) if calls else (pending, ())
-        if OPEN not in pending:
+        if not any(opening in pending for opening in _OPENINGS):
             return pending, ()
         text = read = ""
         all_calls: list[ParsedToolCall] = []
         for part in self._spans.split(pending):
-            calls = tuple(self._hermes(part.removeprefix(OPEN))) if part.startswith(OPEN) else ()
+            calls = self._block(part)
             all_calls, text, read = [*all_calls, *calls], text + ("" if calls else part), read + part
-            is_span = part.startswith((OPEN, *self._closing_of))
+            is_span = part.startswith((*_OPENINGS, *self._closing_of))
             if not is_span and self._closes(part):
                 all_calls, text = [], read  # what was before is only considered
         return (text.rstrip() if all_calls else text), tuple(all_calls)
@@ -171,17 +266,30 @@ class CallReader:
         """Whether a text ends reasoning whose opening mark is missing."""
         return any(mark in text for mark in self._closing_of.values())
 
-    def _hermes(self, inside: str) -> Iterator[ParsedToolCall]:
-        functions = _FUNCTION.findall(inside)
-        if functions:
-            for name, body in functions:
-                types = self._types.get(name.strip(), {})
-                texts = {key.strip(): text for key, text in _PARAMETER.findall(body)}
-                arguments = {key: _value(text, types.get(key, "")) for key, text in texts.items()}
-                yield ParsedToolCall(name.strip(), json.dumps(arguments, ensure_ascii=False))
+    def _block(self, part: str) -> tuple[ParsedToolCall, ...]:
+        """The calls in a text, if it begins with the opening mark of a block."""
+        for form in FORMS.values():
+            if part.startswith(form.opening) and (calls := tuple(self._read(form, part.removeprefix(form.opening)))):
+                return calls
+        return ()
+
+    def _read(self, form: CallForm, inside: str) -> Iterator[ParsedToolCall]:
+        if not form.call:
+            yield from (call for value in _values(inside)[0] for call in _calls_of(value))
             return
-        for value in _values(inside)[0]:
-            yield from _calls_of(value)
+        for match in re.finditer(form.call, inside, re.DOTALL):
+            name, body = match["name"].strip(), match["body"]
+            arguments: Any = {}
+            if form.argument:
+                types = self._types.get(name, {})
+                for found in re.finditer(form.argument, body, re.DOTALL):
+                    key, stated = found["key"].strip(), found.groupdict().get("string")
+                    kind = {"true": "string", "false": "json", None: types.get(key, "")}[stated]
+                    arguments[key] = _value(found["value"], kind)
+            elif body.strip():
+                arguments = next(iter(_values(_usual_json(body, form.quote))[0]), None)
+            if isinstance(arguments, dict):
+                yield ParsedToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
     def _bare(self, text: str) -> Iterator[ParsedToolCall]:
         values, end = _values(text)
@@ -203,6 +311,17 @@ def _values(text: str) -> tuple[list[Any], int]:
             break
         values.append(value)
     return values, position
+
+
+def _usual_json(text: str, quote: str) -> str:
+    """JSON with its usual quotes, of one with other marks around strings and none around keys."""
+    if not quote:
+        return text
+    parts = text.split(quote)
+    parts[::2] = [re.sub(r"([{,]\s*)([\w.\-]+)(\s*:)", r'\1"\2"\3', part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"(?<=[:\[,])None(?=[,\]}])", "null", part) for part in parts[::2]]
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+    return "".join(parts)
 
 
 def _calls_of(value: Any) -> Iterator[ParsedToolCall]:

@@ -50,6 +50,7 @@ class ResponseBuilder:
         chunk_type: `object` of a chunk.
         n: choices of a prompt.
         include_usage: whether a stream ends with its token usage.
+        max_tokens: the limit of new tokens if the context made it less than the request's; part of the usage.
     """
 
     id: str
@@ -59,6 +60,7 @@ class ResponseBuilder:
     chunk_type: str = ""
     n: int = 1
     include_usage: bool = False
+    max_tokens: int | None = None
 
     def chunk(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A chunk of a stream."""
@@ -92,6 +94,7 @@ class ResponseBuilder:
             "total_tokens": prompt + new,
             "prompt_tokens_details": {"cached_tokens": sum(result.kept_tokens for result in firsts)},
             "completion_tokens_details": {"reasoning_tokens": sum(result.reasoning_tokens for result in finished)},
+            **({} if self.max_tokens is None else {"max_tokens": self.max_tokens}),
         }
 
 
@@ -148,7 +151,28 @@ class _Choices:
     def __init__(self, call: CheckedCall, texts: TokenTexts, ends: frozenset[int]) -> None:
         self._call = call
         self._texts = texts
-        self._ends = ends
+        self._ends = frozenset() if call.requests[0].sampling.ignore_eos else ends
+
+    def whole(self, choice: int, delta: Delta, finished: Result) -> dict[str, Any]:
+        """One choice."""
+        raise NotImplementedError
+
+    def all(self, deltas: Sequence[Delta], finished: Sequence[Result]) -> list[dict[str, Any]]:
+        """The choices of a whole answer; of several candidates for each, those with the highest mean probability.
+
+        Args:
+            deltas: text and tokens of each candidate.
+            finished: their ends.
+        """
+        each, kept = self._call.candidates, list(range(len(deltas)))
+        if 0 < self._call.n < each:
+            groups = [kept[begin : begin + each] for begin in range(0, len(kept), each)]
+            likeliest = [sorted(group, key=lambda choice: -_mean(deltas[choice])) for group in groups]
+            kept = [choice for group in likeliest for choice in group[: self._call.n]]
+        return [
+            {**self.whole(choice, deltas[choice], finished[choice]), "index": index}
+            for index, choice in enumerate(kept)
+        ]
 
     def _without_end(self, tokens: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
         """Tokens without the end-of-text token, which is not part of the text."""
@@ -225,20 +249,32 @@ class ChatChoices(_Choices):
 
 
 class CompletionChoices(_Choices):
-    """Choices of `/v1/completions`: text, and log probabilities in the older form; see `_Choices`."""
+    """Choices of `/v1/completions`: text, and log probabilities in the older form.
 
-    def __init__(self, call: CheckedCall, texts: TokenTexts, ends: frozenset[int]) -> None:
+    Args:
+        call, texts, ends: see `_Choices`.
+        prompts: prompt -> log probabilities of its tokens, if they are part of the answer.
+    """
+
+    def __init__(
+        self,
+        call: CheckedCall,
+        texts: TokenTexts,
+        ends: frozenset[int],
+        prompts: Mapping[tuple[int, ...], Sequence[TokenLogprob]] | None = None,
+    ) -> None:
         super().__init__(call, texts, ends)
         self._lengths = [0] * len(call.requests)
+        self._prompts = prompts or {}
 
     def begin(self, choice: int) -> list[dict[str, Any]]:
         """The prompt, if `echo` is set."""
         echo = self._echo(choice)
-        return [_choice(choice, echo, None)] if echo else []
+        return [_choice(choice, echo, self._logprobs(choice, self._prompt(choice)))] if echo else []
 
     def more(self, choice: int, delta: Delta) -> list[dict[str, Any]]:
         """Text, and the log probabilities of its tokens."""
-        logprobs = self._logprobs(choice, delta.tokens)
+        logprobs = self._logprobs(choice, self._without_end(delta.tokens))
         if not delta.text and not (logprobs and logprobs["tokens"]):
             return []
         return [_choice(choice, delta.text, logprobs)]
@@ -250,7 +286,11 @@ class CompletionChoices(_Choices):
     def whole(self, choice: int, delta: Delta, finished: Result) -> dict[str, Any]:
         """The text."""
         text = self._echo(choice) + delta.text
-        return _choice(choice, text, self._logprobs(choice, delta.tokens), REASONS[finished.finish])
+        tokens = (*self._prompt(choice), *self._without_end(delta.tokens))
+        return _choice(choice, text, self._logprobs(choice, tokens), REASONS[finished.finish])
+
+    def _prompt(self, choice: int) -> Sequence[TokenLogprob]:
+        return self._prompts.get(self._call.requests[choice].prompt, ())
 
     def _echo(self, choice: int) -> str:
         return self._call.echoes[choice] if self._call.echoes else ""
@@ -260,14 +300,15 @@ class CompletionChoices(_Choices):
         if self._call.top_logprobs is None:
             return None
         logprobs: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for chosen in self._without_end(tokens):
+        for chosen in tokens:
             text, _ = self._texts.of(chosen.token)
             logprobs["tokens"].append(text)
-            logprobs["token_logprobs"].append(_finite(chosen.logprob))
+            # the first token of a prompt has none
+            logprobs["token_logprobs"].append(None if chosen.logprob is None else _finite(chosen.logprob))
             top: dict[str, float] = {}
             for candidate in chosen.top_logprobs[: self._call.top_logprobs]:
                 top.setdefault(self._texts.of(candidate.token)[0], _finite(candidate.logprob))
-            logprobs["top_logprobs"].append(top)
+            logprobs["top_logprobs"].append(None if chosen.logprob is None else top)
             logprobs["text_offset"].append(self._lengths[choice])
             self._lengths[choice] += len(text)
         return logprobs
@@ -280,6 +321,11 @@ def _delta_fields(piece: AnswerPiece) -> dict[str, Any]:
 
 def _choice(choice: int, text: str, logprobs: dict[str, Any] | None, reason: str | None = None) -> dict[str, Any]:
     return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _mean(candidate: Delta) -> float:
+    """The mean log probability of its tokens."""
+    return sum(_finite(token.logprob) for token in candidate.tokens) / max(len(candidate.tokens), 1)
 
 
 def _finite(logprob: float | None) -> float:

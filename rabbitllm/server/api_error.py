@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 
@@ -20,6 +20,7 @@ from rabbitllm.errors import MediaError, MissingPackageError, OptionError, Proce
 from rabbitllm.generation.template import PromptRefused
 
 logger = logging.getLogger(__name__)
+_Field = TypeVar("_Field", list[Any], dict[str, Any])
 
 BAD_REQUEST, UNAUTHORISED, FORBIDDEN, NOT_FOUND = 400, 401, 403, 404
 TIMED_OUT, TOO_LARGE, BUSY, BROKEN, CLOSING, TOO_LATE = 408, 413, 429, 500, 503, 504
@@ -79,6 +80,41 @@ def bad_options(param: str | None = None, code: str | None = None) -> Iterator[N
 def unsupported(message: str, param: str) -> APIError:
     """The error for a field, or a value of it, that is not supported."""
     return bad(message, param, "unsupported_parameter")
+
+
+def take_fields(body: Any, harmless_names: Collection[str]) -> dict[str, Any]:
+    """The fields of a body, without those that change no answer.
+
+    Raises:
+        APIError: it is no object.
+    """
+    if not isinstance(body, dict):
+        raise bad("The request body is not a JSON object.")
+    return {name: value for name, value in body.items() if name not in harmless_names}
+
+
+def taken(fields: dict[str, Any], name: str, kind: type[_Field]) -> _Field:
+    """Take a field out of others; empty if it is missing or null.
+
+    Raises:
+        APIError: it is of another type than a list or an object.
+    """
+    value = fields.pop(name, None)
+    if value is not None and not isinstance(value, kind):
+        raise bad(f"{name}: expected {'a list' if kind is list else 'an object'}.", name)
+    return kind() if value is None else value
+
+
+def refuse_others(value: Mapping[str, Any], names: Collection[str], where: str = "") -> None:
+    """Refuse fields that have a value, of other names than these.
+
+    Raises:
+        APIError: there is one.
+    """
+    for name, content in value.items():
+        if name not in names and content not in (None, 0, [], {}):
+            full = f"{where}.{name}".strip(".")[:200]
+            raise unsupported(f"{harmless(full, 100)} is not supported; omit it.", full)
 
 
 def closing() -> APIError:

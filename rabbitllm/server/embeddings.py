@@ -24,7 +24,7 @@ from rabbitllm.generation.scoring.micro_batches import TextLayout
 from rabbitllm.generation.scoring.score import layout_of
 from rabbitllm.server.api_error import bad, bad_options
 from rabbitllm.server.requests import list_prompts, token_ids
-from rabbitllm.server.schemas import Embedding
+from rabbitllm.server.schemas import Embedding, RerankBody
 from rabbitllm.telemetry.passes import PassInput
 
 if TYPE_CHECKING:
@@ -223,6 +223,32 @@ def embedding_object(call: CheckedEmbedding, vectors: Sequence[Sequence[float]],
             for index, vector in enumerate(vectors)
         ],
         "model": name,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def rerank_object(
+    body: RerankBody, call: CheckedEmbedding, vectors: Sequence[Sequence[float]], name: str
+) -> dict[str, Any]:
+    """Documents by the cosine of their embedding and the query's, as Jina's and Cohere's interfaces return them.
+
+    Args:
+        body: the request.
+        call: its texts; the query first.
+        vectors: their embeddings.
+        name: the model's name.
+    """
+    unit = torch.nn.functional.normalize(torch.tensor([list(vector) for vector in vectors]), dim=1)
+    scores = (unit[1:] @ unit[0]).tolist()
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
+    shown = [{"document": {"text": body.documents[index]}} if body.return_documents else {} for index in order]
+    tokens = sum(map(len, call.inputs))
+    return {
+        "model": name,
+        "results": [
+            {"index": index, "relevance_score": scores[index], **document}
+            for index, document in zip(order, shown, strict=True)
+        ],
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import MediaError
 from rabbitllm.generation.media import openai_part, text_of_parts
-from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, Sampling
+from rabbitllm.generation.reasoning import Thoughts
+from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, Sampling, ThinkingBudget
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.server._tools import call_tokens
+from rabbitllm.server._tools import FORMS, call_tokens
 from rabbitllm.server.api_error import (
     BAD_MEDIA,
     PROMPT_ERRORS,
@@ -50,6 +51,10 @@ class CheckedCall:
         tools: names of the tools in the prompt; empty for none.
         types: tool -> parameter -> its type in JSON schema.
         echoes: the prompt's text that each completion begins with; empty if `echo` is off.
+        candidates: answers to each prompt, of which the `n` most likely ones are returned.
+        n: see above; 0 for all.
+        max_tokens: the limit of new tokens where the context made it less than the request's.
+        scored: prompts whose tokens get log probabilities, one for each choice.
     """
 
     requests: tuple[Request, ...]
@@ -57,14 +62,30 @@ class CheckedCall:
     tools: tuple[str, ...] = ()
     types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     echoes: tuple[str, ...] = ()
+    candidates: int = 1
+    n: int = 0
+    max_tokens: int | None = None
+    scored: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the answer needs tokens with their probabilities."""
+        return any(request.top_logprobs is not None for request in self.requests)
 
 
 def _new_tokens(prompt: Prompt, max_tokens: int | None, limits: ModelLimits, settings: Settings, param: str) -> int:
-    """The limit of new tokens after a prompt; `max_tokens` is the request's own, `param` its field with the prompt."""
+    """The limit of new tokens after a prompt; `max_tokens` is the request's own, cut to the rest of the context.
+
+    `param` is the field with the prompt.
+    """
     with bad_options(param):
         limits.check_ids(prompt.ids)
     with bad_options(param, "context_length_exceeded"):
-        return limits.new_tokens(len(prompt.ids), max_tokens, settings.max_new_tokens)
+        return limits.new_tokens(len(prompt.ids), max_tokens, settings.max_new_tokens, cut=True)
+
+
+def _cut(max_tokens: int | None, new_tokens: Sequence[int]) -> int | None:
+    return min(new_tokens) if max_tokens is not None and min(new_tokens) < max_tokens else None
 
 
 def _requests_of(
@@ -72,13 +93,19 @@ def _requests_of(
     prompts: Sequence[tuple[Prompt, int]],
     stops: tuple[str, ...],
     top_logprobs: int | None,
+    limits: ModelLimits,
     settings: Settings,
+    count: int,
 ) -> tuple[Request, ...]:
-    """A request for each choice: all of the first prompt, then all of the second; each prompt with its new tokens."""
-    count = body.n or 1
+    """`count` requests for each prompt: all of the first, then all of the second; each prompt with its new tokens."""
     if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
         raise bad(f"A text of stop has more than {MAX_STOP_CHARACTERS:,} characters.", "stop")
     requested = Sampling(**{option.name: getattr(body, option.name) for option in fields(Sampling)})
+    if wrong := [token for token, _ in requested.logit_bias or () if token >= limits.vocabulary]:
+        raise bad(f"logit_bias has the token {wrong[0]}; the vocabulary has {limits.vocabulary:,}.", "logit_bias")
+    least = min(new for _, new in prompts)
+    if body.min_tokens is not None and body.min_tokens > least:
+        raise bad(f"min_tokens is {body.min_tokens}, and the limit of new tokens {least}.", "min_tokens")
     sampling = requested.over(settings.sampling)
     return tuple(
         Request(prompt.ids, max_new_tokens, sampling.nth(index), stops, top_logprobs, settings.seconds, prompt.media)
@@ -106,13 +133,27 @@ def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, se
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     max_tokens = None if max_tokens == NO_LIMIT else max_tokens
     new_tokens = _new_tokens(prompt, max_tokens, limits, settings, "messages")
-    requests = _requests_of(body, [(prompt, new_tokens)], (*body.stops, *template.stops), top_logprobs, settings)
+    stops, n = (*body.stops, *template.stops), body.n or 1
+    requests = _requests_of(body, [(prompt, new_tokens)], stops, top_logprobs, limits, settings, n)
     shown = call_tokens(template.tokenizer) if tools else frozenset()
-    requests = tuple(replace(request, shown=shown, thoughts=template.thoughts(prompt.ids)) for request in requests)
+    thoughts = template.thoughts(prompt.ids)
+    budget = _budget(body.thinking_token_budget, template, thoughts, len(prompt.ids))
+    requests = tuple(replace(request, shown=shown, thoughts=thoughts, thinking_budget=budget) for request in requests)
     functions = [tool.function for tool in tools]
     types = {function.name: _types(function.parameters) for function in functions}
     names = tuple(function.name for function in functions)
-    return CheckedCall(requests, top_logprobs, names, types)
+    return CheckedCall(requests, top_logprobs, names, types, candidates=n, max_tokens=_cut(max_tokens, [new_tokens]))
+
+
+def _budget(
+    tokens: int | None, template: ChatTemplate, thoughts: Thoughts | None, prompt: int
+) -> ThinkingBudget | None:
+    if tokens is None:
+        return None
+    if thoughts is None or template.thought_tokens is None:
+        problem = "this model's marks of reasoning are no tokens"
+        raise unsupported(f"thinking_token_budget is not supported: {problem}.", "thinking_token_budget")
+    return ThinkingBudget(tokens, *template.thought_tokens, prompt, thoughts.reader().is_reasoning)
 
 
 def _tools(body: ChatBody, template: ChatTemplate) -> list[Tool]:
@@ -180,7 +221,21 @@ def _messages(messages: list[Message], template: ChatTemplate, settings: Setting
                 for call in message.tool_calls
             ]
         converted.append(entry)
+    if FORMS["Kimi K2"].opening in template.sources[1]:
+        _number(converted)
     return converted
+
+
+def _number(messages: list[dict[str, Any]]) -> None:
+    """Give calls the ids that Kimi K2 wrote, with name and number: its template repeats them."""
+    ids: list[str] = []
+    names: dict[Any, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            ids.append(f"functions.{call['function']['name']}:{len(ids)}")
+            names[call["id"]] = call["id"] = ids[-1]
+        if message.get("tool_call_id") in names:
+            message["tool_call_id"] = names[message["tool_call_id"]]
 
 
 def _reasoning(message: Message, template: ChatTemplate, where: str) -> dict[str, str]:
@@ -267,27 +322,36 @@ def checked_completion(
     refuse_unsupported(body, settings.of_the_model)
     if body.suffix:
         raise unsupported("suffix is not supported; omit it.", "suffix")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise unsupported("best_of is not supported; omit it, or set it to n.", "best_of")
-    if body.echo and body.logprobs is not None:
-        raise unsupported("echo with logprobs is not supported; omit one of them.", "echo")
+    n = body.n or 1
+    candidates = body.best_of or n
+    if candidates < n:
+        raise bad(f"best_of is {candidates}, less than n, which is {n}.", "best_of")
+    if candidates > n and body.stream:
+        raise bad("best_of needs whole answers; omit it, or stream.", "best_of")
     entries = list_prompts(body.prompt)
     if not entries:
         raise bad("There is no prompt.", "prompt")
-    if len(entries) * (body.n or 1) > MAX_CHOICES:  # before any of them becomes tokens
-        raise bad(f"{len(entries)} prompts with n={body.n or 1} are more than {MAX_CHOICES} choices.", "prompt")
+    if len(entries) * candidates > MAX_CHOICES:  # before any of them becomes tokens
+        raise bad(f"{len(entries)} prompts with n={candidates} are more than {MAX_CHOICES} choices.", "prompt")
     prompts = [Prompt(tuple(token_ids(entry, tokenizer, limits, "prompt"))) for entry in entries]
     max_tokens = body.max_tokens if body.max_tokens is not None else settings.completion_new_tokens
     max_tokens = settings.max_new_tokens if max_tokens == NO_LIMIT else max_tokens
-    if body.max_tokens in (None, NO_LIMIT) and limits.context is not None:
-        max_tokens = min(max_tokens, max(limits.context - max(len(prompt.ids) for prompt in prompts), 1))
     pairs = [(prompt, _new_tokens(prompt, max_tokens, limits, settings, "prompt")) for prompt in prompts]
-    requests = _requests_of(body, pairs, body.stops, body.logprobs, settings)
+    top_logprobs = 0 if body.logprobs is None and candidates > n else body.logprobs
+    requests = _requests_of(body, pairs, body.stops, top_logprobs, limits, settings, candidates)
     echoes: tuple[str, ...] = ()
     if body.echo:
         texts = [entry if isinstance(entry, str) else str(tokenizer.decode(entry)) for entry in entries]
-        echoes = tuple(text for text in texts for _ in range(body.n or 1))
-    return CheckedCall(requests, body.logprobs, echoes=echoes)
+        echoes = tuple(text for text in texts for _ in range(candidates))
+    return CheckedCall(
+        requests,
+        body.logprobs,
+        echoes=echoes,
+        candidates=candidates,
+        n=n,
+        max_tokens=_cut(body.max_tokens, [new for _, new in pairs]),
+        scored=tuple(request.prompt for request in requests) if body.echo and body.logprobs is not None else (),
+    )
 
 
 def list_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

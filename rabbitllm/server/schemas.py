@@ -21,6 +21,7 @@ MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
+MAX_BIASES = 1024
 MAX_NAME = 100
 """Letters of an unknown field's name that are compared with the known ones."""
 
@@ -34,11 +35,18 @@ def _whole(value: Any) -> Any:
 
 
 def _count(value: int) -> int:
-    if value < 1 and value != NO_LIMIT:
-        raise ValueError(f"expected at least 1, or {NO_LIMIT} for no limit")
+    if value < 0 and value != NO_LIMIT:
+        raise ValueError(f"expected at least 0, or {NO_LIMIT} for no limit")
     return value
 
 
+def _biases(by_token: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    if wrong := [name for name in by_token if not (name.isdecimal() and len(name) < 10)]:
+        raise ValueError(f"expected ids of tokens as keys, found {wrong[0][:MAX_NAME]!r}")
+    return tuple((int(name), bias) for name, bias in by_token.items())
+
+
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[int, BeforeValidator(_whole), AfterValidator(_count)]
 Token = Annotated[int, Field(ge=0)]
@@ -73,6 +81,11 @@ class GenerationBody(_Strict):
     repetition_penalty: float | None = Field(
         None, gt=0, allow_inf_nan=False, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
+    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    logit_bias: Annotated[dict[str, Bias], AfterValidator(_biases)] | None = Field(None, max_length=MAX_BIASES)
+    min_tokens: Whole | None = Field(None, ge=0)
+    ignore_eos: bool | None = None
     seed: Whole | None = Field(None, ge=-SEEDS - 1, le=SEEDS)
     max_tokens: Count | None = None
     stream: bool | None = None
@@ -183,6 +196,7 @@ class ChatBody(GenerationBody):
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Whole | None = Field(None, ge=0)
 
 
 class CompletionBody(GenerationBody):
@@ -191,7 +205,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompts
     echo: bool | None = None
     logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    best_of: Whole | None = Field(None, ge=1)
+    best_of: Whole | None = Field(None, ge=1, le=MAX_CHOICES)
     suffix: str | None = None
 
 
@@ -202,6 +216,52 @@ class Embedding(_Strict):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Whole | None = Field(None, ge=1)
+
+
+class RerankBody(_Strict):
+    """Body of `/v1/rerank`."""
+
+    model: str | None = None
+    query: str
+    documents: Annotated[list[str], Field(fail_fast=True)] = Field(min_length=1)
+    top_n: Whole | None = Field(None, ge=1)
+    return_documents: bool | None = None
+
+
+class TokenizeBody(_Strict):
+    """Body of `/tokenize`, with llama.cpp's and vLLM's names."""
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    tools: list[Any] | None = None
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def text(self) -> str:
+        """The text.
+
+        Raises:
+            APIError: there is none.
+        """
+        text = self.content if self.content is not None else self.prompt
+        if text is None:
+            raise bad("Expected content, prompt or messages.", "content")
+        return text
+
+    @property
+    def adds_special(self) -> bool:
+        """Whether the tokens of a text begin with the model's own; by default as for a completion."""
+        return next((value for value in (self.add_special, self.add_special_tokens) if value is not None), True)
+
+
+class DetokenizeBody(_Strict):
+    """Body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: Tokens
 
 
 def parsed(schema: type[_Parsed], body: Any) -> _Parsed:
@@ -304,11 +364,10 @@ _INSTEAD: Mapping[str, str] = {
 }
 """Field of another server -> the field here; empty if a near name would mislead."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "min_length"), (0,)),
-    **dict.fromkeys(("min_new_tokens", "no_repeat_ngram_size", "prompt_logprobs"), (0,)),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "prompt_logprobs"), (0,)),
     **dict.fromkeys(("dry_multiplier", "xtc_probability", "mirostat"), (0,)),
     **dict.fromkeys(("length_penalty", "typical_p", "tfs_z", "num_beams", "best_of"), (1,)),
-    **dict.fromkeys(("echo", "use_beam_search", "ignore_eos", "continue_final_message"), (False,)),
+    **dict.fromkeys(("echo", "use_beam_search", "continue_final_message"), (False,)),
     **dict.fromkeys(("include_reasoning", "separate_reasoning", "skip_special_tokens"), (True,)),
     **dict.fromkeys(("suffix", "grammar"), ("",)),
     **dict.fromkeys(("stop_token_ids", "bad_words", "suppress_tokens", "guided_choice", "functions"), ([],)),
@@ -316,14 +375,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("truncate_prompt_tokens", "audio", "web_search_options", "prediction"), ()),
     "include_stop_str_in_output": (False,),
     "add_generation_prompt": (True,),
-    "logit_bias": ({},),
     "function_call": ("none",),
     "modalities": (["text"], []),
     "verbosity": ("medium",),
 }
 """Field -> values without effect, unless the model has a value of its own; None counts for every field."""
-_SAME: Mapping[str, str] = {"min_tokens": "min_new_tokens"}
-"""Field -> transformers' name for it."""
 
 
 def refuse_unsupported(body: GenerationBody, of_the_model: Mapping[str, float]) -> None:
@@ -339,8 +395,7 @@ def refuse_unsupported(body: GenerationBody, of_the_model: Mapping[str, float]) 
     for name, value in (body.model_extra or {}).items():
         if name not in NEUTRAL or value is None:
             continue
-        option = _SAME.get(name, name)
-        allowed = (of_the_model[option],) if option in of_the_model else NEUTRAL[name]
+        allowed = (of_the_model[name],) if name in of_the_model else NEUTRAL[name]
         if not _is_one_of(value, allowed):
             hint = f" or use {' or '.join(map(repr, allowed))}" if allowed else ""
             raise unsupported(f"{name} is not supported; omit it{hint}.", name)

@@ -37,6 +37,7 @@ from rabbitllm.base.terminal import harmless, put, put_fact, size
 from rabbitllm.engine.free_memory import trimming
 from rabbitllm.generation.request import BatchStats, Limits
 from rabbitllm.server._app import create_app
+from rabbitllm.server._tools import is_known
 from rabbitllm.server.embeddings import NO_RECIPE, Embedder
 from rabbitllm.server.service import ServedModel, Service, batch_of
 from rabbitllm.server.settings import Settings, address_of, is_local, listen
@@ -292,6 +293,10 @@ def put_greeting(
     put_fact(console, "requests", _requests(stats))
     put_fact(console, "sampling", service.sampling_words)
     put_fact(console, "embeddings", "yes" if service.embedder is not None else f"no, {NO_RECIPE}")
+    template = service.template
+    takes_tools = template.reads("tools", with_tools=True)
+    if takes_tools and not is_known(template.sources[1], template.tokenizer.get_added_vocab()):
+        put_fact(console, "tools", "calls stay text: the chat template shows them in a form that is not known here")
     put_fact(console, "API key", "required" if settings.api_key else "none")
     put_fact(console, "try", _curl(service, address))
     if not is_local and not settings.api_key:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,17 +22,20 @@ from rabbitllm.generation.request import (
     Limits,
     ModelLimits,
     Request,
+    TokenLogprob,
     check_generates,
     end_tokens,
     options_of,
     recommended_sampling,
     tokenizer_of,
 )
+from rabbitllm.generation.scoring.score import token_logprobs
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server._metrics import Metrics
 from rabbitllm.server.answers import TokenTexts
 from rabbitllm.server.api_error import NOT_FOUND, APIError
 from rabbitllm.server.embeddings import Embedder, PoolingRecipe, recipe_in
+from rabbitllm.server.requests import CheckedCall
 from rabbitllm.server.settings import Settings
 from rabbitllm.store.locations import resolve_name
 
@@ -194,6 +197,17 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+    def decoded(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    async def prompt_logprobs(self, call: CheckedCall) -> dict[tuple[int, ...], list[TokenLogprob]]:
+        """Prompt -> the log probabilities of its tokens, for the prompts of a call that need them."""
+        return {
+            ids: await asyncio.to_thread(token_logprobs, self.model, ids, call.top_logprobs or 0)
+            for ids in dict.fromkeys(call.scored)
+        }
 
     async def encoded(self, work: Callable[[], _Result]) -> _Result:
         """Use the tokenizer in its thread, so that a long prompt does not block the event loop."""

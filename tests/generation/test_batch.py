@@ -451,12 +451,21 @@ def test_closing_at_once_returns_partial_answers(open_batch: Open, plain: Any) -
 
 @pytest.mark.parametrize(
     "request_",
-    [Request((), 3), Request((5,), 0), Request((5, VOCABULARY_SIZE), 3), Request((5, -1), 3), Request((5,) * 250, 7)],
+    [Request((), 3), Request((5,), -1), Request((5, VOCABULARY_SIZE), 3), Request((5, -1), 3), Request((5,) * 250, 7)],
 )
 def test_unanswerable_requests_are_refused(open_batch: Open, request_: Request) -> None:
     batch, _ = open_batch()
     with pytest.raises(OptionError):
         batch.submit(request_, lambda event: None)
+
+
+def test_a_request_for_no_token_is_answered_at_once(open_batch: Open) -> None:
+    batch, _ = open_batch()
+    events: list[Any] = []
+    batch.submit(Request((5, 6), 0), events.append)
+    (result,) = events
+    assert (result.finish, result.tokens, result.prompt_tokens) == (FinishReason.LENGTH, (), 2)
+    assert batch.stats.passes == 0
 
 
 def test_finished_requests_are_freed_without_garbage_collection(open_batch: Open) -> None:

@@ -169,7 +169,7 @@ def test_what_a_request_does_not_say_is_the_models(checkpoint: Path, tmp_path: P
         assert status["sampling"] == {"temperature": 1.5, "top_p": 0.95, "top_k": 20, "words": words}
         assert served.http.get("/v1/models").json()["data"][0]["max_model_len"] == 40
         with pytest.raises(openai.BadRequestError, match="the context is limited to 40"):
-            asked(max_tokens=60)
+            client.completions.create(model=NAME, prompt=PROMPT * 20)
 
 
 def test_a_model_that_recommends_nothing_is_greedy(served: Running, plain: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 import torch
@@ -124,3 +125,20 @@ def test_other_parts_are_refused(served: Running) -> None:
         assert response.status_code == 400, response.text
         assert code is None or response.json()["error"]["code"] == code
     assert asked(served, url_of(GOOD)).choices[0].finish_reason  # it still answers
+
+
+def test_pictures_of_other_interfaces_are_the_same(served: Running) -> None:
+    data = base64.b64encode(encoded(picture())).decode()
+    source: Any = {"type": "base64", "media_type": "image/png", "data": data}
+    blocks: Any = [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]
+    claude = anthropic.Anthropic(base_url=served.address, api_key="none", max_retries=0)
+    message = claude.messages.create(model=NAME, max_tokens=5, messages=[{"role": "user", "content": blocks}])
+    url = url_of(encoded(picture()))
+    parts: Any = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": QUESTION}]
+    response: Any = served.openai().responses.create(
+        model=NAME, max_output_tokens=5, input=[{"role": "user", "content": parts}]
+    )
+    chat = asked(served, url)
+    read = message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+    assert read == response.usage.input_tokens == chat.usage.prompt_tokens
+    assert message.content[0].text == response.output_text == chat.choices[0].message.content  # type: ignore[union-attr]

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbitllm.server._tools import MARKERS, CallReader, ParsedToolCall
+from rabbitllm.server._tools import FORMS as TABLE
+from rabbitllm.server._tools import MARKERS, CallReader, ParsedToolCall, is_known
 from tests.server.serving import PATIENT
 
 TOOLS = ("add", "weather")
@@ -75,7 +76,78 @@ FORMS = {
     "nothing": ("", "", ()),
     "spaces": ("  \n", "  \n", ()),
 }
-TYPES = {"add": {"a": "integer", "b": "array"}, "weather": {"city": "string"}}
+BAR = "\uff5c"
+FULL = {"a": 1, "b": 'x "y"\nz', "c": [1, "two", True], "d": {"e": None}}
+JSON = json.dumps(FULL)
+PUBLISHED = {
+    "GLM 4.6": (
+        "GLM 4.5 to 4.7",
+        "\n<tool_call>full\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+        '<arg_value>x "y"\nz</arg_value>\n<arg_key>c</arg_key>\n<arg_value>[1, "two", true]</arg_value>\n'
+        '<arg_key>d</arg_key>\n<arg_value>{"e": null}</arg_value>\n</tool_call>\n<tool_call>full\n'
+        "<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    ),
+    "GLM 4.7": (
+        "GLM 4.5 to 4.7",
+        "<tool_call>full<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key>"
+        '<arg_value>x "y"\nz</arg_value><arg_key>c</arg_key><arg_value>[1, "two", true]</arg_value>'
+        '<arg_key>d</arg_key><arg_value>{"e": null}</arg_value></tool_call><tool_call>full'
+        "<arg_key>a</arg_key><arg_value>2</arg_value></tool_call>",
+    ),
+    "MiniMax M1": (
+        "MiniMax M1",
+        f'<tool_calls>\n{{"name": "full", "arguments": {JSON}}}\n{{"name": "full", "arguments": {{"a": 2}}}}\n'
+        "</tool_calls>",
+    ),
+    "MiniMax M2": (
+        "MiniMax M2",
+        '\n<minimax:tool_call>\n<invoke name="full">\n<parameter name="a">1</parameter>\n'
+        '<parameter name="b">x "y"\nz</parameter>\n<parameter name="c">[1, "two", true]</parameter>\n'
+        '<parameter name="d">{"e": null}</parameter>\n</invoke>\n<invoke name="full">\n'
+        '<parameter name="a">2</parameter>\n</invoke>\n</minimax:tool_call>',
+    ),
+    "DeepSeek R1": (
+        "DeepSeek V3, R1, V3.1",
+        f"<{BAR}tool▁calls▁begin{BAR}><{BAR}tool▁call▁begin{BAR}>function<{BAR}tool▁sep{BAR}>full\n```json\n{JSON}\n"
+        f"```<{BAR}tool▁call▁end{BAR}>\n<{BAR}tool▁call▁begin{BAR}>function<{BAR}tool▁sep{BAR}>full\n```json\n"
+        f'{{"a": 2}}\n```<{BAR}tool▁call▁end{BAR}><{BAR}tool▁calls▁end{BAR}>',
+    ),
+    "DeepSeek V3.1": (
+        "DeepSeek V3, R1, V3.1",
+        f"<{BAR}tool▁calls▁begin{BAR}><{BAR}tool▁call▁begin{BAR}>full<{BAR}tool▁sep{BAR}>{JSON}<{BAR}tool▁call▁end{BAR}>"
+        f'<{BAR}tool▁call▁begin{BAR}>full<{BAR}tool▁sep{BAR}>{{"a": 2}}<{BAR}tool▁call▁end{BAR}>'
+        f"<{BAR}tool▁calls▁end{BAR}>",
+    ),
+    **{
+        f"DeepSeek {version}": (
+            f"DeepSeek {version}",
+            f'\n\n<|DSML|{block}>\n<|DSML|invoke name="full">\n<|DSML|parameter name="a" string="false">1'
+            '</|DSML|parameter>\n<|DSML|parameter name="b" string="true">x "y"\nz</|DSML|parameter>\n'
+            '<|DSML|parameter name="c" string="false">[1, "two", true]</|DSML|parameter>\n'
+            '<|DSML|parameter name="d" string="false">{"e": null}</|DSML|parameter>\n</|DSML|invoke>\n'
+            '<|DSML|invoke name="full">\n<|DSML|parameter name="a" string="false">2</|DSML|parameter>\n'
+            f"</|DSML|invoke>\n</|DSML|{block}>".replace("|", BAR),
+        )
+        for version, block in (("V3.2", "function_calls"), ("V4", "tool_calls"))
+    },
+    "Kimi K2": (
+        "Kimi K2",
+        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.full:0<|tool_call_argument_begin|>{JSON}"
+        '<|tool_call_end|><|tool_call_begin|>functions.full:1<|tool_call_argument_begin|>{"a": 2}<|tool_call_end|>'
+        "<|tool_calls_section_end|>",
+    ),
+    "Gemma 4": (
+        "Gemma 4",
+        '<|tool_call>call:full{a:1,b:<|"|>x "y"\nz<|"|>,c:[1,<|"|>two<|"|>,true],d:{e:None}}<tool_call|>'
+        "<|tool_call>call:full{a:2}<tool_call|>",
+    ),
+}
+"""Template that was published -> its form, and what it makes of two calls after the text of an answer."""
+TYPES = {
+    "full": {"a": "integer", "b": "string", "c": "array", "d": "object"},
+    "add": {"a": "integer", "b": "array"},
+    "weather": {"city": "string"},
+}
 
 
 def read(pieces: list[str]) -> tuple[str, tuple[ParsedToolCall, ...]]:
@@ -90,6 +162,29 @@ def test_tool_call_formats(form: str) -> None:
     written, text, calls = FORMS[form]
     answer, read_calls = read([written])
     assert (answer.rstrip() if calls else answer, read_calls) == (text, calls)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_forms_of_published_templates(name: str) -> None:
+    """Whole, in single characters, cut off in the first call, and without its arguments."""
+    form, written = PUBLISHED[name]
+    for pieces in ([f"Text.{written}"], list(f"Text.{written}")):
+        text, calls = read(pieces)
+        assert text.rstrip() == "Text."
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == [("full", FULL), ("full", {"a": 2})]
+    opening = TABLE[form].opening
+    assert is_known(f"{{% if tools %}}{opening}")
+    for length in range(len(opening), written.index("two") - written.index(opening)):
+        cut = written[: written.index(opening) + length]
+        assert read([cut]) == (cut, ())
+    assert read([written.replace(opening, "<other>")])[0].startswith(written[:1])
+
+
+def test_forms_in_the_table_are_all_published() -> None:
+    assert {form for form, _ in PUBLISHED.values()} | {"Hermes, Qwen 2.5 and 3", "Qwen 3 Coder, 3.5"} == set(TABLE)
+    assert not is_known("{% for tool in tools %}{{ tool }}{% endfor %}[add(a=1)]")
+    assert not is_known("{% if tools %}]<]minimax[>[<tool_call>")
+    assert is_known('{{ tools }} Respond as {"name": function, "parameters": {}}')
 
 
 @PATIENT

@@ -34,11 +34,12 @@ from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError
 from rabbitllm.generation._coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
 from rabbitllm.generation._packed_batch import PACKABLE, NotPackable, can_be_packed, grouped, shares_keys
+from rabbitllm.generation._sequence import ranked
 from rabbitllm.generation.kv_cache import NEVER, angles_change_after, looks_ahead
 from rabbitllm.generation.memory import cost_of_a_pass, repeated_bytes
-from rabbitllm.generation.request import ModelLimits
+from rabbitllm.generation.request import ModelLimits, TokenLogprob
 from rabbitllm.generation.scoring._activation_offload import ActivationOffload, NoRoom, tensors_in
-from rabbitllm.generation.scoring._tasks import Room, Scored, ScoredText, Task, check_text, tasks_of
+from rabbitllm.generation.scoring._tasks import Room, Scored, ScoredText, Task, TextRequest, check_text, tasks_of
 from rabbitllm.generation.scoring.forward import LOGITS_BYTES, Keep, PrefixHandoff, ScoringForward
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches
 from rabbitllm.storage.durable import NamelessFile
@@ -301,6 +302,31 @@ def score(
                 else:
                     retried.setdefault(layout_then, []).extend(batch.tasks)
         waiting += [(tasks, layout) for layout, tasks in retried.items()]
+
+
+def token_logprobs(model: StreamedModel, ids: Sequence[int], count: int) -> list[TokenLogprob]:
+    """The log probability of each token of a text but the first, with those of the `count` most likely ones.
+
+    May be called while a batch of the model runs.
+
+    Raises:
+        ScoringError: the model's body returned no hidden states.
+        OSError, RabbitLLMError: the weights cannot be read.
+    """
+    tokens = [TokenLogprob(ids[0])]
+    if len(ids) == 1:
+        return tokens
+    kept: list[torch.Tensor] = []
+    forward = ScoringForward(model, keep=lambda _, states: kept.append(states.clone()))
+    batch = MicroBatch((Task(tuple(ids[:-1]), (TextRequest(0, 0, tuple(ids[1:]), None),)),))
+    rows = max(LOGITS_BYTES // (4 * ModelLimits.of(model).vocabulary), 1)
+    with forward.installed(), model.joint_pass(PassInput(1, len(ids) - 1, None, None)):
+        forward(batch, forward.ids(batch), [0])
+        for begin in range(0, len(kept[0]), rows):
+            logprobs = torch.log_softmax(forward.logits(kept[0][begin : begin + rows]).float(), -1)
+            following = ids[begin + 1 : begin + 1 + len(logprobs)]
+            tokens += [ranked(row, token, count) for row, token in zip(logprobs, following, strict=True)]
+    return tokens
 
 
 def _layout_after(layout: TextLayout, batch: MicroBatch, error: Exception, *, some_passed: bool) -> TextLayout | None:
