@@ -26,6 +26,8 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
 from rabbitllm.quant._kernel_interface import (
     BFLOATS,
+    BYTE_WIDTH,
+    BYTES,
     CODES,
     DEQUANTIZED,
     INTEGERS,
@@ -258,7 +260,7 @@ class KernelMatrix(ABC):
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
-        make = torch.zeros if method == PANELS else torch.empty
+        make = torch.empty if method == CODES else torch.zeros
         out = make(len(x), self.form.shape[0])
         if len(x):
             _run(method, width, self.inputs(width, x), [(self, 0, len(x))], out)
@@ -286,6 +288,8 @@ class Matrix(QuantizedMatrix, KernelMatrix):
             return CODES, INTEGERS
         from rabbitllm.quant import _vectors
 
+        if self._takes_bytes(dtype):
+            return BYTES, BYTE_WIDTH
         lanes = _vectors.lanes()
         if count <= max_panel_inputs(lanes, dtype) and self.table_for(lanes) and _agrees(PANELS, scheme, lanes):
             return PANELS, lanes
@@ -294,7 +298,20 @@ class Matrix(QuantizedMatrix, KernelMatrix):
     def layout(self) -> InputLayout:
         return _layout(self.form.scheme)
 
+    def _takes_bytes(self, dtype: torch.dtype) -> bool:
+        """Whether many rows of a dtype are multiplied with inputs of 8 bits."""
+        if self.form.scheme not in BLOCK_TYPES or dtype == torch.bfloat16 and bfloat_products.torch_has_instructions():
+            return False
+        from rabbitllm.quant import _byte_kernels
+
+        has_kernel = self.form.scheme in _byte_kernels.TYPES and not self.form.shape[1] % _byte_kernels.STEP
+        return has_kernel and _agrees(BYTES, self.form.scheme, BYTE_WIDTH)
+
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
+        if width == BYTE_WIDTH:
+            from rabbitllm.quant import _byte_kernels
+
+            return _byte_kernels.inputs(x)
         if width == INTEGERS:
             return _layout(self.form.scheme).inputs(x)
         return InputRows(x.float().contiguous() if self.form.scheme in BLOCK_TYPES else _kernels.interleaved(width, x))
@@ -451,7 +468,7 @@ def _agrees(method: str, scheme: str, width: int) -> bool:
             product = matrix.times_by(method, width, x) if is_product else x @ matrix.bfloats(width).float().T
             yield product, x @ matrix.dequantized(torch.float32).T
 
-    tolerances = {CODES: _kernels.INTEGER_TOLERANCE, BFLOATS: _kernels.BFLOAT_TOLERANCE}
+    tolerances = {CODES: _kernels.INTEGER_TOLERANCE, BYTES: _kernels.BYTE_TOLERANCE, BFLOATS: _kernels.BFLOAT_TOLERANCE}
     return _kernels.agrees(f"by {method} at {scheme}", trials(), tolerances.get(method, _kernels.TOLERANCE))
 
 
@@ -470,6 +487,7 @@ def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> M
 _TRIALS = {
     CODES: ((1, 7, 768), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
     PANELS: ((7, 5, 768), (13, 70, 4096)),  # the last by several threads, with two panels for each row
+    BYTES: ((7, 5, 768), (13, 70, 4096)),
     BFLOATS: ((7, 70, 4096),),
 }
 """The products of a kernel's trial: inputs, rows, columns."""
