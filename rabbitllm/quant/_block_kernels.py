@@ -62,7 +62,7 @@ def halves_of(emit: Emitter, form: BlockFormat, base: Any) -> list[Any]:
     return [emit.b.fpext(emit.load(emit.add(base, offset), ir.HalfType(), 1), F32) for offset in form.halves]
 
 
-def times(emit: Emitter, scale: Any, base: Any, fields: Sequence[Field], least: int) -> Any:
+def _times(emit: Emitter, scale: Any, base: Any, fields: Sequence[Field], least: int) -> Any:
     """A scale times the number that fields have."""
     b, factor = emit.b, ir.Constant(I32, least)
     for offset, shift, bits, first in fields:
@@ -93,6 +93,16 @@ def codes_of(emit: Emitter, form: BlockFormat, load: Callable[[int, ir.Type], An
     return b.sub(codes, every(run, -form.least)) if form.least else codes
 
 
+def scale_and_minimum(emit: Emitter, form: BlockFormat, base: Any, halves: list[Any], group: int) -> list[Any]:
+    """The scale of a group and, where there is one, its minimum, which is subtracted."""
+    scale, *least = halves
+    if form.factors:
+        scale = _times(emit, scale, base, form.factors[group], form.least_factor)
+    if least:
+        least = [_times(emit, least[0], base, form.minima[group], 0) if form.minima else emit.b.fneg(least[0])]
+    return [scale, *least]
+
+
 def _floats(emit: Emitter, codes: Any, begin: int) -> Any:
     """Some of the bytes, as many as a vector has lanes, as float32."""
     few = emit.pick(codes, codes, range(begin, begin + emit.width))
@@ -103,15 +113,6 @@ def _fill(method: str, scheme: str, width: int) -> Any:
     """See `_product_kernels._fill`; a step is two vectors of elements. Scales, table and shift are unused."""
     block, form = BLOCK_TYPES[scheme], FORMATS[scheme]
     size = 2 if method == BFLOATS else 4
-
-    def scale_of(emit: Emitter, base: Any, halves: list[Any], group: int) -> list[Any]:
-        """The scale and, where there is one, the minimum of a group in all lanes."""
-        scale, *least = halves
-        if form.factors:
-            scale = times(emit, scale, base, form.factors[group], form.least_factor)
-        if least:
-            least = [times(emit, least[0], base, form.minima[group], 0) if form.minima else emit.b.fneg(least[0])]
-        return [emit.spread(value) for value in (scale, *least)]
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
         builder = emit.b
@@ -129,7 +130,7 @@ def _fill(method: str, scheme: str, width: int) -> Any:
                 if element % form.run == 0:
                     codes_of_run = codes_of(emit, form, load, element)
                 if element % form.group == 0:
-                    scale, *least = scale_of(emit, base, halves, element // form.group)
+                    scale, *least = map(emit.spread, scale_and_minimum(emit, form, base, halves, element // form.group))
                 value = builder.fmul(_floats(emit, codes_of_run, element % form.run), scale)
                 value = builder.fsub(value, *least) if least else value
                 if method == BFLOATS:

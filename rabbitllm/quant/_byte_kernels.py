@@ -2,7 +2,7 @@
 
 They are kernels by panels (`_product_kernels.py`), but of bytes: one instruction of AVX2 (VPMADDUBSW) multiplies 32
 codes, which are not negative, with 32 inputs, where one in float32 multiplies 8. A step of 256 elements is 8 lanes of
-32, and a lane two parts, each with a scale of its inputs. Vector v of a step, of 8, has the bytes 4 v to 4 v + 3 of each
+32, and a lane two parts, each with a scale of its inputs. Vector v of a step, of 8, has bytes 4 v to 4 v + 3 of each
 lane. So vectors v = 0 to 3, the first parts, are summed in 16 bits; the sums of 8 lanes are multiplied by scales at
 once, and their minima by the sums of inputs.
 
@@ -33,10 +33,10 @@ _INPUTS = "inputs"
 _LANES = 8
 _PART = STEP // _LANES // 2
 _STEP_BYTES = STEP + 4 * 4 * _LANES
-"""Of a step in a panel: codes, then for both parts of all lanes scales and negated minima, float32; of a step of inputs:
+"""Of a step in a panel: codes, then scales and negated minima of both parts of all lanes, float32. Of a step of inputs:
 integers, then scales and sums."""
 _LARGEST, _NEAREST, _NEAREST_BITS = 127.0, float(3 << 22), 0x4B400000
-"""The largest integer of inputs; a float32 that, added to a small one, leaves the nearest integer in the lowest bits."""
+"""The largest integer of inputs; a float32 that, added to a small one, leaves the nearest integer in its last bits."""
 _BYTES, _WORDS = ir.VectorType(I8, 32), ir.VectorType(I16, 16)
 _TOKENS = 2
 TYPES = tuple(
@@ -83,9 +83,15 @@ def _store_bytes(emit: Emitter, place: Any, lanes: Sequence[Any]) -> None:
         emit.store(vector, emit.add(place, 32 * v), 4)
 
 
-def _at(part: int, is_second: bool) -> int:
-    """The offset in a step of the scales, or of the minima or sums, of a part of all lanes."""
-    return STEP + 4 * _LANES * (part + 2 * is_second)
+def _store_pair(emit: Emitter, step: Any, lane: int, part: int, pair: Sequence[Any]) -> None:
+    """Store a scale and what belongs to it, of a part of a lane."""
+    for offset, value in zip(_offsets(part), pair, strict=True):
+        emit.store(value, emit.add(step, offset + 4 * lane), 4)
+
+
+def _offsets(part: int) -> tuple[int, int]:
+    """Where a step has the scales, and the minima or sums, of a part of all lanes."""
+    return STEP + 4 * _LANES * part, STEP + 4 * _LANES * (part + 2)
 
 
 def _fill(scheme: str) -> Any:
@@ -94,15 +100,6 @@ def _fill(scheme: str) -> Any:
     form = replace(stored, least=0)  # codes as they are stored
     step_bytes = block.row_bytes(STEP)
 
-    def scale_and_minimum(emit: Emitter, base: Any, halves: list[Any], group: int) -> tuple[Any, Any]:
-        """Those of a group; the minimum is negated."""
-        scale, *least = halves
-        if form.minima:
-            least = [emit.b.fneg(_block_kernels.times(emit, *least, base, form.minima[group], 0))]
-        if form.factors:
-            scale = _block_kernels.times(emit, scale, base, form.factors[group], form.least_factor)
-        return scale, *(least or [emit.b.fmul(scale, ir.Constant(F32, float(stored.least)))])
-
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
         b = emit.b
         start = emit.add(codes, b.mul(row, row_bytes), b.mul(first, number(step_bytes)))
@@ -110,23 +107,21 @@ def _fill(scheme: str) -> Any:
             step, lanes = emit.add(panel, b.mul(index, number(_STEP_BYTES))), []
             for lane in range(_LANES):
                 blocks, begin = divmod(2 * _PART * lane, block.elements)
-                base = emit.add(start, b.mul(index, number(step_bytes)), blocks * block.nbytes)
                 if begin == 0:
+                    base = emit.add(start, b.mul(index, number(step_bytes)), blocks * block.nbytes)
                     halves = _block_kernels.halves_of(emit, form, base)
-                load = functools.partial(_loaded, emit, emit.add(base, 0))
+                    # what is loaded again after a store, LLVM loads again
+                    load = functools.cache(lambda offset, kind, base=base: emit.load(emit.add(base, offset), kind, 1))
                 runs = range(begin, begin + 2 * _PART, form.run)
                 lanes.append(emit.joined(*(_block_kernels.codes_of(emit, form, load, run) for run in runs)))
                 for part in range(2):
-                    pair = scale_and_minimum(emit, base, halves, (begin + part * _PART) // form.group)
-                    for is_second, value in enumerate(pair):
-                        emit.store(value, emit.add(step, _at(part, bool(is_second)) + 4 * lane), 4)
+                    group = (begin + part * _PART) // form.group
+                    scale, *least = _block_kernels.scale_and_minimum(emit, form, base, halves, group)
+                    added = b.fneg(*least) if least else b.fmul(scale, ir.Constant(F32, float(stored.least)))
+                    _store_pair(emit, step, lane, part, (scale, added))
             _store_bytes(emit, step, lanes)
 
     return emitted(fill, _LANES)
-
-
-def _loaded(emit: Emitter, base: Any, offset: int, ir_type: ir.Type) -> Any:
-    return emit.load(emit.add(base, offset), ir_type, 1)
 
 
 def _dot(rows: int, tokens: int) -> Any:
@@ -137,6 +132,10 @@ def _dot(rows: int, tokens: int) -> Any:
         multiply = emit.function("llvm.x86.avx2.pmadd.ub.sw", _WORDS, _BYTES, _BYTES)
         add_pairs = emit.function("llvm.x86.avx2.pmadd.wd", emit.ints, _WORDS, _WORDS)
         sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
+
+        def pair(step: Any, part: int) -> list[Any]:
+            return [emit.load(emit.add(step, offset), emit.floats, 4) for offset in _offsets(part)]
+
         with emit.loop(steps) as index:
             before = b.mul(index, number(_STEP_BYTES))
             matrix = [emit.add(panel, b.mul(panel_bytes, number(r)), before) for r in range(rows)]
@@ -151,19 +150,13 @@ def _dot(rows: int, tokens: int) -> Any:
                             b.add(total, b.call(multiply, [codes, value]))
                             for total, value in zip(of_row, values, strict=True)
                         ]
-                scales, of_inputs = (
-                    [emit.load(emit.add(step, _at(part, is_second)), emit.floats, 4) for step in given]
-                    for is_second in (False, True)
-                )
+                of_inputs = [pair(step, part) for step in given]
                 for step, of_row, totals in zip(matrix, products, sums, strict=True):
-                    scale, least = (
-                        emit.load(emit.add(step, _at(part, is_second)), emit.floats, 4) for is_second in (False, True)
-                    )
-                    for t, total in enumerate(totals):
-                        ints = b.call(add_pairs, [of_row[t], every(_WORDS, 1)])
-                        scaled = b.fmul(b.sitofp(ints, emit.floats), scales[t])
-                        value = emit.fma(scaled, scale, b.load(total))
-                        b.store(emit.fma(least, of_inputs[t], value), total)
+                    scale, least = pair(step, part)
+                    for product, (input_scale, input_sum), total in zip(of_row, of_inputs, totals, strict=True):
+                        ints = b.call(add_pairs, [product, every(_WORDS, 1)])
+                        value = emit.fma(b.fmul(b.sitofp(ints, emit.floats), input_scale), scale, b.load(total))
+                        b.store(emit.fma(least, input_sum, value), total)
         _product_kernels.add_sums(emit, sums, out, all_rows)
 
     return emitted(dot, _LANES)
@@ -184,9 +177,8 @@ def _round(emit, x, scales, table, out, row_bytes, all_steps, shift, row, first,
 
     start = emit.add(x, b.mul(row, row_bytes))
     with emit.loop(steps) as index:
-        place, step = (
-            emit.add(begin, b.mul(index, number(size))) for begin, size in ((start, 4 * STEP), (out, _STEP_BYTES))
-        )
+        place = emit.add(start, b.mul(index, number(4 * STEP)))
+        step = emit.add(out, b.mul(index, number(_STEP_BYTES)))
         parts = []
         for number_of_part in range(2 * _LANES):
             lane, part = divmod(number_of_part, 2)
@@ -200,7 +192,6 @@ def _round(emit, x, scales, table, out, row_bytes, all_steps, shift, row, first,
             integers = b.sub(b.bitcast(moved, ints), every(ints, _NEAREST_BITS))
             scale = b.fmul(largest, ir.Constant(F32, 1 / _LARGEST))
             total = b.fmul(b.sitofp(reduced(integers, b.add), F32), scale)
-            for is_second, value in enumerate((scale, total)):
-                emit.store(value, emit.add(step, _at(part, bool(is_second)) + 4 * lane), 4)
+            _store_pair(emit, step, lane, part, (scale, total))
             parts.append(b.trunc(integers, ir.VectorType(I8, _PART)))
         _store_bytes(emit, step, [emit.joined(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)])

@@ -133,18 +133,27 @@ def test_each_code_of_a_block_is_multiplied_with_its_input(scheme: str) -> None:
         assert bool(((result - expected).view_as(blocks).abs() <= 4e-7 * largest).all())
 
 
-@pytest.mark.parametrize(("scheme", "many", "more"), [("Q8_0", PANELS, DEQUANTIZED), ("Q4_K", BYTES, BYTES)])
-def test_methods_by_the_number_of_inputs(scheme: str, many: str, more: str) -> None:
-    of, limit = matrix(scheme, 7, 512), products.MAX_PANEL_INPUTS[_vectors.lanes()]
+@pytest.mark.parametrize(
+    ("scheme", "columns", "lanes", "many", "more"),
+    [
+        ("Q4_K", 512, 16, PANELS, DEQUANTIZED),
+        ("Q8_0", 512, 8, PANELS, DEQUANTIZED),
+        ("Q4_K", 512, 8, BYTES, BYTES),
+        ("Q4_0", 64, 8, PANELS, DEQUANTIZED),  # no whole step of bytes
+    ],
+)
+def test_methods_by_the_number_of_inputs(
+    scheme: str, columns: int, lanes: int, many: str, more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lanes > _vectors.lanes():
+        pytest.skip("needs other vectors")
+    monkeypatch.setattr(_vectors, "lanes", lambda: lanes)
+    of, limit = matrix(scheme, 7, columns), products.MAX_PANEL_INPUTS[lanes]
     methods = [of.method_for(count, torch.float32)[0] for count in (1, 16, 17, limit, limit + 1)]
     assert methods == [CODES, CODES, many, many, more]
-
-
-def test_bytes_are_left_to_float32_where_torch_multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has_instructions, method in ((True, PANELS), (False, BYTES)):
-        monkeypatch.setattr(products.bfloat_products, "torch_has_instructions", lambda has=has_instructions: has)
-        assert matrix("Q4_K", 7, 512).method_for(17, torch.bfloat16)[0] == method
-    assert matrix("Q4_0", 7, 288).method_for(17, torch.float32)[0] == PANELS  # no whole steps
+    if many == BYTES:
+        x = inputs(17, columns, torch.bfloat16)
+        assert_product(of.linear(x, None), x, of)
 
 
 def test_nan_and_infinity_stay_in_their_row_by_bytes() -> None:
