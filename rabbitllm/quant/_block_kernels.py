@@ -55,7 +55,7 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
 # Numbers and panels.
 
 
-def _halves(emit: Emitter, form: BlockFormat, base: Any) -> list[Any]:
+def halves_of(emit: Emitter, form: BlockFormat, base: Any) -> list[Any]:
     """The scale and, where there is one, the minimum of the block at an address, float32."""
     if not form.halves:
         return [half_power(emit.b, emit.b.zext(emit.load(base, I8, 1), I32))]
@@ -75,7 +75,7 @@ def _times(emit: Emitter, scale: Any, base: Any, fields: Sequence[Field], least:
     return b.fmul(scale, b.sitofp(factor, F32))
 
 
-def _codes(emit: Emitter, form: BlockFormat, load: Callable[[int, ir.Type], Any], begin: int) -> Any:
+def codes_of(emit: Emitter, form: BlockFormat, load: Callable[[int, ir.Type], Any], begin: int) -> Any:
     """The codes of a run of elements, or their values, bytes; `load` loads from an offset in the block."""
     b, run, codes = emit.b, ir.VectorType(I8, form.run), None
     for plane in form.planes:
@@ -93,6 +93,16 @@ def _codes(emit: Emitter, form: BlockFormat, load: Callable[[int, ir.Type], Any]
     return b.sub(codes, every(run, -form.least)) if form.least else codes
 
 
+def scale_and_minimum(emit: Emitter, form: BlockFormat, base: Any, halves: list[Any], group: int) -> list[Any]:
+    """The scale of a group and, where there is one, its minimum, which is subtracted."""
+    scale, *least = halves
+    if form.factors:
+        scale = _times(emit, scale, base, form.factors[group], form.least_factor)
+    if least:
+        least = [_times(emit, least[0], base, form.minima[group], 0) if form.minima else emit.b.fneg(least[0])]
+    return [scale, *least]
+
+
 def _floats(emit: Emitter, codes: Any, begin: int) -> Any:
     """Some of the bytes, as many as a vector has lanes, as float32."""
     few = emit.pick(codes, codes, range(begin, begin + emit.width))
@@ -104,15 +114,6 @@ def _fill(method: str, scheme: str, width: int) -> Any:
     block, form = BLOCK_TYPES[scheme], FORMATS[scheme]
     size = 2 if method == BFLOATS else 4
 
-    def scale_of(emit: Emitter, base: Any, halves: list[Any], group: int) -> list[Any]:
-        """The scale and, where there is one, the minimum of a group in all lanes."""
-        scale, *least = halves
-        if form.factors:
-            scale = _times(emit, scale, base, form.factors[group], form.least_factor)
-        if least:
-            least = [_times(emit, least[0], base, form.minima[group], 0) if form.minima else emit.b.fneg(least[0])]
-        return [emit.spread(value) for value in (scale, *least)]
-
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
         builder = emit.b
         first, count = (
@@ -122,14 +123,14 @@ def _fill(method: str, scheme: str, width: int) -> Any:
         with emit.loop(count) as index:
             base = emit.add(start, builder.mul(index, number(block.nbytes)))
             place = emit.add(panel, builder.mul(index, number(block.elements * size)))
-            halves = _halves(emit, form, base)
+            halves = halves_of(emit, form, base)
             # what is loaded again after a store, LLVM loads again
             load = functools.cache(lambda offset, ir_type, base=base: emit.load(emit.add(base, offset), ir_type, 1))
             for element in range(0, block.elements, width):
                 if element % form.run == 0:
-                    codes_of_run = _codes(emit, form, load, element)
+                    codes_of_run = codes_of(emit, form, load, element)
                 if element % form.group == 0:
-                    scale, *least = scale_of(emit, base, halves, element // form.group)
+                    scale, *least = map(emit.spread, scale_and_minimum(emit, form, base, halves, element // form.group))
                 value = builder.fmul(_floats(emit, codes_of_run, element % form.run), scale)
                 value = builder.fsub(value, *least) if least else value
                 if method == BFLOATS:

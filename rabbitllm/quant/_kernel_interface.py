@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-CODES, PANELS, DEQUANTIZED = "codes", "panels", "dequantized"
-"""Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; no kernel, but
-torch's product with a few rows at a time."""
+CODES, PANELS, BYTES, DEQUANTIZED = "codes", "panels", "bytes", "dequantized"
+"""Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; the same as bytes,
+with inputs rounded to 8 bits; no kernel, but torch's product with a few rows at a time."""
 NUMBERS, BFLOATS = "numbers", "bfloats"
 """Dequantization, which is no product: to float32, and to bfloat16."""
 INTEGERS = 64
 """Value of `width` for kernels that multiply integers (`_integers.py`)."""
 PAIRS = 32
 """Value of `width` for kernels that multiply pairs of bfloat16, inputs and the values of FP8 (VDPBF16PS)."""
+BYTE_WIDTH = 128
+"""Value of `width` by `BYTES`: half the elements of a step."""
 BFLOAT16 = "bfloat16"
 """The scheme of a plain matrix of bfloat16, whose codes are its values."""
 SEGMENT = 64

@@ -16,14 +16,14 @@ from rabbitllm.base.forks import DaemonThread, Workers
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant._kernel_interface import BFLOATS, CODES, NUMBERS, PANELS, CodeKernel, call
+from rabbitllm.quant._kernel_interface import BFLOATS, BYTES, CODES, NUMBERS, PANELS, CodeKernel, call
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-WORTH_A_THREAD = {CODES: 1 << 16, PANELS: 1 << 14, NUMBERS: 1 << 14, BFLOATS: 1 << 14}
+WORTH_A_THREAD = {CODES: 1 << 16, PANELS: 1 << 14, BYTES: 1 << 14, NUMBERS: 1 << 14, BFLOATS: 1 << 14}
 """Method -> bytes of codes per thread; larger matrices use more threads. By codes these are about 4 microseconds of
 work, while starting a second thread takes 2."""
 
@@ -67,13 +67,13 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
 @functools.cache
 def kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, int]:
     """The address of a kernel, and the rows that it computes together."""
-    from rabbitllm.quant import _block_kernels, _code_kernels, _product_kernels  # takes a second
+    from rabbitllm.quant import _block_kernels, _byte_kernels, _code_kernels, _product_kernels  # takes a second
 
     if isinstance(scheme, CodeKernel):
         function = _code_kernels.address(scheme, width)
     else:
-        module = _block_kernels if scheme in BLOCK_TYPES else _product_kernels
-        function = module.address(method, scheme, width)
+        of_scheme = _block_kernels if scheme in BLOCK_TYPES else _product_kernels
+        function = (_byte_kernels if method == BYTES else of_scheme).address(method, scheme, width)
     return function, _product_kernels.ROWS
 
 
@@ -84,9 +84,9 @@ def _threads() -> Workers:
 
 # Trials of a kernel before it is used: the samples, and the tolerated error.
 
-TOLERANCE, INTEGER_TOLERANCE, BFLOAT_TOLERANCE = 1e-5, 3e-4, 4e-3
+TOLERANCE, INTEGER_TOLERANCE, BFLOAT_TOLERANCE, BYTE_TOLERANCE = 1e-5, 3e-4, 4e-3, 1e-2
 """Maximum error relative to the norm of a product: float32 sums of thousands of terms, in another order; integers of 16
-bits; weights that are rounded to bfloat16."""
+bits; weights that are rounded to bfloat16; inputs of 8 bits."""
 
 
 def agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float = TOLERANCE) -> bool:

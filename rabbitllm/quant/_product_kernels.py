@@ -115,7 +115,7 @@ def _store_sums(
         emit.store(finish(totals, place), place, 4)
 
 
-def _add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> None:
+def add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> None:
     """Add the sums of consecutive rows to those at out[token]."""
 
     def finish(totals: Any, place: Any) -> Any:
@@ -297,7 +297,7 @@ def _panel_dot(width: int, rows: int, tokens: int) -> Any:
                 weight = emit.load(emit.add(bases[r], offset), emit.floats, 4)
                 for t in range(tokens):
                     builder.store(emit.fma(weight, vectors[t], builder.load(sums[r][t])), sums[r][t])
-        _add_sums(emit, sums, out, all_rows)
+        add_sums(emit, sums, out, all_rows)
 
     return emitted(dot, width)
 
@@ -363,7 +363,7 @@ def _bfloat_dot(width: int, rows: int) -> Any:
             for base, (total,) in zip(bases, sums, strict=True):
                 for value, vector in zip(decode(emit.add(base, offset)), vectors, strict=True):
                     builder.store(emit.fma(value, vector, builder.load(total)), total)
-        _add_sums(emit, sums, out, number(0))
+        add_sums(emit, sums, out, number(0))
 
     return emitted(dot, width)
 
@@ -430,10 +430,24 @@ def named(template: Any, name: str, **constants: Any) -> Callable[[Any], None]:
 def filling_kernel(method: str, scheme: str, width: int, fill: Any) -> Callable[[Any], None]:
     """The kernel by panels that `fill` decodes, an intrinsic like that of `_fill`, or of the numbers."""
     if method != PANELS:
-        return named(_by_numbers, f"{method}_{scheme}_{width}", FILL=fill, VECTOR=step_size(method, width))
-    single, tall, square = (_panel_dot(width, *shape) for shape in ((1, 1), (ROWS, 1), (ROWS, PANEL_TOKENS[width])))
-    constants = {"ONE": single, "TALL": tall, "SQUARE": square, "AT_ONCE": PANEL_TOKENS[width], "VECTOR": 4 * width}
-    return named(_by_panels, f"{PANELS}_{scheme}_{width}", FILL=fill, **constants)
+        return rows_kernel(f"{method}_{scheme}_{width}", fill, step_size(method, width))
+    dot = functools.partial(_panel_dot, width)
+    return panel_kernel(f"{PANELS}_{scheme}_{width}", fill, dot, PANEL_TOKENS[width], 4 * width)
+
+
+def panel_kernel(
+    name: str, fill: Any, dot: Callable[[int, int], Any], tokens: int, vector_bytes: int
+) -> Callable[[Any], None]:
+    """A kernel by panels: of intrinsics like those of `_fill` and `_panel_dot`, for tiles of so many inputs; a step of
+    a panel and of inputs has twice so many bytes."""
+    single, tall, square = (dot(*shape) for shape in ((1, 1), (ROWS, 1), (ROWS, tokens)))
+    constants = {"ONE": single, "TALL": tall, "SQUARE": square, "AT_ONCE": tokens, "VECTOR": vector_bytes}
+    return named(_by_panels, name, FILL=fill, **constants)
+
+
+def rows_kernel(name: str, fill: Any, step_bytes: int) -> Callable[[Any], None]:
+    """A kernel that stores what `fill` makes of each row, which has so many bytes a step."""
+    return named(_by_numbers, name, FILL=fill, VECTOR=step_bytes)
 
 
 def code_kernel(

@@ -1,10 +1,12 @@
 """Products with a matrix that is stored at 4bit, 8bit or in blocks of GGUF, without dequantizing the whole matrix.
 
 On the CPU, for few inputs each code is decoded in registers for every few of them, to integers (`_integers.py`). For
-more inputs a few rows at a time are decoded once for all of them, a panel, and multiplied in float32. For very many, as
-in the prefill of a prompt, a few rows at a time are dequantized into the cache, and multiplied by torch; so are
-matrices with code values that no kernel has a table for. Milliseconds of 5632 x 2048 at 4bit on a Xeon with AVX-512, by
-panels, code by code and by torch: 16 rows 7, 8 and 22, 64 rows 22, 36 and 45, 256 rows 88, 163 and 92.
+more inputs a few rows at a time are decoded once for all of them, a panel: with AVX2 blocks of at most 4 bits to bytes,
+which are multiplied with inputs of 8 bits (`_byte_kernels.py`), all others to float32. For very many of these a few
+rows at a time are dequantized into the cache, and multiplied by torch; so are matrices with code values that no kernel
+has a table for. Milliseconds of 1536 x 1536 at Q4_K, one thread, as bytes, in float32 and by torch from a float32
+matrix: AVX2, 17 rows 0.7, 1.1 and 1.3, 64 rows 2.0, 3.1 and 3.3, 256 rows 7.3, 11.6 and 10.9; AVX-512, 256 rows 8.1,
+7.6 and 6.1.
 
 On a device for which bitsandbytes has kernels, `matmul_4bit` multiplies: from the codes, or with the dequantized matrix
 if its own tables say so; then with some rows of the matrix at a time, so that these need little memory.
@@ -26,6 +28,8 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
 from rabbitllm.quant._kernel_interface import (
     BFLOATS,
+    BYTE_WIDTH,
+    BYTES,
     CODES,
     DEQUANTIZED,
     INTEGERS,
@@ -258,7 +262,7 @@ class KernelMatrix(ABC):
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
-        make = torch.zeros if method == PANELS else torch.empty
+        make = torch.empty if method == CODES else torch.zeros
         out = make(len(x), self.form.shape[0])
         if len(x):
             _run(method, width, self.inputs(width, x), [(self, 0, len(x))], out)
@@ -286,6 +290,8 @@ class Matrix(QuantizedMatrix, KernelMatrix):
             return CODES, INTEGERS
         from rabbitllm.quant import _vectors
 
+        if self._takes_bytes():
+            return BYTES, BYTE_WIDTH
         lanes = _vectors.lanes()
         if count <= max_panel_inputs(lanes, dtype) and self.table_for(lanes) and _agrees(PANELS, scheme, lanes):
             return PANELS, lanes
@@ -294,7 +300,18 @@ class Matrix(QuantizedMatrix, KernelMatrix):
     def layout(self) -> InputLayout:
         return _layout(self.form.scheme)
 
+    def _takes_bytes(self) -> bool:
+        """Whether there is a kernel for more rows by bytes; with 16 lanes of float32 it is no faster than panels."""
+        from rabbitllm.quant import _byte_kernels, _vectors
+
+        has_kernel = self.form.scheme in _byte_kernels.TYPES and not self.form.shape[1] % _byte_kernels.STEP
+        return has_kernel and _vectors.lanes() == 8 and _agrees(BYTES, self.form.scheme, BYTE_WIDTH)
+
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
+        if width == BYTE_WIDTH:
+            from rabbitllm.quant import _byte_kernels
+
+            return _byte_kernels.inputs(x)
         if width == INTEGERS:
             return _layout(self.form.scheme).inputs(x)
         return InputRows(x.float().contiguous() if self.form.scheme in BLOCK_TYPES else _kernels.interleaved(width, x))
@@ -451,7 +468,7 @@ def _agrees(method: str, scheme: str, width: int) -> bool:
             product = matrix.times_by(method, width, x) if is_product else x @ matrix.bfloats(width).float().T
             yield product, x @ matrix.dequantized(torch.float32).T
 
-    tolerances = {CODES: _kernels.INTEGER_TOLERANCE, BFLOATS: _kernels.BFLOAT_TOLERANCE}
+    tolerances = {CODES: _kernels.INTEGER_TOLERANCE, BYTES: _kernels.BYTE_TOLERANCE, BFLOATS: _kernels.BFLOAT_TOLERANCE}
     return _kernels.agrees(f"by {method} at {scheme}", trials(), tolerances.get(method, _kernels.TOLERANCE))
 
 
@@ -470,6 +487,7 @@ def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> M
 _TRIALS = {
     CODES: ((1, 7, 768), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
     PANELS: ((7, 5, 768), (13, 70, 4096)),  # the last by several threads, with two panels for each row
+    BYTES: ((7, 5, 768), (13, 70, 4096)),
     BFLOATS: ((7, 70, 4096),),
 }
 """The products of a kernel's trial: inputs, rows, columns."""

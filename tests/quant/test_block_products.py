@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import _kernels, _vectors, gguf_blocks, products
+from rabbitllm.quant import _byte_kernels, _kernels, _vectors, gguf_blocks, products
 from rabbitllm.quant._block_formats import FORMATS
-from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, PANELS
+from rabbitllm.quant._kernel_interface import BYTES, CODES, DEQUANTIZED, PANELS
 from rabbitllm.quant.gguf_blocks import sample
 from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import Quantized
-from tests.support.integer_products import is_by_codes, rounded_inputs, width_of
+from tests.support.integer_products import as_multiplied, in_steps, rounded_inputs, width_of
 from tests.support.rounding import assert_products
 
 pytestmark = pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used here")
@@ -45,9 +46,8 @@ def assert_product(
     bias: torch.Tensor | None = None,
     rounded: torch.dtype | None = None,
 ) -> None:
-    """`linear` gave the product; by codes that of rounded inputs, but for the rounding of sums."""
-    exact = rounded_inputs(of.form.scheme, x) if is_by_codes(of, x) else x
-    assert_products(result, exact, meant(of), bias, weights=rounded)
+    """`linear` gave the product, of inputs as its method rounds them, but for the rounding of sums."""
+    assert_products(result, as_multiplied(of, x), meant(of), bias, weights=rounded)
 
 
 def inputs(count: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -77,6 +77,8 @@ def test_many_shapes(scheme: str, rows: int, blocks: int, count: int, seed: int)
     x = inputs(count, columns)
     assert_products(of.times_by(CODES, width_of(CODES), x), rounded_inputs(scheme, x), meant(of))
     assert_products(of.times_by(PANELS, width_of(PANELS), x), x, meant(of))
+    if scheme == "Q4_K":
+        assert_products(of.times_by(BYTES, width_of(BYTES), x), in_steps(16, x, 127), meant(of))
 
 
 @pytest.mark.parametrize("scheme", ALL)
@@ -97,8 +99,7 @@ def test_other_inputs_and_a_bias(scheme: str, dtype: torch.dtype) -> None:
         assert_product(result, x, of, bias, dtype if dequantized else None)
 
 
-@pytest.mark.parametrize("scheme", FEW)
-@pytest.mark.parametrize("method", [CODES, PANELS])
+@pytest.mark.parametrize(("scheme", "method"), [*itertools.product(FEW, (CODES, PANELS)), ("Q4_K", BYTES)])
 @pytest.mark.parametrize("team", [True, False])
 def test_a_row_has_the_same_bits_in_any_batch_and_thread_count(
     scheme: str, method: str, team: bool, monkeypatch: pytest.MonkeyPatch
@@ -125,16 +126,45 @@ def test_each_code_of_a_block_is_multiplied_with_its_input(scheme: str) -> None:
     """One input is not zero at a time, so each product is a single weight."""
     of, ones = matrix(scheme, 3, 512), torch.eye(512, dtype=torch.bfloat16)
     expected = meant(of)
-    result = of.times_by(CODES, width_of(CODES), ones).T.double()
     blocks = expected.view(3, -1, gguf_blocks.BLOCK_TYPES[scheme].elements)
     largest = blocks.abs().amax(-1, keepdim=True)  # a weight may be the small difference of code and minimum
-    assert bool(((result - expected).view_as(blocks).abs() <= 4e-7 * largest).all())
+    for method in (CODES, BYTES) if scheme in _byte_kernels.TYPES else (CODES,):
+        result = of.times_by(method, width_of(method), ones).T.double()
+        assert bool(((result - expected).view_as(blocks).abs() <= 4e-7 * largest).all())
 
 
-def test_methods_by_the_number_of_inputs() -> None:
-    of, limit = matrix("Q4_K", 7, 512), products.MAX_PANEL_INPUTS[_vectors.lanes()]
+@pytest.mark.parametrize(
+    ("scheme", "columns", "lanes", "many", "more"),
+    [
+        ("Q4_K", 512, 16, PANELS, DEQUANTIZED),
+        ("Q8_0", 512, 8, PANELS, DEQUANTIZED),
+        ("Q4_K", 512, 8, BYTES, BYTES),
+        ("Q4_0", 64, 8, PANELS, DEQUANTIZED),  # no whole step of bytes
+    ],
+)
+def test_methods_by_the_number_of_inputs(
+    scheme: str, columns: int, lanes: int, many: str, more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lanes > _vectors.lanes():
+        pytest.skip("needs other vectors")
+    monkeypatch.setattr(_vectors, "lanes", lambda: lanes)
+    of, limit = matrix(scheme, 7, columns), products.MAX_PANEL_INPUTS[lanes]
     methods = [of.method_for(count, torch.float32)[0] for count in (1, 16, 17, limit, limit + 1)]
-    assert methods == [CODES, CODES, PANELS, PANELS, DEQUANTIZED]
+    assert methods == [CODES, CODES, many, many, more]
+    if many == BYTES:
+        x = inputs(17, columns, torch.bfloat16)
+        assert_product(of.linear(x, None), x, of)
+
+
+def test_nan_and_infinity_stay_in_their_row_by_bytes() -> None:
+    of, x = matrix("Q4_K", 20, 512), inputs(20, 512)
+    x[2, 3], x[5, 300], x[7] = torch.nan, -torch.inf, 0.0
+    result = of.times_by(BYTES, width_of(BYTES), x)
+    assert bool(result[2].isnan().all())
+    assert not bool(result[5].isfinite().any())
+    rest = [row for row in range(20) if row not in (2, 5)]
+    assert_products(result[rest], in_steps(16, x[rest], 127), meant(of))
+    assert not bool(result[7].any())
 
 
 def test_a_row_with_a_partial_step_is_multiplied_by_panels() -> None:
@@ -153,11 +183,12 @@ def test_the_same_bits_with_other_instructions() -> None:
     """A process that may use AVX2 alone multiplies as this one does."""
     code = """
 import hashlib
-from tests.quant.test_block_products import CODES, FEW, inputs, matrix, width_of
+from tests.quant.test_block_products import BYTES, CODES, FEW, inputs, matrix, width_of
 from tests.quant import test_coded, test_products
 matrices = [matrix(name, 37, 1024) for name in FEW]
 matrices += [test_products.Matrix(*test_products.matrix(name, 37, 1024)) for name in test_products.SCHEMES]
 products = [of.times_by(CODES, width_of(CODES), inputs(5, 1024)) for of in matrices]
+products.append(matrix("Q4_K", 37, 1024).times_by(BYTES, width_of(BYTES), inputs(7, 1024)))
 products.append(test_coded.matrix("fp4 U8 1x32", 37, 1024).times_by(CODES, 64, inputs(5, 1024)))
 for product in products:
     print(hashlib.sha256(product.numpy().tobytes()).hexdigest())

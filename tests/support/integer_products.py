@@ -8,7 +8,7 @@ import torch
 
 from rabbitllm.quant import _vectors, products
 from rabbitllm.quant._integers import LARGEST_CODE, LARGEST_INPUT
-from rabbitllm.quant._kernel_interface import CODES, INTEGERS
+from rabbitllm.quant._kernel_interface import BYTE_WIDTH, BYTES, CODES, INTEGERS
 from rabbitllm.quant.products import Matrix
 from rabbitllm.quant.schemes import SCHEMES
 
@@ -18,11 +18,11 @@ def rounded_inputs(scheme: str, x: torch.Tensor) -> torch.Tensor:
     return in_steps(products._layout(scheme).step, x)
 
 
-def in_steps(step: int, x: torch.Tensor) -> torch.Tensor:
+def in_steps(step: int, x: torch.Tensor, largest_integer: int = LARGEST_INPUT) -> torch.Tensor:
     """The same, with the inputs that have one scale."""
     steps = x.float().view(len(x), -1, step)
     largest = steps.abs().amax(-1, keepdim=True)
-    most = torch.tensor(float(LARGEST_INPUT))  # torch multiplies by the inverse of a number
+    most = torch.tensor(float(largest_integer))  # torch multiplies by the inverse of a number
     factor = torch.where(largest > 1e-30, most / largest, torch.zeros(()))
     integers = (steps * factor).round().double()
     return (integers * (largest / most).double()).view(x.shape)
@@ -52,6 +52,13 @@ def meant(of: Matrix) -> torch.Tensor:
     return (integer_values(scheme, of.table)[codes.long()] * scales).view(of.form.shape)
 
 
+def as_multiplied(of: Matrix, x: torch.Tensor) -> torch.Tensor:
+    """Rows (T, K) as blocks are multiplied with them: rounded to 16 or to 8 bits, or as they are."""
+    if is_by_codes(of, x):
+        return rounded_inputs(of.form.scheme, x)
+    return in_steps(16, x, 127) if of.method_for(len(x), x.dtype) == (BYTES, BYTE_WIDTH) else x
+
+
 def is_by_codes(of: Matrix, x: torch.Tensor) -> bool:
     """Whether so many rows are multiplied as integers."""
     return of.method_for(x.shape[:-1].numel(), x.dtype) == (CODES, INTEGERS)
@@ -59,4 +66,4 @@ def is_by_codes(of: Matrix, x: torch.Tensor) -> bool:
 
 def width_of(method: str) -> int:
     """The width of a method's kernels on this processor."""
-    return INTEGERS if method == CODES else _vectors.lanes()
+    return {CODES: INTEGERS, BYTES: BYTE_WIDTH}.get(method) or _vectors.lanes()
