@@ -35,9 +35,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The tokens of each module of experts that was not left to its class, and the programs that it ran."""
     counted, compute, run, programs = list[tuple[int, int]](), _routed._computed, Program.__call__, list[int]()
 
-    def computed(module: Any, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor | None:
+    def computed(form: Any, module: Any, stacks: Any, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor | None:
         del programs[:]
-        if (result := compute(module, x, *routing)) is not None:
+        if (result := compute(form, module, stacks, x, *routing)) is not None:
             counted.append((len(x), len(programs)))
         return result
 
@@ -168,8 +168,10 @@ def test_a_class_that_computes_something_else_is_not_replaced() -> None:
             return self.act_fn(gate) * up.clamp(-1, 1)  # type: ignore[no-any-return]
 
     config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=128, num_experts=4, hidden_act="silu")
-    assert _routed._has_bits(Qwen3MoeExperts(config))
-    assert not _routed._has_bits(Limited(config))
+    for kind, has_bits in ((Qwen3MoeExperts, True), (Limited, False)):
+        form = _routed._ExpertsForm.of(kind(config))
+        assert form is not None
+        assert _routed._has_bits(form, kind(config)) is has_bits
 
 
 @torch.no_grad()
