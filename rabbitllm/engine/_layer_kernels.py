@@ -127,6 +127,20 @@ def add_biases(data):  # type: ignore[no-untyped-def]
                 results[j] = np.uint16(nearest(bits[j]) >> np.uint32(16))
 
 
+def gate_widely(data):  # type: ignore[no-untyped-def]
+    """`factors * table[gates]` in float32, rounded once: after the own address those of the table in float32, of gates,
+    of factors and results in one place, and their count."""
+    given = to_array(data, 5)
+    count = given[4]
+    table, gates = to_array(words_at(given[1]), 1 << 17).view(np.float32), to_array(words_at(given[2]), count)
+    results, product = to_array(words_at(given[3]), count), np.empty(count, np.float32)
+    bits = product.view(np.uint32)
+    for i in range(count):
+        product[i] = wide(results[i]) * table[gates[i]]
+    for i in range(count):
+        results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+
+
 def gate_pairs(data):  # type: ignore[no-untyped-def]
     """`table[gate] * other[factor]` of pairs of a gate and a factor: after the own address those of both tables, of
     pairs and of results, and their count."""

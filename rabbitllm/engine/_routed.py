@@ -12,6 +12,7 @@ a hook or many tokens for example, is left to the class; few tokens go through t
 from __future__ import annotations
 
 import functools
+import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -294,7 +295,7 @@ def _computed(
     if rows > MAX_GROUPED or not _is_even(rows * width) or width % MULTIPLE:
         return None
     groups = dict[int, list[int]]()
-    for row, expert in enumerate(index.flatten().tolist()):
+    for row, expert in enumerate(itertools.chain.from_iterable(index.tolist())):
         groups.setdefault(expert, []).append(row)
     has_one_input = tokens == 1 and len(groups) == rows  # an expert may be chosen twice, as by hashes
     left = sorted(groups)
