@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from rabbitllm.engine import _routed
+from rabbitllm.engine._gates import OneCall
 from rabbitllm.engine.experts import MappedExperts
-from rabbitllm.quant import _vectors
-from rabbitllm.quant.joint import Program
-from tests.engine.test_siblings import assert_same_logits, checkpoint
-from tests.support.tiny_models import ALL, budget_that_keeps, load
+from rabbitllm.quant import _kernels, _vectors
+from rabbitllm.quant.joint import JointProduct, Program
+from tests.engine.test_siblings import SIZES, assert_same_logits, checkpoint
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import ALL, budget_that_keeps, load, split
 
 pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
 
@@ -187,3 +190,69 @@ def test_sums_have_torchs_order_or_are_left_to_it(used: int, width: int) -> None
         is_alike = _routed._adds_alike(sums, torch.get_num_threads())
         assert torch.equal(result, expected) or not is_alike
         assert is_alike or (used, width) in ((10, 64), (20, 2048))
+
+
+class _Operations(TorchDispatchMode):
+    """The names of the operations of torch within the layers of a model."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.names, self._is_within = list[str](), False
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda *given: self._enter(True))
+            layer.register_forward_hook(lambda *given: self._enter(False))
+
+    def _enter(self, is_within: bool) -> None:
+        self._is_within = is_within
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names += [func.name()] * self._is_within
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def many_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of Qwen3-Next's kind, with 512 experts a layer of which a token uses 10; 50 MB."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    many = {**SIZES, **sizes, "num_experts": 512, "num_experts_per_tok": 10}
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    return build_checkpoint(tmp_path_factory.mktemp("many"), "qwen3_next", dtype=torch.bfloat16, **many, **kinds)
+
+
+@pytest.mark.parametrize(
+    ("compression", "budget"),
+    [
+        (None, ALL),
+        ("4bit", 8_000_000),
+        pytest.param(None, 25_000_000, marks=pytest.mark.long),
+        pytest.param("4bit", ALL, marks=pytest.mark.long),
+    ],
+)
+@torch.no_grad()
+def test_a_decode_step_takes_few_operations(
+    many_experts: Path,
+    compression: str | None,
+    budget: int,
+    calls: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a prompt of which tokens used most experts."""
+    model, products = load(split(many_experts, compression), budget, exact=False), list[str]()
+    assert bool(model.placement.pools) is (budget < ALL)
+    layers, operations = model.model.layers, _Operations(model.model.layers)
+    for owner, name in ((JointProduct, "__call__"), (OneCall, "__call__"), (_kernels, "run")):
+
+        def ran(*given: Any, _ordinary: Any = getattr(owner, name)) -> Any:
+            products.append("of codes")
+            return _ordinary(*given)
+
+        monkeypatch.setattr(owner, name, ran)
+    output = model(torch.arange(300)[None], use_cache=True)
+    for token in (7, 9):
+        del products[:], calls[:], operations.names[:]
+        with operations:
+            output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+    assert [tokens for tokens, _ in calls] == [1, 1]
+    products += [name for name in operations.names if "mm" in name]
+    assert 4 * len(layers) < len(products) + len(calls) <= 12 * len(layers), products
+    assert len(operations.names) <= 160 * len(layers), operations.names
