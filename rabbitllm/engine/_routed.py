@@ -1,4 +1,4 @@
-"""The experts of a few tokens by one call of compiled code, with the bits of the model's own class where they are codes.
+"""The experts of a few tokens by one call of compiled code, with the bits of the model's class if they are codes.
 
 transformers sorts the tokens by expert, and computes a dozen operations of torch around two grouped products, which on
 a CPU go through all experts. Here a call multiplies the rows of the chosen experts that are in memory, by gate and up,

@@ -185,7 +185,7 @@ class ExpertParameter:
 
     @cached_property
     def _runs(self) -> tuple[Sequence[ExpertPart], ...]:
-        """The parts with its codes or values, and those with the scales that it is multiplied with; as one if adjacent."""
+        """The parts of its codes or values, and of the scales that it is multiplied with, each as one if adjacent."""
         if self.coded is not None:
             return tuple(map(_as_one, self.coded_parts))
         scales = [block.nesting.dequantized if block.nesting is not None else block.scales for block in self.blocks]

@@ -60,9 +60,9 @@ of GOMP_parallel; threads; three words of `BEFORE_WORK`; the function that prepa
 (for integers step, group and order of their layout); bytes of a prepared row, and of what is with it; rows that are
 prepared, and all; rows of a matrix; its first word.
 
-The chosen matrices: their number, and for each the address of words (`ARGUMENTS` from the first of them), and the
-begin and number of its rows, and a number that is not used here. If one row is prepared, it is the input of all. The second number is that of the words of
-`_integers.round_inputs`, which `widen_inputs` takes too."""
+The chosen matrices: their number, and for each the address of words (`ARGUMENTS` from the first of them), the begin and
+number of its rows, and a number that is not used here. If one row is prepared, it is the input of all. The second
+number is that of the words of `_integers.round_inputs`, which `widen_inputs` takes too."""
 _WORK = len(ARGUMENTS)
 
 

@@ -212,7 +212,7 @@ class RoutedProduct:
     scheme: Any
     width: int
     layout: Any
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     nbytes: int
     max_inputs: int
 
@@ -227,21 +227,24 @@ class RoutedProduct:
 
         if torchs_team() is None:
             return None
+        scheme: Any
+        sizes: Sequence[int]
         if isinstance(matrix, torch.Tensor):
-            width, shape, most = bfloat_products.width_for(matrix), tuple(matrix.shape), bfloat_products.FEW_ROWS
-            sizes: Sequence[int] = (2 * shape[-1], shape[-1] // (2 * width or 1), 0)
-            scheme, layout, codes, scales, table = BFLOAT16, None, matrix.data_ptr(), 0, 0
+            if not (width := bfloat_products.width_for(matrix)):
+                return None
+            shape, most, layout, scheme = tuple(matrix.shape), bfloat_products.FEW_ROWS, None, BFLOAT16
+            codes, scales, table, sizes = matrix.data_ptr(), 0, 0, (2 * shape[1], shape[1] // (2 * width), 0)
         elif isinstance(matrix, KernelMatrix):
             method, width = matrix.method_for(1, torch.bfloat16)
-            width = width if method == CODES else 0
-            scheme, shape, most = matrix.kernel, tuple(matrix.form.shape), matrix.max_inputs
+            if method != CODES:
+                return None
+            shape, most, scheme = tuple(matrix.form.shape), matrix.max_inputs, matrix.kernel
             layout = matrix.layout() if width == INTEGERS else None
-            codes, scales, table, *sizes = matrix.operands(width) if width else (0,) * 6
+            codes, scales, table, *sizes = matrix.operands(width)
         else:
             return None
         words = codes, scales, 0, 0, table, 0, *sizes, 0, shape[0]
-        product = cls(scheme, width, layout, shape, shape[0] * sizes[0], most)
-        return (product, words) if width else None
+        return cls(scheme, width, layout, shape, shape[0] * sizes[0], most), words
 
     def _preparation(self) -> tuple[Any, tuple[int, ...], int, int]:
         """The function that prepares a row of inputs, three of its words, and bytes of these and of what is with

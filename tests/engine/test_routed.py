@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from rabbitllm.engine import _routed
+from rabbitllm.engine._attention import relative_error
 from rabbitllm.engine._gates import OneCall
-from rabbitllm.engine.experts import MappedExperts
+from rabbitllm.engine.experts import ExpertStack, MappedExperts, ResidentExperts
 from rabbitllm.quant import _kernels, _vectors
 from rabbitllm.quant.joint import JointProduct, Program
 from tests.engine.test_siblings import SIZES, assert_same_logits, checkpoint
+from tests.support import quantized
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import ALL, budget_that_keeps, load, split
 
@@ -192,6 +197,85 @@ def test_sums_have_torchs_order_or_are_left_to_it(used: int, width: int) -> None
         assert is_alike or (used, width) in ((10, 64), (20, 2048))
 
 
+OSS = {"num_local_experts": 24, "num_experts_per_tok": 3, "num_hidden_layers": 3}
+UNCOMPRESSED: dict[str, Callable[[Path], Path]] = {
+    "bfloat16": lambda folder: build_checkpoint(folder, "qwen3_moe", dtype=torch.bfloat16, **{**SIZES, **MANY}),
+    "float32": lambda folder: build_checkpoint(folder, "qwen3_moe", dtype=torch.float32, **{**SIZES, **MANY}),
+    "float16": lambda folder: build_checkpoint(folder, "qwen3_moe", dtype=torch.float16, **{**SIZES, **MANY}),
+    "turned": lambda folder: build_checkpoint(folder, "gpt_oss", dtype=torch.bfloat16, **{**SIZES, **OSS}),
+    "fp8": lambda folder: quantized.build_fp8(folder, "qwen3_moe", **{**SIZES, **MANY}),
+    "mxfp4": lambda folder: quantized.build_mxfp4(folder, **{**SIZES, **OSS, "head_dim": 64}),
+}
+"""Forms that are not the package's own -> a checkpoint with them."""
+
+
+@pytest.mark.parametrize(
+    ("form", "budget"),
+    [
+        *((form, ALL) for form in ("bfloat16", "float32", "turned", "fp8", "mxfp4")),
+        ("bfloat16", 3_000_000),
+        pytest.param("float16", ALL, marks=pytest.mark.long),
+        *(pytest.param(form, 3_000_000, marks=pytest.mark.long) for form in ("float32", "float16", "fp8")),
+    ],
+)
+@torch.no_grad()
+def test_only_chosen_experts_are_touched(
+    tmp_path: Path, form: str, budget: int, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(split(UNCOMPRESSED[form](tmp_path / "model")), budget, exact=False)
+    module = experts_of(model)[0]
+    seen, each, grouped = set[int](), ResidentExperts.each, torch.nn.functional.grouped_mm
+
+    def noted(self: ResidentExperts, leaf: str, experts: Sequence[int]) -> Any:
+        seen.update(experts)
+        return each(self, leaf, experts)
+
+    def by_expert(x: torch.Tensor, weight: torch.Tensor, **more: Any) -> torch.Tensor:
+        assert isinstance(weight, ExpertStack)  # of a tensor it would walk all experts
+        return grouped(x, weight, **more)
+
+    monkeypatch.setattr(ResidentExperts, "each", noted)
+    for rows in (1, 3):
+        x = torch.randn(rows, 256).to(model.dtype)
+        index = torch.tensor([[7, 2, 19], [2, 7, 8], [23, 0, 7]])[:rows]
+        weights = torch.rand(rows, 3).to(model.dtype)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.nn.functional, "grouped_mm", by_expert)
+            result = module(x, index, weights)
+        del module.forward
+        expected = module(x, index, weights)
+        module.forward = MethodType(functools.partial(_routed._forward, _routed._ExpertsForm.of(module)), module)
+        assert seen == (set(index.flatten().tolist()) if budget == ALL else set())
+        if form == "bfloat16":  # sums of another order
+            assert relative_error(result, expected) < 1 / 256
+        else:
+            assert torch.equal(result, expected)
+    assert [tokens for tokens, _ in calls] == ([] if form in ("float32", "float16", "turned") else [1, 3])
+
+
+def test_gpt_oss_as_published_has_the_same_logits(
+    tmp_path: Path, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streamed, its biases with its layers."""
+    directory = split(UNCOMPRESSED["mxfp4"](tmp_path / "model"))
+    assert_same_logits(directory, 3_000_000, "fuse_experts", "Experts", monkeypatch)
+    assert [tokens for tokens, _ in calls] == [4] * 3 + [1] * 3 * 4
+
+
+@torch.no_grad()
+def test_pairs_that_are_gated_otherwise_are_left_to_the_class() -> None:
+    class Unlimited(GptOssExperts):  # type: ignore[misc]
+        def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
+            gate, up = both[..., ::2], both[..., 1::2].clamp(-self.limit, self.limit)
+            return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+    config = GptOssConfig(hidden_size=64, intermediate_size=128, num_local_experts=4)
+    for kind, has_bits in ((GptOssExperts, True), (Unlimited, False)):
+        form = _routed._ExpertsForm.of(kind(config))
+        assert form == _routed._ExpertsForm(None, (1.702, 7.0), True, True)
+        assert _routed._has_bits(form, kind(config)) is has_bits
+
+
 class _Operations(TorchDispatchMode):
     """The names of the operations of torch within the layers of a model."""
 
@@ -241,10 +325,11 @@ def test_a_decode_step_takes_few_operations(
     assert bool(model.placement.pools) is (budget < ALL)
     layers, operations = model.model.layers, _Operations(model.model.layers)
     for owner, name in ((JointProduct, "__call__"), (OneCall, "__call__"), (_kernels, "run")):
+        ordinary = getattr(owner, name)
 
-        def ran(*given: Any, _ordinary: Any = getattr(owner, name)) -> Any:
+        def ran(*given: Any, ordinary: Any = ordinary) -> Any:
             products.append("of codes")
-            return _ordinary(*given)
+            return ordinary(*given)
 
         monkeypatch.setattr(owner, name, ran)
     output = model(torch.arange(300)[None], use_cache=True)
