@@ -80,8 +80,9 @@ SCALES = {
 SHAPES = {
     "coder-next": MoeScale(2048, 512, 2, 512, 10, 16, 256, 16, 32, 128, 128, 16384, 1000**3),
     "30b-a3b": MoeScale(2048, 768, 6, 128, 8, 32, 128, 0, 0, 0, 0, 16384, 1000**3, "qwen3-moe"),
+    "gpt-oss-20b": MoeScale(2880, 2880, 14, 32, 4, 64, 64, 0, 0, 0, 0, 16384, 1000**3, "gpt-oss"),
 }
-"""Published sizes, with 2 of 48 layers (one with linear attention) and 6 of 48: 7 GB each."""
+"""Published sizes, with 2 of 48 layers (one with linear attention), 6 of 48, and 14 of 24 in MXFP4: 7 GB each."""
 SCALES |= {
     f"{name}-{scale}": shapes if scale == "full" else replace(SCALES[scale], kind=shapes.kind)
     for name, shapes in SHAPES.items()
@@ -90,6 +91,7 @@ SCALES |= {
 KINDS: dict[str, tuple[Config, Callable[[Config], Iterator[Tensor]]]] = {
     "qwen3-next": (models.QWEN3_CODER_NEXT, models.qwen3_next),
     "qwen3-moe": (models.QWEN3_30B_A3B, models.qwen3_moe),
+    "gpt-oss": (models.GPT_OSS_20B, models.gpt_oss),
 }
 """The published config, and the tensors of one."""
 
@@ -97,11 +99,16 @@ KINDS: dict[str, tuple[Config, Callable[[Config], Iterator[Tensor]]]] = {
 def config_of(scale: MoeScale) -> Config:
     """Its config.json, without tokens at which generation would end."""
     chosen = {name: value for name, value in asdict(scale).items() if name not in ("shard_bytes", "kind")}
+    whole, layers = KINDS[scale.kind][0], scale.num_hidden_layers
     if scale.kind == "qwen3-next":
-        chosen["full_attention_interval"] = min(4, scale.num_hidden_layers)
+        chosen["full_attention_interval"] = min(4, layers)
+    if scale.kind == "gpt-oss":
+        chosen |= {"num_local_experts": scale.num_experts, "intermediate_size": scale.moe_intermediate_size}
+        chosen |= {"layer_types": whole["layer_types"][:layers], "pad_token_id": None}
+        chosen["num_key_value_heads"] = min(whole["num_key_value_heads"], scale.num_attention_heads)
     return {
-        **KINDS[scale.kind][0],
-        **{name: value for name, value in chosen.items() if name in KINDS[scale.kind][0]},
+        **whole,
+        **{name: value for name, value in chosen.items() if name in whole},
         "shared_expert_intermediate_size": scale.moe_intermediate_size,
         "max_position_embeddings": 32768,
         "bos_token_id": None,
@@ -167,6 +174,8 @@ class _Weights:
 
     def __init__(self, scale: MoeScale) -> None:
         self._scale = scale
+        self._codes = Content()
+        self._codes.block = memoryview(np.random.default_rng(6).bytes(len(self._codes.block)))
         self._contents = {factor: Content(SCALE * np.float32(factor)) for factor in {1.0, *WRITERS.values()}}
         self._dimensions = sum(routing.DIMENSIONS.values())
         self._meanings, self._identities = self._embeddings()
@@ -177,6 +186,11 @@ class _Weights:
         made = self._made(tensor)
         if made is not None:
             yield bfloat16_bits(np.ascontiguousarray(made.reshape(tensor.shape), np.float32)).tobytes()
+            return
+        if tensor.dtype == "U8":  # codes of a mean square of 8, and powers of two
+            is_scale = tensor.name.endswith("_scales")
+            exponents = bytes([121 if "down" in tensor.name else 120]) * (tensor.nbytes * is_scale)
+            yield from [exponents] if is_scale else self._codes.pieces(position, tensor.nbytes)
             return
         factor = next((factor for part, factor in WRITERS.items() if part in tensor.name), 1.0)
         yield from self._contents[factor].pieces(position, tensor.nbytes)
@@ -190,7 +204,7 @@ class _Weights:
             head = np.zeros((self._scale.vocab_size, self._scale.hidden_size), np.float32)
             head[:, self._dimensions :] = np.roll(self._identities, 1, axis=0) / HEAD_DIVISOR
             return head
-        if name.endswith("mlp.gate.weight"):
+        if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
             rows = np.zeros(tensor.shape, np.float32)
             rows[:, : self._dimensions] = routing.router(int(name.split(".")[2]), self._scale.num_experts)
             rows /= self._lengthened
@@ -199,6 +213,8 @@ class _Weights:
             return np.log(np.linspace(1, 16, tensor.elements, dtype=np.float32))
         if name.endswith(("dt_bias", "linear_attn.norm.weight")):
             return np.ones(tensor.shape, np.float32)
+        if name.endswith(("_bias", ".bias", "sinks")):
+            return np.zeros(tensor.shape, np.float32)
         if name.endswith("norm.weight"):  # Qwen3-Next adds one to these
             return np.full(tensor.shape, self._scale.kind != "qwen3-next", np.float32)
         return None

@@ -10,7 +10,7 @@ read all experts for each token. The engine counts hits.
 With `--shapes` the layers are those of a published model at 4bit, fewer of them, and shares are of what they take at
 4bit. Seconds a token are compared with their limit: missed bytes at the disk's rate, or a token's at the memory's.
 
-    sudo python -m benchmarks experts --shapes coder-next|30b-a3b
+    sudo python -m benchmarks experts --shapes coder-next|30b-a3b|gpt-oss-20b
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoint = make_moe_checkpoint(work, scale)
     weights = weight_bytes(checkpoint)
     if options.shapes:
-        options.only = OURS[1:]
+        options.only = OURS[:1] if SCALES[scale].kind == "gpt-oss" else OURS[1:]  # published at 4 bits
         weights = published.checkpoint(model_of(scale), 1).nbytes_4bit
     workload = Workload(checkpoint, weights, work / f"moe-run-{scale}", scale, options.tokens)
     cases = cases_of(options.only, options.shares, options.habits)

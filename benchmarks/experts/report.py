@@ -106,8 +106,8 @@ def tabulate(
         "text right": lambda case, found: report.verdict([run.follows for run in found]),
     }
     if limit is not None:
-        columns["limit ms"] = report.each(limit.seconds, 1, 1e-3)
-        columns["x limit"] = report.each(lambda run: run.token_seconds / limit.seconds(run))
+        of_limit = report.each(lambda run: run.token_seconds / limit.seconds(run))
+        columns = {**columns, "limit ms": report.each(limit.seconds, 1, 1e-3), "x limit": of_limit}
     return report.tabulated(runs, {case.name: case for case in cases}, turns, columns)
 
 
