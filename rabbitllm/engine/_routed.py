@@ -63,6 +63,8 @@ class _ExpertsForm:
     def of(cls, module: Any) -> _ExpertsForm | None:
         """The form that a module may have; None if it has another."""
         names, parts, own = module._parameters.keys(), module._modules, vars(module)
+        if "_is_expert_parallel" not in own:  # transformers' decorator sets it
+            return None
         is_biased = names == {*_MATRICES, *_BIASES}
         if (names != {*_MATRICES} and not is_biased) or module._buffers:
             return None
@@ -233,25 +235,26 @@ def _program(
     return program
 
 
-def _forward(
-    form: _ExpertsForm,
-    module: Any,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
-    given, own = (hidden_states, top_k_index, top_k_weights), module
-    is_few = hidden_states.dim() == 2 and top_k_index.numel() <= MAX_GROUPED and hidden_states.is_cpu
-    if is_few and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch.Tensor:
+    own = module
+    if len(args) == 3 and not named and _takes_few(module, *args[:2]):
         stacks = [_stack(module._parameters[name]) for name in _MATRICES]
         if None not in stacks:
-            result = _computed(form, module, stacks, *given) if is_plain(hidden_states) else None
+            result = _computed(form, module, stacks, *args) if is_plain(args[0]) else None
             if result is not None:
                 return result
             if any(stack is not module._parameters[name] for name, stack in zip(_MATRICES, stacks, strict=True)):
                 parameters = {**module._parameters, **dict(zip(_MATRICES, stacks, strict=True))}
                 own = trial_of(module, _parameters=parameters)
-    return type(module).forward(own, *given)  # type: ignore[no-any-return]
+    return type(module).forward(own, *args, **named)  # type: ignore[no-any-return]
+
+
+def _takes_few(module: Any, x: torch.Tensor, index: torch.Tensor) -> bool:
+    """Whether a module computes few tokens by transformers' grouped products, without gradients, on the CPU."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dim() != 2 or not x.is_cpu:
+        return False
+    is_grouped = experts_implementation_of(module.config) == "grouped_mm" and not module._is_expert_parallel
+    return is_grouped and 0 < index.numel() <= MAX_GROUPED
 
 
 def _stack(weight: Any) -> ExpertStack | None:
@@ -282,9 +285,7 @@ def _computed(
         return None
     if stack.dtype is not x.dtype or weights.dtype not in _WEIGHTS or not weights.is_contiguous():
         return None
-    if weights.shape != index.shape or module._is_expert_parallel or not form.is_of(module):
-        return None
-    if experts_implementation_of(module.config) != "grouped_mm":
+    if weights.shape != index.shape or not form.is_of(module):
         return None
     biases = [module._parameters[name] for name in _BIASES] if form.is_biased else []
     if any(type(bias) is not nn.Parameter or bias.dtype is not x.dtype for bias in biases):
@@ -292,7 +293,7 @@ def _computed(
     tokens, used = index.shape
     rows, width = tokens * used, down.shape[1 if form.is_turned else 2]
     sums = _ExpertSums(tokens, used, x.shape[1], weights.dtype is torch.float32)
-    if rows > MAX_GROUPED or not _is_even(rows * width) or width % MULTIPLE:
+    if not _is_even(rows * width) or width % MULTIPLE:
         return None
     groups = dict[int, list[int]]()
     for row, expert in enumerate(itertools.chain.from_iterable(index.tolist())):
