@@ -179,7 +179,8 @@ class AutoModel:
             verify_source: read all shards that still exist, and compare them with their recorded checksums or with the
                 hub's digests. If this call begins the split, record the checksums of all shards.
             exact: dequantize quantized weights instead of multiplying by codes. Results have the bits of an
-                unquantized model with the dequantized weights; several times slower on the CPU.
+                unquantized model with the dequantized weights; several times slower on the CPU. Without it, experts of
+                bfloat16 differ from transformers' in the last bits for few tokens (CPU).
             fast_bfloat16: multiply bfloat16 by this package's kernel where it is faster than torch: all rows on CPUs
                 without native bfloat16, up to 4 rows with AVX512-BF16. Results differ in the last bits. None, as in
                 the commands: only on CPUs without native bfloat16.

@@ -1,4 +1,4 @@
-"""A Qwen3-Next checkpoint that uses its experts like a trained model and continues its texts from memory.
+"""A checkpoint of Qwen3's mixtures that uses its experts like a trained model and continues its texts from memory.
 
 Most weights are random. Each token of the vocabulary is a place in one of several texts. Its embedding is its meaning
 (`routing.meanings`), from which the routers choose, and its identity, by which the head finds the next token. So greedy
@@ -10,8 +10,8 @@ It is written tensor by tensor, with one of them in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +53,7 @@ class MoeScale:
     linear_value_head_dim: int
     vocab_size: int
     shard_bytes: int
+    kind: str = "qwen3-next"
 
     @property
     def text_tokens(self) -> int:
@@ -76,14 +77,38 @@ SCALES = {
     "tiny": MoeScale(512, 32, 4, 32, 4, 4, 32, 2, 4, 32, 32, 512, 4_000_000),
 }
 """By name; "full" has 6.6 GB, "medium" 0.4, "tiny" 16 MB. A token uses 2 % of the experts of "full", as published."""
+SHAPES = {
+    "coder-next": MoeScale(2048, 512, 2, 512, 10, 16, 256, 16, 32, 128, 128, 16384, 1000**3),
+    "30b-a3b": MoeScale(2048, 768, 6, 128, 8, 32, 128, 0, 0, 0, 0, 16384, 1000**3, "qwen3-moe"),
+    "gpt-oss-20b": MoeScale(2880, 2880, 14, 32, 4, 64, 64, 0, 0, 0, 0, 16384, 1000**3, "gpt-oss"),
+}
+"""Published sizes, with 2 of 48 layers (one with linear attention), 6 of 48, and 14 of 24 in MXFP4: 7 GB each."""
+SCALES |= {
+    f"{name}-{scale}": shapes if scale == "full" else replace(SCALES[scale], kind=shapes.kind)
+    for name, shapes in SHAPES.items()
+    for scale in ("full", "medium", "tiny")
+}
+KINDS: dict[str, tuple[Config, Callable[[Config], Iterator[Tensor]]]] = {
+    "qwen3-next": (models.QWEN3_CODER_NEXT, models.qwen3_next),
+    "qwen3-moe": (models.QWEN3_30B_A3B, models.qwen3_moe),
+    "gpt-oss": (models.GPT_OSS_20B, models.gpt_oss),
+}
+"""The published config, and the tensors of one."""
 
 
 def config_of(scale: MoeScale) -> Config:
     """Its config.json, without tokens at which generation would end."""
-    chosen = {name: value for name, value in asdict(scale).items() if name != "shard_bytes"}
+    chosen = {name: value for name, value in asdict(scale).items() if name not in ("shard_bytes", "kind")}
+    whole, layers = KINDS[scale.kind][0], scale.num_hidden_layers
+    if scale.kind == "qwen3-next":
+        chosen["full_attention_interval"] = min(4, layers)
+    if scale.kind == "gpt-oss":
+        chosen |= {"num_local_experts": scale.num_experts, "intermediate_size": scale.moe_intermediate_size}
+        chosen |= {"layer_types": whole["layer_types"][:layers], "pad_token_id": None}
+        chosen["num_key_value_heads"] = min(whole["num_key_value_heads"], scale.num_attention_heads)
     return {
-        **models.QWEN3_CODER_NEXT,
-        **chosen,
+        **whole,
+        **{name: value for name, value in chosen.items() if name in whole},
         "shared_expert_intermediate_size": scale.moe_intermediate_size,
         "max_position_embeddings": 32768,
         "bos_token_id": None,
@@ -95,14 +120,24 @@ def model_of(scale_name: str) -> Model:
     """As `published.checkpoint` takes it."""
     scale = SCALES[scale_name]
     return Model(
-        f"Qwen3-Next's kind, {scale_name}",
+        f"{scale.kind}, {scale_name}",
         f"generated/moe-{scale_name}",
         config_of(scale),
         {"do_sample": False},
-        models.qwen3_next,
+        KINDS[scale.kind][1],
         shard_bytes=scale.shard_bytes,
         max_disk=0,
     )
+
+
+def touched_bytes(scale_name: str) -> int:
+    """Bytes at 4bit that a token needs: all but the embedding and the experts that it does not use."""
+    scale, total = SCALES[scale_name], 0.0
+    for tensor in KINDS[scale.kind][1](config_of(scale)):
+        if "embed_tokens" not in tensor.name:
+            share = scale.num_experts_per_tok / scale.num_experts if ".experts." in tensor.name else 1
+            total += share * tensor.nbytes_4bit
+    return round(total)
 
 
 def passage(scale_name: str, habits: str, topic: int, piece: int, tokens: int) -> list[int]:
@@ -139,6 +174,8 @@ class _Weights:
 
     def __init__(self, scale: MoeScale) -> None:
         self._scale = scale
+        self._codes = Content()
+        self._codes.block = memoryview(np.random.default_rng(6).bytes(len(self._codes.block)))
         self._contents = {factor: Content(SCALE * np.float32(factor)) for factor in {1.0, *WRITERS.values()}}
         self._dimensions = sum(routing.DIMENSIONS.values())
         self._meanings, self._identities = self._embeddings()
@@ -149,6 +186,11 @@ class _Weights:
         made = self._made(tensor)
         if made is not None:
             yield bfloat16_bits(np.ascontiguousarray(made.reshape(tensor.shape), np.float32)).tobytes()
+            return
+        if tensor.dtype == "U8":  # codes of a mean square of 8, and powers of two
+            is_scale = tensor.name.endswith("_scales")
+            exponents = bytes([121 if "down" in tensor.name else 120]) * (tensor.nbytes * is_scale)
+            yield from [exponents] if is_scale else self._codes.pieces(position, tensor.nbytes)
             return
         factor = next((factor for part, factor in WRITERS.items() if part in tensor.name), 1.0)
         yield from self._contents[factor].pieces(position, tensor.nbytes)
@@ -162,7 +204,7 @@ class _Weights:
             head = np.zeros((self._scale.vocab_size, self._scale.hidden_size), np.float32)
             head[:, self._dimensions :] = np.roll(self._identities, 1, axis=0) / HEAD_DIVISOR
             return head
-        if name.endswith("mlp.gate.weight"):
+        if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
             rows = np.zeros(tensor.shape, np.float32)
             rows[:, : self._dimensions] = routing.router(int(name.split(".")[2]), self._scale.num_experts)
             rows /= self._lengthened
@@ -171,8 +213,10 @@ class _Weights:
             return np.log(np.linspace(1, 16, tensor.elements, dtype=np.float32))
         if name.endswith(("dt_bias", "linear_attn.norm.weight")):
             return np.ones(tensor.shape, np.float32)
-        if name.endswith("norm.weight"):  # one is added to these
+        if name.endswith(("_bias", ".bias", "sinks")):
             return np.zeros(tensor.shape, np.float32)
+        if name.endswith("norm.weight"):  # Qwen3-Next adds one to these
+            return np.full(tensor.shape, self._scale.kind != "qwen3-next", np.float32)
         return None
 
     def _embeddings(self) -> tuple[Floats, Floats]:

@@ -6,6 +6,11 @@ and the steps of the second one are measured. Rows of peers get two requests wit
 read all experts for each token. The engine counts hits.
 
     sudo python -m benchmarks experts [--turns 3] [--tokens 48] [--shares 25 50] [--only ROW ...] [--scale tiny]
+
+With `--shapes` the layers are those of a published model at 4bit, fewer of them, and shares are of what they take at
+4bit. Seconds a token are compared with their limit: missed bytes at the disk's rate, or a token's at the memory's.
+
+    sudo python -m benchmarks experts --shapes coder-next|30b-a3b|gpt-oss-20b
 """
 
 from __future__ import annotations
@@ -15,11 +20,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.experts.checkpoint import HABITS, SCALES, make_moe_checkpoint, passage
-from benchmarks.experts.report import OURS, MoeRun, notes_on, tabulate
-from benchmarks.lib import command_line, report
+from benchmarks.experts.checkpoint import (
+    HABITS,
+    SCALES,
+    SHAPES,
+    make_moe_checkpoint,
+    model_of,
+    passage,
+    touched_bytes,
+)
+from benchmarks.experts.report import OURS, Limit, MoeRun, notes_on, tabulate
+from benchmarks.lib import command_line, published, report
 from benchmarks.lib.checkpoint import weight_bytes
 from benchmarks.lib.generation import CappedCase, Runner, prepare_files
+from benchmarks.lib.measure import memory_speed, read_speed
 from benchmarks.lib.peers import THIS, room, run_worker
 from benchmarks.lib.runs import carry_out, status
 
@@ -29,7 +43,7 @@ RUNNERS: Mapping[str, Runner] = {
     "rabbitllm-2": Runner(THIS, "rabbitllm", options={"profiling_mode": True}),
     "rabbitllm-2-4bit": Runner(THIS, "rabbitllm", options={"profiling_mode": True, "compression": "4bit"}),
 }
-UNCAPPED = ("transformers", "rabbitllm-2")
+UNCAPPED = ("transformers", "rabbitllm-2", "rabbitllm-2-4bit")
 """These also run without a cap, with the first habits, for seconds of computing alone."""
 NEEDED_BYTES = {"full": 26 * 1000**3, "medium": 3 * 1000**3, "tiny": 300 * 1000**2}
 """Checkpoint, layer files of both kinds, and transformers' offloaded weights."""
@@ -38,6 +52,8 @@ TOPICS = 4
 """Each has a request that warms up, and one that is measured."""
 OTHERS_REQUESTS, OTHERS_TOKENS = 2, 4
 RUN_LIMIT_SECONDS = 600
+SPEED_BYTES = 1000**3
+"""Read from the disk to measure its rate."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +68,15 @@ class Workload:
 
     def requests(self, case: CappedCase) -> tuple[list[list[int]], int]:
         """Passages, each a prompt and its continuation; and the number of them that only warm up."""
-        length = PROMPT_TOKENS[self.scale] + self.made(case)
+        length = self.prompt + self.made(case)
         count = 2 * TOPICS if case.runner in OURS else OTHERS_REQUESTS
         found = [passage(self.scale, case.given, at % TOPICS, at // TOPICS, length) for at in range(count)]
         return found, TOPICS if case.runner in OURS else 0
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of each prompt."""
+        return PROMPT_TOKENS[self.scale.rpartition("-")[2]]
 
     def made(self, case: CappedCase) -> int:
         """Tokens of each request."""
@@ -69,7 +90,7 @@ class Workload:
 def measure(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> None:
     """Run one row of one turn."""
     chosen, (passages, warm_up) = RUNNERS[case.runner], workload.requests(case)
-    prompt, made = PROMPT_TOKENS[workload.scale], workload.made(case)
+    prompt, made = workload.prompt, workload.made(case)
     label = f"moe-{case.runner}-{case.given}-{case.share}-{run.turn}"
     offload = workload.folder / "offload"
     job = {
@@ -105,15 +126,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=48, help="of each request, at least 2 (default: %(default)s)")
     parser.add_argument("--shares", type=int, nargs="+", default=[25, 50], help="of the weights, in percent")
     parser.add_argument("--keep-files", action="store_true", help="keep layer files for the next run, and use them")
+    parser.add_argument("--shapes", choices=list(SHAPES), help="of a published model, at 4bit (default: smaller ones)")
     parser.add_argument("--habits", nargs="+", choices=list(HABITS), default=list(HABITS), help="of the texts")
-    smallest = {"tokens": 3, "shares": [50], "habits": list(HABITS)[:1], "keep_files": False}
+    smallest = {"tokens": 3, "shares": [50], "habits": list(HABITS)[:1], "keep_files": False, "shapes": None}
     options = command_line.parsed(parser, arguments, only=["rabbitllm-2"], **smallest)
-    command_line.settle(options, "moe", NEEDED_BYTES)
+    command_line.settle(options, f"moe-{options.shapes}" if options.shapes else "moe", NEEDED_BYTES)
     command_line.check_tokens(options)
-    work = options.work_dir
-    checkpoint = make_moe_checkpoint(work, options.scale)
+    work, scale = options.work_dir, f"{options.shapes}-{options.scale}" if options.shapes else options.scale
+    checkpoint = make_moe_checkpoint(work, scale)
     weights = weight_bytes(checkpoint)
-    workload = Workload(checkpoint, weights, work / f"moe-run-{options.scale}", options.scale, options.tokens)
+    if options.shapes:
+        options.only = OURS[:1] if SCALES[scale].kind == "gpt-oss" else OURS[1:]  # published at 4 bits
+        weights = published.checkpoint(model_of(scale), 1).nbytes_4bit
+    workload = Workload(checkpoint, weights, work / f"moe-run-{scale}", scale, options.tokens)
     cases = cases_of(options.only, options.shares, options.habits)
 
     runs = carry_out(
@@ -126,10 +151,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lambda row: prepare_files(RUNNERS[row], checkpoint, workload.files(row), work, f"moe-{row}-files"),
         keep=options.keep_files,
     )
-    experts = f"{SCALES[options.scale].num_experts} experts a layer, {weights / 1e9:.2f} GB"
+    experts = (
+        f"{SCALES[scale].num_experts} experts a layer, {SCALES[scale].num_hidden_layers} layers, {weights / 1e9:.2f} GB"
+    )
+    if options.shapes:
+        experts = f"{options.shapes}'s shapes at 4bit, {experts}"
     title = f"A mixture of {experts}, with memory capped, on the CPU, {command_line.turns(options)}"
-    table = tabulate(runs, cases, options.turns, SCALES[options.scale].experts)
+    disk = read_speed([*checkpoint.glob("*.safetensors")], SPEED_BYTES)
+    limit = Limit(disk, memory_speed(), touched_bytes(scale)) if options.shapes else None
+    table = tabulate(runs, cases, options.turns, SCALES[scale].experts, limit)
     bars = {one.name: (one.share, f"{one.runner}, {one.given}", one.runner in OURS) for one in cases}
     drawn = report.bars_by_cap(title, runs, bars)
-    report.write(options.results, title, table, notes_on(runs, cases), runs, work=work, picture=drawn)
+    report.write(options.results, title, table, notes_on(runs, cases, limit), runs, work=work, picture=drawn)
     return status(runs, lambda row: row.startswith(OURS))

@@ -12,7 +12,7 @@ from benchmarks.lib.measure import spread
 from benchmarks.lib.runs import Run, failures, good, ratios, versions
 
 OURS = ("rabbitllm-2", "rabbitllm-2-4bit")
-BYTES_GOAL, SPEED_GOAL = 1.1, 10.0
+BYTES_GOAL, SPEED_GOAL, LIMIT_GOAL = 1.1, 10.0, 1.4
 
 
 @dataclass
@@ -61,6 +61,19 @@ class MoeRun(Run):
         return self.hits / asked if asked and self.slots else None
 
 
+@dataclass(frozen=True)
+class Limit:
+    """The least that a token can take: rates of the disk and of the memory, bytes a second, and its bytes in memory."""
+
+    disk: float
+    memory: float
+    touched: int
+
+    def seconds(self, run: MoeRun) -> float:
+        """A token's, of a run with so many missed bytes."""
+        return max(run.missed_bytes / len(run.step_seconds) / max(self.disk, 1), self.touched / self.memory)
+
+
 def of_missed(runs: Sequence[MoeRun], case: CappedCase) -> list[float]:
     """Bytes that the process read from the disk, over those of the missed experts."""
     return [sum(run.step_bytes) / run.missed_bytes for run in good(runs, case.name) if run.missed_bytes]
@@ -71,7 +84,9 @@ def our_case_for(case: CappedCase) -> CappedCase:
     return replace(case, runner=OURS[case.runner == OURS[1]])
 
 
-def tabulate(runs: Sequence[MoeRun], cases: Sequence[CappedCase], turns: int, experts: int) -> report.Table:
+def tabulate(
+    runs: Sequence[MoeRun], cases: Sequence[CappedCase], turns: int, experts: int, limit: Limit | None = None
+) -> report.Table:
     """A line for each row; `experts` is the number in all layers."""
 
     def cached(of: Callable[[MoeRun], float], digits: int) -> Callable[[CappedCase, Sequence[MoeRun]], str]:
@@ -90,10 +105,13 @@ def tabulate(runs: Sequence[MoeRun], cases: Sequence[CappedCase], turns: int, ex
         "anon MiB over idle": report.ADDED_MEMORY,
         "text right": lambda case, found: report.verdict([run.follows for run in found]),
     }
+    if limit is not None:
+        of_limit = report.each(lambda run: run.token_seconds / limit.seconds(run))
+        columns = {**columns, "limit ms": report.each(limit.seconds, 1, 1e-3), "x limit": of_limit}
     return report.tabulated(runs, {case.name: case for case in cases}, turns, columns)
 
 
-def notes_on(runs: Sequence[MoeRun], cases: Sequence[CappedCase]) -> list[str]:
+def notes_on(runs: Sequence[MoeRun], cases: Sequence[CappedCase], limit: Limit | None = None) -> list[str]:
     """The meaning of the columns, the stages, errors, and the goals."""
     notes = [
         "s/token: mean over the steps of a turn, without first tokens. x ours: beside this project's row with the "
@@ -106,7 +124,13 @@ def notes_on(runs: Sequence[MoeRun], cases: Sequence[CappedCase]) -> list[str]:
         *failures(runs),
         *(line for case in cases for line in _time_of(runs, case)),
     ]
+    if limit is not None:
+        rates = f"{limit.disk / 1e9:.2f} GB/s of the disk, {limit.memory / 1e9:.1f} of the memory"
+        notes.append(f"limit: missed bytes or the {limit.touched / 1e6:.0f} MB that a token needs, at {rates}.")
     for case in cases:
+        if limit is not None:
+            times = report.median(spread([run.token_seconds / limit.seconds(run) for run in good(runs, case.name)]))
+            notes.append(report.reach(f"{case.name}, x limit", times, LIMIT_GOAL, at_most=True))
         if case.share is None:
             continue
         if case.runner in OURS:

@@ -255,6 +255,20 @@ THREADS = 4
 CHUNK_BYTES = 4 << 20
 
 
+def memory_speed(nbytes: int = 1 << 29, tries: int = 5) -> float:
+    """Bytes a second that all cores read from memory together: the fastest of some sums of int64."""
+    import numpy as np  # workers import this module, and should be small
+
+    cores = len(os.sched_getaffinity(0))
+    parts, seconds = np.array_split(np.ones(nbytes // 8, np.int64), cores), list[float]()
+    with ThreadPoolExecutor(cores) as pool:
+        for _ in range(tries):
+            start = time.perf_counter()
+            list(pool.map(np.sum, parts))
+            seconds.append(time.perf_counter() - start)
+    return nbytes / min(seconds)
+
+
 def read_speed(files: Sequence[Path], most: int) -> float:
     """Bytes a second of `O_DIRECT` reads of 4 MiB in 4 threads, over the whole chunks of the first `most` bytes.
 

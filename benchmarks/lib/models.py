@@ -76,11 +76,56 @@ def qwen3_next(config: Config) -> Iterator[Tensor]:
         yield Tensor("lm_head.weight", (vocabulary, hidden))
 
 
-def _full_attention(layer: str, config: Config) -> Iterator[Tensor]:
-    """Grouped queries; `q_proj` also has a gate for every element of the output."""
+def qwen3_moe(config: Config) -> Iterator[Tensor]:
+    """Names and shapes as transformers' `Qwen3MoeForCausalLM` saves them."""
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    yield Tensor("model.embed_tokens.weight", (vocabulary, hidden))
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}"
+        yield from _full_attention(layer, config, 1)
+        yield Tensor(f"{layer}.input_layernorm.weight", (hidden,))
+        yield Tensor(f"{layer}.post_attention_layernorm.weight", (hidden,))
+        yield Tensor(f"{layer}.mlp.gate.weight", (config["num_experts"], hidden), plain=True)
+        for expert in range(config["num_experts"]):
+            yield from _expert(f"{layer}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
+    yield Tensor("model.norm.weight", (hidden,))
+    yield Tensor("lm_head.weight", (vocabulary, hidden))
+
+
+def gpt_oss(config: Config) -> Iterator[Tensor]:
+    """Names and shapes as published: experts in MXFP4, all else bfloat16."""
+    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    experts, head = config["num_local_experts"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+
+    def linear(name: str, rows: int, columns: int) -> Iterator[Tensor]:
+        yield Tensor(f"{name}.weight", (rows, columns), plain=True)
+        yield Tensor(f"{name}.bias", (rows,))
+
+    yield Tensor("model.embed_tokens.weight", (vocabulary, hidden), plain=True)
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}"
+        for which, rows in {"q": queries, "k": keys, "v": keys}.items():
+            yield from linear(f"{layer}.self_attn.{which}_proj", rows, hidden)
+        yield from linear(f"{layer}.self_attn.o_proj", hidden, queries)
+        yield Tensor(f"{layer}.self_attn.sinks", (config["num_attention_heads"],))
+        yield Tensor(f"{layer}.input_layernorm.weight", (hidden,))
+        yield Tensor(f"{layer}.post_attention_layernorm.weight", (hidden,))
+        yield from linear(f"{layer}.mlp.router", experts, hidden)
+        for which, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+            part = f"{layer}.mlp.experts.{which}_proj"
+            yield Tensor(f"{part}_blocks", (experts, rows, columns // 32, 16), plain=True, dtype="U8")
+            yield Tensor(f"{part}_scales", (experts, rows, columns // 32), plain=True, dtype="U8")
+            yield Tensor(f"{part}_bias", (experts, rows), plain=True)
+    yield Tensor("model.norm.weight", (hidden,))
+    yield Tensor("lm_head.weight", (vocabulary, hidden), plain=True)
+
+
+def _full_attention(layer: str, config: Config, parts: int = 2) -> Iterator[Tensor]:
+    """Grouped queries; of two parts, `q_proj` also has a gate for every element of the output."""
     hidden, head = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    for which, rows in {"q": 2 * queries, "k": keys, "v": keys}.items():
+    for which, rows in {"q": parts * queries, "k": keys, "v": keys}.items():
         yield Tensor(f"{layer}.self_attn.{which}_proj.weight", (rows, hidden))
     yield Tensor(f"{layer}.self_attn.o_proj.weight", (hidden, queries))
     yield Tensor(f"{layer}.self_attn.q_norm.weight", (head,))
@@ -110,6 +155,10 @@ def _expert(name: str, hidden: int, inner: int) -> Iterator[Tensor]:
 
 QWEN3_CODER_NEXT = _published("qwen3-coder-next")
 """https://huggingface.co/Qwen/Qwen3-Coder-Next/blob/main/config.json, byte for byte once it is encoded."""
+QWEN3_30B_A3B = _published("qwen3-30b-a3b")
+"""https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json"""
+GPT_OSS_20B = _published("gpt-oss-20b")
+"""https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json"""
 TINY_QWEN3_NEXT: Config = {
     **QWEN3_CODER_NEXT,
     "bos_token_id": 0,

@@ -26,11 +26,12 @@ _HEADER_ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor; `plain` if it is not quantized in spite of its shape (a router, a convolution)."""
+    """A tensor; `plain` if it is not quantized in spite of its shape (a router, a convolution, codes)."""
 
     name: str
     shape: tuple[int, ...]
     plain: bool = False
+    dtype: str = "BF16"
 
     @property
     def elements(self) -> int:
@@ -39,7 +40,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """In a shard."""
-        return self.elements * ELEMENT_BYTES
+        return self.elements * (1 if self.dtype == "U8" else ELEMENT_BYTES)
 
     @property
     def is_quantized(self) -> bool:
@@ -169,7 +170,7 @@ def _shard(name: str, tensors: list[Tensor], position: int) -> Shard:
     at = 0
     for tensor in tensors:
         end = at + tensor.nbytes
-        entries[tensor.name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [at, end]}
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     raw = json.dumps(entries, separators=(",", ":")).encode()
     raw = raw.ljust(math.ceil(len(raw) / _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT)

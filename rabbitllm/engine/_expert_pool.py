@@ -286,7 +286,7 @@ class ExpertPool:
     def numbers(self, index: torch.Tensor) -> Numbers:
         """The values of an integer tensor (n,); a device is asked once for each tensor of a pass over a module."""
         if self._device.shares_host_memory:
-            return index.detach().numpy().ravel()
+            return index.numpy().ravel()  # integers have no gradients
         version = None if index.is_inference() else index._version
         key = index.data_ptr(), index.numel(), index.dtype
         for old, old_version, values in self._copies:

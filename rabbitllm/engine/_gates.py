@@ -49,7 +49,8 @@ def is_by_class(act: nn.Module | None) -> bool:
     return act is not None and not (vars(act).keys() - _OF_ANY or act._parameters or act._buffers)
 
 
-def _every() -> torch.Tensor:
+def every_bfloat() -> torch.Tensor:
+    """Every number of bfloat16, in the order of its bits."""
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
@@ -135,7 +136,7 @@ def _forward(module: Any, *args: Any, **named: Any) -> Any:
 def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`act(gate) * up`, of tensors without gaps."""
     if type(act) not in _tables:
-        _tables[type(act)] = act(_every())
+        _tables[type(act)] = act(every_bfloat())
     program, out = Program(3), torch.empty_like(gate)
     gates, ups, results = (program.address(index) for index in range(3))
     add_gate(program, type(act), gates, ups, results, gate.numel())
@@ -145,7 +146,7 @@ def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def has_every_gate(act: Any) -> bool:
     """Whether an activation has the results of its table for all numbers."""
-    every = _every()
+    every = every_bfloat()
     gates = every[every.isfinite()]
     gates = gates[: len(gates) // MULTIPLE // 4 * MULTIPLE * 4].view(4, -1)
     return all(torch.equal(gated(act, gate, gate), act(gate) * gate) for gate in gates)

@@ -105,6 +105,57 @@ def add_bias(data):  # type: ignore[no-untyped-def]
         results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
 
 
+def add_biases(data):  # type: ignore[no-untyped-def]
+    """Add to rows in place the biases of the experts that computed them.
+
+    After the own address those of the chosen experts (see `_joint_kernels.ROUTED_WORDS`; each has its number), of the
+    biases of all experts, and of the rows, and their width.
+    """
+    given = to_array(data, 5)
+    width = given[4]
+    count = to_array(words_at(given[1]), 4).view(np.int64)[0]
+    chosen = to_array(words_at(given[1] + 8), 16 * count).view(np.int64)
+    values = np.empty(width, np.float32)
+    bits = values.view(np.uint32)
+    for i in range(count):
+        bias = to_array(words_at(given[2] + 2 * width * chosen[4 * i + 3]), width)
+        for row in range(chosen[4 * i + 1], chosen[4 * i + 1] + chosen[4 * i + 2]):
+            results = to_array(words_at(given[3] + 2 * width * row), width)
+            for j in range(width):
+                values[j] = wide(results[j]) + wide(bias[j])
+            for j in range(width):
+                results[j] = np.uint16(nearest(bits[j]) >> np.uint32(16))
+
+
+def gate_widely(data):  # type: ignore[no-untyped-def]
+    """`factors * table[gates]` in float32, rounded once: after the own address those of the table in float32, of gates,
+    of factors and results in one place, and their count."""
+    given = to_array(data, 5)
+    count = given[4]
+    table, gates = to_array(words_at(given[1]), 1 << 17).view(np.float32), to_array(words_at(given[2]), count)
+    results, product = to_array(words_at(given[3]), count), np.empty(count, np.float32)
+    bits = product.view(np.uint32)
+    for i in range(count):
+        product[i] = wide(results[i]) * table[gates[i]]
+    for i in range(count):
+        results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+
+
+def gate_pairs(data):  # type: ignore[no-untyped-def]
+    """`table[gate] * other[factor]` of pairs of a gate and a factor: after the own address those of both tables, of
+    pairs and of results, and their count."""
+    given = to_array(data, 6)
+    count = given[5]
+    table, other = to_array(words_at(given[1]), 1 << 16), to_array(words_at(given[2]), 1 << 16)
+    pairs, results = to_array(words_at(given[3]), 2 * count), to_array(words_at(given[4]), count)
+    product = np.empty(count, np.float32)
+    bits = product.view(np.uint32)
+    for i in range(count):
+        product[i] = wide(table[pairs[2 * i]]) * wide(other[pairs[2 * i + 1]])
+    for i in range(count):
+        results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+
+
 def combine(data):  # type: ignore[no-untyped-def]
     """Weighted sums of rows, added in float32.
 

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rabbitllm.engine._fusing import forward_in, fuse, kind_of, trial_of
+from rabbitllm.engine._fusing import Forward, forward_in, fuse, kind_of, trial_of
+from rabbitllm.engine._gates import every_bfloat
+from rabbitllm.engine._siblings import is_plain
+from rabbitllm.engine.transformers_api import ACT2FN
 from rabbitllm.quant.joint import Place, Program, Words, float_bits
 
 LANES = (8, 16, -8, -16)
@@ -22,6 +25,8 @@ LANES = (8, 16, -8, -16)
 MAX_ELEMENTS = 1 << 15
 """Elements from which torch computes in several threads."""
 _DTYPES = (torch.bfloat16, torch.float32)
+_tables = dict[str, torch.Tensor]()
+"""Activation -> its results for every number of bfloat16, in float32."""
 
 
 def fuse_norms(model: nn.Module) -> int:
@@ -30,12 +35,13 @@ def fuse_norms(model: nn.Module) -> int:
     Returns:
         How many these are.
     """
-    return fuse(model, _key_of, lambda module, key: _FORWARDS.get(_lanes(module, *key[1:])))
+    gated = fuse(model, lambda module: _key_of(module, "RMSNormGated"), lambda module, key: _gated_by(module, *key[1:]))
+    return gated + fuse(model, _key_of, lambda module, key: _FORWARDS.get(_lanes(module, *key[1:])))
 
 
-def _key_of(module: nn.Module) -> tuple[object, int, torch.dtype, float] | None:
+def _key_of(module: nn.Module, name: str = "RMSNorm") -> tuple[object, int, torch.dtype, float] | None:
     """The kind, size, dtype and epsilon of a module that may be a norm; None if it has another form."""
-    if not type(module).__name__.endswith("RMSNorm") or module._buffers:
+    if not type(module).__name__.endswith(name) or module._buffers:
         return None
     weight, epsilon = module._parameters.get("weight"), epsilon_of(module)
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or weight.dtype not in _DTYPES:
@@ -144,3 +150,61 @@ def _lanes(module: Any, columns: int, dtype: torch.dtype, epsilon: float) -> int
         if abs(lanes) <= columns and all(results):
             return lanes
     return 0
+
+
+# Norms whose result is multiplied by an activation of a gate, in float32.
+
+
+def _gated_forward(lanes: int, module: Any, *args: Any, **named: Any) -> Any:
+    weight = module._parameters["weight"]
+    if len(args) == 2 and not named and type(weight) is nn.Parameter and all(map(is_plain, args)):
+        x, gate = args
+        is_alike = x.shape == gate.shape and x.shape[-1] == weight.shape[0] and weight.dtype is torch.bfloat16
+        if is_alike and x.numel() < MAX_ELEMENTS and module.activation in _tables:
+            return _gated_norm(lanes, module.activation, x, gate, weight, epsilon_of(module))
+    return type(module).forward(module, *args, **named)
+
+
+def _gated_norm(
+    lanes: int, activation: str, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    out = torch.empty_like(x)
+    program = _gated_program(lanes, activation, x.numel() // x.shape[-1], x.shape[-1], epsilon)
+    program(x.data_ptr(), weight.data_ptr(), out.data_ptr(), gate.data_ptr())
+    return out
+
+
+@functools.lru_cache(1024)
+def _gated_program(lanes: int, activation: str, rows: int, columns: int, epsilon: float) -> Program:
+    from rabbitllm.engine import _layer_kernels  # numba comes with it
+
+    program = Program(4)
+    x, weight, out, gate = (program.address(index) for index in range(4))
+    add_norm(program, (lanes, epsilon), columns, x, weight, out, rows)
+    program.add(_layer_kernels.gate_widely, [_tables[activation].data_ptr(), gate, out, rows * columns])
+    return program
+
+
+@torch.no_grad()
+def _gated_by(module: Any, columns: int, dtype: torch.dtype, epsilon: float) -> Forward:
+    """The forward with which a module has the results of its class, also for all values of its gate; else None."""
+    activation, generator = vars(module).get("activation"), torch.Generator().manual_seed(0)
+    if dtype is not torch.bfloat16 or not isinstance(activation, str) or activation not in ACT2FN:
+        return None
+    every = every_bfloat()
+    _tables.setdefault(activation, ACT2FN[activation](every.float()))
+    gates = every[every.isfinite()]
+    rows = len(gates) // columns
+    weight = (torch.rand(columns, generator=generator) + 0.5).bfloat16()
+    like = trial_of(module, _parameters={"weight": nn.Parameter(weight)})
+    for lanes in (lanes for lanes in LANES if abs(lanes) <= columns and rows):
+        x = (torch.randn(rows, columns, generator=generator) * 3).bfloat16()
+        gate = gates[: rows * columns].view(rows, columns)
+        try:
+            expected = type(module).forward(like, x, gate)
+        except (TypeError, AttributeError, RuntimeError):  # it has other arguments or parts
+            return None
+        result = _gated_norm(lanes, activation, x, gate, weight, epsilon)
+        if isinstance(expected, torch.Tensor) and torch.equal(result, expected):
+            return functools.partial(_gated_forward, lanes)
+    return None

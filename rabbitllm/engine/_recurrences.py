@@ -160,7 +160,8 @@ class DeltaStep(_Recurrence):
     def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value, g, beta, state = operands
         (count, tokens, heads, columns), rows, has_rows = value.shape, key.shape[-1], g.dim() == 4
-        queries, keys = (self._normalized(x.float().contiguous(), dim=-1, eps=_EPSILON) for x in (query, key))
+        both = torch.cat((query, key)).float()
+        queries, keys = self._normalized(both, dim=-1, eps=_EPSILON).split(count)
         queries = queries * (1 / rows**0.5) if has_rows else queries / rows**0.5
         out = torch.empty(value.shape)
         inputs = queries, keys, *(x.contiguous() for x in (value.float(), g.float().exp(), beta.float()))

@@ -1,59 +1,140 @@
-"""The experts of a few tokens by one call of compiled code, with the bits of the model's own class.
+"""The experts of a few tokens by one call of compiled code, with the bits of the model's class if they are codes.
 
-transformers sorts the tokens by expert, and computes a dozen operations of torch around two grouped products. Here a
-call multiplies the rows of the chosen experts that are in memory, by gate and up, then by down, and adds the results
-with their weights. While some are read, those that are there are multiplied. No other expert is touched.
+transformers sorts the tokens by expert, and computes a dozen operations of torch around two grouped products, which on
+a CPU go through all experts. Here a call multiplies the rows of the chosen experts that are in memory, by gate and up,
+then by down, and adds the results with their weights. While some are read, those that are there are multiplied. No
+other expert is touched. Sums of products with matrices of bfloat16 have another order than torch's.
 
 What a class computes is tried when a model is loaded, and the order in which torch adds, for each shape. Anything else,
-a hook or many tokens for example, is left to the class.
+a hook or many tokens for example, is left to the class; few tokens go through the chosen experts there too.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from rabbitllm.engine._fusing import fuse, kind_of, trial_of
-from rabbitllm.engine._gates import MULTIPLE, add_gate, gated, has_every_gate, is_by_class, is_tabled
+from rabbitllm.engine._fusing import Forward, fuse, kind_of, trial_of
+from rabbitllm.engine._gates import MULTIPLE, add_gate, every_bfloat, gated, has_every_gate, is_by_class, is_tabled
 from rabbitllm.engine._siblings import is_plain
-from rabbitllm.engine.experts import ExpertStack
+from rabbitllm.engine.experts import ExpertStack, ResidentExperts
 from rabbitllm.engine.transformers_api import experts_implementation_of
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import Place, Program, RoutedProduct, Words
 from rabbitllm.quant.products import MAX_GROUPED
 
-_PARAMETERS = frozenset({"gate_up_proj", "down_proj"})
+_MATRICES, _BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
 _WEIGHTS = torch.bfloat16, torch.float32
+_FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _GRAIN = 1 << 15
 """Elements for which torch computes in a further thread (GRAIN_SIZE)."""
+_resident: Any = WeakTensorKeyDictionary()
+"""Parameter with all experts of a module -> their stack."""
+_pairs = dict[tuple[float, float], tuple[torch.Tensor, torch.Tensor]]()
+"""Numbers of `_ExpertsForm.limited` -> what gates and factors become."""
+
+
+@dataclass(frozen=True)
+class _ExpertsForm:
+    """What experts compute between and after their products.
+
+    Attributes:
+        act: the class of their activation; None for pairs of a gate and a factor.
+        limited: of pairs, the factor within the sigmoid and the limit of both.
+        is_turned: whether matrices are (K, N).
+        is_biased: whether sums have biases.
+    """
+
+    act: type[nn.Module] | None
+    limited: tuple[float, float] = (0.0, 0.0)
+    is_turned: bool = False
+    is_biased: bool = False
+
+    @classmethod
+    def of(cls, module: Any) -> _ExpertsForm | None:
+        """The form that a module may have; None if it has another."""
+        names, parts, own = module._parameters.keys(), module._modules, vars(module)
+        if "_is_expert_parallel" not in own:  # transformers' decorator sets it
+            return None
+        is_biased = names == {*_MATRICES, *_BIASES}
+        if (names != {*_MATRICES} and not is_biased) or module._buffers:
+            return None
+        act, limited = parts.get("act_fn"), (own.get("alpha"), own.get("limit"))
+        if act is not None and parts.keys() == {"act_fn"} and is_by_class(act):
+            return cls(type(act), (0.0, 0.0), bool(own.get("is_transposed")), is_biased)
+        if not parts and all(isinstance(number, int | float) for number in limited):
+            return cls(None, tuple(map(float, limited)), bool(own.get("is_transposed")), is_biased)  # type: ignore[arg-type]
+        return None
+
+    def is_of(self, module: Any) -> bool:
+        """Whether a module that had this form when the model was loaded has it still, and no hook sees its gates."""
+        if self.act is None:
+            return bool((module.alpha, module.limit) == self.limited)
+        act = module._modules["act_fn"]
+        return type(act) is self.act and is_tabled(act)
+
+    def add_gates(self, program: Program, both: Place, out: Place, rows: int, width: int) -> None:
+        """Add the activation of gates times factors to a program, for rows of both."""
+        from rabbitllm.engine import _layer_kernels  # numba comes with it
+
+        if self.act is None:
+            tables = (table.data_ptr() for table in _pair_tables(*self.limited))
+            program.add(_layer_kernels.gate_pairs, [*tables, both, out, rows * width])
+            return
+        for row in range(rows):
+            gate, result = both[1] + 4 * row * width, out[1] + 2 * row * width
+            add_gate(program, self.act, (both[0], gate), (both[0], gate + 2 * width), (out[0], result), width)
+
+    def gated(self, act: Any, both: torch.Tensor) -> torch.Tensor:
+        """What becomes of rows of gates and factors."""
+        if self.act is not None:
+            gate, up = (half.contiguous() for half in both.chunk(2, 1))
+            return gated(act, gate, up)
+        program, out = Program(2), both.new_empty(len(both), both.shape[1] // 2)
+        self.add_gates(program, program.address(0), program.address(1), *out.shape)
+        program(both.data_ptr(), out.data_ptr())
+        return out
+
+
+def _pair_tables(alpha: float, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    if (alpha, limit) not in _pairs:
+        every = every_bfloat()
+        gates = every.clamp(max=limit)
+        _pairs[alpha, limit] = gates * torch.sigmoid(gates * alpha), every.clamp(-limit, limit) + 1
+    return _pairs[alpha, limit]
 
 
 def fuse_experts(model: nn.Module) -> int:
-    """Let modules of experts whose bits are reproduced compute few tokens by one call.
+    """Let modules of experts whose activation is reproduced compute few tokens by one call.
 
-    It is used while their matrices are multiplied as integers, without gradients, and no hook sees what is within.
+    It is used while their matrices are multiplied by their codes, or are bfloat16, without gradients, and no hook sees
+    what is within.
 
     Returns:
         How many these are.
     """
 
-    def key_of(module: nn.Module) -> object:
-        parameters, parts = module._parameters, module._modules
-        if parameters.keys() != _PARAMETERS or parts.keys() != {"act_fn"} or module._buffers:
-            return None
-        has_stacks = all(isinstance(stack, ExpertStack) for stack in parameters.values())
-        return (kind_of(module), type(parts["act_fn"])) if has_stacks and is_by_class(parts["act_fn"]) else None
+    def key_of(module: nn.Module) -> tuple[object, _ExpertsForm] | None:
+        form = _ExpertsForm.of(module)
+        return None if form is None else (kind_of(module), form)
 
-    return fuse(model, key_of, lambda module, _: _forward if _has_bits(module) else None)
+    def forward_of(module: nn.Module, key: tuple[object, _ExpertsForm]) -> Forward:
+        return functools.partial(_forward, key[1]) if _has_bits(key[1], module) else None
+
+    return fuse(model, key_of, forward_of)
 
 
 class _Expert(NamedTuple):
-    """What a call needs of an expert; the weight of its gate keeps it.
+    """What a call needs of an expert; the weight of its gate keeps it if that is quantized.
 
     Attributes:
         matrices: of gate and up, and of down.
@@ -71,17 +152,22 @@ class _Expert(NamedTuple):
 
     @classmethod
     def of(cls, gate_up: Any, down: Any) -> _Expert | None:
-        """An expert by its weights; None if they are not multiplied as integers."""
-        if type(gate_up) is not QuantizedWeight or type(down) is not QuantizedWeight:
+        """An expert by its weights; None if there is no kernel for them."""
+        is_coded = type(gate_up) is QuantizedWeight
+        if is_coded is not (type(down) is QuantizedWeight):
             return None
-        matrices, kept = (gate_up.matrix, down.matrix), gate_up.calls
+        matrices, kept = (gate_up, down), None
+        if is_coded:
+            matrices, kept = (gate_up.matrix, down.matrix), gate_up.calls
         if kept is not None and kept.matrices[0] is matrices[0] and kept.matrices[1] is matrices[1]:
             return kept  # type: ignore[no-any-return]
         first, second = RoutedProduct.of(matrices[0]), RoutedProduct.of(matrices[1])
         if first is None or second is None:
             return None
         words, most = array("q", [*first[1], *second[1]]), min(first[0].max_inputs, second[0].max_inputs)
-        expert = gate_up.calls = cls(matrices, (first[0], second[0]), words, words.buffer_info()[0], most)
+        expert = cls(matrices, (first[0], second[0]), words, words.buffer_info()[0], most)
+        if is_coded:
+            gate_up.calls = expert
         return expert
 
 
@@ -118,7 +204,7 @@ def _sums(sums: _ExpertSums) -> Program:
 @functools.lru_cache(1024)
 def _program(
     products: tuple[RoutedProduct, RoutedProduct],
-    act: Any,
+    form: _ExpertsForm,
     rows: int,
     sums: _ExpertSums,
     is_whole: bool,
@@ -128,53 +214,89 @@ def _program(
     """The results of experts for some rows, all with one input and another expert, or not; of all, `sums` of them.
 
     A call is given the addresses of inputs, of the chosen experts, of the numbers of rows' inputs, and of the results;
-    and of weights and places.
+    of weights and places; and of biases.
     """
+    from rabbitllm.engine import _layer_kernels
+
     first, second = products
-    program, width = Program(6), first.shape[0] // 2
-    x, chosen, sources, out, weights, places = (program.address(index) for index in range(6))
+    program, width = Program(6 + 2 * form.is_biased), second.shape[1]
+    x, chosen, sources, out, weights, places, *biases = (program.address(at) for at in range(6 + 2 * form.is_biased))
     both, product = program.room(4 * rows * width), program.room(2 * rows * width)
     first.add_to(program, rows, x, chosen, both, -1 if has_one_input else sources, 0)
-    for row in range(rows):
-        gate, result = both[1] + 4 * row * width, product[1] + 2 * row * width
-        add_gate(program, act, (both[0], gate), (both[0], gate + 2 * width), (product[0], result), width)
+    if form.is_biased:
+        program.add(_layer_kernels.add_biases, [chosen, biases[0], both, 2 * width])
+    form.add_gates(program, both, product, rows, width)
     results = program.room(2 * rows * sums.width) if is_whole else out
     second.add_to(program, rows, product, chosen, results, 0, 1)
+    if form.is_biased:
+        program.add(_layer_kernels.add_biases, [chosen, biases[1], results, sums.width])
     if is_whole:
         sums.add_to(program, results, weights, places, out)
     return program
 
 
-def _forward(
-    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    result = None
-    if is_plain(hidden_states) and hidden_states.dim() == 2:
-        result = _computed(module, hidden_states, top_k_index, top_k_weights)
-    if result is not None:
-        return result
-    return type(module).forward(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch.Tensor:
+    own = module
+    if len(args) == 3 and not named and _takes_few(module, *args[:2]):
+        stacks = [_stack(module._parameters[name]) for name in _MATRICES]
+        if None not in stacks:
+            result = _computed(form, module, stacks, *args) if is_plain(args[0]) else None
+            if result is not None:
+                return result
+            if any(stack is not module._parameters[name] for name, stack in zip(_MATRICES, stacks, strict=True)):
+                parameters = {**module._parameters, **dict(zip(_MATRICES, stacks, strict=True))}
+                own = trial_of(module, _parameters=parameters)
+    return type(module).forward(own, *args, **named)  # type: ignore[no-any-return]
 
 
-def _computed(module: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+def _takes_few(module: Any, x: torch.Tensor, index: torch.Tensor) -> bool:
+    """Whether a module computes few tokens by transformers' grouped products, without gradients, on the CPU."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dim() != 2 or not x.is_cpu:
+        return False
+    is_grouped = experts_implementation_of(module.config) == "grouped_mm" and not module._is_expert_parallel
+    return is_grouped and 0 < index.numel() <= MAX_GROUPED
+
+
+def _stack(weight: Any) -> ExpertStack | None:
+    """The stack of a parameter's experts; None if it is neither one nor a tensor in memory."""
+    if type(weight) is ExpertStack:
+        return weight
+    if type(weight) is not nn.Parameter or weight.dim() != 3 or weight.dtype not in _FLOATS or not weight.is_cpu:
+        return None
+    address, stack = weight.data_ptr(), None
+    if (kept := _resident.get(weight)) is not None and kept[0] == address:
+        return kept[1]  # type: ignore[no-any-return]
+    stack = ExpertStack(ResidentExperts(all=weight.detach()), "all", weight.shape, weight.dtype, weight.device)
+    _resident[weight] = address, stack
+    return stack
+
+
+def _computed(
+    form: _ExpertsForm,
+    module: Any,
+    stacks: Sequence[Any],
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor | None:
     """The result of a module; None if it is left to the class."""
-    stack, down = (module._parameters[name] for name in ("gate_up_proj", "down_proj"))
-    act: nn.Module = module._modules["act_fn"]
-    if type(stack) is not ExpertStack or type(down) is not ExpertStack or stack.transposed or down.transposed:
+    stack, down = stacks
+    if stack.transposed is not form.is_turned or down.transposed is not form.is_turned:
         return None
     if stack.dtype is not x.dtype or weights.dtype not in _WEIGHTS or not weights.is_contiguous():
         return None
-    if weights.shape != index.shape or not is_tabled(act) or module._is_expert_parallel:
+    if weights.shape != index.shape or not form.is_of(module):
         return None
-    if experts_implementation_of(module.config) != "grouped_mm":
+    biases = [module._parameters[name] for name in _BIASES] if form.is_biased else []
+    if any(type(bias) is not nn.Parameter or bias.dtype is not x.dtype for bias in biases):
         return None
     tokens, used = index.shape
-    rows, width = tokens * used, down.shape[2]
+    rows, width = tokens * used, down.shape[1 if form.is_turned else 2]
     sums = _ExpertSums(tokens, used, x.shape[1], weights.dtype is torch.float32)
-    if rows > MAX_GROUPED or not _is_even(rows * width) or width % MULTIPLE:
+    if not _is_even(rows * width) or width % MULTIPLE:
         return None
     groups = dict[int, list[int]]()
-    for row, expert in enumerate(index.flatten().tolist()):
+    for row, expert in enumerate(itertools.chain.from_iterable(index.tolist())):
         groups.setdefault(expert, []).append(row)
     has_one_input = tokens == 1 and len(groups) == rows  # an expert may be chosen twice, as by hashes
     left = sorted(groups)
@@ -195,19 +317,19 @@ def _computed(module: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.
             if words is None or len(members) > words.most:
                 return None
             kept.append(words)
-            chosen.extend((words.address, len(sources), len(members)))
+            chosen.extend((words.address, len(sources), len(members), expert))
             for row in members:
                 places[row] = begin + len(sources)
                 sources.append(row // used)
         is_whole = len(sources) == rows
         if results is None and not is_whole:
             results = x.new_empty(rows, x.shape[1])
-        act_class: Any = type(act)
         threads = torch.get_num_threads()
-        program = _program(kept[0].products, act_class, len(sources), sums, is_whole, has_one_input, threads)
+        program = _program(kept[0].products, form, len(sources), sums, is_whole, has_one_input, threads)
         to = out.data_ptr() if results is None else results.data_ptr() + 2 * x.shape[1] * begin
         addresses = (values.buffer_info()[0] for values in (chosen, sources))
-        program(x.data_ptr(), *addresses, to, weights.data_ptr(), places.buffer_info()[0])
+        of_biases = (bias.data_ptr() for bias in biases)
+        program(x.data_ptr(), *addresses, to, weights.data_ptr(), places.buffer_info()[0], *of_biases)
         begin += len(sources)
         left = [expert for expert in left if expert not in experts]
     return out if results is None else sums(results, weights, places)
@@ -237,13 +359,20 @@ def _adds_alike(sums: _ExpertSums, threads: int) -> bool:
 
 
 @torch.no_grad()
-def _has_bits(module: Any) -> bool:
+def _has_bits(form: _ExpertsForm, module: Any) -> bool:
     """Whether a class has these results, with matrices in memory, and its activation those of its table."""
-    act, generator = module._modules["act_fn"], torch.Generator().manual_seed(0)
+    act, generator = module._modules.get("act_fn"), torch.Generator().manual_seed(0)
     hidden, width, experts = MULTIPLE, 2 * MULTIPLE, 4
-    shapes = {"gate_up_proj": (experts, 2 * width, hidden), "down_proj": (experts, hidden, width)}
-    stacks = {name: (torch.randn(shape, generator=generator) / 4).bfloat16() for name, shape in shapes.items()}
-    like = trial_of(module, _parameters={name: nn.Parameter(stack) for name, stack in stacks.items()})
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) / 4).bfloat16()
+
+    first, last = drawn(experts, 2 * width, hidden), drawn(experts, hidden, width)
+    biases = [drawn(experts, 2 * width), drawn(experts, hidden)] if form.is_biased else []
+    stacks = [stack.mT.contiguous() if form.is_turned else stack for stack in (first, last)]
+    names = [*_MATRICES, *_BIASES][: 2 + len(biases)]
+    parameters = {name: nn.Parameter(value) for name, value in zip(names, [*stacks, *biases], strict=True)}
+    like = trial_of(module, _parameters=parameters)
     like.num_experts = experts
     like.config = SimpleNamespace(_experts_implementation="grouped_mm")
     for index, dtype in (([[2, 0]], torch.bfloat16), ([[1, 3], [0, 2]], torch.float32)):
@@ -256,10 +385,19 @@ def _has_bits(module: Any) -> bool:
         rows = [torch.empty(0, hidden, dtype=torch.bfloat16)]
         for token, chosen in enumerate(index):
             for expert in chosen:
-                gate, up = (x[token : token + 1] @ stacks["gate_up_proj"][expert].T).chunk(2, 1)
-                rows.append(gated(act, gate.contiguous(), up.contiguous()) @ stacks["down_proj"][expert].T)
+                both = x[token : token + 1] @ first[expert].T
+                product = form.gated(act, both + biases[0][expert] if biases else both) @ last[expert].T
+                rows.append(product + biases[1][expert] if biases else product)
         sums = _ExpertSums(len(index), 2, hidden, dtype is torch.float32)
         result = sums(torch.cat(rows), weights, array("q", range(2 * len(index))))
         if not isinstance(expected, torch.Tensor) or not torch.equal(result, expected):
             return False
-    return has_every_gate(act)
+    return has_every_gate(act) if form.act is not None else _has_every_pair(form, module)
+
+
+def _has_every_pair(form: _ExpertsForm, module: Any) -> bool:
+    """Whether a class gates any pair as the tables do: each number once as a gate and once as a factor."""
+    every = every_bfloat()
+    every = every[every.isfinite()]
+    both = torch.stack([every, every.flip(0)], 1).view(MULTIPLE, -1)
+    return torch.equal(form.gated(None, both), module._apply_gate(both))

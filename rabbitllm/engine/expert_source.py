@@ -183,6 +183,14 @@ class ExpertParameter:
         chosen = () if self.coded is None else (self.coded.codes, self.coded.scales)
         return tuple([self.blocks[index].payload for index in indices] for indices in chosen)
 
+    @cached_property
+    def _runs(self) -> tuple[Sequence[ExpertPart], ...]:
+        """The parts of its codes or values, and of the scales that it is multiplied with, each as one if adjacent."""
+        if self.coded is not None:
+            return tuple(map(_as_one, self.coded_parts))
+        scales = [block.nesting.dequantized if block.nesting is not None else block.scales for block in self.blocks]
+        return _as_one([block.payload for block in self.blocks]), _as_one([part for part in scales if part is not None])
+
     @property
     def is_view(self) -> bool:
         """Whether an expert's weight is a view of the stored bytes if its blocks are contiguous."""
@@ -223,14 +231,14 @@ class ExpertParameter:
             scaled: whether `make_scales` has written the scales into its memory.
         """
         if self.coded is not None:
-            codes, scales = (_joined([bytes_of(part) for part in parts]) for parts in self.coded_parts)
+            codes, scales = (_joined(bytes_of, parts) for parts in self._runs)
             return QuantizedWeight(CodedMatrix(self.coded.form, codes, scales), self.entry.dtype)
         if self.matrix_type is not None:
             assert not issubclass(self.matrix_type, CodedMatrix)
             return self._quantized(self.matrix_type, bytes_of, expert, scaled)
         if self.is_view:
             first = self.blocks[0].payload
-            flat = _joined([bytes_of(block.payload) for block in self.blocks])
+            flat = _joined(bytes_of, self._runs[0])
             return typed(flat, retyped(first, self.shape))
         if self.stacks:
             parts = [self._dequantized(block, bytes_of, expert) for block in self.blocks]
@@ -243,16 +251,14 @@ class ExpertParameter:
         first = self.blocks[0]
         assert first.form is not None
         assert first.table is not None
-        payload = _joined([bytes_of(block.payload) for block in self.blocks])
+        payload = _joined(bytes_of, self._runs[0])
         form = replace(first.form, shape=self.shape)
         codes = typed(payload, retyped(first.payload, (len(payload),)))
         if first.scales is None or (self.makes_scales and not scaled):
             absmax = torch.cat([block.absmax(bytes_of, expert) for block in self.blocks])
         else:
-            parts = [block.nesting.dequantized if block.nesting is not None else block.scales for block in self.blocks]
-            scales = _joined([bytes_of(part) for part in parts if part is not None])
-            assert parts[0] is not None
-            absmax = typed(scales, retyped(parts[0], (len(scales) // 4,)))
+            scales = _joined(bytes_of, self._runs[1])
+            absmax = typed(scales, retyped(self._runs[1][0], (len(scales) // 4,)))
         assert self.recipe.dtype is not None
         return QuantizedWeight(matrix_type(form, codes, absmax, first.table), self.recipe.dtype)
 
@@ -431,13 +437,19 @@ def _matrix_type(leaf: ExpertParameter, choose_matrix: MatrixChooser) -> type[St
     return choose_matrix(replace(first, shape=leaf.shape), leaf.recipe.dtype) if leaf.recipe.dtype is not None else None
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The concatenated bytes; a view if they are contiguous."""
-    if len(parts) == 1:
-        return parts[0]
-    first, end = parts[0], parts[0].data_ptr()
-    for part in parts:
+def _as_one(parts: Sequence[ExpertPart]) -> Sequence[ExpertPart]:
+    """One part with the bytes of all if they are adjacent, else these."""
+    if len(parts) < 2 or not all(map(ExpertPart.is_followed_by, parts, parts[1:])):
+        return parts
+    return [replace(parts[0], nbytes=sum(part.nbytes for part in parts))]
+
+
+def _joined(bytes_of: BytesOf, parts: Sequence[ExpertPart]) -> torch.Tensor:
+    """The concatenated bytes of parts; a view if they are contiguous in memory."""
+    first, *others = joined = [*map(bytes_of, parts)]
+    end = first.data_ptr() + first.numel()
+    for part in others:
         if part.data_ptr() != end or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return torch.cat(list(parts))
+            return torch.cat(joined)
         end += part.numel()
-    return first.as_strided((sum(part.numel() for part in parts),), (1,))
+    return first.as_strided((end - first.data_ptr(),), (1,)) if others else first

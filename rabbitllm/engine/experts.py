@@ -221,19 +221,22 @@ FileBytes = Callable[[str], torch.Tensor]
 """A file's name -> its bytes, mapped, uint8."""
 
 
-class MappedExperts:
-    """The experts of one module."""
+class ResidentExperts:
+    """The experts of one module that are in memory; of stacks, by their names, as views."""
 
-    def __init__(self, model: PreTrainedModel, source: ExpertSource, file_bytes: FileBytes) -> None:
-        self._model = model
-        self._source = source
-        self._file_bytes = file_bytes
+    def __init__(self, **stacks: torch.Tensor) -> None:
+        self._stacks = stacks
         self._ready: dict[tuple[str, int], torch.Tensor] = {}
 
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """See `experts.ExpertProvider`."""
         for expert in experts:
             yield self._weight(leaf, expert)
+
+    def _weight(self, leaf: str, expert: int) -> torch.Tensor:
+        if (weight := self._ready.get((leaf, expert))) is None:
+            weight = self._ready[leaf, expert] = self._stacks[leaf][expert]
+        return weight
 
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """See `experts.ExpertProvider`."""
@@ -246,6 +249,16 @@ class MappedExperts:
     def ends(self, ends: torch.Tensor, rows: int) -> list[int]:
         """See `experts.ExpertProvider`."""
         return self.numbers(ends)
+
+
+class MappedExperts(ResidentExperts):
+    """The experts of one module, in mapped files."""
+
+    def __init__(self, model: PreTrainedModel, source: ExpertSource, file_bytes: FileBytes) -> None:
+        super().__init__()
+        self._model = model
+        self._source = source
+        self._file_bytes = file_bytes
 
     def strided(self, leaf: str) -> torch.Tensor | None:
         """All experts as one strided tensor over the mapped file; None if they are not at equal distances in it, or not

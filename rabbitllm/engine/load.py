@@ -230,13 +230,14 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     coded = [is_coded for recipe, is_coded in multiplied if _published.loads(recipe.converter, plan.quantizer)]
     _published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices, coded)
     multiplies_codes = any(is_coded for _, is_coded in multiplied)
-    if multiplies_codes and all(device.shares_host_memory for device in devices):
+    if not options.exact and all(device.shares_host_memory for device in devices):
         fuse_norms(model)
-        fuse_attention(model)
         fuse_rotary(model)
-        fuse_gates(model)
         fuse_experts(model)
-        fuse_layers(model)
+        if multiplies_codes:
+            fuse_attention(model)
+            fuse_gates(model)
+            fuse_layers(model)
     if not options.exact and any(device.shares_host_memory for device in devices):
         fuse_recurrences(model, prompts=multiplies_codes)
     fast = options.fast_bfloat16

@@ -388,7 +388,8 @@ def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     if not spec.is_one_run:
         return arranged(flat, spec)
     shape = spec.shape if DTYPES[spec.dtype].bits >= 8 else (*spec.shape[:-1], spec.shape[-1] // 2)
-    return flat.view(dtype).view(shape)
+    values = flat if flat.dtype is dtype else flat.view(dtype)
+    return values if values.shape == shape else values.view(shape)
 
 
 def mapped_part(store: WeightFiles, *, reads_ahead: bool = True) -> PartReader:

@@ -53,45 +53,71 @@ def narrow(data):  # type: ignore[no-untyped-def]
     _NARROW(given[1], given[2], given[3])
 
 
-ROUTED_WORDS, ROUNDING_WORDS = 25, 11
+ROUTED_WORDS, ROUNDING_WORDS = 26, 11
 """Own address; addresses of the inputs in bfloat16, of the chosen matrices, of the number of each row's input (0: the
-row's own), and of the results; of memory for rounded inputs, their scales, sums, and for words; of the kernel and of
-GOMP_parallel; threads; three words of `BEFORE_WORK`; the function that rounds inputs; columns; step, group and order of
-their layout; bytes of a row's scales; rows that are rounded, and all; rows of a matrix; its first word.
+row's own), and of the results; of memory for prepared inputs, what is with them, sums, and for words; of the kernel and
+of GOMP_parallel; threads; three words of `BEFORE_WORK`; the function that prepares inputs; columns; three of its words
+(for integers step, group and order of their layout); bytes of a prepared row, and of what is with it; rows that are
+prepared, and all; rows of a matrix; its first word.
 
-The chosen matrices: their number, and for each the address of words (`ARGUMENTS` from the first of them), and the
-begin and number of its rows. If one row is rounded, it is the input of all. The second number is that of the words of
-`_integers.round_inputs`."""
+The chosen matrices: their number, and for each the address of words (`ARGUMENTS` from the first of them), the begin and
+number of its rows, and a number that is not used here. If one row is prepared, it is the input of all. The second
+number is that of the words of `_integers.round_inputs`, which `widen_inputs` takes too."""
 _WORK = len(ARGUMENTS)
+
+
+def widen_inputs(data):  # type: ignore[no-untyped-def]
+    """A row of inputs as kernels take it that do not multiply integers.
+
+    The words are those of `_integers.round_inputs`. Of each step the even ones become float32 and then the odd ones:
+    behind them, or at the other address if the step is the whole row. With a group of 0 the row is copied.
+    """
+    given = to_array(data, ROUNDING_WORDS)
+    columns, step = given[5], given[6]
+    half, x = step // 2, to_array(words_at(given[1]), columns)
+    if given[7] == 0:
+        copy = to_array(words_at(given[9]), columns)
+        for i in range(columns):
+            copy[i] = x[i]
+        return
+    for begin in range(0, columns, step):
+        even = given[9] + 4 * begin
+        odd = given[10] if step == columns else even + 4 * half
+        evens, odds = to_array(words_at(even), step).view(np.uint32), to_array(words_at(odd), step).view(np.uint32)
+        for i in range(half):
+            evens[i] = np.uint32(x[begin + 2 * i]) << np.uint32(16)
+            odds[i] = np.uint32(x[begin + 2 * i + 1]) << np.uint32(16)
 
 
 def routed(data):  # type: ignore[no-untyped-def]
     """Multiply chosen matrices, all of one form, each with rows of its own; the results are bfloat16."""
     head = to_array(data, ROUTED_WORDS)
-    integers, floats, sums, work_at = head[5], head[6], head[7], head[8] + 8 * ROUNDING_WORDS
-    columns, float_bytes, rounded, rows, width, first = head[16], head[20], head[21], head[22], head[23], head[24]
+    inputs, others, sums, work_at = head[5], head[6], head[7], head[8] + 8 * ROUNDING_WORDS
+    columns, input_bytes, other_bytes = head[16], head[20], head[21]
+    prepared, rows, width, first = head[22], head[23], head[24], head[25]
     count = to_array(words_at(head[2]), 4).view(np.int64)[0]
-    chosen = to_array(words_at(head[2] + 8), 12 * count).view(np.int64)
+    chosen = to_array(words_at(head[2] + 8), 16 * count).view(np.int64)
     given = to_array(words_at(head[8]), 4 * ROUNDING_WORDS).view(np.int64)
     given[2], given[3], given[4], given[5] = 1, 1, columns // head[17], columns
     given[6], given[7], given[8] = head[17], head[18], head[19]
-    for i in range(rounded):
+    for i in range(prepared):
         source = i
         if head[3] != 0:
             source = to_array(words_at(head[3] + 8 * i), 4).view(np.int64)[0]
         given[1] = head[1] + 2 * columns * source
-        given[9], given[10] = integers + 2 * columns * i, floats + float_bytes * i
+        given[9], given[10] = inputs + input_bytes * i, others + other_bytes * i
         _CALL(head[15], head[8])
+    to_array(words_at(sums), 2 * rows * width)[:] = 0  # some kernels add to them
     work = to_array(words_at(work_at), 4 * (BEFORE_WORK + count * _WORK)).view(np.int64)
     work[0], work[1], work[2], work[3] = head[12], head[13], head[14], count
     for i in range(count):
-        begin, tokens = chosen[3 * i + 1], chosen[3 * i + 2]
-        words = to_array(words_at(chosen[3 * i] + 8 * first), 4 * _WORK).view(np.int64)
+        begin, tokens = chosen[4 * i + 1], chosen[4 * i + 2]
+        words = to_array(words_at(chosen[4 * i] + 8 * first), 4 * _WORK).view(np.int64)
         piece = BEFORE_WORK + i * _WORK
         for j in range(_WORK):
             work[piece + j] = words[j]
-        source = begin if rounded > 1 else 0
-        work[piece + _EVEN], work[piece + _ODD] = integers + 2 * columns * source, floats + float_bytes * source
+        source = begin if prepared > 1 else 0
+        work[piece + _EVEN], work[piece + _ODD] = inputs + input_bytes * source, others + other_bytes * source
         work[piece + _OUT], work[piece + _TOKENS] = sums + 4 * width * begin, tokens
     if head[11] > 1:
         _TEAM(head[10], head[9], work_at, head[11])

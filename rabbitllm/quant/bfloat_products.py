@@ -31,15 +31,27 @@ def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
     Both have to be bfloat16 and on the CPU, with K a multiple of the kernel's width, and the rows at most `max_rows`.
     """
     limit = max_rows()
-    if not limit or weight.dtype != torch.bfloat16 or x.dtype != torch.bfloat16 or weight.dim() != 2:
+    if not limit or x.dtype != torch.bfloat16:
         return False
-    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or not weight.is_contiguous():
-        return False
-    if weight.device.type != "cpu" or x.device.type != "cpu":
-        return False
+    return bool(_width_for(weight)) and x.device.type == "cpu" and x.shape[:-1].numel() <= limit
+
+
+def width_for(weight: torch.Tensor) -> int:
+    """The lanes of the kernel for few rows of a matrix (N, K); 0 if it has another form, or the result is wrong."""
+    width = _width_for(weight)
+    return width if width and _agrees(width) else 0
+
+
+def _width_for(weight: torch.Tensor) -> int:
+    """Vectors of a matrix's form: plain values of bfloat16 without gaps in memory; else 0."""
+    if weight.dtype != torch.bfloat16 or weight.dim() != 2 or type(weight) not in (torch.Tensor, torch.nn.Parameter):
+        return 0
+    if weight.device.type != "cpu" or not weight.is_contiguous() or not weight.numel():
+        return 0
     from rabbitllm.quant import _vectors
 
-    return not weight.shape[1] % (2 * _vectors.lanes()) and weight.numel() > 0 and x.shape[:-1].numel() <= limit
+    width = _vectors.lanes()
+    return width if width and not weight.shape[1] % (2 * width) else 0
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -109,6 +121,7 @@ def widens() -> bool:
     return max_rows() == ALL_ROWS
 
 
+@functools.cache
 def _agrees(width: int) -> bool:
     """Whether a kernel's result on a sample agrees with float32."""
     generator = torch.Generator().manual_seed(0)

@@ -20,8 +20,8 @@ import torch
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.rounding import round_up
-from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, CODES, INTEGERS, python_function
+from rabbitllm.quant import _kernels, bfloat_products
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, PAIRS, python_function
 
 if TYPE_CHECKING:
     from rabbitllm.quant.products import FusedMatrix, KernelMatrix
@@ -202,31 +202,65 @@ class RoutedProduct:
     """A product of matrices of one form that are chosen for each call, each with rows of its own.
 
     Attributes:
-        scheme: of the kernel.
-        layout: of its inputs.
+        scheme, width: of the kernel by codes.
+        layout: of its inputs as integers; None if it takes others.
         shape: (N, K) of each matrix.
         nbytes: of the codes of each.
         max_inputs: rows of a matrix up to which this is the fastest method.
     """
 
     scheme: Any
+    width: int
     layout: Any
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     nbytes: int
     max_inputs: int
 
     @classmethod
     def of(cls, matrix: Any) -> tuple[RoutedProduct, tuple[int, ...]] | None:
-        """Of a matrix, and the matrix's words, which a call takes; None if it is not multiplied as integers."""
+        """Of a matrix, and the matrix's words, which a call takes; None if no kernel multiplies it by its codes.
+
+        Args:
+            matrix: a `KernelMatrix`, or a tensor of bfloat16.
+        """
         from rabbitllm.quant.products import KernelMatrix
 
-        if not isinstance(matrix, KernelMatrix) or torchs_team() is None:
+        if torchs_team() is None:
             return None
-        if matrix.method_for(1, torch.float32) != (CODES, INTEGERS):
+        scheme: Any
+        sizes: Sequence[int]
+        if isinstance(matrix, torch.Tensor):
+            if not (width := bfloat_products.width_for(matrix)):
+                return None
+            shape, most, layout, scheme = tuple(matrix.shape), bfloat_products.FEW_ROWS, None, BFLOAT16
+            codes, scales, table, sizes = matrix.data_ptr(), 0, 0, (2 * shape[1], shape[1] // (2 * width), 0)
+        elif isinstance(matrix, KernelMatrix):
+            method, width = matrix.method_for(1, torch.bfloat16)
+            if method != CODES:
+                return None
+            shape, most, scheme = tuple(matrix.form.shape), matrix.max_inputs, matrix.kernel
+            layout = matrix.layout() if width == INTEGERS else None
+            codes, scales, table, *sizes = matrix.operands(width)
+        else:
             return None
-        (codes, scales, table, *sizes), shape = matrix.operands(INTEGERS), tuple(matrix.form.shape)
         words = codes, scales, 0, 0, table, 0, *sizes, 0, shape[0]
-        return cls(matrix.kernel, matrix.layout(), shape, shape[0] * sizes[0], matrix.max_inputs), words
+        return cls(scheme, width, layout, shape, shape[0] * sizes[0], most), words
+
+    def _preparation(self) -> tuple[Any, tuple[int, ...], int, int]:
+        """The function that prepares a row of inputs, three of its words, and bytes of these and of what is with
+        them."""
+        from rabbitllm.quant import _integers, _joint_kernels  # numba comes with them
+
+        columns, layout = self.shape[1], self.layout
+        if layout is not None:
+            numbers = layout.step, layout.group, layout.order_address
+            others = 4 * (columns // layout.step) * (1 + layout.groups)
+            return _integers.round_inputs, numbers, 2 * columns, others
+        if self.width == PAIRS:
+            return _joint_kernels.widen_inputs, (columns, 0, 0), 2 * columns, 0
+        if self.scheme == BFLOAT16:
+            return _joint_kernels.widen_inputs, (2 * self.width, 1, 0), 4 * columns, 0
+        return _joint_kernels.widen_inputs, (columns, 1, 0), 2 * columns, 2 * columns
 
     def add_to(
         self, program: Program, rows: int, x: Place, chosen: Place, out: Place, sources: int | Place, number: int
@@ -241,34 +275,25 @@ class RoutedProduct:
             number: of the matrix whose words a chosen one has: 0, 1, ...
         """
         from rabbitllm.base.compiling import address_of  # numba comes with it
-        from rabbitllm.quant import _integers, _joint_kernels
+        from rabbitllm.quant import _joint_kernels
 
-        team, layout, (count, columns) = torchs_team(), self.layout, self.shape
+        team, (count, columns) = torchs_team(), self.shape
         assert team is not None
         threads = min(torch.get_num_threads(), -(-rows * self.nbytes // _kernels.WORTH_A_THREAD[CODES]))
-        function, tile = _kernels.kernel(CODES, self.scheme, INTEGERS)
+        function, tile = _kernels.kernel(CODES, self.scheme, self.width)
         share = round_up(-(-count // threads), tile)  # no tile is divided
         in_team = (team.thread_number, team.thread_count) if threads > 1 else (0, 0)
         rounded = 1 if sources == -1 else rows
-        float_bytes = 4 * (columns // layout.step) * (1 + layout.groups)
+        prepare, numbers, input_bytes, other_bytes = self._preparation()
         sizes = (
-            2 * columns * rounded,
-            float_bytes * rounded,
+            input_bytes * rounded,
+            other_bytes * rounded,
             4 * count * rows,
             8 * (_joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS)),
         )
         words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
-        words += [
-            function,
-            team.parallel,
-            threads,
-            *in_team,
-            share,
-            address_of(_integers.round_inputs),
-            columns,
-            layout.step,
-        ]
-        words += [layout.group, layout.order_address, float_bytes, rounded, rows, count, number * len(ARGUMENTS)]
+        words += [function, team.parallel, threads, *in_team, share, address_of(prepare), columns, *numbers]
+        words += [input_bytes, other_bytes, rounded, rows, count, number * len(ARGUMENTS)]
         program.add(_joint_kernels.routed, words)
 
 

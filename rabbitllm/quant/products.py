@@ -14,6 +14,7 @@ if its own tables say so; then with some rows of the matrix at a time, so that t
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from abc import ABC, abstractmethod
@@ -355,7 +356,8 @@ class Matrix(QuantizedMatrix, KernelMatrix):
             from rabbitllm.quant import _integers, _vectors
 
             tables = _integers if width == INTEGERS else _vectors
-            table = tables.table_of(self.form.scheme, self.table.numpy().tobytes())
+            values = ctypes.string_at(self.table.data_ptr(), self.table.nbytes)
+            table = tables.table_of(self.form.scheme, values)
             self._tables[width] = 0 if table is None else table.ctypes.data
         return self._tables[width]
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
 from rabbitllm.engine import _norms
 from rabbitllm.engine._norms import MAX_ELEMENTS, fuse_norms
@@ -118,3 +120,23 @@ def test_a_model_has_the_same_logits(
     directory = checkpoint(tmp_path, family, "4bit")
     assert_same_logits(directory, budget, "fuse_norms", "Norm", monkeypatch)
     assert len(calls) > 4 * 2 * 5  # of 2 layers with 4 norms, 5 steps, and those that were tried
+
+
+@pytest.mark.parametrize("norm_type", [Qwen3NextRMSNormGated, Qwen3_5RMSNormGated, KimiLinearRMSNormGated])
+@torch.no_grad()
+def test_norms_with_a_gate(norm_type: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have the results of their class; those that round between norm and gate by one call."""
+    calls, compute = list[int](), _norms._gated_norm
+    for columns in (64, 128):
+        plain = norm(norm_type, columns, torch.bfloat16)
+        fused = copy.deepcopy(plain)
+        assert fuse_norms(fused) == (norm_type is not KimiLinearRMSNormGated)
+        monkeypatch.setattr(_norms, "_gated_norm", lambda *given: calls.append(len(given[2])) or compute(*given))
+        for rows in (1, 32):
+            x, gate = (torch.randn(rows, columns).bfloat16() * 4 for _ in range(2))
+            assert torch.equal(fused(x, gate), plain(x, gate))
+        wide = torch.randn(2, columns, 2).bfloat16()[..., 0]  # not one after the other in memory
+        assert torch.equal(fused(wide, gate[:2]), plain(wide, gate[:2]))
+        assert torch.equal(fused(x.float(), gate), plain(x.float(), gate))
+        monkeypatch.undo()
+    assert calls == ([1, 32] * 2 if norm_type is not KimiLinearRMSNormGated else [])

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3MoeConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from rabbitllm.engine import _routed
-from rabbitllm.engine.experts import MappedExperts
-from rabbitllm.quant import _vectors
-from rabbitllm.quant.joint import Program
-from tests.engine.test_siblings import assert_same_logits, checkpoint
-from tests.support.tiny_models import ALL, budget_that_keeps, load
+from rabbitllm.engine._attention import relative_error
+from rabbitllm.engine._gates import OneCall
+from rabbitllm.engine.experts import ExpertStack, MappedExperts, ResidentExperts
+from rabbitllm.quant import _kernels, _vectors
+from rabbitllm.quant.joint import JointProduct, Program
+from tests.engine.test_siblings import SIZES, assert_same_logits, checkpoint
+from tests.support import quantized
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import ALL, budget_that_keeps, load, split
 
 pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
 
@@ -35,9 +43,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The tokens of each module of experts that was not left to its class, and the programs that it ran."""
     counted, compute, run, programs = list[tuple[int, int]](), _routed._computed, Program.__call__, list[int]()
 
-    def computed(module: Any, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor | None:
+    def computed(form: Any, module: Any, stacks: Any, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor | None:
         del programs[:]
-        if (result := compute(module, x, *routing)) is not None:
+        if (result := compute(form, module, stacks, x, *routing)) is not None:
             counted.append((len(x), len(programs)))
         return result
 
@@ -168,8 +176,10 @@ def test_a_class_that_computes_something_else_is_not_replaced() -> None:
             return self.act_fn(gate) * up.clamp(-1, 1)  # type: ignore[no-any-return]
 
     config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=128, num_experts=4, hidden_act="silu")
-    assert _routed._has_bits(Qwen3MoeExperts(config))
-    assert not _routed._has_bits(Limited(config))
+    for kind, has_bits in ((Qwen3MoeExperts, True), (Limited, False)):
+        form = _routed._ExpertsForm.of(kind(config))
+        assert form is not None
+        assert _routed._has_bits(form, kind(config)) is has_bits
 
 
 @torch.no_grad()
@@ -185,3 +195,149 @@ def test_sums_have_torchs_order_or_are_left_to_it(used: int, width: int) -> None
         is_alike = _routed._adds_alike(sums, torch.get_num_threads())
         assert torch.equal(result, expected) or not is_alike
         assert is_alike or (used, width) in ((10, 64), (20, 2048))
+
+
+OSS = {"num_local_experts": 24, "num_experts_per_tok": 3, "num_hidden_layers": 3}
+UNCOMPRESSED: dict[str, Callable[[Path], Path]] = {
+    "bfloat16": lambda folder: build_checkpoint(folder, "qwen3_moe", dtype=torch.bfloat16, **{**SIZES, **MANY}),
+    "float32": lambda folder: build_checkpoint(folder, "qwen3_moe", dtype=torch.float32, **{**SIZES, **MANY}),
+    "float16": lambda folder: build_checkpoint(folder, "qwen3_moe", dtype=torch.float16, **{**SIZES, **MANY}),
+    "turned": lambda folder: build_checkpoint(folder, "gpt_oss", dtype=torch.bfloat16, **{**SIZES, **OSS}),
+    "fp8": lambda folder: quantized.build_fp8(folder, "qwen3_moe", **{**SIZES, **MANY}),
+    "mxfp4": lambda folder: quantized.build_mxfp4(folder, **{**SIZES, **OSS, "head_dim": 64}),
+}
+"""Forms that are not the package's own -> a checkpoint with them."""
+
+
+@pytest.mark.parametrize(
+    ("form", "budget"),
+    [
+        *((form, ALL) for form in ("bfloat16", "float32", "turned", "fp8", "mxfp4")),
+        ("bfloat16", 3_000_000),
+        pytest.param("float16", ALL, marks=pytest.mark.long),
+        *(pytest.param(form, 3_000_000, marks=pytest.mark.long) for form in ("float32", "float16", "fp8")),
+    ],
+)
+@torch.no_grad()
+def test_only_chosen_experts_are_touched(
+    tmp_path: Path, form: str, budget: int, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(split(UNCOMPRESSED[form](tmp_path / "model")), budget, exact=False)
+    module = experts_of(model)[0]
+    seen, each, grouped = set[int](), ResidentExperts.each, torch.nn.functional.grouped_mm
+
+    def noted(self: ResidentExperts, leaf: str, experts: Sequence[int]) -> Any:
+        seen.update(experts)
+        return each(self, leaf, experts)
+
+    def by_expert(x: torch.Tensor, weight: torch.Tensor, **more: Any) -> torch.Tensor:
+        assert isinstance(weight, ExpertStack)  # of a tensor it would walk all experts
+        return grouped(x, weight, **more)
+
+    monkeypatch.setattr(ResidentExperts, "each", noted)
+    for rows in (1, 3):
+        x = torch.randn(rows, 256).to(model.dtype)
+        index = torch.tensor([[7, 2, 19], [2, 7, 8], [23, 0, 7]])[:rows]
+        weights = torch.rand(rows, 3).to(model.dtype)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.nn.functional, "grouped_mm", by_expert)
+            result = module(x, index, weights)
+        del module.forward
+        expected = module(x, index, weights)
+        module.forward = MethodType(functools.partial(_routed._forward, _routed._ExpertsForm.of(module)), module)
+        assert seen == (set(index.flatten().tolist()) if budget == ALL else set())
+        if form == "bfloat16":  # sums of another order
+            assert relative_error(result, expected) < 1 / 256
+        else:
+            assert torch.equal(result, expected)
+    assert [tokens for tokens, _ in calls] == ([] if form in ("float32", "float16", "turned") else [1, 3])
+
+
+def test_gpt_oss_as_published_has_the_same_logits(
+    tmp_path: Path, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streamed, its biases with its layers."""
+    directory = split(UNCOMPRESSED["mxfp4"](tmp_path / "model"))
+    assert_same_logits(directory, 3_000_000, "fuse_experts", "Experts", monkeypatch)
+    assert [tokens for tokens, _ in calls] == [4] * 3 + [1] * 3 * 4
+
+
+@torch.no_grad()
+def test_pairs_that_are_gated_otherwise_are_left_to_the_class() -> None:
+    class Unlimited(GptOssExperts):  # type: ignore[misc]
+        def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
+            gate, up = both[..., ::2], both[..., 1::2].clamp(-self.limit, self.limit)
+            return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+    config = GptOssConfig(hidden_size=64, intermediate_size=128, num_local_experts=4)
+    for kind, has_bits in ((GptOssExperts, True), (Unlimited, False)):
+        form = _routed._ExpertsForm.of(kind(config))
+        assert form == _routed._ExpertsForm(None, (1.702, 7.0), True, True)
+        assert _routed._has_bits(form, kind(config)) is has_bits
+
+
+class _Operations(TorchDispatchMode):
+    """The names of the operations of torch within the layers of a model."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.names, self._is_within = list[str](), False
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda *given: self._enter(True))
+            layer.register_forward_hook(lambda *given: self._enter(False))
+
+    def _enter(self, is_within: bool) -> None:
+        self._is_within = is_within
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names += [func.name()] * self._is_within
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def many_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of Qwen3-Next's kind, with 512 experts a layer of which a token uses 10; 50 MB."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    many = {**SIZES, **sizes, "num_experts": 512, "num_experts_per_tok": 10}
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    return build_checkpoint(tmp_path_factory.mktemp("many"), "qwen3_next", dtype=torch.bfloat16, **many, **kinds)
+
+
+@pytest.mark.parametrize(
+    ("compression", "budget"),
+    [
+        (None, ALL),
+        ("4bit", 8_000_000),
+        pytest.param(None, 25_000_000, marks=pytest.mark.long),
+        pytest.param("4bit", ALL, marks=pytest.mark.long),
+    ],
+)
+@torch.no_grad()
+def test_a_decode_step_takes_few_operations(
+    many_experts: Path,
+    compression: str | None,
+    budget: int,
+    calls: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a prompt of which tokens used most experts."""
+    model, products = load(split(many_experts, compression), budget, exact=False), list[str]()
+    assert bool(model.placement.pools) is (budget < ALL)
+    layers, operations = model.model.layers, _Operations(model.model.layers)
+    for owner, name in ((JointProduct, "__call__"), (OneCall, "__call__"), (_kernels, "run")):
+        ordinary = getattr(owner, name)
+
+        def ran(*given: Any, ordinary: Any = ordinary) -> Any:
+            products.append("of codes")
+            return ordinary(*given)
+
+        monkeypatch.setattr(owner, name, ran)
+    output = model(torch.arange(300)[None], use_cache=True)
+    for token in (7, 9):
+        del products[:], calls[:], operations.names[:]
+        with operations:
+            output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+    assert [tokens for tokens, _ in calls] == [1, 1]
+    products += [name for name in operations.names if "mm" in name]
+    assert 4 * len(layers) < len(products) + len(calls) <= 12 * len(layers), products
+    assert len(operations.names) <= 160 * len(layers), operations.names

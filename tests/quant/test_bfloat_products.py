@@ -123,8 +123,10 @@ def test_unsupported_tensors_are_multiplied_by_torch(kernel: None) -> None:
 def no_cache() -> Iterator[None]:
     """`max_rows` is found by each test for its own processor."""
     bfloat_products.max_rows.cache_clear()
+    bfloat_products._agrees.cache_clear()
     yield
     bfloat_products.max_rows.cache_clear()
+    bfloat_products._agrees.cache_clear()
 
 
 @pytest.mark.parametrize(
