@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation.grammar import Grammar, GrammarState
     from rabbitllm.generation.reasoning import Thoughts
 
 MAX_TOKENS = 512
@@ -209,6 +210,7 @@ class Request:
         shown: special tokens that are part of the text, and so of the text in which stop strings are looked for; others
             are left out.
         thoughts: how reasoning is told from the answer; None where all text is the answer.
+        grammar: what the answer must be; None for anything.
     """
 
     prompt: tuple[int, ...]
@@ -220,6 +222,7 @@ class Request:
     media: PromptMedia | None = None
     shown: frozenset[int] = frozenset()
     thoughts: Thoughts | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +299,7 @@ class Result:
         work: passes and bytes; all zero for a model without a profiler, and in a batch.
         reasoning: the text between marks of reasoning; see `Request.thoughts`.
         reasoning_tokens: how many of the tokens are reasoning or its marks.
+        forced_tokens: how many of them the grammar forced, so that they had no pass of their own.
     """
 
     text: str
@@ -309,6 +313,7 @@ class Result:
     work: Work = field(default_factory=Work)
     reasoning: str = ""
     reasoning_tokens: int = 0
+    forced_tokens: int = 0
 
     @property
     def is_cut_off_in_thoughts(self) -> bool:
@@ -361,6 +366,7 @@ class BatchStats:
         file_read_bytes: bytes read from that file.
         drafted_tokens: number of tokens that drafts proposed in passes.
         accepted_tokens: how many of them were the model's own choice, so that they took no pass.
+        forced_tokens: number of tokens that grammars forced, so that they took no pass; of requests that ended.
     """
 
     running: int = 0
@@ -386,6 +392,7 @@ class BatchStats:
     file_read_bytes: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    forced_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,7 +526,11 @@ def recommended_sampling(model: StreamedModel) -> Sampling:
 
 
 def generate_arguments(
-    model: StreamedModel, request: Request, tokens: Sequence[int] = (), cache: Any = None
+    model: StreamedModel,
+    request: Request,
+    tokens: Sequence[int] = (),
+    cache: Any = None,
+    grammar: GrammarState | None = None,
 ) -> dict[str, Any]:
     """Arguments for transformers' `generate`, as both executors call it for one sequence.
 
@@ -528,6 +539,7 @@ def generate_arguments(
         request: the request.
         tokens: tokens that were generated before this call.
         cache: KV cache to continue; None leaves it to `generate`.
+        grammar: the state of the request's grammar.
     """
     import torch
 
@@ -546,6 +558,7 @@ def generate_arguments(
         "eos_token_id": ends or None,
         "pad_token_id": pad if pad is not None else next(iter(ends), 0),
         **({} if cache is None else {CACHE_ARGUMENT: cache}),
+        **({} if grammar is None else {"logits_processor": [grammar]}),
         **({} if request.media is None else request.media.arguments(ids.shape[1], ids.device)),
         **request.sampling.arguments(),
     }

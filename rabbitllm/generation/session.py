@@ -23,7 +23,14 @@ from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError, OptionError
 from rabbitllm.generation._recommended import check_options, stop_strings
 from rabbitllm.generation.draft import Draft, Drafting
-from rabbitllm.generation.kv_cache import ConversationCache, angles_change_after, common_prefix, empty_cache, keeps
+from rabbitllm.generation.kv_cache import (
+    ConversationCache,
+    angles_change_after,
+    can_go_back,
+    common_prefix,
+    empty_cache,
+    keeps,
+)
 from rabbitllm.generation.reasoning import Thinking
 from rabbitllm.generation.request import (
     FinishReason,
@@ -95,7 +102,8 @@ def generate(
         OSError: `write` raised it.
     """
     stops = (*request.stop, *stop_strings(model))
-    arguments = generate_arguments(model, request, cache=cache)
+    grammar = request.grammar.state(model) if request.grammar is not None else None
+    arguments = generate_arguments(model, request, cache=cache, grammar=grammar)
     stream = TextStream(
         tokenizer_of(model),
         write,
@@ -105,8 +113,10 @@ def generate(
         thoughts=request.thoughts,
         prompt_done=prompt_done,
     )
+    if drafting is None and grammar is not None and can_go_back(model):
+        drafting = Drafting(None)  # for the tokens that the grammar forces
     if drafting is not None and request.media is None:
-        arguments["custom_generate"] = drafting = drafting.streaming_to(stream)
+        arguments["custom_generate"] = drafting = drafting.streaming_to(stream, grammar)
     else:
         drafting = None
     if stops:
@@ -130,9 +140,10 @@ def generate(
         stream.times[0] - start if stream.times else None,
         (stream.times[-1] if stream.times else time.perf_counter()) - start,
         stop=stream.stop,
-        work=replace(work_between(before, model.profiler.sums), drafts=drafting.brought if drafting else None),
+        work=replace(work_between(before, model.profiler.sums), drafts=drafting.brought if drafting and drafting.brought.passes else None),
         reasoning=stream.reasoning,
         reasoning_tokens=stream.reasoning_tokens,
+        forced_tokens=grammar.saved if grammar is not None else 0,
     )
 
 
