@@ -190,7 +190,6 @@ class Drafting:
             self._streamer.end()
         return ids
 
-
     def _forced(self, ids: torch.Tensor, room: int) -> list[int]:
         """The tokens that must follow, as far as the answer may go on."""
         return [] if self._grammar is None else self._grammar.forced(ids[0].tolist())[:room]

@@ -115,14 +115,18 @@ class Grammar:
             raise OptionError(_refused("grammar", str(error)), "Use a grammar in Lark's form, or GBNF.") from None
         return cls("answer: @rules", (("rules", _dumped({"lark_grammar": lark})),))
 
-    def after(self, thoughts: Thoughts | None, tokenizer: Any) -> Grammar:
+    def after(self, thoughts: Thoughts | None, tokenizer: Any, head: str | None = None) -> Grammar:
         """The same after reasoning, where the model writes it: between its marks anything is allowed.
 
         Args:
             thoughts: how the answer to the prompt is read; None where all text is the answer.
             tokenizer: the model's tokenizer.
+            head: Lark text between both; None for `final_head`.
         """
-        return self if thoughts is None else replace(self, lead=_lead_of(thoughts, tokenizer))
+        if thoughts is None:
+            return self
+        head = final_head(thoughts, tokenizer) if head is None else head
+        return replace(self, lead=_lead_of(thoughts, tokenizer, head))
 
     @property
     def source(self) -> str:
@@ -199,7 +203,7 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
     def valid(self, ids: Sequence[int], draft: Sequence[int]) -> int:
         """How many tokens of a draft after `ids` the grammar allows."""
         if following := self.forced(ids):
-            return next((i for i, pair in enumerate(zip(draft, following, strict=False)) if pair[0] != pair[1]), len(draft))
+            return _shared(draft, following)
         self._wait()
         return self._matcher.validate_tokens(list(draft))
 
@@ -235,9 +239,7 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
         """Go to an answer of these tokens, and on to the next choice."""
         self._wait()
         self._banned = None
-        shared = zip(tokens, self._known[: self._read], strict=False)
-        same = next((index for index, (ours, theirs) in enumerate(shared) if ours != theirs), -1)
-        same = min(len(tokens), self._read) if same < 0 else same
+        same = _shared(tokens, self._known[: self._read])
         is_over = len(tokens) > same and tokens[-1] in self._ends
         matcher, new = self._matcher, tokens[same : len(tokens) - is_over]
         if self._read > same:
@@ -312,7 +314,7 @@ class _Vocabulary:
         Raises:
             OptionError: see `Grammar.check`.
         """
-        matcher = self._matcher(self._vocabulary, grammar.source, log_level=0)
+        matcher: LLMatcher = self._matcher(self._vocabulary, grammar.source, log_level=0)
         if matcher.is_error():
             raise OptionError(
                 _refused(grammar.kind, matcher.get_error()), "Leave out what it names, or say it in another way."
@@ -345,6 +347,12 @@ def _llguidance() -> Any:
     return llguidance
 
 
+def _shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of tokens at the beginning of both."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, pair in pairs if pair[0] != pair[1]), min(len(first), len(second)))
+
+
 def _refused(kind: str, reason: str) -> str:
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     return f"The {kind} cannot be used: {harmless(' '.join(lines), _REASON).rstrip('.')}."
@@ -371,13 +379,20 @@ def lark_text(text: str, special: Mapping[int, str]) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def _lead_of(thoughts: Thoughts, tokenizer: Any) -> str:
+def final_head(thoughts: Thoughts | None, tokenizer: Any) -> str:
+    """Lark text of what begins an answer that is no tool call: the channel of gpt-oss; "" for nothing."""
+    if thoughts is None or not thoughts.form.has_channels:
+        return ""
+    return lark_text(CHANNEL + "final" + MESSAGE, special_tokens(tokenizer))
+
+
+def _lead_of(thoughts: Thoughts, tokenizer: Any, head: str) -> str:
     """Lark rules of what a model writes before its answer; "" for nothing."""
     special, tail = special_tokens(tokenizer), thoughts.tail.rstrip()
     text = functools.partial(lark_text, special=special)
     if thoughts.form.has_channels:
         thinks = f"{text(CHANNEL + 'analysis' + MESSAGE)} TEXT {text(END + START + 'assistant')}"
-        return f"lead: ({thinks})? {text(CHANNEL + 'final' + MESSAGE)}\n{_TEXT}"
+        return f"lead: ({thinks})? {head}\n{_TEXT}"
     known = tokenizer.get_added_vocab()
     for first, last in thoughts.form.pairs:
         is_open = tail.endswith(first)

@@ -47,7 +47,7 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.streams import TextStream, Think
 from rabbitllm.generation.template import REASONING, SYSTEM, USER, ChatTemplate, PromptRefused
-from rabbitllm.telemetry.passes import EXPERT_TIERS, PINNED_UPLOAD, READ, UPLOAD, PassSums
+from rabbitllm.telemetry.passes import EXPERT_TIERS, PINNED_UPLOAD, READ, UPLOAD, Drafts, PassSums
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -132,6 +132,7 @@ def generate(
     if finish is None:
         is_over = not stream.tokens or stream.tokens[-1] in end_tokens(model) or stream.stop is not None
         finish = FinishReason.STOP if is_over else FinishReason.LENGTH
+    brought = drafting.brought if drafting is not None else Drafts()
     return Result(
         stream.text,
         tuple(stream.tokens),
@@ -140,7 +141,7 @@ def generate(
         stream.times[0] - start if stream.times else None,
         (stream.times[-1] if stream.times else time.perf_counter()) - start,
         stop=stream.stop,
-        work=replace(work_between(before, model.profiler.sums), drafts=drafting.brought if drafting and drafting.brought.passes else None),
+        work=replace(work_between(before, model.profiler.sums), drafts=brought if brought.passes else None),
         reasoning=stream.reasoning,
         reasoning_tokens=stream.reasoning_tokens,
         forced_tokens=grammar.saved if grammar is not None else 0,

@@ -12,6 +12,7 @@ from rabbitllm.errors import MediaError
 from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, Sampling
 from rabbitllm.generation.template import ChatTemplate
+from rabbitllm.server._grammars import answer_grammar, json_type, must_call
 from rabbitllm.server._tools import call_tokens
 from rabbitllm.server.api_error import (
     BAD_MEDIA,
@@ -108,7 +109,9 @@ def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, se
     new_tokens = _new_tokens(prompt, max_tokens, limits, settings, "messages")
     requests = _requests_of(body, [(prompt, new_tokens)], (*body.stops, *template.stops), top_logprobs, settings)
     shown = call_tokens(template.tokenizer) if tools else frozenset()
-    requests = tuple(replace(request, shown=shown, thoughts=template.thoughts(prompt.ids)) for request in requests)
+    thoughts = template.thoughts(prompt.ids)
+    grammar = answer_grammar(body, template.tokenizer, tools, thoughts, template.sources[bool(tools)])
+    requests = tuple(replace(request, shown=shown, thoughts=thoughts, grammar=grammar) for request in requests)
     functions = [tool.function for tool in tools]
     types = {function.name: _types(function.parameters) for function in functions}
     names = tuple(function.name for function in functions)
@@ -116,16 +119,10 @@ def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, se
 
 
 def _tools(body: ChatBody, template: ChatTemplate) -> list[Tool]:
-    choice = body.tool_choice
-    if choice not in (None, "auto", "none"):
-        shown = choice if isinstance(choice, str) else "a tool that must be called"
-        raise unsupported(
-            f'tool_choice: {str(shown)[:40]} is not supported: tool calls cannot be forced. Expected "auto" or "none".',
-            "tool_choice",
-        )
-    if not body.tools or choice == "none":
+    is_forced = must_call(body)
+    if not body.tools or body.tool_choice == "none":
         return []
-    if body.parallel_tool_calls is False:
+    if body.parallel_tool_calls is False and not is_forced:
         raise unsupported(
             "parallel_tool_calls: false is not supported: the number of tool calls cannot be limited.",
             "parallel_tool_calls",
@@ -147,10 +144,12 @@ def _variables(body: ChatBody, template: ChatTemplate, settings: Settings, *, wi
                 "chat_template_kwargs",
             )
     form = body.response_format.model_dump(exclude_none=True) if body.response_format is not None else {"type": "text"}
-    fields = {"response_format": form if form["type"] != "text" else None, "reasoning_effort": body.reasoning_effort}
-    for name, value in fields.items():
-        if value is not None and name not in settable:
-            raise unsupported(f"{name} is not supported: this model's chat template does not use it.", name)
+    is_read = form["type"] != "text" and "response_format" in settable
+    fields = {"response_format": form if is_read else None, "reasoning_effort": body.reasoning_effort}
+    if body.reasoning_effort is not None and "reasoning_effort" not in settable:
+        raise unsupported(
+            "reasoning_effort is not supported: this model's chat template does not use it.", "reasoning_effort"
+        )
     usual = {name: value for name, value in template.thinking(settings.thinking).items() if name in settable}
     return usual | {name: value for name, value in {**named, **fields}.items() if value is not None}
 
@@ -242,18 +241,8 @@ def _types(parameters: dict[str, Any] | None) -> dict[str, str]:
     properties = (parameters or {}).get("properties")
     if not isinstance(properties, dict):
         return {}
-    return {str(name): _type(schema) for name, schema in properties.items() if isinstance(schema, dict)}
-
-
-def _type(schema: dict[str, Any]) -> str:
-    """The type of a parameter; of several, as of an optional one, "string" if it is among them."""
-    unions = (schema.get(word) for word in ("anyOf", "oneOf"))
-    branches = [schema, *(branch for union in unions if isinstance(union, list) for branch in union)]
-    declared = [branch.get("type") for branch in branches if isinstance(branch, dict)]
-    names = [
-        name for item in declared for name in (item if isinstance(item, list) else [item]) if isinstance(name, str)
-    ]
-    return "string" if "string" in names else next(iter(names), "")
+    root = parameters or {}
+    return {str(name): json_type(schema, root) for name, schema in properties.items() if isinstance(schema, dict)}
 
 
 def checked_completion(
@@ -283,6 +272,8 @@ def checked_completion(
         max_tokens = min(max_tokens, max(limits.context - max(len(prompt.ids) for prompt in prompts), 1))
     pairs = [(prompt, _new_tokens(prompt, max_tokens, limits, settings, "prompt")) for prompt in prompts]
     requests = _requests_of(body, pairs, body.stops, body.logprobs, settings)
+    grammar = answer_grammar(body, tokenizer)
+    requests = tuple(replace(request, grammar=grammar) for request in requests)
     echoes: tuple[str, ...] = ()
     if body.echo:
         texts = [entry if isinstance(entry, str) else str(tokenizer.decode(entry)) for entry in entries]

@@ -60,6 +60,13 @@ class StreamOptionsBody(_Strict):
     include_usage: bool | None = None
 
 
+class ResponseFormat(_Strict):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
 class GenerationBody(_Strict):
     """Fields shared by chats and completions."""
 
@@ -75,6 +82,8 @@ class GenerationBody(_Strict):
     )
     seed: Whole | None = Field(None, ge=-SEEDS - 1, le=SEEDS)
     max_tokens: Count | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptionsBody | None = None
 
@@ -163,13 +172,6 @@ class Tool(_Strict):
     function: Function
 
 
-class ResponseFormat(_Strict):
-    """`response_format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
-
-
 class ChatBody(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
@@ -180,7 +182,6 @@ class ChatBody(GenerationBody):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -312,7 +313,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("include_reasoning", "separate_reasoning", "skip_special_tokens"), (True,)),
     **dict.fromkeys(("suffix", "grammar"), ("",)),
     **dict.fromkeys(("stop_token_ids", "bad_words", "suppress_tokens", "guided_choice", "functions"), ([],)),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "structured_outputs", "json_schema"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "json_schema"), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "audio", "web_search_options", "prediction"), ()),
     "include_stop_str_in_output": (False,),
     "add_generation_prompt": (True,),

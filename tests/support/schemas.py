@@ -102,6 +102,8 @@ def _tuple(drawn: random.Random, depth: int, refs: tuple[str, ...]) -> dict[str,
 
 
 def _any(drawn: random.Random, depth: int, refs: tuple[str, ...]) -> dict[str, Any]:
-    return {drawn.choice(("anyOf", "anyOf", "allOf"))[:5]: [_value(drawn, depth - 1, refs)]} if drawn.random() < 0.2 else {
-        "anyOf": [_value(drawn, depth - 1, refs) for _ in range(drawn.randint(2, 3))]
-    }
+    return (
+        {drawn.choice(("anyOf", "anyOf", "allOf"))[:5]: [_value(drawn, depth - 1, refs)]}
+        if drawn.random() < 0.2
+        else {"anyOf": [_value(drawn, depth - 1, refs) for _ in range(drawn.randint(2, 3))]}
+    )
