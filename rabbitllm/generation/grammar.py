@@ -68,7 +68,9 @@ class Grammar:
 
         Raises:
             OptionError: it is no JSON schema.
+            MissingPackageError: llguidance is not installed.
         """
+        _llguidance()
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
@@ -375,7 +377,7 @@ def lark_text(text: str, special: Mapping[int, str]) -> str:
     for token, name in special.items():
         if name and name in text:
             before, _, rest = text.partition(name)
-            return f"{lark_text(before, {})} <[{token}]> {lark_text(rest, special)}".strip()
+            return f"{lark_text(before, special)} <[{token}]> {lark_text(rest, special)}".strip()
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
