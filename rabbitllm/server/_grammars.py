@@ -259,7 +259,7 @@ def _branches(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:
     value: Any = root
-    for name in reference.removeprefix("#/").split("/"):
+    for name in filter(None, reference.removeprefix("#").split("/")):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
