@@ -29,6 +29,7 @@ from rabbitllm.generation._proposals import Proposal as Proposal
 from rabbitllm.generation._proposals import proposals_of
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Width, costs_of
+from rabbitllm.generation.grammar import GrammarState
 from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, layers_of, why_not_back
 from rabbitllm.generation.request import check_generates, tokenizer_of
 from rabbitllm.generation.transformers_api import has_dynamic_cache
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
     from rabbitllm.engine.placement import Placement
     from rabbitllm.engine.streamed_model import StreamedModel
-    from rabbitllm.generation.grammar import GrammarState
 
 SAME_TOKENS = 0.9
 """The least share of the smaller vocabulary that both have under the same ids; others are only never right."""
@@ -274,7 +274,9 @@ class _WithDraft:
     def generate(self, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
         """As in transformers, with a draft where it can be used."""
         if _serves(self, inputs, generation_config, options):
-            options["custom_generate"] = self.drafting.streaming_to(options.get("streamer"))
+            processors = options.get("logits_processor") or ()
+            grammar = next((each for each in processors if isinstance(each, GrammarState)), None)
+            options["custom_generate"] = self.drafting.streaming_to(options.get("streamer"), grammar)
         parent: Any = super()
         return parent.generate(inputs, generation_config=generation_config, **options)
 

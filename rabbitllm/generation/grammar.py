@@ -114,7 +114,9 @@ class Grammar:
         try:
             lark = any_to_lark(rules)
         except Exception as error:  # of its own parser
-            raise OptionError(_refused("grammar", str(error)), "Use a grammar in Lark's form, or GBNF.") from None
+            raise OptionError(
+                f"The grammar cannot be used: {_short(str(error))}.", "Use a grammar in Lark's form, or GBNF."
+            ) from None
         return cls("answer: @rules", (("rules", _dumped({"lark_grammar": lark})),))
 
     def after(self, thoughts: Thoughts | None, tokenizer: Any, head: str | None = None) -> Grammar:
@@ -270,7 +272,7 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
     def _check(self, unread: int) -> None:
         if unread or self._matcher.is_error():
             reason = self._matcher.get_error() or "the answer left it"
-            raise OptionError(_refused(self._kind, reason), "Use a simpler one.")
+            raise OptionError(f"The {self._kind} cannot be followed: {_short(reason)}.", "Use a simpler one.")
 
     def _wait(self) -> None:
         """Wait for the thread, which uses the matcher."""
@@ -278,7 +280,7 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
             self._banned.result()
 
 
-class _Vocabulary:
+class _GrammarVocabulary:
     """The vocabulary of a tokenizer in llguidance, and the grammars compiled for it.
 
     Args:
@@ -319,20 +321,21 @@ class _Vocabulary:
         matcher: LLMatcher = self._matcher(self._vocabulary, grammar.source, log_level=0)
         if matcher.is_error():
             raise OptionError(
-                _refused(grammar.kind, matcher.get_error()), "Leave out what it names, or say it in another way."
+                f"The {grammar.kind} cannot be used: {_short(matcher.get_error())}.",
+                "Leave out what it names, or say it in another way.",
             )
         return matcher
 
 
-_VOCABULARIES: weakref.WeakKeyDictionary[Any, _Vocabulary] = weakref.WeakKeyDictionary()
+_VOCABULARIES: weakref.WeakKeyDictionary[Any, _GrammarVocabulary] = weakref.WeakKeyDictionary()
 _lock = own_lock(threading.Lock())
 
 
-def _vocabulary_of(tokenizer: Any) -> _Vocabulary:
+def _vocabulary_of(tokenizer: Any) -> _GrammarVocabulary:
     """The vocabulary of a tokenizer, made once; that takes about a second for 150,000 tokens."""
     with _lock:
         if tokenizer not in _VOCABULARIES:
-            _VOCABULARIES[tokenizer] = _Vocabulary(tokenizer)
+            _VOCABULARIES[tokenizer] = _GrammarVocabulary(tokenizer)
         return _VOCABULARIES[tokenizer]
 
 
@@ -355,9 +358,10 @@ def _shared(first: Sequence[int], second: Sequence[int]) -> int:
     return next((index for index, pair in pairs if pair[0] != pair[1]), min(len(first), len(second)))
 
 
-def _refused(kind: str, reason: str) -> str:
+def _short(reason: str) -> str:
+    """A message of llguidance on one line, without a full stop."""
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    return f"The {kind} cannot be used: {harmless(' '.join(lines), _REASON).rstrip('.')}."
+    return harmless(" ".join(lines), _REASON).rstrip(".")
 
 
 def _dumped(value: Any) -> str:
