@@ -288,6 +288,7 @@ class _GrammarVocabulary:
 
     Attributes:
         end: the token that ends a text.
+        marks: id and text of each token that no text has, such as `<think>`, special or not.
 
     Raises:
         OptionError: the tokenizer is none of the library tokenizers, or has no special token.
@@ -304,6 +305,8 @@ class _GrammarVocabulary:
                 raise ValueError("it has no end token")
             self.end = int(end)
             self._vocabulary = from_tokenizer(tokenizer, eos_token=self.end)
+            added = tokenizer.get_added_vocab().items()
+            self.marks = {token: text for text, token in added if self._vocabulary.is_special_token(token)}
         except Exception as error:  # ValueError, or a panic in Rust
             raise OptionError(
                 f"A {type(tokenizer).__name__} cannot be used with a grammar: {harmless(str(error), _REASON)}.",
@@ -371,17 +374,26 @@ def _dumped(value: Any) -> str:
         raise OptionError("The JSON schema is nested too deeply.", "Use a flatter one.") from None
 
 
-def lark_text(text: str, special: Mapping[int, str]) -> str:
-    """A text in a Lark rule, special tokens in it as such.
+def marks_of(tokenizer: Any) -> Mapping[int, str]:
+    """Id and text of each token that no text has, such as `<think>`, special or not.
+
+    Raises:
+        OptionError, MissingPackageError: see `Grammar.check`.
+    """
+    return _vocabulary_of(tokenizer).marks
+
+
+def lark_text(text: str, marks: Mapping[int, str]) -> str:
+    """A text in a Lark rule.
 
     Args:
         text: the text.
-        special: id and text of each special token.
+        marks: see `marks_of`.
     """
-    for token, name in special.items():
+    for token, name in marks.items():
         if name and name in text:
             before, _, rest = text.partition(name)
-            return f"{lark_text(before, special)} <[{token}]> {lark_text(rest, special)}".strip()
+            return f"{lark_text(before, marks)} <[{token}]> {lark_text(rest, marks)}".strip()
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
@@ -389,13 +401,13 @@ def final_head(thoughts: Thoughts | None, tokenizer: Any) -> str:
     """Lark text of what begins an answer that is no tool call: the channel of gpt-oss; "" for nothing."""
     if thoughts is None or not thoughts.form.has_channels:
         return ""
-    return lark_text(CHANNEL + "final" + MESSAGE, special_tokens(tokenizer))
+    return lark_text(CHANNEL + "final" + MESSAGE, marks_of(tokenizer))
 
 
 def _lead_of(thoughts: Thoughts, tokenizer: Any, head: str) -> str:
     """Lark rules of what a model writes before its answer; "" for nothing."""
-    special, tail = special_tokens(tokenizer), thoughts.tail.rstrip()
-    text = functools.partial(lark_text, special=special)
+    marks, tail = marks_of(tokenizer), thoughts.tail.rstrip()
+    text = functools.partial(lark_text, marks=marks)
     if thoughts.form.has_channels:
         thinks = f"{text(CHANNEL + 'analysis' + MESSAGE)} TEXT {text(END + START + 'assistant')}"
         return f"lead: ({thinks})? {head}\n{_TEXT}"
@@ -403,9 +415,9 @@ def _lead_of(thoughts: Thoughts, tokenizer: Any, head: str) -> str:
     for first, last in thoughts.form.pairs:
         is_open = tail.endswith(first)
         if is_open or (last in known and not tail.endswith(last)):
-            is_special = last in special.values()
-            thought = f"TEXT {text(last)}" if is_special else "thought"
+            is_mark = last in marks.values()
+            thought = f"TEXT {text(last)}" if is_mark else "thought"
             lead = f"{thought} GAP" if is_open else f"({text(first)} {thought} GAP)?"
-            lazy = "" if is_special else f"\nthought[lazy]: TEXT {text(last)}"
+            lazy = "" if is_mark else f"\nthought[lazy]: TEXT {text(last)}"
             return f"lead: {lead}{lazy}\n{_TEXT}\nGAP: /\\n{{0,2}}/"
     return ""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import harmless, listed
 from rabbitllm.errors import MissingPackageError, OptionError
-from rabbitllm.generation.grammar import Grammar, final_head, lark_text
-from rabbitllm.generation.reasoning import CHANNEL, MESSAGE, Thoughts, special_tokens
+from rabbitllm.generation.grammar import Grammar, final_head, lark_text, marks_of
+from rabbitllm.generation.reasoning import CHANNEL, MESSAGE, Thoughts
 from rabbitllm.server._tools import ARGUMENTS, CLOSE, MISTRAL, OPEN
 from rabbitllm.server.api_error import bad, bad_options, unsupported
 from rabbitllm.server.schemas import ChatBody, GenerationBody, Tool
@@ -73,38 +73,38 @@ def answer_grammar(
     Raises:
         APIError: it demands what cannot be guaranteed, or twice.
     """
-    asked, param = _asked(body)
+    param = FORMAT if body.structured_outputs is None else OUTPUTS
     forced = must_call(body) if isinstance(body, ChatBody) else False
-    if asked is None and not forced:
-        return None
-    head = final_head(thoughts, tokenizer)
     try:
-        with bad_options(param or "tools", "invalid_grammar"):
-            if not tools:
-                grammar = asked
-            else:
-                calls = _Calls(template, special_tokens(tokenizer), has_channels=bool(head))
+        asked = _asked(body)
+        if asked is None and not forced:
+            return None
+        with bad_options("tools" if asked is None else param, "invalid_grammar"):
+            head = final_head(thoughts, tokenizer)
+            if tools:
+                calls = _Calls(template, marks_of(tokenizer), has_channels=bool(head))
                 named = [tool for tool in tools if forced in (True, False, tool.function.name)]
                 several = not isinstance(forced, str) and getattr(body, "parallel_tool_calls", None) is not False
                 grammar = calls.grammar(named, None if forced else asked, head, several=several)
-                head = ""
-            assert grammar is not None
-            grammar = grammar.after(thoughts, tokenizer, head)
+                grammar = grammar.after(thoughts, tokenizer, "")
+            else:
+                assert asked is not None
+                grammar = asked.after(thoughts, tokenizer, head)
             grammar.check(tokenizer)
             return grammar
     except MissingPackageError as error:
-        raise unsupported(error.problem, param or CHOICE) from None
+        raise unsupported(error.problem, param) from None
 
 
-def _asked(body: GenerationBody) -> tuple[Grammar | None, str]:
-    """The grammar that a body describes, and the field in which it does."""
+def _asked(body: GenerationBody) -> Grammar | None:
+    """The grammar that a body describes; None for none."""
     form = body.response_format
     is_free = form is None or form.type == "text"
     if body.structured_outputs is None:
         if form is None or is_free:
-            return None, ""
+            return None
         with bad_options(FORMAT, "invalid_grammar"):
-            return Grammar.of_schema(_ANY if form.type == "json_object" else _schema(form.json_schema)), FORMAT
+            return Grammar.of_schema(_ANY if form.type == "json_object" else _schema(form.json_schema))
     if not is_free:
         raise bad(f"{FORMAT} and {OUTPUTS} both describe the answer; omit one of them.", OUTPUTS)
     given = {name: value for name, value in body.structured_outputs.items() if value not in (None, False)}
@@ -115,13 +115,13 @@ def _asked(body: GenerationBody) -> tuple[Grammar | None, str]:
         if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
             raise bad(f"{OUTPUTS}.choice is not a list of texts.", OUTPUTS)
         with bad_options(OUTPUTS, "invalid_grammar"):
-            return Grammar.of_choice(value), OUTPUTS
+            return Grammar.of_choice(value)
     if kind in ("regex", "grammar"):
         if not isinstance(value, str):
             raise bad(f"{OUTPUTS}.{kind} is not a text.", OUTPUTS)
         makes = Grammar.of_regex if kind == "regex" else Grammar.of_rules  # type: ignore[assignment]
     with bad_options(OUTPUTS, "invalid_grammar"):
-        return makes(_ANY if kind == "json_object" else value), OUTPUTS
+        return makes(_ANY if kind == "json_object" else value)
 
 
 def _names(given: Mapping[str, Any]) -> str:
@@ -143,13 +143,13 @@ class _Calls:
 
     Attributes:
         template: source of the chat template.
-        special: id and text of each special token.
+        marks: see `marks_of`.
         has_channels: whether answers are in gpt-oss's channels.
         parts: see `Grammar`; filled by the rules.
     """
 
     template: str
-    special: Mapping[int, str]
+    marks: Mapping[int, str]
     has_channels: bool
     parts: list[tuple[str, str]] = field(default_factory=list)
 
@@ -174,7 +174,7 @@ class _Calls:
         return Grammar("\n".join(lines), tuple(self.parts), kind="tools")
 
     def _text(self, text: str) -> str:
-        return lark_text(text, self.special)
+        return lark_text(text, self.marks)
 
     def _around(self) -> tuple[str, str, str]:
         """What is before all calls, between two and after all; between is "" where there can be but one."""

@@ -246,7 +246,7 @@ def test_reasoning_comes_before_the_answer(special: bool) -> None:
     yes = Grammar.of_choice(["yes"])
     free = yes.after(Thoughts(form, "user: a\n"), tokenizer)
     for text in ("yes", "<think>no {</think>\n\nyes"):
-        assert follows(free, text, tokenizer)
+        assert follows(free, text, tokenizer), text
     for text in ("<think>yes", "no</think>yes", "<think>a</think>b", "<think>a</think>"):
         assert not follows(free, text, tokenizer)
     opened = yes.after(Thoughts(form, "assistant: <think>\n"), tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,11 +13,16 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from rabbitllm.server._grammars import json_type
+from rabbitllm.generation.reasoning import AnswerFormat, Thoughts
+from rabbitllm.server._answer_reader import AnswerReader
+from rabbitllm.server._grammars import answer_grammar, json_type
 from rabbitllm.server._metrics import CONTENT_TYPE
+from rabbitllm.server.schemas import ChatBody, parsed
+from tests.generation.test_grammar import follows
 from tests.server.serving import NAME, Running, running
-from tests.support.builders import build_checkpoint, make_tokenizer
+from tests.support.builders import VOCABULARY_SIZE, build_checkpoint, make_tokenizer
 from tests.support.schemas import check
+from tests.support.scripted import scripted_checkpoint
 from tests.support.tiny_models import split
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
@@ -64,8 +70,9 @@ class Person(BaseModel):
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A template for each form, chosen by a variable."""
     folder: Path = tmp_path_factory.mktemp("structured") / "llama"
-    build_checkpoint(folder, "llama", max_position_embeddings=2048)
+    build_checkpoint(folder, "llama", max_position_embeddings=2048, vocab_size=VOCABULARY_SIZE + 2)
     tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # as Qwen's: tokens that no text has, and not special
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ tools }}"
     tokenizer.save_pretrained(folder)
     with running(split(folder)) as server:
@@ -80,6 +87,13 @@ def of_form(served: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
         return served
 
     return use
+
+
+def test_without_the_package_the_extra_is_named(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    answer = served.post("/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}})
+    assert answer.status_code == 400
+    assert "need the package llguidance, which is not installed" in answer.json()["error"]["message"]
 
 
 def test_parse_gives_an_object(served: Running) -> None:
@@ -232,3 +246,45 @@ def test_metrics_count_forced_tokens(served: Running) -> None:
 )
 def test_types_of_parameters(schema: Any, expected: str) -> None:
     assert json_type(schema, ADD) == expected
+
+
+def test_calls_in_channels() -> None:
+    tokenizer = make_tokenizer()
+    marks = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
+    tokenizer.add_tokens(list(marks), special_tokens=True)
+    thoughts = Thoughts(AnswerFormat.of((), tokenizer), "<|start|>assistant")
+    body: Any = {"messages": HELLO, "tools": TOOLS, "response_format": {"type": "json_object"}}
+    either, forced = (
+        answer_grammar(chat, tokenizer, chat.tools or (), thoughts)
+        for chat in (parsed(ChatBody, body), parsed(ChatBody, {**body, "tool_choice": FORCED}))
+    )
+    assert either is not None
+    assert forced is not None
+    written = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 7, "unit": "km"}'
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for text in (written, thought + written):
+        assert follows(either, text, tokenizer)
+        assert follows(forced, text, tokenizer)
+        reader = AnswerReader(thoughts.form, thoughts.tail, SCHEMAS)
+        piece, rest = reader.feed(text), reader.end()
+        assert [(call.name, json.loads(call.arguments)) for call in rest.calls] == [("add", {"a": 7, "unit": "km"})]
+        assert piece.text + rest.text == ""
+    final = '<|channel|>final<|message|>{"b": 1}'
+    assert follows(either, thought + final, tokenizer)
+    assert not follows(forced, final, tokenizer)
+
+
+def test_an_answer_after_reasoning(tmp_path: Path) -> None:
+    """A model that thinks goes on thinking, and then has no other choice than the form."""
+    thought = "<think>", "I ", "know", ".", "</think>", "No", " idea"
+    scripted_checkpoint(tmp_path, [("<go>", *thought)], "{{ messages[-1].content }}", ("<think>", "</think>"))
+    messages: Any = [{"role": "user", "content": "<go>"}]
+    outputs = {"structured_outputs": {"choice": ["rabbit", "hare"]}}
+    with running(split(tmp_path)) as server:
+        answer = server.openai().chat.completions.create(
+            model=NAME, messages=messages, temperature=0, extra_body=outputs
+        )
+    message: Any = answer.choices[0].message
+    assert message.reasoning_content == "I know."
+    assert message.content in ("rabbit", "hare")
+    assert answer.choices[0].finish_reason == "stop"
