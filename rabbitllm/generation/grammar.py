@@ -23,8 +23,8 @@ from transformers import LogitsProcessor
 from rabbitllm.base.forks import Workers, own_lock
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import OptionError, missing_package
+from rabbitllm.generation._recommended import end_tokens, tokenizer_of
 from rabbitllm.generation.reasoning import CHANNEL, END, MESSAGE, START, Thoughts, special_tokens
-from rabbitllm.generation.request import end_tokens, tokenizer_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

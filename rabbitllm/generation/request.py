@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rabbitllm.checkpoints.local import is_writable
 from rabbitllm.errors import OptionError
-from rabbitllm.generation._recommended import neutral_arguments, stop_strings
+from rabbitllm.generation._recommended import end_tokens as end_tokens
+from rabbitllm.generation._recommended import neutral_arguments
+from rabbitllm.generation._recommended import tokenizer_of as tokenizer_of
 from rabbitllm.telemetry.passes import Drafts
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
 
     from rabbitllm.engine.streamed_model import StreamedModel
     from rabbitllm.generation.grammar import Grammar, GrammarState
@@ -462,36 +463,6 @@ def check_generates(model: StreamedModel) -> None:
             f"The model is a {type(model).__name__} by its config.json, which does not generate text.",
             "Call it for its outputs, or serve its embeddings. Text needs a checkpoint with a language-model head.",
         )
-
-
-def tokenizer_of(model: StreamedModel) -> PreTrainedTokenizerBase:
-    """The model's tokenizer.
-
-    Raises:
-        OptionError: the model has no tokenizer, or none that could be read.
-    """
-    if model.tokenizer is None:
-        raise OptionError(
-            "This model has no tokenizer, so text cannot be tokenized.",
-            "Put its tokenizer files into the folder with its config.json.",
-        )
-    return model.tokenizer
-
-
-def end_tokens(model: StreamedModel) -> list[int]:
-    """The tokens that end a text: those of the model's generation config and of its tokenizer.
-
-    A stop string of the generation config that is one token, such as a special one, which no text shows, is among them.
-
-    Raises:
-        OptionError: see `tokenizer_of`.
-    """
-    configured = model.generation_config.eos_token_id if model.can_generate() else None
-    ends = [] if configured is None else [configured] if isinstance(configured, int) else [*configured]
-    tokenizer = tokenizer_of(model)
-    eos, added = tokenizer.eos_token_id, tokenizer.get_added_vocab()
-    stops = [added[text] for text in stop_strings(model) if text in added]
-    return list(dict.fromkeys([*ends, *([eos] if eos is not None else []), *stops]))
 
 
 OF_THE_MODEL = ("typical_p", "min_length", "min_new_tokens", "no_repeat_ngram_size", "suppress_tokens")
