@@ -147,6 +147,8 @@ def put_statistics(
     put_fact(console, "answer", f"{counted(len(result.tokens), 'token')}{thoughts} in {result.seconds:.2f} s{speed}")
     if result.work.drafts is not None:
         put_fact(console, "drafts", result.work.drafts.words())
+    if result.forced_tokens:
+        put_fact(console, "grammar", f"{counted(result.forced_tokens, 'forced token')} without a pass")
     for pass_kind, total in sums.items():
         further = max(len(result.tokens) - 1, 0) / total.passes
         if pass_kind == PROMPT or further <= 1:

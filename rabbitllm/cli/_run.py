@@ -51,6 +51,9 @@ def run_command(
     audio: Annotated[
         list[Path] | None, answer_option(metavar="FILE", help="WAV file that comes before the prompt; repeatable.")
     ] = None,
+    schema: Annotated[
+        Path | None, answer_option(metavar="FILE", help="JSON schema; the answer is JSON that it describes.")
+    ] = None,
     draft: DraftOption = "auto",
     options: ModelOptions = NO_OPTIONS,
     workers: WorkersOption = 0,
@@ -80,7 +83,9 @@ def run_command(
     from transformers import logging
 
     from rabbitllm.auto_model import load_with_draft
+    from rabbitllm.base.options import expand
     from rabbitllm.display.answer_printer import AnswerPrinter
+    from rabbitllm.generation.grammar import Grammar
     from rabbitllm.generation.media import media_files
     from rabbitllm.generation.request import FinishReason, ModelLimits, Request, recommended_sampling
     from rabbitllm.generation.session import answer
@@ -98,6 +103,7 @@ def run_command(
 
     requested = answers.sampling
     files = media_files(image or (), audio or ())  # now, not after an hour of splitting
+    grammar = None if schema is None else Grammar.of_schema(expand(schema).read_text(encoding="utf-8"))
     errors = Console(stderr=True, highlight=False)
     hosts = hosts_for(workers, address, model, errors)
     disable_progress_bars()  # shards have our own bar, and other files are small
@@ -114,7 +120,11 @@ def run_command(
     max_tokens = limits.new_tokens(len(encoded.ids), max_new_tokens)
     recommended = recommended_sampling(loaded)
     sampling = requested.over(recommended)
-    generation = Request(encoded.ids, max_tokens, sampling, answers.stops, media=encoded.media, thoughts=thoughts)
+    if grammar is not None:
+        grammar = grammar.after(thoughts, loaded.tokenizer)
+    generation = Request(
+        encoded.ids, max_tokens, sampling, answers.stops, media=encoded.media, thoughts=thoughts, grammar=grammar
+    )
     logging.set_verbosity_error()  # no warnings about missing kernels amid an answer
     printer = AnswerPrinter(errors)
     with errors.status("reading the prompt …") as status:

@@ -4,6 +4,7 @@ __all__ = [
     "batch",
     "cache_manager",
     "draft",
+    "grammar",
     "kv_cache",
     "media",
     "memory",

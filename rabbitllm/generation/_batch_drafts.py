@@ -1,4 +1,4 @@
-"""The drafts of all sequences of a batch.
+"""The drafts of all sequences of a batch, and the tokens that grammars force.
 
 A draft model proposes for all of them in passes of its own: each proposal is a coroutine, as each answer is.
 """
@@ -23,6 +23,7 @@ from rabbitllm.generation.request import end_tokens
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation.grammar import GrammarState
     from rabbitllm.generation.request import BatchStats
 
 logger = logging.getLogger(__name__)
@@ -36,30 +37,33 @@ class BatchDrafts:
 
     Args:
         model: a model whose sequences may be packed.
-        draft: what proposes tokens, after `prepare_draft`; not "self".
+        draft: what proposes tokens, after `prepare_draft`; not "self". None for forced tokens alone.
         stats: totals, of which it raises the drafted and the accepted tokens.
     """
 
-    def __init__(self, model: StreamedModel, draft: Draft, stats: BatchStats) -> None:
+    def __init__(self, model: StreamedModel, draft: Draft | None, stats: BatchStats) -> None:
         self._model = model
         self._draft = draft
         self._stats = stats
-        self._runner = None if isinstance(draft, str) else ModelRunner(draft)
+        self._runner = None if draft is None or isinstance(draft, str) else ModelRunner(draft)
         # proposals are the most probable tokens: random numbers are those of the answer
         self._config = GenerationConfig(do_sample=False, eos_token_id=sorted(end_tokens(model)) or None)
         self._cost = _cost_of(model, draft)
-        self._costs = costs_of(model, draft)
+        self._costs = costs_of(model, draft or NGRAM)
         self._widths: list[Width] = []  # of sequences that have ended: what one teaches, the next one knows
 
-    def begin(self, cache: Any) -> Lookahead:
-        """The drafts of a sequence that begins or goes on, with its KV cache."""
-        width = self._widths.pop() if self._widths else Width(self._costs)
-        return Lookahead(self._stats, width, partial(self._proposals, cache, width), self._cost, self._widths.append)
+    def begin(self, cache: Any, grammar: GrammarState | None = None) -> Lookahead | None:
+        """The drafts of a sequence that begins or goes on, with its KV cache; None if it can have none."""
+        if self._draft is None and grammar is None:
+            return None
+        width = None if self._draft is None else self._widths.pop() if self._widths else Width(self._costs)
+        proposals = partial(self._proposals, cache, width, grammar)
+        return Lookahead(self._stats, width, proposals, self._cost, self._widths.append, grammar)
 
-    def _proposals(self, cache: Any, width: Width) -> Proposals:
-        if self._draft == NGRAM:
+    def _proposals(self, cache: Any, width: Width | None, grammar: GrammarState | None) -> Proposals:
+        if self._draft == NGRAM or width is None:
             return FromText()
-        processors = LogitsProcessorList()
+        processors = LogitsProcessorList([] if grammar is None else [grammar])
         if self._draft == MTP:
             return FromHead(
                 self._model, processors, self._config, width, cache, 0, lambda rows: cache.get_seq_length() - rows
@@ -115,13 +119,13 @@ class BatchDrafts:
             self._runner.coroutines.close()
 
 
-def _cost_of(model: StreamedModel, draft: Draft) -> CacheCost:
+def _cost_of(model: StreamedModel, draft: Draft | None) -> CacheCost:
     """What a draft keeps of a sequence."""
     if draft == MTP:
         assert model.heads is not None
         config = model.heads.config
         cost = cost_by_config(config, model.dtype)
         return replace(cost, every_token=cost.every_token + config.hidden_size * model.dtype.itemsize)
-    if isinstance(draft, str):
+    if draft is None or isinstance(draft, str):
         return CacheCost(0)
     return cost_by_config(draft.config.get_text_config(decoder=True), draft.dtype)

@@ -1,4 +1,4 @@
-"""Drafts in shared passes: tokens that may follow in a sequence are further rows of its next pass.
+"""Drafts in shared passes: tokens that may or must follow in a sequence are further rows of its next pass.
 
 `generate` asks for one token at a time, and knows nothing of drafts. A pass computes logits after the sequence's token
 and after each drafted one. As long as `generate` itself chooses the drafted tokens, its next calls are answered from
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rabbitllm.generation._packed_batch import PackedSequence
     from rabbitllm.generation._proposals import Proposals
     from rabbitllm.generation._width import Width
+    from rabbitllm.generation.grammar import GrammarState
     from rabbitllm.generation.request import BatchStats
 
 
@@ -28,23 +29,25 @@ class Lookahead:
 
     Args:
         stats: totals, of which it raises the drafted and the accepted tokens.
-        width: says how many tokens are drafted.
+        width: says how many tokens are drafted; None for none.
         begin: makes the source of proposals.
         cost: what the source keeps of a token.
         closed: called with `width` at the end.
+        grammar: the state of the sequence's grammar: what it forces comes before what is drafted.
 
     Attributes:
-        tokens: drafted for the next pass.
+        tokens: forced and drafted for the next pass.
         seconds: that the last draft took.
     """
 
     def __init__(
         self,
         stats: BatchStats,
-        width: Width,
+        width: Width | None,
         begin: Callable[[], Proposals],
         cost: CacheCost,
         closed: Callable[[Width], object],
+        grammar: GrammarState | None = None,
     ) -> None:
         self.tokens: tuple[int, ...] = ()
         self.seconds = 0.0
@@ -53,6 +56,9 @@ class Lookahead:
         self._begin, self._proposals = begin, begin()
         self._cost = cost
         self._closed = closed
+        self._grammar = grammar
+        self._forced: list[int] = []  # for the next pass
+        self._known = 0  # of `_computed`, how many were forced
         self._wanted: int | None = None  # for the next pass; None if it was not asked
         self._lacks = self._seen = 0
         self._computed: tuple[int, ...] = ()  # drafted for the last pass
@@ -62,7 +68,7 @@ class Lookahead:
     @property
     def steps(self) -> int:
         """Steps of the last draft."""
-        return max(len(self.tokens), 1)
+        return max(len(self.tokens) - len(self._forced), 1)
 
     @property
     def nbytes(self) -> int:
@@ -73,51 +79,63 @@ class Lookahead:
         """Bytes that the source keeps of a sequence of this length."""
         return self._cost.bytes_for(tokens) if self._cost.every_token else 0
 
-    def choose(self, tokens: int, most: int, rows: int, sequences: int) -> int:
-        """How many tokens to draft for the next pass, at most `most`.
+    def choose(self, ids: Sequence[int], most: int, rows: int, sequences: int, *, drafts: bool) -> int:
+        """How many tokens, forced ones included, to draft for the next pass, at most `most`.
 
         Args:
-            tokens: number of tokens of the sequence.
+            ids: the tokens of the sequence.
             rows, sequences: of the pass, without drafts.
+            drafts: whether tokens that may be wrong pay.
         """
-        self._lacks = tokens - self._seen
-        self._wanted = self._width.choose(most, self._lacks, rows, sequences)
-        return self._wanted
+        self._forced = self._grammar.rows(ids)[:most] if self._grammar is not None else []
+        if self._width is None or not drafts:
+            return len(self._forced)
+        self._lacks = len(ids) - self._seen
+        self._wanted = self._width.choose(most - len(self._forced), self._lacks, rows, sequences)
+        return len(self._forced) + self._wanted
 
     def propose(self, ids: Sequence[int], most: int) -> None:
-        """Draft up to `most` tokens after `ids`."""
+        """Draft up to `most` tokens after `ids`, as `choose` has said."""
+        forced = self._forced
+        self.tokens = tuple(forced)  # also if the source fails
+        if most == len(forced):
+            return
         self._proposals.settle(len(ids) - 1, ())
-        self._seen = len(ids)
-        self.tokens = tuple(self._proposals.propose(torch.tensor([ids]), most).tokens[0].tolist())
+        self._seen, after = len(ids), [*ids, *forced]
+        drafted = self._proposals.propose(torch.tensor([after]), most - len(forced)).tokens[0].tolist()
+        if self._grammar is not None:
+            drafted = drafted[: self._grammar.valid(after, drafted)]
+        self.tokens = (*forced, *drafted)
 
     def forget(self) -> None:
         """Free what the source keeps; it begins anew with the next draft."""
         self._proposals.close(continues=False)
         self._proposals = self._begin()
-        self._seen, self.tokens = 0, ()
+        self._seen, self.tokens = 0, tuple(self._forced)
 
     @property
     def was_checked(self) -> bool:
         """Whether the pass that is over has checked a draft."""
-        return bool(self._computed)
+        return len(self._computed) > self._known
 
     def learn(self, rows: int) -> None:
         """Take in the pass of so many rows that is over."""
-        if self._wanted is not None:
+        if self._wanted is not None and self._width is not None:
             self._width.learn(
                 self._wanted,
-                len(self._computed),
-                self._accepted,
+                len(self._computed) - self._known,
+                max(self._accepted - self._known, 0),
                 rows=rows,
                 draft_seconds=self.seconds,
                 lacks=self._lacks,
             )
-        self._wanted, self._computed, self.seconds = None, (), 0.0
+        self._wanted, self._computed, self._known, self.seconds = None, (), 0, 0.0
 
     def close(self) -> None:
         """End, as the sequence does, or until it goes on."""
         self._proposals.close(continues=False)
-        self._closed(self._width)
+        if self._width is not None:
+            self._closed(self._width)
 
     # in a pass -------------------------------------------------------------------------------------------------------
 
@@ -145,14 +163,15 @@ class Lookahead:
             kwargs: of the model's call.
         """
         self._computed, self.tokens, self._accepted = self.tokens, (), 0
+        self._known, self._forced = len(self._forced), []
         if not self._computed:
             return output
         if output is None:
             drop_last(kwargs[CACHE_ARGUMENT], 0)
-            self._computed, self._wanted = (), None
+            self._computed, self._known, self._wanted = (), 0, None
             return None
         self._output = output
-        self._stats.drafted_tokens += len(self._computed)
+        self._stats.drafted_tokens += len(self._computed) - self._known
         return self._row()
 
     def known(self, kwargs: Mapping[str, Any]) -> Any:
@@ -161,7 +180,10 @@ class Lookahead:
             return None
         if self._accepted < len(self._computed) and int(kwargs["input_ids"]) == self._computed[self._accepted]:
             self._accepted += 1
-            self._stats.accepted_tokens += 1
+            if self._accepted > self._known:
+                self._stats.accepted_tokens += 1
+            elif self._grammar is not None:
+                self._grammar.saved += 1
             return self._row()
         self.end()
         return None

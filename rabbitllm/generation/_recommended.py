@@ -1,4 +1,4 @@
-"""The options in a checkpoint's generation config: which of transformers' `GenerationConfig` have no effect.
+"""A checkpoint's generation config: the tokens that end a text, and which options of transformers' have no effect.
 
 Both executors make one sequence from one prompt, one token after the other, and a batch may begin again after the
 tokens so far. An option that changes the scores of tokens is honoured. One that needs another loop, or another prompt,
@@ -16,7 +16,10 @@ from rabbitllm.base.terminal import listed
 from rabbitllm.errors import OptionError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation.request import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,38 @@ def stop_strings(model: StreamedModel) -> tuple[str, ...]:
     """The strings that end an answer by the checkpoint's generation config."""
     stops = _set_options(model).get("stop_strings", ())
     return tuple(text for text in ([stops] if isinstance(stops, str) else stops) if text)
+
+
+def tokenizer_of(model: StreamedModel) -> PreTrainedTokenizerBase:
+    """The model's tokenizer.
+
+    Raises:
+        OptionError: the model has no tokenizer, or none that could be read.
+    """
+    if model.tokenizer is None:
+        raise OptionError(
+            "This model has no tokenizer, so text cannot be tokenized.",
+            "Put its tokenizer files into the folder with its config.json.",
+        )
+    return model.tokenizer
+
+
+def end_tokens(model: StreamedModel, sampling: Sampling | None = None) -> list[int]:
+    """The tokens that end a text: those of the model's generation config and of its tokenizer; none if ignored.
+
+    A stop string of the generation config that is one token, such as a special one, which no text shows, is among them.
+
+    Raises:
+        OptionError: see `tokenizer_of`.
+    """
+    if sampling is not None and sampling.ignore_eos:
+        return []
+    configured = model.generation_config.eos_token_id if model.can_generate() else None
+    ends = [] if configured is None else [configured] if isinstance(configured, int) else [*configured]
+    tokenizer = tokenizer_of(model)
+    eos, added = tokenizer.eos_token_id, tokenizer.get_added_vocab()
+    stops = [added[text] for text in stop_strings(model) if text in added]
+    return list(dict.fromkeys([*ends, *([eos] if eos is not None else []), *stops]))
 
 
 def check_options(model: StreamedModel) -> None:

@@ -176,7 +176,8 @@ class Scheduler:
     """
 
     def __init__(self, model: StreamedModel, limits: Limits) -> None:
-        draft = draft_of(model, limits.draft, packs=can_be_packed(model) and not limits.exact)
+        packs = can_be_packed(model) and not limits.exact
+        draft = draft_of(model, limits.draft, packs=packs)
         self.running: list[Sequence] = []
         self.caches = CacheManager(model, limits, self.running)
         self.totals = BatchStats()
@@ -186,7 +187,8 @@ class Scheduler:
         self._budget = TokenBudget()
         self._max_running = float(limits.running)  # sequences for which devices had enough memory recently
         self._recent_seconds = 1.0  # moving average of the seconds that a request took
-        self._drafts = None if draft is None else BatchDrafts(model, draft, self.totals)
+        looks_ahead = draft is not None or (packs and can_go_back(model))
+        self._drafts = BatchDrafts(model, draft, self.totals) if looks_ahead else None
         self._closing: float | None = None  # time at which unfinished requests are cancelled
         self._pauses = 0
         self._change = own_lock(threading.Condition())
@@ -338,9 +340,9 @@ class Scheduler:
         chosen = [ready[index] for index in within_budget([count for _, count in ready], budget)]
         sequences, tokens = tuple(sequence for sequence, _ in chosen), sum(count for _, count in chosen)
         if self._drafts is not None:
-            drafting = sequences if len(sequences) == tokens or tokens < MANY_TOKENS else ()  # none beside long prompts
             rows = self.caches.memory.logits - len(sequences)
-            tokens += self._drafts.propose(self.caches.drafts(drafting, tokens, rows))
+            pays = len(sequences) == tokens or tokens < MANY_TOKENS  # not beside long prompts
+            tokens += self._drafts.propose(self.caches.drafts(sequences, tokens, rows, pays=pays))
         return ScheduledPass(sequences, tokens)
 
     def unwanted(self) -> list[tuple[Sequence, FinishReason]]:
@@ -387,7 +389,7 @@ class Scheduler:
         """Move a waiting sequence, which may have been preempted, to the running ones."""
         lookahead = None
         if self._drafts is not None and sequence.cache is not None and sequence.request.media is None:
-            lookahead = self._drafts.begin(sequence.cache)
+            lookahead = self._drafts.begin(sequence.cache, sequence.grammar)
         sequence.start(self._runner.coroutines, self.caches.prompt_chunk(sequence), lookahead)
         with self._change:
             self._waiting.remove(sequence)
@@ -417,6 +419,7 @@ class Scheduler:
         self.totals.ended[reason] = self.totals.ended.get(reason, 0) + 1
         self.totals.prompt_tokens += len(sequence.request.prompt)
         self.totals.kept_tokens += sequence.num_cached_tokens
+        self.totals.forced_tokens += sequence.grammar.saved if sequence.grammar is not None else 0
         if isinstance(how, BaseException):
             if isinstance(how, Exception):
                 logger.info("a request has failed", exc_info=how)

@@ -39,6 +39,7 @@ from rabbitllm.generation.transformers_api import sample
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation.grammar import GrammarState
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ class Sequence:
         cache: its KV cache, a `DynamicCache`; None leaves it to `generate`.
         swapped_out: its KV cache, if it was preempted and the cache is swapped out.
         coroutine: its suspended call of `generate`, while it runs.
-        lookahead: its drafts, while it runs; None if it has none.
+        lookahead: its drafts and forced tokens, while it runs; None if it has none.
+        grammar: the state of its grammar; None if it has none.
         is_cancelled: whether it was cancelled.
         deadline: deadline in `time.monotonic()`; None for no limit.
         finish_reason: None until it has ended.
@@ -111,6 +113,7 @@ class Sequence:
         self.swapped_out: SwappedOutCache | None = None
         self.coroutine: Coroutine | None = None
         self.lookahead: Lookahead | None = None
+        self.grammar = request.grammar.state(model) if request.grammar is not None else None
         self.is_cancelled = False
         self._submitted = time.monotonic()
         self.deadline = self._submitted + request.seconds if request.seconds is not None else None
@@ -197,11 +200,11 @@ class Sequence:
         return cache
 
     @property
-    def can_draft(self) -> bool:
-        """Whether it may have a draft in its next pass: if that computes its last token."""
-        if self.lookahead is None or self.num_new_tokens != 1 or self.has_dropped_cache:
+    def can_look_ahead(self) -> bool:
+        """Whether its next pass may have further rows: if that computes its last token."""
+        if self.lookahead is None or not self.num_new_tokens or self.has_dropped_cache:
             return False
-        return self.num_computed_tokens + 1 == self.length.tokens
+        return self.num_computed_tokens + self.num_new_tokens == self.length.tokens
 
     def start(self, coroutines: Coroutines, chunk: int | None, lookahead: Lookahead | None = None) -> None:
         """Begin to generate, or continue after the tokens of an earlier run; it stops before its first pass.
@@ -246,6 +249,7 @@ class Sequence:
             self._stream.stop,
             reasoning=self._stream.reasoning,
             reasoning_tokens=self._stream.reasoning_tokens,
+            forced_tokens=self.grammar.saved if self.grammar is not None else 0,
         )
         self._report(result)
         self._notify = None  # breaks the reference cycle with the caller
@@ -265,7 +269,7 @@ class Sequence:
             self.is_cancelled = True
 
     def _generate(self, chunk: int | None) -> None:
-        arguments = generate_arguments(self._model, self.request, self.tokens, self.cache)
+        arguments = generate_arguments(self._model, self.request, self.tokens, self.cache, self.grammar)
         arguments["stopping_criteria"] = StoppingCriteriaList([_EachToken(self._take)])
         arguments |= {"prefill_chunk_size": chunk, "custom_generate": self._choose_tokens}
         try:
@@ -294,9 +298,26 @@ class Sequence:
         chosen = TokenLogprob(token)
         if self._logprobs is not None:
             chosen = self._logprobs.of(token, self.request.top_logprobs or 0)
-        self.tokens.append(token)  # not earlier: without memory for the line above, the token is chosen again
-        self._stream.add([token])
-        if self._stream.stop is not None or token in self._ends:
+        self._add(chosen)  # not earlier: without memory for the line above, the token is chosen again
+        if self.finish_reason is None and self.grammar is not None:
+            forced = self.grammar.forced(self.ids)  # its thread begins with the mask after them
+            if self._logprobs is None and self.grammar.ends(forced):
+                self._add_all(forced, self.grammar)
+        if self.finish_reason is not None:
+            raise _Over
+
+    def _add_all(self, forced: list[int], grammar: GrammarState) -> None:
+        """Add the last tokens of an answer, which need no pass."""
+        for token in forced:
+            if self.finish_reason is None:
+                self._add(TokenLogprob(token))
+                grammar.saved += 1
+
+    def _add(self, chosen: TokenLogprob) -> None:
+        """Add a token, and report the text that it completes."""
+        self.tokens.append(chosen.token)
+        self._stream.add([chosen.token])
+        if self._stream.stop is not None or chosen.token in self._ends:
             self.finish_reason = FinishReason.STOP
         elif self.length.room <= 0:
             self.finish_reason = FinishReason.LENGTH
@@ -305,8 +326,6 @@ class Sequence:
         text = "".join(self._pieces)
         self._pieces.clear()
         self._report(Delta(text, (chosen,)))
-        if self.finish_reason is not None:
-            raise _Over
 
     def _swap_random_state(self, begins: bool) -> None:
         """Swap in the random state of the request around the choice of a token: called before it and after."""

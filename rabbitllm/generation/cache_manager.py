@@ -281,7 +281,7 @@ class CacheManager:
         return self._left_by(in_file) - self.memory.next_bytes(s.length for s in in_memory)
 
     def drafts(
-        self, sequences: abc.Sequence[Sequence], tokens: int, rows: int
+        self, sequences: abc.Sequence[Sequence], tokens: int, rows: int, *, pays: bool
     ) -> list[tuple[Lookahead, list[int], int]]:
         """Choose how many tokens are drafted for the next pass, as far as the running sequences leave memory.
 
@@ -289,6 +289,7 @@ class CacheManager:
             sequences: sequences of the pass.
             tokens: their tokens without drafts.
             rows: maximum number of drafted tokens; divided equally.
+            pays: whether tokens that may be wrong are drafted, not forced ones alone.
 
         Returns:
             The drafts of sequences, each with the sequence's tokens and the number of tokens to draft.
@@ -300,14 +301,15 @@ class CacheManager:
             if lookahead.nbytes and (free < 0 or is_in_file):
                 free += lookahead.nbytes
                 lookahead.forget()
-        able = [sequence for sequence in sequences if sequence.can_draft and sequence.cache not in self.file]
+        able = [sequence for sequence in sequences if sequence.can_look_ahead and sequence.cache not in self.file]
         for others, sequence in zip(reversed(range(len(able))), able, strict=True):
             source, length = sequence.lookahead, sequence.length
             assert source is not None
             most = min(rows // (others + 1), length.room - 1)
             while most > 0 and self._drafted_bytes(source, length.tokens, most) > free:
                 most -= 1
-            if count := source.choose(length.tokens, most, tokens, len(sequences)):
+            drafts = pays and sequence.num_new_tokens == 1
+            if count := source.choose(sequence.ids, most, tokens, len(sequences), drafts=drafts):
                 free -= self._drafted_bytes(source, length.tokens, count)
                 rows -= count
                 wanting.append((source, sequence.ids, count))

@@ -29,6 +29,7 @@ from rabbitllm.generation._proposals import Proposal as Proposal
 from rabbitllm.generation._proposals import proposals_of
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Width, costs_of
+from rabbitllm.generation.grammar import GrammarState
 from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, layers_of, why_not_back
 from rabbitllm.generation.request import check_generates, tokenizer_of
 from rabbitllm.generation.transformers_api import has_dynamic_cache
@@ -61,28 +62,30 @@ class Drafting:
     model's, but a seed may give another answer.
 
     Args:
-        draft: what proposes tokens, after `prepare_draft`.
+        draft: what proposes tokens, after `prepare_draft`; None for those alone that a grammar forces.
         streamer: gets the tokens; `generate` gives its own streamer the prompt only.
+        grammar: the state of the answer's grammar.
 
     Attributes:
         brought: what the draft has brought so far.
     """
 
-    def __init__(self, draft: Draft, streamer: Any = None) -> None:
+    def __init__(self, draft: Draft | None, streamer: Any = None, grammar: GrammarState | None = None) -> None:
         self._draft = draft
         self._streamer = streamer
+        self._grammar = grammar
         self._width: Width | None = None
         self.brought = Drafts()
 
-    def streaming_to(self, streamer: Any) -> Drafting:
+    def streaming_to(self, streamer: Any, grammar: GrammarState | None = None) -> Drafting:
         """The same draft and what was learnt of it, for an answer whose tokens go to another streamer."""
         drafting = copy.copy(self)
-        drafting._streamer, drafting.brought = streamer, Drafts()
+        drafting._streamer, drafting._grammar, drafting.brought = streamer, grammar, Drafts()
         return drafting
 
     def prepare(self, model: StreamedModel) -> None:
         """Assume the costs of a model until they are measured."""
-        self._width = self._width or Width(costs_of(model, self._draft))
+        self._width = self._width or Width(costs_of(model, self._draft or NGRAM))
 
     def __call__(
         self,
@@ -109,18 +112,30 @@ class Drafting:
         self.prepare(model)
         assert self._width is not None
         width = self._width
-        proposals = proposals_of(self._draft, model, track, logits_processor, generation_config, width)
+        draft = self._draft or NGRAM
+        proposals = proposals_of(draft, model, track, logits_processor, generation_config, width)
         ids, nothing = input_ids, Proposal(input_ids[:, :0])
         is_prompt, is_over, seen = True, False, 0
         try:
             while not is_over:
                 known = ids.shape[1]
+                forced = self._forced(ids, generation_config.max_length - known)
+                if forced and self._grammar is not None and self._grammar.ends(forced):
+                    ids = self._ended(ids, forced, stopping_criteria)
+                    is_over = True
+                    break
                 # a prompt would be the first rows of the next pass, too, and windows would grow to its length
                 waits = not track.keeps_every_token if is_prompt else known - track.tokens > MAX_CARRIED
                 most, lacks = 0 if waits else generation_config.max_length - known - 1, known - seen
                 begin, proposal, rows = time.perf_counter(), nothing, ids
-                if wanted := width.choose(most, lacks, 1 if is_prompt else known - track.tokens):
-                    proposal = proposals.propose(ids, wanted)
+                forced = forced[: max(most, 0)]
+                wanted = 0
+                if forced:
+                    proposal = Proposal(ids.new_tensor([forced]))
+                elif self._draft is not None and (
+                    wanted := width.choose(most, lacks, 1 if is_prompt else known - track.tokens)
+                ):
+                    proposal = self._valid(ids, proposals.propose(ids, wanted))
                 drafted = time.perf_counter()
                 if proposal.count:
                     rows = torch.cat((ids, proposal.tokens), dim=1)
@@ -145,9 +160,14 @@ class Drafting:
                         break
                     path.append(index)
                 track.settle(ids.shape[1] - 1, path, proposal.count)
-                proposals.settle(ids.shape[1] - 1, path)
+                proposals.settle(ids.shape[1] - 1, () if forced else path)
                 right = len(path) + (index is not None)
                 width.costs.learn_pass(computed, None if is_prompt else end - drafted, proposal.count > 0)
+                seen, is_prompt = ids.shape[1] - 1 if wanted else seen, False
+                if forced and self._grammar is not None:
+                    self._grammar.saved += right
+                if forced or self._draft is None:
+                    continue
                 width.learn(
                     wanted,
                     proposal.depth,
@@ -157,7 +177,6 @@ class Drafting:
                     draft_seconds=drafted - begin,
                     lacks=lacks,
                 )
-                seen, is_prompt = ids.shape[1] - 1 if wanted else seen, False
                 hits = (1,) * right + (0,) * (index is None and right < proposal.depth)
                 answered = ids.shape[1] - known
                 whole = time.perf_counter() - begin
@@ -170,6 +189,29 @@ class Drafting:
         if self._streamer is not None:
             self._streamer.end()
         return ids
+
+    def _forced(self, ids: torch.Tensor, room: int) -> list[int]:
+        """The tokens that must follow, as far as the answer may go on."""
+        return [] if self._grammar is None else self._grammar.forced(ids[0].tolist())[:room]
+
+    def _ended(self, ids: torch.Tensor, forced: list[int], stopping_criteria: StoppingCriteriaList) -> torch.Tensor:
+        """The sequence with its last tokens, which need no pass."""
+        for token in forced:
+            ids = torch.cat((ids, ids.new_tensor([[token]])), dim=1)
+            if self._streamer is not None:
+                self._streamer.put(ids[0, -1:].cpu())
+            if self._grammar is not None:
+                self._grammar.saved += 1
+            if bool(stopping_criteria(ids, None).all()):
+                break
+        return ids
+
+    def _valid(self, ids: torch.Tensor, proposal: Proposal) -> Proposal:
+        """A proposal of the text so far as far as the grammar allows it; models propose nothing else."""
+        if self._grammar is None or self._draft != NGRAM:
+            return proposal
+        tokens = proposal.tokens[0].tolist()
+        return Proposal(proposal.tokens[:, : self._grammar.valid(ids[0].tolist(), tokens)])
 
 
 def _takes(model: StreamedModel, cache: Any) -> bool:
@@ -232,7 +274,9 @@ class _WithDraft:
     def generate(self, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
         """As in transformers, with a draft where it can be used."""
         if _serves(self, inputs, generation_config, options):
-            options["custom_generate"] = self.drafting.streaming_to(options.get("streamer"))
+            processors = options.get("logits_processor") or ()
+            grammar = next((each for each in processors if isinstance(each, GrammarState)), None)
+            options["custom_generate"] = self.drafting.streaming_to(options.get("streamer"), grammar)
         parent: Any = super()
         return parent.generate(inputs, generation_config=generation_config, **options)
 

@@ -16,14 +16,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rabbitllm.checkpoints.local import is_writable
 from rabbitllm.errors import OptionError
-from rabbitllm.generation._recommended import neutral_arguments, stop_strings
+from rabbitllm.generation._recommended import end_tokens as end_tokens
+from rabbitllm.generation._recommended import neutral_arguments
+from rabbitllm.generation._recommended import tokenizer_of as tokenizer_of
 from rabbitllm.telemetry.passes import Drafts
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
+    from transformers import LogitsProcessor
 
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation.grammar import Grammar, GrammarState
     from rabbitllm.generation.reasoning import Thoughts
 
 MAX_TOKENS = 512
@@ -271,6 +274,7 @@ class Request:
             are left out.
         thoughts: how reasoning is told from the answer; None where all text is the answer.
         thinking_budget: closes the reasoning; None for no limit.
+        grammar: what the answer must be; None for anything.
     """
 
     prompt: tuple[int, ...]
@@ -283,6 +287,7 @@ class Request:
     shown: frozenset[int] = frozenset()
     thoughts: Thoughts | None = None
     thinking_budget: ThinkingBudget | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +364,7 @@ class Result:
         work: passes and bytes; all zero for a model without a profiler, and in a batch.
         reasoning: the text between marks of reasoning; see `Request.thoughts`.
         reasoning_tokens: how many of the tokens are reasoning or its marks.
+        forced_tokens: how many of them the grammar forced, so that they had no pass of their own.
     """
 
     text: str
@@ -372,6 +378,7 @@ class Result:
     work: Work = field(default_factory=Work)
     reasoning: str = ""
     reasoning_tokens: int = 0
+    forced_tokens: int = 0
 
     @property
     def is_cut_off_in_thoughts(self) -> bool:
@@ -424,6 +431,7 @@ class BatchStats:
         file_read_bytes: bytes read from that file.
         drafted_tokens: number of tokens that drafts proposed in passes.
         accepted_tokens: how many of them were the model's own choice, so that they took no pass.
+        forced_tokens: number of tokens that grammars forced, so that they took no pass; of requests that ended.
     """
 
     running: int = 0
@@ -449,6 +457,7 @@ class BatchStats:
     file_read_bytes: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    forced_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,38 +529,6 @@ def check_generates(model: StreamedModel) -> None:
         )
 
 
-def tokenizer_of(model: StreamedModel) -> PreTrainedTokenizerBase:
-    """The model's tokenizer.
-
-    Raises:
-        OptionError: the model has no tokenizer, or none that could be read.
-    """
-    if model.tokenizer is None:
-        raise OptionError(
-            "This model has no tokenizer, so text cannot be tokenized.",
-            "Put its tokenizer files into the folder with its config.json.",
-        )
-    return model.tokenizer
-
-
-def end_tokens(model: StreamedModel, sampling: Sampling | None = None) -> list[int]:
-    """The tokens that end a text: those of the model's generation config and of its tokenizer; none if ignored.
-
-    A stop string of the generation config that is one token, such as a special one, which no text shows, is among them.
-
-    Raises:
-        OptionError: see `tokenizer_of`.
-    """
-    if sampling is not None and sampling.ignore_eos:
-        return []
-    configured = model.generation_config.eos_token_id if model.can_generate() else None
-    ends = [] if configured is None else [configured] if isinstance(configured, int) else [*configured]
-    tokenizer = tokenizer_of(model)
-    eos, added = tokenizer.eos_token_id, tokenizer.get_added_vocab()
-    stops = [added[text] for text in stop_strings(model) if text in added]
-    return list(dict.fromkeys([*ends, *([eos] if eos is not None else []), *stops]))
-
-
 OF_THE_MODEL = ("typical_p", "min_length", "min_new_tokens", "no_repeat_ngram_size", "suppress_tokens")
 """Options of `generate` that a checkpoint may recommend, and a request cannot change."""
 
@@ -584,7 +561,11 @@ def recommended_sampling(model: StreamedModel) -> Sampling:
 
 
 def generate_arguments(
-    model: StreamedModel, request: Request, tokens: Sequence[int] = (), cache: Any = None
+    model: StreamedModel,
+    request: Request,
+    tokens: Sequence[int] = (),
+    cache: Any = None,
+    grammar: GrammarState | None = None,
 ) -> dict[str, Any]:
     """Arguments for transformers' `generate`, as both executors call it for one sequence.
 
@@ -593,6 +574,7 @@ def generate_arguments(
         request: the request.
         tokens: tokens that were generated before this call.
         cache: KV cache to continue; None leaves it to `generate`.
+        grammar: the state of the request's grammar.
     """
     import torch
 
@@ -610,12 +592,12 @@ def generate_arguments(
         biases = Counter({tuple(ids): bias for ids, bias in (own.items() if isinstance(own, Mapping) else own)})
         biases.update({(token,): bias for token, bias in sampling.logit_bias})
         limits["sequence_bias"] = [[[*ids], float(bias)] for ids, bias in biases.items()]
+    processors: list[LogitsProcessor] = []
     if sampling.presence_penalty or sampling.frequency_penalty:
         before = 1 if model.config.is_encoder_decoder else len(request.prompt)
         penalties = sampling.presence_penalty or 0.0, sampling.frequency_penalty or 0.0
-        limits["logits_processor"] = [AnswerPenalties(before, *penalties)]
-    if request.thinking_budget is not None:
-        limits.setdefault("logits_processor", []).append(request.thinking_budget)
+        processors.append(AnswerPenalties(before, *penalties))
+    processors += [each for each in (request.thinking_budget, grammar) if each is not None]
     return {
         "inputs": ids,
         "attention_mask": torch.ones_like(ids),
@@ -626,6 +608,7 @@ def generate_arguments(
         "use_cache": True,
         "pad_token_id": pad if pad is not None else next(iter(ends), 0),
         **({} if cache is None else {CACHE_ARGUMENT: cache}),
+        **({"logits_processor": processors} if processors else {}),
         **({} if request.media is None else request.media.arguments(ids.shape[1], ids.device)),
         **sampling.arguments(),
         **limits,

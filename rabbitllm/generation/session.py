@@ -23,7 +23,14 @@ from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError, OptionError
 from rabbitllm.generation._recommended import check_options, stop_strings
 from rabbitllm.generation.draft import Draft, Drafting
-from rabbitllm.generation.kv_cache import ConversationCache, angles_change_after, common_prefix, empty_cache, keeps
+from rabbitllm.generation.kv_cache import (
+    ConversationCache,
+    angles_change_after,
+    can_go_back,
+    common_prefix,
+    empty_cache,
+    keeps,
+)
 from rabbitllm.generation.reasoning import Thinking
 from rabbitllm.generation.request import (
     FinishReason,
@@ -40,7 +47,7 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.streams import TextStream, Think
 from rabbitllm.generation.template import REASONING, SYSTEM, USER, ChatTemplate, PromptRefused
-from rabbitllm.telemetry.passes import EXPERT_TIERS, PINNED_UPLOAD, READ, UPLOAD, PassSums
+from rabbitllm.telemetry.passes import EXPERT_TIERS, PINNED_UPLOAD, READ, UPLOAD, Drafts, PassSums
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -95,7 +102,8 @@ def generate(
         OSError: `write` raised it.
     """
     stops = (*request.stop, *stop_strings(model))
-    arguments = generate_arguments(model, request, cache=cache)
+    grammar = request.grammar.state(model) if request.grammar is not None else None
+    arguments = generate_arguments(model, request, cache=cache, grammar=grammar)
     stream = TextStream(
         tokenizer_of(model),
         write,
@@ -105,8 +113,10 @@ def generate(
         thoughts=request.thoughts,
         prompt_done=prompt_done,
     )
+    if drafting is None and grammar is not None and can_go_back(model):
+        drafting = Drafting(None)  # for the tokens that the grammar forces
     if drafting is not None and request.media is None:
-        arguments["custom_generate"] = drafting = drafting.streaming_to(stream)
+        arguments["custom_generate"] = drafting = drafting.streaming_to(stream, grammar)
     else:
         drafting = None
     if stops:
@@ -123,6 +133,7 @@ def generate(
         ends = end_tokens(model, request.sampling)
         is_over = not stream.tokens or stream.tokens[-1] in ends or stream.stop is not None
         finish = FinishReason.STOP if is_over else FinishReason.LENGTH
+    brought = drafting.brought if drafting is not None else Drafts()
     return Result(
         stream.text,
         tuple(stream.tokens),
@@ -131,9 +142,10 @@ def generate(
         stream.times[0] - start if stream.times else None,
         (stream.times[-1] if stream.times else time.perf_counter()) - start,
         stop=stream.stop,
-        work=replace(work_between(before, model.profiler.sums), drafts=drafting.brought if drafting else None),
+        work=replace(work_between(before, model.profiler.sums), drafts=brought if brought.passes else None),
         reasoning=stream.reasoning,
         reasoning_tokens=stream.reasoning_tokens,
+        forced_tokens=grammar.saved if grammar is not None else 0,
     )
 
 

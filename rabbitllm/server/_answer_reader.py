@@ -30,6 +30,7 @@ class AnswerReader:
         form: the model's marks.
         tail: see `AnswerFormat.reader`.
         tools, types: see `CallReader`; without tools there are no calls.
+        most_calls: how many calls count; None for all.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class AnswerReader:
         tail: str,
         tools: Collection[str] = (),
         types: Mapping[str, Mapping[str, str]] | None = None,
+        most_calls: int | None = None,
     ) -> None:
+        self._most_calls = most_calls
         self._split = form.reader(tail, tools)
         self._calls = CallReader(tools, types, form.pairs) if tools else None
 
@@ -56,7 +59,7 @@ class AnswerReader:
         reasoning, answer = self._split.end()
         calls = tuple(ParsedToolCall(*call) for call in self._split.calls)
         if self._calls is None:
-            return AnswerPiece(reasoning, answer, calls)
+            return AnswerPiece(reasoning, answer, calls[: self._most_calls])
         answer = self._calls.feed(answer)
         rest, last_calls = self._calls.end()
-        return AnswerPiece(reasoning, answer + rest, (*calls, *last_calls))
+        return AnswerPiece(reasoning, answer + rest, (*calls, *last_calls)[: self._most_calls])

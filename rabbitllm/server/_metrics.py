@@ -197,6 +197,7 @@ def _batch_families(stats: BatchStats) -> list[Family]:
         counter("rabbitllm_generated_tokens_total", "Generated tokens.", stats.new_tokens),
         counter("rabbitllm_drafted_tokens_total", "Tokens that drafts proposed.", stats.drafted_tokens),
         counter("rabbitllm_accepted_tokens_total", "Drafted tokens that were right.", stats.accepted_tokens),
+        counter("rabbitllm_forced_tokens_total", "Tokens that a grammar forced, without a pass.", stats.forced_tokens),
         counter("rabbitllm_preempted_total", "Preemptions of running requests.", stats.preempted),
         counter("rabbitllm_resumed_total", "Preempted requests resumed with their KV cache swapped in.", stats.resumed),
         Family("rabbitllm_generations_total", "counter", "Finished requests, by reason.", ended),

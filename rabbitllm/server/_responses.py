@@ -259,7 +259,7 @@ class Responses(Dialect):
             "store": False,
             "tools": body.get("tools") or [],
             "tool_choice": body.get("tool_choice") or "auto",
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "reasoning": body.get("reasoning"),
             "truncation": "disabled",
             "text": body.get("text") or {"format": {"type": "text"}},

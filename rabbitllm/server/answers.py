@@ -191,7 +191,8 @@ class ChatChoices(_Choices):
         super().__init__(call, texts, ends)
         self._new_id = new_id
         thoughts = [request.thoughts or Thoughts() for request in call.requests]
-        self._readers = [AnswerReader(each.form, each.tail, call.tools, call.types) for each in thoughts]
+        of_calls = call.tools, call.types, call.most_calls
+        self._readers = [AnswerReader(each.form, each.tail, *of_calls) for each in thoughts]
 
     def begin(self, choice: int) -> list[dict[str, Any]]:
         """The role."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import harmless
@@ -13,6 +14,7 @@ from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.reasoning import Thoughts
 from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, Sampling, ThinkingBudget
 from rabbitllm.generation.template import ChatTemplate
+from rabbitllm.server._grammars import answer_grammar, json_type, must_call
 from rabbitllm.server._tools import FORMS, call_tokens
 from rabbitllm.server.api_error import (
     BAD_MEDIA,
@@ -50,6 +52,7 @@ class CheckedCall:
         top_logprobs: see `Request`; None for no probabilities.
         tools: names of the tools in the prompt; empty for none.
         types: tool -> parameter -> its type in JSON schema.
+        most_calls: how many tool calls of an answer count; None for all.
         echoes: the prompt's text that each completion begins with; empty if `echo` is off.
         candidates: answers to each prompt, of which the `n` most likely ones are returned.
         n: see above; 0 for all.
@@ -61,6 +64,7 @@ class CheckedCall:
     top_logprobs: int | None = None
     tools: tuple[str, ...] = ()
     types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    most_calls: int | None = None
     echoes: tuple[str, ...] = ()
     candidates: int = 1
     n: int = 0
@@ -138,11 +142,14 @@ def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, se
     shown = call_tokens(template.tokenizer) if tools else frozenset()
     thoughts = template.thoughts(prompt.ids)
     budget = _budget(body.thinking_token_budget, template, thoughts, len(prompt.ids))
-    requests = tuple(replace(request, shown=shown, thoughts=thoughts, thinking_budget=budget) for request in requests)
+    grammar = answer_grammar(body, template.tokenizer, tools, thoughts, template.sources[bool(tools)])
+    form = partial(replace, shown=shown, thoughts=thoughts, thinking_budget=budget, grammar=grammar)
+    requests = tuple(form(request) for request in requests)
     functions = [tool.function for tool in tools]
     types = {function.name: _types(function.parameters) for function in functions}
     names = tuple(function.name for function in functions)
-    return CheckedCall(requests, top_logprobs, names, types, candidates=n, max_tokens=_cut(max_tokens, [new_tokens]))
+    most_calls, cut = 1 if body.parallel_tool_calls is False else None, _cut(max_tokens, [new_tokens])
+    return CheckedCall(requests, top_logprobs, names, types, most_calls, candidates=n, max_tokens=cut)
 
 
 def _budget(
@@ -157,20 +164,9 @@ def _budget(
 
 
 def _tools(body: ChatBody, template: ChatTemplate) -> list[Tool]:
-    choice = body.tool_choice
-    if choice not in (None, "auto", "none"):
-        shown = choice if isinstance(choice, str) else "a tool that must be called"
-        raise unsupported(
-            f'tool_choice: {str(shown)[:40]} is not supported: tool calls cannot be forced. Expected "auto" or "none".',
-            "tool_choice",
-        )
-    if not body.tools or choice == "none":
+    must_call(body)
+    if not body.tools or body.tool_choice == "none":
         return []
-    if body.parallel_tool_calls is False:
-        raise unsupported(
-            "parallel_tool_calls: false is not supported: the number of tool calls cannot be limited.",
-            "parallel_tool_calls",
-        )
     if not template.reads("tools", with_tools=True):
         raise unsupported("This model's chat template does not support tools.", "tools")
     return body.tools
@@ -188,10 +184,12 @@ def _variables(body: ChatBody, template: ChatTemplate, settings: Settings, *, wi
                 "chat_template_kwargs",
             )
     form = body.response_format.model_dump(exclude_none=True) if body.response_format is not None else {"type": "text"}
-    fields = {"response_format": form if form["type"] != "text" else None, "reasoning_effort": body.reasoning_effort}
-    for name, value in fields.items():
-        if value is not None and name not in settable:
-            raise unsupported(f"{name} is not supported: this model's chat template does not use it.", name)
+    is_read = form["type"] != "text" and "response_format" in settable
+    fields = {"response_format": form if is_read else None, "reasoning_effort": body.reasoning_effort}
+    if body.reasoning_effort is not None and "reasoning_effort" not in settable:
+        raise unsupported(
+            "reasoning_effort is not supported: this model's chat template does not use it.", "reasoning_effort"
+        )
     usual = {name: value for name, value in template.thinking(settings.thinking).items() if name in settable}
     return usual | {name: value for name, value in {**named, **fields}.items() if value is not None}
 
@@ -297,18 +295,8 @@ def _types(parameters: dict[str, Any] | None) -> dict[str, str]:
     properties = (parameters or {}).get("properties")
     if not isinstance(properties, dict):
         return {}
-    return {str(name): _type(schema) for name, schema in properties.items() if isinstance(schema, dict)}
-
-
-def _type(schema: dict[str, Any]) -> str:
-    """The type of a parameter; of several, as of an optional one, "string" if it is among them."""
-    unions = (schema.get(word) for word in ("anyOf", "oneOf"))
-    branches = [schema, *(branch for union in unions if isinstance(union, list) for branch in union)]
-    declared = [branch.get("type") for branch in branches if isinstance(branch, dict)]
-    names = [
-        name for item in declared for name in (item if isinstance(item, list) else [item]) if isinstance(name, str)
-    ]
-    return "string" if "string" in names else next(iter(names), "")
+    root = parameters or {}
+    return {str(name): json_type(schema, root) for name, schema in properties.items() if isinstance(schema, dict)}
 
 
 def checked_completion(
@@ -339,6 +327,8 @@ def checked_completion(
     pairs = [(prompt, _new_tokens(prompt, max_tokens, limits, settings, "prompt")) for prompt in prompts]
     top_logprobs = 0 if body.logprobs is None and candidates > n else body.logprobs
     requests = _requests_of(body, pairs, body.stops, top_logprobs, limits, settings, candidates)
+    grammar = answer_grammar(body, tokenizer)
+    requests = tuple(replace(request, grammar=grammar) for request in requests)
     echoes: tuple[str, ...] = ()
     if body.echo:
         texts = [entry if isinstance(entry, str) else str(tokenizer.decode(entry)) for entry in entries]

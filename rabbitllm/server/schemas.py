@@ -68,6 +68,13 @@ class StreamOptionsBody(_Strict):
     include_usage: bool | None = None
 
 
+class ResponseFormat(_Strict):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
 class GenerationBody(_Strict):
     """Fields shared by chats and completions."""
 
@@ -88,6 +95,8 @@ class GenerationBody(_Strict):
     ignore_eos: bool | None = None
     seed: Whole | None = Field(None, ge=-SEEDS - 1, le=SEEDS)
     max_tokens: Count | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptionsBody | None = None
 
@@ -176,13 +185,6 @@ class Tool(_Strict):
     function: Function
 
 
-class ResponseFormat(_Strict):
-    """`response_format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
-
-
 class ChatBody(GenerationBody):
     """Body of `/v1/chat/completions`."""
 
@@ -193,7 +195,6 @@ class ChatBody(GenerationBody):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: Whole | None = Field(None, ge=0)
@@ -356,7 +357,8 @@ _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("max_new_tokens", "max_length", "n_predict", "num_predict", "max_output_tokens"), "max_tokens"),
     **dict.fromkeys(("stop_sequences", "stop_strings", "stop_token_ids"), "stop"),
     **dict.fromkeys(("enable_thinking", "thinking", "documents"), "chat_template_kwargs"),
-    **dict.fromkeys(("format", "guided_decoding"), "response_format"),
+    **dict.fromkeys(("format", "json_schema"), "response_format"),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "guided_decoding"), "structured_outputs"),
     "chat_template": "",
     "reasoning": "reasoning_effort",
     "do_sample": "temperature",
@@ -371,7 +373,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("include_reasoning", "separate_reasoning", "skip_special_tokens"), (True,)),
     **dict.fromkeys(("suffix", "grammar"), ("",)),
     **dict.fromkeys(("stop_token_ids", "bad_words", "suppress_tokens", "guided_choice", "functions"), ([],)),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "structured_outputs", "json_schema"), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "audio", "web_search_options", "prediction"), ()),
     "include_stop_str_in_output": (False,),
     "add_generation_prompt": (True,),

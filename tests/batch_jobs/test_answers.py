@@ -164,12 +164,14 @@ def test_swapped_lines_share_the_pass(model: Any, plain: Any) -> None:
 
 def test_answers_in_openais_form(model: Any, plain: Any) -> None:
     chat = {"model": "x", "messages": [{"role": "user", "content": "the rabbit"}], "max_tokens": 5, "temperature": 0}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["hare", 7]}}}
     defaults = Defaults(max_new_tokens=4)
     items = [
         Item(0, "a", BatchCall("/v1/chat/completions", chat)),
         Item(1, "b", BatchCall("/v1/completions", {"prompt": [[8, 9, 10], [5, 6, 7]], "logprobs": 1}, defaults)),
         Item(2, "c", BatchCall("/v1/completions", {"prompt": "x", "max_tokens": "many"})),
         Item(3, "d", BatchCall("/v1/chat/completions", {**chat, "n": 2, "temperature": 1, "seed": 3})),
+        Item(4, "e", BatchCall("/v1/chat/completions", {**chat, "max_tokens": 40, "response_format": form})),
     ]
     by_key = {answer.key: answer for answer in answers(model, items, name="name")}
     json.dumps([answer.line for answer in by_key.values()])
@@ -185,6 +187,7 @@ def test_answers_in_openais_form(model: Any, plain: Any) -> None:
     assert "max_tokens" in by_key["c"].line["response"]["body"]["error"]["message"]
     assert by_key["c"].is_error
     assert len(by_key["d"].line["response"]["body"]["choices"]) == 2
+    assert by_key["e"].line["response"]["body"]["choices"][0]["message"]["content"] in ('"hare"', "7")
     for key, answer in by_key.items():
         assert answer.line["custom_id"] == key
         assert answer.line["id"].startswith("batch_req_")

@@ -107,6 +107,18 @@ def test_statistics_are_on_stderr(checkpoint: Path) -> None:
     assert re.search(pattern, drafted.stderr, re.MULTILINE)
 
 
+def test_an_answer_fits_its_schema(checkpoint: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"enum": ["hare", "rabbit"]}, "minItems": 3, "maxItems": 3}')
+    long = ["--device", "cpu", "--max-new-tokens", "80", "--temperature", "1.5"]
+    result = run(str(checkpoint), PROMPT, *long, "--schema", str(schema), "--stats")
+    assert {*json.loads(result.stdout)} <= {"hare", "rabbit"}
+    assert re.search(r"^grammar +\d\d forced tokens without a pass$", result.stderr, re.MULTILINE)
+    schema.write_text('{"not": {}}')
+    with pytest.raises(OptionError, match=r'Unimplemented keys: \["not"\]'):
+        run(str(checkpoint), PROMPT, *long, "--schema", str(schema))
+
+
 def test_a_draft_model(checkpoint: Path, tmp_path: Path) -> None:
     result = run(str(checkpoint), PROMPT, "--raw", *SHORT, "--draft", str(checkpoint))
     assert result.stdout.rstrip("\n") == expected(checkpoint, PROMPT).rstrip("\n")

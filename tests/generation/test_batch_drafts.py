@@ -92,8 +92,8 @@ def test_memory_of_a_draft_is_counted(tmp_path: Path, open_batch: Open, monkeypa
     limit, most = 130 * token_bytes, []
     drafts = CacheManager.drafts
 
-    def watched(self: CacheManager, *args: Any) -> Any:
-        wanting = drafts(self, *args)
+    def watched(self: CacheManager, *args: Any, **options: Any) -> Any:
+        wanting = drafts(self, *args, **options)
         kept = sum(sequence.lookahead.nbytes for sequence in self._running if sequence.lookahead is not None)
         grown = sum(source.bytes_for(len(ids) + count) - source.nbytes for source, ids, count in wanting)
         rows = sum(count for *_, count in wanting) * token_bytes

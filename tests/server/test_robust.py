@@ -95,7 +95,7 @@ def idle(served: Running) -> None:
         (CHAT, {"messages": HELLO, "logit_bias": {"7": 300}}, "logit_bias"),
         (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
         (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format"),
         (CHAT, {"messages": HELLO, "reasoning_effort": "high"}, "reasoning_effort"),
         (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
         (CHAT, {"messages": [{"role": "user", "content": "the " * 400}], "max_tokens": 1}, "messages"),

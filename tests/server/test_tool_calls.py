@@ -25,6 +25,7 @@ TEMPLATE = (
 CONSIDERED = '<tool_call>{"name": "add", "arguments": {"a": 9}}</tool_call>'
 LINES = (
     ("<call>", "<tool_call>\n", '{"name": "add", "arguments": {"a": 1, "b": 2}}', "\n</tool_call>"),
+    ("<twice>", '<tool_call>{"name": "add"}', '</tool_call><tool_call>{"name": "mul"}</tool_call>'),
     ("<both>", "Let me ", "see.\n", "<tool_call>\n"),
     ("<talk>", "It is ", "three."),
     ("<json>", '{"a": ', "1}"),
@@ -214,14 +215,10 @@ def test_templates_get_the_response_format(scripted: Running) -> None:
     assert json.loads(answer.choices[0].message.content) == {"a": 1}
 
 
-def test_forced_tool_choice_is_refused(scripted: Running) -> None:
-    for fields in (
-        {"tool_choice": {"type": "function", "function": {"name": "add"}}},
-        {"tool_choice": "required"},
-        {"parallel_tool_calls": False},
-    ):
-        answer = scripted.post(
-            "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [ADD], **fields}
-        )
-        assert answer.status_code == 400
-        assert answer.json()["error"]["code"] == "unsupported_parameter"
+def test_without_parallel_calls_the_first_counts(scripted: Running) -> None:
+    """Codex asks for this by default."""
+    names = [
+        [call.function.name for call in ask(scripted, "<twice>", **options).choices[0].message.tool_calls]
+        for options in ({}, {"parallel_tool_calls": False})
+    ]
+    assert names == [["add", "mul"], ["add"]]

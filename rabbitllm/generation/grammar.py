@@ -1,0 +1,423 @@
+"""Grammars that answers follow: a JSON schema, a regular expression, a choice of texts, or rules in Lark's form.
+
+llguidance says which tokens may follow, and which must. Masks are computed in a thread while a pass reads weights. A
+forced token needs no logits, so it is a further row of the next pass; an end that is forced needs no pass at all. All
+else is the sampling of `generate`: the mask is one of its processors, after penalties and before temperature.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import LogitsProcessor
+
+from rabbitllm.base.forks import Workers, own_lock
+from rabbitllm.base.terminal import harmless
+from rabbitllm.errors import OptionError, missing_package
+from rabbitllm.generation._recommended import end_tokens, tokenizer_of
+from rabbitllm.generation.reasoning import CHANNEL, END, MESSAGE, START, Thoughts, special_tokens
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from rabbitllm.engine.streamed_model import StreamedModel
+
+JSON_FORM: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as most texts have it on one line: so models know it, and all but the values is forced."""
+_STRICT: Mapping[str, Any] = {"lenient": False, "coerce_one_of": False}
+"""A keyword that llguidance does not know is an error, whatever a schema's `x-guidance` says."""
+_KEPT = 64
+"""Compiled grammars of a tokenizer that are kept."""
+_REASON = 400
+"""Letters of llguidance's message that are shown."""
+_TEXT = "TEXT: /(.|\\n)*/"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must be.
+
+    Attributes:
+        rules: Lark rules that define `answer`; `@name` is one of the parts.
+        parts: name and definition, as JSON of llguidance, of further grammars.
+        lead: Lark rules that define `lead`, which comes before the answer, such as reasoning; "" for none.
+        kind: the words for it in messages.
+    """
+
+    rules: str
+    parts: tuple[tuple[str, str], ...] = ()
+    lead: str = ""
+    kind: str = "grammar"
+
+    @classmethod
+    def of_schema(cls, schema: Mapping[str, Any] | str | bool, name: str = "json") -> Grammar:
+        """JSON that a schema describes; properties come in the order of the schema.
+
+        Args:
+            schema: the schema, or its text. `x-guidance` may set the form of whitespace.
+            name: name of the part.
+
+        Raises:
+            OptionError: it is no JSON schema.
+            MissingPackageError: llguidance is not installed.
+        """
+        _llguidance()
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise OptionError(f"The JSON schema is not valid JSON: {error}.", "Use a JSON schema.") from None
+        schema = {} if schema is True else schema
+        options = schema.get("x-guidance", {}) if isinstance(schema, Mapping) else None
+        if not isinstance(schema, Mapping) or not isinstance(options, Mapping):
+            raise OptionError("The JSON schema is not an object; expected one.", "Use a JSON schema.")
+        whole = {**schema, "x-guidance": {**JSON_FORM, **options, **_STRICT}}
+        return cls(f"answer: @{name}", ((name, _dumped({"json_schema": whole})),), kind="JSON schema")
+
+    @classmethod
+    def of_regex(cls, pattern: str) -> Grammar:
+        """A text that a regular expression matches from its beginning to its end."""
+        source = json.loads(_llguidance().LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
+        return cls("answer: @regex", (("regex", _dumped({"lark_grammar": source})),), kind="regular expression")
+
+    @classmethod
+    def of_choice(cls, texts: Iterable[str]) -> Grammar:
+        """One of some texts.
+
+        Raises:
+            OptionError: there is none, or one is empty.
+        """
+        listed = list(texts)
+        if not all(listed) or not listed:
+            raise OptionError("A choice has no texts, or an empty one.", "Use texts that are not empty.")
+        return cls("answer: " + " | ".join(map(json.dumps, listed)), kind="choice")
+
+    @classmethod
+    def of_rules(cls, rules: str) -> Grammar:
+        """Rules in Lark's form, from `start`, or in llama.cpp's (GBNF), from `root`.
+
+        Raises:
+            OptionError: rules in llama.cpp's form cannot be read.
+        """
+        _llguidance()
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            lark = any_to_lark(rules)
+        except Exception as error:  # of its own parser
+            raise OptionError(
+                f"The grammar cannot be used: {_short(str(error))}.", "Use a grammar in Lark's form, or GBNF."
+            ) from None
+        return cls("answer: @rules", (("rules", _dumped({"lark_grammar": lark})),))
+
+    def after(self, thoughts: Thoughts | None, tokenizer: Any, head: str | None = None) -> Grammar:
+        """The same after reasoning, where the model writes it: between its marks anything is allowed.
+
+        Args:
+            thoughts: how the answer to the prompt is read; None where all text is the answer.
+            tokenizer: the model's tokenizer.
+            head: Lark text between both; None for `final_head`.
+        """
+        if thoughts is None:
+            return self
+        head = final_head(thoughts, tokenizer) if head is None else head
+        return replace(self, lead=_lead_of(thoughts, tokenizer, head))
+
+    @property
+    def source(self) -> str:
+        """The grammar as llguidance reads it."""
+        lark = f"start: lead answer\n{self.lead}\n{self.rules}" if self.lead else f"start: answer\n{self.rules}"
+        parts = [{"name": name, **json.loads(definition)} for name, definition in self.parts]
+        return _dumped({"grammars": [{"name": "whole", "lark_grammar": lark}, *parts]})
+
+    def check(self, tokenizer: Any) -> None:
+        """Check that answers can follow it, before one is requested.
+
+        Raises:
+            OptionError: it has an error, or demands what cannot be guaranteed; or the tokenizer is of another kind.
+            MissingPackageError: llguidance is not installed.
+        """
+        _vocabulary_of(tokenizer).compiled(self)
+
+    def state(self, model: StreamedModel) -> GrammarState:
+        """The state of one answer; also for `model.generate(..., logits_processor=[state])`.
+
+        Raises:
+            OptionError, MissingPackageError: see `check`.
+        """
+        vocabulary = _vocabulary_of(tokenizer_of(model))
+        return GrammarState(vocabulary.compiled(self).deep_copy(), end_tokens(model), vocabulary.end, self.kind)
+
+
+class GrammarState(LogitsProcessor):  # type: ignore[misc]
+    """How far one answer has come in its grammar. It follows the ids that it is given, also back, as after a draft.
+
+    Args:
+        matcher: llguidance's state at the beginning.
+        ends: the tokens that end a text.
+        end: the one that stands for them in llguidance.
+        kind: see `Grammar`.
+
+    Attributes:
+        saved: number of forced tokens that had no pass of their own; counted by those who run passes.
+    """
+
+    def __init__(self, matcher: LLMatcher, ends: Sequence[int], end: int, kind: str) -> None:
+        self.saved = 0
+        self._matcher = matcher
+        self._ends, self._end, self._kind = list(ends) or [end], end, kind
+        self._prompt: int | None = None  # tokens before the answer
+        self._known: list[int] = []  # tokens of the answer, and those that must follow them
+        self._free = 0  # number of the former
+        self._read = 0  # tokens that the matcher has read: all but an end token
+        self._banned: Future[torch.Tensor] | None = None  # the mask after `_known`
+        self._move([])
+
+    def forced(self, ids: Sequence[int]) -> list[int]:
+        """The tokens that must follow, up to the first choice; the last is an end token if nothing else can follow.
+
+        Args:
+            ids: prompt and answer so far; the first call has the prompt alone.
+        """
+        if self._prompt is None:
+            self._prompt = len(ids)
+        tokens = list(ids[self._prompt :])
+        if len(tokens) < self._free or self._known[: len(tokens)] != tokens:
+            self._move(tokens)
+        return self._known[len(tokens) :]
+
+    def ends(self, forced: Sequence[int]) -> bool:
+        """Whether the answer is over after these tokens that must follow."""
+        return bool(forced) and forced[-1] in self._ends
+
+    def rows(self, ids: Sequence[int]) -> list[int]:
+        """Those of `forced` that are rows of a pass: all but an end token."""
+        forced = self.forced(ids)
+        return forced[:-1] if self.ends(forced) else forced
+
+    def valid(self, ids: Sequence[int], draft: Sequence[int]) -> int:
+        """How many tokens of a draft after `ids` the grammar allows."""
+        if following := self.forced(ids):
+            return _shared(draft, following)
+        self._wait()
+        return self._matcher.validate_tokens(list(draft))
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Exclude tokens that may not follow.
+
+        Args:
+            input_ids: prompt and answer so far, (1, tokens).
+            scores: (1, vocabulary).
+
+        Raises:
+            OptionError: several sequences, or a grammar that became too complex.
+        """
+        if len(input_ids) != 1:
+            raise OptionError(
+                f"A grammar's state is for one sequence; found {len(input_ids)}.", "Generate one sequence a call."
+            )
+        following = self.forced(input_ids[0].tolist())
+        if following:
+            only = torch.full_like(scores, -torch.inf)
+            only[0, following[0]] = 0
+            return only
+        assert self._banned is not None
+        known = self._banned.result()[: scores.shape[-1]].to(scores.device)
+        banned = torch.ones(scores.shape[-1], dtype=torch.bool, device=scores.device)
+        banned[: len(known)] = known
+        allowed = scores.masked_fill(banned, -torch.inf)
+        if not torch.isfinite(allowed).any():  # another processor excludes all that may follow
+            allowed = torch.zeros_like(scores).masked_fill(banned, -torch.inf)
+        return allowed
+
+    def _move(self, tokens: list[int]) -> None:
+        """Go to an answer of these tokens, and on to the next choice."""
+        self._wait()
+        self._banned = None
+        same = _shared(tokens, self._known[: self._read])
+        is_over = len(tokens) > same and tokens[-1] in self._ends
+        matcher, new = self._matcher, tokens[same : len(tokens) - is_over]
+        if self._read > same:
+            matcher.rollback(self._read - same)
+        read = matcher.try_consume_tokens(new)
+        forced = [] if is_over else list(matcher.compute_ff_tokens())
+        matcher.consume_tokens(forced)
+        self._check(len(new) - read)
+        self._free, self._read = len(tokens), same + len(new) + len(forced)
+        self._known = [*tokens, *forced]
+        if is_over or matcher.is_stopped():
+            self._known += [] if is_over else self._ends[:1]
+        else:
+            self._banned = _workers().submit(self._mask)
+
+    def _mask(self) -> torch.Tensor:
+        """Whether each token may not follow, bool of shape (vocabulary of the tokenizer,)."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check(0)
+        banned = torch.from_numpy(np.unpackbits(bits, bitorder="little") == 0)
+        goes_on = bool(banned[self._end])
+        banned[self._end] = True
+        banned[self._ends] = goes_on
+        return banned
+
+    def _check(self, unread: int) -> None:
+        if unread or self._matcher.is_error():
+            reason = self._matcher.get_error() or "the answer left it"
+            raise OptionError(f"The {self._kind} cannot be followed: {_short(reason)}.", "Use a simpler one.")
+
+    def _wait(self) -> None:
+        """Wait for the thread, which uses the matcher."""
+        if self._banned is not None:
+            self._banned.result()
+
+
+class _GrammarVocabulary:
+    """The vocabulary of a tokenizer in llguidance, and the grammars compiled for it.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+
+    Attributes:
+        end: the token that ends a text.
+        marks: id and text of each token that no text has, such as `<think>`, special or not.
+
+    Raises:
+        OptionError: the tokenizer is none of the library tokenizers, or has no special token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        llguidance = _llguidance()
+        from llguidance.hf import from_tokenizer
+
+        ends = [tokenizer.eos_token_id, *special_tokens(tokenizer)]
+        end = next((token for token in ends if token is not None), None)
+        try:
+            if end is None:
+                raise ValueError("it has no end token")
+            self.end = int(end)
+            self._vocabulary = from_tokenizer(tokenizer, eos_token=self.end)
+            added = tokenizer.get_added_vocab().items()
+            self.marks = {token: text for text, token in added if self._vocabulary.is_special_token(token)}
+        except Exception as error:  # ValueError, or a panic in Rust
+            raise OptionError(
+                f"A {type(tokenizer).__name__} cannot be used with a grammar: {harmless(str(error), _REASON)}.",
+                "Use a checkpoint with a tokenizer.json.",
+            ) from None
+        self._matcher = llguidance.LLMatcher
+        self.compiled = functools.lru_cache(_KEPT)(self._compiled)
+
+    def _compiled(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at the beginning, to be copied.
+
+        Raises:
+            OptionError: see `Grammar.check`.
+        """
+        matcher: LLMatcher = self._matcher(self._vocabulary, grammar.source, log_level=0)
+        if matcher.is_error():
+            raise OptionError(
+                f"The {grammar.kind} cannot be used: {_short(matcher.get_error())}.",
+                "Leave out what it names, or say it in another way.",
+            )
+        return matcher
+
+
+_VOCABULARIES: weakref.WeakKeyDictionary[Any, _GrammarVocabulary] = weakref.WeakKeyDictionary()
+_lock = own_lock(threading.Lock())
+
+
+def _vocabulary_of(tokenizer: Any) -> _GrammarVocabulary:
+    """The vocabulary of a tokenizer, made once; that takes about a second for 150,000 tokens."""
+    with _lock:
+        if tokenizer not in _VOCABULARIES:
+            _VOCABULARIES[tokenizer] = _GrammarVocabulary(tokenizer)
+        return _VOCABULARIES[tokenizer]
+
+
+@functools.cache
+def _workers() -> Workers:
+    return Workers(1, "rabbitllm-grammar")
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise missing_package("Grammars and JSON schemas need", "llguidance", "grammar") from None
+    return llguidance
+
+
+def _shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of tokens at the beginning of both."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, pair in pairs if pair[0] != pair[1]), min(len(first), len(second)))
+
+
+def _short(reason: str) -> str:
+    """A message of llguidance on one line, without a full stop."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    return harmless(" ".join(lines), _REASON).rstrip(".")
+
+
+def _dumped(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise OptionError("The JSON schema is nested too deeply.", "Use a flatter one.") from None
+
+
+def marks_of(tokenizer: Any) -> Mapping[int, str]:
+    """Id and text of each token that no text has, such as `<think>`, special or not.
+
+    Raises:
+        OptionError, MissingPackageError: see `Grammar.check`.
+    """
+    return _vocabulary_of(tokenizer).marks
+
+
+def lark_text(text: str, marks: Mapping[int, str]) -> str:
+    """A text in a Lark rule.
+
+    Args:
+        text: the text.
+        marks: see `marks_of`.
+    """
+    for token, name in marks.items():
+        if name and name in text:
+            before, _, rest = text.partition(name)
+            return f"{lark_text(before, marks)} <[{token}]> {lark_text(rest, marks)}".strip()
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def final_head(thoughts: Thoughts | None, tokenizer: Any) -> str:
+    """Lark text of what begins an answer that is no tool call: the channel of gpt-oss; "" for nothing."""
+    if thoughts is None or not thoughts.form.has_channels:
+        return ""
+    return lark_text(CHANNEL + "final" + MESSAGE, marks_of(tokenizer))
+
+
+def _lead_of(thoughts: Thoughts, tokenizer: Any, head: str) -> str:
+    """Lark rules of what a model writes before its answer; "" for nothing."""
+    marks, tail = marks_of(tokenizer), thoughts.tail.rstrip()
+    text = functools.partial(lark_text, marks=marks)
+    if thoughts.form.has_channels:
+        thinks = f"{text(CHANNEL + 'analysis' + MESSAGE)} TEXT {text(END + START + 'assistant')}"
+        return f"lead: ({thinks})? {head}\n{_TEXT}"
+    known = tokenizer.get_added_vocab()
+    for first, last in thoughts.form.pairs:
+        is_open = tail.endswith(first)
+        if is_open or (last in known and not tail.endswith(last)):
+            is_mark = last in marks.values()
+            thought = f"TEXT {text(last)}" if is_mark else "thought"
+            lead = f"{thought} GAP" if is_open else f"({text(first)} {thought} GAP)?"
+            lazy = "" if is_mark else f"\nthought[lazy]: TEXT {text(last)}"
+            return f"lead: {lead}{lazy}\n{_TEXT}\nGAP: /\\n{{0,2}}/"
+    return ""

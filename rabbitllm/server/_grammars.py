@@ -1,0 +1,288 @@
+"""The grammar of an answer, from `response_format`, `structured_outputs` and `tool_choice`.
+
+Calls that must be made are written in the form that the model's chat template shows; see `_tools`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rabbitllm.base.terminal import harmless, listed
+from rabbitllm.errors import MissingPackageError, OptionError
+from rabbitllm.generation.grammar import Grammar, final_head, lark_text, marks_of
+from rabbitllm.generation.reasoning import CHANNEL, MESSAGE, Thoughts
+from rabbitllm.server._tools import ARGUMENTS, CLOSE, MISTRAL, OPEN
+from rabbitllm.server.api_error import bad, bad_options, unsupported
+from rabbitllm.server.schemas import ChatBody, GenerationBody, Tool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT, OUTPUTS, CHOICE = "response_format", "structured_outputs", "tool_choice"
+_OF_SCHEMA = ("name", "description", "schema", "strict")
+_OF_OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
+_ANY: Mapping[str, Any] = {"type": "object"}
+_NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a function without parameters."""
+_ABOUT = frozenset({"type", "title", "description", "default", "examples"})
+"""Keywords of a text that can be written without quotes."""
+_MOST_BRANCHES = 64
+
+
+def must_call(body: ChatBody) -> str | bool:
+    """Whether a tool must be called: the name of one, or True for any.
+
+    Raises:
+        APIError: `tool_choice` is none of the known forms, or names no tool of the request.
+    """
+    choice, names = body.tool_choice, [tool.function.name for tool in body.tools or ()]
+    if choice in (None, "auto", "none"):
+        return False
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and not isinstance(name, str):
+        raise unsupported(
+            f"{CHOICE}: {harmless(str(choice), 40)} is not supported; expected auto, none, required or a function.",
+            CHOICE,
+        )
+    if not names or (name is not None and name not in names):
+        wanted = "a tool" if name is None else harmless(name, 60)
+        raise bad(f"{CHOICE} demands {wanted}, which is not among the tools.", CHOICE)
+    return True if name is None else str(name)
+
+
+def answer_grammar(
+    body: GenerationBody,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Tool] = (),
+    thoughts: Thoughts | None = None,
+    template: str = "",
+) -> Grammar | None:
+    """What the answer must be; None for anything.
+
+    Args:
+        body: the body.
+        tokenizer: the model's tokenizer.
+        tools: the tools that are shown to the model.
+        thoughts: how the answer is read.
+        template: source of the chat template.
+
+    Raises:
+        APIError: it demands what cannot be guaranteed, or twice.
+    """
+    param = FORMAT if body.structured_outputs is None else OUTPUTS
+    forced = must_call(body) if isinstance(body, ChatBody) else False
+    try:
+        asked = _asked(body)
+        if asked is None and not forced:
+            return None
+        with bad_options("tools" if asked is None else param, "invalid_grammar"):
+            head = final_head(thoughts, tokenizer)
+            if tools:
+                calls = _Calls(template, marks_of(tokenizer), has_channels=bool(head))
+                named = [tool for tool in tools if forced in (True, False, tool.function.name)]
+                several = not isinstance(forced, str) and getattr(body, "parallel_tool_calls", None) is not False
+                grammar = calls.grammar(named, None if forced else asked, head, several=several)
+                grammar = grammar.after(thoughts, tokenizer, "")
+            else:
+                assert asked is not None
+                grammar = asked.after(thoughts, tokenizer, head)
+            grammar.check(tokenizer)
+            return grammar
+    except MissingPackageError as error:
+        raise unsupported(error.problem, param) from None
+
+
+def _asked(body: GenerationBody) -> Grammar | None:
+    """The grammar that a body describes; None for none."""
+    form = body.response_format
+    is_free = form is None or form.type == "text"
+    if body.structured_outputs is None:
+        if form is None or is_free:
+            return None
+        with bad_options(FORMAT, "invalid_grammar"):
+            return Grammar.of_schema(_ANY if form.type == "json_object" else _schema(form.json_schema))
+    if not is_free:
+        raise bad(f"{FORMAT} and {OUTPUTS} both describe the answer; omit one of them.", OUTPUTS)
+    given = {name: value for name, value in body.structured_outputs.items() if value not in (None, False)}
+    if len(given) != 1 or not given.keys() <= set(_OF_OUTPUTS):
+        raise bad(f"{OUTPUTS} has {_names(given)}; expected one of {', '.join(_OF_OUTPUTS)}.", OUTPUTS)
+    (kind, value), makes = next(iter(given.items())), Grammar.of_schema
+    if kind == "choice":
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise bad(f"{OUTPUTS}.choice is not a list of texts.", OUTPUTS)
+        with bad_options(OUTPUTS, "invalid_grammar"):
+            return Grammar.of_choice(value)
+    if kind in ("regex", "grammar"):
+        if not isinstance(value, str):
+            raise bad(f"{OUTPUTS}.{kind} is not a text.", OUTPUTS)
+        makes = Grammar.of_regex if kind == "regex" else Grammar.of_rules  # type: ignore[assignment]
+    with bad_options(OUTPUTS, "invalid_grammar"):
+        return makes(_ANY if kind == "json_object" else value)
+
+
+def _names(given: Mapping[str, Any]) -> str:
+    return harmless(listed(list(given), 4, " and "), 100) if given else "nothing"
+
+
+def _schema(json_schema: Mapping[str, Any] | None) -> Any:
+    """The schema of `json_schema`, which has a name and more around it."""
+    if json_schema is None or "schema" not in json_schema:
+        raise bad(f"{FORMAT}.json_schema has no schema.", FORMAT)
+    if unknown := [name for name in json_schema if name not in _OF_SCHEMA]:
+        raise unsupported(f"{FORMAT}.json_schema.{harmless(unknown[0], 60)} is not supported; omit it.", FORMAT)
+    return json_schema["schema"]
+
+
+@dataclass
+class _Calls:
+    """Tool calls as Lark rules.
+
+    Attributes:
+        template: source of the chat template.
+        marks: see `marks_of`.
+        has_channels: whether answers are in gpt-oss's channels.
+        parts: see `Grammar`; filled by the rules.
+    """
+
+    template: str
+    marks: Mapping[int, str]
+    has_channels: bool
+    parts: list[tuple[str, str]] = field(default_factory=list)
+
+    def grammar(self, tools: Sequence[Tool], instead: Grammar | None, head: str, *, several: bool) -> Grammar:
+        """A call of one of the tools, or of several one after the other.
+
+        Args:
+            tools: the tools.
+            instead: what the answer may be instead of a call, after `head`.
+            several: whether there may be more than one call.
+        """
+        rules = [f"call{index}: {self._call(tool)}" for index, tool in enumerate(tools)]
+        call = " | ".join(f"call{index}" for index in range(len(tools)))
+        before, between, after = self._around()
+        more = f" ({between} call)*" if several and between else ""
+        lines = [f"calls: {before} call{more} {after}", f"call: {call}", *rules]
+        if instead is None:
+            lines.insert(0, "answer: calls")
+        else:
+            lines = [f"answer: calls | {head} other", instead.rules.replace("answer:", "other:", 1), *lines]
+            self.parts += instead.parts
+        return Grammar("\n".join(lines), tuple(self.parts), kind="tools")
+
+    def _text(self, text: str) -> str:
+        return lark_text(text, self.marks)
+
+    def _around(self) -> tuple[str, str, str]:
+        """What is before all calls, between two and after all; between is "" where there can be but one."""
+        if self.has_channels:
+            return "", "", ""
+        if OPEN in self.template:
+            return "", self._text("\n"), ""
+        if MISTRAL not in self.template:
+            return "", "", ""
+        if self._is_named:
+            return "", '""', ""
+        return self._text(MISTRAL + "["), self._text(", "), self._text("]")
+
+    @property
+    def _is_named(self) -> bool:
+        """Whether Mistral's calls are a name and arguments, as in later models."""
+        return ARGUMENTS in self.template
+
+    def _call(self, tool: Tool) -> str:
+        name, schema = tool.function.name, tool.function.parameters or _NOTHING
+        if self.has_channels:
+            head = f"{CHANNEL}commentary to=functions.{name} <|constrain|>json{MESSAGE}"
+            return f"{self._text(head)} {self._json(schema)}"
+        if OPEN in self.template and "<function=" in self.template:
+            values = " ".join(self._parameters(name, schema))
+            first, last = f"{OPEN}\n<function={name}>\n", f"</function>\n{CLOSE}"
+            return f"{self._text(first)} {values} {self._text(last)}"
+        if MISTRAL in self.template and OPEN not in self.template and self._is_named:
+            separator = ARGUMENTS if ARGUMENTS in self.template else ""
+            return f"{self._text(MISTRAL + name + separator)} {self._json(schema)}"
+        hermes, mistral = OPEN in self.template, MISTRAL in self.template
+        word = "arguments" if hermes or mistral else "parameters"
+        first, last = (f"{OPEN}\n", f"\n{CLOSE}") if hermes else ("", "")
+        head = f'{first}{{"name": {json.dumps(name, ensure_ascii=False)}, "{word}": '
+        return f"{self._text(head)} {self._json(schema)} {self._text('}' + last)}"
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        grammar = Grammar.of_schema(schema, f"json{len(self.parts)}")
+        self.parts += grammar.parts
+        return f"@{grammar.parts[0][0]}"
+
+    def _parameters(self, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
+        """Qwen 3 Coder's parameters: texts without quotes, all else as JSON."""
+        properties, required = schema.get("properties", {}), schema.get("required", ())
+        if not isinstance(properties, Mapping) or (set(schema) & {"anyOf", "oneOf", "allOf", "$ref"}):
+            raise OptionError(f"The parameters of {harmless(name, 60)} have no list of properties.")
+        for key, value in properties.items():
+            branches, end = _branches(value, schema), self._text("\n</parameter>\n")
+            choices = _choices(branches[0]) if len(branches) == 1 else []
+            if choices and all(isinstance(text, str) for text in choices):
+                written = f"({' | '.join(map(json.dumps, choices))}) {end}"
+            elif json_type(value, schema) in ("", "string"):  # read as it is written
+                if not any(branch.get("type", "string") == "string" and set(branch) <= _ABOUT for branch in branches):
+                    raise OptionError(
+                        f"The parameter {harmless(key, 60)} is a text with a form, which cannot be guaranteed in the "
+                        "way in which this model calls tools."
+                    )
+                self.parts.append((f"text{len(self.parts)}", _LAZY))
+                written = f"@{self.parts[-1][0]}"
+            else:
+                shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+                written = f"{self._json({**shared, **value})} {end}"
+            parameter = f"{self._text(f'<parameter={key}>' + chr(10))} {written}"
+            yield parameter if key in required else f"({parameter})?"
+
+
+def _branches(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What a schema stands for: it, its branches, and what they refer to."""
+    whole, waiting = list[Mapping[str, Any]](), [schema]
+    while waiting and len(whole) < _MOST_BRANCHES:
+        branch = waiting.pop(0)
+        if not isinstance(branch, Mapping):
+            continue
+        unions = [branch[word] for word in ("anyOf", "oneOf") if isinstance(branch.get(word), list)]
+        waiting += [inner for union in unions for inner in union]
+        if isinstance(reference := branch.get("$ref"), str):
+            waiting.append(_referred(reference, root))
+        elif not unions:
+            whole.append(branch)
+    return whole or [{}]
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    value: Any = root
+    for name in filter(None, reference.removeprefix("#").split("/")):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Any]:
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    return choices if isinstance(choices, list) else []
+
+
+def json_type(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """The type of a parameter; of several, as of an optional one, "string" if it is among them.
+
+    Args:
+        schema: of the parameter.
+        root: of all parameters.
+    """
+    names = []
+    for branch in _branches(schema, root):
+        declared = branch.get("type")
+        names += [name for name in (declared if isinstance(declared, list) else [declared]) if isinstance(name, str)]
+        if declared is None and (choices := _choices(branch)):
+            names.append("string" if any(isinstance(choice, str) for choice in choices) else "number")
+    return "string" if "string" in names else next(iter(names), "")
+
+
+_LAZY = json.dumps({"lark_grammar": 'start[lazy]: TEXT "\\n</parameter>\\n"\nTEXT: /(.|\\n)*/'})

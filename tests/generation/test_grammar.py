@@ -1,0 +1,309 @@
+"""Answers that follow a grammar do so whatever the model, and forced tokens save passes without another answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rabbitllm.errors import MissingPackageError, OptionError
+from rabbitllm.generation import _scheduler
+from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.draft import NGRAM, prepare_draft
+from rabbitllm.generation.grammar import Grammar, GrammarState
+from rabbitllm.generation.kv_cache import cost_by_config
+from rabbitllm.generation.reasoning import AnswerFormat, Thoughts
+from rabbitllm.generation.request import BatchStats, FinishReason, Limits, Request, Sampling
+from rabbitllm.generation.session import answer
+from tests.generation.submitting import Submitted, answered_together, prompt
+from tests.support.builders import FAMILIES, build_checkpoint, make_tokenizer
+from tests.support.hybrid_families import HYBRIDS
+from tests.support.schemas import check, schema_of
+from tests.support.tiny_models import ALL, load, split
+
+TOKENS = 900
+NONE, LOOKUP = Limits(draft="none", running=32), Limits(draft="ngram", running=32)
+PERSON: Any = {
+    "type": "object",
+    "properties": {"first name": {"enum": ["Ann", "Bo"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["first name", "age"],
+    "additionalProperties": False,
+}
+Ask = Callable[..., tuple[list[Submitted], BatchStats]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkpoint = tmp_path_factory.mktemp("grammar") / "llama"
+    return split(build_checkpoint(checkpoint, "llama", dtype=torch.float32, max_position_embeddings=2048))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return load(folder, 60_000, dtype="float32", exact=False)
+
+
+@pytest.fixture(scope="module")
+def ask(model: Any) -> Ask:
+    def run(requests: Sequence[Request], limits: Limits = NONE, on: Any = None) -> tuple[list[Submitted], BatchStats]:
+        with Batch(on or model, limits) as batch:
+            answers = answered_together(batch, requests)
+            return answers, batch.stats
+
+    return run
+
+
+def request(schema: Any, seed: int, **options: Any) -> Request:
+    sampling = Sampling(temperature=1.5, seed=seed)
+    return Request(prompt(7, seed), TOKENS, sampling, grammar=Grammar.of_schema(schema), **options)
+
+
+def tokens_of(answers: Sequence[Submitted]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(1000), marks=pytest.mark.long)])
+def test_every_answer_fits_its_schema(ask: Ask, seeds: range) -> None:
+    schemas = [schema_of(seed) for seed in seeds]
+    limits = Limits(draft="none", running=32, waiting=len(schemas), cache_bytes=1 << 28)
+    answers, stats = ask([request(schema, seed) for seed, schema in enumerate(schemas)], limits)
+    for answered, schema in zip(answers, schemas, strict=True):
+        assert answered.finished.finish is FinishReason.STOP
+        check(schema, json.loads(answered.text))
+    assert stats.forced_tokens > stats.new_tokens / 2
+
+
+@pytest.mark.parametrize("limits", [NONE, LOOKUP])
+def test_forced_tokens_save_passes_and_change_nothing(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
+    schema = {**PERSON, "properties": {**PERSON["properties"], "tags": {"type": "array", "items": {"maxLength": 3}}}}
+    requests = [
+        request(PERSON, 1),
+        request(schema, 2),
+        request(PERSON, 3, stop=('":',)),
+        request({"const": [1, "x"]}, 4),
+    ]
+    answers, stats = ask(requests, limits)
+    monkeypatch.setattr(_scheduler, "can_go_back", lambda model: False)
+    without, plain = ask(requests)
+    assert tokens_of(answers) == tokens_of(without)
+    assert [answered.text for answered in answers] == [answered.text for answered in without]
+    assert 2 * stats.passes < plain.passes
+    assert answers[2].text == '{"first name'
+    # the whole answer was forced: its first token took a pass, the others and the end none
+    assert answers[3].text == '[1, "x"]'
+    assert answers[3].finished.forced_tokens == len(answers[3].tokens) - 1
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
+def test_windows_and_states_follow_grammars(ask: Ask, tmp_path: Path, family: str) -> None:
+    model = load(split(build_checkpoint(tmp_path, {**FAMILIES, **HYBRIDS}[family])), 60_000, exact=False)
+    requests = [
+        Request(prompt(40, seed), 90, Sampling(1.5, seed=seed), grammar=Grammar.of_schema(PERSON)) for seed in (1, 2)
+    ]
+    answers, _ = ask(requests, on=model)
+    for asked, answered in zip(requests, answers, strict=True):
+        check(PERSON, json.loads(answered.text))
+        alone = answer(model, asked, lambda text: None)
+        assert alone.text == answered.text
+        assert alone.forced_tokens > 20
+
+
+@pytest.mark.parametrize("draft", [None, NGRAM, "model"])
+def test_alone_an_answer_is_that_of_generate(folder: Path, tmp_path: Path, draft: Any) -> None:
+    """Of transformers with the state as a processor, one token a pass."""
+    model = load(folder, 60_000, dtype="float32", exact=False, profiling=True)
+    if draft == "model":
+        draft = load(split(build_checkpoint(tmp_path, "llama", seed=1)), ALL, exact=False)
+        prepare_draft(model, draft)
+    asked = Request(prompt(9, 3), 200, Sampling(0), grammar=Grammar.of_schema(schema_of(5)))
+    ids = torch.tensor([asked.prompt])
+    assert asked.grammar is not None
+    state = asked.grammar.state(model)
+    options: Any = {"logits_processor": [state], "max_new_tokens": 200, "do_sample": False}
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 9:].tolist()
+    model.profiler.clear()
+    result = answer(model, asked, lambda text: None, draft=draft)
+    assert list(result.tokens) == plain
+    check(schema_of(5), json.loads(result.text))
+    assert result.work.passes <= len(plain) - result.forced_tokens
+    assert result.forced_tokens > len(plain) / 3
+
+
+def test_a_draft_model_is_held_to_the_grammar(ask: Ask, folder: Path, tmp_path: Path) -> None:
+    draft = load(split(build_checkpoint(tmp_path, "llama", seed=1, max_position_embeddings=2048)), ALL, exact=False)
+    requests = [request(schema_of(seed), seed) for seed in range(4)]
+    answers, _ = ask(requests, Limits(draft=draft), load(folder, 0, dtype="float32", exact=False))
+    assert tokens_of(answers) == tokens_of(ask(requests)[0])
+
+
+def test_preempted_answers_go_on_in_their_grammar(model: Any, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rabbitllm.generation._sequence.RESERVED_TOKENS", 4)
+    requests = [request(PERSON, seed) for seed in range(6)]
+    expected, roomy = ask(requests)
+    room = cost_by_config(model.config, torch.float32).bytes_for(120)
+    answers, stats = ask(requests, Limits(draft="none", cache_bytes=room))
+    assert stats.preempted > roomy.preempted == 0
+    assert tokens_of(answers) == tokens_of(expected)
+    assert stats.forced_tokens > roomy.forced_tokens / 2
+
+
+def test_probabilities_are_the_models_own(ask: Ask) -> None:
+    answers, _ = ask([request(PERSON, 1, top_logprobs=1), request(PERSON, 1)])
+    first, second = answers
+    assert first.tokens == second.tokens
+    assert all(chosen.logprob is not None and chosen.logprob < -0.01 for chosen in first.chosen)
+    assert any(chosen.top_logprobs[0].token != chosen.token for chosen in first.chosen)
+
+
+def test_an_answer_that_is_too_long_is_cut(ask: Ask) -> None:
+    asked = Request(prompt(5, 1), 11, Sampling(1.5, seed=1), grammar=Grammar.of_schema(PERSON))
+    (answered,), _ = ask([asked])
+    assert answered.finished.finish is FinishReason.LENGTH
+    assert len(answered.tokens) == 11
+    assert '{"first name": "'.startswith(answered.text)
+
+
+def test_masks_are_made_in_their_thread(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set[str]()
+    plain = GrammarState._mask
+
+    def mask(state: GrammarState) -> torch.Tensor:
+        threads.add(threading.current_thread().name)
+        return plain(state)
+
+    monkeypatch.setattr(GrammarState, "_mask", mask)
+    ask([request(PERSON, 1)])
+    assert threads == {"rabbitllm-grammar_0"}
+
+
+def fake(tokenizer: Any) -> Any:
+    """What a state needs of a model."""
+    return SimpleNamespace(tokenizer=tokenizer, can_generate=lambda: False)
+
+
+def test_a_penalty_never_excludes_all_that_may_follow() -> None:
+    state = Grammar.of_choice(["a", "b"]).state(fake(make_tokenizer()))
+    allowed = state(torch.tensor([[5, 6]]), torch.full((1, 300), -torch.inf))
+    assert torch.isfinite(allowed).sum() == 2
+
+
+def follows(grammar: Grammar, text: str, tokenizer: Any) -> bool:
+    """Whether a whole answer may be this text."""
+    state = grammar.state(fake(tokenizer))
+    state.forced([7])
+    ids = [7, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+    try:
+        scores = state(torch.tensor([ids]), torch.zeros(1, len(tokenizer)))
+    except OptionError:
+        return False
+    return bool(torch.isfinite(scores[0, tokenizer.eos_token_id]))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        (Grammar.of_schema({"type": "object"}), '{"a": [1, {"b": null}]}', '{"a": 1'),
+        (Grammar.of_schema('{"type": "integer"}'), "-17", "1.5"),
+        (Grammar.of_schema(True), '"text"', "text"),
+        (Grammar.of_regex("a/b+\\d"), "a/bb7", "a/7"),
+        (Grammar.of_choice(["yes", "yes, but", 'a "b"\n']), 'a "b"\n', "yes,"),
+        (Grammar.of_rules('start: "x" y+\ny: /[0-9]/'), "x12", "x"),
+        (Grammar.of_rules('root ::= "x" [0-9]+'), "x12", "x"),
+    ],
+)
+def test_forms_of_grammars(grammar: Grammar, right: str, wrong: str) -> None:
+    tokenizer = make_tokenizer()
+    assert follows(grammar, right, tokenizer)
+    assert not follows(grammar, wrong, tokenizer)
+
+
+def test_a_state_goes_back_with_the_ids() -> None:
+    tokenizer = make_tokenizer()
+    state = Grammar.of_choice(["abcd", "abxyz"]).state(fake(tokenizer))
+
+    def forced(text: str) -> str:
+        return str(tokenizer.decode(state.forced([7, *tokenizer(text, add_special_tokens=False)["input_ids"]])))
+
+    assert [forced(text) for text in ("", "abc", "abx", "ab", "a", "abcd", "abx")] == [
+        *("ab", "d<eos>", "yz<eos>", "", "b", "<eos>", "yz<eos>")
+    ]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_reasoning_comes_before_the_answer(special: bool) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=special)
+    form = AnswerFormat.of((), tokenizer)
+    yes = Grammar.of_choice(["yes"])
+    free = yes.after(Thoughts(form, "user: a\n"), tokenizer)
+    for text in ("yes", "<think>no {</think>\n\nyes"):
+        assert follows(free, text, tokenizer), text
+    for text in ("<think>yes", "no</think>yes", "<think>a</think>b", "<think>a</think>"):
+        assert not follows(free, text, tokenizer)
+    opened = yes.after(Thoughts(form, "assistant: <think>\n"), tokenizer)
+    assert follows(opened, "Hm.</think>yes", tokenizer)
+    assert not follows(opened, "yes", tokenizer)
+    closed = yes.after(Thoughts(form, "<think>\n\n</think>\n\n"), tokenizer)
+    assert follows(closed, "yes", tokenizer)
+    assert not follows(closed, "<think></think>yes", tokenizer)
+
+
+def test_channels_come_before_the_answer() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<|channel|>", "<|message|>", "<|start|>", "<|end|>"], special_tokens=True)
+    thoughts = Thoughts(AnswerFormat.of((), tokenizer), "<|start|>assistant")
+    grammar = Grammar.of_choice(["yes"]).after(thoughts, tokenizer)
+    final = "<|channel|>final<|message|>yes"
+    assert follows(grammar, final, tokenizer)
+    assert follows(grammar, f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{final}", tokenizer)
+    assert not follows(grammar, "yes", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: Grammar.of_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (lambda: Grammar.of_schema({"not": {}, "x-guidance": {"lenient": True}}), "not"),
+        (lambda: Grammar.of_schema({"format": "iban", "type": "string"}), "iban"),
+        (lambda: Grammar.of_schema({"$ref": "#/$defs/none"}), "none"),
+        (lambda: Grammar.of_schema({"$ref": "http://example.com/x"}), "example.com"),
+        (lambda: Grammar.of_schema("{"), "not valid JSON"),
+        (lambda: Grammar.of_schema(False), "not an object"),
+        (lambda: Grammar.of_regex("(?=a)b"), "look-ahead"),
+        (lambda: Grammar.of_rules("start: x"), "unknown name"),
+        (lambda: Grammar.of_rules("root ::= ["), "Unexpected end"),
+        (lambda: Grammar.of_choice([]), "no texts"),
+    ],
+)
+def test_what_cannot_be_guaranteed_is_refused_by_name(make: Callable[[], Grammar], named: str) -> None:
+    with pytest.raises(OptionError, match=named):
+        make().check(make_tokenizer())
+
+
+def test_other_tokenizers_are_refused_by_name() -> None:
+    class Slow:
+        eos_token_id = 2
+
+    with pytest.raises(OptionError, match="A Slow cannot be used with a grammar: Only fast tokenizers"):
+        Grammar.of_choice(["a"]).check(Slow())
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingPackageError, match="grammar"):
+        Grammar.of_schema({})
+
+
+def test_several_sequences_are_refused() -> None:
+    state = Grammar.of_choice(["a", "b"]).state(fake(make_tokenizer()))
+    with pytest.raises(OptionError, match="one sequence; found 2"):
+        state(torch.ones(2, 3, dtype=torch.int64), torch.zeros(2, 272))

@@ -1,0 +1,290 @@
+"""Answers that must have a form, from OpenAI's own client: a random model at temperature 1.5 has no other choice."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from rabbitllm.generation.reasoning import AnswerFormat, Thoughts
+from rabbitllm.server._answer_reader import AnswerReader
+from rabbitllm.server._grammars import answer_grammar, json_type
+from rabbitllm.server._metrics import CONTENT_TYPE
+from rabbitllm.server.schemas import ChatBody, parsed
+from tests.generation.test_grammar import follows
+from tests.server.serving import NAME, Running, running
+from tests.support.builders import VOCABULARY_SIZE, build_checkpoint, make_tokenizer
+from tests.support.schemas import check
+from tests.support.scripted import scripted_checkpoint
+from tests.support.tiny_models import split
+
+HELLO: Any = [{"role": "user", "content": "hi"}]
+HOT: Any = {"model": NAME, "messages": HELLO, "temperature": 1.5, "max_tokens": 600}
+FORMS = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+    "coder": "<tool_call>\n<function=f>\n",
+    "mistral": "[TOOL_CALLS]",
+    "later": "[TOOL_CALLS]f[ARGS]",
+    "bare": "",
+}
+"""What templates of each form show."""
+ADD: Any = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 99},
+        "unit": {"$ref": "#/$defs/unit"},
+        "list": {"type": "array", "items": {"enum": [1, "x"]}, "maxItems": 2},
+        "flag": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    },
+    "required": ["a", "unit"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"enum": ["km", "light years"]}},
+}
+SCHEMAS = {"add": ADD, "stop": {"type": "object", "properties": {}, "additionalProperties": False}}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "add", "parameters": ADD}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+FORCED: Any = {"type": "function", "function": {"name": "add"}}
+
+
+class Place(BaseModel):
+    kind: Literal["town", "city"]
+    people: int = Field(ge=0, le=1000)
+
+
+class Person(BaseModel):
+    initial: Literal["a", "b"]
+    home: Place
+    places: list[Place] | None = Field(max_length=2)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A template for each form, chosen by a variable."""
+    folder: Path = tmp_path_factory.mktemp("structured") / "llama"
+    build_checkpoint(folder, "llama", max_position_embeddings=2048, vocab_size=VOCABULARY_SIZE + 2)
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # as Qwen's: tokens that no text has, and not special
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ tools }}"
+    tokenizer.save_pretrained(folder)
+    with running(split(folder)) as server:
+        yield server
+
+
+@pytest.fixture
+def of_form(served: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def use(form: str) -> Running:
+        template = served.service.tokenizer.chat_template
+        monkeypatch.setattr(served.service.tokenizer, "chat_template", "{# " + FORMS[form] + " #}" + template)
+        return served
+
+    return use
+
+
+def test_without_the_package_the_extra_is_named(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    answer = served.post("/v1/chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}})
+    assert answer.status_code == 400
+    assert "need the package llguidance, which is not installed" in answer.json()["error"]["message"]
+
+
+def test_parse_gives_an_object(served: Running) -> None:
+    completions = served.openai().chat.completions
+    for seed in range(5):
+        answer = completions.parse(**HOT, seed=seed, response_format=Person)
+        assert answer.choices[0].finish_reason == "stop"
+        assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+def test_streamed_answers_are_the_same(served: Running) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": ADD, "strict": True}}
+    client = served.openai()
+    whole = client.chat.completions.create(**HOT, seed=3, response_format=form).choices[0].message.content
+    chunks = client.chat.completions.create(**HOT, seed=3, response_format=form, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
+    check(ADD, json.loads(whole or ""))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "pattern"),
+    [
+        ({"regex": r"[ab]{3}-\d"}, r"[ab]{3}-\d"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"grammar": 'start: "x" /[0-9]{2}/'}, r"x\d\d"),
+        ({"grammar": 'root ::= "x" [0-9] [0-9]'}, r"x\d\d"),
+        ({"json": {"enum": [1, "b"]}}, '1|"b"'),
+        ({"json": '{"const": 5}', "regex": None}, "5"),
+    ],
+)
+def test_structured_outputs_as_vllm_names_them(served: Running, outputs: Any, pattern: str) -> None:
+    client = served.openai()
+    chat = client.chat.completions.create(**HOT, n=3, extra_body={"structured_outputs": outputs})
+    assert all(re.fullmatch(pattern, choice.message.content or "") for choice in chat.choices)
+    options: Any = {"model": NAME, "prompt": "a", "temperature": 1.5, "max_tokens": 50}
+    completion = client.completions.create(**options, extra_body={"structured_outputs": outputs})
+    assert re.fullmatch(pattern, completion.choices[0].text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "named"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format", "no schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}},
+            "response_format",
+            "uniqueItems",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "unheard": 1}}},
+            "response_format",
+            "unheard",
+        ),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs", "not a text"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs", "list of texts"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "regex and choice"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs", "structural_tag"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "both",
+        ),
+        ({"guided_json": {}}, "guided_json", "structured_outputs"),
+        ({"tool_choice": "required"}, "tool_choice", "not among the tools"),
+        ({"tool_choice": FORCED, "tools": TOOLS[1:]}, "tool_choice", "add"),
+        ({"tool_choice": "any", "tools": TOOLS}, "tool_choice", "required"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+            },
+            "tools",
+            "not",
+        ),
+    ],
+)
+def test_what_cannot_be_guaranteed_is_refused(
+    served: Running, fields: Mapping[str, Any], param: str, named: str
+) -> None:
+    answer = served.post("/v1/chat/completions", {"messages": HELLO, **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert named in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forced_calls(of_form: Any, form: str) -> None:
+    client: openai.OpenAI = of_form(form).openai()
+    for choice, several in ("required", True), ("required", False), (FORCED, True):
+        options: Any = {"parallel_tool_calls": several, "seed": 2}
+        answer = client.chat.completions.create(**HOT, tools=TOOLS, tool_choice=choice, **options)
+        calls: Any = answer.choices[0].message.tool_calls
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert not answer.choices[0].message.content
+        assert len(calls) == 1 or (several and choice == "required" and form != "bare")
+        for call in calls:
+            check(SCHEMAS[call.function.name], json.loads(call.function.arguments))
+        assert choice == "required" or calls[0].function.name == "add"
+
+
+def test_texts_without_quotes_are_free_or_refused(of_form: Any) -> None:
+    server = of_form("coder")
+    text: Any = {"properties": {"t": {"anyOf": [{"type": "string"}, {"type": "null"}]}}, "required": ["t"]}
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": text}}]
+    body = {"messages": HELLO, "tools": tools, "tool_choice": "required", "temperature": 1.5, "max_tokens": 70}
+    choice = server.post("/v1/chat/completions", body).json()["choices"][0]
+    assert choice["finish_reason"] in ("tool_calls", "length")
+    text["properties"]["t"] = {"type": "string", "pattern": "^a"}
+    refused = server.post("/v1/chat/completions", body)
+    assert refused.status_code == 400
+    assert "The parameter t is a text with a form" in refused.json()["error"]["message"]
+
+
+def test_a_call_or_the_form(served: Running) -> None:
+    """A tool may be called, or the answer has the form."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 7}}}
+    heads = set()
+    for seed in range(4):
+        answer = served.openai().chat.completions.create(**HOT, seed=seed, tools=TOOLS, response_format=form)
+        message = answer.choices[0].message
+        heads.add("call" if message.tool_calls else message.content)
+    assert heads <= {"call", "7"}
+    assert "7" in heads
+
+
+def test_metrics_count_forced_tokens(served: Running) -> None:
+    before = served.batch.stats.forced_tokens
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "abcdef"}}}
+    served.openai().chat.completions.create(**HOT, response_format=form)
+    after = served.batch.stats.forced_tokens
+    assert after == before + 8  # the quotes and the end too, but not the first one
+    with served.http as client:
+        answer = client.get("/metrics")
+    assert answer.headers["content-type"] == CONTENT_TYPE
+    assert f"\nrabbitllm_forced_tokens_total {after}\n" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"type": "integer"}, "integer"),
+        ({"$ref": "#/$defs/unit"}, "string"),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/unit"}]}, "string"),
+        ({"enum": [1, 2]}, "number"),
+        ({"$ref": "#/$defs/none"}, ""),
+        ({"$ref": "#"}, "object"),
+        ({}, ""),
+    ],
+)
+def test_types_of_parameters(schema: Any, expected: str) -> None:
+    assert json_type(schema, ADD) == expected
+
+
+def test_calls_in_channels() -> None:
+    tokenizer = make_tokenizer()
+    marks = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
+    tokenizer.add_tokens(list(marks), special_tokens=True)
+    thoughts = Thoughts(AnswerFormat.of((), tokenizer), "<|start|>assistant")
+    body: Any = {"messages": HELLO, "tools": TOOLS, "response_format": {"type": "json_object"}}
+    either, forced = (
+        answer_grammar(chat, tokenizer, chat.tools or (), thoughts)
+        for chat in (parsed(ChatBody, body), parsed(ChatBody, {**body, "tool_choice": FORCED}))
+    )
+    assert either is not None
+    assert forced is not None
+    written = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 7, "unit": "km"}'
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for text in (written, thought + written):
+        assert follows(either, text, tokenizer)
+        assert follows(forced, text, tokenizer)
+        reader = AnswerReader(thoughts.form, thoughts.tail, SCHEMAS)
+        piece, rest = reader.feed(text), reader.end()
+        assert [(call.name, json.loads(call.arguments)) for call in rest.calls] == [("add", {"a": 7, "unit": "km"})]
+        assert piece.text + rest.text == ""
+    final = '<|channel|>final<|message|>{"b": 1}'
+    assert follows(either, thought + final, tokenizer)
+    assert not follows(forced, final, tokenizer)
+
+
+def test_an_answer_after_reasoning(tmp_path: Path) -> None:
+    """A model that thinks goes on thinking, and then has no other choice than the form."""
+    thought = "<think>", "I ", "know", ".", "</think>", "No", " idea"
+    scripted_checkpoint(tmp_path, [("<go>", *thought)], "{{ messages[-1].content }}", ("<think>", "</think>"))
+    messages: Any = [{"role": "user", "content": "<go>"}]
+    outputs = {"structured_outputs": {"choice": ["rabbit", "hare"]}}
+    with running(split(tmp_path)) as server:
+        answer = server.openai().chat.completions.create(
+            model=NAME, messages=messages, temperature=0, extra_body=outputs
+        )
+    message: Any = answer.choices[0].message
+    assert message.reasoning_content == "I know."
+    assert message.content in ("rabbit", "hare")
+    assert answer.choices[0].finish_reason == "stop"
