@@ -10,19 +10,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig, LogitsProcessorList
 
 from rabbitllm.generation._lookahead import Lookahead
 from rabbitllm.generation._model_runner import ModelRunner
-from rabbitllm.generation._proposals import MTP, NGRAM, Draft, FromHead, FromModel, FromText, Proposals
+from rabbitllm.generation._proposals import MTP, Draft, proposals_of
+from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Width, costs_of
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_config
 from rabbitllm.generation.request import end_tokens
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation._sequence import Sequence as Generated
     from rabbitllm.generation.request import BatchStats
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ class BatchDrafts:
     """The drafts of the sequences of a batch.
 
     Args:
-        model: a model whose sequences may be packed.
+        model: a model for which `keeps` and `can_go_back` hold.
         draft: what proposes tokens, after `prepare_draft`; not "self".
         stats: totals, of which it raises the drafted and the accepted tokens.
     """
@@ -51,20 +53,16 @@ class BatchDrafts:
         self._costs = costs_of(model, draft)
         self._widths: list[Width] = []  # of sequences that have ended: what one teaches, the next one knows
 
-    def begin(self, cache: Any) -> Lookahead:
+    def begin(self, sequence: Generated) -> Lookahead:
         """The drafts of a sequence that begins or goes on, with its KV cache."""
         width = self._widths.pop() if self._widths else Width(self._costs)
-        return Lookahead(self._stats, width, partial(self._proposals, cache, width), self._cost, self._widths.append)
-
-    def _proposals(self, cache: Any, width: Width) -> Proposals:
-        if self._draft == NGRAM:
-            return FromText()
-        processors = LogitsProcessorList()
-        if self._draft == MTP:
-            return FromHead(
-                self._model, processors, self._config, width, cache, 0, lambda rows: cache.get_seq_length() - rows
-            )
-        return FromModel(self._draft, processors, self._config, width, branches=False)  # type: ignore[arg-type]
+        track = Rewindable(self._model, sequence.cache, has_begun=True)
+        propose = partial(
+            proposals_of, self._draft, self._model, track, LogitsProcessorList(), self._config, width, trees=False
+        )
+        return Lookahead(
+            self._stats, track, lambda: sequence.ids, width, propose, self._cost, self._widths.append
+        )
 
     def propose(self, wanting: _Wanting) -> int:
         """Draft for the next pass.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -301,7 +301,6 @@ class FromHead(FromModel):
         processors, config, width: see `FromModel`.
         cache: the model's KV cache.
         tokens: number of tokens in it.
-        before: see `HeadTrack`.
     """
 
     def __init__(
@@ -312,9 +311,8 @@ class FromHead(FromModel):
         width: Width,
         cache: Any,
         tokens: int,
-        before: Callable[[int], int],
     ) -> None:
-        self._head = HeadTrack(model, cache, before)
+        self._head = HeadTrack(model, cache)
         if isinstance(earlier := vars(cache).pop("beside", None), HeadTrack):
             self._head.resume(earlier, tokens)
         self._of = cache
@@ -341,6 +339,8 @@ def proposals_of(
     processors: LogitsProcessorList,
     config: GenerationConfig,
     width: Width,
+    *,
+    trees: bool = True,
 ) -> Proposals:
     """Return the proposals of a draft for one answer; for the arguments see `FromModel`.
 
@@ -348,11 +348,13 @@ def proposals_of(
         draft: the draft, after `prepare_draft`.
         model, track: the model that checks them, and its cache.
         processors, config, width: see `FromModel`.
+        trees: whether they may be trees.
     """
     if draft == NGRAM:
         return FromText()
     if draft == MTP:
-        return FromHead(model, processors, config, width, track.cache, track.tokens, lambda rows: track.tokens)
+        return FromHead(model, processors, config, width, track.cache, track.tokens)
+    trees = trees and takes_trees(model)
     if draft == SELF:
-        return FromItself(model, processors, config, width, takes_trees(model), track)
-    return FromModel(draft, processors, config, width, takes_trees(model) and takes_trees(draft))
+        return FromItself(model, processors, config, width, trees, track)
+    return FromModel(draft, processors, config, width, trees and takes_trees(draft))

@@ -21,6 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from rabbitllm.generation._coroutines import Coroutine, Coroutines
 from rabbitllm.generation._lookahead import Lookahead
 from rabbitllm.generation._recommended import stop_strings
+from rabbitllm.generation._rewind import MAX_CARRIED
 from rabbitllm.generation.request import (
     Delta,
     Event,
@@ -201,7 +202,8 @@ class Sequence:
         """Whether it may have a draft in its next pass: if that computes its last token."""
         if self.lookahead is None or self.num_new_tokens != 1 or self.has_dropped_cache:
             return False
-        return self.num_computed_tokens + 1 == self.length.tokens
+        lacks = self.lookahead.lacks
+        return lacks <= MAX_CARRIED and self.num_computed_tokens + lacks + 1 == self.length.tokens
 
     def start(self, coroutines: Coroutines, chunk: int | None, lookahead: Lookahead | None = None) -> None:
         """Begin to generate, or continue after the tokens of an earlier run; it stops before its first pass.

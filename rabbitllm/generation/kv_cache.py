@@ -160,13 +160,6 @@ def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> 
     return layer.keys, layer.values
 
 
-def record_past(cache: Cache) -> None:
-    """Let windows keep the tokens that leave them, until `drop_last`."""
-    for layer in cache.layers:
-        if is_window(layer):
-            layer.record_past = True
-
-
 def drop_last(cache: Cache, tokens: int) -> None:
     """Drop the last tokens of a plain cache of one sequence, the only one that uses its tensors.
 
