@@ -24,9 +24,11 @@ from rabbitllm.engine.transformers_api import DummyLayer, attention_of
 from rabbitllm.generation.kv_cache import (
     BY_ROWS,
     Saved,
+    bytes_of,
     cache_argument,
     cache_layers,
     can_be_cropped,
+    can_be_cut,
     drop_last,
     is_nothing,
     is_window,
@@ -94,6 +96,19 @@ class Rewindable:
     def keeps_every_token(self) -> bool:
         """Whether the cache goes back at no cost, however long the pass was."""
         return self._is_cropped and all(keeps_every_token(layer) or is_nothing(layer) for layer in self.cache.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+        return bytes_of(self.cache)
+
+    def cut(self, tokens: int) -> bool:
+        """Drop the tokens after the first `tokens`; False, with nothing done, if the cache has dropped what it needs."""
+        can = self.tokens <= tokens or (not self._is_own and all(map(can_be_cut, self.cache.layers)))
+        if can and self.tokens > tokens:
+            restore(self.cache, {}, tokens)
+            self.tokens = tokens
+        return can
 
     def logits(self, ids: torch.Tensor, count: int, parents: Sequence[int] = ()) -> torch.Tensor:
         """Compute the tokens that the cache lacks; for the arguments see `output`.

@@ -109,7 +109,7 @@ class Drafting:
         width = self._width
         proposals = proposals_of(self._draft, model, track, logits_processor, generation_config, width)
         ids, nothing = input_ids, Proposal(input_ids[:, :0])
-        is_prompt, is_over, seen = True, False, 0
+        is_prompt, is_over, seen = True, False, proposals.tokens
         try:
             while not is_over:
                 known = ids.shape[1]

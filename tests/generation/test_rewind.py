@@ -277,6 +277,33 @@ def test_a_chat_keeps_its_cache(tmp_path: Path, name: str) -> None:
     assert_a_chat_keeps_its_cache(model, draft)
 
 
+def test_a_draft_model_goes_on_in_a_chat(tmp_path: Path) -> None:
+    """It reads what is new in a conversation only, also after an answer that it has drafted wrong, or that changed."""
+    model = talker(talker_folder(tmp_path / "model", "llama"))
+    draft = spoiled(load(split(tmp_path / "model")), "noisy")
+    draft.tokenizer = characters()
+    prepare_draft(model, draft)
+    rows: list[int] = []
+    draft.get_input_embeddings().register_forward_hook(lambda module, args, output: rows.append(args[0].shape[1]))
+    sessions = Session(model, 12), Session(model, 12, draft=draft)
+    messages: list[dict[str, Any]] = []
+    for question in ("hi", "and then?", "why?", "so?"):
+        messages.append({"role": "user", "content": question})
+        rows.clear()
+        plain, drafted = (session.answer(list(messages), lambda piece: None) for session in sessions)
+        assert drafted.tokens == plain.tokens
+        assert rows[0] == drafted.prompt_tokens - drafted.kept_tokens
+        messages.append({"role": "assistant", "content": plain.text[:-3]})
+    assert drafted.kept_tokens > 12
+    session = sessions[1]
+    assert session.cache is not None
+    beside = session.cache.cache.beside
+    without = session.cache_bytes - beside.nbytes
+    assert 0 < beside.nbytes <= 2 * without
+    session.forget()
+    assert session.cache_bytes == 0
+
+
 def assert_a_chat_keeps_its_cache(model: Any, draft: Any) -> None:
     """Answers of a chat are those without a draft, and the cache is kept where it is without a draft."""
     sessions = Session(model, 12), Session(model, 12, draft=draft)
