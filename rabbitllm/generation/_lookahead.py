@@ -136,7 +136,7 @@ class Lookahead:
         """The sequence's rows in a packed pass, with those of the draft."""
         if not self.tokens:
             return sequence
-        self._begin()
+        self._mark()
         ids, positions, count = sequence.ids, sequence.positions, len(self.tokens)
         after = torch.arange(1, count + 1, device=positions.device, dtype=positions.dtype)
         return replace(
@@ -164,14 +164,14 @@ class Lookahead:
         self._stats.drafted_tokens += len(self._computed)
         return self._row()
 
-    def _begin(self) -> None:
+    def _mark(self) -> None:
         self._track.tokens = self._track.cache.get_seq_length()
         if self.tokens or self._computed:
             self._track.mark()
 
     def _compute(self) -> Any:
         """Compute the tokens that the KV cache lacks, with those of the draft."""
-        self._begin()
+        self._mark()
         ids = torch.tensor([[*self._ids(), *self._computed]], device=self._track.device)
         self.is_computing, self.lacks = True, 0
         try:

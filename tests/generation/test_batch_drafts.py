@@ -120,6 +120,30 @@ def test_memory_of_a_draft_is_counted(tmp_path: Path, open_batch: Open, monkeypa
     assert roomy.stats.drafted_tokens > batch.stats.drafted_tokens
 
 
+@pytest.mark.parametrize("swap_bytes", [None, 0])
+def test_states_are_preempted_with_what_they_lack(
+    tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, swap_bytes: int | None
+) -> None:
+    """At moments when a cache lacks accepted tokens: it goes on from there, or its request begins again."""
+    folder = endless_head(tmp_path / "model", "noisy", "qwen3_next")
+    expected = answered_together(open_batch(NONE, folder=folder, budget=None)[0], requests())
+    lacked: list[int] = []
+
+    def over_limit(self: CacheManager) -> list[Any]:
+        lacking = [s for s in self._running if s.lookahead is not None and s.lookahead.lacks][: len(lacked) < 3]
+        lacked.extend(sequence.lookahead.lacks for sequence in lacking)
+        return lacking
+
+    monkeypatch.setattr(CacheManager, "over_limit", over_limit)
+    limits = Limits(chunk=8, swap_bytes=swap_bytes, draft="mtp")
+    batch, _ = open_batch(limits, folder=folder, budget=None, heads=True)
+    same(answered_together(batch, requests()), expected)
+    stats = batch.stats
+    assert stats.preempted == len(lacked) == 3
+    assert stats.accepted_tokens > 0
+    assert stats.resumed == (3 if swap_bytes is None else 0)
+
+
 def test_a_draft_that_fails_costs_no_request(
     tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
