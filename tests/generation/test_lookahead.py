@@ -27,8 +27,9 @@ from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import split
 
 NEW_TOKENS = 24
-WITH_STATES = ("qwen3_next", "nemotron_h")
-"""Families that are not packed; the recurrence of the second computes one row after the other."""
+NOT_PACKED = ("qwen3_next", "nemotron_h", "deepseek_v32")
+"""With states, with a recurrence that computes one row after the other, and with an index."""
+INDEXED = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
 LENGTHS = (5, 3 * WINDOW, 40, 17)
 NONE = Limits(draft="none")
 Drafts = Callable[[Iterable[Sequence[int]], str], None]
@@ -86,8 +87,8 @@ def same(answers: Sequence[Submitted], expected: Sequence[Submitted]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in (*SHORT, *WITH_STATES) else pytest.mark.long)
-        for name in sorted(ALONE | CONTINUING)
+        pytest.param(name, marks=() if name in (*SHORT, *NOT_PACKED) else pytest.mark.long)
+        for name in sorted(ALONE | CONTINUING | INDEXED)
     ],
 )
 def test_all_families_get_their_tokens_in_fewer_passes(
