@@ -60,9 +60,7 @@ class BatchDrafts:
         propose = partial(
             proposals_of, self._draft, self._model, track, LogitsProcessorList(), self._config, width, trees=False
         )
-        return Lookahead(
-            self._stats, track, lambda: sequence.ids, width, propose, self._cost, self._widths.append
-        )
+        return Lookahead(self._stats, track, lambda: sequence.ids, width, propose, self._cost, self._widths.append)
 
     def propose(self, wanting: _Wanting) -> int:
         """Draft for the next pass.

@@ -103,7 +103,7 @@ class Rewindable:
         return bytes_of(self.cache)
 
     def cut(self, tokens: int) -> bool:
-        """Drop the tokens after the first `tokens`; False, with nothing done, if the cache has dropped what it needs."""
+        """Drop the tokens after the first `tokens`; False, with nothing done, if the cache cannot be cut there."""
         can = self.tokens <= tokens or (not self._is_own and all(map(can_be_cut, self.cache.layers)))
         if can and self.tokens > tokens:
             restore(self.cache, {}, tokens)

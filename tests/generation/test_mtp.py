@@ -28,8 +28,8 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
 from rabbitllm.generation._proposals import FromHead
-from rabbitllm.generation.draft import free_draft, prepare_draft
 from rabbitllm.generation.batch import Batch, Limits
+from rabbitllm.generation.draft import free_draft, prepare_draft
 from rabbitllm.generation.request import Request, Result, Sampling
 from rabbitllm.generation.session import Session, answer
 from rabbitllm.store.layer_store import LayerStore
