@@ -39,6 +39,10 @@ class HeadTrack:
         self._passed: tuple[int, torch.Tensor] | None = None  # first token and states of the model's last pass
         self._hook = model.get_decoder().register_forward_hook(self._take, with_kwargs=True)
 
+    def __reduce__(self) -> Any:
+        """As of `Rewindable`."""
+        return type(None), ()
+
     def close(self) -> None:
         """Take no more hidden states."""
         self._hook.remove()

@@ -97,6 +97,10 @@ class Rewindable:
         """Whether the cache goes back at no cost, however long the pass was."""
         return self._is_cropped and all(keeps_every_token(layer) or is_nothing(layer) for layer in self.cache.layers)
 
+    def __reduce__(self) -> Any:
+        """Copies of a cache that this is beside have None in its place: models are not copied."""
+        return type(None), ()
+
     @property
     def nbytes(self) -> int:
         """Bytes of the cache."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -317,6 +318,9 @@ def assert_a_chat_keeps_its_cache(model: Any, draft: Any) -> None:
         assert (drafted.kept_tokens > 0) == (plain.kept_tokens > 0)
         messages.append({"role": "assistant", "content": plain.text})
     assert (drafted.kept_tokens > 0) == keeps(model)
+    if (kept := sessions[1].cache) is not None:
+        assert kept.cache.beside is not None
+        assert copy.deepcopy(kept.cache).beside is None
 
 
 def test_sampled_answers_with_a_seed_are_the_same_with_ngrams(tmp_path: Path) -> None:
