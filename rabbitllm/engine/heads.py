@@ -8,6 +8,7 @@ have the same form. While heads are used, all of them is in memory, and the mode
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,8 +98,11 @@ class Heads:
             The head's hidden states, (1, tokens, width), and logits of the last one, float32 of shape (1, vocabulary).
         """
         model = self._model
-        with model.streamer.passing():
-            embedded = model.get_input_embeddings()(ids.to(self.device)).to(self.device)
+        embedding = model.get_input_embeddings()
+        norm = getattr(embedding, "embed_norm", None)  # of Inkling, whose heads do without
+        bare = contextlib.nullcontext() if norm is None else norm.register_forward_hook(_its_input)
+        with model.streamer.passing(), bare:
+            embedded = embedding(ids.to(self.device)).to(self.device)
         with self._streamer.passing():
             hidden = self._heads.forward_layer(
                 head, hidden.to(self.device), positions.to(self.device), cache, inputs_embeds=embedded
@@ -106,6 +110,11 @@ class Heads:
         with model.streamer.passing():
             logits = logits_of_heads(self._heads, hidden[:, -1:])[:, -1]
         return hidden, logits.to(dtype=torch.float32, device=ids.device)
+
+
+def _its_input(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """A forward hook that undoes a module."""
+    return args[0]
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig, LogitsProcessorList
 
 from rabbitllm.generation._lookahead import Lookahead
 from rabbitllm.generation._model_runner import ModelRunner
-from rabbitllm.generation._proposals import MTP, NGRAM, Draft, FromHead, FromModel, FromText, Proposals
+from rabbitllm.generation._proposals import MTP, NGRAM, Draft, proposals_of
+from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Width, costs_of
 from rabbitllm.generation.kv_cache import CacheCost, cost_by_config
 from rabbitllm.generation.request import end_tokens
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
-    from rabbitllm.generation.grammar import GrammarState
+    from rabbitllm.generation._sequence import Sequence as Generated
     from rabbitllm.generation.request import BatchStats
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class BatchDrafts:
     """The drafts of the sequences of a batch.
 
     Args:
-        model: a model whose sequences may be packed.
+        model: a model for which `keeps` and `can_go_back` hold.
         draft: what proposes tokens, after `prepare_draft`; not "self". None for forced tokens alone.
         stats: totals, of which it raises the drafted and the accepted tokens.
     """
@@ -52,23 +53,17 @@ class BatchDrafts:
         self._costs = costs_of(model, draft or NGRAM)
         self._widths: list[Width] = []  # of sequences that have ended: what one teaches, the next one knows
 
-    def begin(self, cache: Any, grammar: GrammarState | None = None) -> Lookahead | None:
+    def begin(self, sequence: Generated) -> Lookahead | None:
         """The drafts of a sequence that begins or goes on, with its KV cache; None if it can have none."""
+        draft, grammar = self._draft or NGRAM, sequence.grammar
         if self._draft is None and grammar is None:
             return None
-        width = None if self._draft is None else self._widths.pop() if self._widths else Width(self._costs)
-        proposals = partial(self._proposals, cache, width, grammar)
-        return Lookahead(self._stats, width, proposals, self._cost, self._widths.append, grammar)
-
-    def _proposals(self, cache: Any, width: Width | None, grammar: GrammarState | None) -> Proposals:
-        if self._draft == NGRAM or width is None:
-            return FromText()
+        width = self._widths.pop() if self._widths else Width(self._costs)
+        track = Rewindable(self._model, sequence.cache, has_begun=True)
         processors = LogitsProcessorList([] if grammar is None else [grammar])
-        if self._draft == MTP:
-            return FromHead(
-                self._model, processors, self._config, width, cache, 0, lambda rows: cache.get_seq_length() - rows
-            )
-        return FromModel(self._draft, processors, self._config, width, branches=False)  # type: ignore[arg-type]
+        propose = partial(proposals_of, draft, self._model, track, processors, self._config, width, trees=False)
+        learns, ids = None if self._draft is None else width, lambda: sequence.ids
+        return Lookahead(self._stats, track, ids, learns, propose, self._cost, self._widths.append, grammar)
 
     def propose(self, wanting: _Wanting) -> int:
         """Draft for the next pass.

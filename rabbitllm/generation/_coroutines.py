@@ -436,12 +436,14 @@ class Coroutines:
         coroutine = getcurrent()
         assert isinstance(coroutine, Coroutine)
         lookahead = coroutine.lookahead
+        if lookahead is not None and lookahead.is_computing:
+            return None
         if lookahead is not None and (known := lookahead.known(kwargs)) is not None:
             return known
         coroutine.is_in_pass = False
         output = self._wait(coroutine, PendingCall(None, args, kwargs))
         coroutine.is_in_pass = output is None
-        return output if lookahead is None else lookahead.first(output, kwargs)
+        return output if lookahead is None else lookahead.first(output)
 
     def _wait(self, coroutine: Coroutine, call: PendingCall) -> Any:
         coroutine.call = call

@@ -2,8 +2,9 @@
 
 `generate` asks for one token at a time, and knows nothing of drafts. A pass computes logits after the sequence's token
 and after each drafted one. As long as `generate` itself chooses the drafted tokens, its next calls are answered from
-these logits, without a pass. At the first other token the KV cache is cut to the tokens that `generate` has given to
-the model. So each token is chosen as without drafts, with the same processors and random numbers.
+these logits, without a pass. At the first other token the KV cache goes back to the tokens that `generate` has given to
+the model; if it has states, to what it was before the pass, and the next pass computes these tokens again. So each
+token is chosen as without drafts, with the same processors and random numbers.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, CacheCost, drop_last, record_past
+from rabbitllm.generation.kv_cache import CacheCost
 
 if TYPE_CHECKING:
     from rabbitllm.generation._packed_batch import PackedSequence
     from rabbitllm.generation._proposals import Proposals
+    from rabbitllm.generation._rewind import Rewindable
     from rabbitllm.generation._width import Width
     from rabbitllm.generation.grammar import GrammarState
     from rabbitllm.generation.request import BatchStats
@@ -29,6 +31,8 @@ class Lookahead:
 
     Args:
         stats: totals, of which it raises the drafted and the accepted tokens.
+        track: the model and the sequence's KV cache.
+        ids: returns all tokens of the sequence.
         width: says how many tokens are drafted; None for none.
         begin: makes the source of proposals.
         cost: what the source keeps of a token.
@@ -37,12 +41,16 @@ class Lookahead:
 
     Attributes:
         tokens: forced and drafted for the next pass.
+        lacks: tokens that the KV cache lacks of those that `generate` has given to the model; the next pass has them.
+        is_computing: whether it calls the model itself.
         seconds: that the last draft took.
     """
 
     def __init__(
         self,
         stats: BatchStats,
+        track: Rewindable,
+        ids: Callable[[], Sequence[int]],
         width: Width | None,
         begin: Callable[[], Proposals],
         cost: CacheCost,
@@ -50,8 +58,11 @@ class Lookahead:
         grammar: GrammarState | None = None,
     ) -> None:
         self.tokens: tuple[int, ...] = ()
+        self.lacks = 0
+        self.is_computing = False
         self.seconds = 0.0
         self._stats = stats
+        self._track, self._ids = track, ids
         self._width = width
         self._begin, self._proposals = begin, begin()
         self._cost = cost
@@ -60,7 +71,7 @@ class Lookahead:
         self._forced: list[int] = []  # for the next pass
         self._known = 0  # of `_computed`, how many were forced
         self._wanted: int | None = None  # for the next pass; None if it was not asked
-        self._lacks = self._seen = 0
+        self._unread = self._seen = 0  # tokens of the text that the source has not read, and that it has
         self._computed: tuple[int, ...] = ()  # drafted for the last pass
         self._accepted = 0
         self._output: Any = None  # of the last pass, while some of its logits may be used
@@ -74,6 +85,11 @@ class Lookahead:
     def nbytes(self) -> int:
         """Bytes of what the source keeps; may be read from any thread."""
         return self._cost.bytes_for(self._proposals.tokens) if self._proposals.tokens else 0
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether the last pass of a prompt may have further rows: if the KV cache goes back at no cost."""
+        return self._track.keeps_every_token
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes that the source keeps of a sequence of this length."""
@@ -90,8 +106,8 @@ class Lookahead:
         self._forced = self._grammar.rows(ids)[:most] if self._grammar is not None else []
         if self._width is None or not drafts:
             return len(self._forced)
-        self._lacks = len(ids) - self._seen
-        self._wanted = self._width.choose(most - len(self._forced), self._lacks, rows, sequences)
+        self._unread = len(ids) - self._seen
+        self._wanted = self._width.choose(most - len(self._forced), self._unread, rows, sequences)
         return len(self._forced) + self._wanted
 
     def propose(self, ids: Sequence[int], most: int) -> None:
@@ -127,7 +143,7 @@ class Lookahead:
                 max(self._accepted - self._known, 0),
                 rows=rows,
                 draft_seconds=self.seconds,
-                lacks=self._lacks,
+                lacks=self._unread,
             )
         self._wanted, self._computed, self._known, self.seconds = None, (), 0, 0.0
 
@@ -143,7 +159,7 @@ class Lookahead:
         """The sequence's rows in a packed pass, with those of the draft."""
         if not self.tokens:
             return sequence
-        record_past(sequence.cache)
+        self._mark()
         ids, positions, count = sequence.ids, sequence.positions, len(self.tokens)
         after = torch.arange(1, count + 1, device=positions.device, dtype=positions.dtype)
         return replace(
@@ -155,24 +171,37 @@ class Lookahead:
 
     # in the sequence's coroutine -------------------------------------------------------------------------------------
 
-    def first(self, output: Any, kwargs: Mapping[str, Any]) -> Any:
+    def first(self, output: Any) -> Any:
         """The output of a pass as it would be without a draft.
 
         Args:
-            output: of the pass; None if the sequence was not packed, and so had no draft.
-            kwargs: of the model's call.
+            output: of the pass; None if the sequence was not packed, and has to compute it.
         """
         self._computed, self.tokens, self._accepted = self.tokens, (), 0
         self._known, self._forced = len(self._forced), []
+        if output is None and (self._computed or self.lacks):
+            output = self._compute()
         if not self._computed:
             return output
-        if output is None:
-            drop_last(kwargs[CACHE_ARGUMENT], 0)
-            self._computed, self._known, self._wanted = (), 0, None
-            return None
+        self._track.tokens = self._track.cache.get_seq_length()
         self._output = output
         self._stats.drafted_tokens += len(self._computed) - self._known
         return self._row()
+
+    def _mark(self) -> None:
+        self._track.tokens = self._track.cache.get_seq_length()
+        if self.tokens or self._computed:
+            self._track.mark()
+
+    def _compute(self) -> Any:
+        """Compute the tokens that the KV cache lacks, with those of the draft."""
+        self._mark()
+        ids = torch.tensor([[*self._ids(), *self._computed]], device=self._track.device)
+        self.is_computing, self.lacks = True, 0
+        try:
+            return self._track.output(ids, len(self._computed) + 1)
+        finally:
+            self.is_computing = False
 
     def known(self, kwargs: Mapping[str, Any]) -> Any:
         """The output of a call of the model, if the last pass has computed it; else None, and the draft is over."""
@@ -189,11 +218,13 @@ class Lookahead:
         return None
 
     def end(self) -> None:
-        """Cut the KV cache to the tokens that `generate` has given to the model."""
+        """Let the KV cache go back to the tokens that `generate` has given to the model, or before them."""
         if self._output is None:
             return
-        cache, self._output = self._output[CACHE_ARGUMENT], None
-        drop_last(cache, len(self._computed) - self._accepted)
+        self._output = None
+        given = self._track.tokens - len(self._computed) + self._accepted
+        self._track.settle(given)
+        self.lacks = given - self._track.tokens
 
     def _row(self) -> Any:
         """The output after the token of the sequence and the accepted ones."""

@@ -101,8 +101,8 @@ class ModelRunner:
         """
         if not coroutines:
             return
-        drafted = sum(len(coroutine.lookahead.tokens) for coroutine in coroutines if coroutine.lookahead is not None)
-        rows = drafted + sum(coroutine.tokens for coroutine in coroutines)
+        rows = sum(c.lookahead.lacks + len(c.lookahead.tokens) for c in coroutines if c.lookahead is not None)
+        rows += sum(coroutine.tokens for coroutine in coroutines)
         with self._model.joint_pass(PassInput(1, rows)):
             groups = self._packed_groups(coroutines)
             packed = {coroutine for group in groups for coroutine in group.coroutines}

@@ -10,7 +10,6 @@ then attends to fewer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,18 +27,21 @@ class HeadTrack:
     Args:
         model: loaded with its heads.
         cache: the model's KV cache of the sequence.
-        before: number of rows of a pass -> number of tokens before that pass.
     """
 
-    def __init__(self, model: StreamedModel, cache: Any, before: Callable[[int], int]) -> None:
+    def __init__(self, model: StreamedModel, cache: Any) -> None:
         assert model.heads is not None
         self._heads: Any = model.heads
-        self._of, self._before = cache, before
+        self._of = cache
         self._cache = self._heads.empty_cache()
         self._levels = [_Level() for _ in range(self._heads.count)]
         self._text: int | None = None  # tokens that are known, while further ones are proposed
         self._passed: tuple[int, torch.Tensor] | None = None  # first token and states of the model's last pass
         self._hook = model.get_decoder().register_forward_hook(self._take, with_kwargs=True)
+
+    def __reduce__(self) -> Any:
+        """As of `Rewindable`."""
+        return type(None), ()
 
     def close(self) -> None:
         """Take no more hidden states."""
@@ -70,7 +72,7 @@ class HeadTrack:
         if rows is None:
             return
         states = output[0][:, rows].detach()
-        begin = self._before(states.shape[1])
+        begin = self._of.get_seq_length() - states.shape[1]
         self.settle(begin)
         self._passed = begin, states
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
+from transformers import DynamicCache
 
 from rabbitllm.generation._mtp import HeadTrack
 from rabbitllm.generation._rewind import Rewindable, takes_trees
@@ -120,7 +121,8 @@ class FromModel:
         width: says how far a proposal goes. If the draft's generation config has `assistant_confidence_threshold`, the
             probability of the last token decides instead.
         branches: whether proposals are trees; only for a draft for which `takes_trees` holds.
-        track: the model and its cache; None for a new cache.
+        track: the draft and its cache.
+        of: the model that checks the proposals, and its cache, beside which the draft's stays; None if it does not.
     """
 
     def __init__(
@@ -130,9 +132,11 @@ class FromModel:
         config: GenerationConfig,
         width: Width,
         branches: bool,
-        track: Rewindable | HeadTrack | None = None,
+        track: Rewindable | HeadTrack,
+        of: Rewindable | None = None,
     ) -> None:
-        self._track: Any = track or Rewindable(draft)
+        self._track: Any = track
+        self._of = of
         self._width = width
         self._branches = branches
         self._computed: list[int] = []
@@ -214,7 +218,9 @@ class FromModel:
         self._computed = []
 
     def close(self, continues: bool) -> None:
-        """Nothing is kept."""
+        """Keep the cache beside the model's if the answer `continues`."""
+        if continues and self._of is not None and isinstance(self._of.cache, DynamicCache):
+            self._of.cache.beside = self._track
 
     @property
     def tokens(self) -> int:
@@ -298,10 +304,7 @@ class FromHead(FromModel):
 
     Args:
         model: loaded with its heads.
-        processors, config, width: see `FromModel`.
-        cache: the model's KV cache.
-        tokens: number of tokens in it.
-        before: see `HeadTrack`.
+        processors, config, width, of: see `FromModel`.
     """
 
     def __init__(
@@ -310,15 +313,12 @@ class FromHead(FromModel):
         processors: LogitsProcessorList,
         config: GenerationConfig,
         width: Width,
-        cache: Any,
-        tokens: int,
-        before: Callable[[int], int],
+        of: Rewindable,
     ) -> None:
-        self._head = HeadTrack(model, cache, before)
-        if isinstance(earlier := vars(cache).pop("beside", None), HeadTrack):
-            self._head.resume(earlier, tokens)
-        self._of = cache
-        super().__init__(model, processors, config, width, branches=False, track=self._head)
+        self._head = HeadTrack(model, of.cache)
+        if isinstance(earlier := _beside(of), HeadTrack):
+            self._head.resume(earlier, of.tokens)
+        super().__init__(model, processors, config, width, branches=False, track=self._head, of=of)
         assert model.heads is not None
         own = model.generation_config.num_assistant_tokens or HEAD_TOKENS
         self._most = own if model.heads.count == 1 else min(own, model.heads.count)
@@ -330,8 +330,12 @@ class FromHead(FromModel):
     def close(self, continues: bool) -> None:
         """Take no more hidden states."""
         self._head.close()
-        if continues:
-            self._of.beside = self._head
+        super().close(continues)
+
+
+def _beside(of: Rewindable) -> Any:
+    """What an earlier draft has left beside a model's KV cache."""
+    return vars(of.cache).pop("beside", None) if isinstance(of.cache, DynamicCache) else None
 
 
 def proposals_of(
@@ -341,6 +345,8 @@ def proposals_of(
     processors: LogitsProcessorList,
     config: GenerationConfig,
     width: Width,
+    *,
+    trees: bool = True,
 ) -> Proposals:
     """Return the proposals of a draft for one answer; for the arguments see `FromModel`.
 
@@ -348,11 +354,16 @@ def proposals_of(
         draft: the draft, after `prepare_draft`.
         model, track: the model that checks them, and its cache.
         processors, config, width: see `FromModel`.
+        trees: whether they may be trees.
     """
     if draft == NGRAM:
         return FromText()
     if draft == MTP:
-        return FromHead(model, processors, config, width, track.cache, track.tokens, lambda rows: track.tokens)
+        return FromHead(model, processors, config, width, track)
+    trees = trees and takes_trees(model)
     if draft == SELF:
-        return FromItself(model, processors, config, width, takes_trees(model), track)
-    return FromModel(draft, processors, config, width, takes_trees(model) and takes_trees(draft))
+        return FromItself(model, processors, config, width, trees, track)
+    earlier = _beside(track)
+    goes_on = isinstance(earlier, Rewindable) and earlier.cut(track.tokens)
+    own = earlier if goes_on else Rewindable(draft)
+    return FromModel(draft, processors, config, width, trees and takes_trees(draft), own, track)

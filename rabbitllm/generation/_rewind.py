@@ -10,11 +10,10 @@ to the text and to its ancestors, and the rows of one path are kept.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +24,11 @@ from rabbitllm.engine.transformers_api import DummyLayer, attention_of
 from rabbitllm.generation.kv_cache import (
     BY_ROWS,
     Saved,
+    bytes_of,
     cache_argument,
     cache_layers,
     can_be_cropped,
+    can_be_cut,
     drop_last,
     is_nothing,
     is_window,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 _RECURRENT = ("Mixer", "RecurrentBlock")
 """Ends of the names of classes that have the recurrence of the models in `BY_ROWS`."""
+MAX_CARRIED = 16
+"""The most tokens that states lack after wrong drafts; then a pass without a draft computes them."""
 _AHEAD = 64
 """So many tokens further than needed the arguments of passes are continued at once."""
 _INDEX = "Indexer"
@@ -56,22 +59,27 @@ class Rewindable:
         model: a model for which `can_go_back` holds.
         cache: its KV cache; None for an empty one.
         tokens: number of tokens in the cache.
+        has_begun: whether `generate` has computed a pass of these tokens.
         arguments: further arguments of every pass: `attention_mask` and `position_ids`, (…, tokens), of the first
             tokens; later ones follow them.
 
     Attributes:
         cache: see above.
         tokens: number of tokens in the cache.
+        device: of the tokens.
     """
 
-    def __init__(self, model: StreamedModel, cache: Any = None, tokens: int = 0, **arguments: Any) -> None:
+    def __init__(
+        self, model: StreamedModel, cache: Any = None, tokens: int = 0, has_begun: bool = False, **arguments: Any
+    ) -> None:
         self.tokens = tokens
+        self.device = model.device
         self._model = model
         config = model.config.get_text_config(decoder=True)
         self._is_own = not has_dynamic_cache(model)  # the model's first pass makes it
         self.cache = DynamicCache(config=config) if cache is None and not self._is_own else cache
         self._arguments = arguments
-        self._is_first = True
+        self._is_first = not has_begun
         self._argument = cache_argument(model)
         self._takes = inspect.signature(model.forward).parameters
         if "position_ids" in self._takes and not arguments:
@@ -79,6 +87,9 @@ class Rewindable:
         self._is_cropped = not self._is_own and all(map(can_be_cropped, self.cache.layers))
         by_rows = (_INDEX, *_RECURRENT) if config.model_type in BY_ROWS else _INDEX
         self._by_row = [module for module in model.modules() if type(module).__name__.endswith(by_rows)]
+        for module in self._by_row:
+            if not isinstance(module.forward, _RowByRow):
+                module.forward = _RowByRow(module.forward)
         self._mark: tuple[int, Saved, list[tuple[dict[str, Any], dict[str, Any]]]] | None = None
 
     @property
@@ -86,17 +97,40 @@ class Rewindable:
         """Whether the cache goes back at no cost, however long the pass was."""
         return self._is_cropped and all(keeps_every_token(layer) or is_nothing(layer) for layer in self.cache.layers)
 
+    def __reduce__(self) -> Any:
+        """Copies of a cache that this is beside have None in its place: models are not copied."""
+        return type(None), ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+        return bytes_of(self.cache)
+
+    def cut(self, tokens: int) -> bool:
+        """Drop the tokens after the first `tokens`; False, with nothing done, if the cache cannot be cut there."""
+        can = self.tokens <= tokens or (not self._is_own and all(map(can_be_cut, self.cache.layers)))
+        if can and self.tokens > tokens:
+            restore(self.cache, {}, tokens)
+            self.tokens = tokens
+        return can
+
     def logits(self, ids: torch.Tensor, count: int, parents: Sequence[int] = ()) -> torch.Tensor:
-        """Compute the tokens that the cache lacks.
+        """Compute the tokens that the cache lacks; for the arguments see `output`.
+
+        Returns:
+            Logits of the last `count` tokens, float32 of shape (count, vocabulary).
+        """
+        logits: torch.Tensor = self.output(ids, count, parents).logits[0, -count:]
+        return logits.to(dtype=torch.float32, device=ids.device)
+
+    def output(self, ids: torch.Tensor, count: int, parents: Sequence[int] = ()) -> Any:
+        """Compute the tokens that the cache lacks, and return the model's output.
 
         Args:
             ids: all tokens of the sequence, int64 of shape (1, tokens).
             count: number of tokens whose logits are wanted.
             parents: the last tokens are a tree: for each its parent, an index into them; -1 for the token before them.
                 Only for a model for which `takes_trees` holds.
-
-        Returns:
-            Logits of the last `count` tokens, float32 of shape (count, vocabulary).
         """
         rows, is_first, self._is_first = ids.shape[1] - self.tokens, self._is_first, False
         length = ids.shape[1]
@@ -116,16 +150,18 @@ class Rewindable:
             inputs["logits_to_keep"] = count  # some models set another number
         if any(parent != index - 1 for index, parent in enumerate(parents)):
             inputs |= self._as_tree(ids, parents, arguments)
-        with contextlib.nullcontext() if is_first else self._by_rows():
+        before = _BY_ROWS.set(not is_first)
+        try:
             output = self._model(**inputs, return_dict=True)
+        finally:
+            _BY_ROWS.reset(before)
         self.cache = output.get(self._argument, self.cache)
         if self._is_own and is_first:
             for index, layer in enumerate(layers_of(self.cache)):
                 if not layer.is_initialized:
                     self.cache.layers[index] = DummyLayer()  # masks would be as long as it, without tokens before
-        logits: torch.Tensor = output.logits[0, -count:]
         self.tokens = ids.shape[1]
-        return logits.to(dtype=torch.float32, device=ids.device)
+        return output
 
     def _as_tree(self, ids: torch.Tensor, parents: Sequence[int], arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The mask and the positions of a pass whose last tokens are a tree.
@@ -195,19 +231,19 @@ class Rewindable:
         for layer in filter(is_window, layers_of(self.cache)):
             layer.record_past = False
 
-    @contextlib.contextmanager
-    def _by_rows(self) -> Iterator[None]:
-        """Let the recurrences compute one token after the other. All else in the pass computes them at once."""
-        before = [vars(module).get("forward") for module in self._by_row]
-        for module in self._by_row:
-            module.forward = functools.partial(_each_row, module.forward)
-        try:
-            yield
-        finally:
-            for module, forward in zip(self._by_row, before, strict=True):
-                del module.forward
-                if forward is not None:
-                    module.forward = forward
+
+_BY_ROWS: ContextVar[bool] = ContextVar("_BY_ROWS", default=False)
+"""Whether recurrences compute one token after the other; each coroutine has its own."""
+
+
+class _RowByRow:
+    """The forward of a recurrence, for one token after the other if `_BY_ROWS`. All else computes them at once."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _each_row(self._forward, *args, **kwargs) if _BY_ROWS.get() else self._forward(*args, **kwargs)
 
 
 def _each_row(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -29,12 +29,11 @@ from rabbitllm.errors import BatchError, BusyError, ClosedError, OptionError
 from rabbitllm.generation._batch_drafts import BatchDrafts
 from rabbitllm.generation._coroutines import Coroutine, copy_of
 from rabbitllm.generation._model_runner import ModelRunner
-from rabbitllm.generation._packed_batch import can_be_packed
 from rabbitllm.generation._proposals import NGRAM, Draft
 from rabbitllm.generation._sequence import Sequence, SequenceStatus
 from rabbitllm.generation.cache_manager import CacheAllocation, CacheManager
 from rabbitllm.generation.draft import prepare_draft
-from rabbitllm.generation.kv_cache import can_go_back
+from rabbitllm.generation.kv_cache import can_go_back, keeps
 from rabbitllm.generation.request import MEDIA_BYTES, BatchStats, FinishReason, Limits
 
 if TYPE_CHECKING:
@@ -98,27 +97,28 @@ def moves_weights(placement: Placement) -> bool:
 
 
 def draft_of(
-    model: StreamedModel, draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"], *, packs: bool
+    model: StreamedModel, draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"], *, exact: bool
 ) -> Draft | None:
     """The draft of a batch, prepared; "auto" and "ngram" are none where there are no drafts.
 
     Args:
         model: the model.
         draft: see `Limits`.
-        packs: whether sequences may be packed into one forward.
+        exact: whether each sequence is computed by itself.
 
     Raises:
-        OptionError: the draft does not suit the model, or sequences are not packed.
+        OptionError: the draft does not suit the model, or the model's KV caches do not go on.
     """
+    can = keeps(model) and not exact
     if draft == "auto" or draft == NGRAM:
         is_wanted = draft == NGRAM or moves_weights(model.placement)
-        return NGRAM if is_wanted and packs and can_go_back(model) else None
+        return NGRAM if is_wanted and can and can_go_back(model) else None
     if draft == "none":
         return None
-    if not packs:
+    if not can:
         raise OptionError(
-            f"This draft cannot be used for many requests of a {type(model).__name__}: it needs passes that "
-            "compute the rows of all requests together, without --exact.",
+            f"This draft cannot be used for many requests of a {type(model).__name__}: it needs KV caches that go on "
+            "with further tokens, and passes of all requests together, without --exact.",
             "Leave the draft out, or use --draft ngram.",
         )
     prepare_draft(model, draft)
@@ -176,8 +176,7 @@ class Scheduler:
     """
 
     def __init__(self, model: StreamedModel, limits: Limits) -> None:
-        packs = can_be_packed(model) and not limits.exact
-        draft = draft_of(model, limits.draft, packs=packs)
+        draft = draft_of(model, limits.draft, exact=limits.exact)
         self.running: list[Sequence] = []
         self.caches = CacheManager(model, limits, self.running)
         self.totals = BatchStats()
@@ -187,7 +186,7 @@ class Scheduler:
         self._budget = TokenBudget()
         self._max_running = float(limits.running)  # sequences for which devices had enough memory recently
         self._recent_seconds = 1.0  # moving average of the seconds that a request took
-        looks_ahead = draft is not None or (packs and can_go_back(model))
+        looks_ahead = draft is not None or (keeps(model) and not limits.exact and can_go_back(model))
         self._drafts = BatchDrafts(model, draft, self.totals) if looks_ahead else None
         self._closing: float | None = None  # time at which unfinished requests are cancelled
         self._pauses = 0
@@ -342,6 +341,7 @@ class Scheduler:
         if self._drafts is not None:
             rows = self.caches.memory.logits - len(sequences)
             pays = len(sequences) == tokens or tokens < MANY_TOKENS  # not beside long prompts
+            tokens += sum(sequence.lookahead.lacks for sequence in sequences if sequence.lookahead is not None)
             tokens += self._drafts.propose(self.caches.drafts(sequences, tokens, rows, pays=pays))
         return ScheduledPass(sequences, tokens)
 
@@ -389,7 +389,7 @@ class Scheduler:
         """Move a waiting sequence, which may have been preempted, to the running ones."""
         lookahead = None
         if self._drafts is not None and sequence.cache is not None and sequence.request.media is None:
-            lookahead = self._drafts.begin(sequence.cache, sequence.grammar)
+            lookahead = self._drafts.begin(sequence)
         sequence.start(self._runner.coroutines, self.caches.prompt_chunk(sequence), lookahead)
         with self._change:
             self._waiting.remove(sequence)

@@ -21,6 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from rabbitllm.generation._coroutines import Coroutine, Coroutines
 from rabbitllm.generation._lookahead import Lookahead
 from rabbitllm.generation._recommended import stop_strings
+from rabbitllm.generation._rewind import MAX_CARRIED
 from rabbitllm.generation.request import (
     Delta,
     Event,
@@ -204,7 +205,10 @@ class Sequence:
         """Whether its next pass may have further rows: if that computes its last token."""
         if self.lookahead is None or not self.num_new_tokens or self.has_dropped_cache:
             return False
-        return self.num_computed_tokens + self.num_new_tokens == self.length.tokens
+        more, is_prompt = self.lookahead, self.num_new_tokens > 1
+        if more.lacks > MAX_CARRIED or (is_prompt and not more.takes_prompts):
+            return False
+        return self.num_computed_tokens + more.lacks + self.num_new_tokens == self.length.tokens
 
     def start(self, coroutines: Coroutines, chunk: int | None, lookahead: Lookahead | None = None) -> None:
         """Begin to generate, or continue after the tokens of an earlier run; it stops before its first pass.

@@ -27,7 +27,7 @@ from rabbitllm.generation._proposals import SELF as SELF
 from rabbitllm.generation._proposals import Draft as Draft
 from rabbitllm.generation._proposals import Proposal as Proposal
 from rabbitllm.generation._proposals import proposals_of
-from rabbitllm.generation._rewind import Rewindable
+from rabbitllm.generation._rewind import MAX_CARRIED, Rewindable
 from rabbitllm.generation._width import Width, costs_of
 from rabbitllm.generation.grammar import GrammarState
 from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, layers_of, why_not_back
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 SAME_TOKENS = 0.9
 """The least share of the smaller vocabulary that both have under the same ids; others are only never right."""
-MAX_CARRIED = 16
-"""The most tokens that states lack after wrong drafts; then a pass without a draft computes them."""
 PER_TOKEN = ("attention_mask", "position_ids")
 """Arguments of a pass that have a value for each token."""
 _LOAD_HEADS = "Load it with --draft mtp, or use another draft."
@@ -115,7 +113,7 @@ class Drafting:
         draft = self._draft or NGRAM
         proposals = proposals_of(draft, model, track, logits_processor, generation_config, width)
         ids, nothing = input_ids, Proposal(input_ids[:, :0])
-        is_prompt, is_over, seen = True, False, 0
+        is_prompt, is_over, seen = True, False, proposals.tokens
         try:
             while not is_over:
                 known = ids.shape[1]

@@ -2,7 +2,7 @@
 
 What a cache can do depends on its kinds of layers (transformers 5, `cache_utils`):
 
-    the KV cache of every token           cut at any length
+    the KV cache of every token           cut at any length, with an index's keys if it has them
     a sliding window                      cut as long as it has not slid; after that older tokens are gone
     a state (linear attention, Mamba, …)  cannot be cut: it sums up all tokens
 
@@ -65,7 +65,7 @@ def is_plain(layer: CacheLayerMixin) -> bool:
 
 
 def can_be_cropped(layer: CacheLayerMixin) -> bool:
-    """Whether the last tokens of the layer can be dropped, of a window those that it has recorded."""
+    """Whether the layer has no state: its last tokens can be dropped, of a window those that it has recorded."""
     return is_plain(layer) or is_indexed(layer)
 
 
@@ -73,7 +73,7 @@ def can_be_cut(layer: CacheLayerMixin) -> bool:
     """Whether the layer in its current state can be cut at any length."""
     if is_window(layer):
         return bool(layer.get_seq_length() < layer.sliding_window)
-    return keeps_every_token(layer) or is_nothing(layer)
+    return can_be_cropped(layer)
 
 
 def _grows(layer: CacheLayerMixin) -> bool:
@@ -158,13 +158,6 @@ def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> 
     room.used = end
     layer.keys, layer.values = room.keys[:, :, :end], room.values[:, :, :end]
     return layer.keys, layer.values
-
-
-def record_past(cache: Cache) -> None:
-    """Let windows keep the tokens that leave them, until `drop_last`."""
-    for layer in cache.layers:
-        if is_window(layer):
-            layer.record_past = True
 
 
 def drop_last(cache: Cache, tokens: int) -> None:
@@ -307,6 +300,8 @@ def cost_by_cache(cache: Cache) -> CacheCost | None:
         tensors = sum(tensor.nbytes for tensor in _tensors(vars(layer)))
         if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.dim() == 4 and keys.shape[-2]:
             token = (keys.nbytes + values.nbytes) // keys.shape[-2]
+            if is_indexed(layer):
+                token, tensors = tensors // keys.shape[-2], keys.nbytes + values.nbytes
             window = getattr(layer, "sliding_window", None)
             if isinstance(window, int):
                 windows.append((window, token))
@@ -390,6 +385,10 @@ def _cut_layer(layer: CacheLayerMixin, length: int) -> None:
         layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
         if is_window(layer):
             layer.cumulative_length = min(layer.cumulative_length, length)
+        if is_indexed(layer) and layer.indexer_keys is not None:
+            layer.indexer_keys = layer.indexer_keys[:, :length]
+        if is_indexed(layer) and layer.indexer_position_ids is not None:
+            layer.indexer_position_ids = layer.indexer_position_ids[..., :length]
 
 
 Saved = Mapping[int, Mapping[Any, Any]]
@@ -401,7 +400,7 @@ def saved(cache: Any) -> Saved:
     copies = {
         index: _cloned(_uncroppable(layer))
         for index, layer in enumerate(layers_of(cache))
-        if not keeps_every_token(layer) and not is_nothing(layer)
+        if is_window(layer) or not can_be_cropped(layer)
     }
     states = {
         name: value for name, value in _held(cache).items() if name != "layers" and any(True for _ in _tensors(value))
@@ -491,7 +490,7 @@ CONTINUING = frozenset(
     {
         *("bailing_hybrid", "falcon_h1", "granitemoehybrid", "inkling_text", "inkling2_text", "kimi_linear"),
         *("lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
-        *("zamba2", "zaya"),
+        *("qwen4_exp_text", "zamba2", "zaya"),
     }
 )
 """Model types whose states continue with further prompts (transformers 5.23 and 5.24), tested in
@@ -504,7 +503,7 @@ _TESTED_STATES = (
     | BY_ROWS
     | {
         *("bamba", "deepseek_v4", "glm5_next_text", "inkling2_loop_text", "lara_mini", "mamba2", "minimax"),
-        *("qwen4_exp_text", "rwkv", "xlstm"),
+        *("rwkv", "xlstm"),
     }
 )
 """Model types whose states can be put back, each with a test in `tests/generation/test_rewind.py`."""
@@ -589,16 +588,16 @@ def keeps(model: StreamedModel) -> bool:
 
     The results for further tokens are then the same as for all tokens at once, except for rounding. This holds for full
     attention and sliding windows. With states it depends on the model's own code, which in some models resets the state
-    at every prompt (Jamba, RecurrentGemma). `CONTINUING` names the models that continue, each with a test. For all
-    others nothing is kept, and each prompt is computed whole: other models with states, caches of other kinds (indexes
-    that choose tokens, where rounding changes the choice), models without attention or a cache (GPT-1), and models
-    whose tokens attend to later ones.
+    at every prompt (Jamba, RecurrentGemma). `CONTINUING` names the models that continue, each with a test. An index may
+    choose otherwise among tokens of equal scores, which many heads (64 in published models) do not give. For all others
+    nothing is kept, and each prompt is computed whole: other models with states, caches of other kinds (DeepSeek-V4),
+    models without attention or a cache (GPT-1), and models whose tokens attend to later ones.
     """
     if not _continues(model) or not has_dynamic_cache(model):
         return False
     config = model.config.get_text_config(decoder=True)
     layers = cache_layers(model)
-    plain = [layer for layer in layers if is_plain(layer)]
+    plain = [layer for layer in layers if can_be_cropped(layer)]
     if not any(isinstance(layer, DynamicLayer) for layer in layers):
         return False  # the number of its tokens would be unknown
     if getattr(model, "hosts", None) is not None and not all(map(keeps_every_token, layers)):

@@ -306,7 +306,8 @@ class CacheMemory:
     def drafted_bytes(self, tokens: int, count: int) -> int:
         """Bytes of `count` drafted tokens in the KV cache of a sequence of this length, in its next pass."""
         windows = sum(nbytes for _, nbytes in self._cost.windows)  # they keep what leaves them until the pass has ended
-        return self.bytes_for(tokens + 1 + count) - self.bytes_for(tokens + 1) + count * windows
+        copies = self._cost.tail_bytes(0) if self._cost.fixed else 0  # of states and what goes back with them
+        return self.bytes_for(tokens + 1 + count) - self.bytes_for(tokens + 1) + count * windows + copies
 
     def reserved(self, lengths: Iterable[SequenceLength]) -> int:
         """Bytes of the KV caches of these sequences after the next tokens; see `SequenceLength.reserved`."""

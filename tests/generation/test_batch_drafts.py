@@ -11,6 +11,7 @@ import torch
 
 from rabbitllm.errors import OptionError
 from rabbitllm.generation import _sequence
+from rabbitllm.generation._model_runner import ModelRunner
 from rabbitllm.generation._packed_batch import PackedForward
 from rabbitllm.generation._width import Costs
 from rabbitllm.generation.batch import Batch
@@ -43,11 +44,11 @@ def asked() -> list[Request]:
     return [*requests(top_logprobs=2), *sampled, penalised, *(Request(prompt(9, 2), count) for count in (1, 2, 7))]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
 def test_a_draft_model_proposes_for_all_requests_in_one_pass(
     tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Also where layers have windows; then answers continue from their KV caches."""
+    """Also where layers have windows or states; then answers continue from their KV caches."""
     folder = endless(tmp_path / "model", name)
     plain, _ = open_batch(replace(NONE, chunk=16), folder=folder)
     expected = answered_together(plain, asked())
@@ -56,18 +57,24 @@ def test_a_draft_model_proposes_for_all_requests_in_one_pass(
     ended, continued = answered(plain, [stop]), answered(plain, further)
 
     draft, together = proposing(folder, "right"), []  # but not for samples, nor with a penalty
-    real, learn, learnt = PackedForward.__call__, Costs.learn_pass, []
+    real, run, learn, learnt = PackedForward.__call__, ModelRunner.run, Costs.learn_pass, list[bool]()
 
     def watched(self: PackedForward, sequences: Any) -> Any:
         if self._model is draft:
             together.append(len(sequences))
         return real(self, sequences)
 
+    def running(self: ModelRunner, coroutines: Any) -> None:
+        if self._model is draft and self._packed is None:
+            together.append(len(coroutines))
+        run(self, coroutines)
+
     def learning(self: Costs, rows: int, seconds: float | None, has_draft: bool) -> None:
         learnt.append(has_draft)
         learn(self, rows, seconds, has_draft)
 
     monkeypatch.setattr(PackedForward, "__call__", watched)
+    monkeypatch.setattr(ModelRunner, "run", running)
     monkeypatch.setattr(Costs, "learn_pass", learning)
     batch, _ = open_batch(Limits(chunk=16, draft=draft), folder=folder)
     same(answered_together(batch, asked()), expected)
@@ -113,6 +120,30 @@ def test_memory_of_a_draft_is_counted(tmp_path: Path, open_batch: Open, monkeypa
     assert roomy.stats.drafted_tokens > batch.stats.drafted_tokens
 
 
+@pytest.mark.parametrize("swap_bytes", [None, 0])
+def test_states_are_preempted_with_what_they_lack(
+    tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, swap_bytes: int | None
+) -> None:
+    """At moments when a cache lacks accepted tokens: it goes on from there, or its request begins again."""
+    folder = endless_head(tmp_path / "model", "noisy", "qwen3_next")
+    expected = answered_together(open_batch(NONE, folder=folder, budget=None)[0], requests())
+    lacked: list[int] = []
+
+    def over_limit(self: CacheManager) -> list[Any]:
+        lacking = [s for s in self._running if s.lookahead is not None and s.lookahead.lacks][: len(lacked) < 3]
+        lacked.extend(sequence.lookahead.lacks for sequence in lacking)
+        return lacking
+
+    monkeypatch.setattr(CacheManager, "over_limit", over_limit)
+    limits = Limits(chunk=8, swap_bytes=swap_bytes, draft="mtp")
+    batch, _ = open_batch(limits, folder=folder, budget=None, heads=True)
+    same(answered_together(batch, requests()), expected)
+    stats = batch.stats
+    assert stats.preempted == len(lacked) == 3
+    assert stats.accepted_tokens > 0
+    assert stats.resumed == (3 if swap_bytes is None else 0)
+
+
 def test_a_draft_that_fails_costs_no_request(
     tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,10 +164,12 @@ def test_a_draft_that_fails_costs_no_request(
     assert batch.stats.accepted_tokens > 0
 
 
-@pytest.mark.parametrize("how", ["right", "noisy", "wrong"])
-def test_the_heads_of_a_checkpoint(tmp_path: Path, open_batch: Open, how: str) -> None:
-    """Prompts in pieces, and beginnings that are in the prefix cache."""
-    folder = endless_head(tmp_path / "model", how)
+@pytest.mark.parametrize(
+    ("name", "how"), [("deepseek_v3", "right"), ("deepseek_v3", "wrong"), ("qwen3_next", "noisy"), ("qwen3_5", "noisy")]
+)
+def test_the_heads_of_a_checkpoint(tmp_path: Path, open_batch: Open, name: str, how: str) -> None:
+    """Prompts in pieces, and beginnings that are in the prefix cache; packed, and with states."""
+    folder = endless_head(tmp_path / "model", how, name)
     plain, _ = open_batch(replace(NONE, chunk=16), folder=folder, budget=None)
     expected = answered_together(plain, asked())
     further = [Request((*answer.request.prompt, *answer.tokens, *prompt(3)), 9) for answer in expected[:4]]
@@ -156,8 +189,8 @@ def test_the_heads_of_a_checkpoint(tmp_path: Path, open_batch: Open, how: str) -
     assert not model.get_decoder()._forward_hooks
 
 
-def endless_head(folder: Path, how: str, count: int = 1) -> Path:
-    make_predictable(build_with_head(folder, "deepseek_v3", count=count), how)
+def endless_head(folder: Path, how: str, name: str = "deepseek_v3") -> Path:
+    make_predictable(build_with_head(folder, name), how)
     from transformers import GenerationConfig
 
     GenerationConfig(pad_token_id=0).save_pretrained(folder)
@@ -166,10 +199,10 @@ def endless_head(folder: Path, how: str, count: int = 1) -> Path:
 
 def test_drafts_that_cannot_be_used_are_refused(tmp_path: Path, open_batch: Open, split_folder: Path) -> None:
     draft = proposing(split_folder)
-    with pytest.raises(OptionError, match="cannot be used for many requests of a LlamaForCausalLM: it needs passes"):
+    with pytest.raises(OptionError, match="cannot be used for many requests of a LlamaForCausalLM: it needs KV"):
         open_batch(Limits(draft=draft, exact=True))
-    hybrid = split(build_checkpoint(tmp_path / "hybrid", HYBRIDS["qwen3_next"], dtype=torch.float32))
-    with pytest.raises(OptionError, match="cannot be used for many requests of a Qwen3NextForCausalLM"):
-        Batch(load(hybrid), Limits(draft=draft))
+    restarts = split(build_checkpoint(tmp_path / "restarts", HYBRIDS["jamba"], dtype=torch.float32))
+    with pytest.raises(OptionError, match="cannot be used for many requests of a JambaForCausalLM: it needs KV caches"):
+        Batch(load(restarts), Limits(draft=draft))
     with pytest.raises(OptionError, match="loaded without its heads"):
         open_batch(Limits(draft="mtp"))

@@ -94,10 +94,11 @@ def running(
     grace: float | None = 5.0,
     send_buffer: int | None = None,
     dtype: str = "float32",
+    heads: bool = False,
     **settings: Any,
 ) -> Iterator[Running]:
     """A server for as long as the context lasts."""
-    model = load(split_folder, budget, dtype=dtype)
+    model = load(split_folder, budget, dtype=dtype, heads=heads)
     batch = batch_of(model, limits)
     chosen = Settings(**{"name": NAME, "hosts": LOCAL, **settings})
     embedder = Embedder(model, recipe) if recipe is not None else None

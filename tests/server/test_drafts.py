@@ -13,6 +13,8 @@ from rabbitllm.server.service import ServedModel
 from tests.server.serving import NAME, Running, running
 from tests.server.test_metrics import samples
 from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
+from tests.support.mtp_heads import build_with_head, make_predictable
+from tests.support.tiny_models import ALL, split
 
 PROMPT = "the rain in the rain in the rain in"
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -61,6 +63,24 @@ def test_the_same_answers_in_fewer_passes(split_folder: Path) -> None:
             with served.http as client:
                 status = client.get("/status").json()
             assert (status["drafted_tokens"], status["accepted_tokens"]) == (drafted, accepted)
+    assert answers[0] == answers[1]
+    assert passes[1] < 0.95 * passes[0]
+
+
+def test_heads_of_a_model_with_states(tmp_path: Path) -> None:
+    """Whose requests are not packed: several at once, with a stop text, and from the prefix cache."""
+    folder = split(make_predictable(build_with_head(tmp_path / "model", "qwen3_5"), "noisy"))
+    answers, passes = [], []
+    for draft in ("none", "mtp"):
+        limits = Limits(8, 32, draft=draft)  # type: ignore[arg-type]
+        with running(folder, limits=limits, budget=ALL, heads=True) as served:
+            stop = asked(served, temperature=0, max_tokens=24)[0][0][0][9:12]
+            options: tuple[dict[str, Any], ...] = ({"temperature": 0, "stop": stop}, *OPTIONS[2:])
+            answers.append([asked(served, **{"max_tokens": 24, **each}) for each in options])
+            figures = samples(served)
+            passes.append(figures["rabbitllm_passes_total"])
+            drafted, accepted = (figures[f"rabbitllm_{kind}_tokens_total"] for kind in ("drafted", "accepted"))
+            assert 0 < accepted < drafted if draft == "mtp" else drafted == 0
     assert answers[0] == answers[1]
     assert passes[1] < 0.95 * passes[0]
 

@@ -24,7 +24,7 @@ _INDEXED: Mapping[str, object] = {
     "head_dim": 16,
     "index_topk": WINDOW,
     "index_head_dim": 16,
-    "index_n_heads": 4,
+    "index_n_heads": 32,  # with few heads scores are equal
     "mlp_layer_types": ["dense", "sparse", "sparse"],
 }
 _STATE_SPACE: Mapping[str, object] = {

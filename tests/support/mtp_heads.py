@@ -21,6 +21,8 @@ NUMBERED = ("deepseek_v3", "glm4_moe")
 
 SLIDING = ("mellum",)
 """Families whose heads have Qwen's names, and see a window only."""
+CONVOLVED = ("inkling",)
+"""Families whose heads have short convolutions, and so states."""
 
 
 _GLM = Family(
@@ -57,6 +59,8 @@ def build_with_head(
 def add_head(folder: Path, family: Family, seed: int = 1, index: int = 0) -> Path:
     """Add a random head to a checkpoint of a family, after `index` others."""
     tensors, head = read_tensors(folder), random_head(folder, family, seed)
+    if family.model_type == "inkling_text":
+        return _add_convolved(folder, seed)
     if family.model_type in (*NUMBERED, *SLIDING):
         settings = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**settings, "num_nextn_predict_layers": index + 1}))
@@ -69,6 +73,24 @@ def add_head(folder: Path, family: Family, seed: int = 1, index: int = 0) -> Pat
         names = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"}
         renamed = {f"mtp.{new}.weight": head.pop(old) for old, new in names.items()}
         tensors |= renamed | {f"mtp.layers.0.{name}": tensor for name, tensor in head.items()}
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / SINGLE_NAME, {"format": "pt"})
+    return folder
+
+
+def _add_convolved(folder: Path, seed: int) -> Path:
+    from transformers.modeling_layers import MtpModel
+
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "num_mtp_layers": 1}))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = MtpModel(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), 1).state_dict()
+        published = {"mtp_block": "transformer_block", "enorm": "embed_norm", "hnorm": "hidden_norm"}
+        tensors = read_tensors(folder)
+        for name, tensor in head.items():
+            if name.startswith("layers.0."):
+                parts = [{**published, "eh_proj": "input_proj"}.get(part, part) for part in name.split(".")]
+                tensors["model.mtp." + ".".join(parts)] = torch.randn_like(tensor) * 0.08 + ("norm" in name)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / SINGLE_NAME, {"format": "pt"})
     return folder
 
