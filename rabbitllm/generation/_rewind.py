@@ -21,6 +21,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
+from rabbitllm.engine.kv_room import keeps_every_token
 from rabbitllm.engine.transformers_api import DummyLayer, attention_of
 from rabbitllm.generation.kv_cache import (
     BY_ROWS,
@@ -31,7 +32,6 @@ from rabbitllm.generation.kv_cache import (
     drop_last,
     is_nothing,
     is_window,
-    keeps_every_token,
     layers_of,
     restore,
     saved,
