@@ -67,10 +67,10 @@ def updated(cache: Any, keys: torch.Tensor, values: torch.Tensor, index: int) ->
     """
     if type(cache) is DynamicCache and not cache.offloading and index < len(cache.layers):
         layer = cache.layers[index]
-        before = layer.keys if keeps_every_token(layer) else None
-        is_like = before is not None and (before.dtype, before.device) == (keys.dtype, keys.device)
-        if is_like and len(keys) == 1 and before.shape[:2] == keys.shape[:2]:
-            return append(layer, keys, values)
+        if keeps_every_token(layer) and (before := layer.keys) is not None and len(keys) == 1:
+            is_like = (before.dtype, before.device) == (keys.dtype, keys.device)
+            if is_like and before.shape[:2] == keys.shape[:2]:
+                return append(layer, keys, values)
     result: tuple[torch.Tensor, torch.Tensor] = cache.update(keys, values, index)
     return result
 
