@@ -3,7 +3,8 @@
 Of prompts, and of decoding without one; in turns, with the same number of threads. llama.cpp is its `llama-bench`
 (`--llama-avx2 FOLDER`, `--llama-all FOLDER`; without them only this project runs), on the file that `rabbitllm convert
 --to gguf` makes of the split: the same blocks. 4bit, 8bit and none are compared with Q4_0, Q8_0 and BF16. A GGUF file
-at "none" is run as it is by both. bfloat16 is multiplied as the commands do it (`fast_bfloat16=None`).
+at "none" is run as it is by both. bfloat16 is multiplied as the commands do it (`fast_bfloat16=None`). The rows "busy"
+have a busy process on each core, pinned.
 
     python -m benchmarks decode.instructions [--models NAME=PATH ...] [--schemes q8_0 4bit none ...] [--threads 2]
 
@@ -21,10 +22,12 @@ far as the processor has them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,7 +42,10 @@ from rabbitllm.quant.schemes import SCHEMES
 from rabbitllm.storage.files import PositionalFile
 from tools.matrix import SETS
 
-OURS, PEER = "rabbitllm-2", "llama.cpp"
+OURS, PEER, BUSY = "rabbitllm-2", "llama.cpp", "rabbitllm-2 busy"
+"""The last one decodes with a busy process on each core."""
+BUSY_LIMIT = 2.5
+"""How many times as long a token may take then."""
 AVX2, ALL = "AVX2", "all"
 LIMITS: Mapping[str, Mapping[str, str]] = {
     AVX2: next(one.variables for one in SETS if one.name == "avx2"),
@@ -91,11 +97,15 @@ def tabulate(runs: Sequence[SpeedRun], cases: Sequence[InstructionsCase], turns:
 
         return cell
 
+    def of_quiet(case: InstructionsCase, found: Sequence[SpeedRun]) -> str:
+        return report.shown(slower_when_busy(runs, case)) if case.runner == BUSY else ""
+
     columns: report.Columns[InstructionsCase, SpeedRun] = {
         "tokens/s": report.each(lambda run: 1 / run.token_seconds, 1),
         "x llama.cpp": beside(lambda run: run.token_seconds),
         "prompt tokens/s": report.each(lambda run: 1 / run.prompt_seconds, 0),
         "x llama.cpp, prompt": beside(lambda run: run.prompt_seconds),
+        "x as long as quiet": of_quiet,
     }
     return report.tabulated(runs, {case.name: case for case in cases}, turns, columns)
 
@@ -104,6 +114,24 @@ def speed_beside(runs: Sequence[SpeedRun], case: InstructionsCase, of: Callable[
     """How many times as many tokens a second as llama.cpp's row of the same model, scheme and instructions."""
     peer = InstructionsCase(PEER, case.model, case.scheme, case.instructions)
     return ratios(runs, peer.name, case.name, of)
+
+
+def slower_when_busy(runs: Sequence[SpeedRun], case: InstructionsCase) -> Spread | None:
+    """How many times as long a token takes with a busy process on each core as without."""
+    return ratios(runs, case.name, replace(case, runner=OURS).name)
+
+
+@contextlib.contextmanager
+def busy_cores() -> Iterator[None]:
+    """A process on each core that never waits."""
+    busy = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", busy, str(core)]) for core in os.sched_getaffinity(0)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def bench(program: Path, file: Path, prompt_tokens: int, tokens: int, threads: int) -> tuple[float, float]:
@@ -201,7 +229,8 @@ class Subjects:
             given = {**job, "prompts": prompts, "tokens": tokens}
             return run_worker(THIS, given, self.work, f"{label}-{length}", [], more_variables=variables)
 
-        decoding, prompts = asked(1, self.tokens), asked(self.prompt_tokens, 2)
+        with busy_cores() if case.runner == BUSY else contextlib.nullcontext():
+            decoding, prompts = asked(1, self.tokens), asked(self.prompt_tokens, 2)
         run.prompt_seconds = prompts.answer["first_token_seconds"] / self.prompt_tokens
         run.take(replace(decoding, answer={"token_seconds": decoding.answer["token_seconds"]}))
 
@@ -215,7 +244,7 @@ def _named(given: str) -> tuple[str, Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; not 0 if a row of this project failed."""
-    parser = command_line.parser(__doc__, 5, [OURS, PEER])
+    parser = command_line.parser(__doc__, 5, [OURS, PEER, BUSY])
     parser.add_argument(
         "--models", nargs="+", type=_named, default=[], metavar="NAME=PATH", help="(default: random weights of --scale)"
     )
@@ -238,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for scheme in options.schemes
         for instructions in options.instructions
         for runner in options.only
-        if runner == OURS or instructions in programs
+        if runner != PEER or instructions in programs
     ]
     folder = options.work_dir / "instructions-run"
     subjects = Subjects(
@@ -262,7 +291,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "x llama.cpp: how many times as many tokens a second as llama.cpp with the same bits and instructions.",
         *versions(runs),
         *failures(runs),
+        *(
+            report.reach(
+                f"{case.name}, of quiet", report.median(slower_when_busy(runs, case)), BUSY_LIMIT, at_most=True
+            )
+            for case in cases
+            if case.runner == BUSY and OURS in options.only
+        ),
     ]
     title = f"Tokens/s with AVX2 and with all instructions, {command_line.turns(options)}"
     report.write(options.results, title, tabulate(runs, cases, options.turns), notes, runs, work=options.work_dir)
-    return status(runs, lambda row: row.endswith(OURS))
+    return status(runs, lambda row: not row.endswith(PEER))

@@ -85,14 +85,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return [sys.executable, "-m", "rabbitllm", "run", model, *which, "What is a rabbit?"]
 
     def seconds(row: str) -> float:
-        return core_seconds(command(row), variables(THIS, options.work_dir))
+        environment = variables(THIS, options.work_dir) | {"PYTHONDONTWRITEBYTECODE": ""}
+        return core_seconds(command(row), environment)
 
     def files(row: str) -> None:
         if row in SCHEMES:
             place, given = folder / SCHEMES[row], None if SCHEMES[row] == "none" else SCHEMES[row]
             make_layer_files(THIS, "rabbitllm", Path(model), place, given, options.work_dir, f"start-{place.name}")
         if not options.smallest:
-            seconds(row)  # compiles kernels that are not in numba's cache
+            seconds(row)  # writes bytecode, and kernels that are not in numba's cache
 
     def measure(run: StartRun, row: str) -> None:
         run.core_seconds = seconds(row)

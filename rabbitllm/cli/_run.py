@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rabbitllm.cli import exit_codes
+from rabbitllm.cli._start import import_torch
 from rabbitllm.cli.arguments import (
     NO_ANSWER_OPTIONS,
     NO_OPTIONS,
@@ -77,6 +78,7 @@ def run_command(
         text = join_prompt(" ".join(prompt or ()), piped_text())
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="PROMPT") from None
+    import_torch()
 
     from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from rabbitllm.cli._start import import_torch
 from rabbitllm.cli.help import answer_option, hosts_option, model_option, rare_option, sampling_option
 from rabbitllm.generation.reasoning import Effort, Thinking
 
@@ -250,6 +251,7 @@ class ModelOptions:
         )
         if self.no_split:
             check_unsplit(SplitOptions(compression))
+        import_torch()  # all is checked that needs none of it
         return replace(request, split=None) if self.no_split else request
 
     def batch_draft(self, draft: str) -> LoadRequest | Draft | Literal["auto", "none"]:

@@ -25,6 +25,7 @@ from rabbitllm.engine._fusing import Forward, forward_in, fuse, kind_of, trial_o
 from rabbitllm.engine._gates import OneCall, mlp_weights
 from rabbitllm.engine._norms import add_norm, epsilon_of, lanes_of, with_weight
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
+from rabbitllm.engine.kv_room import updated
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.quant.joint import JointProduct, Place, Program, Words, float_bits
 
@@ -338,7 +339,7 @@ def _step(
     after = [x, others.pop()] if layer is not None else []
     heads, out = torch.empty((1, form.total, 1, form.width), dtype=torch.bfloat16), torch.empty_like(x)
     programs[0](*[tensor.data_ptr() for tensor in (x, *angles, heads, *others)])
-    keys, values = map(_plain, cache.update(*form.split(heads), module.layer_idx))
+    keys, values = map(_plain, updated(cache, *form.split(heads), module.layer_idx))
     programs[1](heads.data_ptr(), out.data_ptr(), *_cached(keys, values), *[tensor.data_ptr() for tensor in after])
     return out
 

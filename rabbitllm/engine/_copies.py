@@ -25,7 +25,6 @@ from rabbitllm.engine.units import ParameterEntry, UnitSource
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.errors import OptionError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant import block_encoders
 from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import ROW_ELEMENTS, Quantized, type_for_rows
 from rabbitllm.store.layer_store import WeightFiles
@@ -105,6 +104,8 @@ def _copied(weight: torch.Tensor, kind: str, dtype: torch.dtype, entry: Paramete
     blocks = _type_of(kind, weight.shape, dtype) if kind else None
     if blocks is None:
         return weight.clone()
+    from rabbitllm.quant import block_encoders  # needs numba
+
     values = weight.whole() if isinstance(weight, QuantizedWeight) else weight.detach()
     values = values if values.dtype in _ENCODED_FROM else values.float()
     form = Quantized(blocks, tuple(weight.shape), str(dtype).removeprefix("torch."))

@@ -36,9 +36,10 @@ import torch
 
 from rabbitllm.base.rounding import round_up
 from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.engine.kv_room import append, keeps_every_token
 from rabbitllm.engine.span_reader import stays_cached
 from rabbitllm.generation._slot_file import Slot, SlotFile
-from rabbitllm.generation.kv_cache import append, keeps_every_token, without_room
+from rabbitllm.generation.kv_cache import without_room
 from rabbitllm.storage.files import DIRECT_ALIGNMENT
 
 if TYPE_CHECKING:

@@ -28,13 +28,13 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 
+from rabbitllm.engine.kv_room import append
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.generation._cache_file import NO_MEMORY, CacheFile
 from rabbitllm.generation.kv_cache import (
     CACHE_ARGUMENT,
     NEVER,
     angles_change_after,
-    append,
     cache_layers,
     is_nothing,
     is_plain,

@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
+from rabbitllm.engine.kv_room import keeps_every_token
 from rabbitllm.engine.transformers_api import DummyLayer, attention_of
 from rabbitllm.generation.kv_cache import (
     BY_ROWS,
@@ -32,7 +33,6 @@ from rabbitllm.generation.kv_cache import (
     drop_last,
     is_nothing,
     is_window,
-    keeps_every_token,
     layers_of,
     restore,
     saved,

@@ -30,6 +30,7 @@ from transformers import DynamicCache, GenerationMixin
 
 from rabbitllm.engine.forwards import make_kernels
 from rabbitllm.engine.free_memory import keep_large_apart, trimming
+from rabbitllm.engine.kv_room import keeps_every_token
 from rabbitllm.engine.placement import Placement
 from rabbitllm.generation._cache_file import NO_MEMORY, TAIL_TOKENS, CacheFile
 from rabbitllm.generation._packed_batch import can_be_packed, shares_keys
@@ -42,7 +43,6 @@ from rabbitllm.generation.kv_cache import (
     common_prefix,
     copied,
     keeps,
-    keeps_every_token,
     usable,
 )
 from rabbitllm.generation.memory import CacheMemory

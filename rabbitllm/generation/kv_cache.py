@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, DynamicLayer, GenerationMixin
 
+from rabbitllm.engine import kv_room
+from rabbitllm.engine.kv_room import append, keeps_every_token
 from rabbitllm.engine.transformers_api import DummyLayer, DynamicIndexedLayer, DynamicSlidingWindowLayer
 from rabbitllm.generation.transformers_api import has_dynamic_cache
 
@@ -37,11 +39,6 @@ CACHE_ARGUMENT = "cache" if "cache" in _ARGUMENTS else "past_key_values"
 """Name of the argument and of the result with the KV cache; "cache" since transformers 5.24."""
 
 # kinds of layers -----------------------------------------------------------------------------------------------------
-
-
-def keeps_every_token(layer: CacheLayerMixin) -> bool:
-    """Whether a layer has the KV cache of every token and nothing else."""
-    return type(layer) is DynamicLayer
 
 
 def is_window(layer: CacheLayerMixin) -> bool:
@@ -98,66 +95,7 @@ def _cloned(value: Any) -> Any:
     return {name: _cloned(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
-# growing in place ----------------------------------------------------------------------------------------------------
-
-MIN_ROOM_BYTES = 1 << 18
-"""Minimum bytes of keys for spare room; below it a copy is faster than two views of larger tensors."""
-SPARE_SHARE, SPARE_TOKENS = 8, 32
-
-
-class _CacheRoom:
-    """Key and value tensors with spare room; those of a layer are views of their first tokens.
-
-    Attributes:
-        keys, values: (1, heads, tokens, width).
-        used: number of tokens in use.
-    """
-
-    __slots__ = ("keys", "used", "values")
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
-        self.used = keys.shape[2]
-        self.keys = _longer(keys, tokens)
-        self.values = _longer(values, tokens)
-
-    def belongs_to(self, layer: CacheLayerMixin) -> bool:
-        """Whether the layer's tensors are views of these, with all used tokens."""
-        return bool(
-            layer.keys.shape[2] == self.used
-            and layer.keys.data_ptr() == self.keys.data_ptr()
-            and layer.values.data_ptr() == self.values.data_ptr()
-            and layer.keys.stride() == self.keys.stride()
-        )
-
-
-def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append to a layer, with the values of `layer.update(keys, values)`.
-
-    transformers' `DynamicLayer` copies its whole tensors for every token. Here they are views of larger ones, up to an
-    eighth and 32 tokens longer. The layer can be cut, copied and put back as before, and then gets new room. Only room
-    that no other layer uses is written to: layers that share room are separated at the next token.
-
-    Args:
-        layer: layer of the KV cache of one sequence.
-        keys, values: of the new tokens, (1, heads, tokens, width).
-
-    Returns:
-        The layer's whole key and value tensor.
-    """
-    before = layer.keys
-    if not keeps_every_token(layer) or before is None or before.nbytes < MIN_ROOM_BYTES:
-        updated: tuple[torch.Tensor, torch.Tensor] = layer.update(keys, values)
-        return updated
-    begin = before.shape[2]
-    end = begin + keys.shape[2]
-    room = vars(layer).get("_room")
-    if room is None or not room.belongs_to(layer) or room.keys.shape[2] < end:
-        room = layer._room = _CacheRoom(before, layer.values, end + end // SPARE_SHARE + SPARE_TOKENS)
-    room.keys[:, :, begin:end] = keys
-    room.values[:, :, begin:end] = values
-    room.used = end
-    layer.keys, layer.values = room.keys[:, :, :end], room.values[:, :, :end]
-    return layer.keys, layer.values
+# growing and going back -----------------------------------------------------------------------------------------------
 
 
 def drop_last(cache: Cache, tokens: int) -> None:
@@ -211,12 +149,6 @@ def without_room(layer: CacheLayerMixin) -> Any:
     return layer
 
 
-def _longer(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
-    longer = tensor.new_empty((*tensor.shape[:2], tokens, tensor.shape[3]))
-    longer[:, :, : tensor.shape[2]] = tensor
-    return longer
-
-
 # sizes ---------------------------------------------------------------------------------------------------------------
 
 
@@ -244,8 +176,8 @@ class CacheCost:
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes of the KV cache of a sequence of this length."""
-        has_room = tokens * self.every_token >= 2 * self.layers * MIN_ROOM_BYTES
-        allocated = tokens + (tokens // SPARE_SHARE + SPARE_TOKENS if has_room else 0)
+        has_room = tokens * self.every_token >= 2 * self.layers * kv_room.MIN_ROOM_BYTES
+        allocated = tokens + (kv_room.spare(tokens) if has_room else 0)
         windows = sum(min(tokens, window) * nbytes for window, nbytes in self.windows)
         return self.fixed + allocated * self.every_token + windows
 

@@ -6,12 +6,13 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.decode import instructions
-from benchmarks.decode.instructions import AVX2, NONE, OURS, PEER, InstructionsCase, SpeedRun
+from benchmarks.decode.instructions import AVX2, BUSY, NONE, OURS, PEER, InstructionsCase, SpeedRun
 from benchmarks.lib import llama
 from benchmarks.lib.checkpoint import make_checkpoint
 from benchmarks.lib.measure import Spread
@@ -33,7 +34,7 @@ def test_a_small_file_with_avx2(tmp_path: Path) -> None:
     given = ["--models", f"small={file}", "--schemes", NONE, "q4_0", "--instructions", AVX2]
     assert instructions.main([*given, *work, *size, *peer]) == 0
     results = json.loads((tmp_path / "r.json").read_text())
-    rows = {(scheme, runner) for scheme in (NONE, "q4_0") for runner in ((OURS, PEER) if LLAMA else (OURS,))}
+    rows = {(scheme, runner) for scheme in (NONE, "q4_0") for runner in ((OURS, BUSY, PEER) if LLAMA else (OURS, BUSY))}
     assert {run["row"] for run in results["runs"]} == {f"small {scheme} AVX2 {runner}" for scheme, runner in rows}
     assert all(run["error"] is None for run in results["runs"])
     assert all(run["token_seconds"] > 0 < run["prompt_seconds"] for run in results["runs"])
@@ -46,9 +47,22 @@ def test_ratios_are_of_the_same_model_scheme_and_instructions() -> None:
     runs = [SpeedRun(case.name, 0, token_seconds=0.02, prompt_seconds=0.001)]
     runs += [SpeedRun(peer.name, 0, token_seconds=0.01, prompt_seconds=0.002), SpeedRun(other.name, 0)]
     assert instructions.speed_beside(runs, case, lambda run: run.token_seconds) == Spread(0.5, 0.5, 0.5)
-    table = instructions.tabulate(runs, [case, peer], 1)
-    assert table.rows[0][2:] == ("50.0 (50.0-50.0)", "0.50 (0.50-0.50)", "1000 (1000-1000)", "2.00 (2.00-2.00)")
+    busy = InstructionsCase(BUSY, "m", "q8_0", AVX2)
+    runs += [SpeedRun(busy.name, 0, token_seconds=0.05, prompt_seconds=0.002)]
+    table = instructions.tabulate(runs, [case, peer, busy], 1)
+    assert table.rows[0][2:6] == ("50.0 (50.0-50.0)", "0.50 (0.50-0.50)", "1000 (1000-1000)", "2.00 (2.00-2.00)")
     assert table.rows[1][3] == ""
+    assert [row[6] for row in table.rows] == ["", "", "2.50 (2.50-2.50)"]
+
+
+def test_a_process_on_each_core() -> None:
+    def seconds() -> float:
+        return sum(os.times()[2:4])
+
+    before = seconds()
+    with instructions.busy_cores():
+        time.sleep(0.3)
+    assert seconds() - before > 0.05
 
 
 def test_a_program_that_fails(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.models.cohere.modeling_cohere import CohereAttention, CohereCo
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
-from rabbitllm.engine import _attention
+from rabbitllm.engine import _attention, kv_room
 from rabbitllm.engine._attention import _AttentionForm, _cached, _plain, fuse_attention, fuse_layers, relative_error
 from rabbitllm.quant import _vectors
 from rabbitllm.quant.joint import Program
@@ -142,6 +143,41 @@ def test_a_layer_has_the_bits_of_its_parts(tmp_path: Path, monkeypatch: pytest.M
 class Scaled(LlamaDecoderLayer):  # type: ignore[misc]
     def forward(self, hidden_states: torch.Tensor, **named: Any) -> Any:
         return super().forward(hidden_states, **named) * 2
+
+
+@torch.no_grad()
+def test_transformers_own_cache_grows_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the logits of copies for each token: cut, twice after a deep copy, with beams, after inference mode."""
+    monkeypatch.setattr(kv_room, "MIN_ROOM_BYTES", 1)
+    model = load(checkpoint(tmp_path, "llama", "q8_0"), exact=False)
+
+    def seen(places: list[int]) -> list[torch.Tensor]:
+        cache, found = DynamicCache(config=model.config), list[torch.Tensor]()
+
+        def goes_on(of: DynamicCache, *tokens: int) -> None:
+            for token in tokens:
+                found.append(model(torch.tensor([[token]]), past_key_values=of).logits)
+                places.append(of.layers[0].keys.data_ptr())
+
+        model(PROMPT, past_key_values=cache)
+        with torch.inference_mode():
+            goes_on(cache, *range(1, 9))
+        goes_on(cache, *range(1, 9))
+        cache.crop(-3)
+        goes_on(cache, 4, 5)
+        copied = copy.deepcopy(cache)
+        goes_on(cache, 6, 7)
+        goes_on(copied, 8, 9)
+        goes_on(cache, 1)
+        found += [cache.layers[0].keys, copied.layers[0].values]
+        found.append(model.generate(PROMPT, max_new_tokens=6, num_beams=2, do_sample=False))
+        return found
+
+    in_place, copies = list[int](), list[int]()
+    results = seen(in_place)
+    monkeypatch.setattr(_attention, "updated", lambda cache, keys, values, index: cache.update(keys, values, index))
+    assert all(map(torch.equal, results, seen(copies)))
+    assert len({*in_place}) <= 5 < len({*copies})
 
 
 def test_a_layer_that_adds_otherwise_is_not_replaced() -> None:

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from rabbitllm.generation import kv_cache
+from rabbitllm.engine import kv_room
+from rabbitllm.engine.kv_room import append
 from rabbitllm.generation.kv_cache import (
     CONTINUING,
     MAX_SEQUENCES,
     MIN_PREFIX_TOKENS,
     ConversationCache,
     PrefixCache,
-    append,
     bytes_of,
     common_prefix,
     copied,
@@ -189,7 +189,7 @@ HEADS, WIDTH = 2, 4
 
 @pytest.fixture
 def small_layers_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "MIN_ROOM_BYTES", 10 * HEADS * WIDTH * 4)
+    monkeypatch.setattr(kv_room, "MIN_ROOM_BYTES", 10 * HEADS * WIDTH * 4)
 
 
 def some(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,7 +222,7 @@ def test_a_growing_cache_has_the_same_logits(model: Any) -> None:
         for begin, end in ((0, 9), *((at, at + 1) for at in range(9, 50)), (50, 57)):
             outputs = (model(ids(60)[:, begin:end], past_key_values=cache).logits for cache in (growing, plain))
             assert torch.equal(*outputs)
-    every = [layer for layer in growing.layers if kv_cache.keeps_every_token(layer)]
+    every = [layer for layer in growing.layers if kv_room.keeps_every_token(layer)]
     assert [layer for layer in growing.layers if "_room" in vars(layer)] == every
     pair = [value.requires_grad_() for value in some(1)]
     for cache in (growing, plain):

@@ -11,12 +11,13 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from rabbitllm.engine.kv_room import append
 from rabbitllm.generation import _proposals, _sequence
 from rabbitllm.generation._batch_drafts import BatchDrafts
 from rabbitllm.generation._proposals import FromText, Proposal
 from rabbitllm.generation._rewind import MAX_CARRIED
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.kv_cache import CONTINUING, append, cost_by_config, drop_last
+from rabbitllm.generation.kv_cache import CONTINUING, cost_by_config, drop_last
 from rabbitllm.generation.request import Delta, Event, FinishReason, Limits, Request, Sampling
 from tests.generation.submitting import Open, Submitted, alone, answered, answered_together, begin, prompt
 from tests.generation.test_packed_batch import ALONE, SHORT

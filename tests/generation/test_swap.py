@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from rabbitllm.generation.kv_cache import append
+from rabbitllm.engine.kv_room import append
 from rabbitllm.generation.swap import SHARE, SwapSpace, default_folder, put_together, taken_apart
 from rabbitllm.storage.durable import NamelessFile, Step, observe_steps
 from rabbitllm.storage.folders import folder_at

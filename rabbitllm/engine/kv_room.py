@@ -1,0 +1,111 @@
+"""Layers of a KV cache that grow in place, in tensors with spare room.
+
+transformers' `DynamicLayer` copies its whole tensors for every token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache, DynamicLayer
+
+if TYPE_CHECKING:
+    from transformers import CacheLayerMixin
+
+MIN_ROOM_BYTES = 1 << 18
+"""Minimum bytes of keys for spare room; below it a copy is faster than two views of larger tensors."""
+
+
+def spare(tokens: int) -> int:
+    """Tokens of spare room for so many tokens."""
+    return tokens // 8 + 32
+
+
+def keeps_every_token(layer: CacheLayerMixin) -> bool:
+    """Whether a layer has the KV cache of every token and nothing else."""
+    return type(layer) is DynamicLayer
+
+
+class _CacheRoom:
+    """Key and value tensors with spare room; those of a layer are views of their first tokens.
+
+    Attributes:
+        keys, values: (1, heads, tokens, width).
+        used: number of tokens in use.
+    """
+
+    __slots__ = ("keys", "used", "values")
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
+        self.used = keys.shape[2]
+        self.keys = _longer(keys, tokens)
+        self.values = _longer(values, tokens)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """None: a deep copy of a layer, or one that is read from a file, gets its own."""
+        return type(None), ()
+
+    def belongs_to(self, layer: CacheLayerMixin) -> bool:
+        """Whether the layer's tensors are views of these, with all used tokens."""
+        return bool(
+            layer.keys.shape[2] == self.used
+            and layer.keys.data_ptr() == self.keys.data_ptr()
+            and layer.values.data_ptr() == self.values.data_ptr()
+            and layer.keys.stride() == self.keys.stride()
+            and (torch.is_inference_mode_enabled() or not self.keys.is_inference())
+        )
+
+
+def updated(cache: Any, keys: torch.Tensor, values: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `cache.update` returns for tokens without gradients; transformers' own cache of one sequence grows in place.
+
+    Args:
+        cache: any KV cache.
+        keys, values: as for `append`.
+        index: of the layer.
+    """
+    if type(cache) is DynamicCache and not cache.offloading and index < len(cache.layers):
+        layer = cache.layers[index]
+        if keeps_every_token(layer) and (before := layer.keys) is not None and len(keys) == 1:
+            is_like = (before.dtype, before.device) == (keys.dtype, keys.device)
+            if is_like and before.shape[:2] == keys.shape[:2]:
+                return append(layer, keys, values)
+    result: tuple[torch.Tensor, torch.Tensor] = cache.update(keys, values, index)
+    return result
+
+
+def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append to a layer, with the values of `layer.update(keys, values)`.
+
+    Its tensors are views of larger ones, up to `spare` tokens longer. The layer can be cut, copied and put back as
+    before, and then gets new room. Only room that no other layer uses is written to: layers that share room are
+    separated at the next token.
+
+    Args:
+        layer: layer of the KV cache of one sequence.
+        keys, values: of the new tokens, (1, heads, tokens, width).
+
+    Returns:
+        The layer's whole key and value tensor.
+    """
+    before = layer.keys
+    if not keeps_every_token(layer) or before is None or before.nbytes < MIN_ROOM_BYTES:
+        result: tuple[torch.Tensor, torch.Tensor] = layer.update(keys, values)
+        return result
+    begin = before.shape[2]
+    end = begin + keys.shape[2]
+    room = vars(layer).get("_room")
+    if room is None or not room.belongs_to(layer) or room.keys.shape[2] < end:
+        room = layer._room = _CacheRoom(before, layer.values, end + spare(end))
+    room.keys[:, :, begin:end] = keys
+    room.values[:, :, begin:end] = values
+    room.used = end
+    layer.keys, layer.values = room.keys[:, :, :end], room.values[:, :, :end]
+    return layer.keys, layer.values
+
+
+def _longer(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
+    longer = tensor.new_empty((*tensor.shape[:2], tokens, tensor.shape[3]))
+    longer[:, :, : tensor.shape[2]] = tensor
+    return longer
