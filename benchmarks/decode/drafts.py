@@ -38,7 +38,7 @@ LEAST = 0.97
 """Of the rate without a draft, if drafts are always wrong."""
 PEER_ROOM_BYTES = 256 << 20
 """For llama.cpp's KV caches and activations."""
-PEER_DRAFTS = ("--spec-draft-n-max", "16", "--spec-draft-p-min", "0.75")
+PEER_DRAFTS = ("--spec-type", "draft-simple", "--spec-draft-n-max", "16", "--spec-draft-p-min", "0.75")
 """More than the 3 tokens that it drafts by default, as far as its draft is sure."""
 PROMPTS = {
     "code": "Write a Python class Stack with push, pop, peek and size, and a class Queue with the same methods. Use "
@@ -270,7 +270,7 @@ class Peer:
         prompts = {text: prompt_ids(model, text) for text in PROMPTS}
         context = max(map(len, prompts.values())) + tokens + 64
         sizes = {"--ctx-size": context, "--batch-size": 64, "--parallel": 1, "--threads": torch.get_num_threads()}
-        arguments = ["--model", str(self.file), *(str(part) for size in sizes.items() for part in size)]
+        arguments = ["--model", str(self.file), "--no-repack", *(str(part) for size in sizes.items() for part in size)]
         room = self.room + PEER_ROOM_BYTES
         if row == PEER_MODEL:
             assert self.draft is not None
