@@ -1,16 +1,21 @@
 """Seconds and passes of a token with drafts and without, of one model and its draft, with memory for a share of it.
 
-All rows take turns in one process, on the same model. What an answer of a row teaches, the next one knows. Before each
-pass the layer files leave the page cache, as on a machine without memory for them. In the row "always wrong" the draft
-proposes other tokens than it chose: this must not be slower than 0.97 of the rate without a draft.
+All rows take turns in one process. What an answer of a row teaches, the next one knows. Before each pass the layer
+files leave the page cache, as on a machine without memory for them. In the rows "always wrong" the draft proposes other
+tokens than it chose: this must not be slower than 0.97 of the rate without a draft. With `--draft self` the rows
+without it have the same memory, and no copies in it.
 
-    python -m benchmarks decode.drafts --model FOLDER [--draft FOLDER|self] [--share 0.25] [--turns 5] [--only ROW ...]
+llama.cpp's rows are its `llama-server` (`--llama FOLDER`), built as for `decode.instructions`, with the server. A
+control group, which only root can make, gives it the memory of the other rows, and that of a draft model.
+
+    python -m benchmarks decode.drafts --model FOLDER [--draft FOLDER|self] [--share 0.25] [--only ROW ...]
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,15 +23,23 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.lib import command_line, report
+from benchmarks.lib import command_line, llama, report
 from benchmarks.lib.measure import drop_pages, fresh_folder, spread
-from benchmarks.lib.process import REPOSITORY
+from benchmarks.lib.process import REPOSITORY, Cap, PeerError, control_group
 from benchmarks.lib.runs import in_turns
 
 PLAIN, NGRAM, MODEL, WRONG = "no draft", "ngram", "draft model", "always wrong"
-ROWS = (PLAIN, NGRAM, MODEL, WRONG)
+PLAIN_INSIDE, WRONG_INSIDE = f"{PLAIN}, all in memory", f"{WRONG}, all in memory"
+PEER, PEER_MODEL = "llama.cpp", "llama.cpp, draft model"
+ROWS = (PLAIN, NGRAM, MODEL, WRONG, PLAIN_INSIDE, WRONG_INSIDE, PEER, PEER_MODEL)
+WITHOUT = {**dict.fromkeys(ROWS, PLAIN), WRONG_INSIDE: PLAIN_INSIDE, PEER_MODEL: PEER}
+"""Row -> the one without a draft with which it is compared; llama.cpp without one is compared with this project."""
 LEAST = 0.97
 """Of the rate without a draft, if drafts are always wrong."""
+PEER_ROOM_BYTES = 256 << 20
+"""For llama.cpp's KV caches and activations."""
+PEER_DRAFTS = ("--spec-type", "draft-simple", "--spec-draft-n-max", "16", "--spec-draft-p-min", "0.75")
+"""More than the 3 tokens that it drafts by default, as far as its draft is sure."""
 PROMPTS = {
     "code": "Write a Python class Stack with push, pop, peek and size, and a class Queue with the same methods. Use "
     "type hints and docstrings, and show an example of each.",
@@ -119,11 +132,7 @@ def answer(
     """
     import torch
 
-    messages = [{"role": "user", "content": PROMPTS[text]}]
-    has_template = bool(getattr(model.tokenizer, "chat_template", None))
-    words = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    prompt = words if has_template else PROMPTS[text]
-    ids = model.tokenizer(prompt, return_tensors="pt", add_special_tokens=not has_template).input_ids
+    ids = torch.tensor([prompt_ids(model, text)])
     streamer, passes = _Times(), 0
 
     def count(*args: Any) -> None:
@@ -139,7 +148,11 @@ def answer(
     hook = model.get_decoder().register_forward_pre_hook(count)
     try:
         torch.manual_seed(turn)
-        with wrong(model.config.get_text_config().vocab_size) if row == WRONG else contextlib.nullcontext():
+        with (
+            wrong(model.config.get_text_config().vocab_size)
+            if row in (WRONG, WRONG_INSIDE)
+            else contextlib.nullcontext()
+        ):
             result = model.generate(ids, **options, **({"custom_generate": drafting} if drafting else {}))
     finally:
         hook.remove()
@@ -150,48 +163,152 @@ def answer(
     return Answer(row, text, temperature, turn, times[-1] - times[0], tokens - 1, passes, right, made)
 
 
+def prompt_ids(model: Any, text: str) -> list[int]:
+    """A prompt's tokens, in the chat template where there is one."""
+    messages = [{"role": "user", "content": PROMPTS[text]}]
+    has_template = bool(getattr(model.tokenizer, "chat_template", None))
+    words = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    prompt = words if has_template else PROMPTS[text]
+    return list(model.tokenizer(prompt, add_special_tokens=not has_template).input_ids)
+
+
 def drafting_of(model: Any, draft: Any, row: str) -> Any:
     """The steps with the draft of a row; None without one."""
     from rabbitllm.generation.draft import Drafting
 
-    if row == PLAIN:
+    if row in (PLAIN, PLAIN_INSIDE):
         return None
-    drafting = Drafting(draft if row in (MODEL, WRONG) and draft is not None else "ngram")
+    drafting = Drafting(draft if row != NGRAM and draft is not None else "ngram")
     drafting.prepare(model)
     return drafting
 
 
-def load(options: Any, work: Path) -> tuple[Any, Any]:
-    """The model, with memory for a share of its bytes, and its draft model or None."""
+@dataclass(frozen=True)
+class Subjects:
+    """The models of the rows of this project.
+
+    Attributes:
+        streamed: the model with memory for a share of its bytes.
+        drafting: the same, which with `--draft self` has copies in that memory.
+        inside: the model all in memory; None if no row asks for it.
+        draft: the draft model, "self", or None.
+        room: bytes of memory of the first two.
+    """
+
+    streamed: Any
+    drafting: Any
+    inside: Any
+    draft: Any
+    room: int
+
+    def of(self, row: str) -> tuple[Any, Any]:
+        """A row's model and its draft."""
+        if row in (PLAIN_INSIDE, WRONG_INSIDE):
+            return self.inside, None if self.draft == "self" else self.draft
+        return (self.drafting, self.draft) if row in (MODEL, WRONG) else (self.streamed, None)
+
+
+def load(options: Any, work: Path, rows: Sequence[str]) -> Subjects:
+    """Load them. Each model has files of its own: what one of them maps, does not leave the page cache."""
     from rabbitllm import AutoModel
+    from rabbitllm.generation.draft import prepare_draft
 
     common: dict[str, Any] = {"device": "cpu", "show_layer_progress": False, "fast_bfloat16": None}
-    draft, own = None, options.draft == "self"
-    if options.draft is not None and not own:
-        draft = AutoModel.from_pretrained(options.draft, layer_shards_saving_path=work / "draft", **common)
-    place = {"layer_shards_saving_path": work / "model", "compression": options.compression}
-    limit: dict[str, Any] = {}
-    if options.share < 1:
-        AutoModel.from_pretrained(options.model, **place, **common)
-        whole = sum(path.stat().st_size for path in (work / "model").rglob("*.safetensors"))
-        limit = {"max_memory": {"cpu": round(options.share * whole)}}
-    model = AutoModel.from_pretrained(options.model, **place, draft="self" if own else None, **common, **limit)
-    if own:
-        return model, "self"
-    if draft is not None:
-        from rabbitllm.generation.draft import prepare_draft
+    draft: Any = options.draft
 
-        prepare_draft(model, draft)
-    return model, draft
+    def loaded(name: str, **limits: Any) -> Any:
+        place = {"layer_shards_saving_path": work / name, "compression": options.compression}
+        return AutoModel.from_pretrained(options.model, **place, **common, **limits)
+
+    def bytes_of(name: str) -> int:
+        return sum(path.stat().st_size for path in (work / name).rglob("*.safetensors"))
+
+    if draft is not None and draft != "self":
+        draft = AutoModel.from_pretrained(draft, layer_shards_saving_path=work / "draft", **common)
+    streamed = loaded("model")
+    room = round(options.share * bytes_of("model"))
+    limit = {"max_memory": {"cpu": room}} if options.share < 1 else {}
+    if limit:
+        streamed = loaded("model", **limit)
+    drafting = loaded("copies", draft="self", **limit) if draft == "self" else streamed
+    inside = loaded("inside") if WRONG_INSIDE in rows else None
+    for model in (streamed, inside) if draft not in (None, "self") else ():
+        if model is not None:
+            prepare_draft(model, draft)
+    return Subjects(streamed, drafting, inside, draft, room)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """llama.cpp with the same weights and memory.
+
+    Attributes:
+        program: `llama-server`.
+        file, draft: GGUF files of the model, and of the draft model or None.
+        room: bytes for the model's weights.
+        work: folder of logs.
+    """
+
+    program: Path
+    file: Path
+    draft: Path | None
+    room: int
+    work: Path
+
+    def answers(self, row: str, turn: int, tokens: int, model: Any) -> Iterator[Answer]:
+        """The answers of a row, with this project's prompts and ways to choose tokens.
+
+        Args:
+            model: of this project.
+
+        Raises:
+            PeerError: the program failed.
+            SystemExit: no control group can be made.
+        """
+        import torch
+
+        prompts = {text: prompt_ids(model, text) for text in PROMPTS}
+        context = max(map(len, prompts.values())) + tokens + 64
+        sizes = {"--ctx-size": context, "--batch-size": 64, "--parallel": 1, "--threads": torch.get_num_threads()}
+        arguments = ["--model", str(self.file), "--no-repack", *(str(part) for size in sizes.items() for part in size)]
+        room = self.room + PEER_ROOM_BYTES
+        if row == PEER_MODEL:
+            assert self.draft is not None
+            arguments += ["--model-draft", str(self.draft), *PEER_DRAFTS]
+            room += self.draft.stat().st_size
+        own = model.generation_config
+        drawn = {"top_k": own.top_k or 0, "top_p": own.top_p or 1.0, "min_p": own.min_p or 0.0}
+        drawn["repeat_penalty"] = own.repetition_penalty or 1.0
+        label = f"drafts-{row.replace(' ', '-').replace(',', '')}-{turn}"
+        with control_group(f"rabbitllm-drafts-{os.getpid()}") as group:
+            drop_pages(self.file)
+            with llama.serving(self.program, arguments, self.work, label, cap=Cap(group, room)) as ask:
+                for text, prompt in prompts.items():
+                    for temperature in TEMPERATURES:
+                        body = {"n_predict": tokens, "temperature": temperature, "seed": turn, **drawn}
+                        found = ask("/completion", prompt=prompt, ignore_eos=True, return_tokens=True, **body)
+                        times = found["timings"]
+                        passes = times["predicted_n"] - times.get("draft_n_accepted", 0)
+                        seconds, count = times["predicted_ms"] / 1000, times["predicted_n"] - 1
+                        yield Answer(row, text, temperature, turn, seconds, count, passes, [], found["tokens"])
+
+
+def gguf_of(given: Path, split: Path, made: Path) -> Path:
+    """llama.cpp's file of a checkpoint: itself, or the one that is made of its layer files."""
+    if given.suffix == ".gguf":
+        return given
+    return llama.write_file(next(path.parent for path in split.rglob("split.json")), made, "auto")
 
 
 def tabulate(answers: Sequence[Answer], rows: Sequence[str]) -> report.Table:
-    """A line for each row, text and temperature."""
+    """A line for each row, text and temperature that has answers."""
     lines = []
     for text in PROMPTS:
         for temperature in TEMPERATURES:
             for row in rows:
                 of = [one for one in answers if (one.row, one.text, one.temperature) == (row, text, temperature)]
+                if not of:
+                    continue
                 right = " ".join(f"{share:.0%}" for share in of[-1].right[:4]) or "-"
                 lines.append(
                     (
@@ -208,9 +325,9 @@ def tabulate(answers: Sequence[Answer], rows: Sequence[str]) -> report.Table:
 
 def rates(answers: Sequence[Answer], of: Sequence[Answer]) -> list[float]:
     """The rate of each answer, of that without a draft in the same turn."""
-    plain = {(one.text, one.temperature, one.turn): one.seconds for one in answers if one.row == PLAIN}
-    known = [(plain.get((one.text, one.temperature, one.turn)), one.seconds) for one in of]
-    return [without / seconds for without, seconds in known if without]
+    plain = {(one.row, one.text, one.temperature, one.turn): one.seconds / one.tokens for one in answers}
+    known = [(plain.get((WITHOUT[one.row], one.text, one.temperature, one.turn)), one) for one in of]
+    return [without / (one.seconds / one.tokens) for without, one in known if without]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -221,29 +338,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compression", metavar="SCHEME", help="of the model's split")
     parser.add_argument("--share", type=float, default=0.25, help="of the model's bytes in memory; 1 for all")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer (default: %(default)s)")
+    parser.add_argument("--llama", type=Path, metavar="FOLDER", help="with llama-server; without it, only this project")
     options = command_line.parsed(parser, arguments, tokens=8)
     command_line.settle(options, "drafts")
-    rows = [row for row in options.only if row != MODEL or options.draft is not None]
-    answers: list[Answer] = []
+    command_line.check_tokens(options)
+    left_out = {MODEL} if options.draft is None else set[str]()
+    left_out |= {PEER_MODEL} if options.draft in (None, "self") else set()
+    left_out |= {PEER, PEER_MODEL} if options.llama is None else set()
+    left_out |= {PLAIN_INSIDE, WRONG_INSIDE} if options.share >= 1 else set()
+    asked = {*options.only, *(WITHOUT[row] for row in options.only)} - left_out
+    rows = [row for row in ROWS if row in asked]
+    answers, failed = list[Answer](), dict[str, str]()
     with fresh_folder(options.work_dir / "drafts") as work:
-        model, draft = load(options, work)
-        files = sorted((work / "model").rglob("*.safetensors"))
-        drafting = {row: drafting_of(model, draft, row) for row in rows}
-        for row in rows:  # kernels are compiled, files are compared with their checksums
-            answer(model, drafting[row], row, "code", 0.0, 0, min(8, options.tokens))
+        subjects = load(options, work, rows)
+        files = sorted(path for name in ("model", "copies") for path in (work / name).rglob("*.safetensors"))
+        ours = [row for row in rows if row not in (PEER, PEER_MODEL)]
+        drafting = {row: drafting_of(*subjects.of(row), row) for row in ours}
+        peer = None
+        if len(ours) < len(rows):
+            file = gguf_of(options.model if options.compression is None else work, work / "model", work / "model.gguf")
+            draft = Path(options.draft) if PEER_MODEL in rows else None
+            draft = draft and gguf_of(draft, work / "draft", work / "draft.gguf")
+            program = options.llama.absolute() / "llama-server"
+            peer = Peer(program, file.absolute(), draft and draft.absolute(), subjects.room, options.work_dir)
+        for row in ours:  # kernels are compiled, files are compared with their checksums
+            answer(subjects.of(row)[0], drafting[row], row, "code", 0.0, 0, min(8, options.tokens))
         for turn, row in in_turns(rows, options.turns):
+            if row not in ours:
+                assert peer is not None
+                try:
+                    answers += peer.answers(row, turn, options.tokens, subjects.streamed)
+                except PeerError as error:
+                    failed[row] = str(error)
+                continue
+            model = subjects.of(row)[0]
+            cold = files if model is not subjects.inside else ()
             for text in PROMPTS:
                 for temperature in TEMPERATURES:
-                    answers.append(answer(model, drafting[row], row, text, temperature, turn, options.tokens, files))
+                    answers.append(answer(model, drafting[row], row, text, temperature, turn, options.tokens, cold))
     name = options.draft and Path(options.draft).name
     compression = f" at {options.compression}" if options.compression else ""
     notes = [f"{options.model.name}{compression}, draft {name}, memory for {options.share:.0%}."]
-    worst = spread(rates(answers, [one for one in answers if one.row == WRONG]))
-    reached = report.median(worst)
-    notes.append(report.reach("always wrong, of the rate without a draft", reached, LEAST, at_most=False))
+    notes += [f"{row}: {why}" for row, why in failed.items()]
+    if peer is not None:
+        notes.append(f"llama.cpp drafts with {' '.join(PEER_DRAFTS)}; {PEER} is compared with this project's {PLAIN}.")
+    worst = dict[str, float | None]()
+    for row in (WRONG, WRONG_INSIDE):
+        if row in rows:
+            worst[row] = report.median(spread(rates(answers, [one for one in answers if one.row == row])))
+            notes.append(report.reach(f"{row}, of the rate without a draft", worst[row], LEAST, at_most=False))
     greedy = {(one.row, one.text): one.ids for one in answers if not one.temperature}
-    same = [greedy[row, text] == greedy[PLAIN, text] for row, text in greedy if (PLAIN, text) in greedy]
+    drafts = [(row, text) for row, text in greedy if row != PEER and row not in WITHOUT.values()]
+    same = [greedy[key] == greedy[WITHOUT[key[0]], key[1]] for key in drafts]
     notes.append(f"Greedy answers equal to those without a draft: {sum(same)} of {len(same)}.")
     title = f"Tokens with drafts, {command_line.turns(options)}"
     report.write(options.results, title, tabulate(answers, rows), notes, answers, work=options.work_dir)
-    return 0 if options.smallest or reached is None or reached >= LEAST else 1
+    return 0 if options.smallest or all(rate is None or rate >= LEAST for rate in worst.values()) else 1

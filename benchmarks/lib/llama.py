@@ -6,16 +6,21 @@ which need a download. llama.cpp's own server batches requests; that package's P
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import sys
 import tarfile
 import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.lib.peers import LLAMA_SERVER, interpreter
-from benchmarks.lib.process import run_tool
+from benchmarks.lib.peers import LLAMA_SERVER, THIS, interpreter
+from benchmarks.lib.process import Cap, PeerError, run_tool
+from benchmarks.lib.server_process import served
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import CorruptVocabularyError
 from rabbitllm.models.gguf_output import convert_to_gguf
@@ -68,6 +73,40 @@ def built(work: Path, name: str) -> Path:
     for leftover in (package, build, source.parent.parent):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     return made
+
+
+@contextlib.contextmanager
+def serving(
+    program: Path, arguments: Sequence[str], work: Path, label: str, *, cap: Cap | None = None, seconds: float = 1800.0
+) -> Iterator[Callable[..., Any]]:
+    """Run `llama-server`: a function that posts a body of JSON to a route and returns the answer.
+
+    Args:
+        program: its path.
+        arguments: of its command line.
+        work: for environments and logs.
+        label: name of the log.
+        cap: limits its memory.
+        seconds: that an answer may take.
+
+    Raises:
+        PeerError: the program failed.
+    """
+    job = {"how": "program", "package": None, "program": str(program), "arguments": [*arguments]}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with served(THIS, job, work, label, [], cap=cap) as server:
+
+        def ask(route: str, **body: Any) -> Any:
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"{server.url}{route}", json.dumps(body).encode(), headers)
+            try:
+                with opener.open(request, timeout=seconds) as answer:
+                    return json.load(answer)
+            except OSError as error:  # of urllib, too
+                server.check()
+                raise PeerError(f"llama-server gave no answer: {error}") from error
+
+        yield ask
 
 
 def write_file(checkpoint: Path, path: Path, kind: str) -> Path:

@@ -7,8 +7,6 @@ multiple of a block.
 from __future__ import annotations
 
 import contextlib
-import json
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib import llama
-from benchmarks.lib.peers import LLAMA_SERVER
 from benchmarks.lib.process import PeerError, run_tool
-from benchmarks.lib.server_process import served
 from rabbitllm.formats.tensor_spec import TensorSpec
 
 _ARGUMENTS = ("--parallel", "1", "--threads", "2", "--flash-attn", "off", "--cache-type-k", "f32")
@@ -58,17 +54,8 @@ def serving(path: Path, room: int, work: Path) -> Iterator[Callable[..., Any]]:
     Raises:
         PeerError: the program cannot be built, or failed.
     """
-    job = {"how": "program", "package": None, "program": str(llama.built(work, "llama-server"))}
     arguments = ["--model", str(path), "--ctx-size", str(room), *_ARGUMENTS]
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with served(LLAMA_SERVER, {**job, "arguments": arguments}, work, "llama-logits", []) as server:
-
-        def ask(route: str, **body: Any) -> Any:
-            headers = {"Content-Type": "application/json"}
-            request = urllib.request.Request(f"{server.url}{route}", json.dumps(body).encode(), headers)
-            with opener.open(request, timeout=_SECONDS) as answer:
-                return json.load(answer)
-
+    with llama.serving(llama.built(work, "llama-server"), arguments, work, "llama-logits", seconds=_SECONDS) as ask:
         yield ask
 
 

@@ -149,10 +149,10 @@ class Costs:
 class Width:
     """Chooses the number of tokens to draft for each pass of a model, by costs and correct drafts so far.
 
-    A draft is chosen if it promises more tokens a second than none. If none is chosen, a short one is tried now and
-    then. Whatever the promises, drafts that bring fewer tokens than the same time without them brings use up `credit`,
-    which only tokens add to; without any there is no draft. So always wrong drafts cost little more than `SHARE` of the
-    time.
+    A draft is chosen if it promises more tokens a second than none; a source that says how sure it is may go further
+    than what promises most on average. If none is chosen, a short one is tried now and then. Whatever the promises,
+    drafts that bring fewer tokens than the same time without them brings use up `credit`, which only tokens add to;
+    without any there is no draft. So always wrong drafts cost little more than `SHARE` of the time.
 
     Args:
         costs: of the model and its draft; all sequences share them.
@@ -172,6 +172,7 @@ class Width:
         self._tries = False
         self._rate, self._path, self._rows, self._sure = 0.0, 1.0, 1, list[float]()
         self._breadth = 1.0  # tokens of each depth; of a chain 1
+        self._stops_itself = False  # the source, by how sure it is
         self._sequences = 1
 
     def choose(self, most: int, lacks: int = 0, rows: int = 1, sequences: int = 1) -> int:
@@ -191,7 +192,7 @@ class Width:
         one, step = self._one(), costs.step()
         behind, shared = costs.behind(lacks), self._shared(rows)
         nothing = 1 / (costs.of(rows) - shared)
-        best, best_rate, tried, tried_rate = 0, nothing, 0, 0.0
+        best, best_rate, tried, tried_rate, affordable = 0, nothing, 0, 0.0, 0
         tokens = path = reach = 1.0
         drafted, is_right, is_there = 0.0, 0.5, 1.0
         for count in range(1, min(most, max(int(costs.widest / self._breadth), 1)) + 1):
@@ -207,6 +208,7 @@ class Width:
                 self._needs = min(loss + behind / one, ALLOWANCE)
             if loss > self.credit and count > 1:
                 break
+            affordable = count
             if rate > best_rate:
                 best, best_rate = count, rate
             if rate > tried_rate:
@@ -220,11 +222,13 @@ class Width:
         elif costs.plain >= _ENOUGH and self.credit >= self._needs and behind <= self.credit * one:
             best, best_rate, self._tries = tried, tried_rate, True
         self._rate = best_rate
-        return best
+        # twice as many at most, since the costs of more rows than were measured are a guess
+        return min(affordable, 2 * best) if self._stops_itself and not self._tries else best
 
     def goes_on(self, sure: float) -> bool:
         """Whether a source that is so sure of its last token should propose another one; called for each token."""
         self._sure.append(sure)
+        self._stops_itself = True
         depth = len(self._sure)
         self._path *= self._right_if_sure[_level(sure)].share(sure)
         is_right = self._right[depth].share(0.5) if depth < len(self._right) else 0.5
@@ -247,6 +251,7 @@ class Width:
 
     def deepens(self, right: float, depth: int) -> bool:
         """Whether a tree should get another level: `right` tokens are expected to be right at this depth, from 1."""
+        self._stops_itself = True
         is_right = self._right[depth].share(0.5) if depth < len(self._right) else 0.5
         return right * is_right > self._rate * self.costs.step()
 

@@ -52,16 +52,24 @@ def learn(width: Width, drafted: int, right: int, seconds: float | None, step: f
 
 
 def decode(
-    width: Width, machine: Machine, tokens: int, chance: float | Callable[[int], float], prompt: int = 40, seed: int = 0
+    width: Width,
+    machine: Machine,
+    tokens: int,
+    chance: float | Callable[[int], float],
+    prompt: int = 40,
+    seed: int = 0,
+    sure: float | None = None,
 ) -> Outcome:
     """Decode an answer after a prompt, whose pass takes no time here. A drafted token is right by `chance`, which may
-    depend on the number of tokens so far."""
+    depend on the number of tokens so far; a source that is `sure` of its tokens decides where it stops."""
     dice = random.Random(seed)
     outcome = Outcome(0, 0.0, 0.0, [])
     seen, known = 0, prompt
     while outcome.tokens < tokens:
         lacks, is_prompt = known - seen, known == prompt
         drafted = width.choose(tokens - outcome.tokens - 1, lacks)
+        if sure is not None:
+            drafted = next((count for count in range(1, drafted + 1) if not width.goes_on(sure)), drafted)
         draft_seconds = machine.step * drafted + machine.behind * lacks * (drafted > 0)
         likely = chance(outcome.tokens) if callable(chance) else chance
         right = next((index for index in range(drafted) if dice.random() >= likely), drafted)
@@ -99,6 +107,8 @@ def test_drafts_that_are_always_wrong_cost_less_than_three_percent(name: str, no
             assert tokens / (first.seconds - 40 * behind) > 0.97
             # and in later answers not even that
             assert min(decode(width, machine, 128, 0.0, seed=seed).rate for seed in range(1, 5)) > 0.97
+            # nor if the draft is as sure of them as can be
+            assert min(decode(width, machine, 128, 0.0, seed=seed, sure=1.0).rate for seed in range(5, 9)) > 0.97
 
 
 @pytest.mark.parametrize("name", ["streamed", "resident", "flat later"])
@@ -201,6 +211,17 @@ def test_an_outlier_is_forgotten() -> None:
     assert max(decode(width, machine, 1000, 0.95).widths) > 12
 
 
+def test_a_source_that_stops_itself_may_go_further_than_most_drafts_did() -> None:
+    machine = Machine(STREAMED.rows, 0.05)
+    known, sure = Width(Costs(0.06, 0.05)), Width(Costs(0.06, 0.05))
+    decode(known, machine, 400, 0.5)
+    decode(sure, machine, 400, 0.5, sure=0.5)
+    assert sure.choose(100) > known.choose(100) > 0
+    # what it has lost so far limits it as before
+    sure.credit = 0.1
+    assert sure.choose(100) == 1
+
+
 def test_a_source_goes_on_while_it_is_sure() -> None:
     def proposed(width: Width, sureness: float) -> int:
         most = width.choose(100)
@@ -209,9 +230,9 @@ def test_a_source_goes_on_while_it_is_sure() -> None:
     cheap, dear = Width(Costs(0.06, 0.02)), Width(Costs(0.5, 0.02))
     for width, machine in ((cheap, STREAMED), (dear, FLAT_LATER)):
         decode(width, machine, 400, 0.95)
-    assert [proposed(cheap, sureness) for sureness in (0.99, 0.7, 0.1)] == sorted(
-        (proposed(cheap, sureness) for sureness in (0.99, 0.7, 0.1)), reverse=True
-    )
+    proposed(cheap, 0.5)  # from now on it is known to stop by itself
+    found = [proposed(cheap, sureness) for sureness in (0.99, 0.7, 0.1)]
+    assert found == sorted(found, reverse=True)
     assert proposed(cheap, 0.99) > 2 * proposed(cheap, 0.5)
     assert proposed(dear, 0.5) <= proposed(cheap, 0.5)
 
