@@ -61,8 +61,8 @@ MAX_PANEL_BFLOATS = 32
 """The same of bfloat16 where torch has instructions for it; measured with AMX."""
 MAX_GROUPED = 512
 """Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
-CHUNK_ELEMENTS = 1 << 21
-"""Elements that are dequantized at a time: 4 MiB of bfloat16."""
+CHUNK_ELEMENTS = 1 << 22
+"""Elements that are dequantized at a time: 8 MiB of bfloat16."""
 FUSED_ELEMENTS = 1 << 26
 """Elements of a matrix that bitsandbytes may dequantize at a time: 128 MiB of float16."""
 FEW_INPUTS = 4
