@@ -218,34 +218,6 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int
     return emitted(dot, width)
 
 
-@inlined
-def _code_tiles(dots, least, odd_shift, data):  # type: ignore[no-untyped-def]
-    """The loops over rows and inputs, in tiles of `CODE_ROWS` and `TOKENS` and smaller ones at the ends."""
-    single, tall, wide, square = dots
-    words = pieces(data)
-    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
-        token, input_bytes = 0, segments * HALF_BYTES
-        while token < tokens:
-            e, o = even + token * input_bytes, odd + (token * input_bytes >> odd_shift)
-            to = out + token * rows * 4
-            row, left = first, tokens - token
-            is_wide = left >= least
-            while row < last:
-                is_tall = row + CODE_ROWS <= last
-                if is_wide and is_tall:
-                    square(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                elif is_wide:
-                    wide(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                elif is_tall:
-                    tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                else:
-                    single(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                row += CODE_ROWS if is_tall else 1
-            token += TOKENS if is_wide else 1
-
-
 # By panels.
 
 
@@ -302,48 +274,6 @@ def _panel_dot(width: int, rows: int, tokens: int) -> Any:
     return emitted(dot, width)
 
 
-@inlined
-def _panel_tiles(fill, dots, at_once, vector_bytes, data):  # type: ignore[no-untyped-def]
-    """The loops over panels, over inputs that fit the cache, and over tiles of rows and inputs."""
-    single, tall, square = dots
-    panel = stack_panel()
-    step_bytes = 2 * vector_bytes
-    max_steps = PANEL_COLUMNS * 4 // step_bytes
-    words = pieces(data)
-    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
-        input_bytes = steps * step_bytes
-        for top in range(first, last, PANEL_ROWS):
-            bottom = min(top + PANEL_ROWS, last)
-            for step in range(0, steps, max_steps):
-                count = min(max_steps, steps - step)
-                panel_bytes = count * step_bytes
-                many_inputs = max(INPUT_BYTES // panel_bytes // at_once, 1) * at_once
-                for row in range(top, bottom):
-                    place = panel + (row - top) * panel_bytes
-                    fill(codes, scales, table, place, row_bytes, steps, shift, row, step, count)
-                for begin in range(0, tokens, many_inputs):
-                    end = min(begin + many_inputs, tokens)
-                    row = top
-                    while row < bottom:
-                        here, token = panel + (row - top) * panel_bytes, begin
-                        is_tall = row + ROWS <= bottom
-                        while token < end:
-                            of_token = inputs + token * input_bytes + step * step_bytes
-                            to = out + (token * rows + row) * 4
-                            if is_tall and token + at_once <= end:
-                                square(here, of_token, to, count, panel_bytes, input_bytes, rows)
-                                token += at_once
-                            elif is_tall:
-                                tall(here, of_token, to, count, panel_bytes, input_bytes, rows)
-                                token += 1
-                            else:
-                                single(here, of_token, to, count, panel_bytes, input_bytes, rows)
-                                token += 1
-                        row += ROWS if is_tall else 1
-
-
 # bfloat16.
 
 
@@ -368,30 +298,6 @@ def _bfloat_dot(width: int, rows: int) -> Any:
     return emitted(dot, width)
 
 
-@inlined
-def _bfloat_tiles(dots, vector_bytes, data):  # type: ignore[no-untyped-def]
-    """The loops over tiles of rows, parts of long ones, and inputs."""
-    single, tall = dots
-    max_steps = PANEL_COLUMNS * 2 // vector_bytes
-    words = pieces(data)
-    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        matrix, _, inputs, _, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
-        row = first
-        while row < last:
-            is_tall = row + ROWS <= last
-            for step in range(0, steps, max_steps):
-                here, count = matrix + row * row_bytes + step * vector_bytes, min(max_steps, steps - step)
-                for token in range(tokens):
-                    of_token = inputs + (token * steps + step) * 2 * vector_bytes
-                    to = out + (token * rows + row) * 4
-                    if is_tall:
-                        tall(here, of_token, to, count, row_bytes)
-                    else:
-                        single(here, of_token, to, count, row_bytes)
-            row += ROWS if is_tall else 1
-
-
 # The kernels. numba keeps a compiled function for the next process only if it has a name in a module and all that it
 # uses is global. So each kernel is a template with a name and globals of its own.
 
@@ -400,7 +306,29 @@ TALL = WIDE = SQUARE = LEAST = FILL = AT_ONCE = VECTOR = ODD_SHIFT = ONE
 
 
 def _by_codes(data):  # type: ignore[no-untyped-def]
-    _code_tiles((ONE, TALL, WIDE, SQUARE), LEAST, ODD_SHIFT, data)
+    """The loops over rows and inputs, in tiles of `CODE_ROWS` and `TOKENS` and smaller ones at the ends."""
+    words = pieces(data)
+    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
+        codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows = arguments(words, piece)
+        first, last = own_rows(words, rows)
+        token, input_bytes = 0, segments * HALF_BYTES
+        while token < tokens:
+            e, o = even + token * input_bytes, odd + (token * input_bytes >> ODD_SHIFT)
+            to = out + token * rows * 4
+            row, left = first, tokens - token
+            is_wide = left >= LEAST
+            while row < last:
+                is_tall = row + CODE_ROWS <= last
+                if is_wide and is_tall:
+                    SQUARE(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
+                elif is_wide:
+                    WIDE(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
+                elif is_tall:
+                    TALL(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
+                else:
+                    ONE(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
+                row += CODE_ROWS if is_tall else 1
+            token += TOKENS if is_wide else 1
 
 
 def _by_numbers(data):  # type: ignore[no-untyped-def]
@@ -413,11 +341,65 @@ def _by_numbers(data):  # type: ignore[no-untyped-def]
 
 
 def _by_panels(data):  # type: ignore[no-untyped-def]
-    _panel_tiles(FILL, (ONE, TALL, SQUARE), AT_ONCE, VECTOR, data)
+    """The loops over panels, over inputs that fit the cache, and over tiles of rows and inputs."""
+    panel = stack_panel()
+    step_bytes = 2 * VECTOR
+    max_steps = PANEL_COLUMNS * 4 // step_bytes
+    words = pieces(data)
+    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
+        codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(words, piece)
+        first, last = own_rows(words, rows)
+        input_bytes = steps * step_bytes
+        for top in range(first, last, PANEL_ROWS):
+            bottom = min(top + PANEL_ROWS, last)
+            for step in range(0, steps, max_steps):
+                count = min(max_steps, steps - step)
+                panel_bytes = count * step_bytes
+                many_inputs = max(INPUT_BYTES // panel_bytes // AT_ONCE, 1) * AT_ONCE
+                for row in range(top, bottom):
+                    place = panel + (row - top) * panel_bytes
+                    FILL(codes, scales, table, place, row_bytes, steps, shift, row, step, count)
+                for begin in range(0, tokens, many_inputs):
+                    end = min(begin + many_inputs, tokens)
+                    row = top
+                    while row < bottom:
+                        here, token = panel + (row - top) * panel_bytes, begin
+                        is_tall = row + ROWS <= bottom
+                        while token < end:
+                            of_token = inputs + token * input_bytes + step * step_bytes
+                            to = out + (token * rows + row) * 4
+                            if is_tall and token + AT_ONCE <= end:
+                                SQUARE(here, of_token, to, count, panel_bytes, input_bytes, rows)
+                                token += AT_ONCE
+                            elif is_tall:
+                                TALL(here, of_token, to, count, panel_bytes, input_bytes, rows)
+                                token += 1
+                            else:
+                                ONE(here, of_token, to, count, panel_bytes, input_bytes, rows)
+                                token += 1
+                        row += ROWS if is_tall else 1
 
 
 def _of_bfloat16(data):  # type: ignore[no-untyped-def]
-    _bfloat_tiles((ONE, TALL), VECTOR, data)
+    """The loops over tiles of rows, parts of long ones, and inputs."""
+    max_steps = PANEL_COLUMNS * 2 // VECTOR
+    words = pieces(data)
+    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
+        matrix, _, inputs, _, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
+        first, last = own_rows(words, rows)
+        row = first
+        while row < last:
+            is_tall = row + ROWS <= last
+            for step in range(0, steps, max_steps):
+                here, count = matrix + row * row_bytes + step * VECTOR, min(max_steps, steps - step)
+                for token in range(tokens):
+                    of_token = inputs + (token * steps + step) * 2 * VECTOR
+                    to = out + (token * rows + row) * 4
+                    if is_tall:
+                        TALL(here, of_token, to, count, row_bytes)
+                    else:
+                        ONE(here, of_token, to, count, row_bytes)
+            row += ROWS if is_tall else 1
 
 
 def named(template: Any, name: str, **constants: Any) -> Callable[[Any], None]:
