@@ -23,9 +23,10 @@ bit for bit alone and among others. Functions release the interpreter lock, and 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 from rabbitllm.base.compiling import address_of, asked, to_array
 from rabbitllm.quant import _integers
@@ -127,51 +128,49 @@ def add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> N
 # By codes.
 
 
-class CodeSegment(Protocol):
+class CodeSegment(ABC):
     """Emits how segments of codes, `SEGMENT` at a time, are decoded, multiplied and scaled.
 
     Attributes:
         segment_bytes: bytes of the codes of a segment.
+        factor: of the sums of scaled products.
     """
 
     segment_bytes: int
+    factor: Any
+
+    def __init__(self, emit: Emitter) -> None:
+        self._emit = emit
 
     def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        """Vectors of a segment's inputs, from bytes `begin` on."""
+        """Vectors of a segment's inputs, from bytes `begin` on: of integers two, and their scale in all lanes."""
+        emit = self._emit
+        words = [emit.load(emit.add(even, begin, offset), _integers.WORDS, 2) for offset in (0, 64)]
+        scale = emit.add(odd, emit.b.lshr(begin, number(SCALE_SHIFT)))
+        return [*words, emit.spread(emit.load(scale, F32, 4))]
 
+    @abstractmethod
     def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
         """Sums of parts of a segment times the inputs of each token, still apart in lanes."""
 
+    @abstractmethod
     def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
-        """The scales of the lanes of each part of segment `at` of a row of so many segments."""
-
-    def finished(self, totals: Any) -> Any:
-        """The products of rows, from a vector of the sums of their scaled parts."""
-
-
-def integer_inputs(emit: Emitter, integers: Any, scales: Any, begin: Any) -> list[Any]:
-    """Two vectors of a segment's inputs, from bytes `begin` on, and their scale in all lanes."""
-    words = [emit.load(emit.add(integers, begin, offset), _integers.WORDS, 2) for offset in (0, 64)]
-    scale = emit.add(scales, emit.b.lshr(begin, number(SCALE_SHIFT)))
-    return [*words, emit.spread(emit.load(scale, F32, 4))]
+        """The scales of the lanes of each part of a segment of a row of so many segments."""
 
 
 def integer_products(emit: Emitter, codes: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:
-    """Sums of two vectors of codes times `integer_inputs` of each token, float32, still apart in lanes."""
+    """Sums of two vectors of codes times the integers of each token, float32, still apart in lanes."""
     pair = [*codes]
     return [emit.b.fmul(_integers.summed_products(emit, pair, vectors), scale) for *vectors, scale in inputs]
 
 
-class _OwnSegment:
+class _OwnSegment(CodeSegment):
     """A segment of our own schemes, of which all codes have one scale."""
 
     def __init__(self, scheme: str, emit: Emitter, table: Any) -> None:
-        self._emit = emit
+        super().__init__(emit)
         self._decoder = _integers.OWN_DECODERS[scheme](emit, table)
-        self.segment_bytes = self._decoder.segment_bytes
-
-    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        return integer_inputs(self._emit, even, odd, begin)
+        self.segment_bytes, self.factor = self._decoder.segment_bytes, self._decoder.factor
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
         return [integer_products(self._emit, self._decoder.words(address), inputs)]
@@ -180,9 +179,6 @@ class _OwnSegment:
         emit = self._emit
         block = emit.b.lshr(emit.add(emit.b.mul(row, segments), segment), shift)
         return [emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))]
-
-    def finished(self, totals: Any) -> Any:
-        return self._emit.b.fmul(totals, self._emit.spread(self._decoder.factor, totals.type.count))
 
 
 def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int, tokens: int) -> Any:
@@ -213,7 +209,11 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int
                 for part, scale in zip(parts, segment.scales(scales, here, segments, index, shift), strict=True):
                     for total, value in zip(sums[r], part, strict=True):
                         builder.store(emit.fma(value, scale, builder.load(total)), total)
-        _store_sums(emit, sums, out, all_rows, row, numbers, lambda totals, place: segment.finished(totals))
+
+        def finish(totals: Any, place: Any) -> Any:
+            return builder.fmul(totals, emit.spread(segment.factor, totals.type.count))
+
+        _store_sums(emit, sums, out, all_rows, row, numbers, finish)
 
     return emitted(dot, width)
 
