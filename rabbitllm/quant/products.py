@@ -43,7 +43,6 @@ from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
     NestedScales,
     dequantize,
-    expanded_bytes,
     multiply_4bit,
     nested_operands,
     operands,
@@ -115,7 +114,7 @@ class QuantizedMatrix:
     @staticmethod
     def scale_bytes(form: Quantized) -> int:
         """Bytes of scales that are dequantized before a stored matrix of this form is multiplied."""
-        return expanded_bytes(form)
+        return form.expanded_bytes
 
     @staticmethod
     def scratch_bytes(form: Quantized, dtype: torch.dtype) -> int:
