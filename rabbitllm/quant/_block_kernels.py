@@ -185,14 +185,6 @@ class _StepInMemory:
     def pick(self, vector: Any, order: Any) -> Any:
         return self.emit.pick(vector, vector, order)
 
-    def codes(self, offset: int) -> Any:
-        """64 bytes as 32 words."""
-        return self.load(offset, 16, 32)
-
-    def twice(self, offset: int) -> Any:
-        """32 bytes as 16 words, twice."""
-        return self.pick(self.load(offset, 16, 16), [*range(16)] * 2)
-
     def right(self, vector: Any, counts: Any) -> Any:
         return self._by(self.b.lshr, vector, counts)
 
@@ -232,7 +224,7 @@ class _StepInMemory:
         return _integers.looked_up_words(self.emit, table, self.masked(index, 0x0F0F))
 
     def minus(self, words: Any, value: int) -> Any:
-        return self._by(self.b.sub, words, value) if value else words
+        return self._by(self.b.sub, words, value)
 
     # Scales.
 
@@ -329,13 +321,14 @@ def _super_block(scheme: str) -> Callable[[_StepInMemory], Emitted]:
 
     def words(step: _StepInMemory) -> Iterator[Any]:
         for begin in range(0, 32 * low.bits, 64):
-            stored = step.codes(low.offset + begin)
+            stored = step.load(low.offset + begin, 16, 32)
             for part in range(8 // low.bits):
                 index = step.right(stored, low.bits * part)
                 for plane in form.planes[1:]:
                     firsts = ((begin + half) // run * run * 8 // low.bits + part * run + half % run for half in (0, 32))
                     (offset, first), (_, second) = map(plane.at, firsts)
-                    moved = step.moved(step.twice(offset), first - plane.first, second - plane.first)
+                    twice = step.pick(step.load(offset, 16, 16), [*range(16)] * 2)
+                    moved = step.moved(twice, first - plane.first, second - plane.first)
                     index = step.merged(index, moved, (1 << plane.first) - 1)
                 yield from step.both_bytes(values, index)
 
