@@ -18,7 +18,6 @@ from rabbitllm.checkpoints.naming import LayerNaming, naming
 from rabbitllm.display import split_display
 from rabbitllm.errors import system_errors_by_name
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
-from rabbitllm.quant.quantize import dequantize, operands, quantize_blocks
 from rabbitllm.quant.schemes import DOUBLE, PRESETS, check_compression
 from rabbitllm.store.manifest import SPLIT_DIRECTORY
 from rabbitllm.store.stored_form import (
@@ -168,6 +167,8 @@ def compress_layer_state_dict(layer_state_dict: StateDict, compression: str | No
     """
     import torch
 
+    from rabbitllm.quant.quantize import quantize_blocks
+
     if compression is None:
         return layer_state_dict
     check_compression(compression)
@@ -201,6 +202,8 @@ def uncompress_layer_state_dict(layer_state_dict: StateDict) -> StateDict:
         RabbitLLM 1.1. A dict without compressed tensors is returned unchanged.
     """
     import torch
+
+    from rabbitllm.quant.quantize import dequantize, operands
 
     schemes = stored_schemes(layer_state_dict)
     if not any(schemes.values()):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.placement import HOOKED, Copies, Placement, Tier, TierContent
 from rabbitllm.engine.published_codes import CodedRecipe
-from rabbitllm.quant.quantize import expanded_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -257,7 +256,7 @@ def _products(source: UnitSource, picked: int | None) -> Iterable[Product]:
                 continue
             stored = source.stored[job.recipe.sources[0][1]]
             assert stored.quantized is not None
-            nbytes = stored.nbytes + expanded_bytes(stored.quantized)
+            nbytes = stored.nbytes + stored.quantized.expanded_bytes
             yield Product(stored.quantized.codes.scheme, _matrix(entry), nbytes)
         for _, entry in job.entries:
             if job.recipe.wraps and (form := _own_form(_owner(source, entry))) is not None:

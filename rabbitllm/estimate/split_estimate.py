@@ -25,7 +25,6 @@ from rabbitllm.checkpoints.config import quantized_as
 from rabbitllm.checkpoints.hub import HubFile, HubRepository
 from rabbitllm.errors import MissingPackageError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
-from rabbitllm.quant.quantize import quantize_blocks
 from rabbitllm.quant.schemes import BLOCKS, MAX_ROUTER_ROWS, MIN_ELEMENTS, PRESETS, SCHEMES, is_compressible
 from rabbitllm.splitter.bit_allocation import AllocationSummary
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, Shortage, disk_use
@@ -553,6 +552,8 @@ def quantize_rate(scheme: str, dtype: str, threads: int, *, fitted: bool = False
         fitted: whether scales of 4bit are fitted to their blocks.
     """
     import torch
+
+    from rabbitllm.quant.quantize import quantize_blocks
 
     generator = torch.Generator().manual_seed(0)  # the caller's generator must not be advanced
     values = torch.randn(CHUNK_BYTES * 8 // DTYPES[dtype].bits, generator=generator).to(torch_dtype(dtype))

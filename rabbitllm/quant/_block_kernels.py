@@ -185,14 +185,6 @@ class _StepInMemory:
     def pick(self, vector: Any, order: Any) -> Any:
         return self.emit.pick(vector, vector, order)
 
-    def codes(self, offset: int) -> Any:
-        """64 bytes as 32 words."""
-        return self.load(offset, 16, 32)
-
-    def twice(self, offset: int) -> Any:
-        """32 bytes as 16 words, twice."""
-        return self.pick(self.load(offset, 16, 16), [*range(16)] * 2)
-
     def right(self, vector: Any, counts: Any) -> Any:
         return self._by(self.b.lshr, vector, counts)
 
@@ -232,7 +224,7 @@ class _StepInMemory:
         return _integers.looked_up_words(self.emit, table, self.masked(index, 0x0F0F))
 
     def minus(self, words: Any, value: int) -> Any:
-        return self._by(self.b.sub, words, value) if value else words
+        return self._by(self.b.sub, words, value)
 
     # Scales.
 
@@ -329,13 +321,14 @@ def _super_block(scheme: str) -> Callable[[_StepInMemory], Emitted]:
 
     def words(step: _StepInMemory) -> Iterator[Any]:
         for begin in range(0, 32 * low.bits, 64):
-            stored = step.codes(low.offset + begin)
+            stored = step.load(low.offset + begin, 16, 32)
             for part in range(8 // low.bits):
                 index = step.right(stored, low.bits * part)
                 for plane in form.planes[1:]:
                     firsts = ((begin + half) // run * run * 8 // low.bits + part * run + half % run for half in (0, 32))
                     (offset, first), (_, second) = map(plane.at, firsts)
-                    moved = step.moved(step.twice(offset), first - plane.first, second - plane.first)
+                    twice = step.pick(step.load(offset, 16, 16), [*range(16)] * 2)
+                    moved = step.moved(twice, first - plane.first, second - plane.first)
                     index = step.merged(index, moved, (1 << plane.first) - 1)
                 yield from step.both_bytes(values, index)
 
@@ -376,66 +369,44 @@ _EMITTED: Mapping[str, Callable[[_StepInMemory], Emitted]] = {
 # Products.
 
 
-class _RowSums:
-    """The sums of a row's products with some inputs, float32, in lanes."""
-
-    def __init__(self, emit: Emitter, scheme: str, tokens: int) -> None:
-        self._emit, self._scheme, self._layout = emit, scheme, LAYOUTS[scheme]
-        self._totals, self._least = ([emit.variable() for _ in range(tokens)] for _ in range(2))
-
-    def add(self, base: Any, inputs: list[Any], floats: list[Any]) -> None:
-        """Add the products of the step at an address with each input; `floats` has the scale and sums of each."""
-        emit, offset = self._emit, 0
-        for line in range(0, _code_bytes(self._scheme), 64):
-            emit.prefetch(emit.add(base, PREFETCHED + line))
-        parts, minima = _EMITTED[self._scheme](_StepInMemory(emit, base))
-        products = [emit.zero] * len(inputs)
-        for words, scale in parts:
-            for t, place in enumerate(inputs):
-                places = (emit.add(place, offset + 64 * n) for n in range(len(words)))
-                loaded = (emit.load(address, WORDS, 2) for address in places)
-                total = _integers.summed_products(emit, words, loaded)
-                products[t] = emit.fma(total, scale, products[t])
-            offset += 64 * len(words)
-        for t, place in enumerate(floats):
-            of_input = emit.spread(emit.load(place, F32, 4))
-            emit.b.store(emit.fma(products[t], of_input, emit.b.load(self._totals[t])), self._totals[t])
-            if minima is not None:
-                groups = self._layout.groups
-                of_inputs = emit.load(emit.add(place, 4), ir.VectorType(F32, groups), 4)
-                if groups < 16:  # zeros follow
-                    order = [*range(groups), *[groups] * (16 - groups)]
-                    of_inputs = emit.pick(of_inputs, ir.Constant(of_inputs.type, None), order)
-                emit.b.store(emit.fma(minima, of_inputs, emit.b.load(self._least[t])), self._least[t])
-
-    def total(self, t: int) -> Any:
-        """The result for one input."""
-        total, least = (self._emit.b.load(lanes[t]) for lanes in (self._totals, self._least))
-        return self._emit.sum(self._emit.b.fsub(total, least) if self._layout.group else total)
-
-
-def _code_bytes(scheme: str) -> int:
-    """Bytes of the codes of a step."""
-    return BLOCK_TYPES[scheme].row_bytes(LAYOUTS[scheme].step)
-
-
 def _dot(scheme: str, tokens: int) -> Any:
     """An intrinsic that multiplies a row by up to `tokens` consecutive inputs."""
-    layout, code_bytes = LAYOUTS[scheme], _code_bytes(scheme)
+    layout = LAYOUTS[scheme]
+    groups, code_bytes = layout.groups, BLOCK_TYPES[scheme].row_bytes(layout.step)
 
     def dot(emit, codes, inputs, floats, out, steps, all_rows, left):  # type: ignore[no-untyped-def]
         """All arguments are int64; the first four are addresses: of the row, of the first input, of its scales and
         sums, and of the result; then steps in a row, rows of the matrix, and the number of inputs."""
         builder = emit.b
         numbers = _product_kernels.numbers_to(emit, tokens, left)
-        sums = _RowSums(emit, scheme, tokens)
+        totals, least = ([emit.variable() for _ in range(tokens)] for _ in range(2))
         with emit.loop(steps) as index:
             base = emit.add(codes, builder.mul(index, number(code_bytes)))
             places = [emit.add(builder.mul(steps, t), index) for t in numbers]
             starts = [emit.add(inputs, builder.mul(i, number(2 * layout.step))) for i in places]
-            sums.add(base, starts, [emit.add(floats, builder.mul(i, number(4 + 4 * layout.groups))) for i in places])
+            of_inputs = [emit.add(floats, builder.mul(i, number(4 + 4 * groups))) for i in places]
+            for line in range(0, code_bytes, 64):
+                emit.prefetch(emit.add(base, PREFETCHED + line))
+            parts, minima = _EMITTED[scheme](_StepInMemory(emit, base))
+            products, offset = [emit.zero] * tokens, 0
+            for words, scale in parts:
+                for t, start in enumerate(starts):
+                    vectors = (emit.load(emit.add(start, offset + 64 * n), WORDS, 2) for n in range(len(words)))
+                    products[t] = emit.fma(_integers.summed_products(emit, words, vectors), scale, products[t])
+                offset += 64 * len(words)
+            for t, place in enumerate(of_inputs):
+                scale = emit.spread(emit.load(place, F32, 4))
+                builder.store(emit.fma(products[t], scale, builder.load(totals[t])), totals[t])
+                if minima is not None:
+                    sums = emit.load(emit.add(place, 4), ir.VectorType(F32, groups), 4)
+                    if groups < 16:  # zeros follow
+                        order = [*range(groups), *[groups] * (16 - groups)]
+                        sums = emit.pick(sums, ir.Constant(sums.type, None), order)
+                    builder.store(emit.fma(minima, sums, builder.load(least[t])), least[t])
         for t, place in enumerate(numbers):
-            emit.store(sums.total(t), emit.add(out, builder.mul(all_rows, builder.mul(place, number(4)))), 4)
+            total, below = builder.load(totals[t]), builder.load(least[t])
+            total = emit.sum(builder.fsub(total, below) if groups else total)
+            emit.store(total, emit.add(out, builder.mul(all_rows, builder.mul(place, number(4)))), 4)
 
     return emitted(dot, 16)
 

@@ -16,23 +16,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from llvmlite import ir
 
 from rabbitllm.base.compiling import address_of
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant import _block_kernels, _kernels, _product_kernels
+from rabbitllm.quant import _block_kernels, _product_kernels
 from rabbitllm.quant._block_formats import FORMATS
-from rabbitllm.quant._kernel_interface import BYTES, InputRows
+from rabbitllm.quant._kernel_interface import BYTES
 from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, number
 
 STEP = 256
 """Elements of a step."""
-_INPUTS = "inputs"
+INPUTS = "inputs"
 """In place of a scheme: the kernel that rounds inputs, which are float32 and in place of codes."""
 _LANES = 8
 _PART = STEP // _LANES // 2
-_STEP_BYTES = STEP + 4 * 4 * _LANES
+STEP_BYTES = STEP + 4 * 4 * _LANES
 """Of a step in a panel: codes, then scales and negated minima of both parts of all lanes, float32. Of a step of inputs:
 integers, then scales and sums."""
 _LARGEST, _NEAREST, _NEAREST_BITS = 127.0, float(3 << 22), 0x4B400000
@@ -52,22 +51,12 @@ def address(method: str, scheme: str, width: int) -> int:
     return address_of(_kernel(scheme))
 
 
-def inputs(x: torch.Tensor) -> InputRows:
-    """Rows (T, K) of any floating dtype, rounded; K is a whole number of steps."""
-    x = x.float().contiguous()
-    steps = x.shape[1] // STEP
-    rounded = torch.empty(len(x), steps * _STEP_BYTES, dtype=torch.uint8)
-    work = x.data_ptr(), 0, 0, 0, 0, rounded.data_ptr(), x.stride(0) * x.itemsize, steps, 0, 1, len(x)
-    _kernels.run(BYTES, _INPUTS, 0, [work], x.nbytes)
-    return InputRows(rounded)
-
-
 @functools.cache
 def _kernel(scheme: str) -> Callable[[Any], None]:
     name = f"{BYTES}_{scheme}"
-    if scheme == _INPUTS:
-        return _product_kernels.rows_kernel(name, emitted(_round, _LANES), _STEP_BYTES)
-    return _product_kernels.panel_kernel(name, _fill(scheme), _dot, _TOKENS, _STEP_BYTES // 2)
+    if scheme == INPUTS:
+        return _product_kernels.rows_kernel(name, emitted(_round, _LANES), STEP_BYTES)
+    return _product_kernels.panel_kernel(name, _fill(scheme), _dot, _TOKENS, STEP_BYTES // 2)
 
 
 def _store_bytes(emit: Emitter, place: Any, lanes: Sequence[Any]) -> None:
@@ -104,7 +93,7 @@ def _fill(scheme: str) -> Any:
         b = emit.b
         start = emit.add(codes, b.mul(row, row_bytes), b.mul(first, number(step_bytes)))
         with emit.loop(steps) as index:
-            step, lanes = emit.add(panel, b.mul(index, number(_STEP_BYTES))), []
+            step, lanes = emit.add(panel, b.mul(index, number(STEP_BYTES))), []
             for lane in range(_LANES):
                 blocks, begin = divmod(2 * _PART * lane, block.elements)
                 if begin == 0:
@@ -137,7 +126,7 @@ def _dot(rows: int, tokens: int) -> Any:
             return [emit.load(emit.add(step, offset), emit.floats, 4) for offset in _offsets(part)]
 
         with emit.loop(steps) as index:
-            before = b.mul(index, number(_STEP_BYTES))
+            before = b.mul(index, number(STEP_BYTES))
             matrix = [emit.add(panel, b.mul(panel_bytes, number(r)), before) for r in range(rows)]
             given = [emit.add(inputs, b.mul(input_bytes, number(t)), before) for t in range(tokens)]
             for part in range(2):
@@ -178,7 +167,7 @@ def _round(emit, x, scales, table, out, row_bytes, all_steps, shift, row, first,
     start = emit.add(x, b.mul(row, row_bytes))
     with emit.loop(steps) as index:
         place = emit.add(start, b.mul(index, number(4 * STEP)))
-        step = emit.add(out, b.mul(index, number(_STEP_BYTES)))
+        step = emit.add(out, b.mul(index, number(STEP_BYTES)))
         parts = []
         for number_of_part in range(2 * _LANES):
             lane, part = divmod(number_of_part, 2)

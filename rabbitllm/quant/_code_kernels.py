@@ -67,15 +67,15 @@ def address(kernel: CodeKernel, width: int) -> int:
     return address_of(_product_kernels.code_kernel(name, functools.partial(segment_type, kernel), width))
 
 
-class _ScaledSegment:
-    """Scales of segments; see `_product_kernels.CodeSegment`."""
+class _ScaledSegment(_product_kernels.CodeSegment):
+    """Scales of segments."""
 
     codes_a_part = SEGMENT
 
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
-        self._emit = emit
+        super().__init__(emit)
         self._kernel = kernel
-        self._factor = emit.load(emit.add(table, _TABLE_BYTES[kernel.codes]), F32, 1)
+        self.factor = emit.load(emit.add(table, _TABLE_BYTES[kernel.codes]), F32, 1)
         self.segment_bytes = SEGMENT // 2 if kernel.codes == NIBBLES else SEGMENT
 
     def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
@@ -116,9 +116,6 @@ class _ScaledSegment:
         least = b.icmp_unsigned("==", exponents, every(wide, 0))  # 2 ** -127, below the normal numbers
         return b.bitcast(b.select(least, every(wide, 1 << 22), b.shl(exponents, every(wide, 23))), floats)
 
-    def finished(self, totals: Any) -> Any:
-        return self._emit.b.fmul(totals, self._emit.spread(self._factor, totals.type.count))
-
     def _halves(self, words: Any, vector_type: ir.VectorType) -> tuple[Any, Any]:
         """The even and the odd codes of a vector of words with two bytes."""
         return self._emit.b.and_(words, every(vector_type, 255)), self._emit.b.lshr(words, every(vector_type, 8))
@@ -136,9 +133,8 @@ class _IntegerSegment(_ScaledSegment):
         self._table = emit.load(table, ir.VectorType(I8, 16), 1)
 
     def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        emit = self._emit
-        *words, scale = _product_kernels.integer_inputs(emit, even, odd, begin)
-        return [*words, emit.b.fmul(scale, every(emit.floats, 0.5))]  # the table has twice the values
+        *words, scale = super().inputs(even, odd, begin)
+        return [*words, self._emit.b.fmul(scale, every(self._emit.floats, 0.5))]  # the table has twice the values
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
         emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16)

@@ -11,10 +11,9 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 CODES, PANELS, BYTES, DEQUANTIZED = "codes", "panels", "bytes", "dequantized"
 """Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; the same as bytes,

@@ -10,16 +10,14 @@ import logging
 from array import array
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+
+import torch
 
 from rabbitllm.base.forks import DaemonThread, Workers
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant._kernel_interface import BFLOATS, BYTES, CODES, NUMBERS, PANELS, CodeKernel, call
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +28,6 @@ work, while starting a second thread takes 2."""
 
 def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:
     """Rows (T, K) of any floating dtype as float32 (T, K / 2 / width, 2, width): in each step the even ones first."""
-    import torch
-
     ready = torch.empty(len(x), x.shape[1] // (2 * width), 2, width)
     return ready.copy_(x.view(len(x), -1, width, 2).transpose(2, 3))
 
@@ -44,8 +40,6 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
         work: `_kernel_interface.ARGUMENTS` of each piece; all have the same number of rows.
         nbytes: bytes of the codes of all pieces.
     """
-    import torch
-
     function, tile = kernel(method, scheme, width)
     threads, rows = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method])), work[0][-1]
     words = [value for piece in work for value in piece]

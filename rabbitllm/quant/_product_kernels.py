@@ -23,9 +23,10 @@ bit for bit alone and among others. Functions release the interpreter lock, and 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 from rabbitllm.base.compiling import address_of, asked, to_array
 from rabbitllm.quant import _integers
@@ -127,51 +128,49 @@ def add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> N
 # By codes.
 
 
-class CodeSegment(Protocol):
+class CodeSegment(ABC):
     """Emits how segments of codes, `SEGMENT` at a time, are decoded, multiplied and scaled.
 
     Attributes:
         segment_bytes: bytes of the codes of a segment.
+        factor: of the sums of scaled products.
     """
 
     segment_bytes: int
+    factor: Any
+
+    def __init__(self, emit: Emitter) -> None:
+        self._emit = emit
 
     def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        """Vectors of a segment's inputs, from bytes `begin` on."""
+        """Vectors of a segment's inputs, from bytes `begin` on: of integers two, and their scale in all lanes."""
+        emit = self._emit
+        words = [emit.load(emit.add(even, begin, offset), _integers.WORDS, 2) for offset in (0, 64)]
+        scale = emit.add(odd, emit.b.lshr(begin, number(SCALE_SHIFT)))
+        return [*words, emit.spread(emit.load(scale, F32, 4))]
 
+    @abstractmethod
     def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
         """Sums of parts of a segment times the inputs of each token, still apart in lanes."""
 
+    @abstractmethod
     def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
-        """The scales of the lanes of each part of segment `at` of a row of so many segments."""
-
-    def finished(self, totals: Any) -> Any:
-        """The products of rows, from a vector of the sums of their scaled parts."""
-
-
-def integer_inputs(emit: Emitter, integers: Any, scales: Any, begin: Any) -> list[Any]:
-    """Two vectors of a segment's inputs, from bytes `begin` on, and their scale in all lanes."""
-    words = [emit.load(emit.add(integers, begin, offset), _integers.WORDS, 2) for offset in (0, 64)]
-    scale = emit.add(scales, emit.b.lshr(begin, number(SCALE_SHIFT)))
-    return [*words, emit.spread(emit.load(scale, F32, 4))]
+        """The scales of the lanes of each part of a segment of a row of so many segments."""
 
 
 def integer_products(emit: Emitter, codes: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:
-    """Sums of two vectors of codes times `integer_inputs` of each token, float32, still apart in lanes."""
+    """Sums of two vectors of codes times the integers of each token, float32, still apart in lanes."""
     pair = [*codes]
     return [emit.b.fmul(_integers.summed_products(emit, pair, vectors), scale) for *vectors, scale in inputs]
 
 
-class _OwnSegment:
+class _OwnSegment(CodeSegment):
     """A segment of our own schemes, of which all codes have one scale."""
 
     def __init__(self, scheme: str, emit: Emitter, table: Any) -> None:
-        self._emit = emit
+        super().__init__(emit)
         self._decoder = _integers.OWN_DECODERS[scheme](emit, table)
-        self.segment_bytes = self._decoder.segment_bytes
-
-    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        return integer_inputs(self._emit, even, odd, begin)
+        self.segment_bytes, self.factor = self._decoder.segment_bytes, self._decoder.factor
 
     def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
         return [integer_products(self._emit, self._decoder.words(address), inputs)]
@@ -180,9 +179,6 @@ class _OwnSegment:
         emit = self._emit
         block = emit.b.lshr(emit.add(emit.b.mul(row, segments), segment), shift)
         return [emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))]
-
-    def finished(self, totals: Any) -> Any:
-        return self._emit.b.fmul(totals, self._emit.spread(self._decoder.factor, totals.type.count))
 
 
 def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int, tokens: int) -> Any:
@@ -213,37 +209,13 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int
                 for part, scale in zip(parts, segment.scales(scales, here, segments, index, shift), strict=True):
                     for total, value in zip(sums[r], part, strict=True):
                         builder.store(emit.fma(value, scale, builder.load(total)), total)
-        _store_sums(emit, sums, out, all_rows, row, numbers, lambda totals, place: segment.finished(totals))
+
+        def finish(totals: Any, place: Any) -> Any:
+            return builder.fmul(totals, emit.spread(segment.factor, totals.type.count))
+
+        _store_sums(emit, sums, out, all_rows, row, numbers, finish)
 
     return emitted(dot, width)
-
-
-@inlined
-def _code_tiles(dots, least, odd_shift, data):  # type: ignore[no-untyped-def]
-    """The loops over rows and inputs, in tiles of `CODE_ROWS` and `TOKENS` and smaller ones at the ends."""
-    single, tall, wide, square = dots
-    words = pieces(data)
-    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
-        token, input_bytes = 0, segments * HALF_BYTES
-        while token < tokens:
-            e, o = even + token * input_bytes, odd + (token * input_bytes >> odd_shift)
-            to = out + token * rows * 4
-            row, left = first, tokens - token
-            is_wide = left >= least
-            while row < last:
-                is_tall = row + CODE_ROWS <= last
-                if is_wide and is_tall:
-                    square(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                elif is_wide:
-                    wide(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                elif is_tall:
-                    tall(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                else:
-                    single(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                row += CODE_ROWS if is_tall else 1
-            token += TOKENS if is_wide else 1
 
 
 # By panels.
@@ -302,48 +274,6 @@ def _panel_dot(width: int, rows: int, tokens: int) -> Any:
     return emitted(dot, width)
 
 
-@inlined
-def _panel_tiles(fill, dots, at_once, vector_bytes, data):  # type: ignore[no-untyped-def]
-    """The loops over panels, over inputs that fit the cache, and over tiles of rows and inputs."""
-    single, tall, square = dots
-    panel = stack_panel()
-    step_bytes = 2 * vector_bytes
-    max_steps = PANEL_COLUMNS * 4 // step_bytes
-    words = pieces(data)
-    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
-        input_bytes = steps * step_bytes
-        for top in range(first, last, PANEL_ROWS):
-            bottom = min(top + PANEL_ROWS, last)
-            for step in range(0, steps, max_steps):
-                count = min(max_steps, steps - step)
-                panel_bytes = count * step_bytes
-                many_inputs = max(INPUT_BYTES // panel_bytes // at_once, 1) * at_once
-                for row in range(top, bottom):
-                    place = panel + (row - top) * panel_bytes
-                    fill(codes, scales, table, place, row_bytes, steps, shift, row, step, count)
-                for begin in range(0, tokens, many_inputs):
-                    end = min(begin + many_inputs, tokens)
-                    row = top
-                    while row < bottom:
-                        here, token = panel + (row - top) * panel_bytes, begin
-                        is_tall = row + ROWS <= bottom
-                        while token < end:
-                            of_token = inputs + token * input_bytes + step * step_bytes
-                            to = out + (token * rows + row) * 4
-                            if is_tall and token + at_once <= end:
-                                square(here, of_token, to, count, panel_bytes, input_bytes, rows)
-                                token += at_once
-                            elif is_tall:
-                                tall(here, of_token, to, count, panel_bytes, input_bytes, rows)
-                                token += 1
-                            else:
-                                single(here, of_token, to, count, panel_bytes, input_bytes, rows)
-                                token += 1
-                        row += ROWS if is_tall else 1
-
-
 # bfloat16.
 
 
@@ -368,30 +298,6 @@ def _bfloat_dot(width: int, rows: int) -> Any:
     return emitted(dot, width)
 
 
-@inlined
-def _bfloat_tiles(dots, vector_bytes, data):  # type: ignore[no-untyped-def]
-    """The loops over tiles of rows, parts of long ones, and inputs."""
-    single, tall = dots
-    max_steps = PANEL_COLUMNS * 2 // vector_bytes
-    words = pieces(data)
-    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        matrix, _, inputs, _, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
-        row = first
-        while row < last:
-            is_tall = row + ROWS <= last
-            for step in range(0, steps, max_steps):
-                here, count = matrix + row * row_bytes + step * vector_bytes, min(max_steps, steps - step)
-                for token in range(tokens):
-                    of_token = inputs + (token * steps + step) * 2 * vector_bytes
-                    to = out + (token * rows + row) * 4
-                    if is_tall:
-                        tall(here, of_token, to, count, row_bytes)
-                    else:
-                        single(here, of_token, to, count, row_bytes)
-            row += ROWS if is_tall else 1
-
-
 # The kernels. numba keeps a compiled function for the next process only if it has a name in a module and all that it
 # uses is global. So each kernel is a template with a name and globals of its own.
 
@@ -400,7 +306,29 @@ TALL = WIDE = SQUARE = LEAST = FILL = AT_ONCE = VECTOR = ODD_SHIFT = ONE
 
 
 def _by_codes(data):  # type: ignore[no-untyped-def]
-    _code_tiles((ONE, TALL, WIDE, SQUARE), LEAST, ODD_SHIFT, data)
+    """The loops over rows and inputs, in tiles of `CODE_ROWS` and `TOKENS` and smaller ones at the ends."""
+    words = pieces(data)
+    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
+        codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows = arguments(words, piece)
+        first, last = own_rows(words, rows)
+        token, input_bytes = 0, segments * HALF_BYTES
+        while token < tokens:
+            e, o = even + token * input_bytes, odd + (token * input_bytes >> ODD_SHIFT)
+            to = out + token * rows * 4
+            row, left = first, tokens - token
+            is_wide = left >= LEAST
+            while row < last:
+                is_tall = row + CODE_ROWS <= last
+                if is_wide and is_tall:
+                    SQUARE(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
+                elif is_wide:
+                    WIDE(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
+                elif is_tall:
+                    TALL(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
+                else:
+                    ONE(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
+                row += CODE_ROWS if is_tall else 1
+            token += TOKENS if is_wide else 1
 
 
 def _by_numbers(data):  # type: ignore[no-untyped-def]
@@ -413,11 +341,65 @@ def _by_numbers(data):  # type: ignore[no-untyped-def]
 
 
 def _by_panels(data):  # type: ignore[no-untyped-def]
-    _panel_tiles(FILL, (ONE, TALL, SQUARE), AT_ONCE, VECTOR, data)
+    """The loops over panels, over inputs that fit the cache, and over tiles of rows and inputs."""
+    panel = stack_panel()
+    step_bytes = 2 * VECTOR
+    max_steps = PANEL_COLUMNS * 4 // step_bytes
+    words = pieces(data)
+    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
+        codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(words, piece)
+        first, last = own_rows(words, rows)
+        input_bytes = steps * step_bytes
+        for top in range(first, last, PANEL_ROWS):
+            bottom = min(top + PANEL_ROWS, last)
+            for step in range(0, steps, max_steps):
+                count = min(max_steps, steps - step)
+                panel_bytes = count * step_bytes
+                many_inputs = max(INPUT_BYTES // panel_bytes // AT_ONCE, 1) * AT_ONCE
+                for row in range(top, bottom):
+                    place = panel + (row - top) * panel_bytes
+                    FILL(codes, scales, table, place, row_bytes, steps, shift, row, step, count)
+                for begin in range(0, tokens, many_inputs):
+                    end = min(begin + many_inputs, tokens)
+                    row = top
+                    while row < bottom:
+                        here, token = panel + (row - top) * panel_bytes, begin
+                        is_tall = row + ROWS <= bottom
+                        while token < end:
+                            of_token = inputs + token * input_bytes + step * step_bytes
+                            to = out + (token * rows + row) * 4
+                            if is_tall and token + AT_ONCE <= end:
+                                SQUARE(here, of_token, to, count, panel_bytes, input_bytes, rows)
+                                token += AT_ONCE
+                            elif is_tall:
+                                TALL(here, of_token, to, count, panel_bytes, input_bytes, rows)
+                                token += 1
+                            else:
+                                ONE(here, of_token, to, count, panel_bytes, input_bytes, rows)
+                                token += 1
+                        row += ROWS if is_tall else 1
 
 
 def _of_bfloat16(data):  # type: ignore[no-untyped-def]
-    _bfloat_tiles((ONE, TALL), VECTOR, data)
+    """The loops over tiles of rows, parts of long ones, and inputs."""
+    max_steps = PANEL_COLUMNS * 2 // VECTOR
+    words = pieces(data)
+    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
+        matrix, _, inputs, _, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
+        first, last = own_rows(words, rows)
+        row = first
+        while row < last:
+            is_tall = row + ROWS <= last
+            for step in range(0, steps, max_steps):
+                here, count = matrix + row * row_bytes + step * VECTOR, min(max_steps, steps - step)
+                for token in range(tokens):
+                    of_token = inputs + (token * steps + step) * 2 * VECTOR
+                    to = out + (token * rows + row) * 4
+                    if is_tall:
+                        TALL(here, of_token, to, count, row_bytes)
+                    else:
+                        ONE(here, of_token, to, count, row_bytes)
+            row += ROWS if is_tall else 1
 
 
 def named(template: Any, name: str, **constants: Any) -> Callable[[Any], None]:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from typing import TYPE_CHECKING
+
+import torch
 
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _kernels
 from rabbitllm.quant._block_formats import FORMATS, BlockFormat, Field, Fields
 from rabbitllm.quant._kernel_interface import NUMBERS
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +47,6 @@ def dequantize(name: str, blocks: torch.Tensor, shape: tuple[int, ...], dtype: t
     Raises:
         UnreadableFormatError: the type does not exist, or the number of bytes is not that of the shape.
     """
-    import torch
-
     block = BLOCK_TYPES.get(name)
     if block is None:
         raise UnreadableFormatError(
@@ -94,8 +90,6 @@ def lanes_for(name: str) -> int:
 
 def sample(name: str, elements: int, generator: torch.Generator) -> torch.Tensor:
     """Random blocks with scales of usual size: uint8 (bytes,)."""
-    import torch
-
     block = BLOCK_TYPES[name]
     blocks = torch.randint(0, 256, (elements // block.elements, block.nbytes), dtype=torch.uint8, generator=generator)
     halves = FORMATS[name].halves
@@ -110,8 +104,6 @@ def sample(name: str, elements: int, generator: torch.Generator) -> torch.Tensor
 @functools.cache
 def _kernel_agrees(name: str) -> bool:
     """Whether this processor has a kernel whose numbers are those of torch, bit for bit."""
-    import torch
-
     if not lanes_for(name):
         return False
     some = sample(name, 64 * 256, torch.Generator().manual_seed(0)).view(-1, BLOCK_TYPES[name].nbytes)
@@ -126,8 +118,6 @@ def _kernel_agrees(name: str) -> bool:
 
 def _by_kernel(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     """Write the numbers of blocks (n, bytes) to `out` (n, elements)."""
-    import torch
-
     block, width = BLOCK_TYPES[name], lanes_for(name)
     blocks = blocks.contiguous()
     values = out if out.dtype == torch.float32 else torch.empty(out.shape)
@@ -141,8 +131,6 @@ def _by_kernel(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 def _by_torch(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     """The same, on any device, in few operations: their number is the time on a GPU."""
-    import torch
-
     form = FORMATS[name]
     scales, minima = _scales(form, blocks)
     size = min(form.group, form.run)
@@ -160,8 +148,6 @@ def _by_torch(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 def _codes(form: BlockFormat, blocks: torch.Tensor, begin: int) -> torch.Tensor:
     """The codes of a run of elements, or their values: int8 (n, elements)."""
-    import torch
-
     codes = None
     for plane in form.planes:
         offset, shift = plane.at(begin)
@@ -181,8 +167,6 @@ def _codes(form: BlockFormat, blocks: torch.Tensor, begin: int) -> torch.Tensor:
 
 def _scales(form: BlockFormat, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The scales and minima of the groups: float32 (n, groups)."""
-    import torch
-
     halves = [blocks[:, offset : offset + 2].contiguous().view(torch.float16).float() for offset in form.halves]
     if not halves:
         exponent = blocks[:, :1].int()
@@ -198,8 +182,6 @@ def _scales(form: BlockFormat, blocks: torch.Tensor) -> tuple[torch.Tensor, torc
 
 def _fields(fields: Fields, blocks: torch.Tensor) -> torch.Tensor:
     """The numbers that fields have: uint8 (n, numbers)."""
-    import torch
-
     offsets, shifts, masks, firsts = _places(fields, blocks.device)
     parts = (blocks[:, offsets] >> shifts & masks) << firsts
     if parts.shape[1] == len(fields):
@@ -216,7 +198,6 @@ def _bits(offset: int, count: int) -> Fields:
 def _by_gguf(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     import gguf
     import numpy as np
-    import torch
 
     with np.errstate(all="ignore"):  # scales may be infinite
         values = gguf.dequantize(blocks.cpu().numpy(), gguf.GGMLQuantizationType[name])
@@ -226,8 +207,6 @@ def _by_gguf(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
 @functools.cache
 def _table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Values on a device, int8; kept, since a copy to a GPU makes the host wait."""
-    import torch
-
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.int8, device=device)
 
@@ -235,8 +214,6 @@ def _table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
 @functools.cache
 def _places(fields: Fields, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Offsets, int64, and shifts, masks and first bits, uint8, of fields, as many for each number; kept too."""
-    import torch
-
     most = max(map(len, fields))
     padded = [field for some in fields for field in (*some, *[Field(0, 0, 0)] * (most - len(some)))]
     offsets, shifts, bits, firsts = zip(*padded, strict=True)

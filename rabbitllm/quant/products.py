@@ -43,7 +43,6 @@ from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
     NestedScales,
     dequantize,
-    expanded_bytes,
     multiply_4bit,
     nested_operands,
     operands,
@@ -115,7 +114,7 @@ class QuantizedMatrix:
     @staticmethod
     def scale_bytes(form: Quantized) -> int:
         """Bytes of scales that are dequantized before a stored matrix of this form is multiplied."""
-        return expanded_bytes(form)
+        return form.expanded_bytes
 
     @staticmethod
     def scratch_bytes(form: Quantized, dtype: torch.dtype) -> int:
@@ -310,9 +309,7 @@ class Matrix(QuantizedMatrix, KernelMatrix):
 
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
         if width == BYTE_WIDTH:
-            from rabbitllm.quant import _byte_kernels
-
-            return _byte_kernels.inputs(x)
+            return _rounded_to_bytes(x)
         if width == INTEGERS:
             return _layout(self.form.scheme).inputs(x)
         return InputRows(x.float().contiguous() if self.form.scheme in BLOCK_TYPES else _kernels.interleaved(width, x))
@@ -360,6 +357,18 @@ class Matrix(QuantizedMatrix, KernelMatrix):
             table = tables.table_of(self.form.scheme, values)
             self._tables[width] = 0 if table is None else table.ctypes.data
         return self._tables[width]
+
+
+def _rounded_to_bytes(x: torch.Tensor) -> InputRows:
+    """Rows (T, K) of any floating dtype as kernels by bytes take them; K is a whole number of their steps."""
+    from rabbitllm.quant._byte_kernels import INPUTS, STEP, STEP_BYTES  # numba comes with it
+
+    x = x.float().contiguous()
+    steps = x.shape[1] // STEP
+    rounded = torch.empty(len(x), steps * STEP_BYTES, dtype=torch.uint8)
+    work = x.data_ptr(), 0, 0, 0, 0, rounded.data_ptr(), x.stride(0) * x.itemsize, steps, 0, 1, len(x)
+    _kernels.run(BYTES, INPUTS, 0, [work], x.nbytes)
+    return InputRows(rounded)
 
 
 @functools.cache

@@ -15,7 +15,11 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
@@ -34,16 +38,11 @@ from rabbitllm.quant.schemes import (
     functional,
 )
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import torch
-
-    Floats: TypeAlias = npt.NDArray[np.float32]
-    ReadScales: TypeAlias = Callable[[int, int], Floats]
-    """Index of the first scale, number of scales -> the scales, float32."""
-
 logger = logging.getLogger(__name__)
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+ReadScales: TypeAlias = Callable[[int, int], Floats]
+"""Index of the first scale, number of scales -> the scales, float32."""
 
 
 def quantize_blocks(
@@ -76,8 +75,6 @@ def quantize_blocks(
 
 def _encoded(scheme: str, data: memoryview, dtype: str) -> memoryview:
     """Blocks of ggml. Those with values that their float16 scales cannot hold stand for no numbers: a split goes on."""
-    import torch
-
     from rabbitllm.quant import block_encoders
 
     values = torch.frombuffer(data, dtype=torch_dtype(dtype)).view(-1, BLOCK_TYPES[scheme].elements)
@@ -94,8 +91,6 @@ def _encoded(scheme: str, data: memoryview, dtype: str) -> memoryview:
 def _quantize_with_bitsandbytes(
     scheme: str, data: memoryview, dtype: str, device: str
 ) -> tuple[memoryview, memoryview]:
-    import torch
-
     values = torch.frombuffer(data, dtype=torch_dtype(dtype)).to(device)
     if SCHEMES[scheme].codes == "4bit":
         codes, state = functional().quantize_4bit(values, blocksize=NF4_BLOCK, quant_type="nf4")
@@ -108,8 +103,6 @@ def _quantize_with_bitsandbytes(
 @functools.cache
 def _compiled_kernels_agree(scheme: str) -> bool:
     """Whether our kernels agree with the installed bitsandbytes: another version, or on ARM, may round differently."""
-    import torch
-
     from rabbitllm.quant import quantize_kernels
 
     generator = torch.Generator().manual_seed(0)
@@ -147,9 +140,6 @@ def quantized_scales(read: ReadScales, count: int, mean: np.float32) -> Iterator
     Yields:
         0 and the bytes of some codes, or 1 and those of their scales; between them the offset of the first byte.
     """
-    import numpy as np
-    import torch
-
     for first, length in _runs(count):
         with np.errstate(invalid="ignore"):  # for infinite weights
             values = torch.from_numpy(read(first, length) - mean)
@@ -160,8 +150,6 @@ def quantized_scales(read: ReadScales, count: int, mean: np.float32) -> Iterator
 
 def mean_of(read: ReadScales, count: int) -> np.float32:
     """The mean of `count` scales, at least 8, equal to torch's bit for bit."""
-    import numpy as np
-
     group, above = _group(count), np.zeros(SUMS, np.float32)
     for first, length in _runs(count):
         run = read(first, length)
@@ -201,13 +189,6 @@ def _one_by_one(items: Floats, begin: Floats) -> Floats:
     return begin
 
 
-def expanded_bytes(form: Quantized) -> int:
-    """Bytes of a tensor's dequantized scales, float32; 0 if its scales are not quantized."""
-    if form.offset is None:
-        return 0
-    return math.ceil(math.prod(form.shape) / NF4_BLOCK) * SCALE_BYTES
-
-
 def expand_scales(
     codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, offset: float | torch.Tensor
 ) -> torch.Tensor:
@@ -222,8 +203,6 @@ def expand_scales(
     Returns:
         float32 (blocks,), a new tensor.
     """
-    import torch
-
     if codes.device == torch.device("cpu"):
         scales = _on_host(codes, nested, table, NESTED_BLOCK, codes.numel(), torch.float32).view(codes.shape)
     else:
@@ -289,8 +268,6 @@ def operands(
         read: a part -> its tensor.
     """
     if STORED[form.scheme].block_bytes:
-        import torch
-
         return form, read(parts[0]), torch.empty(0), torch.empty(0)
     codes, payload, absmax, table, nested = nested_operands(form, parts, read)
     return codes, payload, absmax if nested is None else nested.expanded(absmax), table
@@ -300,8 +277,6 @@ def nested_operands(
     form: Quantized, parts: Sequence[TensorSpec], read: Callable[[TensorSpec], torch.Tensor]
 ) -> tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor, NestedScales | None]:
     """As `operands` for schemes of bitsandbytes, but quantized scales stay codes, uint8, and their scales follow."""
-    import torch
-
     payload, absmax, table = map(read, parts[:3])
     nested = None
     if form.offset is not None:  # filled on the device: a copy of a number would wait for the queued work
@@ -327,8 +302,6 @@ def dequantize(
     Returns:
         A new tensor of shape `form.shape`.
     """
-    import torch
-
     assert form.offset is None
     if form.scheme in BLOCK_TYPES:
         return gguf_blocks.dequantize(form.scheme, payload, form.shape, dtype)
@@ -351,15 +324,11 @@ def _on_host(
     codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor, block: int, elements: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Value times scale in float32, rounded once: (elements,); in blocks of 4bit there are two codes per byte."""
-    import torch
-
     codes, scales, is_halved = codes.view(-1), scales.view(-1), block == NF4_BLOCK
     if elements < gguf_blocks.WORTH_A_KERNEL:
         if is_halved:
             codes = torch.stack([codes >> 4, codes & 15], 1).view(-1)[:elements]
         return (table[codes.int()] * scales.repeat_interleave(block)[:elements]).to(dtype)
-    import numpy as np
-
     from rabbitllm.quant import dequantize_kernels as kernels
 
     if missing := -len(codes) % (block // (1 + is_halved)):
@@ -427,8 +396,6 @@ def multiply_4bit(
 def _nf4_quant_state(
     form: Quantized, absmax: torch.Tensor, table: torch.Tensor, nested: NestedScales | None = None
 ) -> Any:
-    import torch
-
     assert form.dtype is not None
     state_type = functional().QuantState
     return state_type(

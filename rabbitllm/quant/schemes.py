@@ -240,6 +240,11 @@ class Quantized:
         codes = STORED[self.scheme].codes
         return self if self.scheme == codes else replace(self, scheme=codes, offset=None)
 
+    @property
+    def expanded_bytes(self) -> int:
+        """Bytes of its dequantized scales, float32; 0 if its scales are not quantized."""
+        return 0 if self.offset is None else math.ceil(math.prod(self.shape) / NF4_BLOCK) * SCALE_BYTES
+
 
 def code_values(scheme: str) -> torch.Tensor:
     """The values of a scheme's codes, without scale: float32 (16,) or (256,), rising, a new tensor; none for blocks."""

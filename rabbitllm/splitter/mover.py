@@ -23,7 +23,6 @@ from rabbitllm.base.forks import require_room_for_a_thread
 from rabbitllm.base.progress import BytesDone, BytesFetched, tell
 from rabbitllm.errors import CorruptShardError, IncompleteSplitError
 from rabbitllm.formats.tensor_spec import Readable
-from rabbitllm.quant.quantize import quantize_blocks
 from rabbitllm.quant.schemes import SCALE_BYTES, STORED
 from rabbitllm.splitter._held_bytes import HeldBytes
 from rabbitllm.splitter.plan import CHUNK_BYTES, Move
@@ -352,6 +351,8 @@ class Mover:
                 self._put(target, form, 0, entry.payload_bytes(move.first), data)
         elif move.nbytes:
             with self._profiler.stage(move.layer, QUANTIZE, move.nbytes):
+                from rabbitllm.quant.quantize import quantize_blocks  # torch comes with it
+
                 codes, scales = quantize_blocks(form.scheme, data, form.source.dtype, "cpu", fitted=self._fitted)
             written = len(codes) + len(scales)
             with self._profiler.stage(move.layer, WRITE, written):

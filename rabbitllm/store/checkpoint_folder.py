@@ -41,8 +41,6 @@ from rabbitllm.errors import IncompleteSplitError, OptionError
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header, view_bytes
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, dtype_name, torch_dtype
-from rabbitllm.quant import gguf_blocks
-from rabbitllm.quant.quantize import dequantize, expand_scales
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, STORED, Quantized
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile, page_aligned
@@ -130,6 +128,9 @@ class PlainReader:
     def _dequantized(self, stored: StoredTensor, form: Quantized, dtype: str) -> Iterator[memoryview]:
         import torch
 
+        from rabbitllm.quant import gguf_blocks
+        from rabbitllm.quant.quantize import dequantize
+
         entry, elements = STORED[form.scheme], math.prod(form.shape)
         if entry.block_bytes:
             step = max(CHUNK_BYTES * 8 // DTYPES[dtype].bits // entry.block, 1) * entry.block
@@ -162,6 +163,8 @@ class PlainReader:
     def _scales(self, stored: StoredTensor, form: Quantized, first: int, count: int) -> torch.Tensor:
         """A run of a tensor's scales, float32; quantized scales begin at one of their blocks."""
         import torch
+
+        from rabbitllm.quant.quantize import expand_scales
 
         absmax = stored.parts[1]
         if form.offset is None:

@@ -20,7 +20,6 @@ from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, byte_size
-from rabbitllm.quant.quantize import mean_of, quantized_scales
 from rabbitllm.quant.schemes import (
     DOUBLE,
     GGUF_MARK,
@@ -196,6 +195,8 @@ def settling(form: StoredForm, file: str, offset: int) -> ScalesForm:
 
 def settled(form: ScalesForm, read: ReadScales) -> Iterator[tuple[int, int, memoryview]]:
     """The stored bytes of a tensor's scales: (index in `form.parts`, offset in that part, bytes); reads them twice."""
+    from rabbitllm.quant.quantize import mean_of, quantized_scales  # torch comes with it
+
     count = form.source.elements
     mean = mean_of(read, count)
     yield from quantized_scales(read, count, mean)

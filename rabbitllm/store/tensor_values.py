@@ -21,7 +21,6 @@ from rabbitllm.formats.tensor_spec import (
     read_run,
     torch_dtype,
 )
-from rabbitllm.quant import gguf_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -115,6 +114,8 @@ def _dequantized(blocks: StoredBlocks, data: torch.Tensor) -> torch.Tensor:
     """The values of some blocks after their change: float32, of one dimension."""
     import numpy as np
     import torch
+
+    from rabbitllm.quant import gguf_blocks
 
     block = blocks.kind
     if block.dtype is not None:

@@ -453,7 +453,7 @@ def test_the_quantizer_is_called_as_in_a_split(monkeypatch: pytest.MonkeyPatch) 
         time.sleep(0.01)
         return data, data
 
-    monkeypatch.setattr(split_estimate, "quantize_blocks", quantize)
+    monkeypatch.setattr("rabbitllm.quant.quantize.quantize_blocks", quantize)
     monkeypatch.setattr(split_estimate, "QUANTIZE_SECONDS", 0.1)
     rate = split_estimate.quantize_rate("4bit", "F32", 3, fitted=True)
     assert calls == {("4bit", CHUNK_BYTES, "F32", "cpu", True)}
@@ -482,5 +482,5 @@ def test_no_rate_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*arguments: object, **named: object) -> None:
         raise MissingPackageError("not installed")
 
-    monkeypatch.setattr(split_estimate, "quantize_blocks", missing)
+    monkeypatch.setattr("rabbitllm.quant.quantize.quantize_blocks", missing)
     assert split_estimate.quantize_rate("8bit", "BF16", 2) is None
