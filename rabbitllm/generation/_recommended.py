@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rabbitllm.engine.streamed_model import StreamedModel
-    from rabbitllm.generation.request import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,7 @@ def tokenizer_of(model: StreamedModel) -> PreTrainedTokenizerBase:
     return model.tokenizer
 
 
-def end_tokens(model: StreamedModel, sampling: Sampling | None = None) -> list[int]:
+def end_tokens(model: StreamedModel, *, ignored: bool | None = False) -> list[int]:
     """The tokens that end a text: those of the model's generation config and of its tokenizer; none if ignored.
 
     A stop string of the generation config that is one token, such as a special one, which no text shows, is among them.
@@ -74,7 +73,7 @@ def end_tokens(model: StreamedModel, sampling: Sampling | None = None) -> list[i
     Raises:
         OptionError: see `tokenizer_of`.
     """
-    if sampling is not None and sampling.ignore_eos:
+    if ignored:
         return []
     configured = model.generation_config.eos_token_id if model.can_generate() else None
     ends = [] if configured is None else [configured] if isinstance(configured, int) else [*configured]

@@ -123,7 +123,7 @@ class Sequence:
         self._notify: Callable[[Event], object] | None = notify
         self._wake = wake
         self._first: float | None = None
-        self._ends = end_tokens(model, request.sampling)
+        self._ends = end_tokens(model, ignored=request.sampling.ignore_eos)
         self._pieces: list[str] = []
         stops = (*request.stop, *stop_strings(model))
         self._stream = TextStream(
