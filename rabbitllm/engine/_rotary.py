@@ -72,7 +72,7 @@ def _program(heads: int, key_heads: int, width: int) -> Program:
     program = Program(4)
     q, k, cos, sin = (program.address(index) for index in range(4))
     for x, count in ((q, heads), (k, key_heads)):
-        program.add(_layer_kernels.rotate, [x, cos, sin, count, width])
+        program.add(_layer_kernels.rotate, [x, cos, sin, count, width, width])
     return program
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig
+from transformers.activations import GELUTanh
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from rabbitllm.engine import _gates
 from rabbitllm.engine._gates import fuse_gates
@@ -107,7 +109,10 @@ def test_a_class_that_computes_another_gate_is_not_replaced() -> None:
             return self.down_proj(self.act_fn(gate) * up)
 
     assert fuse_gates(mlp(Limited)) == 0
-    assert fuse_gates(mlp(Gemma3MLP, "gelu_pytorch_tanh")) == 0  # its activation has attributes
+    assert fuse_gates(mlp(Gemma3MLP, "gelu_pytorch_tanh")) == fuse_gates(mlp(Phi3MLP)) == 1
+    written = mlp(Gemma3MLP)
+    written.act_fn = GELUTanh(use_gelu_tanh_python=True)  # a method may use all of its object
+    assert fuse_gates(written) == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
