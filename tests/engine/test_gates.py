@@ -121,8 +121,6 @@ def test_a_class_that_computes_another_gate_is_not_replaced() -> None:
 def test_a_model_has_the_same_logits(
     tmp_path: Path, family: str, budget: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = checkpoint(
-        tmp_path, family, "4bit", **({"layer_types": ["full_attention"] * 2} if family == "gemma3" else {})
-    )
+    directory = checkpoint(tmp_path, family, "4bit")
     assert_same_logits(directory, budget, "fuse_gates", "MLP", monkeypatch)
     assert calls.count(4) == 2  # of 2 layers; steps are computed with the attention, if its heads are wide enough
