@@ -2,7 +2,7 @@
 
 The first multiplies queries, keys and values, adds biases, normalizes and rotates, with the bits of the model's own
 class. The second attends over what the cache returns, and multiplies the result; attention rounds its result alone,
-where torch also rounds the weights of tokens. A layer's first norm is part of the first call, and its sums, second norm
+where torch also rounds the weights of tokens. A layer's first norm is part of the first call, and its sums, other norms
 and MLP of the second. What a class computes is tried when a model is loaded. Anything else, a mask or a hook for
 example, is left to the class.
 """
@@ -22,23 +22,28 @@ from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.engine._fusing import Forward, forward_in, fuse, kind_of, trial_of
-from rabbitllm.engine._gates import OneCall, mlp_weights
+from rabbitllm.engine._gates import ActKind, OneCall, act_of, mlp_weights, names_in
 from rabbitllm.engine._norms import add_norm, epsilon_of, lanes_of, with_weight
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.quant.joint import JointProduct, Place, Program, Words, float_bits
 
-_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj")
+"""Names of the Linears of attentions."""
 _NORMS = ("q_norm", "k_norm")
 _CACHES = ("cache", "past_key_values")
 """The argument with the KV cache; "cache" since transformers 5.24."""
 _ARGUMENTS = frozenset(
     {"hidden_states", "position_embeddings", "attention_mask", "position_ids", "use_cache", *_CACHES}
 )
-_LAYER = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+_AROUND = (
+    ("input_layernorm", "post_attention_layernorm"),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
+"""Names of a layer's norms: before its attention and its MLP, or also after them."""
 _ORDINARY = (torch.Tensor, nn.Parameter)
-_OWN = ("forward", "training", "eps", "variance_epsilon")
+_OWN = ("forward", "training", "eps", "variance_epsilon", "act")
 """Attributes of a module and its parts that what they compute depends on."""
 _MULTIPLE = 32
 """Width of heads in steps."""
@@ -50,18 +55,26 @@ _PAST = 37
 
 @dataclass(frozen=True)
 class _AttentionForm:
-    """The form of an attention: heads of queries and of keys, their width, the norms' lanes, and numbers."""
+    """The form of an attention: heads of queries and of keys, their width and how much of it is rotated, the norms'
+    lanes and numbers, and the names of its Linears."""
 
     queries: int
     keys: int
     width: int
+    rotated: int
     scaling: float
     norms: tuple[tuple[int, float], ...] = ()
+    linears: tuple[str, ...] = _LINEARS[0]
 
     @property
     def total(self) -> int:
         """Heads of queries, keys and values."""
         return self.queries + 2 * self.keys
+
+    @property
+    def heads(self) -> list[int]:
+        """Heads that each Linear computes but the last, which multiplies what was attended to."""
+        return [self.total] if len(self.linears) == 2 else [self.queries, self.keys, self.keys]
 
     def add_rotation(self, program: Program, heads: Place, cos: Place, sin: Place, weights: Sequence[Place]) -> None:
         """Normalize and rotate the queries and keys at a place."""
@@ -71,7 +84,7 @@ class _AttentionForm:
         for rows, norm, weight in zip((self.queries, self.keys), self.norms, weights, strict=False):
             add_norm(program, norm, self.width, begin, weight, begin, rows)
             begin = begin[0], begin[1] + 2 * rows * self.width
-        program.add(_layer_kernels.rotate, [heads, cos, sin, self.queries + self.keys, self.width])
+        program.add(_layer_kernels.rotate, [heads, cos, sin, self.queries + self.keys, self.rotated, self.width])
 
     def add_attention(self, program: Program, queries: Place, out: Place, first: int) -> None:
         """Attend; the addresses of a call from `first` on are those of `_cached`."""
@@ -105,11 +118,10 @@ def _cached(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Around:
-    """What a decoder layer computes around its attention: two norms, by lanes and epsilon, and an MLP."""
+    """What a decoder layer computes around its attention: norms (see `_AROUND`), by lanes and epsilon, and an MLP."""
 
-    first: tuple[int, float]
-    second: tuple[int, float]
-    act: type[nn.Module]
+    norms: Sequence[tuple[int, float]]
+    act: ActKind
 
 
 class _Facts:
@@ -139,11 +151,12 @@ class _TwoCalls:
 
     Args:
         matrices: of queries, keys, values and output; and of the MLP's gate, up and down.
-        biased: for the first three, whether there is a bias.
+        biased: for those of queries, keys and values, whether there is a bias.
         facts: what else it was made for.
 
     Attributes:
         tables: the parameters of biases and norms, in the order of the calls' addresses, and their names.
+        before: how many of these are the first call's.
     """
 
     def __init__(
@@ -157,12 +170,14 @@ class _TwoCalls:
     ) -> None:
         self.form, self.matrices, self.biased, self.tables = form, matrices, biased, tables
         self._around, self._facts = around, facts
-        first, last = JointProduct.of(matrices[:3], biased), JointProduct.of(matrices[3:4], [False])
+        self.before = sum(biased) + len(form.norms) + (around is not None)
+        count = len(biased)
+        first, last = JointProduct.of(matrices[:count], biased), JointProduct.of(matrices[count : count + 1], [False])
         self.columns = matrices[0].form.shape[1]
-        is_square = matrices[3].form.shape[0] == self.columns
+        is_square = matrices[count].form.shape[0] == self.columns
         self._products = (first, last) if is_square and first is not None and last is not None else None
         if around is not None:
-            self._mlp = OneCall(around.act, matrices[4:])
+            self._mlp = OneCall(around.act, matrices[count + 1 :])
             self._products = self._products if self._mlp.is_for(1) else None
         self._programs = dict[int, tuple[Program, Program]]()
 
@@ -181,22 +196,28 @@ class _TwoCalls:
 
         form, around, columns = self.form, self._around, self.columns
         count = sum(self.biased) + len(form.norms)
-        before, after = Program(4 + count + (around is not None)), Program(9 + 2 * (around is not None))
+        norms = [] if around is None else around.norms
+        before, after = Program(4 + count + bool(norms)), Program(9 + len(norms))
         x, cos, sin, heads, *others = (before.address(index) for index in range(4 + count))
         attended, out = after.room(2 * form.width * form.queries), after.address(1)
         source, product = x, out
         if around is not None:
             source, product = before.room(2 * columns), after.room(2 * columns)
-            add_norm(before, around.first, columns, x, before.address(4 + count), source)
+            add_norm(before, norms[0], columns, x, before.address(4 + count), source)
         self._add_heads(first, before, source, heads, others)
         form.add_rotation(before, heads, cos, sin, others)
         form.add_attention(after, after.address(0), attended, 2)
         last.add_to(after, 1, torch.bfloat16, attended, [product])
         if around is not None:
             summed, of_mlp = after.room(2 * columns), after.room(2 * columns)
+            is_double = len(norms) == len(_AROUND[1])
+            if is_double:
+                add_norm(after, norms[1], columns, product, after.address(10), product)
             after.add(_layer_kernels.add, [after.address(9), product, summed, columns])
-            add_norm(after, around.second, columns, summed, after.address(10), product)
+            add_norm(after, norms[1 + is_double], columns, summed, after.address(10 + is_double), product)
             self._mlp.add_to(after, 1, product, of_mlp)
+            if is_double:
+                add_norm(after, norms[3], columns, of_mlp, after.address(12), of_mlp)
             after.add(_layer_kernels.add, [summed, of_mlp, out, columns])
         both = self._programs[torch.get_num_threads()] = before, after
         return both
@@ -206,7 +227,7 @@ class _TwoCalls:
         from rabbitllm.engine import _layer_kernels
 
         nbytes, begin, results, sums = 2 * self.form.width, 0, list[Place](), list[tuple[Place, Place, int]]()
-        for count, is_biased in zip((self.form.queries, self.form.keys, self.form.keys), self.biased, strict=True):
+        for count, is_biased in zip(self.form.heads, self.biased, strict=True):
             place = heads[0], heads[1] + nbytes * begin
             results.append(program.room(2 * nbytes * count) if is_biased else place)
             sums += [(results[-1], place, count * self.form.width)] if is_biased else []
@@ -224,8 +245,7 @@ def fuse_attention(model: nn.Module) -> int:
     """
 
     def key_of(module: nn.Module) -> tuple[object, _AttentionForm] | None:
-        has_parts = module._modules.keys() in ({*_LINEARS}, {*_LINEARS, *_NORMS})
-        if not has_parts or module._parameters or module._buffers or (form := _form_of(module)) is None:
+        if module._parameters or module._buffers or (form := _form_of(module)) is None:
             return None
         return kind_of(module), form
 
@@ -236,7 +256,7 @@ def fuse_attention(model: nn.Module) -> int:
 
 
 def fuse_layers(model: nn.Module) -> int:
-    """Let decoder layers of a norm, an attention, a norm and an MLP compute a decode step by two calls.
+    """Let decoder layers of norms, an attention and an MLP compute a decode step by two calls.
 
     Those are meant that `fuse_norms`, `fuse_attention` and `fuse_gates` have replaced.
 
@@ -245,10 +265,16 @@ def fuse_layers(model: nn.Module) -> int:
     """
 
     def key_of(module: nn.Module) -> object:
-        is_layer = module._modules.keys() == _LAYER and not (module._parameters or module._buffers)
+        is_layer = _norms_in(module) and not (module._parameters or module._buffers)
         return kind_of(module) if is_layer else None
 
     return fuse(model, key_of, lambda module, _: _layer_forward if _is_around(module) else None)
+
+
+def _norms_in(layer: nn.Module) -> tuple[str, ...]:
+    """The names of the norms of a module that may be a layer; none if it is not."""
+    parts = {name for name, part in layer._modules.items() if type(part) is not nn.Dropout}
+    return next((names for names in _AROUND if parts == {"self_attn", "mlp", *names}), ())
 
 
 def _layer_forward(layer: Any, *args: Any, **named: Any) -> Any:
@@ -263,19 +289,23 @@ def _layer_forward(layer: Any, *args: Any, **named: Any) -> Any:
 
 @torch.no_grad()
 def _is_around(layer: Any) -> bool:
-    """Whether a layer's class adds its attention of the first norm, and its MLP of the second one."""
+    """Whether a layer's class adds its attention of the first norm, and its MLP of the next one, or norms of these."""
     generator, width = torch.Generator().manual_seed(0), 64
     x = torch.randn(1, 1, width, generator=generator).bfloat16()
-    parts: dict[str, Any] = {"mlp": lambda value: value.flip(-1)}
+    parts: dict[str, Any] = {name: nn.Identity() for name in layer._modules}  # of dropouts, which do nothing
+    parts["mlp"] = lambda value: value.flip(-1)
     parts["self_attn"] = lambda hidden_states, **named: (hidden_states.roll(1, -1), None)
-    for name in ("input_layernorm", "post_attention_layernorm"):
+    names = _norms_in(layer)
+    for name in names:
         weight = (torch.rand(width, generator=generator) + 0.5).bfloat16()
         parts[name] = with_weight(layer._modules[name], weight)
     like = trial_of(layer, _modules=parts, training=False)
     try:
         result = type(layer).forward(like, x, attention_mask=None, position_embeddings=None, position_ids=None)
-        summed = x + parts["input_layernorm"](x).roll(1, -1)
-        expected = summed + parts["post_attention_layernorm"](summed).flip(-1)
+        of_attention = parts[names[0]](x).roll(1, -1)
+        summed = x + (parts[names[1]](of_attention) if len(names) == 4 else of_attention)
+        of_mlp = parts[names[len(names) // 2]](summed).flip(-1)
+        expected = summed + (parts[names[3]](of_mlp) if len(names) == 4 else of_mlp)
     except (TypeError, AttributeError, RuntimeError, KeyError, ValueError):  # it has other arguments or parts
         return False
     return isinstance(result, torch.Tensor) and torch.equal(result, expected)
@@ -284,21 +314,24 @@ def _is_around(layer: Any) -> bool:
 def _form_of(module: Any) -> _AttentionForm | None:
     """The form of a module that may be one; None if it has another."""
     parts = module._modules
+    names = next((names for names in _LINEARS if parts.keys() in ({*names}, {*names, *_NORMS})), ())
     width, scaling, index = (vars(module).get(name) for name in ("head_dim", "scaling", "layer_idx"))
-    sizes = [(part.out_features, part.in_features) for name in _LINEARS if isinstance(part := parts[name], nn.Linear)]
+    linears = [part for name in names if isinstance(part := parts[name], nn.Linear)]
     if not isinstance(width, int) or not isinstance(index, int) or not isinstance(scaling, float) or width % _MULTIPLE:
         return None
-    if len(sizes) < len(_LINEARS):
+    if not names or len(linears) < len(names):
         return None
-    (queries, _), (keys, _), (values, _), (_, attended) = sizes
+    *sizes, queries = (*(linear.out_features for linear in linears[:-1]), linears[-1].in_features)
+    keys = (sum(sizes) - queries) // 2
     norms = [(lanes_of(norm), norm) for name in _NORMS if (norm := parts.get(name)) is not None]
-    if queries % keys or keys % width or values != keys or attended != queries or not all(lanes for lanes, _ in norms):
+    if keys <= 0 or queries % keys or keys % width or not all(lanes for lanes, _ in norms):
         return None
     if any(norm.weight.shape != (width,) for _, norm in norms):
         return None
-    return _AttentionForm(
-        queries // width, keys // width, width, scaling, tuple((lanes, epsilon_of(norm)) for lanes, norm in norms)
-    )
+    of_norms = tuple((lanes, epsilon_of(norm)) for lanes, norm in norms)
+    share = (getattr(module.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    form = _AttentionForm(queries // width, keys // width, width, int(width * share), scaling, of_norms, names)
+    return form if [width * heads for heads in form.heads] == sizes else None
 
 
 def _forward(form: _AttentionForm, module: Any, *args: Any, **named: Any) -> Any:
@@ -324,19 +357,19 @@ def _step(
     """The result of an attention or, if it is given, of the layer around it; None if that is left to the class."""
     if not is_plain(x) or x.shape[:-1] != (1, 1):
         return None
-    if type(angles) is not tuple or not _are_rows(*angles, width=form.width):
+    if type(angles) is not tuple or not _are_rows(*angles, width=form.rotated):
         return None
     # a window's mask hides nothing either: what left the window is no longer in the cache
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and bool(mask.all())):
         return None
-    kept = getattr(module._modules["q_proj"]._parameters.get("weight"), "calls", None) or {}
+    kept = getattr(module._modules[form.linears[0]]._parameters.get("weight"), "calls", None) or {}
     calls: _TwoCalls | None = kept.get(layer is None)
     if (calls is None or not calls.is_current()) and (calls := _prepared(form, module, layer)) is None:
         return None
-    others = [table[name] for table, name in calls.tables]
-    if (programs := calls.programs()) is None or x.shape[-1] != calls.columns or not _are_rows(*others):
+    weights = [table[name] for table, name in calls.tables]
+    if (programs := calls.programs()) is None or x.shape[-1] != calls.columns or not _are_rows(*weights):
         return None
-    after = [x, others.pop()] if layer is not None else []
+    others, after = weights[: calls.before], [x, *weights[calls.before :]] if layer is not None else []
     heads, out = torch.empty((1, form.total, 1, form.width), dtype=torch.bfloat16), torch.empty_like(x)
     programs[0](*[tensor.data_ptr() for tensor in (x, *angles, heads, *others)])
     keys, values = map(_plain, updated(cache, *form.split(heads), module.layer_idx))
@@ -347,27 +380,31 @@ def _step(
 def _prepared(form: _AttentionForm, module: Any, layer: Any) -> _TwoCalls | None:
     """What an attention or the layer around it computes by two calls now; None if nothing."""
     parts = module._modules
-    linears = [parts[name] for name in _LINEARS]
+    linears = [parts[name] for name in form.linears]
+    firsts = [linear._parameters for linear in linears[:-1]]
     weights = plain_weights(*linears, with_bias=True)
     norms = [norm for name in _NORMS if (norm := parts.get(name)) is not None]
-    if weights is None or linears[3]._parameters["bias"] is not None or _form_of(module) != form:
+    if weights is None or linears[-1]._parameters["bias"] is not None or _form_of(module) != form:
         return None
     facts, around = [(module, name) for name in parts], None
     if layer is not None:
         of_mlp = mlp_weights(layer.mlp)
-        norms += [layer.input_layernorm, layer.post_attention_layernorm]
-        if of_mlp is None or has_hooks(module) or has_hooks(layer.mlp):
+        outer = [layer._modules[name] for name in _norms_in(layer)]
+        dropouts = [part for part in layer._modules.values() if type(part) is nn.Dropout]
+        if of_mlp is None or not outer or any(map(has_hooks, [module, layer.mlp, *dropouts])):
+            return None
+        if any(dropout.training for dropout in dropouts):
             return None
         weights += of_mlp
-        linears += [layer.mlp._modules[name] for name in ("gate_proj", "up_proj", "down_proj")]
-        first, second = ((lanes_of(norm), epsilon_of(norm)) for norm in norms[-2:])
-        around = _Around(first, second, type(layer.mlp.act_fn))
+        linears += [layer.mlp._modules[name] for name in names_in(layer.mlp)[:-1]]
+        around = _Around([(lanes_of(norm), epsilon_of(norm)) for norm in outer], act_of(layer.mlp))
+        norms += outer
         facts += [(layer, name) for name in layer._modules] + [(layer.mlp, name) for name in layer.mlp._modules]
     if any(has_hooks(norm) or not lanes_of(norm) for norm in norms):
         return None
-    tables = [(linear._parameters, "bias") for linear in linears[:3] if linear._parameters["bias"] is not None]
+    tables = [(table, "bias") for table in firsts if table["bias"] is not None]
     tables += [(norm._parameters, "weight") for norm in norms]
-    biased = [linear._parameters["bias"] is not None for linear in linears[:3]]
+    biased = [table["bias"] is not None for table in firsts]
     true = _Facts(linears, facts)
     matrices = [weight.matrix for weight in weights]
     calls = _TwoCalls(form, matrices, biased, around, true, tables)
@@ -411,7 +448,7 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     x, past = torch.zeros(1, 1, form.width, dtype=torch.bfloat16), _Past(form, generator)
-    cos, sin = (torch.randn(1, 1, form.width, generator=generator).bfloat16() for _ in range(2))
+    cos, sin = (torch.randn(1, 1, form.rotated, generator=generator).bfloat16() for _ in range(2))
     weights = [(torch.rand(form.width, generator=generator) + 0.5).bfloat16() for _ in form.norms]
     parts: dict[str, Any] = {"o_proj": lambda value: value}
     for name, weight in zip(_NORMS, weights, strict=False):
@@ -419,8 +456,7 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
     like = trial_of(module, _modules=parts, training=False)
     for scale in (1, 4):
         heads = (torch.randn(1, form.total, 1, form.width, generator=generator) * scale).bfloat16()
-        counts = [form.queries, form.keys, form.keys]
-        for name, part in zip(_LINEARS, torch.split(heads, counts, 1), strict=False):
+        for name, part in zip(form.linears, torch.split(heads, form.heads, 1), strict=False):
             row = part.reshape(1, 1, -1).clone()
             parts[name] = lambda value, row=row: row if value is x else value
         try:

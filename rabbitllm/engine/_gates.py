@@ -5,10 +5,11 @@ bfloat16 has 65,536 values, so an activation is a table of its results, which th
 
 from __future__ import annotations
 
-import copy
+import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -22,10 +23,14 @@ MULTIPLE = 64
 """Elements that torch computes at once with any of its vectors; it computes a rest in another way."""
 MAX_ELEMENTS = 1 << 15
 """Elements from which torch computes in several threads."""
-_PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
+_PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn"), ("gate_up_proj", "down_proj", "activation_fn")
+"""Names of the parts of MLPs, in the order of computation; gate and up may be one matrix."""
 _OF_ANY = frozenset({*vars(nn.Module()), "_is_hf_initialized"})
 """Attributes of any module; transformers sets the last one."""
-_tables = dict[type[nn.Module], torch.Tensor]()
+_WITHOUT_STATE = int, float, str, FunctionType, BuiltinFunctionType
+ActKind: TypeAlias = tuple[object, ...]
+_tables = dict[ActKind, torch.Tensor]()
+"""`act_kind` -> results for every number of bfloat16."""
 
 
 def fuse_gates(model: nn.Module) -> int:
@@ -38,15 +43,32 @@ def fuse_gates(model: nn.Module) -> int:
     """
 
     def key_of(module: nn.Module) -> object:
-        is_fit = module._modules.keys() == set(_PARTS) and is_by_class(module._modules["act_fn"])
-        return (kind_of(module), type(module._modules["act_fn"])) if is_fit else None
+        names = names_in(module)
+        kind = act_kind(module._modules[names[-1]]) if names else None
+        return None if kind is None else (kind_of(module), kind)
 
     return fuse(model, key_of, lambda module, _: _forward if _has_bits(module) else None)
 
 
-def is_by_class(act: nn.Module | None) -> bool:
-    """Whether an activation has no attributes of its own, so that its class says all of what it computes."""
-    return act is not None and not (vars(act).keys() - _OF_ANY or act._parameters or act._buffers)
+def names_in(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parts of a module that may be a gated MLP; none if it is not."""
+    return next((names for names in _PARTS if module._modules.keys() == {*names}), ())
+
+
+def act_kind(act: nn.Module | None) -> ActKind | None:
+    """What says all of what an activation computes: its class, and its functions and numbers; None if more does."""
+    if act is None or act._parameters or act._buffers or act._modules:
+        return None
+    kind: list[object] = [type(act)]
+    for name in vars(act).keys() - _OF_ANY:
+        value = vars(act)[name]
+        if isinstance(value, functools.partial):
+            kind += [value.args, *sorted(value.keywords.items())]
+            value = value.func
+        if not isinstance(value, _WITHOUT_STATE):
+            return None
+        kind += [name, value]
+    return tuple(kind)
 
 
 def every_bfloat() -> torch.Tensor:
@@ -55,33 +77,42 @@ def every_bfloat() -> torch.Tensor:
 
 
 def is_tabled(act: Any) -> bool:
-    """Whether `gated` has computed an activation of this class, and nothing sees what this one computes."""
-    return type(act) in _tables and not has_hooks(act)
+    """Whether `gated` has computed an activation of this kind, and nothing sees what this one computes."""
+    return act_kind(act) in _tables and not has_hooks(act)
 
 
-def add_gate(program: Program, act: type[nn.Module], gate: Place, up: Place, out: Place, count: int) -> None:
+def add_gate(program: Program, act: ActKind, gate: Place, up: Place, out: Place, count: int) -> None:
     """Add `act(gate) * up` to a program; see `is_tabled`."""
     from rabbitllm.engine import _layer_kernels  # numba comes with it
 
     program.add(_layer_kernels.gate, [_tables[act].data_ptr(), gate, up, out, count])
 
 
+def add_gates_of_rows(program: Program, act: ActKind, both: Place, out: Place, rows: int, width: int) -> None:
+    """Add the same for rows, each of gates and then of factors."""
+    for row in range(rows):
+        gate, result = both[1] + 4 * row * width, out[1] + 2 * row * width
+        add_gate(program, act, (both[0], gate), (both[0], gate + 2 * width), (out[0], result), width)
+
+
 class OneCall:
     """What an MLP computes by one call for some matrices; the weight of its gate keeps it.
 
     Args:
-        act: its activation.
-        matrices: of gate, up and down.
+        act: the kind of its activation.
+        matrices: of gate and up, which may be one, and of down.
     """
 
-    def __init__(self, act: type[nn.Module], matrices: Sequence[Any]) -> None:
-        self.matrices, self._act = matrices, act
-        (self._width, columns), last = matrices[0].form.shape, matrices[2].form.shape
-        of_input, of_product = JointProduct.of(matrices[:2], [False] * 2), JointProduct.of(matrices[2:], [False])
+    def __init__(self, act: ActKind, matrices: Sequence[Any]) -> None:
+        self.matrices, self.act = matrices, act
+        *first, down = matrices
+        columns, self._width = down.form.shape
+        of_input, of_product = JointProduct.of(first, [False] * len(first)), JointProduct.of([down], [False])
         self._products = None
         self._most = 0
         self._programs = dict[tuple[int, int], Program]()
-        if of_input is not None and of_product is not None and last == (columns, self._width):
+        is_fit = sum(matrix.form.shape[0] for matrix in first) == 2 * self._width and first[0].form.shape[1] == columns
+        if of_input is not None and of_product is not None and is_fit:
             self._products = of_input, of_product
             self._most = min(of_input.max_inputs, of_product.max_inputs)
 
@@ -100,34 +131,45 @@ class OneCall:
     def is_for(self, rows: int) -> bool:
         """Whether the MLP is computed by one call for so many rows."""
         count = rows * self._width
-        return rows <= self._most and count % MULTIPLE == 0 and 0 < count < MAX_ELEMENTS
+        return rows <= self._most and self._width % MULTIPLE == 0 and 0 < count < MAX_ELEMENTS
 
     def add_to(self, program: Program, rows: int, x: Place, out: Place) -> None:
         """Add it to a program, for rows at a place."""
         assert self._products is not None
         of_input, of_product = self._products
         count = rows * self._width
-        gate, up, product = (program.room(2 * count) for _ in range(3))
-        of_input.add_to(program, rows, torch.bfloat16, x, [gate, up])
-        add_gate(program, self._act, gate, up, product, count)
+        both, product = program.room(4 * count), program.room(2 * count)
+        gate, up = both, (both[0], both[1] + 2 * count)
+        if len(of_input.matrices) == 2:
+            of_input.add_to(program, rows, torch.bfloat16, x, [gate, up])
+            add_gate(program, self.act, gate, up, product, count)
+        else:
+            of_input.add_to(program, rows, torch.bfloat16, x, [both])
+            add_gates_of_rows(program, self.act, both, product, rows, self._width)
         of_product.add_to(program, rows, torch.bfloat16, product, [out])
 
 
 def mlp_weights(module: Any) -> list[QuantizedWeight] | None:
     """The weights of an MLP that `fuse_gates` lets compute by one call; None if it does not now."""
     parts = module._modules
-    if forward_in(module) is not _forward or not is_tabled(parts["act_fn"]):
+    *linears, act = names_in(module) or (None,)
+    if forward_in(module) is not _forward or not linears or not is_tabled(parts[act]):
         return None
-    return plain_weights(*(parts[name] for name in _PARTS[:3]))
+    return plain_weights(*(parts[name] for name in linears))
+
+
+def act_of(module: nn.Module) -> ActKind:
+    """The kind of the activation of a gated MLP that has weights by `mlp_weights`."""
+    return act_kind(module._modules[names_in(module)[-1]]) or ()
 
 
 def _forward(module: Any, *args: Any, **named: Any) -> Any:
     weights = mlp_weights(module) if len(args) == 1 and not named and is_plain(args[0]) else None
     if weights is not None:
-        own, matrices = weights[0], [weight.matrix for weight in weights]
+        own, matrices, act = weights[0], [weight.matrix for weight in weights], act_of(module)
         call = own.calls
-        if call is None or not all(map(operator.is_, call.matrices, matrices)):
-            call = own.calls = OneCall(type(module.act_fn), matrices)
+        if call is None or call.act != act or not all(map(operator.is_, call.matrices, matrices)):
+            call = own.calls = OneCall(act, matrices)
         if (result := call(args[0])) is not None:
             return result
     return type(module).forward(module, *args, **named)
@@ -135,11 +177,11 @@ def _forward(module: Any, *args: Any, **named: Any) -> Any:
 
 def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`act(gate) * up`, of tensors without gaps."""
-    if type(act) not in _tables:
-        _tables[type(act)] = act(every_bfloat())
+    if (kind := act_kind(act) or ()) not in _tables:
+        _tables[kind] = act(every_bfloat())
     program, out = Program(3), torch.empty_like(gate)
     gates, ups, results = (program.address(index) for index in range(3))
-    add_gate(program, type(act), gates, ups, results, gate.numel())
+    add_gate(program, kind, gates, ups, results, gate.numel())
     program(gate.data_ptr(), up.data_ptr(), out.data_ptr())
     return out
 
@@ -155,21 +197,26 @@ def has_every_gate(act: Any) -> bool:
 @torch.no_grad()
 def _has_bits(module: nn.Module) -> bool:
     """Whether a module has the results of its class, also for all values of its activation."""
-    act: Any = module._modules["act_fn"]
+    *linears, name = names_in(module)
+    act: Any = module._modules[name]
     generator = torch.Generator().manual_seed(0)
-    # on the meta device a Linear draws no weights from torch's random state, which is the program's
-    linear = nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta", dtype=torch.bfloat16)
-    parts = {name: copy.deepcopy(linear).to_empty(device="cpu") for name in _PARTS[:3]}
-    for part in parts.values():
-        part.weight.copy_(torch.randn(MULTIPLE, MULTIPLE, generator=generator))
-    like = trial_of(module, _modules={**parts, "act_fn": act})
+    parts, gates = dict[str, Any](), 2 // (len(linears) - 1)  # of gate and up in a matrix
+    for linear in linears:
+        # on the meta device a Linear draws no weights from torch's random state, which is the program's
+        count = MULTIPLE * (gates if linear != linears[-1] else 1)
+        part = nn.Linear(MULTIPLE, count, bias=False, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
+        part.weight.copy_(torch.randn(count, MULTIPLE, generator=generator))
+        parts[linear] = part
+    *first, down = parts.values()
+    like = trial_of(module, _modules={**parts, name: act})
     for rows in (1, 3, 100):
         x = torch.randn(1, rows, MULTIPLE, generator=generator).bfloat16() * 10.0 ** (rows % 3)
         try:
             expected = type(module).forward(like, x)
         except (TypeError, AttributeError, RuntimeError):  # it has other arguments or parts
             return False
-        gate, up, down = parts.values()
-        if not isinstance(expected, torch.Tensor) or not torch.equal(down(gated(act, gate(x), up(x))), expected):
+        gate, up = torch.cat([part(x) for part in first], -1).chunk(2, -1)
+        result = down(gated(act, gate.contiguous(), up.contiguous()))
+        if not isinstance(expected, torch.Tensor) or not torch.equal(result, expected):
             return False
     return has_every_gate(act)

@@ -29,21 +29,22 @@ def nearest(bits):  # type: ignore[no-untyped-def]
 def rotate(data):  # type: ignore[no-untyped-def]
     """`x * cos + rotate_half(x) * sin` in place.
 
-    After the own address those of heads, cosines and sines, the number of heads, and their width.
+    After the own address those of heads, cosines and sines, the number of heads, the width of what is rotated, and that
+    of a head.
     """
-    given = to_array(data, 6)
-    heads, width = given[4], given[5]
+    given = to_array(data, 7)
+    heads, width, step = given[4], given[5], given[6]
     half = width // 2
     cos, sin = np.empty(width, np.float32), np.empty(width, np.float32)
     x, turned = np.empty(width, np.float32), np.empty(width, np.float32)
     cos_bits, sin_bits = cos.view(np.uint32), sin.view(np.uint32)
     bits, turned_bits = x.view(np.uint32), turned.view(np.uint32)
-    words = to_array(words_at(given[1]), heads * width)
+    words = to_array(words_at(given[1]), heads * step)
     cos_words, sin_words = to_array(words_at(given[2]), width), to_array(words_at(given[3]), width)
     for i in range(width):
         cos_bits[i] = np.uint32(cos_words[i]) << np.uint32(16)
         sin_bits[i] = np.uint32(sin_words[i]) << np.uint32(16)
-    for begin in range(0, heads * width, width):
+    for begin in range(0, heads * step, step):
         for i in range(width):
             bits[i] = np.uint32(words[begin + i]) << np.uint32(16)
         for i in range(half):

@@ -75,11 +75,16 @@ def _forward(lanes: int, module: Any, *args: Any, **named: Any) -> Any:
     if is_step and type(x := args[0]) is torch.Tensor:
         count, columns, dtype = x.numel(), weight.shape[0], x.dtype
         is_alike = dtype is weight.dtype and dtype in _DTYPES and x.shape[-1] == columns
-        if is_alike and 0 < count < MAX_ELEMENTS and x.is_cpu and x.is_contiguous() and not torch.is_grad_enabled():
+        if is_alike and 0 < count < MAX_ELEMENTS and x.is_cpu and _has_rows(x) and not torch.is_grad_enabled():
             # a tensor within torch.func's transforms has no memory
             with contextlib.suppress(RuntimeError):
-                return _norm(x, weight, count // columns, columns, lanes, epsilon_of(module))
+                return _norm(x.contiguous(), weight, count // columns, columns, lanes, epsilon_of(module))
     return type(module).forward(module, *args, **named)
+
+
+def _has_rows(x: torch.Tensor) -> bool:
+    """Whether rows have no gaps within, as slices of wider ones have, and are in the order in which results are."""
+    return x.is_contiguous() or (x.stride(-1) == 1 and torch.empty_like(x).is_contiguous())
 
 
 def _forward_by_8(module: Any, *args: Any, **named: Any) -> Any:

@@ -21,7 +21,8 @@ from rabbitllm.quant.joint import Program
 NAME = "apply_rotary_pos_emb"
 MAX_ELEMENTS = 1 << 15
 """Elements from which torch computes in several threads."""
-_WIDTHS = (32, 128)
+_WIDTHS = (32, 32), (128, 128), (128, 96)
+"""Of heads, and of what is rotated, with which functions are tried."""
 
 
 def fuse_rotary(model: nn.Module) -> int:
@@ -47,10 +48,11 @@ def _rotated(ordinary: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any, *
     is_plain = type(q) is type(k) is type(cos) is type(sin) is torch.Tensor and not more and not named
     is_plain = is_plain and not torch.compiler.is_compiling()
     if is_plain and q.dtype is k.dtype is cos.dtype is sin.dtype is torch.bfloat16 and not torch.is_grad_enabled():
-        width = q.shape[-1]
+        width, rotated = q.shape[-1], cos.shape[-1]
         forms = [x.shape[0] == x.shape[2] == 1 and x.numel() < MAX_ELEMENTS for x in (q, k) if x.dim() == 4]
-        has_forms = forms == [True, True] and width % 2 == 0 and k.shape[-1] == width and q.numel() and k.numel()
-        has_forms = has_forms and cos.shape == sin.shape == (1, 1, width)
+        has_forms = forms == [True, True] and k.shape[-1] == width and q.numel() and k.numel()
+        has_forms = has_forms and rotated % 2 == 0 and rotated <= width
+        has_forms = has_forms and cos.shape == sin.shape == (1, 1, rotated)
         if has_forms and all(x.is_cpu and x.is_contiguous() for x in (q, k, cos, sin)):
             return _rotate(q, k, cos, sin)
     return ordinary(q, k, cos, sin, *more, **named)
@@ -60,32 +62,32 @@ def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rotated = q.clone(), k.clone()
-    program = _program(q.shape[1], k.shape[1], q.shape[3])
+    program = _program(q.shape[1], k.shape[1], cos.shape[-1], q.shape[3])
     program(*(x.data_ptr() for x in (*rotated, cos, sin)))
     return rotated
 
 
 @functools.cache
-def _program(heads: int, key_heads: int, width: int) -> Program:
+def _program(heads: int, key_heads: int, rotated: int, width: int) -> Program:
     from rabbitllm.engine import _layer_kernels  # numba comes with it
 
     program = Program(4)
     q, k, cos, sin = (program.address(index) for index in range(4))
     for x, count in ((q, heads), (k, key_heads)):
-        program.add(_layer_kernels.rotate, [x, cos, sin, count, width])
+        program.add(_layer_kernels.rotate, [x, cos, sin, count, rotated, width])
     return program
 
 
 @torch.no_grad()
 def _has_bits(ordinary: Callable[..., Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
-    for width in _WIDTHS:
-        forms = (1, 4, 1, width), (1, 2, 1, width), (1, 1, width), (1, 1, width)
+    for width, rotated in _WIDTHS:
+        forms = (1, 4, 1, width), (1, 2, 1, width), (1, 1, rotated), (1, 1, rotated)
         q, k, cos, sin = (torch.randn(form, generator=generator).bfloat16() for form in forms)
         try:
             expected = ordinary(q, k, cos, sin)
-        except (TypeError, RuntimeError):  # it has other arguments
-            return False
+        except (TypeError, RuntimeError):  # it has other arguments, or rotates whole heads only
+            return rotated < width
         if type(expected) is not tuple or not all(map(torch.equal, expected, _rotate(q, k, cos, sin))):
             return False
     return True

@@ -24,7 +24,16 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rabbitllm.engine._fusing import Forward, fuse, kind_of, trial_of
-from rabbitllm.engine._gates import MULTIPLE, add_gate, every_bfloat, gated, has_every_gate, is_by_class, is_tabled
+from rabbitllm.engine._gates import (
+    MULTIPLE,
+    ActKind,
+    act_kind,
+    add_gates_of_rows,
+    every_bfloat,
+    gated,
+    has_every_gate,
+    is_tabled,
+)
 from rabbitllm.engine._siblings import is_plain
 from rabbitllm.engine.experts import ExpertStack, ResidentExperts
 from rabbitllm.engine.transformers_api import experts_implementation_of
@@ -48,13 +57,13 @@ class _ExpertsForm:
     """What experts compute between and after their products.
 
     Attributes:
-        act: the class of their activation; None for pairs of a gate and a factor.
+        act: the kind of their activation; None for pairs of a gate and a factor.
         limited: of pairs, the factor within the sigmoid and the limit of both.
         is_turned: whether matrices are (K, N).
         is_biased: whether sums have biases.
     """
 
-    act: type[nn.Module] | None
+    act: ActKind | None
     limited: tuple[float, float] = (0.0, 0.0)
     is_turned: bool = False
     is_biased: bool = False
@@ -69,8 +78,8 @@ class _ExpertsForm:
         if (names != {*_MATRICES} and not is_biased) or module._buffers:
             return None
         act, limited = parts.get("act_fn"), (own.get("alpha"), own.get("limit"))
-        if act is not None and parts.keys() == {"act_fn"} and is_by_class(act):
-            return cls(type(act), (0.0, 0.0), bool(own.get("is_transposed")), is_biased)
+        if parts.keys() == {"act_fn"} and (kind := act_kind(act)) is not None:
+            return cls(kind, (0.0, 0.0), bool(own.get("is_transposed")), is_biased)
         if not parts and all(isinstance(number, int | float) for number in limited):
             return cls(None, tuple(map(float, limited)), bool(own.get("is_transposed")), is_biased)  # type: ignore[arg-type]
         return None
@@ -80,7 +89,7 @@ class _ExpertsForm:
         if self.act is None:
             return bool((module.alpha, module.limit) == self.limited)
         act = module._modules["act_fn"]
-        return type(act) is self.act and is_tabled(act)
+        return act_kind(act) == self.act and is_tabled(act)
 
     def add_gates(self, program: Program, both: Place, out: Place, rows: int, width: int) -> None:
         """Add the activation of gates times factors to a program, for rows of both."""
@@ -90,9 +99,7 @@ class _ExpertsForm:
             tables = (table.data_ptr() for table in _pair_tables(*self.limited))
             program.add(_layer_kernels.gate_pairs, [*tables, both, out, rows * width])
             return
-        for row in range(rows):
-            gate, result = both[1] + 4 * row * width, out[1] + 2 * row * width
-            add_gate(program, self.act, (both[0], gate), (both[0], gate + 2 * width), (out[0], result), width)
+        add_gates_of_rows(program, self.act, both, out, rows, width)
 
     def gated(self, act: Any, both: torch.Tensor) -> torch.Tensor:
         """What becomes of rows of gates and factors."""

@@ -23,6 +23,12 @@ from tests.engine.test_siblings import PROMPT, checkpoint
 from tests.support.tiny_models import ALL, load
 
 pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
+# a window shorter than the text, in one layer; the other one has another base of angles
+GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 100, "sliding_window": 6}
+PHI = {
+    "sliding_window": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+}
 ROUNDING = 2**-8
 """Of a result in bfloat16, relative to its norm: twice the unit roundoff."""
 
@@ -50,7 +56,7 @@ def attended(form: _AttentionForm, q: torch.Tensor, keys: torch.Tensor, values: 
 
 @pytest.mark.parametrize(("heads", "keys", "width"), [(9, 3, 64), (4, 4, 32), (7, 1, 128), (2, 1, 256)])
 def test_attention_of_a_row(heads: int, keys: int, width: int) -> None:
-    form = _AttentionForm(heads, keys, width, width**-0.5)
+    form = _AttentionForm(heads, keys, width, width, width**-0.5)
     for tokens in (1, 2, 3, 7, 100):
         for scale in (1e-3, 1, 10):
             q = (torch.randn(1, heads, 1, width) * scale).bfloat16()
@@ -84,6 +90,8 @@ def cached_logits(model: Any, steps: int = 12) -> tuple[torch.Tensor, list[torch
         ("qwen3", "q4_k_m", {"head_dim": 64}),
         ("mistral", "8bit", {"head_dim": 32, "sliding_window": 6}),
         ("qwen3_moe", "q8_0", {"head_dim": 32}),
+        ("gemma3", "q8_0", GEMMA),
+        ("phi3", "q4_k_m", PHI),
     ],
 )
 @pytest.mark.parametrize("budget", [ALL, 0], ids=["resident", "streamed"])
@@ -111,7 +119,10 @@ def test_a_model_has_the_class_s_cache_and_nearly_its_logits(
     )
 
 
-def test_a_layer_has_the_bits_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "settings"), [("qwen2", {}), ("gemma3", GEMMA), ("phi3", PHI)])
+def test_a_layer_has_the_bits_of_its_parts(
+    tmp_path: Path, family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers, compute = list[Any](), _attention._step
 
     def counted(*given: Any) -> Any:
@@ -120,23 +131,26 @@ def test_a_layer_has_the_bits_of_its_parts(tmp_path: Path, monkeypatch: pytest.M
         return result
 
     monkeypatch.setattr(_attention, "_step", counted)
-    directory = checkpoint(tmp_path, "qwen2", "q8_0")
+    directory = checkpoint(tmp_path, family, "q8_0", **settings)
     model = load(directory, exact=False)
     got, _ = cached_logits(model)
     assert set(layers) == {*model.model.layers}
     layer, seen = model.model.layers[0], list[Any]()
-    for part in (layer.self_attn, layer.mlp, layer.mlp.act_fn, layer.mlp.up_proj, layer.post_attention_layernorm):
+    of_layer = [part for name, part in layer.named_children() if name != "input_layernorm"]
+    watched = of_layer + [*layer.mlp.children()]
+    for part in watched:
         hook = part.register_forward_hook(lambda module, args, output: seen.append(output))
         assert torch.equal(cached_logits(model)[0], got)
         hook.remove()
-    assert len(seen) == 5 * 13
+    assert len(seen) == len(watched) * 13
     norm = layer.input_layernorm
-    norm.variance_epsilon *= 1e6
+    epsilon = "eps" if hasattr(norm, "eps") else "variance_epsilon"
+    setattr(norm, epsilon, 1.0)
     assert not torch.equal(changed := cached_logits(model)[0], got)
     monkeypatch.setattr("rabbitllm.engine.load.fuse_layers", lambda model: 0)
     parts = load(directory, exact=False)
     assert torch.equal(cached_logits(parts)[0], got)
-    parts.model.layers[0].input_layernorm.variance_epsilon *= 1e6
+    setattr(parts.model.layers[0].input_layernorm, epsilon, 1.0)
     assert torch.equal(cached_logits(parts)[0], changed)
 
 

@@ -86,6 +86,9 @@ def test_what_is_left_to_the_class(calls: list[int]) -> None:
     copied.weight = nn.Parameter(2 * plain.weight)
     assert torch.equal(copied(x), 2 * plain(x))
     assert calls == [6, 6]
+    halves = torch.randn(2, 3, 128).bfloat16().chunk(2, -1)  # rows of 64 in rows of 128
+    assert all(torch.equal(fused(half), plain(half)) for half in halves)
+    assert calls == [6] * 4
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.cohere.modeling_cohere import CohereAttention
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.phi3 import modeling_phi3
 
 from rabbitllm.engine import _rotary
 from rabbitllm.engine._rotary import MAX_ELEMENTS, fuse_rotary
@@ -54,6 +55,10 @@ def test_bits_of_the_function(width: int, calls: list[int]) -> None:
                 assert torch.equal(got, expected)
                 assert got.is_contiguous()
     assert calls == [9] * 3 + [1] * 3
+    part = values(1, 9, 3, 2 * width, 1)[:2]  # of which as much is rotated
+    of_part = functools.partial(_rotary._rotated, modeling_phi3.apply_rotary_pos_emb)
+    assert all(map(torch.equal, of_part(*part, cos, sin), modeling_phi3.apply_rotary_pos_emb(*part, cos, sin)))
+    assert calls.pop() == 9
     q, k, cos, sin = values(1, 2, 1, width, 1)
     q[..., 0], k[..., -1] = torch.inf, torch.nan
     for got, expected in zip(FUSED(q, k, cos, sin), ORDINARY(q, k, cos, sin), strict=True):

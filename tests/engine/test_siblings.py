@@ -60,7 +60,8 @@ def logits(model: Any, steps: int = 4) -> torch.Tensor:
 
 
 def checkpoint(tmp_path: Path, family: str, compression: str, **settings: Any) -> Path:
-    folder = build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16, **{**SIZES, **settings})
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3" else {}
+    folder = build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16, **{**SIZES, **kinds, **settings})
     return split(folder, compression)
 
 
