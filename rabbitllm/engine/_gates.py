@@ -6,6 +6,7 @@ bfloat16 has 65,536 values, so an activation is a table of its results, which th
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -45,8 +46,10 @@ def fuse_gates(model: nn.Module) -> int:
 
 
 def is_by_class(act: nn.Module | None) -> bool:
-    """Whether an activation has no attributes of its own, so that its class says all of what it computes."""
-    return act is not None and not (vars(act).keys() - _OF_ANY or act._parameters or act._buffers)
+    """Whether an activation of one tensor has no attributes or parts, so that its class says all of what it computes."""
+    if act is None or vars(act).keys() - _OF_ANY or act._parameters or act._buffers or act._modules:
+        return False
+    return len(inspect.signature(act.forward).parameters) == 1
 
 
 def every_bfloat() -> torch.Tensor:
