@@ -46,7 +46,7 @@ def fuse_gates(model: nn.Module) -> int:
 
 
 def is_by_class(act: nn.Module | None) -> bool:
-    """Whether an activation of one tensor has no attributes or parts, so that its class says all of what it computes."""
+    """Whether an activation of one tensor has no attributes or parts: its class says all of what it computes."""
     if act is None or vars(act).keys() - _OF_ANY or act._parameters or act._buffers or act._modules:
         return False
     return len(inspect.signature(act.forward).parameters) == 1
