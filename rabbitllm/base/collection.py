@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
+
+from rabbitllm.base.forks import own_lock
+
+_lock = own_lock(threading.Lock())
+_open, _was_on = 0, True
 
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable collection in all threads while the context is open; also a decorator. It stays off if it was off."""
-    was_on = gc.isenabled()
-    gc.disable()
+    """Disable collection in all threads while a context is open; also a decorator. It stays off if it was off."""
+    global _open, _was_on
+    with _lock:
+        _was_on = _was_on if _open else gc.isenabled()
+        _open += 1
+        gc.disable()
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        with _lock:
+            _open -= 1
+            if not _open and _was_on:
+                gc.enable()

@@ -6,6 +6,7 @@ bfloat16 has 65,536 values, so an activation is a table of its results, which th
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType
@@ -58,6 +59,8 @@ def names_in(module: nn.Module) -> tuple[str, ...]:
 def act_kind(act: nn.Module | None) -> ActKind | None:
     """What says all of what an activation computes: its class, and its functions and numbers; None if more does."""
     if act is None or act._parameters or act._buffers or act._modules:
+        return None
+    if len(inspect.signature(act.forward).parameters) != 1:
         return None
     kind: list[object] = [type(act)]
     for name in vars(act).keys() - _OF_ANY:

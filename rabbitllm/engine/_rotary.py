@@ -23,6 +23,8 @@ MAX_ELEMENTS = 1 << 15
 """Elements from which torch computes in several threads."""
 _WIDTHS = (32, 32), (128, 128), (128, 96)
 """Of heads, and of what is rotated, with which functions are tried."""
+_PLAIN = 4
+"""Arguments of a call with queries, keys, cos and sin; Qwen4-Exp's index rotates one tensor, and names the others."""
 
 
 def fuse_rotary(model: nn.Module) -> int:
@@ -44,18 +46,18 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
     return forward
 
 
-def _rotated(ordinary: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any, *more: Any, **named: Any) -> Any:
-    is_plain = type(q) is type(k) is type(cos) is type(sin) is torch.Tensor and not more and not named
-    is_plain = is_plain and not torch.compiler.is_compiling()
-    if is_plain and q.dtype is k.dtype is cos.dtype is sin.dtype is torch.bfloat16 and not torch.is_grad_enabled():
+def _rotated(ordinary: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    is_plain = len(args) == _PLAIN and not named and all(type(x) is torch.Tensor for x in args)
+    if is_plain and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        q, k, cos, sin = args
         width, rotated = q.shape[-1], cos.shape[-1]
         forms = [x.shape[0] == x.shape[2] == 1 and x.numel() < MAX_ELEMENTS for x in (q, k) if x.dim() == 4]
         has_forms = forms == [True, True] and k.shape[-1] == width and q.numel() and k.numel()
         has_forms = has_forms and rotated % 2 == 0 and rotated <= width
         has_forms = has_forms and cos.shape == sin.shape == (1, 1, rotated)
-        if has_forms and all(x.is_cpu and x.is_contiguous() for x in (q, k, cos, sin)):
+        if has_forms and all(x.dtype is torch.bfloat16 and x.is_cpu and x.is_contiguous() for x in args):
             return _rotate(q, k, cos, sin)
-    return ordinary(q, k, cos, sin, *more, **named)
+    return ordinary(*args, **named)
 
 
 def _rotate(

@@ -116,7 +116,6 @@ class Lookahead:
         self.tokens = tuple(forced)  # also if the source fails
         if most == len(forced):
             return
-        self._proposals.settle(len(ids) - 1, ())
         self._seen, after = len(ids), [*ids, *forced]
         drafted = self._proposals.propose(torch.tensor([after]), most - len(forced)).tokens[0].tolist()
         if self._grammar is not None:
@@ -136,6 +135,7 @@ class Lookahead:
 
     def learn(self, rows: int) -> None:
         """Take in the pass of so many rows that is over."""
+        self._proposals.settle(len(self._ids()) - 1, ())
         if self._wanted is not None and self._width is not None:
             self._width.learn(
                 self._wanted,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
+import time
 
 import pytest
 
@@ -36,3 +39,25 @@ def test_collector_stays_off_if_it_was_off() -> None:
         gc.enable()
     assert not asked()
     assert gc.isenabled()
+
+
+def test_collector_is_on_after_several_threads() -> None:
+    def work() -> None:
+        while time.monotonic() < until:
+            with uncollected():
+                assert not gc.isenabled()
+
+    switches = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(8):
+            until = time.monotonic() + 0.05
+            threads = [threading.Thread(target=work) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert gc.isenabled()
+    finally:
+        sys.setswitchinterval(switches)
+        gc.enable()

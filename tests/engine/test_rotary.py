@@ -81,6 +81,10 @@ def test_what_is_left_to_the_function(calls: list[int]) -> None:
     for given in others:
         assert all(map(torch.equal, FUSED(*given), ORDINARY(*given)))
     assert all(map(torch.equal, FUSED(q, k, cos, sin, unsqueeze_dim=1), ORDINARY(q, k, cos, sin)))
+    assert all(map(torch.equal, FUSED(q=q, k=k, cos=cos, sin=sin), ORDINARY(q, k, cos, sin)))
+    # Qwen4-Exp's index rotates one tensor, by the function that rotates two
+    one = functools.partial(_rotary._rotated, lambda q, k=None, cos=None, sin=None: ORDINARY(q, q, cos, sin)[0])
+    assert torch.equal(one(q, cos=cos, sin=sin), ORDINARY(q, k, cos, sin)[0])
     with torch.enable_grad():
         FUSED(q.requires_grad_(), k, cos, sin)[0].sum().backward()
     assert q.grad is not None

@@ -60,6 +60,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return counted
 
 
+class BothGated(nn.Module):
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return gate.sigmoid() * up
+
+
 def experts_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
 
@@ -181,6 +186,15 @@ def test_a_class_that_computes_something_else_is_not_replaced() -> None:
         form = _routed._ExpertsForm.of(kind(config))
         assert form is not None
         assert _routed._has_bits(form, kind(config)) is has_bits
+
+
+@pytest.mark.parametrize("act", [nn.Bilinear(2, 2, 2), nn.Sequential(nn.SiLU()), BothGated()])
+def test_an_activation_with_parts_or_of_two_tensors_is_left_to_the_class(act: nn.Module) -> None:
+    """Such as Inkling 2's, which bounds gates and factors."""
+    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=128, num_experts=4)
+    experts = Qwen3MoeExperts(config)
+    experts.act_fn = act
+    assert _routed.fuse_experts(experts) == 0
 
 
 @torch.no_grad()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from rabbitllm.errors import OptionError
 from rabbitllm.generation import _sequence
 from rabbitllm.generation._model_runner import ModelRunner
 from rabbitllm.generation._packed_batch import PackedForward
-from rabbitllm.generation._width import Costs
+from rabbitllm.generation._rewind import Rewindable
+from rabbitllm.generation._width import Costs, Width
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.cache_manager import CacheManager
 from rabbitllm.generation.kv_cache import cost_by_config
@@ -87,6 +90,28 @@ def test_a_draft_model_proposes_for_all_requests_in_one_pass(
     same(answered(batch, [stop]), ended)
     same(answered(batch, further), continued)
     assert batch.stats.kept_tokens > stats.kept_tokens
+
+
+def test_a_draft_models_cache_has_the_text_alone(
+    tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after passes in which nothing is drafted: the wrong tokens of the last draft are dropped before."""
+    folder = endless(tmp_path / "model", "llama")
+    draft, turn, reading = proposing(folder, "wrong"), itertools.count(), list[bool]()
+    read, real = WeakKeyDictionary[Rewindable, Any](), Rewindable.output
+
+    def output(self: Rewindable, ids: Any, *args: Any) -> Any:
+        if self._model is draft:
+            reading.append(torch.equal(read.get(self, ids)[:, : self.tokens], ids[:, : self.tokens]))
+            read[self] = ids
+        return real(self, ids, *args)
+
+    monkeypatch.setattr(Rewindable, "output", output)
+    monkeypatch.setattr(Width, "choose", lambda *args: 0 if next(turn) % 4 else 5)
+    batch, _ = open_batch(Limits(draft=draft), folder=folder)
+    answered(batch, requests()[:1])
+    assert len(reading) > 10
+    assert all(reading)
 
 
 def test_memory_of_a_draft_is_counted(tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch) -> None:
