@@ -37,6 +37,10 @@ _STRICT: Mapping[str, Any] = {"lenient": False, "coerce_one_of": False}
 """A keyword that llguidance does not know is an error, whatever a schema's `x-guidance` says."""
 _KEPT = 64
 """Compiled grammars of a tokenizer that are kept."""
+_MOST_LETTERS, _MOST_OF_RULES = 1 << 18, 1 << 16
+"""Limits of a grammar as llguidance reads it, and of rules or a pattern in it: more takes minutes."""
+_MOST_SYMBOLS = 20_000
+"""Symbols of a grammar; with more, llguidance's time grows with their square."""
 _REASON = 400
 """Letters of llguidance's message that are shown."""
 _TEXT = "TEXT: /(.|\\n)*/"
@@ -86,6 +90,7 @@ class Grammar:
     @classmethod
     def of_regex(cls, pattern: str) -> Grammar:
         """A text that a regular expression matches from its beginning to its end."""
+        _check_length("regular expression", pattern, _MOST_OF_RULES)
         source = json.loads(_llguidance().LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
         return cls("answer: @regex", (("regex", _dumped({"lark_grammar": source})),), kind="regular expression")
 
@@ -111,6 +116,7 @@ class Grammar:
         _llguidance()
         from llguidance.gbnf_to_lark import any_to_lark
 
+        _check_length("grammar", rules, _MOST_OF_RULES)
         try:
             lark = any_to_lark(rules)
         except Exception as error:  # of its own parser
@@ -249,7 +255,7 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
         if self._read > same:
             matcher.rollback(self._read - same)
         read = matcher.try_consume_tokens(new)
-        forced = [] if is_over else list(matcher.compute_ff_tokens())
+        forced = [] if is_over else _must_follow(matcher)
         matcher.consume_tokens(forced)
         self._check(len(new) - read)
         self._free, self._read = len(tokens), same + len(new) + len(forced)
@@ -312,7 +318,8 @@ class _GrammarVocabulary:
                 f"A {type(tokenizer).__name__} cannot be used with a grammar: {harmless(str(error), _REASON)}.",
                 "Use a checkpoint with a tokenizer.json.",
             ) from None
-        self._matcher = llguidance.LLMatcher
+        limits = llguidance.LLParserLimits(max_grammar_size=_MOST_SYMBOLS)
+        self._matcher = functools.partial(llguidance.LLMatcher, self._vocabulary, log_level=0, limits=limits)
         self.compiled = functools.lru_cache(_KEPT)(self._compiled)
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
@@ -321,10 +328,15 @@ class _GrammarVocabulary:
         Raises:
             OptionError: see `Grammar.check`.
         """
-        matcher: LLMatcher = self._matcher(self._vocabulary, grammar.source, log_level=0)
-        if matcher.is_error():
+        _check_length(grammar.kind, source := grammar.source, _MOST_LETTERS)
+        matcher: LLMatcher = self._matcher(source)
+        first = matcher if matcher.is_error() else matcher.deep_copy()
+        if not matcher.is_error():  # the first step is the longest, and shows whether anything can follow
+            first.consume_tokens(_must_follow(first))
+            first.compute_bitmask()
+        if first.is_error():
             raise OptionError(
-                f"The {grammar.kind} cannot be used: {_short(matcher.get_error())}.",
+                f"The {grammar.kind} cannot be used: {_short(first.get_error())}.",
                 "Leave out what it names, or say it in another way.",
             )
         return matcher
@@ -355,14 +367,26 @@ def _llguidance() -> Any:
     return llguidance
 
 
+def _must_follow(matcher: LLMatcher) -> list[int]:
+    """The tokens that must follow: not the token `<|im_end|>` where that text must, which its parts write."""
+    tokens = list(matcher.compute_ff_tokens())
+    return tokens[: matcher.validate_tokens(tokens)] if tokens else tokens
+
+
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:
     """Number of tokens at the beginning of both."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, pair in pairs if pair[0] != pair[1]), min(len(first), len(second)))
 
 
+def _check_length(kind: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise OptionError(f"The {kind} has {len(text):,} letters; expected at most {most:,}.", "Use a shorter one.")
+
+
 def _short(reason: str) -> str:
-    """A message of llguidance on one line, without a full stop."""
+    """A message of llguidance on one line, without its state and a full stop."""
+    reason = reason.partition("<state>")[0].partition("<backtrace>")[0]
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     return harmless(" ".join(lines), _REASON).rstrip(".")
 
