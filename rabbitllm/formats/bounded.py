@@ -56,9 +56,7 @@ def decode_json(
         raise ValueError(f"it takes {sys.getsizeof(text):,} bytes as text; at most {MAX_TEXT_BYTES:,} are read")
     try:
         pairs = _refuse_repeated_keys
-        return json.loads(
-            text, object_pairs_hook=pairs, parse_constant=constant, parse_int=whole, parse_float=fraction
-        )
+        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant, parse_int=whole, parse_float=fraction)
     except RecursionError:
         raise ValueError("it is nested too deeply (maximum recursion depth exceeded)") from None
 

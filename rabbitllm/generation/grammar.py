@@ -27,7 +27,7 @@ from rabbitllm.generation._recommended import end_tokens, tokenizer_of
 from rabbitllm.generation.reasoning import CHANNEL, END, MESSAGE, START, Thoughts, special_tokens
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
@@ -161,7 +161,8 @@ class Grammar:
             OptionError, MissingPackageError: see `check`.
         """
         vocabulary = _vocabulary_of(tokenizer_of(model))
-        return GrammarState(vocabulary.compiled(self).deep_copy(), end_tokens(model), vocabulary.end, self.kind)
+        matcher = vocabulary.compiled(self).deep_copy()
+        return GrammarState(matcher, end_tokens(model), vocabulary.end, self.kind, vocabulary.tokens)
 
 
 class GrammarState(LogitsProcessor):  # type: ignore[misc]
@@ -172,14 +173,15 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
         ends: the tokens that end a text.
         end: the one that stands for them in llguidance.
         kind: see `Grammar`.
+        tokens: the vocabulary in llguidance.
 
     Attributes:
         saved: number of forced tokens that had no pass of their own; counted by those who run passes.
     """
 
-    def __init__(self, matcher: LLMatcher, ends: Sequence[int], end: int, kind: str) -> None:
+    def __init__(self, matcher: LLMatcher, ends: Sequence[int], end: int, kind: str, tokens: LLTokenizer) -> None:
         self.saved = 0
-        self._matcher = matcher
+        self._matcher, self._tokens = matcher, tokens
         self._ends, self._end, self._kind = list(ends) or [end], end, kind
         self._prompt: int | None = None  # tokens before the answer
         self._known: list[int] = []  # tokens of the answer, and those that must follow them
@@ -255,8 +257,7 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
         if self._read > same:
             matcher.rollback(self._read - same)
         read = matcher.try_consume_tokens(new)
-        forced = [] if is_over else _must_follow(matcher)
-        matcher.consume_tokens(forced)
+        forced = [] if is_over else _follow(matcher, self._tokens)
         self._check(len(new) - read)
         self._free, self._read = len(tokens), same + len(new) + len(forced)
         self._known = [*tokens, *forced]
@@ -294,6 +295,7 @@ class _GrammarVocabulary:
 
     Attributes:
         end: the token that ends a text.
+        tokens: the vocabulary itself.
         marks: id and text of each token that no text has, such as `<think>`, special or not.
 
     Raises:
@@ -310,16 +312,16 @@ class _GrammarVocabulary:
             if end is None:
                 raise ValueError("it has no end token")
             self.end = int(end)
-            self._vocabulary = from_tokenizer(tokenizer, eos_token=self.end)
+            self.tokens = from_tokenizer(tokenizer, eos_token=self.end)
             added = tokenizer.get_added_vocab().items()
-            self.marks = {token: text for text, token in added if self._vocabulary.is_special_token(token)}
+            self.marks = {token: text for text, token in added if self.tokens.is_special_token(token)}
         except Exception as error:  # ValueError, or a panic in Rust
             raise OptionError(
                 f"A {type(tokenizer).__name__} cannot be used with a grammar: {harmless(str(error), _REASON)}.",
                 "Use a checkpoint with a tokenizer.json.",
             ) from None
         limits = llguidance.LLParserLimits(max_grammar_size=_MOST_SYMBOLS)
-        self._matcher = functools.partial(llguidance.LLMatcher, self._vocabulary, log_level=0, limits=limits)
+        self._matcher = functools.partial(llguidance.LLMatcher, self.tokens, log_level=0, limits=limits)
         self.compiled = functools.lru_cache(_KEPT)(self._compiled)
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
@@ -332,7 +334,7 @@ class _GrammarVocabulary:
         matcher: LLMatcher = self._matcher(source)
         first = matcher if matcher.is_error() else matcher.deep_copy()
         if not matcher.is_error():  # the first step is the longest, and shows whether anything can follow
-            first.consume_tokens(_must_follow(first))
+            _follow(first, self.tokens)
             first.compute_bitmask()
         if first.is_error():
             raise OptionError(
@@ -367,10 +369,18 @@ def _llguidance() -> Any:
     return llguidance
 
 
-def _must_follow(matcher: LLMatcher) -> list[int]:
-    """The tokens that must follow: not the token `<|im_end|>` where that text must, which its parts write."""
-    tokens = list(matcher.compute_ff_tokens())
-    return tokens[: matcher.validate_tokens(tokens)] if tokens else tokens
+def _follow(matcher: LLMatcher, vocabulary: LLTokenizer) -> list[int]:
+    """Take in the tokens that must follow, and return them."""
+    forced: list[int] = []
+    while tokens := list(matcher.compute_ff_tokens()):
+        if valid := matcher.validate_tokens(tokens):
+            tokens = tokens[:valid]
+        else:  # the text `<|im_end|>` must follow, and not the token of that name
+            tokens = list(vocabulary.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore")))
+        if not matcher.consume_tokens(tokens) or not tokens:
+            break
+        forced += tokens
+    return forced
 
 
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:
