@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import json
+import math
 import os
 import stat
 import sys
@@ -30,7 +31,10 @@ MAX_DIGITS = 400
 
 
 def decode_json(
-    raw: bytes, constant: Callable[[str], Any] | None = None, whole: Callable[[str], Any] | None = None
+    raw: bytes,
+    constant: Callable[[str], Any] | None = None,
+    whole: Callable[[str], Any] | None = None,
+    fraction: Callable[[str], Any] | None = None,
 ) -> Any:
     """The value of a JSON text.
 
@@ -38,6 +42,7 @@ def decode_json(
         raw: UTF-8; the caller limits its length.
         constant: converts NaN and the infinities, which are not JSON; None for Python's conversion.
         whole: converts the digits of an integer; None for Python's conversion, which is many times as fast.
+        fraction: converts the digits of any other number; None for Python's conversion.
 
     Raises:
         ValueError: it is not UTF-8 or not JSON, repeats a key, or exceeds the limits of nesting or size; the message
@@ -50,7 +55,8 @@ def decode_json(
     if sys.getsizeof(text) > MAX_TEXT_BYTES:
         raise ValueError(f"it takes {sys.getsizeof(text):,} bytes as text; at most {MAX_TEXT_BYTES:,} are read")
     try:
-        return json.loads(text, object_pairs_hook=_refuse_repeated_keys, parse_constant=constant, parse_int=whole)
+        pairs = _refuse_repeated_keys
+        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant, parse_int=whole, parse_float=fraction)
     except RecursionError:
         raise ValueError("it is nested too deeply (maximum recursion depth exceeded)") from None
 
@@ -65,7 +71,7 @@ def decode_message(raw: bytes) -> Any:
         ValueError: it is malformed; the message says what was found.
     """
     try:
-        value = decode_json(raw, no_constant, _parse_integer)
+        value = decode_json(raw, no_constant, _parse_integer, _parse_fraction)
         if b"\\u" in raw:  # unpaired surrogates, which no tokenizer accepts
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -84,6 +90,12 @@ def _parse_integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number has {len(digits):,} digits")
     return int(digits)
+
+
+def _parse_fraction(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"the number {short(digits, 40)} is too large")
+    return value
 
 
 def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from rabbitllm.generation._recommended import end_tokens, tokenizer_of
 from rabbitllm.generation.reasoning import CHANNEL, END, MESSAGE, START, Thoughts, special_tokens
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
@@ -37,6 +37,10 @@ _STRICT: Mapping[str, Any] = {"lenient": False, "coerce_one_of": False}
 """A keyword that llguidance does not know is an error, whatever a schema's `x-guidance` says."""
 _KEPT = 64
 """Compiled grammars of a tokenizer that are kept."""
+_MOST_LETTERS, _MOST_OF_RULES = 1 << 18, 1 << 16
+"""Limits of a grammar as llguidance reads it, and of rules or a pattern in it: more takes minutes."""
+_MOST_SYMBOLS = 20_000
+"""Symbols of a grammar; with more, llguidance's time grows with their square."""
 _REASON = 400
 """Letters of llguidance's message that are shown."""
 _TEXT = "TEXT: /(.|\\n)*/"
@@ -86,6 +90,7 @@ class Grammar:
     @classmethod
     def of_regex(cls, pattern: str) -> Grammar:
         """A text that a regular expression matches from its beginning to its end."""
+        _check_length("regular expression", pattern, _MOST_OF_RULES)
         source = json.loads(_llguidance().LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
         return cls("answer: @regex", (("regex", _dumped({"lark_grammar": source})),), kind="regular expression")
 
@@ -111,6 +116,7 @@ class Grammar:
         _llguidance()
         from llguidance.gbnf_to_lark import any_to_lark
 
+        _check_length("grammar", rules, _MOST_OF_RULES)
         try:
             lark = any_to_lark(rules)
         except Exception as error:  # of its own parser
@@ -155,7 +161,8 @@ class Grammar:
             OptionError, MissingPackageError: see `check`.
         """
         vocabulary = _vocabulary_of(tokenizer_of(model))
-        return GrammarState(vocabulary.compiled(self).deep_copy(), end_tokens(model), vocabulary.end, self.kind)
+        matcher = vocabulary.compiled(self).deep_copy()
+        return GrammarState(matcher, end_tokens(model), vocabulary.end, self.kind, vocabulary.tokens)
 
 
 class GrammarState(LogitsProcessor):  # type: ignore[misc]
@@ -166,14 +173,15 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
         ends: the tokens that end a text.
         end: the one that stands for them in llguidance.
         kind: see `Grammar`.
+        tokens: the vocabulary in llguidance.
 
     Attributes:
         saved: number of forced tokens that had no pass of their own; counted by those who run passes.
     """
 
-    def __init__(self, matcher: LLMatcher, ends: Sequence[int], end: int, kind: str) -> None:
+    def __init__(self, matcher: LLMatcher, ends: Sequence[int], end: int, kind: str, tokens: LLTokenizer) -> None:
         self.saved = 0
-        self._matcher = matcher
+        self._matcher, self._tokens = matcher, tokens
         self._ends, self._end, self._kind = list(ends) or [end], end, kind
         self._prompt: int | None = None  # tokens before the answer
         self._known: list[int] = []  # tokens of the answer, and those that must follow them
@@ -249,8 +257,7 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
         if self._read > same:
             matcher.rollback(self._read - same)
         read = matcher.try_consume_tokens(new)
-        forced = [] if is_over else list(matcher.compute_ff_tokens())
-        matcher.consume_tokens(forced)
+        forced = [] if is_over else _follow(matcher, self._tokens)
         self._check(len(new) - read)
         self._free, self._read = len(tokens), same + len(new) + len(forced)
         self._known = [*tokens, *forced]
@@ -288,6 +295,7 @@ class _GrammarVocabulary:
 
     Attributes:
         end: the token that ends a text.
+        tokens: the vocabulary itself.
         marks: id and text of each token that no text has, such as `<think>`, special or not.
 
     Raises:
@@ -304,15 +312,16 @@ class _GrammarVocabulary:
             if end is None:
                 raise ValueError("it has no end token")
             self.end = int(end)
-            self._vocabulary = from_tokenizer(tokenizer, eos_token=self.end)
+            self.tokens = from_tokenizer(tokenizer, eos_token=self.end)
             added = tokenizer.get_added_vocab().items()
-            self.marks = {token: text for text, token in added if self._vocabulary.is_special_token(token)}
+            self.marks = {token: text for text, token in added if self.tokens.is_special_token(token)}
         except Exception as error:  # ValueError, or a panic in Rust
             raise OptionError(
                 f"A {type(tokenizer).__name__} cannot be used with a grammar: {harmless(str(error), _REASON)}.",
                 "Use a checkpoint with a tokenizer.json.",
             ) from None
-        self._matcher = llguidance.LLMatcher
+        limits = llguidance.LLParserLimits(max_grammar_size=_MOST_SYMBOLS)
+        self._matcher = functools.partial(llguidance.LLMatcher, self.tokens, log_level=0, limits=limits)
         self.compiled = functools.lru_cache(_KEPT)(self._compiled)
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
@@ -321,10 +330,15 @@ class _GrammarVocabulary:
         Raises:
             OptionError: see `Grammar.check`.
         """
-        matcher: LLMatcher = self._matcher(self._vocabulary, grammar.source, log_level=0)
-        if matcher.is_error():
+        _check_length(grammar.kind, source := grammar.source, _MOST_LETTERS)
+        matcher: LLMatcher = self._matcher(source)
+        first = matcher if matcher.is_error() else matcher.deep_copy()
+        if not matcher.is_error():  # the first step is the longest, and shows whether anything can follow
+            _follow(first, self.tokens)
+            first.compute_bitmask()
+        if first.is_error():
             raise OptionError(
-                f"The {grammar.kind} cannot be used: {_short(matcher.get_error())}.",
+                f"The {grammar.kind} cannot be used: {_short(first.get_error())}.",
                 "Leave out what it names, or say it in another way.",
             )
         return matcher
@@ -355,14 +369,34 @@ def _llguidance() -> Any:
     return llguidance
 
 
+def _follow(matcher: LLMatcher, vocabulary: LLTokenizer) -> list[int]:
+    """Take in the tokens that must follow, and return them."""
+    forced: list[int] = []
+    while tokens := list(matcher.compute_ff_tokens()):
+        if valid := matcher.validate_tokens(tokens):
+            tokens = tokens[:valid]
+        else:  # the text `<|im_end|>` must follow, and not the token of that name
+            tokens = list(vocabulary.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore")))
+        if not matcher.consume_tokens(tokens) or not tokens:
+            break
+        forced += tokens
+    return forced
+
+
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:
     """Number of tokens at the beginning of both."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, pair in pairs if pair[0] != pair[1]), min(len(first), len(second)))
 
 
+def _check_length(kind: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise OptionError(f"The {kind} has {len(text):,} letters; expected at most {most:,}.", "Use a shorter one.")
+
+
 def _short(reason: str) -> str:
-    """A message of llguidance on one line, without a full stop."""
+    """A message of llguidance on one line, without its state and a full stop."""
+    reason = reason.partition("<state>")[0].partition("<backtrace>")[0]
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     return harmless(" ".join(lines), _REASON).rstrip(".")
 

@@ -289,6 +289,11 @@ class Request:
     thinking_budget: ThinkingBudget | None = None
     grammar: Grammar | None = None
 
+    def __post_init__(self) -> None:
+        """Let an answer end where its grammar does, also with `ignore_eos`: nothing can follow."""
+        if self.grammar is not None and self.sampling.ignore_eos:
+            object.__setattr__(self, "sampling", replace(self.sampling, ignore_eos=None))
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

@@ -29,7 +29,8 @@ _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalPr
 """The schema of a function without parameters."""
 _ABOUT = frozenset({"type", "title", "description", "default", "examples"})
 """Keywords of a text that can be written without quotes."""
-_MOST_BRANCHES = 64
+_MOST_BRANCHES = 256
+"""Branches of a schema that are looked at: references can go round."""
 
 
 def must_call(body: ChatBody) -> str | bool:
@@ -219,7 +220,8 @@ class _Calls:
     def _parameters(self, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
         """Qwen 3 Coder's parameters: texts without quotes, all else as JSON."""
         properties, required = schema.get("properties", {}), schema.get("required", ())
-        if not isinstance(properties, Mapping) or (set(schema) & {"anyOf", "oneOf", "allOf", "$ref"}):
+        is_plain = isinstance(properties, Mapping) and isinstance(required, Sequence)
+        if not is_plain or (set(schema) & {"anyOf", "oneOf", "allOf", "$ref"}):
             raise OptionError(f"The parameters of {harmless(name, 60)} have no list of properties.")
         for key, value in properties.items():
             branches, end = _branches(value, schema), self._text("\n</parameter>\n")
@@ -244,7 +246,9 @@ class _Calls:
 def _branches(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """What a schema stands for: it, its branches, and what they refer to."""
     whole, waiting = list[Mapping[str, Any]](), [schema]
-    while waiting and len(whole) < _MOST_BRANCHES:
+    for _ in range(_MOST_BRANCHES):
+        if not waiting:
+            break
         branch = waiting.pop(0)
         if not isinstance(branch, Mapping):
             continue

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rabbitllm.formats.bounded import decode_message
 from rabbitllm.generation.request import Result
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server._streaming import Dialect, text_of
@@ -232,7 +233,7 @@ class Messages(Dialect):
 def _arguments(text: str) -> Any:
     """Arguments of a call as an object; of a call whose arguments are none, under the name that says so."""
     try:
-        value = json.loads(text)
+        value = decode_message(text.encode())  # it can be written again
     except ValueError:
         value = text
     return value if isinstance(value, dict) else {"arguments": value}

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -282,11 +283,40 @@ def test_channels_come_before_the_answer() -> None:
         (lambda: Grammar.of_rules("start: x"), "unknown name"),
         (lambda: Grammar.of_rules("root ::= ["), "Unexpected end"),
         (lambda: Grammar.of_choice([]), "no texts"),
+        (lambda: Grammar.of_rules("start: start"), "NoExtensionBias.$"),
+        (lambda: Grammar.of_rules('root ::= "a" root'), "Too many items"),
+        (lambda: Grammar.of_rules("root ::= " + " | ".join(f'"a{n}"' for n in range(50_000))), "letters; expected"),
+        (lambda: Grammar.of_regex("a" * 1_000_000), "1,000,000 letters; expected at most 65,536"),
+        (lambda: Grammar.of_schema({"enum": [f"{n:100}" for n in range(100_000)]}), "at most 262,144"),
+        (lambda: Grammar.of_choice([f"{n}" for n in range(21_000)]), "too big"),
     ],
 )
 def test_what_cannot_be_guaranteed_is_refused_by_name(make: Callable[[], Grammar], named: str) -> None:
     with pytest.raises(OptionError, match=named):
         make().check(make_tokenizer())
+
+
+def test_a_forced_text_may_be_the_name_of_a_mark() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    mark = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    state = Grammar.of_schema({"const": "a<|im_end|>b"}).state(fake(tokenizer))
+    ids = [1]
+    while not state.ends(forced := state.forced(ids)):
+        scores = state(torch.tensor([ids]), torch.zeros(1, len(tokenizer)))
+        ids.append(forced[0] if forced else int(scores.argmax()))
+    ids += forced[:-1]
+    assert mark not in ids
+    assert tokenizer.decode(ids[1:]) == '"a<|im_end|>b"'
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_ignoring_the_end_does_not_hold_what_can_only_end(ask: Ask, logprobs: int | None) -> None:
+    asked = request(PERSON, 1, top_logprobs=logprobs)
+    endless = replace(asked, sampling=replace(asked.sampling, ignore_eos=True))
+    first, second = ask([asked, endless])[0]
+    assert first.tokens == second.tokens
+    assert second.finished.finish is FinishReason.STOP
 
 
 def test_other_tokenizers_are_refused_by_name() -> None:

@@ -10,6 +10,7 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -160,6 +161,23 @@ def test_messages_are_refused_in_anthropics_form(scripted: Running, claude: anth
         create(stranger)
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.create(model="other", max_tokens=1, messages=[{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])
+def test_arguments_that_json_cannot_write(number: str) -> None:
+    function = {"name": "f", "arguments": f'{{"a": {number}}}'}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+    message = {"content": None, "tool_calls": [{"id": "1", "function": function}]}
+    answer = {"id": "", "model": "", "choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}
+    whole = _messages.Messages((), 1).whole(answer, [SimpleNamespace(stop=None)])  # type: ignore[list-item]
+    assert whole["content"][0]["input"] == {"arguments": function["arguments"]}
+
+
+def test_a_number_that_is_too_large_is_refused(scripted: Running) -> None:
+    with scripted.http as client:
+        answer = client.post("/v1/responses", content='{"input": "<go>", "metadata": {"a": 1e999}}')
+    assert answer.status_code == 400
+    assert "the number '1e999' is too large" in answer.json()["error"]["message"]
 
 
 def respond(scripted: Running, content: Any = "<go>", **options: Any) -> Any:
