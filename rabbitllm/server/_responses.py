@@ -218,7 +218,12 @@ class Responses(Dialect):
             for call in delta.get("tool_calls") or ():
                 function = call["function"]
                 space, name = self._spaces.get(function["name"], (None, function["name"]))
-                fields = {"call_id": call["id"], "name": name, "arguments": "", **({"namespace": space} if space else {})}
+                fields = {
+                    "call_id": call["id"],
+                    "name": name,
+                    "arguments": "",
+                    **({"namespace": space} if space else {}),
+                }
                 out += self._close() + self._begin("function_call", "fc_", fields)
                 arguments = self._items[-1]["arguments"] = function["arguments"]
                 out += self._of_item("response.function_call_arguments.delta", delta=arguments)
