@@ -194,6 +194,10 @@ class Responses(Dialect):
             out += self._event("response.in_progress", response=self._response(None))
         return out + self._take(chunk)
 
+    def idle(self) -> bytes:
+        """An event: Codex leaves a stream that has none for five minutes, whatever comments it has."""
+        return self._event("response.in_progress", response=self._response(None))
+
     def end(self, last: Mapping[str, Any], ends: Sequence[Result]) -> bytes:
         """The events after the last chunk."""
         out, response = self._close(), self._response(last["usage"])

@@ -59,10 +59,15 @@ NAMESPACE: Any = {
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def scripted_split(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("serve") / "scripted"
     scripted_checkpoint(folder, LINES, TEMPLATE, special=("<think>", "</think>", "<tool_call>", "</tool_call>"))
-    with running(split(folder), api_key="secret-key") as server:
+    return split(folder)
+
+
+@pytest.fixture(scope="module")
+def scripted(scripted_split: Path) -> Iterator[Running]:
+    with running(scripted_split, api_key="secret-key") as server:
         yield server
 
 
@@ -213,6 +218,28 @@ def test_a_streamed_response_is_the_same(scripted: Running) -> None:
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == final.output_text
     assert final.usage == whole.usage.model_copy(update={"input_tokens_details": final.usage.input_tokens_details})
+
+
+def test_idle_streams_have_events(scripted: Running, scripted_split: Path) -> None:
+    """Codex and others count no comments; the clients read the same answer."""
+    with running(scripted_split, heartbeat_seconds=1e-4) as restless:
+        claude = anthropic.Anthropic(base_url=restless.address, api_key="none", max_retries=0)
+        raw = {"model": NAME, "max_tokens": 12, "stream": True, "messages": [{"role": "user", "content": "<go>"}]}
+        assert restless.post("/v1/messages", raw).text.count('event: ping\ndata: {"type":"ping"}') > 2
+        with claude.messages.stream(model=NAME, max_tokens=12, messages=[{"role": "user", "content": "<go>"}]) as said:
+            assert said.get_final_message().content[0].thinking == "Why? Because."  # type: ignore[union-attr]
+        with restless.openai().responses.stream(model=NAME, input="<go>", tools=[FUNCTION], temperature=0) as events:
+            kinds = [event.type for event in events]
+            final = events.get_final_response()
+    assert kinds.count("response.in_progress") > 2
+    assert [item.model_dump(exclude={"id", "call_id"}) for item in final.output] == [
+        item.model_dump(exclude={"id", "call_id"}) for item in streamed_output(scripted)
+    ]
+
+
+def streamed_output(scripted: Running) -> Any:
+    with scripted.openai().responses.stream(model=NAME, input="<go>", tools=[FUNCTION], temperature=0) as stream:
+        return stream.get_final_response().output
 
 
 def test_templates_get_the_items_of_a_conversation(scripted: Running) -> None:
