@@ -322,7 +322,11 @@ async def _generated(
 
     settings = service.settings
     return EventStream(
-        recorded_frames(), over, heartbeat_seconds=settings.heartbeat_seconds, stall_seconds=settings.stall_seconds
+        recorded_frames(),
+        over,
+        idle=dialect.idle,
+        heartbeat_seconds=settings.heartbeat_seconds,
+        stall_seconds=settings.stall_seconds,
     )
 
 

@@ -197,6 +197,10 @@ class Messages(Dialect):
                 out += self._delta({"type": "input_json_delta", "partial_json": arguments})
         return out
 
+    def idle(self) -> bytes:
+        """An event: some clients count no comments as a sign of life."""
+        return _event("ping")
+
     def end(self, last: Mapping[str, Any], ends: Sequence[Result]) -> bytes:
         """The events after the last chunk."""
         ending = _event("message_delta", delta=self._ending(self._reason, ends), usage=_usage(last["usage"]))

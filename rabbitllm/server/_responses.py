@@ -5,7 +5,7 @@ Nothing is stored: each request has the whole conversation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rabbitllm.generation.request import Result
@@ -22,7 +22,7 @@ _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls")
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content", "phase"),
     "reasoning": ("content", "summary", "encrypted_content"),
-    "function_call": ("call_id", "name", "arguments", "caller"),
+    "function_call": ("call_id", "name", "namespace", "arguments", "caller"),
     "function_call_output": ("call_id", "output", "caller"),
 }
 """Type of an item -> its keys."""
@@ -50,7 +50,7 @@ def chat_of(body: Any, template: ChatTemplate) -> dict[str, Any]:
         fields["input"] = [{"role": "user", "content": fields["input"]}]
     chat["messages"] = [{"role": "system", "content": system}] if system else []
     chat["messages"] += _messages(taken(fields, "input", list))
-    chat["tools"] = [_tool(tool, f"tools.{index}") for index, tool in enumerate(taken(fields, "tools", list))]
+    chat["tools"] = [_tool(*each) for each in _functions(taken(fields, "tools", list))]
     choice = fields.pop("tool_choice", None)
     is_named = isinstance(choice, dict) and choice.get("type") == "function"
     refuse_others(choice if is_named else {}, ("type", "name"), "tool_choice")
@@ -94,7 +94,8 @@ def _messages(items: Sequence[Any]) -> list[dict[str, Any]]:
             if text := parts if isinstance(parts, str) else "\n".join(str(part.get("text")) for part in parts):
                 in_answer("reasoning_content")["reasoning_content"] = text
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            name = _full_name(item.get("namespace"), item.get("name"))
+            function = {"name": name, "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             in_answer("").setdefault("tool_calls", []).append(call)
         elif kind in ("message", "function_call_output"):
@@ -128,15 +129,36 @@ def _content(content: Any, where: str) -> Any:
     return parts
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
+def _full_name(namespace: Any, name: Any) -> Any:
+    """The name that a model knows a function of a namespace by."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _functions(tools: Sequence[Any]) -> Iterator[tuple[Any, str, Any]]:
+    """Tools, their places in the request, and the namespaces that they are in, whose description comes first."""
+    for index, tool in enumerate(tools):
+        where = f"tools.{index}"
+        if not isinstance(tool, dict) or tool.get("type") != "namespace":
+            yield tool, where, None
+            continue
+        refuse_others(tool, ("type", "name", "description", "tools"), where)
+        for inner, function in enumerate(taken(dict(tool), "tools", list)):
+            if inner == 0 and tool.get("description") and isinstance(function, dict):
+                texts = (tool["description"], function.get("description"))
+                function = {**function, "description": "\n\n".join(str(text) for text in texts if text)}
+            yield function, f"{where}.tools.{inner}", tool.get("name")
+
+
+def _tool(tool: Any, where: str, namespace: Any) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, dict) else tool
         raise unsupported(f"{where} is of type {str(kind)[:40]}; only functions are supported.", where)
     if not isinstance(tool.get("name"), str):
         raise bad(f"{where} has no name.", where)
-    names = ("name", "description", "parameters", "strict")
-    refuse_others(tool, ("type", *names), where)
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+    names = ("description", "parameters", "strict")
+    refuse_others(tool, ("type", "name", *names), where)
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": {"name": _full_name(namespace, tool["name"]), **function}}
 
 
 class Responses(Dialect):
@@ -148,6 +170,8 @@ class Responses(Dialect):
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
+        functions = _functions(body.get("tools") or [])
+        self._spaces = {_full_name(space, tool["name"]): (space, tool["name"]) for tool, _, space in functions if space}
         self._answer: Mapping[str, Any] = {}
         self._items: list[dict[str, Any]] = []
         self._open = False
@@ -169,6 +193,10 @@ class Responses(Dialect):
             out += self._event("response.created", response=self._response(None))
             out += self._event("response.in_progress", response=self._response(None))
         return out + self._take(chunk)
+
+    def idle(self) -> bytes:
+        """An event: Codex leaves a stream that has none for five minutes, whatever comments it has."""
+        return self._event("response.in_progress", response=self._response(None))
 
     def end(self, last: Mapping[str, Any], ends: Sequence[Result]) -> bytes:
         """The events after the last chunk."""
@@ -193,7 +221,13 @@ class Responses(Dialect):
                 out += self._text("message", "msg_", empty, text)
             for call in delta.get("tool_calls") or ():
                 function = call["function"]
-                fields = {"call_id": call["id"], "name": function["name"], "arguments": ""}
+                space, name = self._spaces.get(function["name"], (None, function["name"]))
+                fields = {
+                    "call_id": call["id"],
+                    "name": name,
+                    "arguments": "",
+                    **({"namespace": space} if space else {}),
+                }
                 out += self._close() + self._begin("function_call", "fc_", fields)
                 arguments = self._items[-1]["arguments"] = function["arguments"]
                 out += self._of_item("response.function_call_arguments.delta", delta=arguments)

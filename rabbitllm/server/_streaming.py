@@ -225,6 +225,10 @@ class Dialect:
         """The events of a chunk."""
         return event(chunk)
 
+    def idle(self) -> bytes:
+        """What an idle stream sends, so that nobody between takes it for dead."""
+        return COMMENT
+
     def end(self, last: Mapping[str, Any], ends: Sequence[Result]) -> bytes:
         """The events after the chunks; `last` has the usage."""
         return (event(last) if self._include_usage else b"") + DONE
@@ -281,7 +285,8 @@ class EventStream(Response):
     Args:
         frames: the frames, in order.
         on_end: called at the end in any case, with whether the client stayed connected until then.
-        heartbeat_seconds: an idle stream sends a comment after this time.
+        idle: what an idle stream sends.
+        heartbeat_seconds: it does so after this time.
         stall_seconds: a client that reads nothing for this time is disconnected.
     """
 
@@ -290,6 +295,7 @@ class EventStream(Response):
         frames: AsyncIterator[bytes],
         on_end: Callable[[bool], None],
         *,
+        idle: Callable[[], bytes],
         heartbeat_seconds: float,
         stall_seconds: float,
     ) -> None:
@@ -298,6 +304,7 @@ class EventStream(Response):
         self.init_headers(HEADERS)
         self._frames = frames
         self._on_end = on_end
+        self._idle = idle
         self._heartbeat = heartbeat_seconds
         self._stall = stall_seconds
         self._stayed = False
@@ -326,7 +333,7 @@ class EventStream(Response):
                 next_frame = next_frame or asyncio.ensure_future(_next(self._frames))
                 done, _ = await asyncio.wait({next_frame}, timeout=self._heartbeat)
                 if not done:
-                    yield COMMENT
+                    yield self._idle()
                     continue
                 frame, next_frame = next_frame.result(), None
                 if not frame:

@@ -5,6 +5,7 @@ Models write a call in the form that their chat template shows: in a block (`FOR
     [TOOL_CALLS][{"name": …, "arguments": {…}}, …]                                    Mistral
     [TOOL_CALLS]NAME{…}    [TOOL_CALLS]NAME[ARGS]{…}                                  Mistral, later ones
     {"name": …, "parameters": {…}}    <|python_tag|>{…}                               Llama 3
+    ```json {"name": …, "arguments": {…}} ```    {{"name": …}}                        Qwen 2.5 Coder
 
 Text before a call belongs to the answer; so does text that looks like a call but is not (invalid JSON, no name), and a
 call between marks of reasoning, which the model only considered. Independent of tokenizers: the text has the markers,
@@ -28,6 +29,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
 ARGUMENTS = "[ARGS]"
 PYTHON = "<|python_tag|>"
+FENCE = "```json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +194,11 @@ class CallReader:
             lead = self._pending.lstrip()
             if not lead:
                 return ""
-            if lead[0] in "{[" and not lead.startswith(MISTRAL[: len(lead)]):  # perhaps a call without a marker
+            is_json = lead[0] in "{[" and not lead.startswith(MISTRAL[: len(lead)])
+            if is_json or lead.startswith(FENCE):  # perhaps a call without a marker
                 self._calling = True
+                return ""
+            if FENCE.startswith(lead):
                 return ""
             self._begun = True
         out = ""
@@ -223,7 +228,7 @@ class CallReader:
         return self._split(text)
 
     def _split(self, pending: str) -> tuple[str, tuple[ParsedToolCall, ...]]:
-        lead = pending.strip()
+        lead = pending.strip().removeprefix(FENCE).lstrip()
         for marker in (PYTHON, ""):
             if lead.startswith(marker or ("{", "[")):
                 calls = tuple(self._bare(lead.removeprefix(marker)))
@@ -303,8 +308,8 @@ def _values(text: str) -> tuple[list[Any], int]:
     values: list[Any] = []
     position = 0
     while position < len(text):
-        while position < len(text) and text[position] in " \t\r\n;,":
-            position += 1
+        while position < len(text) and (text[position] in " \t\r\n;," or text.startswith('{{"', position)):
+            position += 1  # no JSON begins with two braces; a published template shows calls so
         try:
             value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):

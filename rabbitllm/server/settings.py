@@ -30,7 +30,7 @@ class Settings:
         context: limit of the tokens of a prompt and its answer; None for the model's.
         thinking: whether the model thinks in chats, and how much, unless the request says so.
         of_the_model: options by which the model chooses tokens in every request; see `request.options_of`.
-        heartbeat_seconds: an idle stream sends a comment after this time.
+        heartbeat_seconds: an idle stream sends a comment or an event after this time.
         stall_seconds: a client that reads nothing for this time is disconnected.
         media_folder: folder whose pictures and sounds requests may name by `file:` URLs; None for none.
     """

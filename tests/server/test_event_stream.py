@@ -105,7 +105,7 @@ class Reader:
 
 async def streamed(reader: Reader, frames: AsyncIterator[bytes]) -> list[bool]:
     ends: list[bool] = []
-    await EventStream(frames, ends.append, heartbeat_seconds=0.05, stall_seconds=0.1)(
+    await EventStream(frames, ends.append, idle=lambda: COMMENT, heartbeat_seconds=0.05, stall_seconds=0.1)(
         {"type": "http"}, reader.receive, reader.send
     )
     return ends

@@ -30,6 +30,7 @@ CALL = '{"name": "add", "arguments": {"a": 1}}'
 LINES = (
     ("<go>", "<think>", "Why?", " Because.", "</think>", "I add. ", "<tool_call>", CALL, "</tool_call>"),
     ("<talk>", "It is ", "three."),
+    ("<agents>", '{"name": "multi_agent_v1__close_agent", "arguments": {"target": "a"}}'),
 )
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}{{ message.role }}:"
@@ -43,11 +44,31 @@ TOOL: Any = {"name": "add", "description": "adds", "input_schema": SCHEMA}
 FUNCTION: Any = {"type": "function", "name": "add", "description": "adds", "parameters": SCHEMA, "strict": False}
 
 
+CLOSE_AGENT: Any = {
+    "type": "function",
+    "name": "close_agent",
+    "description": "Close an agent.",
+    "strict": False,
+    "parameters": {"type": "object"},
+}
+NAMESPACE: Any = {
+    "type": "namespace",
+    "name": "multi_agent_v1",
+    "description": "Tools for sub-agents.",
+    "tools": [CLOSE_AGENT],
+}
+
+
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def scripted_split(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("serve") / "scripted"
     scripted_checkpoint(folder, LINES, TEMPLATE, special=("<think>", "</think>", "<tool_call>", "</tool_call>"))
-    with running(split(folder), api_key="secret-key") as server:
+    return split(folder)
+
+
+@pytest.fixture(scope="module")
+def scripted(scripted_split: Path) -> Iterator[Running]:
+    with running(scripted_split, api_key="secret-key") as server:
         yield server
 
 
@@ -217,6 +238,28 @@ def test_a_streamed_response_is_the_same(scripted: Running) -> None:
     assert final.usage == whole.usage.model_copy(update={"input_tokens_details": final.usage.input_tokens_details})
 
 
+def test_idle_streams_have_events(scripted: Running, scripted_split: Path) -> None:
+    """Codex and others count no comments; the clients read the same answer."""
+    with running(scripted_split, heartbeat_seconds=1e-4) as restless:
+        claude = anthropic.Anthropic(base_url=restless.address, api_key="none", max_retries=0)
+        raw = {"model": NAME, "max_tokens": 12, "stream": True, "messages": [{"role": "user", "content": "<go>"}]}
+        assert restless.post("/v1/messages", raw).text.count('event: ping\ndata: {"type":"ping"}') > 2
+        with claude.messages.stream(model=NAME, max_tokens=12, messages=[{"role": "user", "content": "<go>"}]) as said:
+            assert said.get_final_message().content[0].thinking == "Why? Because."  # type: ignore[union-attr]
+        with restless.openai().responses.stream(model=NAME, input="<go>", tools=[FUNCTION], temperature=0) as events:
+            kinds = [event.type for event in events]
+            final = events.get_final_response()
+    assert kinds.count("response.in_progress") > 2
+    assert [item.model_dump(exclude={"id", "call_id"}) for item in final.output] == [
+        item.model_dump(exclude={"id", "call_id"}) for item in streamed_output(scripted)
+    ]
+
+
+def streamed_output(scripted: Running) -> Any:
+    with scripted.openai().responses.stream(model=NAME, input="<go>", tools=[FUNCTION], temperature=0) as stream:
+        return stream.get_final_response().output
+
+
 def test_templates_get_the_items_of_a_conversation(scripted: Running) -> None:
     items: list[Any] = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
@@ -233,10 +276,40 @@ def test_templates_get_the_items_of_a_conversation(scripted: Running) -> None:
     assert respond(scripted, [*again, {"role": "user", "content": "<talk>"}]).output_text == "It is three."
 
 
+def test_codex_has_functions_in_namespaces(scripted: Running) -> None:
+    codex: dict[str, Any] = {
+        "model": NAME,
+        "stream": True,
+        "input": [
+            {"type": "message", "id": "msg_1", "role": "developer", "content": [{"type": "input_text", "text": "s"}]},
+            {"type": "message", "id": "msg_2", "role": "user", "content": [{"type": "input_text", "text": "<agents>"}]},
+        ],
+        "tools": [NAMESPACE],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "01a219ee",
+        "client_metadata": {"session_id": "01a219ee", "x-codex-window-id": "01a219ee:0"},
+    }
+    events = scripted.post("/v1/responses", codex).text.split("\n\n")
+    (call,) = json.loads(events[-2].partition("data: ")[2])["response"]["output"]
+    assert (call["namespace"], call["name"], call["arguments"]) == ("multi_agent_v1", "close_agent", '{"target": "a"}')
+    of_codex = {name: call[name] for name in ("type", "id", "call_id", "namespace", "name", "arguments")}
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "closed"}
+    chat = _responses.chat_of({**codex, "input": [of_codex, output]}, scripted.service.template)
+    assert chat["messages"][0]["tool_calls"][0]["function"]["name"] == "multi_agent_v1__close_agent"
+    (close,) = (tool["function"] for tool in chat["tools"])
+    assert close["name"] == "multi_agent_v1__close_agent"
+    assert close["description"] == "Tools for sub-agents.\n\nClose an agent."
+
+
 def test_responses_refuse_what_needs_a_store(scripted: Running) -> None:
     for options, message in (
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported: this server stores no responses"),
         ({"background": True}, "background is not supported"),
+        ({"tools": [{**NAMESPACE, "tools": [{"type": "custom"}]}]}, "tools.0.tools.0 is of type custom"),
         ({"tools": [{"type": "web_search"}]}, "tools.0 is of type web_search; only functions are supported"),
         ({"truncation": "auto"}, "truncation is not supported"),
         ({"extra_body": {"max_tool_calls": 3}}, "max_tool_calls is not supported"),
@@ -271,7 +344,7 @@ RESPONSES_BODY: dict[str, Any] = {
         {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "d"}]},
     ],
-    "tools": [FUNCTION],
+    "tools": [FUNCTION, NAMESPACE],
     "tool_choice": {"type": "function", "name": "add"},
     "reasoning": {"effort": "low"},
     "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}},
