@@ -79,6 +79,7 @@ def pull_command(
             sequential=options.sequential, keep_shards=keep_shards, delete_original=delete_original
         ),
         token=token,
+        loads=False,
         of_split={"min_free_disk": min_free_disk, "shard_transfer": shard_transfer, "fit_scales": fit_scales},
     )
     console = Console(highlight=False)

@@ -208,6 +208,7 @@ class ModelOptions:
         shards: ShardPolicy | None = None,
         token: str | None = None,
         of_split: Mapping[str, Any] = MappingProxyType({}),
+        loads: bool = True,
         **of_run: Any,
     ) -> LoadRequest:
         """Parse and check them.
@@ -220,6 +221,7 @@ class ModelOptions:
             shards: what becomes of the shards; by default those that are fetched are not kept.
             token: access token for the hub.
             of_split, of_run: further options of `prepare.split_options` and of `RunOptions`.
+            loads: whether the model is loaded afterwards.
 
         Raises:
             OptionError: a limit that names no device, or options that are invalid or contradict each other.
@@ -251,7 +253,8 @@ class ModelOptions:
         )
         if self.no_split:
             check_unsplit(SplitOptions(compression))
-        import_torch()  # all is checked that needs none of it
+        if loads:
+            import_torch()  # all is checked that needs none of it
         return replace(request, split=None) if self.no_split else request
 
     def batch_draft(self, draft: str) -> LoadRequest | Draft | Literal["auto", "none"]:
