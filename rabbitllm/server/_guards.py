@@ -119,8 +119,9 @@ class JsonResponse(Response):
 
 def response_of(api_error: APIError, path: str) -> JsonResponse:
     """An error as a response to a request for this path; Anthropic's interface has one more key."""
-    kind = {"type": "error"} if path.startswith("/v1/messages") else {}
-    return JsonResponse({**kind, **api_error.as_object()}, api_error.status, api_error.headers)
+    is_anthropic = path.startswith("/v1/messages")
+    kind = {"type": "error"} if is_anthropic else {}
+    return JsonResponse({**kind, **api_error.as_object(anthropic=is_anthropic)}, api_error.status, api_error.headers)
 
 
 async def _read_off(receive: Receive) -> None:

@@ -208,7 +208,7 @@ class Messages(Dialect):
 
     def failed(self, error: APIError) -> bytes:
         """The event of an error."""
-        return _event("error", **error.as_object())
+        return _event("error", **error.as_object(anthropic=True))
 
     def _message(self, answer: Mapping[str, Any], blocks: list[Any], usage: Mapping[str, Any]) -> dict[str, Any]:
         ids = {"id": answer["id"], "type": "message", "role": "assistant", "model": answer["model"]}

@@ -32,6 +32,8 @@ _ERROR_TYPES = {
     TOO_LATE: "timeout_error",
     TIMED_OUT: "timeout_error",
 }
+_OF_ANTHROPIC = {NOT_FOUND: "not_found_error", TOO_LARGE: "request_too_large"}
+"""Types that Anthropic's interface has besides; its type of what is broken is api_error."""
 
 
 @dataclass(eq=False)
@@ -55,9 +57,11 @@ class APIError(Exception):
     def __str__(self) -> str:
         return self.message
 
-    def as_object(self) -> dict[str, Any]:
-        """For `json.dumps`."""
-        error_type = _ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < BROKEN else "server_error")
+    def as_object(self, *, anthropic: bool = False) -> dict[str, Any]:
+        """For `json.dumps`, with the type that OpenAI's interface names, or Anthropic's."""
+        types = {**_ERROR_TYPES, **_OF_ANTHROPIC} if anthropic else _ERROR_TYPES
+        broken = "api_error" if anthropic else "server_error"
+        error_type = types.get(self.status, "invalid_request_error" if self.status < BROKEN else broken)
         return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
 

@@ -180,8 +180,9 @@ def test_messages_are_refused_in_anthropics_form(scripted: Running, claude: anth
     stranger = anthropic.Anthropic(base_url=scripted.address, api_key="wrong", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError):
         create(stranger)
-    with pytest.raises(anthropic.NotFoundError):
+    with pytest.raises(anthropic.NotFoundError) as unknown:
         claude.messages.create(model="other", max_tokens=1, messages=[{"role": "user", "content": "a"}])
+    assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
 
 
 @pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])
