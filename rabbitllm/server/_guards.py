@@ -120,8 +120,8 @@ class JsonResponse(Response):
 def response_of(api_error: APIError, path: str) -> JsonResponse:
     """An error as a response to a request for this path; Anthropic's interface has one more key."""
     is_anthropic = path.startswith("/v1/messages")
-    kind = {"type": "error"} if is_anthropic else {}
-    return JsonResponse({**kind, **api_error.as_object(anthropic=is_anthropic)}, api_error.status, api_error.headers)
+    body = api_error.as_object(anthropic=is_anthropic)
+    return JsonResponse({"type": "error", **body} if is_anthropic else body, api_error.status, api_error.headers)
 
 
 async def _read_off(receive: Receive) -> None:
