@@ -143,6 +143,8 @@ def test_every_step_runs_on_the_device_of_the_tests(tmp_path: Path) -> None:
 EXPECTED = {
     "versions": {"package": 10, "GB/s to it": 4},
     "kernels": {"quantized to": 2, "dequantized": 13, "product": 20},
+    "families": {"types": 1},
+    "commands": {"command": 9, "different answers": 1},
     "pinned": {"blocks": 1, "copies to": 3, "process": 1},
     "attention": {"kernel": 20},
     "races": {"late": 18, "dtype": 4, "Ctrl-C in each wait of": 2},
