@@ -43,7 +43,7 @@ from rabbitllm.engine.load_plan import (
 )
 from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.placement import READY, Placement, Tier, enclosing
-from rabbitllm.engine.prefetch import keep_units
+from rabbitllm.engine.prefetch import keep_units, wait_for_jobs
 from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_read_mode
 from rabbitllm.engine.streamed_model import Internals, StreamedModel, adopt
 from rabbitllm.engine.units import input_embedding
@@ -99,6 +99,7 @@ def load_model(
     if is_compressed and not all(device.shares_host_memory for device in chosen):
         bitsandbytes()  # fails now rather than in the first pass
     planner = planner or LoadPlanner(options, chosen, home)
+    wait_for_jobs()
     limits = {device.name: budget_of(device, options) for device in chosen}
     with memory_explained(chosen, limits, "loading"):  # no variable here keeps what is to be freed after an error
         model = _bound(planner, share, store, home, chosen, options)
