@@ -59,7 +59,7 @@ class BatchDrafts:
         if self._draft is None and grammar is None:
             return None
         width = self._widths.pop() if self._widths else Width(self._costs)
-        track = Rewindable(self._model, sequence.cache, has_begun=True)
+        track = Rewindable(self._model, sequence.cache, sequence.num_computed_tokens, has_begun=True)
         processors = LogitsProcessorList([] if grammar is None else [grammar])
         propose = partial(proposals_of, draft, self._model, track, processors, self._config, width, trees=False)
         learns, ids = None if self._draft is None else width, lambda: sequence.ids

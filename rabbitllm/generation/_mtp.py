@@ -11,11 +11,12 @@ then attends to fewer.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 
 from rabbitllm.generation._packed_batch import PackedCache
-from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, bytes_of, can_be_cut
+from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, Beside
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -39,32 +40,31 @@ class HeadTrack:
         self._passed: tuple[int, torch.Tensor] | None = None  # first token and states of the model's last pass
         self._hook = model.get_decoder().register_forward_hook(self._take, with_kwargs=True)
 
-    def __reduce__(self) -> Any:
-        """As of `Rewindable`."""
-        return type(None), ()
-
     def close(self) -> None:
         """Take no more hidden states."""
         self._hook.remove()
 
-    def resume(self, earlier: HeadTrack, tokens: int) -> None:
-        """Go on with what an earlier track of the same cache has of the first `tokens`."""
-        earlier.settle(tokens)
-        if all(map(can_be_cut, earlier._cache.layers)) or earlier.tokens <= tokens:
-            self._cache, self._levels = earlier._cache, earlier._levels
-            self._cut(tokens)
+    def resume(self, earlier: Beside | None, tokens: int) -> None:
+        """Go on with what the heads have kept of the first `tokens`, if there is something."""
+        if earlier is None or earlier.of() is not self._heads or not earlier.can_be_cut(tokens):
+            return
+        self._cache = earlier.cache
+        for level, (rows, states) in zip(self._levels, earlier.levels, strict=True):
+            level.rows, level.states = rows, states
+        self._cut(tokens)
+
+    @property
+    def beside(self) -> Beside:
+        """What is kept of the sequence for a later answer."""
+        self.settle(self._of.get_seq_length())
+        levels = [(level.rows, level.states) for level in self._levels]
+        return Beside(ref(self._heads), self._cache, self.tokens, levels)
 
     @property
     def tokens(self) -> int:
         """Tokens of which it has rows or states."""
         states = self._levels[0].states
         return self._levels[0].rows + (0 if states is None else states.shape[1])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its KV cache and states."""
-        states = (level.states for level in self._levels)
-        return bytes_of(self._cache) + sum(tensor.nbytes for tensor in states if tensor is not None)
 
     def _take(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         cache = kwargs.get(CACHE_ARGUMENT, self._of)
