@@ -470,9 +470,9 @@ class PrefixCache:
 
 CONTINUING = frozenset(
     {
-        *("bailing_hybrid", "falcon_h1", "granitemoehybrid", "inkling_text", "inkling2_text", "kimi_linear"),
-        *("lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
-        *("qwen4_exp_text", "zamba2", "zaya"),
+        *("bailing_hybrid", "falcon_h1", "glm5_next_text", "granitemoehybrid", "inkling_text", "inkling2_text"),
+        *("kimi_linear", "lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text"),
+        *("qwen3_next", "qwen4_exp_text", "zamba2", "zaya"),
     }
 )
 """Model types whose states continue with further prompts (transformers 5.23 and 5.24), tested in
@@ -484,7 +484,7 @@ _TESTED_STATES = (
     CONTINUING
     | BY_ROWS
     | {
-        *("bamba", "deepseek_v4", "glm5_next_text", "inkling2_loop_text", "lara_mini", "mamba2", "minimax"),
+        *("bamba", "deepseek_v4", "inkling2_loop_text", "lara_mini", "mamba2", "minimax"),
         *("rwkv", "xlstm"),
     }
 )

@@ -172,9 +172,8 @@ def shaken(model: Any) -> Any:
     return model
 
 
-@torch.no_grad()
-def test_states_beside_indexes_go_back() -> None:
-    """GLM-5-Next, of which published models take pictures; its smallest config has no index."""
+def glm5_next() -> Any:
+    """GLM-5-Next with indexes, which its smallest config has not; published models take pictures."""
     model_class = getattr(transformers, "Glm5NextForConditionalGeneration", None)
     if model_class is None:
         pytest.skip("transformers does not know it")
@@ -182,7 +181,12 @@ def test_states_beside_indexes_go_back() -> None:
     text = config.text_config
     text.layer_types, text.indexer_types = ["linear_attention", "indexed_attention"] * 2, ["full"] * 4
     text.num_hidden_layers, text.mlp_layer_types, text.index_kpool = 4, ["dense", "sparse"] * 2, 2
-    model = shaken(model_class(config))
+    return shaken(model_class(config))
+
+
+@torch.no_grad()
+def test_states_beside_indexes_go_back() -> None:
+    model = glm5_next()
     assert {type(layer).__name__ for layer in cache_layers(model)} == {"LinearAttentionLayer", "DynamicIndexedLayer"}
     assert_goes_back(model)
 
