@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ from rabbitllm.engine.heads import Heads
 from rabbitllm.errors import OptionError
 from rabbitllm.generation import _sequence
 from rabbitllm.generation._model_runner import ModelRunner
+from rabbitllm.generation._mtp import PackedHeads
 from rabbitllm.generation._packed_batch import PackedForward
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Costs, Width
@@ -256,10 +258,29 @@ def test_a_draft_that_fails_costs_no_request(
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("deepseek_v3", "right"), ("deepseek_v3", "wrong"), ("qwen3_next", "noisy"), ("qwen3_5", "noisy")]
+    ("name", "how"),
+    [
+        *(("deepseek_v3", "right"), ("deepseek_v3", "wrong"), ("qwen3_next", "noisy"), ("qwen3_5", "noisy")),
+        *(pytest.param(name, "noisy", marks=pytest.mark.long) for name in ("qwen3_5_moe", "glm4_moe", "mellum")),
+    ],
 )
-def test_the_heads_of_a_checkpoint(tmp_path: Path, open_batch: Open, name: str, how: str) -> None:
-    """Prompts in pieces, and beginnings that are in the prefix cache; packed, and with states."""
+def test_the_heads_of_a_checkpoint(
+    tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+) -> None:
+    """Prompts in pieces, and beginnings that are in the prefix cache; packed, and with states.
+
+    Heads of several sequences compute what they do for each alone, in one call where there are no windows.
+    """
+    packed, compute = list[int](), PackedHeads._compute
+
+    def watched(self: PackedHeads, calls: Any) -> Any:
+        alone = [self._heads(*copy.deepcopy(call)) for call in calls]
+        results = compute(self, calls)
+        torch.testing.assert_close(results, alone, rtol=0, atol=1e-4)
+        packed.append(len(calls))
+        return results
+
+    monkeypatch.setattr(PackedHeads, "_compute", watched)
     folder = endless_head(tmp_path / "model", how, name)
     plain, _ = open_batch(replace(NONE, chunk=16), folder=folder, budget=None)
     expected = answered_together(plain, asked())
@@ -278,6 +299,7 @@ def test_the_heads_of_a_checkpoint(tmp_path: Path, open_batch: Open, name: str, 
     assert (batch.stats.accepted_tokens > stats.accepted_tokens) is (how != "wrong")
     batch.close(0)
     assert not model.get_decoder()._forward_hooks
+    assert (max(packed) > 3) is (name != "mellum")
 
 
 def endless_head(folder: Path, how: str, name: str = "deepseek_v3") -> Path:
