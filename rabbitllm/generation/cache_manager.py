@@ -37,8 +37,10 @@ from rabbitllm.generation._packed_batch import can_be_packed, shares_keys
 from rabbitllm.generation._sequence import Sequence, SequenceLength
 from rabbitllm.generation.kv_cache import (
     MIN_PREFIX_TOKENS,
+    Beside,
     PrefixCache,
     angles_change_after,
+    beside_of,
     cache_layers,
     common_prefix,
     copied,
@@ -386,8 +388,8 @@ class CacheManager:
         if not self._continues(sequence):
             return True
         ids = sequence.ids
-        candidates = ((usable(ids, prefix, cache), prefix, cache) for prefix, cache in self._prefixes())
-        tokens, prefix, cache = max(candidates, key=itemgetter(0), default=(0, (), None))
+        candidates = ((usable(ids, prefix[0], prefix[1]), *prefix) for prefix in self._prefixes())
+        tokens, prefix, cache, beside = max(candidates, key=itemgetter(0), default=(0, (), None, None))
         worth = max(tokens + MIN_PREFIX_TOKENS, MIN_SHARED_TOKENS)
         prefilling = (other.prefilling for other in self._running)
         if any(prompt is not None and common_prefix(ids, prompt) >= worth for prompt in prefilling):
@@ -396,6 +398,8 @@ class CacheManager:
             self._finished.used(prefix)
         self._finished.shrink(free)  # before the copy, which takes their memory
         sequence.cache = self._copied(cache, tokens) if tokens else None
+        if sequence.cache is not None and not in_file:
+            sequence.cache.beside = self._copied_beside(beside, tokens, free)
         if sequence.cache is None:
             sequence.cache, tokens = DynamicCache(config=self._config), 0
         if in_file and not self._write(sequence):
@@ -410,6 +414,19 @@ class CacheManager:
         except (OSError, *NO_MEMORY) as error:
             logger.warning("A shared prefix of %d tokens is computed again: %s", tokens, error)
             self._finished.shrink(0)
+            return None
+
+    def _copied_beside(self, beside: Beside | None, tokens: int, free: int) -> Beside | None:
+        """A copy of what a draft keeps of a prefix, if so many bytes are free."""
+        if beside is None or not beside.tokens:
+            return None
+        nbytes = beside.nbytes * min(tokens, beside.tokens) // beside.tokens
+        if nbytes > free - self._draft_bytes():
+            return None
+        self._finished.shrink(free - nbytes)
+        try:
+            return beside.copied(tokens)
+        except NO_MEMORY:
             return None
 
     def resumable(self, sequence: Sequence) -> Any:
@@ -427,6 +444,9 @@ class CacheManager:
         sequence.cache = None
         if cache is not None:
             sequence.swapped_out = self.swap.put(cache)
+            if sequence.swapped_out is None and beside_of(cache) is not None:
+                cache.beside = None
+                sequence.swapped_out = self.swap.put(cache)
 
     def keep(self, sequence: Sequence) -> None:
         """Put the KV cache of a finished sequence into the prefix cache."""
@@ -444,12 +464,14 @@ class CacheManager:
             self.swap.drop(sequence.swapped_out)
             sequence.swapped_out = None
 
-    def _prefixes(self) -> Iterator[tuple[abc.Sequence[int], Any]]:
-        """Ids and KV cache of each sequence whose prefix can be reused."""
-        yield from self._finished.entries()
+    def _prefixes(self) -> Iterator[tuple[abc.Sequence[int], Any, Beside | None]]:
+        """Ids and KV cache of each sequence whose prefix can be reused, and what a draft keeps of it."""
+        for ids, cache in self._finished.entries():
+            yield ids, cache, beside_of(cache)
         for sequence in self._running:
             if 0 < (tokens := sequence.num_computed_tokens) <= self._same_angles:
-                yield sequence.ids[:tokens], sequence.cache
+                draft = sequence.lookahead
+                yield sequence.ids[:tokens], sequence.cache, draft.beside if draft is not None else None
 
     def _write(self, sequence: Sequence) -> bool:
         """Write the cache of a sequence that begins to the file; if that fails, give it an empty one in memory."""
@@ -468,5 +490,8 @@ class CacheManager:
         in_memory, in_file = self.by_location()
         # computed from token counts, since the batch's thread may change the tensors meanwhile
         counts = [s.num_computed_tokens if s.cache is not None else s.length.tokens for s in in_memory]
-        drafts = sum(draft.nbytes for s in list(self._running) if (draft := s.lookahead) is not None)
-        return drafts + sum(map(self.memory.bytes_for, counts)) + len(in_file) * self.memory.tail_bytes()
+        return self._draft_bytes() + sum(map(self.memory.bytes_for, counts)) + len(in_file) * self.memory.tail_bytes()
+
+    def _draft_bytes(self) -> int:
+        """Bytes that the drafts of the running sequences keep."""
+        return sum(draft.nbytes for s in list(self._running) if (draft := s.lookahead) is not None)
