@@ -54,7 +54,12 @@ def _conditions(model: StreamedModel) -> Iterator[Any]:
     yield manifest.compression
     yield [(layer.file, layer.size, layer.crc32, (layer.blocks or b"").hex()) for layer in manifest.layers]
     config = json.dumps(model.config.to_dict(), default=str)
-    yield [type(model).__qualname__, json.loads(config, object_pairs_hook=_without_path), str(model.dtype), attention_of(model.config)]
+    yield [
+        type(model).__qualname__,
+        json.loads(config, object_pairs_hook=_without_path),
+        str(model.dtype),
+        attention_of(model.config),
+    ]
     yield [options.exact, options.fast_bfloat16]
     yield [_source_of(kind.__module__) for kind in type(model).__mro__ if kind.__module__.startswith(_REMOTE_CODE)]
     yield [__version__, sys.version_info[:2], *map(_version_of, _PACKAGES)]

@@ -34,6 +34,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,6 @@ from rabbitllm.generation.kv_cache import (
     is_indexed,
     is_nothing,
     keeps,
-    layers_of,
     restore,
     saved,
     tensors_in,
@@ -62,9 +62,8 @@ from rabbitllm.storage.durable import PART_SUFFIX
 from rabbitllm.storage.folder_lock import alone
 
 if TYPE_CHECKING:
-    from transformers import Cache
+    from transformers import Cache, CacheLayerMixin
 
-    from rabbitllm.engine.kv_room import CacheLayerMixin
     from rabbitllm.engine.streamed_model import StreamedModel
 
 logger = logging.getLogger(__name__)
@@ -381,7 +380,7 @@ class PromptCache:
         try:
             state = read(prefix.state) if prefix.state else {"parts": {}, "states": {}}
             blocks = prefix.blocks if self._has_blocks else ()
-            parts = [*((lambda block=block: read(block)) for block in blocks), lambda: state["parts"]]
+            parts = [*(partial(read, block) for block in blocks), lambda: state["parts"]]
             cache = cache_of(DynamicCache(config=self._config), prefix.tokens, parts, state["states"])
         except FileNotFoundError:
             return None
@@ -481,10 +480,10 @@ class PromptCache:
         keep = {*own, state}
         for number, name in enumerate(own if offer.state is None else ()):
             begin = number * BLOCK_TOKENS
-            if not self._write(name, keep, lambda begin=begin: _parts(offer.cache(), begin, begin + BLOCK_TOKENS)):
+            if not self._write(name, keep, partial(_parts, offer.cache, begin, begin + BLOCK_TOKENS)):
                 return
         if state:
-            self._write(state, keep, lambda: offer.state or _state(offer.cache(), len(offer.ids)))
+            self._write(state, keep, lambda: offer.state or _state(offer.cache, len(offer.ids)))
 
     def _write(self, name: str, keep: set[str], content: Callable[[], Any]) -> bool:
         """Write a file, unless it is there; False if it has no room, or the content is no longer in memory.
@@ -586,14 +585,17 @@ def _bytes_of(ids: Sequence[int]) -> bytes:
     return array("I", ids).tobytes()
 
 
-def _parts(cache: Cache | None, begin: int, end: int) -> Parts | None:
+def _parts(kept: Callable[[], Any], begin: int, end: int) -> Parts | None:
+    """Parts of the cache that `kept` returns, if that is in memory."""
+    cache = kept()
     return parts_of(cache, begin, end) if cache is not None else None
 
 
-def _state(cache: Cache | None, tokens: int) -> Mapping[str, Any] | None:
-    if cache is None:
-        return None
-    return {"parts": parts_of(cache, tokens // BLOCK_TOKENS * BLOCK_TOKENS, tokens), "states": saved(cache)}
+def _state(kept: Callable[[], Any], tokens: int) -> Mapping[str, Any] | None:
+    """Content of the state's file of the cache that `kept` returns, if that is in memory."""
+    parts = _parts(kept, tokens // BLOCK_TOKENS * BLOCK_TOKENS, tokens)
+    cache = kept()
+    return {"parts": parts, "states": saved(cache)} if cache is not None else None
 
 
 def _make_private(root: Path, folder: Path) -> None:

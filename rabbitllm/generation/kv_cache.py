@@ -79,6 +79,7 @@ def grows(layer: CacheLayerMixin) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value, and in containers in it."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):

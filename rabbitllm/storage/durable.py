@@ -307,9 +307,9 @@ def write_private(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     try:
         try:
             offset = 0
-            for piece in map(memoryview, pieces):
+            for piece in pieces:
                 _announce(Step("write", part, offset, piece))
-                _write_all(descriptor, piece, offset, threading.Lock())
+                _write_all(descriptor, memoryview(piece), offset, threading.Lock())
                 offset += len(piece)
             _announce(Step("sync", part))
             os.fsync(descriptor)

@@ -118,7 +118,7 @@ def exclusive(folder: Path, kind: FolderKind) -> FolderLock:
 
 
 def alone(folder: Path) -> FolderLock | None:
-    """Lock a folder exclusively, without waiting; None while another process, or another part of this one, holds a lock.
+    """Lock a folder exclusively, without waiting; None while another holder, of any process, has a lock.
 
     Raises:
         SplitError: the file system failed.
