@@ -5,9 +5,9 @@
                                    1024-<digest of 1,024 ids>.state         windows and states after 1,024 tokens
 
 A name says the content, so sequences with a common prefix share files, and so do servers on one folder. What the digest
-of the model covers says `engine/identity.py`; a template shows in the ids. Layers that keep every token are in blocks of
-`BLOCK_TOKENS`. Windows and states cannot be cut, so they are stored at a few lengths, together with the keys and values
-after the last whole block.
+of the model covers says `engine/identity.py`; a template shows in the ids. Layers that keep every token are in blocks
+of `BLOCK_TOKENS`. Windows and states cannot be cut, so they are stored at a few lengths, together with the keys and
+values after the last whole block.
 
 A thread writes while no request runs. Each file gets its name once its bytes are on the disk, so a kill leaves at most
 an unfinished file, which the next writer removes. Writers hold a lock on the folder; readers need none. Beyond the size
