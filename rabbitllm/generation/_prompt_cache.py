@@ -11,7 +11,7 @@ values after the last whole block.
 
 A thread writes while no request runs. Each file gets its name once its bytes are on the disk, so a kill leaves at most
 an unfinished file, which the next writer removes. Writers hold a lock on the folder; readers need none. Beyond the size
-limit the files leave whose last use is longest ago. The first blocks of a text are used whenever later ones are.
+limit the files leave whose last use is longest ago. The first blocks of a text leave after its later ones.
 
 The text of users can be recovered from the files, so only the user who runs the server may read them.
 """
@@ -109,7 +109,7 @@ def file_pieces(value: Any) -> list[bytes | memoryview]:
     crc = 0
     for piece in pieces:
         crc = zlib.crc32(piece, crc)
-    return [_BEGIN.pack(_MAGIC, crc, len(header)), *pieces]
+    return [_BEGIN.pack(_MAGIC, crc, len(header)), *filter(len, pieces)]
 
 
 def read_value(path: Path) -> Any:
@@ -400,8 +400,7 @@ class PromptCache:
         self.stats.hits += 1
         self.stats.tokens += prefix.tokens
         self.stats.read_bytes += nbytes
-        for file in (*prefix.blocks, *filter(None, (prefix.state,))):
-            durable.mark_used(self._folder / file)
+        self._mark_used((*prefix.blocks, *filter(None, (prefix.state,))))
         return cache
 
     def offer(self, ids: Sequence[int], cache: Cache) -> None:
@@ -478,12 +477,16 @@ class PromptCache:
         own = dict.fromkeys(self._block_names(offer.ids)) if self._has_blocks else {}
         state = self._name(offer.ids, _STATE) if self.has_states else ""
         keep = {*own, state}
-        for number, name in enumerate(own if offer.state is None else ()):
-            begin = number * BLOCK_TOKENS
-            if not self._write(name, keep, partial(_parts, offer.cache, begin, begin + BLOCK_TOKENS)):
-                return
+        contents = {
+            name: partial(_parts, offer.cache, number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS)
+            for number, name in enumerate(own if offer.state is None else ())
+        }
         if state:
-            self._write(state, keep, lambda: offer.state or _state(offer.cache, len(offer.ids)))
+            contents[state] = lambda: offer.state or _state(offer.cache, len(offer.ids))
+        for name, content in contents.items():
+            if not self._write(name, keep, content):
+                break
+        self._mark_used(list(contents))
 
     def _write(self, name: str, keep: set[str], content: Callable[[], Any]) -> bool:
         """Write a file, unless it is there; False if it has no room, or the content is no longer in memory.
@@ -494,15 +497,16 @@ class PromptCache:
             content: returns the content; None if it is gone.
         """
         path = self._folder / name
-        if path.exists():
-            durable.mark_used(path)
-            return True
-        while not self._is_over():
+        while not path.exists():
+            if self._is_over():
+                return False
             lock = alone(self._root) if self._is_idle() else None
             if lock is None:
                 time.sleep(POLL_SECONDS)
                 continue
             with lock:
+                if path.exists():  # by another server
+                    return True
                 if not self._is_tidy:
                     self._tidy()
                 if (value := content()) is None:
@@ -516,8 +520,12 @@ class PromptCache:
             self._damaged.discard(name)
             self.stats.written_bytes += nbytes
             self.stats.nbytes += nbytes
-            return True
-        return False
+        return True
+
+    def _mark_used(self, names: Sequence[str]) -> None:
+        """Mark the files of a text as used now; the first ones last, so that they leave last."""
+        for name in reversed(names):
+            durable.mark_used(self._folder / name)
 
     def _tidy(self) -> None:
         """Remove what killed servers left unfinished; the lock says that none writes now."""

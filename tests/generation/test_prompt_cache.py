@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from rabbitllm.generation.request import BatchStats, Limits, Request
 from rabbitllm.storage.durable import PART_SUFFIX, Step, observe_steps
 from tests.generation.submitting import Submitted, answered, begin, prompt
 from tests.support.builders import FAMILIES, Family, build_checkpoint
-from tests.support.dying import dying_at
+from tests.support.dying import Death
 from tests.support.fresh_process import in_a_fresh_process
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.small_disk import small_disk
@@ -34,11 +36,12 @@ SHOWN = ("llama", "gemma3", "qwen3_next", "falcon_h1")
 """Layers that keep every token, windows, states, and layers with both keys and a state."""
 SYSTEM = prompt(3 * BLOCK_TOKENS + 10, 1)
 LIMIT = 1 << 30
+PLAIN = Limits(chunk=BLOCK_TOKENS, draft="none")
+"""In its chunks a prompt is computed in the same parts, whether it was stored or not: with the same bits."""
 
 
 def limits(folder: Path, limit: int = LIMIT, **options: Any) -> Limits:
-    """In whose chunks a prompt is computed in the same parts, whether it was stored or not: with the same bits."""
-    return Limits(**{"chunk": BLOCK_TOKENS, "prompt_bytes": limit, "prompt_folder": folder, **options})
+    return replace(PLAIN, prompt_bytes=limit, prompt_folder=folder, **options)
 
 
 def asked(seeds: Sequence[int], system: Sequence[int] = SYSTEM) -> list[Request]:
@@ -58,7 +61,7 @@ def ask(split_folder: Path) -> Iterator[Callable[..., tuple[list[Submitted], Bat
         batch.close()
         return answers, batch.stats
 
-    yield ask
+    return ask
 
 
 Ask = Callable[..., tuple[list[Submitted], BatchStats]]
@@ -87,7 +90,7 @@ def test_answers_after_a_restart_have_the_bits_of_computed_ones(tmp_path: Path, 
             Batch(model, limits(tmp_path / "prompts"))
         return
     requests = asked([5, 6, 7])
-    expected, _ = ask(Limits(chunk=BLOCK_TOKENS), requests, folder)
+    expected = [ask(PLAIN, [request], folder)[0][0] for request in requests]
     before, stats = ask(limits(tmp_path / "prompts"), requests[:2], folder)
     assert stats.prompt_written_bytes == stats.prompt_bytes == sum(map(len, files(tmp_path / "prompts").values()))
     after, stats = ask(limits(tmp_path / "prompts"), requests[2:], folder)
@@ -162,12 +165,22 @@ def test_nothing_is_written_while_a_request_runs(tmp_path: Path, split_folder: P
     assert not any(seen)
 
 
-@pytest.mark.parametrize("at", range(12))
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 8, 12, 13, 14, 15, 26, 27])
 def test_a_death_at_any_step_leaves_right_answers(
     tmp_path: Path, ask: Ask, at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with dying_at(at):
-        before, _ = ask(limits(tmp_path), asked([5]))
+    before, _ = ask(PLAIN, asked([5]))
+    steps: list[Step] = []
+
+    def die(step: Step) -> None:
+        steps.append(step)
+        if len(steps) > at:
+            raise Death
+
+    with contextlib.suppress(Death), observe_steps(die):
+        ask(limits(tmp_path), asked([5]))
+    assert len(steps) > at
     after, _ = ask(limits(tmp_path), asked([5]))
     assert_same(after, before)
     assert sorted(int(name.split("-")[0]) for name in files(tmp_path)) == [64, 128, 192]
@@ -193,7 +206,7 @@ def test_kill_9_while_it_writes(tmp_path: Path, ask: Ask, split_folder: Path) ->
     with pytest.raises(Exception, match="terminated abruptly"):
         in_a_fresh_process(_killed_while_it_writes, split_folder, tmp_path)
     assert [name.endswith(PART_SUFFIX) for name in files(tmp_path)] == [True]
-    expected, _ = ask(Limits(chunk=BLOCK_TOKENS), asked([5]))
+    expected, _ = ask(PLAIN, asked([5]))
     answers, _ = ask(limits(tmp_path), asked([5]))
     assert_same(answers, expected)
     assert not any(name.endswith(PART_SUFFIX) for name in files(tmp_path))
@@ -203,7 +216,7 @@ def test_kill_9_while_it_writes(tmp_path: Path, ask: Ask, split_folder: Path) ->
 def test_a_full_disk_stops_no_answer(
     tmp_path: Path, split_folder: Path, ask: Ask, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected, _ = ask(Limits(chunk=BLOCK_TOKENS), asked([5, 6]))
+    expected, _ = ask(PLAIN, asked([5, 6]))
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
         disk.leave(100_000)
         full, _ = ask(limits(disk.path / "prompts"), asked([5, 6]))
@@ -236,10 +249,10 @@ def test_the_least_recently_used_leave_and_later_blocks_first(tmp_path: Path, as
 
 
 def test_two_servers_share_a_folder(tmp_path: Path, split_folder: Path, ask: Ask) -> None:
-    expected, _ = ask(Limits(chunk=BLOCK_TOKENS), asked([5, 6, 7, 8]))
+    expected, _ = ask(PLAIN, asked([5, 6, 7, 8]))
     servers = [Batch(load(split_folder, 60_000, dtype="float32", exact=False), limits(tmp_path)) for _ in range(2)]
     ends = [begin(servers[index % 2], request) for index, request in enumerate(asked([5, 6, 7, 8]))]
-    assert_same([end.wait() for end in ends], expected)
+    assert [end.wait().tokens for end in ends] == [answer.tokens for answer in expected]
     for server in servers:
         server.close()
     assert len(files(tmp_path)) == 3
