@@ -33,7 +33,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -285,17 +285,6 @@ class PromptCacheStats:
     nbytes: int = 0
 
 
-@dataclass(slots=True)
-class _Said:
-    """Warnings that were given once already."""
-
-    texts: set[str] = field(default_factory=set)
-
-    def warn(self, text: str, *args: object) -> None:
-        logger.log(logging.DEBUG if text in self.texts else logging.WARNING, text, *args)
-        self.texts.add(text)
-
-
 class PromptCache:
     """The prefix cache on disk of one model.
 
@@ -331,7 +320,7 @@ class PromptCache:
         self._limit = limit
         self._is_idle = is_idle
         self._is_tidy = False
-        self._said = _Said()
+        self._said: set[str] = set()
         self._damaged: set[str] = set()
         self.stats = PromptCacheStats(nbytes=sum(file.nbytes for file in self._files()))
         self._offers: deque[_Offer] = deque()
@@ -385,13 +374,15 @@ class PromptCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._said.warn("The prompt cache cannot be read, and prompts are computed: %s", error)
+            if self._is_new("read"):
+                logger.warning("The prompt cache cannot be read, and prompts are computed: %s", error)
             return None
         except (_DamagedFile, KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            self._said.warn(
-                "A file of the prompt cache is damaged; it is dropped, and its tokens are computed again: %s: %s",
-                *(self._folder / name, error),
-            )
+            if self._is_new("damaged"):
+                logger.warning(
+                    "A file of the prompt cache is damaged; it is dropped, and its tokens are computed again: %s: %s",
+                    *(self._folder / name, error),
+                )
             self._damaged.add(name)  # also where it cannot be removed
             durable.remove_scratch(self._folder / name)
             return None
@@ -446,6 +437,12 @@ class PromptCache:
             self._change.notify_all()
         self._thread.join()
 
+    def _is_new(self, warning: str) -> bool:
+        """Whether a warning was not given yet; it is given once."""
+        is_new = warning not in self._said
+        self._said.add(warning)
+        return is_new
+
     def _append(self, offer: _Offer) -> None:
         with self._change:
             self._offers.append(offer)
@@ -458,7 +455,8 @@ class PromptCache:
             try:
                 self._store(offer)
             except (OSError, SplitError, MemoryError, RuntimeError, TypeError) as error:
-                self._said.warn("The prompt cache could not be written; answers are not affected: %s", error)
+                if self._is_new("write"):
+                    logger.warning("The prompt cache could not be written; answers are not affected: %s", error)
 
     def _next(self) -> _Offer | None:
         """The next offer, once no request runs; None at the end. It stays among the offers until then."""

@@ -223,7 +223,7 @@ def test_a_full_disk_stops_no_answer(
         written = files(disk.path / "prompts")
         assert 0 < len(written) < 3
         warnings = [record for record in caplog.records if "could not be written" in record.message]
-        assert [record.levelname for record in warnings] == ["WARNING", "DEBUG"][: len(warnings)]
+        assert len(warnings) == 1
         disk.give_back()
         after, stats = ask(limits(disk.path / "prompts"), asked([5, 6]))
         assert stats.prompt_saved_tokens == 64 * len(written)
