@@ -44,8 +44,9 @@ from transformers import DynamicCache, DynamicLayer
 from rabbitllm.base.forks import DaemonThread, own_lock
 from rabbitllm.base.rounding import round_up
 from rabbitllm.engine.identity import identity, why_no_identity
-from rabbitllm.errors import OptionError, SplitError
+from rabbitllm.errors import OptionError
 from rabbitllm.generation.kv_cache import (
+    MAX_SEQUENCES,
     MIN_PREFIX_TOKENS,
     Saved,
     cache_layers,
@@ -323,7 +324,7 @@ class PromptCache:
         self._said: set[str] = set()
         self._damaged: set[str] = set()
         self.stats = PromptCacheStats(nbytes=sum(file.nbytes for file in self._files()))
-        self._offers: deque[_Offer] = deque()
+        self._offers: deque[_Offer] = deque(maxlen=MAX_SEQUENCES)  # those of a busy server leave unwritten
         self._until: float | None = None
         self._change = own_lock(threading.Condition())
         self._thread = DaemonThread(self._work, "rabbitllm-prompt-cache")
@@ -421,8 +422,7 @@ class PromptCache:
         """Drop copies that are not written yet: running sequences need their memory."""
         with self._change:
             kept = [offer for offer in self._offers if offer.state is None]
-            self._offers.clear()
-            self._offers.extend(kept)
+            self._offers = deque(kept, MAX_SEQUENCES)
 
     @property
     def nbytes(self) -> int:
@@ -454,7 +454,7 @@ class PromptCache:
         while (offer := self._next()) is not None:
             try:
                 self._store(offer)
-            except (OSError, SplitError, MemoryError, RuntimeError, TypeError) as error:
+            except Exception as error:
                 if self._is_new("write"):
                     logger.warning("The prompt cache could not be written; answers are not affected: %s", error)
 
