@@ -22,6 +22,7 @@ from rabbitllm.generation._prompt_cache import BLOCK_TOKENS, file_pieces, read_v
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.kv_cache import keeps
 from rabbitllm.generation.request import BatchStats, Limits, Request
+from rabbitllm.storage import durable
 from rabbitllm.storage.durable import PART_SUFFIX, Step, observe_steps
 from tests.generation.submitting import Submitted, answered, begin, prompt
 from tests.support.builders import FAMILIES, Family, build_checkpoint
@@ -231,14 +232,20 @@ def test_a_full_disk_stops_no_answer(
     assert_same([*full, *after], [*expected, *expected])
 
 
-def test_the_least_recently_used_leave_and_later_blocks_first(tmp_path: Path, ask: Ask) -> None:
+def test_the_least_recently_used_leave_and_later_blocks_first(
+    tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mark_used(path: Path) -> None:
+        time.sleep(0.01)  # times of files are not finer on some file systems
+        os.utime(path)
+
+    monkeypatch.setattr(durable, "mark_used", mark_used)
     ask(limits(tmp_path), asked([5]))
     (size,) = {len(data) for data in files(tmp_path).values()}
     first = set(files(tmp_path))
     ask(limits(tmp_path, 6 * size), asked([5], prompt(202, 2)))
     second = set(files(tmp_path)) - first
     assert (len(first), len(second)) == (3, 3)
-    time.sleep(0.01)  # times of files are not finer on some file systems
     assert ask(limits(tmp_path, 6 * size), asked([6]))[1].prompt_hits == 1
     (_,), stats = ask(limits(tmp_path, 6 * size), asked([5], prompt(66, 3)))  # a block more
     assert stats.prompt_bytes == 6 * size
