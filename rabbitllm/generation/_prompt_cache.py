@@ -370,7 +370,8 @@ class PromptCache:
         try:
             state = read(prefix.state) if prefix.state else {"parts": {}, "states": {}}
             blocks = prefix.blocks if self._has_blocks else ()
-            parts = [*(partial(read, block) for block in blocks), lambda: state["parts"]]
+            parts: list[Callable[[], Parts]] = [partial(read, block) for block in blocks]
+            parts.append(lambda: state["parts"])
             cache = cache_of(DynamicCache(config=self._config), prefix.tokens, parts, state["states"])
         except FileNotFoundError:
             return None
@@ -475,7 +476,7 @@ class PromptCache:
         own = dict.fromkeys(self._block_names(offer.ids)) if self._has_blocks else {}
         state = self._name(offer.ids, _STATE) if self.has_states else ""
         keep = {*own, state}
-        contents = {
+        contents: dict[str, Callable[[], Any]] = {
             name: partial(_parts, offer.cache, number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS)
             for number, name in enumerate(own if offer.state is None else ())
         }
