@@ -86,6 +86,9 @@ CATALOGUE: Mapping[str, Benchmark] = {
         (GROUPS, PEERS),
         "10 GB; 8 servers, 4 loads of at most 60 s for each",
     ),
+    "serve.prompts": Benchmark(
+        "seconds to the first token after a restart, with the prompt cache on disk", (), "6 GB; 9 loads of a model"
+    ),
     "batch": Benchmark(
         "tokens/s of many prompts at once with less memory than the model has",
         (GROUPS, PEERS),

@@ -79,6 +79,14 @@ def serve_command(
     aside_dir: Annotated[
         Path | None, cache_option(metavar="FOLDER", help="Folder of the swap file; by default that of temporary files.")
     ] = None,
+    prompt_cache: Annotated[
+        str | None,
+        cache_option(
+            metavar="SIZE",
+            help="Keep the KV cache of prompts on disk, e.g. 10GB, in the folder prompts of RABBITLLM_HOME: "
+            "it survives restarts; by default none.",
+        ),
+    ] = None,
     chunk: Annotated[
         int, limits_option(help="Maximum prompt tokens of a request in one pass (chunked prefill).", min=1)
     ] = 512,
@@ -129,7 +137,10 @@ def serve_command(
     media_folder = None if media_dir is None else expand(str(media_dir))
     if media_folder is not None and not media_folder.is_dir():
         raise OptionError(f"--media-dir: {media_folder} is not a folder.", "Use an existing folder.")
-    limits = Limits(*(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, swap_folder))
+    prompt_bytes = 0 if prompt_cache is None else parse_size(prompt_cache, "--prompt-cache")
+    limits = Limits(
+        *(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, swap_folder), prompt_bytes=prompt_bytes
+    )
     proposing = options.batch_draft(draft)
     sampling = answers.sampling
     request = options.request(model)

@@ -74,17 +74,18 @@ def can_be_cut(layer: CacheLayerMixin) -> bool:
     return can_be_cropped(layer)
 
 
-def _grows(layer: CacheLayerMixin) -> bool:
+def grows(layer: CacheLayerMixin) -> bool:
     """Whether the layer keeps the KV cache of every token; it may also have a state."""
     return isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value, and in containers in it."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _cloned(value: Any) -> Any:
@@ -230,7 +231,7 @@ def cost_by_cache(cache: Cache) -> CacheCost | None:
     windows = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        tensors = sum(tensor.nbytes for tensor in _tensors(vars(layer)))
+        tensors = sum(tensor.nbytes for tensor in tensors_in(vars(layer)))
         if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.dim() == 4 and keys.shape[-2]:
             token = (keys.nbytes + values.nbytes) // keys.shape[-2]
             if is_indexed(layer):
@@ -251,7 +252,7 @@ def cost_by_cache(cache: Cache) -> CacheCost | None:
 def bytes_of(cache: Any) -> int:
     """Bytes that a cache holds now, with what a draft keeps beside it; of a view the whole storage, once."""
     held = cache if isinstance(cache, list) else [vars(cache), *map(vars, layers_of(cache))]
-    storages = (tensor.untyped_storage() for tensor in _tensors(held))
+    storages = (tensor.untyped_storage() for tensor in tensors_in(held))
     beside = beside_of(cache)
     nbytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     return nbytes + (beside.nbytes if beside is not None else 0)
@@ -279,7 +280,7 @@ class Beside:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return bytes_of(self.cache) + sum(tensor.nbytes for tensor in _tensors(self.levels))
+        return bytes_of(self.cache) + sum(tensor.nbytes for tensor in tensors_in(self.levels))
 
     def can_be_cut(self, tokens: int) -> bool:
         """Whether it can go on from so many tokens."""
@@ -385,7 +386,7 @@ def saved(cache: Any) -> Saved:
         if is_window(layer) or not can_be_cropped(layer)
     }
     states = {
-        name: value for name, value in _held(cache).items() if name != "layers" and any(True for _ in _tensors(value))
+        name: value for name, value in _held(cache).items() if name != "layers" and any(True for _ in tensors_in(value))
     }
     return copies | ({-1: _cloned(states)} if states else {})
 
@@ -393,7 +394,7 @@ def saved(cache: Any) -> Saved:
 def restore(cache: Any, attributes: Saved, length: int) -> None:
     """Make a cache what it was when `attributes` were saved; layers that keep every token are cut to a length."""
     for index, layer in enumerate(layers_of(cache)):
-        if index not in attributes or _grows(layer):
+        if index not in attributes or grows(layer):
             _cut_layer(layer, length)
         vars(layer).update(_cloned(dict(attributes.get(index, {}))))
     for name, value in _cloned(dict(attributes.get(-1, {}))).items():
@@ -413,7 +414,7 @@ def _held(cache: Any) -> dict[Any, Any]:
 def _uncroppable(layer: CacheLayerMixin) -> dict[str, Any]:
     """The attributes of a layer that cutting does not restore."""
     state: dict[str, Any] = dict(vars(layer))
-    if _grows(layer):
+    if grows(layer):
         del state["keys"], state["values"]
     return state
 
@@ -638,7 +639,7 @@ class ConversationCache:
         owners += [dict(attributes) for layers in self._snapshots.values() for attributes in layers.values()]
         beside = beside_of(self.cache)
         kept = beside.nbytes if beside is not None else 0
-        return kept + sum(tensor.nbytes for attributes in owners for tensor in _tensors(attributes))
+        return kept + sum(tensor.nbytes for attributes in owners for tensor in tensors_in(attributes))
 
     def crop(self, length: int) -> int:
         """Cut the cache, and return its new length.

@@ -198,6 +198,22 @@ def _batch_families(stats: BatchStats) -> list[Family]:
         counter("rabbitllm_drafted_tokens_total", "Tokens that drafts proposed.", stats.drafted_tokens),
         counter("rabbitllm_accepted_tokens_total", "Drafted tokens that were right.", stats.accepted_tokens),
         counter("rabbitllm_forced_tokens_total", "Tokens that a grammar forced, without a pass.", stats.forced_tokens),
+        gauge("rabbitllm_prompt_cache_bytes", "Bytes of the prompt cache on disk.", stats.prompt_bytes),
+        gauge("rabbitllm_prompt_cache_limit_bytes", "Limit of the prompt cache on disk.", stats.prompt_limit_bytes),
+        counter("rabbitllm_prompt_cache_hits_total", "Requests that continued a prefix from disk.", stats.prompt_hits),
+        counter(
+            "rabbitllm_prompt_cache_saved_tokens_total",
+            "Prompt tokens read from disk and not computed.",
+            stats.prompt_saved_tokens,
+        ),
+        counter(
+            "rabbitllm_prompt_cache_read_bytes_total", "Bytes read from the prompt cache.", stats.prompt_read_bytes
+        ),
+        counter(
+            "rabbitllm_prompt_cache_written_bytes_total",
+            "Bytes written to the prompt cache.",
+            stats.prompt_written_bytes,
+        ),
         counter("rabbitllm_preempted_total", "Preemptions of running requests.", stats.preempted),
         counter("rabbitllm_resumed_total", "Preempted requests resumed with their KV cache swapped in.", stats.resumed),
         Family("rabbitllm_generations_total", "counter", "Finished requests, by reason.", ended),

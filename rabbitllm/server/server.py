@@ -319,7 +319,10 @@ def _weights(model: StreamedModel) -> str:
 def _requests(stats: BatchStats) -> str:
     room = size(stats.cache_limit_bytes)
     swap = f", with up to {size(stats.aside_limit_bytes)} of swap" if stats.aside_limit_bytes else ""
-    return f"at most {stats.most_running} running, {stats.most_waiting} waiting; KV cache of up to {room}{swap}"
+    disk = (
+        f"; prompts on disk: {size(stats.prompt_bytes)} of {size(limit)}" if (limit := stats.prompt_limit_bytes) else ""
+    )
+    return f"at most {stats.most_running} running, {stats.most_waiting} waiting; KV cache of up to {room}{swap}{disk}"
 
 
 def _curl(service: Service, address: str) -> str:
