@@ -23,10 +23,11 @@ bit for bit alone and among others. Functions release the interpreter lock, and 
 from __future__ import annotations
 
 import functools
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rabbitllm.base.compiling import address_of, asked, to_array
 from rabbitllm.quant import _integers
@@ -53,8 +54,6 @@ INPUT_BYTES = 1 << 17
 STEP_BYTES = {"4bit": 1, "8bit": 2, BFLOAT16: 4}
 """Scheme -> bytes of two codes, of which a panel's step has as many pairs as a vector has lanes."""
 PIECE_WORDS = len(ARGUMENTS)
-SCALE_SHIFT = 5
-"""A segment of integers has 128 bytes of inputs and a scale of 4: a 2**5th."""
 
 
 def address(method: str, scheme: str, width: int) -> int:
@@ -99,63 +98,55 @@ def own_rows(words, rows):  # type: ignore[no-untyped-def]
     return first, rows if is_last else min(first + share, rows)
 
 
-def numbers_to(emit: Emitter, count: int, tokens: Any) -> list[Any]:
-    """0 to `count` - 1, but at most `tokens` - 1: a tile with fewer inputs computes the last one again."""
-    numbers, last = [number(t) for t in range(count)], emit.b.sub(tokens, number(1))
-    return numbers[:1] + [emit.b.select(emit.b.icmp_signed("<", t, last), t, last) for t in numbers[1:]]
-
-
-def _store_sums(
-    emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any, row: Any, numbers: Iterable[Any], finish: Any
-) -> None:
-    """Store `finish(totals, place)` of the sums of all rows with each input at out[token, row], by its number."""
-    builder = emit.b
-    for t, of_token in zip(numbers, zip(*sums, strict=True), strict=True):
-        totals = emit.sum(*(builder.load(lanes) for lanes in of_token))
-        place = emit.add(out, builder.mul(emit.add(row, builder.mul(all_rows, t)), number(4)))
-        emit.store(finish(totals, place), place, 4)
-
-
 def add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> None:
     """Add the sums of consecutive rows to those at out[token]."""
-
-    def finish(totals: Any, place: Any) -> Any:
-        return emit.b.fadd(emit.load(place, totals.type, 4), totals)
-
-    _store_sums(emit, sums, out, all_rows, number(0), map(number, range(len(sums[0]))), finish)
+    for t, of_token in enumerate(zip(*sums, strict=True)):
+        totals = emit.sum(*map(emit.b.load, of_token))
+        place = emit.add(out, emit.b.mul(all_rows, number(4 * t)))
+        emit.store(emit.b.fadd(emit.load(place, totals.type, 4), totals), place, 4)
 
 
 # By codes.
 
 
-class CodeSegment(ABC):
-    """Emits how segments of codes, `SEGMENT` at a time, are decoded, multiplied and scaled.
+class Position(NamedTuple):
+    """Where a step of codes is, in numbers of LLVM: the address of all scales, row, steps in a row, step, and shift."""
+
+    scales: Any
+    row: Any
+    steps: Any
+    step: Any
+    shift: Any
+
+
+class CodeSteps(ABC):
+    """Emits how steps of codes are decoded, multiplied and scaled; steps are segments, `SEGMENT`, or blocks.
 
     Attributes:
-        segment_bytes: bytes of the codes of a segment.
-        factor: of the sums of scaled products.
+        code_bytes, input_bytes, other_bytes: of a step: of codes, of inputs, and of what is with those.
+        accumulators: vectors in which an input's products are summed; the second one's sum is subtracted.
+        factor: of the sums; None for 1.
     """
 
-    segment_bytes: int
-    factor: Any
+    code_bytes: int
+    input_bytes, other_bytes = HALF_BYTES, 4
+    accumulators = 1
+    factor: Any = None
 
     def __init__(self, emit: Emitter) -> None:
         self._emit = emit
 
-    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        """Vectors of a segment's inputs, from bytes `begin` on: of integers two, and their scale in all lanes."""
+    def inputs(self, inputs: Any, others: Any) -> list[Any]:
+        """What `products` takes of a step's inputs at these addresses: two vectors, and their scale in all lanes."""
         emit = self._emit
-        words = [emit.load(emit.add(even, begin, offset), _integers.WORDS, 2) for offset in (0, 64)]
-        scale = emit.add(odd, emit.b.lshr(begin, number(SCALE_SHIFT)))
-        return [*words, emit.spread(emit.load(scale, F32, 4))]
+        words = [emit.load(emit.add(inputs, offset), _integers.WORDS, 2) for offset in (0, 64)]
+        return [*words, emit.spread(emit.load(others, F32, 4))]
 
     @abstractmethod
-    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        """Sums of parts of a segment times the inputs of each token, still apart in lanes."""
-
-    @abstractmethod
-    def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
-        """The scales of the lanes of each part of a segment of a row of so many segments."""
+    def products(
+        self, address: Any, inputs: list[list[Any]], position: Position
+    ) -> Iterator[tuple[int, Iterable[Any], Iterable[Any]]]:
+        """An accumulator's number, and two vectors for each input, whose products are added to it."""
 
 
 def integer_products(emit: Emitter, codes: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:
@@ -164,56 +155,58 @@ def integer_products(emit: Emitter, codes: Iterable[Any], inputs: list[list[Any]
     return [emit.b.fmul(_integers.summed_products(emit, pair, vectors), scale) for *vectors, scale in inputs]
 
 
-class _OwnSegment(CodeSegment):
-    """A segment of our own schemes, of which all codes have one scale."""
+class _OwnSegments(CodeSteps):
+    """Segments of our own schemes, of which all codes have one scale."""
 
     def __init__(self, scheme: str, emit: Emitter, table: Any) -> None:
         super().__init__(emit)
         self._decoder = _integers.OWN_DECODERS[scheme](emit, table)
-        self.segment_bytes, self.factor = self._decoder.segment_bytes, self._decoder.factor
+        self.code_bytes, self.factor = self._decoder.segment_bytes, self._decoder.factor
 
-    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        return [integer_products(self._emit, self._decoder.words(address), inputs)]
+    def products(
+        self, address: Any, inputs: list[list[Any]], position: Position
+    ) -> Iterator[tuple[int, Iterable[Any], Iterable[Any]]]:
+        emit, (scales, row, steps, step, shift) = self._emit, position
+        values = integer_products(emit, self._decoder.words(address), inputs)
+        block = emit.b.lshr(emit.add(emit.b.mul(row, steps), step), shift)
+        scale = emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))
+        yield 0, values, itertools.repeat(scale)
 
-    def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
-        emit = self._emit
-        block = emit.b.lshr(emit.add(emit.b.mul(row, segments), segment), shift)
-        return [emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))]
 
-
-def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int, tokens: int) -> Any:
+def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, tokens: int) -> Any:
     """An intrinsic that multiplies `rows` consecutive rows of codes by up to `tokens` consecutive inputs."""
 
-    def dot(emit, codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row, left):  # type: ignore[no-untyped-def]
-        """All arguments are int64; the first six are addresses, `row` is the first row, `left` the number of inputs."""
-        builder = emit.b
-        numbers = numbers_to(emit, tokens, left)
-        segment = make(emit, table)
-        input_bytes = builder.mul(segments, number(HALF_BYTES))
-        sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
-        with emit.loop(segments) as index:
-            begins = [builder.mul(input_bytes, t) for t in numbers]
-            begins = [emit.add(begin, builder.mul(index, number(HALF_BYTES))) for begin in begins]
-            inputs = [segment.inputs(even, odd, begin) for begin in begins]
+    def dot(emit, codes, scales, even, odd, table, out, row_bytes, steps, shift, count, all_rows, row, token):  # type: ignore[no-untyped-def]
+        """All arguments are int64: `ARGUMENTS`, then the first row and the first input."""
+        b, of_steps = emit.b, make(emit, table)
+        last, numbers = b.sub(count, number(1)), [emit.add(token, t) for t in range(tokens)]
+        # a tile with fewer inputs computes the last one again
+        numbers[1:] = [b.select(b.icmp_signed("<", t, last), t, last) for t in numbers[1:]]
+        sums = [[[emit.variable() for _ in range(of_steps.accumulators)] for _ in numbers] for _ in range(rows)]
+        with emit.loop(steps) as step:
+            inputs = []
+            for t in numbers:
+                place = emit.add(b.mul(steps, t), step)
+                sizes = (even, of_steps.input_bytes), (odd, of_steps.other_bytes)
+                inputs.append(of_steps.inputs(*(emit.add(at, b.mul(place, number(size))) for at, size in sizes)))
+            begin = b.mul(step, number(of_steps.code_bytes))
             # the bytes after the end of a row are in the cache already; the next tile's rows are needed next
-            code_bytes = number(segment.segment_bytes)
-            beyond = emit.add(builder.mul(index, code_bytes), PREFETCHED)
-            is_beyond = builder.icmp_unsigned(">=", beyond, row_bytes)
-            skipped = builder.select(is_beyond, builder.mul(row_bytes, number(rows - 1)), number(0))
-            ahead = emit.add(skipped, PREFETCHED)
-            for r in range(rows):
-                here = emit.add(row, r)
-                base = emit.add(codes, builder.mul(here, row_bytes), builder.mul(index, code_bytes))
-                emit.prefetch(emit.add(base, ahead))
-                parts = segment.products(base, inputs)
-                for part, scale in zip(parts, segment.scales(scales, here, segments, index, shift), strict=True):
-                    for total, value in zip(sums[r], part, strict=True):
-                        builder.store(emit.fma(value, scale, builder.load(total)), total)
-
-        def finish(totals: Any, place: Any) -> Any:
-            return builder.fmul(totals, emit.spread(segment.factor, totals.type.count))
-
-        _store_sums(emit, sums, out, all_rows, row, numbers, finish)
+            is_beyond = b.icmp_unsigned(">=", emit.add(begin, PREFETCHED), row_bytes)
+            ahead = emit.add(b.select(is_beyond, b.mul(row_bytes, number(rows - 1)), number(0)), PREFETCHED)
+            for r, of_row in enumerate(sums):
+                position = Position(scales, emit.add(row, r), steps, step, shift)
+                address = emit.add(codes, b.mul(position.row, row_bytes), begin)
+                for line in range(0, of_steps.code_bytes, 64):
+                    emit.prefetch(emit.add(address, ahead, line))
+                for accumulator, values, scales_of in of_steps.products(address, inputs, position):
+                    for variables, value, scale in zip(of_row, values, scales_of, strict=False):
+                        total = variables[accumulator]
+                        b.store(emit.fma(value, scale, b.load(total)), total)
+        for t, of_token in zip(numbers, zip(*sums, strict=True), strict=True):
+            totals = emit.sum(*(functools.reduce(b.fsub, map(b.load, variables)) for variables in of_token))
+            if of_steps.factor is not None:
+                totals = b.fmul(totals, emit.spread(of_steps.factor, totals.type.count))
+            emit.store(totals, emit.add(out, b.mul(emit.add(row, b.mul(all_rows, t)), number(4))), 4)
 
     return emitted(dot, width)
 
@@ -302,33 +295,31 @@ def _bfloat_dot(width: int, rows: int) -> Any:
 # uses is global. So each kernel is a template with a name and globals of its own.
 
 ONE: Any = None
-TALL = WIDE = SQUARE = LEAST = FILL = AT_ONCE = VECTOR = ODD_SHIFT = ONE
+TALL = WIDE = SQUARE = LEAST = TILE = FILL = AT_ONCE = VECTOR = ONE
 
 
 def _by_codes(data):  # type: ignore[no-untyped-def]
-    """The loops over rows and inputs, in tiles of `CODE_ROWS` and `TOKENS` and smaller ones at the ends."""
+    """The loops over rows and inputs, in tiles of `TILE` and `TOKENS` and smaller ones at the ends."""
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
-        token, input_bytes = 0, segments * HALF_BYTES
-        while token < tokens:
-            e, o = even + token * input_bytes, odd + (token * input_bytes >> ODD_SHIFT)
-            to = out + token * rows * 4
-            row, left = first, tokens - token
-            is_wide = left >= LEAST
-            while row < last:
-                is_tall = row + CODE_ROWS <= last
-                if is_wide and is_tall:
-                    SQUARE(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                elif is_wide:
-                    WIDE(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                elif is_tall:
-                    TALL(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
+        work = arguments(words, piece)
+        tokens = work[9]
+        row, last = own_rows(words, work[10])
+        while row < last:
+            token, is_tall = 0, row + TILE <= last
+            while tokens - token >= LEAST:  # two loops: with a branch in one, a single input takes 1.4 times as long
+                if is_tall:
+                    SQUARE(*work, row, token)
                 else:
-                    ONE(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                row += CODE_ROWS if is_tall else 1
-            token += TOKENS if is_wide else 1
+                    WIDE(*work, row, token)
+                token += TOKENS
+            while token < tokens:
+                if is_tall:
+                    TALL(*work, row, token)
+                else:
+                    ONE(*work, row, token)
+                token += 1
+            row += TILE if is_tall else 1
 
 
 def _by_numbers(data):  # type: ignore[no-untyped-def]
@@ -433,14 +424,13 @@ def rows_kernel(name: str, fill: Any, step_bytes: int) -> Callable[[Any], None]:
 
 
 def code_kernel(
-    name: str, make: Callable[[Emitter, Any], CodeSegment], width: int, least: int = LEAST_WIDE
+    name: str, make: Callable[[Emitter, Any], CodeSteps], width: int, least: int = LEAST_WIDE, rows: int = CODE_ROWS
 ) -> Callable[[Any], None]:
-    """The kernel by codes of segments that `make` returns for an emitter and the address of a table; for `least`, see
-    `LEAST_WIDE`."""
-    shapes = (1, 1), (CODE_ROWS, 1), (1, TOKENS), (CODE_ROWS, TOKENS)
+    """The kernel by codes of steps that `make` returns for an emitter and the address of a table, with tiles of so many
+    rows; for `least`, see `LEAST_WIDE`."""
+    shapes = (1, 1), (rows, 1), (1, TOKENS), (rows, TOKENS)
     single, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
-    shift = SCALE_SHIFT if width == INTEGERS else 0
-    return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, ODD_SHIFT=shift)
+    return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, TILE=rows)
 
 
 def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
@@ -450,7 +440,7 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     if scheme == BFLOAT16:
         return named(_of_bfloat16, name, ONE=_bfloat_dot(width, 1), TALL=_bfloat_dot(width, ROWS), VECTOR=4 * width)
     least = LEAST_SLOW if scheme == "8bit" else LEAST_WIDE
-    return code_kernel(name, functools.partial(_OwnSegment, scheme), width, least)
+    return code_kernel(name, functools.partial(_OwnSegments, scheme), width, least)
 
 
 _KEYS = [(CODES, scheme, INTEGERS) for scheme in ("4bit", "8bit")]
