@@ -37,6 +37,8 @@ from rabbitllm.quant._vectors import CODEBOOKS, F32, HALF_BYTES, Emitter, emitte
 ROWS, CODE_ROWS = 4, 2
 """Rows of the matrix for each load of an input, of a panel and by codes. More rows of codes are no faster in the cache,
 and read from memory they are slower: the processor's own prefetcher does not follow so many."""
+NEAR_ROWS = 32
+"""Rows whose codes stay in a core's cache until they are multiplied with all inputs."""
 TOKENS = 4
 """Inputs for each lookup of a code."""
 LEAST_WIDE, LEAST_SLOW = 3, 2
@@ -183,12 +185,15 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, 
         # a tile with fewer inputs computes the last one again
         numbers[1:] = [b.select(b.icmp_signed("<", t, last), t, last) for t in numbers[1:]]
         sums = [[[emit.variable() for _ in range(of_steps.accumulators)] for _ in numbers] for _ in range(rows)]
+        sizes = (even, of_steps.input_bytes), (odd, of_steps.other_bytes)
+        before = [b.mul(steps, t) for t in numbers]
         with emit.loop(steps) as step:
-            inputs = []
-            for t in numbers:
-                place = emit.add(b.mul(steps, t), step)
-                sizes = (even, of_steps.input_bytes), (odd, of_steps.other_bytes)
-                inputs.append(of_steps.inputs(*(emit.add(at, b.mul(place, number(size))) for at, size in sizes)))
+            inputs = [
+                of_steps.inputs(
+                    *(emit.add(at, b.mul(emit.add(steps_before, step), number(size))) for at, size in sizes)
+                )
+                for steps_before in before
+            ]
             begin = b.mul(step, number(of_steps.code_bytes))
             # the bytes after the end of a row are in the cache already; the next tile's rows are needed next
             is_beyond = b.icmp_unsigned(">=", emit.add(begin, PREFETCHED), row_bytes)
@@ -304,22 +309,23 @@ def _by_codes(data):  # type: ignore[no-untyped-def]
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         work = arguments(words, piece)
         tokens = work[9]
-        row, last = own_rows(words, work[10])
-        while row < last:
-            token, is_tall = 0, row + TILE <= last
-            while tokens - token >= LEAST:  # two loops: with a branch in one, a single input takes 1.4 times as long
-                if is_tall:
-                    SQUARE(*work, row, token)
-                else:
-                    WIDE(*work, row, token)
-                token += TOKENS
+        first, last = own_rows(words, work[10])
+        for top in range(first, last, NEAR_ROWS):
+            bottom, token = min(top + NEAR_ROWS, last), 0
             while token < tokens:
-                if is_tall:
-                    TALL(*work, row, token)
-                else:
-                    ONE(*work, row, token)
-                token += 1
-            row += TILE if is_tall else 1
+                row, is_wide = top, tokens - token >= LEAST
+                while row < bottom:
+                    is_tall = row + TILE <= bottom
+                    if is_wide and is_tall:
+                        SQUARE(*work, row, token)
+                    elif is_wide:
+                        WIDE(*work, row, token)
+                    elif is_tall:
+                        TALL(*work, row, token)
+                    else:
+                        ONE(*work, row, token)
+                    row += TILE if is_tall else 1
+                token += TOKENS if is_wide else 1
 
 
 def _by_numbers(data):  # type: ignore[no-untyped-def]
