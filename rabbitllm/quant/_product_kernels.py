@@ -188,11 +188,9 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, 
         sizes = (even, of_steps.input_bytes), (odd, of_steps.other_bytes)
         before = [b.mul(steps, t) for t in numbers]
         with emit.loop(steps) as step:
+            places = [emit.add(steps_before, step) for steps_before in before]
             inputs = [
-                of_steps.inputs(
-                    *(emit.add(at, b.mul(emit.add(steps_before, step), number(size))) for at, size in sizes)
-                )
-                for steps_before in before
+                of_steps.inputs(*(emit.add(at, b.mul(place, number(size))) for at, size in sizes)) for place in places
             ]
             begin = b.mul(step, number(of_steps.code_bytes))
             # the bytes after the end of a row are in the cache already; the next tile's rows are needed next

@@ -194,12 +194,9 @@ class CodedMatrix(KernelMatrix):
         weights, bits = dequantize_kernels.empty((end - begin, columns), dtype)
         codes = self.payload.view(self.form.shape[0], -1)[begin:end].numpy()
         row_scales = (scales[begin // block[0] : -(-end // block[0])] if block[0] else scales).contiguous().numpy()
-        values, threads = _values(self.form.codes), torch.get_num_threads()
-        if self.form.codes == FP8:
-            size = block[0] or end - begin, block[1] or columns
-            dequantize_kernels.blocks(codes, values, row_scales, size, bits, threads)
-        else:
-            dequantize_kernels.fours(codes, values, row_scales, bits, threads)
+        size, first = (block[0] or end - begin, block[1] or columns), None if self.form.codes == FP8 else 0
+        threads = torch.get_num_threads()
+        dequantize_kernels.blocks(codes, _values(self.form.codes), row_scales, size, bits, threads, first)
         return weights.to(dtype)
 
     def _float_scales(self) -> torch.Tensor:

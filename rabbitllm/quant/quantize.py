@@ -336,10 +336,8 @@ def _on_host(
     of_codes, of_scales, values = (np.require(part.numpy(), None, ["A", "C"]) for part in (codes, scales, table))
     made, bits = kernels.empty((len(scales), block), dtype)
     rows, threads = of_codes.reshape(len(scales), -1), torch.get_num_threads()
-    if is_halved:
-        kernels.fours(rows, values, of_scales[:, None], bits, threads, high_first=True)
-    else:
-        kernels.blocks(rows, values, of_scales[:, None], (1, block), bits, threads)
+    size, first = (1, block), 4 if is_halved else None
+    kernels.blocks(rows, values, of_scales[:, None], size, bits, threads, first)
     return made.view(-1)[:elements].to(dtype)
 
 
