@@ -248,48 +248,33 @@ def _fill(method: str, scheme: str, width: int) -> Any:
     return emitted(fill, width)
 
 
-def _panel_dot(width: int, rows: int, tokens: int) -> Any:
-    """An intrinsic that multiplies `rows` consecutive rows of a panel by `tokens` consecutive inputs."""
+def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) -> Any:
+    """An intrinsic that multiplies `rows` consecutive rows of a panel by `tokens` consecutive inputs.
+
+    Values of `scheme`, `BFLOAT16`, are widened in registers: then the matrix itself is the panel.
+    """
 
     def dot(emit, panel, inputs, out, steps, panel_bytes, input_bytes, all_rows):  # type: ignore[no-untyped-def]
         """All arguments are int64: addresses of the first row, the first input and the first sum; steps of two vectors;
         bytes from one row to the next, and from one input to the next; rows of the whole matrix."""
-        builder = emit.b
+        b, nbytes = emit.b, 4 * width
         sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
-        begins = [emit.add(inputs, builder.mul(input_bytes, number(t))) for t in range(tokens)]
-        bases = [emit.add(panel, builder.mul(panel_bytes, number(r))) for r in range(rows)]
-        with emit.loop(builder.mul(steps, number(2))) as index:
-            offset = builder.mul(index, number(4 * width))
-            vectors = [emit.load(emit.add(begin, offset), emit.floats, 4) for begin in begins]
-            for r in range(rows):
-                weight = emit.load(emit.add(bases[r], offset), emit.floats, 4)
-                for t in range(tokens):
-                    builder.store(emit.fma(weight, vectors[t], builder.load(sums[r][t])), sums[r][t])
+        begins = [emit.add(inputs, b.mul(input_bytes, number(t))) for t in range(tokens)]
+        bases = [emit.add(panel, b.mul(panel_bytes, number(r))) for r in range(rows)]
+        widen = CODEBOOKS[scheme](emit, None) if scheme is not None else None
+
+        def both(address: Any) -> list[Any]:
+            return [emit.load(emit.add(address, offset), emit.floats, 4) for offset in (0, nbytes)]
+
+        with emit.loop(steps) as step:
+            offset = b.mul(step, number(2 * nbytes))
+            at = b.mul(step, number(nbytes)) if widen else offset
+            weights = [(widen or both)(emit.add(base, at)) for base in bases]
+            vectors = [both(emit.add(begin, offset)) for begin in begins]
+            for half, of_row, t in itertools.product(range(2), range(rows), range(tokens)):
+                total = sums[of_row][t]
+                b.store(emit.fma(weights[of_row][half], vectors[t][half], b.load(total)), total)
         add_sums(emit, sums, out, all_rows)
-
-    return emitted(dot, width)
-
-
-# bfloat16.
-
-
-def _bfloat_dot(width: int, rows: int) -> Any:
-    """An intrinsic that multiplies `rows` consecutive rows by an input."""
-
-    def dot(emit, matrix, inputs, out, steps, row_bytes):  # type: ignore[no-untyped-def]
-        """All arguments are int64, the first three addresses: of the first row, the input and the first sum."""
-        builder = emit.b
-        sums = [[emit.variable()] for _ in range(rows)]
-        bases = [emit.add(matrix, builder.mul(row_bytes, number(r))) for r in range(rows)]
-        decode = CODEBOOKS[BFLOAT16](emit, None)
-        with emit.loop(steps) as index:
-            offset = builder.mul(index, number(4 * width))
-            place = emit.add(inputs, offset, offset)
-            vectors = [emit.load(emit.add(place, odd), emit.floats, 4) for odd in (0, 4 * width)]
-            for base, (total,) in zip(bases, sums, strict=True):
-                for value, vector in zip(decode(emit.add(base, offset)), vectors, strict=True):
-                    builder.store(emit.fma(value, vector, builder.load(total)), total)
-        add_sums(emit, sums, out, number(0))
 
     return emitted(dot, width)
 
@@ -299,6 +284,7 @@ def _bfloat_dot(width: int, rows: int) -> Any:
 
 ONE: Any = None
 TALL = WIDE = SQUARE = LEAST = TILE = FILL = AT_ONCE = VECTOR = ONE
+IN_PLACE = False
 
 
 def _by_codes(data):  # type: ignore[no-untyped-def]
@@ -351,9 +337,12 @@ def _by_panels(data):  # type: ignore[no-untyped-def]
                 count = min(max_steps, steps - step)
                 panel_bytes = count * step_bytes
                 many_inputs = max(INPUT_BYTES // panel_bytes // AT_ONCE, 1) * AT_ONCE
-                for row in range(top, bottom):
-                    place = panel + (row - top) * panel_bytes
-                    FILL(codes, scales, table, place, row_bytes, steps, shift, row, step, count)
+                if IN_PLACE:
+                    panel, panel_bytes = codes + top * row_bytes + step * VECTOR, row_bytes
+                else:
+                    for row in range(top, bottom):
+                        place = panel + (row - top) * panel_bytes
+                        FILL(codes, scales, table, place, row_bytes, steps, shift, row, step, count)
                 for begin in range(0, tokens, many_inputs):
                     end = min(begin + many_inputs, tokens)
                     row = top
@@ -375,28 +364,6 @@ def _by_panels(data):  # type: ignore[no-untyped-def]
                         row += ROWS if is_tall else 1
 
 
-def _of_bfloat16(data):  # type: ignore[no-untyped-def]
-    """The loops over tiles of rows, parts of long ones, and inputs."""
-    max_steps = PANEL_COLUMNS * 2 // VECTOR
-    words = pieces(data)
-    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        matrix, _, inputs, _, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
-        row = first
-        while row < last:
-            is_tall = row + ROWS <= last
-            for step in range(0, steps, max_steps):
-                here, count = matrix + row * row_bytes + step * VECTOR, min(max_steps, steps - step)
-                for token in range(tokens):
-                    of_token = inputs + (token * steps + step) * 2 * VECTOR
-                    to = out + (token * rows + row) * 4
-                    if is_tall:
-                        TALL(here, of_token, to, count, row_bytes)
-                    else:
-                        ONE(here, of_token, to, count, row_bytes)
-            row += ROWS if is_tall else 1
-
-
 def named(template: Any, name: str, **constants: Any) -> Callable[[Any], None]:
     """A kernel of this name from a template, which uses the globals of its module and these instead of some."""
     kernel = FunctionType(template.__code__, {**template.__globals__, **constants}, name)
@@ -413,12 +380,12 @@ def filling_kernel(method: str, scheme: str, width: int, fill: Any) -> Callable[
 
 
 def panel_kernel(
-    name: str, fill: Any, dot: Callable[[int, int], Any], tokens: int, vector_bytes: int
+    name: str, fill: Any, dot: Callable[[int, int], Any], tokens: int, vector_bytes: int, **others: Any
 ) -> Callable[[Any], None]:
     """A kernel by panels: of intrinsics like those of `_fill` and `_panel_dot`, for tiles of so many inputs; a step of
     a panel and of inputs has twice so many bytes."""
     single, tall, square = (dot(*shape) for shape in ((1, 1), (ROWS, 1), (ROWS, tokens)))
-    constants = {"ONE": single, "TALL": tall, "SQUARE": square, "AT_ONCE": tokens, "VECTOR": vector_bytes}
+    constants = {"ONE": single, "TALL": tall, "SQUARE": square, "AT_ONCE": tokens, "VECTOR": vector_bytes, **others}
     return named(_by_panels, name, FILL=fill, **constants)
 
 
@@ -442,7 +409,8 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
         return filling_kernel(method, scheme, width, _fill(method, scheme, width))
     name = f"{method}_{scheme}_{width}"
     if scheme == BFLOAT16:
-        return named(_of_bfloat16, name, ONE=_bfloat_dot(width, 1), TALL=_bfloat_dot(width, ROWS), VECTOR=4 * width)
+        dot = functools.partial(_panel_dot, width, scheme=scheme)
+        return panel_kernel(name, _fill(PANELS, scheme, width), dot, 1, 4 * width, IN_PLACE=True, PANEL_ROWS=ROWS)
     least = LEAST_SLOW if scheme == "8bit" else LEAST_WIDE
     return code_kernel(name, functools.partial(_OwnSegments, scheme), width, least)
 
