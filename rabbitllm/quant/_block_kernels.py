@@ -1,13 +1,7 @@
 """Kernels for blocks of GGUF files: the tables of `_block_formats.py` as code for vectors.
 
-**By codes.** Codes are decoded in registers to integers, and multiplied with rounded inputs; the sums are multiplied by
-the scales, and minima by the sums of the inputs, which are the same for all rows. Fills out[token, row], float32.
-
-**By panels**, as in `_product_kernels.py`, with inputs in their own order.
-
-**Numbers.** Fills out[row, column], with the bits of `gguf_blocks.dequantize`.
-
-A kernel is made when it is first needed.
+They are those of `_product_kernels.py`. By codes, minima are multiplied by the sums of the inputs, which are the same
+for all rows. Panels have elements in their own order. Numbers have the bits of `gguf_blocks.dequantize`.
 """
 
 from __future__ import annotations
@@ -15,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -26,7 +20,7 @@ from rabbitllm.quant import _integers, _product_kernels
 from rabbitllm.quant._block_formats import FORMATS, BlockFormat, Field, Fields
 from rabbitllm.quant._integers import WORDS, InputLayout
 from rabbitllm.quant._kernel_interface import BFLOATS, CODES
-from rabbitllm.quant._product_kernels import CodeSteps, Position
+from rabbitllm.quant._product_kernels import CodeSteps, Position, Products
 from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, half_power, narrowed, number
 
 
@@ -374,9 +368,7 @@ class _BlockSteps(CodeSteps):
     def inputs(self, inputs: Any, others: Any) -> list[Any]:
         return [inputs, others]
 
-    def products(
-        self, address: Any, inputs: list[list[Any]], position: Position
-    ) -> Iterator[tuple[int, Iterable[Any], Iterable[Any]]]:
+    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
         emit, groups = self._emit, self._groups
         parts, minima = _EMITTED[self._scheme](_StepInMemory(emit, address))
         products, offset = [emit.zero] * len(inputs), 0

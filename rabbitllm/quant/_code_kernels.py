@@ -1,10 +1,8 @@
 """Kernels that multiply by published codes: FP8, FP4 and integers of 4 bits, with scales for groups of inputs.
 
-One description, `CodeKernel`, is compiled for each kind of codes, dtype of scales and size of a group that is in use.
 A segment of 64 codes of FP8 is decoded to vectors of those at even indices and of those at odd ones, one of 4 bits to
-integers (`_integers.py`). So each lane of their products has codes of one group, and a vector of scales multiplies
-several groups at once. The loops and arguments are those of our own codes (`_product_kernels.py`), but for `shift`, see
-`shift_of`.
+integers. So each lane of their products has codes of one group, and a vector of scales multiplies several groups at
+once. The loops and arguments are those of `_product_kernels.py`, but for `shift`, see `shift_of`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +21,7 @@ from rabbitllm.quant import _integers, _product_kernels
 from rabbitllm.quant._integers import WORDS as _WORDS
 from rabbitllm.quant._integers import InputLayout
 from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS, SEGMENT, CodeKernel
-from rabbitllm.quant._product_kernels import CodeSteps, Position
+from rabbitllm.quant._product_kernels import CodeSteps, Position, Products
 from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, Emitter, every, number
 
 NIBBLES = "nibbles"
@@ -44,13 +41,7 @@ def shift_of(rows: int, columns: int) -> int:
 
 
 def table_of(kernel: CodeKernel, width: int, values: npt.NDArray[np.float32], factor: float) -> npt.NDArray[np.uint8]:
-    """The table of a kernel of `width` lanes.
-
-    Args:
-        kernel, width: of the kernel.
-        values: of all codes, exact in bfloat16.
-        factor: by which every product is multiplied.
-    """
+    """The table of a kernel of `width` lanes, from the values of all codes, exact in bfloat16, times a factor."""
     if kernel.codes == NIBBLES:
         table = (2 * values).astype(np.int8).view(np.uint8)  # FP4 has halves
     else:
@@ -81,9 +72,7 @@ class _ScaledSegments(CodeSteps):
         self.factor = emit.load(emit.add(table, _TABLE_BYTES[kernel.codes]), F32, 1)
         self.code_bytes = SEGMENT // 2 if kernel.codes == NIBBLES else SEGMENT
 
-    def products(
-        self, address: Any, inputs: list[list[Any]], position: Position
-    ) -> Iterator[tuple[int, Iterable[Any], Iterable[Any]]]:
+    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
         emit, b, a_segment = self._emit, self._emit.b, SEGMENT // self._kernel.group
         scales, row, segments, segment, shift = position
         parts = self._parts(address, inputs)

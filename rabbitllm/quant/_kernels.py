@@ -33,12 +33,9 @@ def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[int, ...]], nbytes: int) -> None:
-    """Run a kernel on all rows of each piece of work, in as many threads as are worth it.
+    """Run a kernel on all rows of each piece of work, in as many threads as the bytes of all codes are worth.
 
-    Args:
-        method, scheme, width: of the kernel; see `_product_kernels.address`.
-        work: `_kernel_interface.ARGUMENTS` of each piece; all have the same number of rows.
-        nbytes: bytes of the codes of all pieces.
+    A piece is `_kernel_interface.ARGUMENTS`; all have the same number of rows.
     """
     function, tile = kernel(method, scheme, width)
     threads, rows = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method])), work[0][-1]
@@ -92,7 +89,6 @@ def agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]], tol
     Args:
         name: the products, in the message.
         products: the kernel's result and the correct one, for each product.
-        tolerance: maximum error relative to the norm of a product.
     """
     outcome = Future[bool]()
 

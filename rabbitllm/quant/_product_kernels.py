@@ -1,20 +1,17 @@
 """Kernels of products (`_kernel_interface.py`), compiled for this processor's vectors by numba and LLVM.
 
-**By codes.** Weights are never written to memory, so only the bytes of the codes are read: segments of them are
-multiplied by their inputs in registers (`_vectors.py`), and summed in float32; a block's sum is multiplied by the
-block's scale. Fills out[token, row], float32.
+**By codes.** Only the bytes of the codes are read: steps of them are multiplied by their inputs in registers, and the
+products by their scales, summed in float32. Fills out[token, row], float32.
 
 **Numbers.** Fills out[row, column], float32 or bfloat16.
 
 **By panels.** A panel, a few rows of the matrix or parts of long ones, is decoded to float32 once, in memory that stays
-in a core's cache, and multiplied with all inputs before the next panel. With many inputs the decoding then costs almost
-nothing. A panel's row consists of steps of two vectors, one of the values at even indices and one at odd ones, as codes
-are separated; the inputs have the same order, and are multiplied by the value of a code times its block's scale. Adds
-to out[token, row], float32.
+in a core's cache, and multiplied with all inputs before the next panel. Its steps are two vectors, one of the values at
+even indices and one at odd ones, as codes are separated; inputs have the same order. Adds to out[token, row], float32.
 
-**bfloat16**, for processors that have no instructions for that type. A bfloat16 is the upper half of a float32. 32 bits
-of a row are two of its values: shifted up they are the even one, with the lower half cleared the odd one. For many
-inputs they are widened so into panels; for few of them in registers, with the same sums. Adds to out[token, row].
+**bfloat16**, for processors that have no instructions for that type: the upper half of a float32. 32 bits are two
+values: shifted up they are the even one, with the lower half cleared the odd one. For many inputs panels are made of
+them; for few the matrix is the panel, and they are widened in registers.
 
 Every sum adds its products in the same order, for any number of inputs and any tile: a row of the result is the same
 bit for bit alone and among others. Functions release the interpreter lock, and take addresses, not tensors.
@@ -27,7 +24,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from rabbitllm.base.compiling import address_of, asked, to_array
 from rabbitllm.quant import _integers
@@ -59,13 +56,7 @@ PIECE_WORDS = len(ARGUMENTS)
 
 
 def address(method: str, scheme: str, width: int) -> int:
-    """The address of a kernel, which is compiled at the first call, or loaded from numba's cache.
-
-    Args:
-        method: `CODES`, `PANELS` or `BFLOATS`.
-        scheme: "4bit" or "8bit"; `BFLOAT16` by codes.
-        width: lanes of its vectors; `INTEGERS` for our own schemes by codes.
-    """
+    """The address of a kernel, one of `KERNELS`, which is compiled at the first call, or loaded from numba's cache."""
     return address_of(KERNELS[method, scheme, width])
 
 
@@ -121,6 +112,10 @@ class Position(NamedTuple):
     shift: Any
 
 
+Products: TypeAlias = Iterator[tuple[int, Iterable[Any], Iterable[Any]]]
+"""An accumulator's number, and two vectors for each input, whose products are added to it."""
+
+
 class CodeSteps(ABC):
     """Emits how steps of codes are decoded, multiplied and scaled; steps are segments, `SEGMENT`, or blocks.
 
@@ -145,10 +140,8 @@ class CodeSteps(ABC):
         return [*words, emit.spread(emit.load(others, F32, 4))]
 
     @abstractmethod
-    def products(
-        self, address: Any, inputs: list[list[Any]], position: Position
-    ) -> Iterator[tuple[int, Iterable[Any], Iterable[Any]]]:
-        """An accumulator's number, and two vectors for each input, whose products are added to it."""
+    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
+        """The products of a step of codes at an address."""
 
 
 def integer_products(emit: Emitter, codes: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:
@@ -165,9 +158,7 @@ class _OwnSegments(CodeSteps):
         self._decoder = _integers.OWN_DECODERS[scheme](emit, table)
         self.code_bytes, self.factor = self._decoder.segment_bytes, self._decoder.factor
 
-    def products(
-        self, address: Any, inputs: list[list[Any]], position: Position
-    ) -> Iterator[tuple[int, Iterable[Any], Iterable[Any]]]:
+    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
         emit, (scales, row, steps, step, shift) = self._emit, position
         values = integer_products(emit, self._decoder.words(address), inputs)
         block = emit.b.lshr(emit.add(emit.b.mul(row, steps), step), shift)
@@ -420,4 +411,4 @@ _KEYS += [(PANELS, scheme, width) for scheme in STEP_BYTES for width in (16, 8)]
 _KEYS += [(BFLOATS, scheme, width) for scheme in ("4bit", "8bit") for width in (16, 8)]
 _KEYS += [(CODES, BFLOAT16, width) for width in (16, 8)]
 KERNELS: dict[tuple[str, str, int], Callable[[Any], None]] = {key: _kernel(*key) for key in _KEYS}
-"""Method, scheme and width of a kernel (see `address`) -> the kernel."""
+"""Method, scheme, and lanes of its vectors (`INTEGERS` for our own schemes by codes) -> the kernel."""

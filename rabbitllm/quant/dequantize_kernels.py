@@ -1,7 +1,7 @@
-"""Kernels that dequantize on the CPU, compiled by numba: our schemes, and published quantizations.
+"""Kernels that dequantize on the CPU: our schemes, and published quantizations.
 
-torch's own operations over whole matrices take up to fifty times as long. The results are the same bit for bit: a
-product of a code's value and its scale in float32, rounded once to the nearest, or a value from a table.
+torch takes up to fifty times as long. The results are the same bit for bit: a product of a code's value and its scale
+in float32, rounded once to the nearest, or a value from a table.
 """
 
 from __future__ import annotations
