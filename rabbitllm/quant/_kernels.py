@@ -9,11 +9,10 @@ import functools
 import logging
 from array import array
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 
 import torch
 
-from rabbitllm.base.forks import DaemonThread, Workers
+from rabbitllm.base.forks import Workers
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
@@ -90,18 +89,11 @@ def agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]], tol
         name: the products, in the message.
         products: the kernel's result and the correct one, for each product.
     """
-    outcome = Future[bool]()
-
-    def compare() -> None:
-        try:
-            outcome.set_result(_agrees(name, products, tolerance))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = DaemonThread(compare, "kernel-trial")
-    thread.start()
-    thread.join()
-    return outcome.result()
+    trial = Workers(1, "kernel-trial")
+    try:
+        return bool(trial.submit(_agrees, name, products, tolerance).result())
+    finally:
+        trial.shutdown()
 
 
 def _agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float) -> bool:

@@ -1,8 +1,8 @@
 """Products of rows with a matrix of bfloat16, where torch's are slow.
 
 Without instructions for bfloat16, torch multiplies input by input: 16 rows took six times as long as one. With them it
-reads a matrix for one row at two thirds of the memory's speed. Sums are in float32 and rounded once, as torch's are, but
-in another order: last bits differ.
+reads a matrix for one row at two thirds of the memory's speed. Sums are in float32 and rounded once, as torch's are,
+but in another order: last bits differ.
 """
 
 from __future__ import annotations

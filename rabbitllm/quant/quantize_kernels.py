@@ -1,4 +1,4 @@
-"""Blockwise quantizers for the CPU, equal to bitsandbytes' bit for bit; rules derived from the results of 0.50:
+"""Blockwise quantizers for the CPU, equal to bitsandbytes' bit for bit, by rules derived from the results of 0.50.
 
 - 4bit, blocks of 64: y = x * (1 / max(absmax, 1e-38)) in float32; the code is the number of midpoints between
   neighbouring NF4 values that are below y (NaN: 15). Two codes per byte, the first in the high half. The stored scale
