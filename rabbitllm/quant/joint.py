@@ -43,12 +43,9 @@ def float_bits(value: float) -> int:
 
 
 class Program:
-    """Compiled functions, each of the address of int64s, that one call runs one after the other.
+    """Compiled functions that one call, which is given so many addresses, runs one after the other.
 
-    The first of the int64s is that address itself.
-
-    Args:
-        addresses: how many a call is given.
+    Each gets the address of int64s, of which the first is that address itself.
     """
 
     def __init__(self, addresses: int) -> None:
@@ -105,10 +102,9 @@ class Program:
 
 
 class JointProduct:
-    """Multiplies matrices with the same rows of input; see `of`.
+    """Multiplies matrices, (N, K) with one K, with the same rows of input; see `of`.
 
     Attributes:
-        matrices: (N, K) each, with one K.
         max_inputs: rows of input up to which this is the fastest method for all of them.
     """
 
@@ -124,9 +120,7 @@ class JointProduct:
     def of(cls, matrices: Sequence[KernelMatrix | FusedMatrix], is_wide: Sequence[bool]) -> JointProduct | None:
         """The product of matrices that are all multiplied as integers, with one number of columns; None if not all are.
 
-        Args:
-            matrices: at least one.
-            is_wide: for each, whether its result stays in float32.
+        `is_wide` says for each whether its result stays in float32.
         """
         from rabbitllm.quant.products import KernelMatrix
 
@@ -138,14 +132,11 @@ class JointProduct:
         return cls(usable, is_wide) if are_integers else None
 
     def __call__(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
-        """`x @ W.T` for each matrix.
+        """`x @ W.T` for each matrix, (..., N) of x's dtype or float32.
 
         Args:
             x: (..., K), float32 or bfloat16, without gaps.
             rows: of all its dimensions but the last.
-
-        Returns:
-            (..., N) of x's dtype, or float32.
         """
         key = torch.get_num_threads(), x.shape, x.dtype
         if (prepared := self._programs.get(key)) is None:
@@ -218,11 +209,7 @@ class RoutedProduct:
 
     @classmethod
     def of(cls, matrix: Any) -> tuple[RoutedProduct, tuple[int, ...]] | None:
-        """Of a matrix, and the matrix's words, which a call takes; None if no kernel multiplies it by its codes.
-
-        Args:
-            matrix: a `KernelMatrix`, or a tensor of bfloat16.
-        """
+        """Of a `KernelMatrix` or a tensor of bfloat16, with its words, which a call takes; None without a kernel."""
         from rabbitllm.quant.products import KernelMatrix
 
         if torchs_team() is None:
