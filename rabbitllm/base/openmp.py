@@ -21,39 +21,75 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rabbitllm.base.forks import DaemonThread, own_lock
 
 _MAPS = Path("/proc/self/maps")
 _TASKS = Path("/proc/self/task")
+_KEPT: list[Any] = []
+PARTS = 4
+"""Parts for each thread, so that one that is late, or slower than others, computes fewer."""
 SPINS = "20000"
 """GOMP_SPINCOUNT unless the user sets it or OMP_WAIT_POLICY: less than a millisecond. By default threads wait for
 milliseconds."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Team:
     """The OpenMP library that torch computes with.
 
     Attributes:
         library: libgomp.
-        thread_number: address of the function that returns a thread's index in the team.
-        thread_count: address of the function that returns the number of threads in the team.
-        parallel: address of GOMP_parallel; see `run`.
+        parallel: address of GOMP_parallel.
     """
 
     library: ctypes.CDLL
-    thread_number: int
-    thread_count: int
     parallel: int
 
-    def run(self, function: int, data: int, threads: int) -> None:
-        """Call `function(data)`, both given as addresses, once in each thread of a team; return when all are done.
+    @functools.cached_property
+    def words(self) -> Any:
+        """What threads share; see `parts.py`."""
+        import numpy as np
 
-        The team has at most `threads` threads: fewer if there are limits, and one within another team. The calling
-        thread is one of them, and the interpreter lock is released during the call.
+        from rabbitllm.base import parts
+        from rabbitllm.base.compiling import address_of, c_function, types
+
+        memory = np.zeros(parts.WORDS + 8, np.int64)
+        words = memory[-memory.ctypes.data % 64 // 8 :][: parts.WORDS]
+        _KEPT.append(run := c_function(types.void(*[types.int64] * 5), parts.run_parts))
+        words[parts.RUN], words[parts.PARALLEL] = run.address, self.parallel
+        words[parts.CLAIM] = address_of(parts.claim_parts)
+        words[parts.SYSCALL] = ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value or 0
+        words[parts.WORDS - 1] = words.ctypes.data
+        return words
+
+    @functools.cached_property
+    def address(self) -> int:
+        """The address of `words`."""
+        return int(self.words.ctypes.data)
+
+    @functools.cached_property
+    def _run(self) -> Any:
+        return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(int(self.words[0]))
+
+    def run(self, function: int, data: int, threads: int, parts: int = 0) -> None:
+        """Call `function(data, part, parts)`, both given as addresses, for each part; return when all are done.
+
+        The calling thread takes part, and the interpreter lock is released during the call.
+
+        Args:
+            threads: at most; there may be fewer.
+            parts: as many as threads by default.
         """
-        self.library.GOMP_parallel(function, data, threads, 0)
+        self._run(function, data, threads, parts or threads, self.address)
+
+    def help(self) -> None:
+        """What a helper does until there are to be none."""
+        from rabbitllm.base import parts
+        from rabbitllm.base.compiling import address_of
+
+        ctypes.CFUNCTYPE(None, ctypes.c_int64)(address_of(parts.help_with_parts))(self.address)
 
 
 @functools.cache
@@ -72,8 +108,7 @@ def torchs_team() -> Team | None:
     library = ctypes.CDLL(str(libraries[0]))
     library.GOMP_parallel.restype = None
     library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    functions = library.omp_get_thread_num, library.omp_get_num_threads, library.GOMP_parallel
-    return Team(library, *(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
+    return Team(library, ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0)
 
 
 _WINDOW_SECONDS = 0.1
@@ -101,6 +136,8 @@ class _Waiting:
             if is_taken and self._over is None and os.environ.get("GOMP_SPINCOUNT") == SPINS:
                 self._over = _second_team()
             elif not is_taken and self._over is not None:
+                from rabbitllm.base import parts
+                torchs_team().words[parts.HELPED] = 0
                 self._over.set()
                 self._over = None
         finally:
@@ -130,8 +167,13 @@ def _second_team() -> threading.Event | None:
     over, count = threading.Event(), max(team.library.omp_get_num_procs() - torch.get_num_threads(), 0) + 2
 
     def hold() -> None:
-        team.run(team.thread_number, 0, count)  # a function without effect
+        team.library.GOMP_parallel(team.library.omp_get_thread_num, 0, count, 0)  # a function without effect
         over.wait()  # libgomp ends the team with this thread
 
     DaemonThread(hold, "second-team").start()
+    if not os.environ.get("NOHELP"):
+        from rabbitllm.base import parts
+        team.words[parts.HELPED] = 1
+        for _ in range(torch.get_num_threads() - 1):
+            DaemonThread(team.help, "helper").start()
     return over

@@ -43,19 +43,17 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
     function, tile = kernel(method, scheme, width)
     threads, rows = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method])), work[0][-1]
     words = [value for piece in work for value in piece]
-    if threads == 1:
-        call(function, [0, 0, rows, len(work), *words])
-        return
     share = round_up(-(-rows // threads), tile)  # no tile is divided
-    if (team := torchs_team()) is not None:
-        data = array("q", [team.thread_number, team.thread_count, share, len(work), *words])
+    data = array("q", [share, len(work), *words])
+    if threads == 1:
+        call(function, data)
+    elif (team := torchs_team()) is not None:
         team.run(function, data.buffer_info()[0], threads)
-        return
-    parts = [[0, index, share, len(work), *words] for index in range(-(-rows // share))]
-    futures = [_threads().submit(call, function, part) for part in parts[1:]]
-    call(function, parts[0])
-    for future in futures:
-        future.result()
+    else:
+        futures = [_threads().submit(call, function, data, part) for part in range(1, -(-rows // share))]
+        call(function, data)
+        for future in futures:
+            future.result()
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
-from rabbitllm.base.compiling import address_of, asked, to_array
+from rabbitllm.base.compiling import address_of, to_array
 from rabbitllm.quant import _integers
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, CODES, INTEGERS, PANELS
 from rabbitllm.quant._vectors import CODEBOOKS, F32, HALF_BYTES, Emitter, emitted, inlined, narrowed, number, on_stack
@@ -76,7 +76,7 @@ def step_size(method: str, width: int) -> int:
 @inlined
 def pieces(data):  # type: ignore[no-untyped-def]
     """The int64s at an address; each piece of work begins at a multiple of `PIECE_WORDS` after `BEFORE_WORK`."""
-    return to_array(data, BEFORE_WORK + PIECE_WORDS * to_array(data, BEFORE_WORK)[3])
+    return to_array(data, BEFORE_WORK + PIECE_WORDS * to_array(data, BEFORE_WORK)[1])
 
 
 @inlined
@@ -89,14 +89,9 @@ def arguments(words, i):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def own_rows(words, rows):  # type: ignore[no-untyped-def]
-    """The first row of this thread and the one after its last; see `_kernel_interface.BEFORE_WORK`."""
-    thread, share, is_last = words[1], words[2], False
-    if words[0] != 0:
-        thread = asked(words[0])
-        is_last = thread + 1 == asked(words[1])
-    first = thread * share
-    return first, rows if is_last else min(first + share, rows)
+def own_rows(words, part, rows):  # type: ignore[no-untyped-def]
+    """The first row of a part and the one after its last."""
+    return part * words[0], min(part * words[0] + words[0], rows)
 
 
 def numbers_to(emit: Emitter, count: int, tokens: Any) -> list[Any]:
@@ -305,12 +300,12 @@ ONE: Any = None
 TALL = WIDE = SQUARE = LEAST = FILL = AT_ONCE = VECTOR = ODD_SHIFT = ONE
 
 
-def _by_codes(data):  # type: ignore[no-untyped-def]
+def _by_codes(data, part, parts):  # type: ignore[no-untyped-def]
     """The loops over rows and inputs, in tiles of `CODE_ROWS` and `TOKENS` and smaller ones at the ends."""
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
+        first, last = own_rows(words, part, rows)
         token, input_bytes = 0, segments * HALF_BYTES
         while token < tokens:
             e, o = even + token * input_bytes, odd + (token * input_bytes >> ODD_SHIFT)
@@ -331,16 +326,16 @@ def _by_codes(data):  # type: ignore[no-untyped-def]
             token += TOKENS if is_wide else 1
 
 
-def _by_numbers(data):  # type: ignore[no-untyped-def]
+def _by_numbers(data, part, parts):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, _, _, table, out, row_bytes, steps, shift, _, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
+        first, last = own_rows(words, part, rows)
         for row in range(first, last):
             FILL(codes, scales, table, out + row * steps * VECTOR, row_bytes, steps, shift, row, 0, steps)
 
 
-def _by_panels(data):  # type: ignore[no-untyped-def]
+def _by_panels(data, part, parts):  # type: ignore[no-untyped-def]
     """The loops over panels, over inputs that fit the cache, and over tiles of rows and inputs."""
     panel = stack_panel()
     step_bytes = 2 * VECTOR
@@ -348,7 +343,7 @@ def _by_panels(data):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
+        first, last = own_rows(words, part, rows)
         input_bytes = steps * step_bytes
         for top in range(first, last, PANEL_ROWS):
             bottom = min(top + PANEL_ROWS, last)
@@ -380,13 +375,13 @@ def _by_panels(data):  # type: ignore[no-untyped-def]
                         row += ROWS if is_tall else 1
 
 
-def _of_bfloat16(data):  # type: ignore[no-untyped-def]
+def _of_bfloat16(data, part, parts):  # type: ignore[no-untyped-def]
     """The loops over tiles of rows, parts of long ones, and inputs."""
     max_steps = PANEL_COLUMNS * 2 // VECTOR
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         matrix, _, inputs, _, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
+        first, last = own_rows(words, part, rows)
         row = first
         while row < last:
             is_tall = row + ROWS <= last

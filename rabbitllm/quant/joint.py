@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rabbitllm.base.openmp import torchs_team
+from rabbitllm.base.openmp import PARTS, torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.quant import _kernels, bfloat_products
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, PAIRS, python_function
@@ -99,9 +99,14 @@ class Program:
                 if isinstance(word, tuple):
                     places += [first + len(words), *word]
                 words.append(0 if isinstance(word, tuple) else word)
-        parallel = team.parallel if (team := torchs_team()) is not None else 0
-        head = [0, first + len(words), begin, count, len(self._steps), parallel, *[0] * (1 + self._addresses)]
+        of_team = team.address if (team := torchs_team()) is not None else 0
+        head = [0, first + len(words), begin, count, len(self._steps), of_team, *[0] * (1 + self._addresses)]
         return array("q", [*head, *places, *calls, *words])
+
+
+def rows_of_part(rows: int, threads: int, tile: int) -> int:
+    """Rows of a matrix in each of the parts that so many threads compute; no tile is divided."""
+    return round_up(-(-rows // (threads * PARTS if threads > 1 else 1)), tile)
 
 
 class JointProduct:
@@ -169,13 +174,10 @@ class JointProduct:
         """Add it to a program: for so many rows of a dtype at a place, with the results at others."""
         from rabbitllm.quant import _integers, _joint_kernels  # numba comes with them
 
-        team = torchs_team()
-        assert team is not None
         is_bfloat, columns = dtype == torch.bfloat16, self._columns
         operands, inputs = [matrix.operands(INTEGERS) for matrix in self.matrices], dict[object, list[Place]]()
         nbytes = sum(count * row_bytes for count, (*_, row_bytes, _, _) in zip(self._rows, operands, strict=True))
         threads = min(torch.get_num_threads(), -(-nbytes // _kernels.WORTH_A_THREAD[CODES]))
-        in_team = (team.thread_number, team.thread_count) if threads > 1 else (0, 0)
         products, sums = list[int | Place](), list[Words]()
         for index, (matrix, (codes, scales, table, *sizes)) in enumerate(zip(self.matrices, operands, strict=True)):
             layout, rows_of, out = matrix.layout(), self._rows[index], results[index]
@@ -189,8 +191,7 @@ class JointProduct:
                 out = program.room(4 * rows * rows_of)
                 sums.append([out, results[index], rows * rows_of])
             function, tile = _kernels.kernel(CODES, matrix.kernel, INTEGERS)
-            share = round_up(-(-rows_of // threads), tile)  # no tile is divided
-            products += [function, *in_team, share, 1]
+            products += [function, rows_of_part(rows_of, threads, tile), 1]
             products += [codes, scales, *inputs[layout], table, out, *sizes, rows, rows_of]
         program.add(_joint_kernels.multiply, [len(self.matrices), *products], threads)
         for words in sums:
@@ -281,8 +282,6 @@ class RoutedProduct:
         assert team is not None
         threads = min(torch.get_num_threads(), -(-rows * self.nbytes // _kernels.WORTH_A_THREAD[CODES]))
         function, tile = _kernels.kernel(CODES, self.scheme, self.width)
-        share = round_up(-(-count // threads), tile)  # no tile is divided
-        in_team = (team.thread_number, team.thread_count) if threads > 1 else (0, 0)
         rounded = 1 if sources == -1 else rows
         prepare, numbers, input_bytes, other_bytes = self._preparation()
         sizes = (
@@ -292,7 +291,7 @@ class RoutedProduct:
             8 * (_joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS)),
         )
         words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
-        words += [function, team.parallel, threads, *in_team, share, address_of(prepare), columns, *numbers]
+        words += [function, team.address, threads, rows_of_part(count, threads, tile), address_of(prepare), columns, *numbers]
         words += [input_bytes, other_bytes, rounded, rows, count, number * len(ARGUMENTS)]
         program.add(_joint_kernels.routed, words)
 
