@@ -91,9 +91,9 @@ def _at(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _I64.as_pointer())
 
 
-def _emit_part(builder: Any, function: Any, data: Any, part: Any, parts: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [_I64] * 3)
-    builder.call(builder.inttoptr(function, kind.as_pointer()), [data, part, parts])
+def _emit_parts(builder: Any, function: Any, data: Any, first: Any, end: Any, parts: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * 4)
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [data, first, end, parts])
 
 
 def _emit_team(builder: Any, parallel: Any, function: Any, data: Any, threads: Any) -> None:
@@ -134,8 +134,9 @@ def _emit_system(builder: Any, function: Any, number: Any, first: Any, second: A
 
 wide = _emitted(types.float32, types.uint16, _emit_wide)
 """The float32 of a bfloat16, given as the word of its bits."""
-call_part = _emitted_ints(_emit_part)
-"""Call the function at an address with the address of its words, a part's number, and the number of parts."""
+call_parts = _emitted_ints(_emit_parts)
+"""Call the function at an address with the address of its words, the first of some parts, the one after the last of them,
+and the number of all."""
 call_team = _emitted_ints(_emit_team)
 """Call GOMP_parallel, at an address, with those of a function and of its data, and a number of threads."""
 atomic_add, exchange_if = _emitted_ints(_emit_add), _emitted_ints(_emit_exchange)
@@ -154,8 +155,8 @@ words_at = _emitted(
 """The pointer to words of 16 bits at an address."""
 STEP: Any = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
 """The signature of the functions of a `quant.joint.Program`."""
-PART: Any = types.void(types.CPointer(types.int64), types.int64, types.int64)  # type: ignore[no-untyped-call]
-"""That of those which compute a part of so many; what calls them may call the others."""
+PARTS: Any = types.void(types.CPointer(types.int64), *[types.int64] * 3)  # type: ignore[no-untyped-call]
+"""That of those which compute some parts, as `call_parts` calls them; it may call the others, too."""
 
 
 def compiled(function: Any) -> Any:
@@ -170,8 +171,8 @@ def c_function(signature: Any, function: Any) -> Any:
 
 @functools.cache
 def address_of(function: Any) -> int:
-    """The address of the compiled function of the signature `STEP`, or `PART` if it has three arguments."""
-    compiled_function = c_function(STEP if function.__code__.co_argcount == 1 else PART, function)
+    """The address of the compiled function of the signature `STEP`, or `PARTS` if it has more arguments."""
+    compiled_function = c_function(STEP if function.__code__.co_argcount == 1 else PARTS, function)
     _KEPT.append(compiled_function)
     return int(compiled_function.address)
 

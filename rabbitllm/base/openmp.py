@@ -46,6 +46,7 @@ class Team:
 
     library: ctypes.CDLL
     parallel: int
+    _helpers: int = 0
 
     @functools.cached_property
     def words(self) -> Any:
@@ -74,7 +75,7 @@ class Team:
         return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)(int(self.words[0]))
 
     def run(self, function: int, data: int, threads: int, parts: int = 0) -> None:
-        """Call `function(data, part, parts)`, both given as addresses, for each part; return when all are done.
+        """Call `function(data, first, end, parts)`, both given as addresses, for all parts; return when all are done.
 
         The calling thread takes part, and the interpreter lock is released during the call.
 
@@ -84,12 +85,26 @@ class Team:
         """
         self._run(function, data, threads, parts or threads, self.address)
 
-    def help(self) -> None:
-        """What a helper does until there are to be none."""
+    def start_helpers(self, count: int) -> None:
+        """Have threads compute parts in place of the team's, as far as they get cores."""
         from rabbitllm.base import parts
         from rabbitllm.base.compiling import address_of
 
-        ctypes.CFUNCTYPE(None, ctypes.c_int64)(address_of(parts.help_with_parts))(self.address)
+        function = ctypes.CFUNCTYPE(None, ctypes.c_int64)(address_of(parts.help_with_parts))
+        self._helpers += 1
+        self.words[parts.HELPED] = self._helpers
+        for _ in range(count):
+            DaemonThread(function, "helper", self.address).start()
+
+    def end_helpers(self) -> None:
+        """End them; the team computes parts again."""
+        from rabbitllm.base import parts
+
+        self.words[parts.HELPED] = 0
+        self.words[parts.EPOCH] += 1
+        ctypes.CDLL(None).syscall(
+            *map(ctypes.c_long, (parts.FUTEX, self.address + 8 * parts.EPOCH, parts.WAKE, 1 << 16))
+        )
 
 
 @functools.cache
@@ -136,8 +151,6 @@ class _Waiting:
             if is_taken and self._over is None and os.environ.get("GOMP_SPINCOUNT") == SPINS:
                 self._over = _second_team()
             elif not is_taken and self._over is not None:
-                from rabbitllm.base import parts
-                torchs_team().words[parts.HELPED] = 0
                 self._over.set()
                 self._over = None
         finally:
@@ -168,12 +181,9 @@ def _second_team() -> threading.Event | None:
 
     def hold() -> None:
         team.library.GOMP_parallel(team.library.omp_get_thread_num, 0, count, 0)  # a function without effect
+        team.start_helpers(torch.get_num_threads() - 1)
         over.wait()  # libgomp ends the team with this thread
+        team.end_helpers()
 
     DaemonThread(hold, "second-team").start()
-    if not os.environ.get("NOHELP"):
-        from rabbitllm.base import parts
-        team.words[parts.HELPED] = 1
-        for _ in range(torch.get_num_threads() - 1):
-            DaemonThread(team.help, "helper").start()
     return over

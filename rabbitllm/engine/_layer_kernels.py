@@ -216,7 +216,7 @@ def _add_rows(total, begin, step, shares, count, width):  # type: ignore[no-unty
         token += 1
 
 
-def attend(data, index, threads):  # type: ignore[no-untyped-def]
+def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
     """Attention of one row: a thread's share of its heads.
 
     After the own address those of
@@ -225,7 +225,6 @@ def attend(data, index, threads):  # type: ignore[no-untyped-def]
     """
     given = to_array(data, 14)
     tokens, heads, group, width = given[5], given[10], given[11], given[12]
-    share = -(-heads // threads)
     one = np.empty(1, np.uint32)
     one[0] = np.uint32(given[13])
     factor = one.view(np.float32)[0] * _LOG2_E
@@ -233,7 +232,7 @@ def attend(data, index, threads):  # type: ignore[no-untyped-def]
     total_bits = total.view(np.uint32)
     scores, powers = np.empty(tokens, np.float32), np.empty(tokens, np.int32)
     exponents = powers.view(np.float32)
-    for head in range(index * share, min(index * share + share, heads)):
+    for head in range(start * heads // parts, end * heads // parts):
         words = to_array(words_at(given[1] + 2 * head * width), width)
         for i in range(width):
             query[i] = wide(words[i]) * factor

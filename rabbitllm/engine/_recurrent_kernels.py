@@ -59,7 +59,7 @@ def _words(address, count):  # type: ignore[no-untyped-def]
     return to_array(words_at(address), count)
 
 
-def delta_step(data, thread, threads):  # type: ignore[no-untyped-def]
+def delta_step(data, start, end, parts):  # type: ignore[no-untyped-def]
     """The tokens of a head one after the other, while its state is in the cache."""
     words = to_array(data, DELTA_WORDS)
     sequences, tokens, heads, shared = words[0], words[1], words[2], words[3]
@@ -70,7 +70,7 @@ def delta_step(data, thread, threads):  # type: ignore[no-untyped-def]
     decays = _floats(words[11], of_heads * tokens * (rows if by_row else 1))
     betas, results = _floats(words[12], of_heads * tokens), _floats(words[13], of_heads * tokens * columns)
     run, total = np.empty(columns, np.float32), np.empty(columns, np.float32)
-    for of_head in range(thread * of_heads // threads, (thread + 1) * of_heads // threads):
+    for of_head in range(start * of_heads // parts, end * of_heads // parts):
         for token in range(tokens):
             place = (of_head // heads * tokens + token) * heads + of_head % heads
             of_key = place // shared * rows
@@ -114,14 +114,14 @@ def _same(value):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(inline="always")
-def _convolve(float_of, value_of, values_at, words, thread, threads):  # type: ignore[no-untyped-def]
+def _convolve(float_of, value_of, values_at, words, start, end, parts):  # type: ignore[no-untyped-def]
     """See `convolution_step`; the first three are how values become floats, and back, and are read at an address."""
     sequences, channels, tokens, taps, has_bias = words[0], words[1], words[2], words[3], words[5]
     inputs, states = values_at(words[6], sequences * channels), values_at(words[7], sequences * channels * tokens)
     weights, bias = values_at(words[8], channels * taps), values_at(words[9], channels)
     results = values_at(words[10], sequences * channels)
     for sequence in range(sequences):
-        for channel in range(thread * channels // threads, (thread + 1) * channels // threads):
+        for channel in range(start * channels // parts, end * channels // parts):
             at, weight = sequence * channels + channel, channel * taps
             old = at * tokens
             total = float_of(bias[channel]) if has_bias else np.float32(0)
@@ -133,16 +133,16 @@ def _convolve(float_of, value_of, values_at, words, thread, threads):  # type: i
             states[old + tokens - 1] = inputs[at]
 
 
-def convolution_step(data, thread, threads):  # type: ignore[no-untyped-def]
+def convolution_step(data, start, end, parts):  # type: ignore[no-untyped-def]
     """Sums from the oldest token on; the state loses its oldest token."""
     words = to_array(data, CONVOLUTION_WORDS)
     if words[4]:
-        _convolve(wide, _rounded, _words, words, thread, threads)
+        _convolve(wide, _rounded, _words, words, start, end, parts)
     else:
-        _convolve(_same, _same, _floats, words, thread, threads)
+        _convolve(_same, _same, _floats, words, start, end, parts)
 
 
-def state_space_step(data, thread, threads):  # type: ignore[no-untyped-def]
+def state_space_step(data, start, end, parts):  # type: ignore[no-untyped-def]
     """S = S * decay + (step size * B) * x, whose products are rounded to bfloat16."""
     words = to_array(data, STATE_SPACE_WORDS)
     heads, shared, width, size = words[0], words[1], words[2], words[3]
@@ -151,7 +151,7 @@ def state_space_step(data, thread, threads):  # type: ignore[no-untyped-def]
     rounded = _words(words[9], heads * width * size)
     scaled, product = np.empty(size, np.float32), np.empty(size, np.float32)
     scaled_bits, bits = scaled.view(np.uint32), product.view(np.uint32)
-    for head in range(thread * heads // threads, (thread + 1) * heads // threads):
+    for head in range(start * heads // parts, end * heads // parts):
         own = inputs[head // shared * size : (head // shared + 1) * size]
         for i in range(size):
             scaled[i] = steps[head] * own[i]

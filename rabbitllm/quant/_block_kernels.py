@@ -417,11 +417,11 @@ ONE: Any = None
 WIDE = LEAST = INPUT_BYTES = FLOAT_BYTES = ONE
 
 
-def _by_codes(data, part, parts):  # type: ignore[no-untyped-def]
+def _by_codes(data, start, end, parts):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, _, inputs, floats, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, part, rows)
+        first, last = own_rows(words, start, end, rows)
         for row in range(first, last):
             token, base = 0, codes + row * row_bytes
             while tokens - token >= LEAST:  # two loops: with a branch in one, a single input takes 1.4 times as long

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from rabbitllm.base.compiling import call_part, to_array, words_at
-from rabbitllm.base.parts import RUN
+from rabbitllm.base.compiling import call_parts, to_array, words_at
 from rabbitllm.base.openmp import PARTS
+from rabbitllm.base.parts import RUN
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
 from rabbitllm.quant._vectors import I16, I32, I64, Emitter, emitted, narrowed, number
 
@@ -36,12 +36,12 @@ def _emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
 _TEAM, _NARROW = (emitted(code, 16) for code in (_emit_team, _emit_narrow))
 
 
-def multiply(data, part, parts):  # type: ignore[no-untyped-def]
+def multiply(data, first, end, parts):  # type: ignore[no-untyped-def]
     """A thread's rows of each matrix: after the own address the number of these, and `PRODUCT_WORDS` of each."""
     head = to_array(data, 2)
     words = to_array(data, 2 + head[1] * PRODUCT_WORDS)
     for i in range(2, len(words), PRODUCT_WORDS):
-        call_part(words[i], words[0] + 8 * (i + 1), part, parts)
+        call_parts(words[i], words[0] + 8 * (i + 1), first, end, parts)
 
 
 def narrow(data):  # type: ignore[no-untyped-def]
@@ -103,7 +103,7 @@ def routed(data):  # type: ignore[no-untyped-def]
             source = to_array(words_at(head[3] + 8 * i), 4).view(np.int64)[0]
         given[1] = head[1] + 2 * columns * source
         given[9], given[10] = inputs + input_bytes * i, others + other_bytes * i
-        call_part(head[13], head[8], 0, 1)
+        call_parts(head[13], head[8], 0, 1, 1)
     to_array(words_at(sums), 2 * rows * width)[:] = 0  # some kernels add to them
     work = to_array(words_at(work_at), 4 * (BEFORE_WORK + count * _WORK)).view(np.int64)
     work[0], work[1] = head[12], count
@@ -119,7 +119,7 @@ def routed(data):  # type: ignore[no-untyped-def]
     if head[11] > 1:
         _TEAM(head[10], head[9], work_at, head[11])
     else:
-        call_part(head[9], work_at, 0, 1)
+        call_parts(head[9], work_at, 0, 1, 1)
     _NARROW(sums, head[4], rows * width)
 
 
@@ -135,4 +135,4 @@ def run_program(data):  # type: ignore[no-untyped-def]
         if words[i + 2] > 1:
             _TEAM(team, words[i], words[i + 1], words[i + 2])
         else:
-            call_part(words[i], words[i + 1], 0, 1)
+            call_parts(words[i], words[i + 1], 0, 1, 1)

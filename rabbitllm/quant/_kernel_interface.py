@@ -1,6 +1,6 @@
 """The interface of compiled kernels, which those who call them and those who emit them share.
 
-A kernel is a C function that takes the address of int64s, a part's number, and the number of parts. They are
+A kernel is a C function that takes the address of int64s, the first of the parts that it computes, the one after the last, and the number of all parts. The int64s are
 `BEFORE_WORK` of them, then those of each piece of work, which are `ARGUMENTS`. Every kernel has the same. `_product_kernels.py` has one for each method, scheme and set of
 instructions, `_block_kernels.py` those of blocks, `_code_kernels.py` those of published codes.
 """
@@ -57,12 +57,12 @@ class CodeKernel(NamedTuple):
 def call(function: int, words: Iterable[int], part: int = 0) -> None:
     """Call a compiled function, by its address, with that of int64s, for a part."""
     data = array("q", words)
-    _part_function(function)(data.buffer_info()[0], part, 1)
+    _parts_function(function)(data.buffer_info()[0], part, part + 1, 1)
 
 
 @functools.cache
-def _part_function(function: int) -> Callable[[int, int, int], None]:
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(function)
+def _parts_function(function: int) -> Callable[[int, int, int, int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_int64] * 3)(function)
 
 
 @functools.cache

@@ -89,9 +89,9 @@ def arguments(words, i):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def own_rows(words, part, rows):  # type: ignore[no-untyped-def]
-    """The first row of a part and the one after its last."""
-    return part * words[0], min(part * words[0] + words[0], rows)
+def own_rows(words, start, end, rows):  # type: ignore[no-untyped-def]
+    """The first row of some parts and the one after their last."""
+    return start * words[0], min(end * words[0], rows)
 
 
 def numbers_to(emit: Emitter, count: int, tokens: Any) -> list[Any]:
@@ -300,12 +300,12 @@ ONE: Any = None
 TALL = WIDE = SQUARE = LEAST = FILL = AT_ONCE = VECTOR = ODD_SHIFT = ONE
 
 
-def _by_codes(data, part, parts):  # type: ignore[no-untyped-def]
+def _by_codes(data, start, end, parts):  # type: ignore[no-untyped-def]
     """The loops over rows and inputs, in tiles of `CODE_ROWS` and `TOKENS` and smaller ones at the ends."""
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, part, rows)
+        first, last = own_rows(words, start, end, rows)
         token, input_bytes = 0, segments * HALF_BYTES
         while token < tokens:
             e, o = even + token * input_bytes, odd + (token * input_bytes >> ODD_SHIFT)
@@ -326,16 +326,16 @@ def _by_codes(data, part, parts):  # type: ignore[no-untyped-def]
             token += TOKENS if is_wide else 1
 
 
-def _by_numbers(data, part, parts):  # type: ignore[no-untyped-def]
+def _by_numbers(data, start, end, parts):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, _, _, table, out, row_bytes, steps, shift, _, rows = arguments(words, piece)
-        first, last = own_rows(words, part, rows)
+        first, last = own_rows(words, start, end, rows)
         for row in range(first, last):
             FILL(codes, scales, table, out + row * steps * VECTOR, row_bytes, steps, shift, row, 0, steps)
 
 
-def _by_panels(data, part, parts):  # type: ignore[no-untyped-def]
+def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
     """The loops over panels, over inputs that fit the cache, and over tiles of rows and inputs."""
     panel = stack_panel()
     step_bytes = 2 * VECTOR
@@ -343,7 +343,7 @@ def _by_panels(data, part, parts):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, part, rows)
+        first, last = own_rows(words, start, stop, rows)
         input_bytes = steps * step_bytes
         for top in range(first, last, PANEL_ROWS):
             bottom = min(top + PANEL_ROWS, last)
@@ -375,13 +375,13 @@ def _by_panels(data, part, parts):  # type: ignore[no-untyped-def]
                         row += ROWS if is_tall else 1
 
 
-def _of_bfloat16(data, part, parts):  # type: ignore[no-untyped-def]
+def _of_bfloat16(data, start, end, parts):  # type: ignore[no-untyped-def]
     """The loops over tiles of rows, parts of long ones, and inputs."""
     max_steps = PANEL_COLUMNS * 2 // VECTOR
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         matrix, _, inputs, _, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, part, rows)
+        first, last = own_rows(words, start, end, rows)
         row = first
         while row < last:
             is_tall = row + ROWS <= last

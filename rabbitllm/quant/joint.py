@@ -291,7 +291,15 @@ class RoutedProduct:
             8 * (_joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS)),
         )
         words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
-        words += [function, team.address, threads, rows_of_part(count, threads, tile), address_of(prepare), columns, *numbers]
+        words += [
+            function,
+            team.address,
+            threads,
+            rows_of_part(count, threads, tile),
+            address_of(prepare),
+            columns,
+            *numbers,
+        ]
         words += [input_bytes, other_bytes, rounded, rows, count, number * len(ARGUMENTS)]
         program.add(_joint_kernels.routed, words)
 
