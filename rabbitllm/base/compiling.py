@@ -135,8 +135,8 @@ def _emit_system(builder: Any, function: Any, number: Any, first: Any, second: A
 wide = _emitted(types.float32, types.uint16, _emit_wide)
 """The float32 of a bfloat16, given as the word of its bits."""
 call_parts = _emitted_ints(_emit_parts)
-"""Call the function at an address with the address of its words, the first of some parts, the one after the last of them,
-and the number of all."""
+"""Call the function at an address with the address of its words, the first of some parts, the one after the last of
+them, and the number of all."""
 call_team = _emitted_ints(_emit_team)
 """Call GOMP_parallel, at an address, with those of a function and of its data, and a number of threads."""
 atomic_add, exchange_if = _emitted_ints(_emit_add), _emitted_ints(_emit_exchange)

@@ -11,17 +11,11 @@ from rabbitllm.base.compiling import call_parts, to_array, words_at
 from rabbitllm.base.openmp import PARTS
 from rabbitllm.base.parts import RUN
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
-from rabbitllm.quant._vectors import I16, I32, I64, Emitter, emitted, narrowed, number
+from rabbitllm.quant._vectors import I16, I32, Emitter, emitted, inlined, narrowed, number
 
 PRODUCT_WORDS = 1 + BEFORE_WORK + len(ARGUMENTS)
 """The address of a kernel, and its int64s for one piece of work."""
 _EVEN, _ODD, _OUT, _TOKENS = (ARGUMENTS.index(name) for name in ("even", "odd", "out", "tokens"))
-
-
-def _emit_team(emit, team, function, data, threads):  # type: ignore[no-untyped-def]
-    signature = ir.FunctionType(ir.VoidType(), [I64] * 5)
-    run = emit.b.inttoptr(emit.load(emit.add(team, 8 * RUN), I64, 8), signature.as_pointer())
-    emit.b.call(run, [function, data, threads, emit.b.mul(threads, number(PARTS)), team])
 
 
 def _emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
@@ -33,11 +27,17 @@ def _emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
         emit.store(value, emit.add(target, b.shl(index, number(1))), 2)
 
 
-_TEAM, _NARROW = (emitted(code, 16) for code in (_emit_team, _emit_narrow))
+_NARROW = emitted(_emit_narrow, 16)
+
+
+@inlined
+def _in_team(team, function, given, threads):  # type: ignore[no-untyped-def]
+    """See `base.parts.run_parts`."""
+    call_parts(to_array(words_at(team + 8 * RUN), 4).view(np.int64)[0], team, function, given, threads)
 
 
 def multiply(data, first, end, parts):  # type: ignore[no-untyped-def]
-    """A thread's rows of each matrix: after the own address the number of these, and `PRODUCT_WORDS` of each."""
+    """Some parts of the rows of each matrix: after the own address the number of these, and `PRODUCT_WORDS` of each."""
     head = to_array(data, 2)
     words = to_array(data, 2 + head[1] * PRODUCT_WORDS)
     for i in range(2, len(words), PRODUCT_WORDS):
@@ -117,9 +117,9 @@ def routed(data):  # type: ignore[no-untyped-def]
         work[piece + _EVEN], work[piece + _ODD] = inputs + input_bytes * source, others + other_bytes * source
         work[piece + _OUT], work[piece + _TOKENS] = sums + 4 * width * begin, tokens
     if head[11] > 1:
-        _TEAM(head[10], head[9], work_at, head[11])
+        _in_team(head[10], head[9], work_at, head[11])
     else:
-        call_parts(head[9], work_at, 0, 1, 1)
+        call_parts(head[9], work_at, 0, PARTS, PARTS)
     _NARROW(sums, head[4], rows * width)
 
 
@@ -133,6 +133,6 @@ def run_program(data):  # type: ignore[no-untyped-def]
         words[words[i]] = words[words[i + 1]] + words[i + 2]
     for i in range(end, end + 3 * calls, 3):
         if words[i + 2] > 1:
-            _TEAM(team, words[i], words[i + 1], words[i + 2])
+            _in_team(team, words[i], words[i + 1], words[i + 2])
         else:
-            call_parts(words[i], words[i + 1], 0, 1, 1)
+            call_parts(words[i], words[i + 1], 0, PARTS, PARTS)

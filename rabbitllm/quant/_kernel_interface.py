@@ -1,8 +1,9 @@
 """The interface of compiled kernels, which those who call them and those who emit them share.
 
-A kernel is a C function that takes the address of int64s, the first of the parts that it computes, the one after the last, and the number of all parts. The int64s are
-`BEFORE_WORK` of them, then those of each piece of work, which are `ARGUMENTS`. Every kernel has the same. `_product_kernels.py` has one for each method, scheme and set of
-instructions, `_block_kernels.py` those of blocks, `_code_kernels.py` those of published codes.
+A kernel is a C function that takes the address of int64s, the first of the parts that it computes, the one after the
+last of them, and the number of all. The int64s are `BEFORE_WORK`, then those of each piece of work, which are
+`ARGUMENTS`. Every kernel has the same. `_product_kernels.py` has one for each method, scheme and set of instructions,
+`_block_kernels.py` those of blocks, `_code_kernels.py` those of published codes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+
+from rabbitllm.base.openmp import PARTS
 
 CODES, PANELS, BYTES, DEQUANTIZED = "codes", "panels", "bytes", "dequantized"
 """Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; the same as bytes,
@@ -55,9 +58,9 @@ class CodeKernel(NamedTuple):
 
 
 def call(function: int, words: Iterable[int], part: int = 0) -> None:
-    """Call a compiled function, by its address, with that of int64s, for a part."""
+    """Call a compiled function, by its address, with that of int64s, for the parts of a thread from this one on."""
     data = array("q", words)
-    _parts_function(function)(data.buffer_info()[0], part, part + 1, 1)
+    _parts_function(function)(data.buffer_info()[0], part, part + PARTS, part + PARTS)
 
 
 @functools.cache

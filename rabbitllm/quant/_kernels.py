@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import torch
 
 from rabbitllm.base.forks import DaemonThread, Workers
-from rabbitllm.base.openmp import torchs_team
+from rabbitllm.base.openmp import PARTS, torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant._kernel_interface import BFLOATS, BYTES, CODES, NUMBERS, PANELS, CodeKernel, call
@@ -43,17 +43,21 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
     function, tile = kernel(method, scheme, width)
     threads, rows = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method])), work[0][-1]
     words = [value for piece in work for value in piece]
-    share = round_up(-(-rows // threads), tile)  # no tile is divided
-    data = array("q", [share, len(work), *words])
+    data = array("q", [rows_of_part(rows, threads, tile), len(work), *words])
     if threads == 1:
         call(function, data)
     elif (team := torchs_team()) is not None:
         team.run(function, data.buffer_info()[0], threads)
     else:
-        futures = [_threads().submit(call, function, data, part) for part in range(1, -(-rows // share))]
+        futures = [_threads().submit(call, function, data, PARTS * thread) for thread in range(1, threads)]
         call(function, data)
         for future in futures:
             future.result()
+
+
+def rows_of_part(rows: int, threads: int, tile: int) -> int:
+    """Rows of a matrix in each part of those that so many threads compute; no tile is divided."""
+    return round_up(-(-rows // (threads * PARTS)), tile)
 
 
 @functools.cache

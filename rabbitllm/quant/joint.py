@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rabbitllm.base.openmp import PARTS, torchs_team
+from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.quant import _kernels, bfloat_products
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, PAIRS, python_function
@@ -104,11 +104,6 @@ class Program:
         return array("q", [*head, *places, *calls, *words])
 
 
-def rows_of_part(rows: int, threads: int, tile: int) -> int:
-    """Rows of a matrix in each of the parts that so many threads compute; no tile is divided."""
-    return round_up(-(-rows // (threads * PARTS if threads > 1 else 1)), tile)
-
-
 class JointProduct:
     """Multiplies matrices with the same rows of input; see `of`.
 
@@ -191,7 +186,7 @@ class JointProduct:
                 out = program.room(4 * rows * rows_of)
                 sums.append([out, results[index], rows * rows_of])
             function, tile = _kernels.kernel(CODES, matrix.kernel, INTEGERS)
-            products += [function, rows_of_part(rows_of, threads, tile), 1]
+            products += [function, _kernels.rows_of_part(rows_of, threads, tile), 1]
             products += [codes, scales, *inputs[layout], table, out, *sizes, rows, rows_of]
         program.add(_joint_kernels.multiply, [len(self.matrices), *products], threads)
         for words in sums:
@@ -291,16 +286,18 @@ class RoutedProduct:
             8 * (_joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS)),
         )
         words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
+        words += [function, team.address, threads, _kernels.rows_of_part(count, threads, tile)]
         words += [
-            function,
-            team.address,
-            threads,
-            rows_of_part(count, threads, tile),
             address_of(prepare),
             columns,
             *numbers,
+            input_bytes,
+            other_bytes,
+            rounded,
+            rows,
+            count,
+            number * len(ARGUMENTS),
         ]
-        words += [input_bytes, other_bytes, rounded, rows, count, number * len(ARGUMENTS)]
         program.add(_joint_kernels.routed, words)
 
 
