@@ -28,9 +28,9 @@ OWN, RUN, PARALLEL, CLAIM, SYSCALL, HELPED = range(6)
 """Places of the own address, and of those of `run_parts`, GOMP_parallel, `claim_parts` and the C library's `syscall`,
 and of the number of the present helpers, 0 without any."""
 CLAIMS, DONE, OWNER, EPOCH, ASLEEP = range(8, 48, 8)
-"""Places of the claims of the present work (its number, its parts, and the next of these), before its function and data;
-of the parts that helpers have computed; of whether a caller has the helpers; of what they sleep on, and whether some
-do."""
+"""Places of the claims of the present work (its number, its parts, and the next of these), before its function and
+data; of the parts that helpers have computed; of whether a caller has the helpers; of what they sleep on, and whether
+some do."""
 FUTEX, WAIT, WAKE, _YIELD = 202, 128, 129, 24
 """System calls of Linux on x86-64, and operations of the first one on memory of one process."""
 SPINS = 20000

@@ -54,7 +54,7 @@ class Program:
     def __init__(self, addresses: int) -> None:
         self._addresses = addresses
         self._nbytes = 0
-        self._steps: list[tuple[Callable[[Any], None], Words, int]] = []
+        self._steps: list[tuple[Callable[..., None], Words, int]] = []
         self._words: array[int] | None = None
 
     def address(self, index: int) -> Place:
@@ -66,7 +66,7 @@ class Program:
         begin, self._nbytes = self._nbytes, round_up(self._nbytes + nbytes, _ALIGNMENT)
         return SCRATCH, begin
 
-    def add(self, function: Callable[[Any], None], words: Words, threads: int = 1) -> None:
+    def add(self, function: Callable[..., None], words: Words, threads: int = 1) -> None:
         """Add a function, which is compiled, the int64s after the first that it gets, and how many threads call it."""
         self._steps.append((function, words, threads))
 
