@@ -24,8 +24,8 @@ from rabbitllm.engine._layer_kernels import nearest
 
 RUN = 16
 """Rows that are added in a run."""
-DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS = 16, 13, 12
-"""Addresses of the functions that return a thread's index and the number of threads; then
+DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS = 14, 11, 10
+"""Of each function:
 
 - sequences, tokens, heads, the heads that share a query and a key, rows and columns of a state, whether each row has a
   decay of its own; addresses of the states, queries, keys, values, decays, betas and results, float32 without gaps;
