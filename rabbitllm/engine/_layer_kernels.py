@@ -220,7 +220,8 @@ def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
     """Attention of one row: some parts of its heads.
 
     After the own address those of queries, keys, values and results; the tokens; bytes from a head to the next and from
-    a token to the next, of keys and of values; heads, heads for each of the keys', their width, and the bits of the factor of scores.
+    a token to the next, of keys and of values; heads, heads for each of the keys', their width, and the bits of the
+    factor of scores.
     """
     given = to_array(data, 14)
     tokens, heads, group, width = given[5], given[10], given[11], given[12]
