@@ -68,6 +68,7 @@ class Team:
         words[parts.PARALLEL], words[parts.SYSCALL] = (
             ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (self.library.GOMP_parallel, own.syscall)
         )
+        words[parts.EACH] = PARTS
         atexit.register(self.end_helpers)
         in_child(self._reset)
         return address

@@ -20,13 +20,12 @@ from rabbitllm.base.compiling import (
     system_call,
     to_array,
 )
-from rabbitllm.base.openmp import PARTS
 
 WORDS = 48
 """Int64s that the threads share; those that change have cache lines of their own."""
-OWN, RUN, PARALLEL, CLAIM, SYSCALL, HELPED = range(6)
+OWN, RUN, PARALLEL, CLAIM, SYSCALL, HELPED, EACH = range(7)
 """Places of the own address, and of those of `run_parts`, GOMP_parallel, `claim_parts` and the C library's `syscall`,
-and of the number of the present helpers, 0 without any."""
+of the number of the present helpers, 0 without any, and of how many parts a thread has."""
 CLAIMS, DONE, OWNER, EPOCH, ASLEEP = range(8, 48, 8)
 """Places of the claims of the present work (its number, its parts, and the next of these), before its function and
 data; of the parts that helpers have computed; of whether a caller has the helpers; of what they sleep on, and whether
@@ -39,24 +38,28 @@ some 50 microseconds of the caller's time in a virtual machine, and Python compu
 
 
 def claim_parts(data):  # type: ignore[no-untyped-def]
-    """Compute `PARTS` at a time until all are claimed: own address, next part, number of parts, function and data."""
-    work = to_array(data, 5)
-    first = atomic_add(work[0] + 8, PARTS)
+    """Compute a thread's parts at a time until all are claimed.
+
+    Own address, next part, number of parts, function and data, and the parts of a thread.
+    """
+    work = to_array(data, 6)
+    first = atomic_add(work[0] + 8, work[5])
     while first < work[2]:
-        call_parts(work[3], work[4], first, first + PARTS, work[2])
-        first = atomic_add(work[0] + 8, PARTS)
+        call_parts(work[3], work[4], first, first + work[5], work[2])
+        first = atomic_add(work[0] + 8, work[5])
 
 
 def run_parts(data, function, given, threads):  # type: ignore[no-untyped-def]
-    """Compute `PARTS` for each of so many threads by a function of `given`, which is called as `call_parts` does.
+    """Compute the parts of so many threads by a function of `given`, which is called as `call_parts` does.
 
     Returns when all are computed; there may be fewer threads.
     """
     words = to_array(data, WORDS)
-    team, parts = words[OWN], threads * PARTS
+    team, parts = words[OWN], threads * words[EACH]
     if threads > 1 and words[HELPED] == 0:
-        work = np.empty(5, np.int64)
+        work = np.empty(6, np.int64)
         work[0], work[1], work[2], work[3], work[4] = work.ctypes.data, 0, parts, function, given
+        work[5] = words[EACH]
         call_team(words[PARALLEL], words[CLAIM], work[0], threads)
         work[0] = 0  # numba frees memory after its last use
     elif threads <= 1 or exchange_if(team + 8 * OWNER, 0, 1) == 0:  # another caller has the helpers
