@@ -90,12 +90,10 @@ class _AttentionForm:
         """Attend; the addresses of a call from `first` on are those of `_cached`."""
         from rabbitllm.engine import _layer_kernels
 
-        team, threads = torchs_team(), torch.get_num_threads()
-        in_team = (team.thread_number, team.thread_count) if team is not None and threads > 1 else (0, 0)
         keys, values, *numbers = (program.address(first + index) for index in range(7))
         form = self.queries, self.queries // self.keys, self.width, float_bits(self.scaling)
-        words: Words = [*in_team, queries, keys, values, out, *numbers, *form]
-        program.add(_layer_kernels.attend, words, threads if in_team[0] else 1)
+        words: Words = [queries, keys, values, out, *numbers, *form]
+        program.add(_layer_kernels.attend, words, torch.get_num_threads() if torchs_team() is not None else 1)
 
     def split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of a token, each (1, heads, 1, width)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from rabbitllm.base.compiling import asked, to_array, wide, words_at
+from rabbitllm.base.compiling import to_array, wide, words_at
 
 _LOG2_E = np.float32(1.4426950408889634)
 _C6, _C5, _C4 = np.float32(1.535336188319500e-4), np.float32(1.339887440266574e-3), np.float32(9.618437357674640e-3)
@@ -216,34 +216,30 @@ def _add_rows(total, begin, step, shares, count, width):  # type: ignore[no-unty
         token += 1
 
 
-def attend(data):  # type: ignore[no-untyped-def]
-    """Attention of one row: a thread's share of its heads.
+def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
+    """Attention of one row: some parts of its heads.
 
-    After the own address the functions for a thread's number and for their number (0 for one thread); the addresses of
-    queries, keys, values and results; the tokens; bytes from a head to the next and from a token to the next, of keys
-    and of values; heads, heads for each of the keys', their width, and the bits of the factor of scores.
+    After the own address those of queries, keys, values and results; the tokens; bytes from a head to the next and from
+    a token to the next, of keys and of values; heads, heads for each of the keys', their width, and the bits of the
+    factor of scores.
     """
-    given = to_array(data, 16)
-    threads, index = 1, 0
-    if given[1] != 0:
-        index, threads = asked(given[1]), asked(given[2])
-    tokens, heads, group, width = given[7], given[12], given[13], given[14]
-    share = -(-heads // threads)
+    given = to_array(data, 14)
+    tokens, heads, group, width = given[5], given[10], given[11], given[12]
     one = np.empty(1, np.uint32)
-    one[0] = np.uint32(given[15])
+    one[0] = np.uint32(given[13])
     factor = one.view(np.float32)[0] * _LOG2_E
     query, total = np.empty(width, np.float32), np.empty(width, np.float32)
     total_bits = total.view(np.uint32)
     scores, powers = np.empty(tokens, np.float32), np.empty(tokens, np.int32)
     exponents = powers.view(np.float32)
-    for head in range(index * share, min(index * share + share, heads)):
-        words = to_array(words_at(given[3] + 2 * head * width), width)
+    for head in range(start * heads // parts, end * heads // parts):
+        words = to_array(words_at(given[1] + 2 * head * width), width)
         for i in range(width):
             query[i] = wide(words[i]) * factor
-        keys, values = given[4] + head // group * given[8], given[5] + head // group * given[10]
+        keys, values = given[2] + head // group * given[6], given[3] + head // group * given[8]
         most, summed = np.float32(-np.inf), np.float32(0)
         for token in range(tokens):
-            score = _dot(query, to_array(words_at(keys + token * given[9]), width), width)
+            score = _dot(query, to_array(words_at(keys + token * given[7]), width), width)
             scores[token] = score
             most = max(most, score)
             summed += score * np.float32(0)  # NaN for a score that is NaN or infinite
@@ -258,8 +254,8 @@ def attend(data):  # type: ignore[no-untyped-def]
         for token in range(tokens):
             summed += scores[token]
         total[:] = 0
-        _add_rows(total, values, given[11], scores, tokens, width)
-        results = to_array(words_at(given[6] + 2 * head * width), width)
+        _add_rows(total, values, given[9], scores, tokens, width)
+        results = to_array(words_at(given[4] + 2 * head * width), width)
         for i in range(width):
             total[i] /= summed
         for i in range(width):

@@ -337,6 +337,6 @@ def _run(kernel: str, values: int, sizes: Sequence[int], tensors: Sequence[torch
 
     team = torchs_team()
     assert team is not None
-    words = array("q", [team.thread_number, team.thread_count, *sizes, *(x.data_ptr() for x in tensors)])
+    words = array("q", [*sizes, *(x.data_ptr() for x in tensors)])
     threads = min(torch.get_num_threads(), -(-values // WORTH_A_THREAD))
     team.run(address_of(getattr(_recurrent_kernels, kernel)), words.buffer_info()[0], threads)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from rabbitllm.base.forks import Workers
-from rabbitllm.base.openmp import torchs_team
+from rabbitllm.base.openmp import PARTS, torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant._kernel_interface import BFLOATS, BYTES, CODES, NUMBERS, PANELS, CodeKernel, call
@@ -39,19 +39,21 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
     function, tile = kernel(method, scheme, width)
     threads, rows = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method])), work[0][-1]
     words = [value for piece in work for value in piece]
+    data = array("q", [rows_of_part(rows, threads, tile), len(work), *words])
     if threads == 1:
-        call(function, [0, 0, rows, len(work), *words])
-        return
-    share = round_up(-(-rows // threads), tile)  # no tile is divided
-    if (team := torchs_team()) is not None:
-        data = array("q", [team.thread_number, team.thread_count, share, len(work), *words])
+        call(function, data)
+    elif (team := torchs_team()) is not None:
         team.run(function, data.buffer_info()[0], threads)
-        return
-    parts = [[0, index, share, len(work), *words] for index in range(-(-rows // share))]
-    futures = [_threads().submit(call, function, part) for part in parts[1:]]
-    call(function, parts[0])
-    for future in futures:
-        future.result()
+    else:
+        futures = [_threads().submit(call, function, data, PARTS * thread) for thread in range(1, threads)]
+        call(function, data)
+        for future in futures:
+            future.result()
+
+
+def rows_of_part(rows: int, threads: int, tile: int) -> int:
+    """Rows of a matrix in each part of those that so many threads compute; no tile is divided."""
+    return round_up(-(-rows // (threads * PARTS)), tile)
 
 
 @functools.cache

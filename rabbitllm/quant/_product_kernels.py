@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias
 
-from rabbitllm.base.compiling import address_of, asked, to_array
+from rabbitllm.base.compiling import address_of, to_array
 from rabbitllm.quant import _integers
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, CODES, INTEGERS, PANELS
 from rabbitllm.quant._vectors import CODEBOOKS, F32, HALF_BYTES, Emitter, emitted, inlined, narrowed, number, on_stack
@@ -68,7 +68,7 @@ def step_size(method: str, width: int) -> int:
 @inlined
 def pieces(data):  # type: ignore[no-untyped-def]
     """The int64s at an address; each piece of work begins at a multiple of `PIECE_WORDS` after `BEFORE_WORK`."""
-    return to_array(data, BEFORE_WORK + PIECE_WORDS * to_array(data, BEFORE_WORK)[3])
+    return to_array(data, BEFORE_WORK + PIECE_WORDS * to_array(data, BEFORE_WORK)[1])
 
 
 @inlined
@@ -81,14 +81,9 @@ def arguments(words, i):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def own_rows(words, rows):  # type: ignore[no-untyped-def]
-    """The first row of this thread and the one after its last; see `_kernel_interface.BEFORE_WORK`."""
-    thread, share, is_last = words[1], words[2], False
-    if words[0] != 0:
-        thread = asked(words[0])
-        is_last = thread + 1 == asked(words[1])
-    first = thread * share
-    return first, rows if is_last else min(first + share, rows)
+def own_rows(words, start, end, rows):  # type: ignore[no-untyped-def]
+    """The first row of some parts and the one after their last."""
+    return start * words[0], min(end * words[0], rows)
 
 
 def add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> None:
@@ -278,13 +273,13 @@ TALL = WIDE = SQUARE = LEAST = TILE = FILL = AT_ONCE = VECTOR = ONE
 IN_PLACE = False
 
 
-def _by_codes(data):  # type: ignore[no-untyped-def]
+def _by_codes(data, start, end, parts):  # type: ignore[no-untyped-def]
     """The loops over rows and inputs, in tiles of `TILE` and `TOKENS` and smaller ones at the ends."""
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         work = arguments(words, piece)
         tokens = work[9]
-        first, last = own_rows(words, work[10])
+        first, last = own_rows(words, start, end, work[10])
         for top in range(first, last, NEAR_ROWS):
             bottom, token = min(top + NEAR_ROWS, last), 0
             while token < tokens:
@@ -303,16 +298,16 @@ def _by_codes(data):  # type: ignore[no-untyped-def]
                 token += TOKENS if is_wide else 1
 
 
-def _by_numbers(data):  # type: ignore[no-untyped-def]
+def _by_numbers(data, start, end, parts):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, _, _, table, out, row_bytes, steps, shift, _, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
+        first, last = own_rows(words, start, end, rows)
         for row in range(first, last):
             FILL(codes, scales, table, out + row * steps * VECTOR, row_bytes, steps, shift, row, 0, steps)
 
 
-def _by_panels(data):  # type: ignore[no-untyped-def]
+def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
     """The loops over panels, over inputs that fit the cache, and over tiles of rows and inputs."""
     panel = stack_panel()
     step_bytes = 2 * VECTOR
@@ -320,7 +315,7 @@ def _by_panels(data):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
+        first, last = own_rows(words, start, stop, rows)
         input_bytes = steps * step_bytes
         for top in range(first, last, PANEL_ROWS):
             bottom = min(top + PANEL_ROWS, last)

@@ -51,7 +51,7 @@ class Program:
     def __init__(self, addresses: int) -> None:
         self._addresses = addresses
         self._nbytes = 0
-        self._steps: list[tuple[Callable[[Any], None], Words, int]] = []
+        self._steps: list[tuple[Callable[..., None], Words, int]] = []
         self._words: array[int] | None = None
 
     def address(self, index: int) -> Place:
@@ -63,7 +63,7 @@ class Program:
         begin, self._nbytes = self._nbytes, round_up(self._nbytes + nbytes, _ALIGNMENT)
         return SCRATCH, begin
 
-    def add(self, function: Callable[[Any], None], words: Words, threads: int = 1) -> None:
+    def add(self, function: Callable[..., None], words: Words, threads: int = 1) -> None:
         """Add a function, which is compiled, the int64s after the first that it gets, and how many threads call it."""
         self._steps.append((function, words, threads))
 
@@ -96,8 +96,8 @@ class Program:
                 if isinstance(word, tuple):
                     places += [first + len(words), *word]
                 words.append(0 if isinstance(word, tuple) else word)
-        parallel = team.parallel if (team := torchs_team()) is not None else 0
-        head = [0, first + len(words), begin, count, len(self._steps), parallel, *[0] * (1 + self._addresses)]
+        of_team = team.address if (team := torchs_team()) is not None else 0
+        head = [0, first + len(words), begin, count, len(self._steps), of_team, *[0] * (1 + self._addresses)]
         return array("q", [*head, *places, *calls, *words])
 
 
@@ -160,13 +160,10 @@ class JointProduct:
         """Add it to a program: for so many rows of a dtype at a place, with the results at others."""
         from rabbitllm.quant import _integers, _joint_kernels  # numba comes with them
 
-        team = torchs_team()
-        assert team is not None
         is_bfloat, columns = dtype == torch.bfloat16, self._columns
         operands, inputs = [matrix.operands(INTEGERS) for matrix in self.matrices], dict[object, list[Place]]()
         nbytes = sum(count * row_bytes for count, (*_, row_bytes, _, _) in zip(self._rows, operands, strict=True))
         threads = min(torch.get_num_threads(), -(-nbytes // _kernels.WORTH_A_THREAD[CODES]))
-        in_team = (team.thread_number, team.thread_count) if threads > 1 else (0, 0)
         products, sums = list[int | Place](), list[Words]()
         for index, (matrix, (codes, scales, table, *sizes)) in enumerate(zip(self.matrices, operands, strict=True)):
             layout, rows_of, out = matrix.layout(), self._rows[index], results[index]
@@ -180,8 +177,7 @@ class JointProduct:
                 out = program.room(4 * rows * rows_of)
                 sums.append([out, results[index], rows * rows_of])
             function, tile = _kernels.kernel(CODES, matrix.kernel, INTEGERS)
-            share = round_up(-(-rows_of // threads), tile)  # no tile is divided
-            products += [function, *in_team, share, 1]
+            products += [function, _kernels.rows_of_part(rows_of, threads, tile), 1]
             products += [codes, scales, *inputs[layout], table, out, *sizes, rows, rows_of]
         program.add(_joint_kernels.multiply, [len(self.matrices), *products], threads)
         for words in sums:
@@ -268,8 +264,6 @@ class RoutedProduct:
         assert team is not None
         threads = min(torch.get_num_threads(), -(-rows * self.nbytes // _kernels.WORTH_A_THREAD[CODES]))
         function, tile = _kernels.kernel(CODES, self.scheme, self.width)
-        share = round_up(-(-count // threads), tile)  # no tile is divided
-        in_team = (team.thread_number, team.thread_count) if threads > 1 else (0, 0)
         rounded = 1 if sources == -1 else rows
         prepare, numbers, input_bytes, other_bytes = self._preparation()
         sizes = (
@@ -279,8 +273,18 @@ class RoutedProduct:
             8 * (_joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS)),
         )
         words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
-        words += [function, team.parallel, threads, *in_team, share, address_of(prepare), columns, *numbers]
-        words += [input_bytes, other_bytes, rounded, rows, count, number * len(ARGUMENTS)]
+        words += [function, team.address, threads, _kernels.rows_of_part(count, threads, tile)]
+        words += [
+            address_of(prepare),
+            columns,
+            *numbers,
+            input_bytes,
+            other_bytes,
+            rounded,
+            rows,
+            count,
+            number * len(ARGUMENTS),
+        ]
         program.add(_joint_kernels.routed, words)
 
 
