@@ -60,7 +60,7 @@ def act_kind(act: nn.Module | None) -> ActKind | None:
     """What says all of what an activation computes: its class, and its functions and numbers; None if more does."""
     if act is None or act._parameters or act._buffers or act._modules:
         return None
-    if len(inspect.signature(act.forward).parameters) != 1:
+    if not _takes_one(type(act)):
         return None
     kind: list[object] = [type(act)]
     for name in vars(act).keys() - _OF_ANY:
@@ -72,6 +72,12 @@ def act_kind(act: nn.Module | None) -> ActKind | None:
             return None
         kind += [name, value]
     return tuple(kind)
+
+
+@functools.cache
+def _takes_one(kind: type[nn.Module]) -> bool:
+    """Whether a class's forward has one argument; a forward of an instance's own is among its attributes."""
+    return len(inspect.signature(kind.forward).parameters) == 2
 
 
 def every_bfloat() -> torch.Tensor:
