@@ -158,11 +158,16 @@ class OneCall:
         of_product.add_to(program, rows, torch.bfloat16, product, [out])
 
 
+def is_one_call(module: nn.Module) -> bool:
+    """Whether `fuse_gates` set its forward."""
+    return forward_in(module) is _forward
+
+
 def mlp_weights(module: Any) -> list[QuantizedWeight] | None:
     """The weights of an MLP that `fuse_gates` lets compute by one call; None if it does not now."""
     parts = module._modules
     *linears, act = names_in(module) or (None,)
-    if forward_in(module) is not _forward or not linears or not is_tabled(parts[act]):
+    if not is_one_call(module) or not linears or not is_tabled(parts[act]):
         return None
     return plain_weights(*(parts[name] for name in linears))
 

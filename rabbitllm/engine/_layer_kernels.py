@@ -61,6 +61,21 @@ def rotate(data):  # type: ignore[no-untyped-def]
             words[begin + i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
 
 
+def part(data):  # type: ignore[no-untyped-def]
+    """Bring what lies behind each head of queries, its gate, before all of them.
+
+    After the own address that of both, how many heads there are, and their width.
+    """
+    given = to_array(data, 4)
+    heads, width = given[2], given[3]
+    words = to_array(words_at(given[1]), 2 * heads * width)
+    both = words.copy()
+    for head in range(heads):
+        for i in range(width):
+            words[head * width + i] = both[(2 * head + 1) * width + i]
+            words[(heads + head) * width + i] = both[2 * head * width + i]
+
+
 def gate(data):  # type: ignore[no-untyped-def]
     """`table[gates] * factors`: after the own address those of table, gates, factors and results, and their count."""
     words = to_array(data, 6)
