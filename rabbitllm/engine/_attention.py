@@ -22,7 +22,7 @@ from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.engine._fusing import Forward, forward_in, fuse, kind_of, trial_of
-from rabbitllm.engine._gates import MULTIPLE, ActKind, OneCall, act_of, every_bfloat, is_one_call, mlp_weights, names_in
+from rabbitllm.engine._gates import ActKind, OneCall, act_of, is_one_call, mlp_weights, names_in, sigmoids
 from rabbitllm.engine._norms import add_norm, epsilon_of, lanes_of, with_weight
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
@@ -108,17 +108,14 @@ class _AttentionForm:
         words: Words = [*in_team, self._queries_in(heads), keys, values, out, *numbers, *form]
         program.add(_layer_kernels.attend, words, threads if in_team[0] else 1)
         if self.is_gated:
-            program.add(_layer_kernels.gate, [_sigmoids().data_ptr(), heads, out, out, self.queries * self.width])
+            table = sigmoids()
+            assert table is not None
+            program.add(_layer_kernels.gate, [table.data_ptr(), heads, out, out, self.queries * self.width])
 
     def split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of a token, each (1, heads, 1, width)."""
         begin = self.gates + self.queries
         return heads[:, begin : begin + self.keys], heads[:, begin + self.keys :]
-
-
-@functools.cache
-def _sigmoids() -> torch.Tensor:
-    return torch.sigmoid(every_bfloat())
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -351,7 +348,7 @@ def _form_of(module: Any) -> _AttentionForm | None:
     norms = [(lanes_of(norm), norm) for name in _NORMS if (norm := parts.get(name)) is not None]
     if keys <= 0 or queries % keys or keys % width or not all(lanes for lanes, _ in norms):
         return None
-    if is_gated and queries % MULTIPLE:  # torch computes a rest in another way
+    if is_gated and sigmoids() is None:
         return None
     if any(norm.weight.shape != (width,) for _, norm in norms):
         return None

@@ -94,6 +94,29 @@ def gate(data):  # type: ignore[no-untyped-def]
         results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
 
 
+def add_gated(data):  # type: ignore[no-untyped-def]
+    """`others + table[gate] * terms` of rows with a gate each.
+
+    After the own address those of the table, of terms, gates, others and results; rows and their width.
+    """
+    given = to_array(data, 8)
+    rows, width = given[6], given[7]
+    table, gates = to_array(words_at(given[1]), 1 << 16), to_array(words_at(given[3]), rows)
+    terms, others = to_array(words_at(given[2]), rows * width), to_array(words_at(given[4]), rows * width)
+    results, values = to_array(words_at(given[5]), rows * width), np.empty(width, np.float32)
+    bits = values.view(np.uint32)
+    for row in range(rows):
+        begin, factor = row * width, wide(table[gates[row]])
+        for i in range(width):
+            values[i] = wide(terms[begin + i]) * factor
+        for i in range(width):
+            bits[i] = nearest(bits[i]) & np.uint32(0xFFFF0000)
+        for i in range(width):
+            values[i] += wide(others[begin + i])
+        for i in range(width):
+            results[begin + i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+
+
 def add(data):  # type: ignore[no-untyped-def]
     """Sums: after the own address those of two terms and of the results, and their count."""
     given = to_array(data, 5)
