@@ -219,25 +219,34 @@ UNCOMPRESSED: dict[str, Callable[[Path], Path]] = {
     "float16": lambda folder: build_checkpoint(folder, "qwen3_moe", dtype=torch.float16, **{**SIZES, **MANY}),
     "turned": lambda folder: build_checkpoint(folder, "gpt_oss", dtype=torch.bfloat16, **{**SIZES, **OSS}),
     "fp8": lambda folder: quantized.build_fp8(folder, "qwen3_moe", **{**SIZES, **MANY}),
+    "awq": lambda folder: quantized.build_awq(folder, "qwen3_moe", folder.parent / "plain", **{**SIZES, **MANY}),
+    "gptq": lambda folder: quantized.build_gptq(folder, "qwen3_moe", folder.parent / "plain", **{**SIZES, **MANY}),
     "mxfp4": lambda folder: quantized.build_mxfp4(folder, **{**SIZES, **OSS, "head_dim": 64}),
 }
 """Forms that are not the package's own -> a checkpoint with them."""
+AS_BFLOAT16 = "bfloat16", "awq", "gptq"
+"""Those whose experts are multiplied as matrices of bfloat16."""
 
 
 @pytest.mark.parametrize(
     ("form", "budget"),
     [
-        *((form, ALL) for form in ("bfloat16", "float32", "turned", "fp8", "mxfp4")),
+        *((form, ALL) for form in ("bfloat16", "float32", "turned", "fp8", "mxfp4", "awq")),
         ("bfloat16", 3_000_000),
         pytest.param("float16", ALL, marks=pytest.mark.long),
-        *(pytest.param(form, 3_000_000, marks=pytest.mark.long) for form in ("float32", "float16", "fp8")),
+        pytest.param("gptq", ALL, marks=pytest.mark.long),
+        *(
+            pytest.param(form, 3_000_000, marks=pytest.mark.long)
+            for form in ("float32", "float16", "fp8", "awq", "gptq")
+        ),
     ],
 )
 @torch.no_grad()
 def test_only_chosen_experts_are_touched(
     tmp_path: Path, form: str, budget: int, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load(split(UNCOMPRESSED[form](tmp_path / "model")), budget, exact=False)
+    dtype = "bfloat16" if form in AS_BFLOAT16 else None  # AWQ and GPTQ publish float16
+    model = load(split(UNCOMPRESSED[form](tmp_path / "model")), budget, exact=False, dtype=dtype)
     module = experts_of(model)[0]
     seen, each, grouped = set[int](), ResidentExperts.each, torch.nn.functional.grouped_mm
 
@@ -261,7 +270,7 @@ def test_only_chosen_experts_are_touched(
         expected = module(x, index, weights)
         module.forward = MethodType(functools.partial(_routed._forward, _routed._ExpertsForm.of(module)), module)
         assert seen == (set(index.flatten().tolist()) if budget == ALL else set())
-        if form == "bfloat16":  # sums of another order
+        if form in AS_BFLOAT16:  # sums of another order
             assert relative_error(result, expected) < 1 / 256
         else:
             assert torch.equal(result, expected)
