@@ -141,7 +141,15 @@ def test_a_model_has_the_class_s_cache_and_nearly_its_logits(
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("qwen2", {}), ("gemma3", GEMMA), ("phi3", PHI), ("phi3", LONG), (Family("qwen3_5_text", DELTA), GATED)],
+    [
+        ("qwen2", {}),
+        ("qwen3_moe", {"head_dim": 32}),
+        ("qwen3_next", GATED),
+        ("gemma3", GEMMA),
+        ("phi3", PHI),
+        ("phi3", LONG),
+        (Family("qwen3_5_text", DELTA), GATED),
+    ],
 )
 def test_a_layer_has_the_bits_of_its_parts(
     tmp_path: Path, family: str | Family, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
