@@ -61,6 +61,21 @@ def rotate(data):  # type: ignore[no-untyped-def]
             words[begin + i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
 
 
+def part(data):  # type: ignore[no-untyped-def]
+    """Bring what lies behind each head of queries, its gate, before all of them.
+
+    After the own address that of both, how many heads there are, and their width.
+    """
+    given = to_array(data, 4)
+    heads, width = given[2], given[3]
+    words = to_array(words_at(given[1]), 2 * heads * width)
+    both = words.copy()
+    for head in range(heads):
+        for i in range(width):
+            words[head * width + i] = both[(2 * head + 1) * width + i]
+            words[(heads + head) * width + i] = both[2 * head * width + i]
+
+
 def gate(data):  # type: ignore[no-untyped-def]
     """`table[gates] * factors`: after the own address those of table, gates, factors and results, and their count."""
     words = to_array(data, 6)
@@ -77,6 +92,29 @@ def gate(data):  # type: ignore[no-untyped-def]
         product[i] *= factor[i]
     for i in range(count):
         results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+
+
+def add_gated(data):  # type: ignore[no-untyped-def]
+    """`others + table[gate] * terms` of rows with a gate each.
+
+    After the own address those of the table, of terms, gates, others and results; rows and their width.
+    """
+    given = to_array(data, 8)
+    rows, width = given[6], given[7]
+    table, gates = to_array(words_at(given[1]), 1 << 16), to_array(words_at(given[3]), rows)
+    terms, others = to_array(words_at(given[2]), rows * width), to_array(words_at(given[4]), rows * width)
+    results, values = to_array(words_at(given[5]), rows * width), np.empty(width, np.float32)
+    bits = values.view(np.uint32)
+    for row in range(rows):
+        begin, factor = row * width, wide(table[gates[row]])
+        for i in range(width):
+            values[i] = wide(terms[begin + i]) * factor
+        for i in range(width):
+            bits[i] = nearest(bits[i]) & np.uint32(0xFFFF0000)
+        for i in range(width):
+            values[i] += wide(others[begin + i])
+        for i in range(width):
+            results[begin + i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
 
 
 def add(data):  # type: ignore[no-untyped-def]

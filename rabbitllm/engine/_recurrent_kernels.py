@@ -24,7 +24,7 @@ from rabbitllm.engine._layer_kernels import nearest
 
 RUN = 16
 """Rows that are added in a run."""
-DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS = 14, 11, 10
+DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS, SELECTIVE_WORDS = 14, 11, 10, 9
 """Of each function:
 
 - sequences, tokens, heads, the heads that share a query and a key, rows and columns of a state, whether each row has a
@@ -32,7 +32,8 @@ DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS = 14, 11, 10
 - sequences, channels, tokens of a state, taps, whether values are bfloat16, else float32, whether there is a bias;
   addresses of the inputs, states, weights, bias and results;
 - heads, the heads that share a B, their width, columns of a state; addresses of the states, decays, step sizes, Bs and
-  inputs, float32 without gaps, and of the states rounded to bfloat16.
+  inputs, float32 without gaps, and of the states rounded to bfloat16;
+- sequences, channels, columns of a state; the same addresses, with a decay for each value, and step sizes for channels.
 """
 
 
@@ -169,3 +170,32 @@ def state_space_step(data, start, end, parts):  # type: ignore[no-untyped-def]
                 product[i] = state[i]
             for i in range(size):
                 result[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+
+
+def selective_step(data, start, end, parts):  # type: ignore[no-untyped-def]
+    """S = S * decay + step size * B * x, with a decay for each value."""
+    words = to_array(data, SELECTIVE_WORDS)
+    sequences, channels, size = words[0], words[1], words[2]
+    rows = sequences * channels
+    states, decays, steps = _floats(words[3], rows * size), _floats(words[4], rows * size), _floats(words[5], rows)
+    inputs, values = _floats(words[6], sequences * size), _floats(words[7], rows)
+    rounded, last = _words(words[8], rows * size), end * rows // parts
+    product, own = np.empty(RUN * size, np.float32), np.empty(size, np.float32)
+    bits = product.view(np.uint32)
+    for first in range(start * rows // parts, last, RUN):
+        count = min(last - first, RUN)
+        for row in range(count):
+            step, value, place = steps[first + row], values[first + row], (first + row) // channels * size
+            scaled = product[row * size : (row + 1) * size]
+            for i in range(size):
+                own[i] = step * inputs[place + i]
+            for i in range(size):
+                scaled[i] = own[i] * value
+        begin, end = first * size, (first + count) * size
+        state, decay, result = states[begin:end], decays[begin:end], rounded[begin:end]
+        for i in range(count * size):
+            product[i] += state[i] * decay[i]
+        for i in range(count * size):
+            state[i] = product[i]
+        for i in range(count * size):
+            result[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))

@@ -18,7 +18,7 @@ from rabbitllm.engine._attention import fuse_attention, fuse_layers
 from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
-from rabbitllm.engine._gates import fuse_gates
+from rabbitllm.engine._gates import fuse_gates, fuse_shared
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._rotary import fuse_rotary
@@ -236,6 +236,7 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
         if multiplies_codes:
             fuse_attention(model)
             fuse_gates(model)
+            fuse_shared(model)
             fuse_layers(model)
         fuse_rotary(model)  # of attentions that are not replaced as a whole
         fuse_experts(model)
