@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rabbitllm.formats.bounded import decode_message
 from rabbitllm.generation.request import BatchStats
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.server import _messages, _responses
+from rabbitllm.server import _messages, _ollama, _responses
 from rabbitllm.server._guards import (
     SCOPE_KEY,
     Guard,
@@ -74,6 +74,7 @@ from rabbitllm.server.schemas import (
     parsed,
 )
 from rabbitllm.server.service import Service
+from rabbitllm.version import __version__
 
 ChatForm = Callable[[Any, ChatTemplate], dict[str, Any]]
 """From a body in the form of an interface to that of a chat."""
@@ -232,6 +233,23 @@ def routes(models: Models) -> list[BaseRoute]:
         service, body, call = await checked(request, raw, _responses.chat_of)
         return await answered(request, service, body, call, "resp_", _responses.Responses(raw))
 
+    async def ollama(request: Request) -> Response:
+        raw = _ollama.named(await body_of(request))
+        if _ollama.only_loads(raw):
+            return JsonResponse(_ollama.loaded((await used(request, raw.get("model"))).settings.name))
+        service, body, call = await checked(request, raw, _ollama.chat_of)
+        generates = request.scope["path"] == "/api/generate"
+        return await answered(request, service, body, call, "chatcmpl-", _ollama.OllamaLines(generates=generates))
+
+    async def tags(_: Request) -> Response:
+        return JsonResponse({"models": [_ollama.shown(entry) for entry in models.entries]})
+
+    async def show(request: Request) -> Response:
+        return JsonResponse(_ollama.shown(models.entry(_ollama.named(await body_of(request)).get("model"))))
+
+    async def version(_: Request) -> Response:
+        return JsonResponse({"version": __version__})
+
     async def tokenize(request: Request) -> Response:
         body = parsed(TokenizeBody, await body_of(request))
         if body.messages is not None:
@@ -314,6 +332,11 @@ def routes(models: Models) -> list[BaseRoute]:
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/rerank", rerank, methods=["POST"]),
+        Route("/api/chat", ollama, methods=["POST"]),
+        Route("/api/generate", ollama, methods=["POST"]),
+        Route("/api/tags", tags),
+        Route("/api/show", show, methods=["POST"]),
+        Route("/api/version", version),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/apply-template", apply_template, methods=["POST"]),
@@ -358,13 +381,15 @@ async def _generated(
         record.error = submission.error
 
     settings = service.settings
-    return EventStream(
+    stream = EventStream(
         recorded_frames(),
         over,
         idle=dialect.idle,
         heartbeat_seconds=settings.heartbeat_seconds,
         stall_seconds=settings.stall_seconds,
     )
+    stream.headers["content-type"] = dialect.content_type
+    return stream
 
 
 def _page_file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:

@@ -186,20 +186,15 @@ def test_every_interface_names_a_model(folders: dict[str, Path]) -> None:
 
 
 def test_models_that_do_not_fit_take_turns(folders: dict[str, Path], expected: dict[str, str]) -> None:
-    """Concurrent requests to both: each answer is right, each model is alone in memory, its memory is free afterwards."""
+    """Concurrent requests to both: each answer is right, each model is alone in memory, which is free afterwards."""
     gone: list[weakref.ref[Any]] = []
     with serving(folders, max(map(weight_bytes, folders.values())) + 200_000) as served:
-        together: list[int] = []
-
-        def watch(name: str) -> None:
-            together.append(len(served.models.services))
-
         with ThreadPoolExecutor(12) as pool:
-            asked = [NAMES[index % 2] for index in range(24)]
+            asked = [NAMES[index % 2] for index in range(16)]
             texts = list(pool.map(served.text, asked))
             gone += [weakref.ref(service.model) for service in served.models.services]
         assert texts == [expected[name] for name in asked]
-        assert 2 <= len(served.loads) <= 24
+        assert 2 <= len(served.loads) <= 16
         assert all(first != second for first, second in zip(served.loads, served.loads[1:], strict=False))
         last = served.loads[-1]
         other = NAMES[last == NAMES[0]]
@@ -290,7 +285,7 @@ def test_requests_that_wait_for_a_load(folders: dict[str, Path], expected: dict[
 
 def test_the_end_during_a_load(folders: dict[str, Path]) -> None:
     """Whoever waits is refused; the server ends although the load goes on."""
-    go, ended = threading.Event(), threading.Event()
+    go = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         with serving(folders, before=lambda name: go.wait(PATIENCE)) as served:
             answer = pool.submit(served.post, "rabbit")
@@ -300,6 +295,4 @@ def test_the_end_during_a_load(folders: dict[str, Path]) -> None:
         assert served.models.is_moving
         go.set()
         served.models._thread.join(PATIENCE)  # type: ignore[union-attr]
-        for promise in list(PROMISES):
-            PROMISES.discard(promise)
-    assert not ended.is_set()
+        PROMISES.clear()  # the model came too late to be closed
