@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from rabbitllm.engine.devices import Device
     from rabbitllm.engine.load_plan import LoadPlanner, PartChooser, TooLittle
-    from rabbitllm.engine.placement import Placement
     from rabbitllm.engine.streamed_model import StreamedModel
     from rabbitllm.generation.draft import Draft
 
@@ -382,42 +381,24 @@ class Prepared:
             RabbitLLMError: as `AutoModel.from_pretrained`.
         """
         run = self.request.run if run is None else run
-        with self._opened(run) as (store, home, kept):
-            model = self._loaded(store, run, home)
-            for each in kept:
-                each.keep_for(model)
-            return model
+        if self.folder is None:
+            return self._load_unsplit(run)
+        with prepare.read_lock(self.folder) as lock:
+            store = None if self._planner is None else self._planner.store
+            if not (isinstance(store, LayerStore) and run.verify_checksums and store.is_current()):
+                store = LayerStore(self.folder, verify_checksums=run.verify_checksums)
+            return self._loaded(store, run, self.config_folder, lock)
 
-    @system_errors_by_name()
-    def placement(self, run: RunOptions) -> Placement:
-        """Return the placement that `load` would give the weights now; reads none.
-
-        Args:
-            run: how it runs.
-
-        Raises:
-            RabbitLLMError: as `AutoModel.from_pretrained`.
-        """
-        assert self._planner is not None, "it was prepared to be loaded"
-        with self._opened(run) as (store, home, _):
-            return self._planner.placement(store, home, run)
-
-    @contextlib.contextmanager
-    def _opened(self, run: RunOptions) -> Iterator[tuple[WeightFiles, Path, Sequence[FolderLock | prepare.SmallFiles]]]:
-        """The files of the weights, the folder of the config, and what a loaded model keeps until it is collected."""
-        if self.folder is not None:
-            with prepare.read_lock(self.folder) as lock:
-                store = None if self._planner is None else self._planner.store
-                if not (isinstance(store, LayerStore) and run.verify_checksums and store.is_current()):
-                    store = LayerStore(self.folder, verify_checksums=run.verify_checksums)
-                yield store, self.config_folder, (lock,)
-            return
+    def _load_unsplit(self, run: RunOptions) -> Any:
         with split_display.shown(run.show_progress):
             checkpoint, lock = prepare.whole_checkpoint(self.source)
         with lock, prepare.SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as files:
-            yield UnsplitStore(checkpoint), files.folder, (lock, files)
+            model = self._loaded(UnsplitStore(checkpoint), run, files.folder, lock)
+            files.keep_for(model)
+            return model
 
-    def _loaded(self, store: WeightFiles, run: RunOptions, home: Path) -> Any:
+    def _loaded(self, store: WeightFiles, run: RunOptions, home: Path, lock: FolderLock) -> Any:
+        """Return the model, which keeps the lock on the folder of its weights until it is garbage collected."""
         from rabbitllm.engine import load
 
         def load_part(share: PartChooser | None = None) -> StreamedModel:
@@ -432,6 +413,7 @@ class Prepared:
             from rabbitllm.pipeline.spread import load_spread
 
             model = load_spread(hosts, run, load_part)
+        lock.keep_for(model)
         return model
 
 

@@ -29,8 +29,8 @@ def serve_command(
     models: Annotated[
         list[str],
         Argument(
-            metavar="MODEL...",
-            help="A repository, a folder, a file of weights, or a split directory; NAME=MODEL sets its name in "
+            metavar="MODEL",
+            help="A repository, a folder, a file of weights, or a split directory. NAME=MODEL sets the name in "
             "requests. Gated repositories need HF_TOKEN.",
             autocompletion=complete_model,
         ),
@@ -127,8 +127,7 @@ def serve_command(
 
     Examples:
       rabbitllm serve Qwen/Qwen2.5-7B-Instruct --compression 4bit
-      rabbitllm serve my-checkpoint --served-name rabbit --max-running 16
-      rabbitllm serve small=my-checkpoint Qwen/Qwen2.5-7B-Instruct --keep-alive 600
+      rabbitllm serve rabbit=my-checkpoint Qwen/Qwen2.5-7B-Instruct
     """
     from rabbitllm.server.settings import bound, check_guarded, hosts_of
 

@@ -312,11 +312,6 @@ class LoadPlanner:
         if self._too_little == "warn":
             self._too_little = "ignore"
 
-    def placement(self, store: WeightFiles, home: Path, options: RunOptions) -> Placement:
-        """The placement that `take` will give with the same arguments and the memory that is free now."""
-        plan = self._planned(store, home, options)
-        return place_units(plan.model, plan.sources, plan.experts, self._devices, options, plan.choosers)
-
     def take(self, store: WeightFiles, home: Path, options: RunOptions) -> LoadPlan:
         """The plan to load a model from these files; its skeleton is no longer kept here.
 

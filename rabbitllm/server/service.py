@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from rabbitllm.auto_model import LoadRequest, load_draft, prepare_model
-from rabbitllm.base.options import expand
+from rabbitllm.auto_model import LoadRequest, Prepared, load_draft, prepare_model
+from rabbitllm.base.options import RunOptions, expand
 from rabbitllm.checkpoints.index import gguf_stem, is_gguf_file
+from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.free_memory import PROMISES, Promise
+from rabbitllm.engine.load_plan import make_load_plan
+from rabbitllm.engine.placement import Placement
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.memory import cache_share, weight_limits
 from rabbitllm.generation.request import (
@@ -32,11 +35,13 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.scoring.score import token_logprobs
 from rabbitllm.generation.template import ChatTemplate
+from rabbitllm.prepare import SmallFiles, whole_checkpoint
 from rabbitllm.server._metrics import Metrics
 from rabbitllm.server.answers import TokenTexts
 from rabbitllm.server.embeddings import Embedder, PoolingRecipe, recipe_in
 from rabbitllm.server.requests import CheckedCall
 from rabbitllm.server.settings import Settings
+from rabbitllm.store.layer_store import LayerStore, UnsplitStore
 from rabbitllm.store.locations import resolve_name
 
 if TYPE_CHECKING:
@@ -90,7 +95,7 @@ class ServedModel:
             taken = {name: sum(other.placement.bytes_on(name) for other in beside) for name in limits}
             limits = {name: max(limit - taken[name], 0) for name, limit in limits.items()}
         run = replace(request.run, max_memory=limits)
-        if beside and not prepared.placement(run).stays:
+        if beside and not _placement(prepared, run).stays:
             return None
         with console.status(request.loading):
             model = prepared.load(run)
@@ -100,6 +105,17 @@ class ServedModel:
         candidates = (folder, prepared.config_folder, source.local)
         recipes = (recipe_in(candidate) for candidate in candidates if candidate is not None)
         return cls(model, (source.finished, folder), next(filter(None, recipes), None), draft)
+
+
+def _placement(prepared: Prepared, run: RunOptions) -> Placement:
+    """Where weights would be if they were loaded now."""
+    devices = resolve_devices(run.device, run.max_memory)
+    if prepared.folder is not None:
+        store = LayerStore(prepared.folder, verify_checksums=run.verify_checksums)
+        return make_load_plan(store, run, prepared.config_folder, devices).placement
+    checkpoint, lock = whole_checkpoint(prepared.source)
+    with lock, SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as files:
+        return make_load_plan(UnsplitStore(checkpoint), run, files.folder, devices).placement
 
 
 def served_name(name: str) -> str:
