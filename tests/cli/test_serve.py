@@ -228,10 +228,10 @@ def test_several_models(endless: Path) -> None:
                 body = {"model": name, "prompt": "Q: 1", "max_tokens": 4, "temperature": 0}
                 answer = client.post(f"{address}/v1/completions", json=body).json()
                 assert (answer["model"], answer["usage"]["completion_tokens"]) == (name, 4)
-        watched.until("unloaded b")
-        answers: list[Any] = []
-        thread = ask(address, 4, answers)
-        time.sleep(0.05)
+            answers: list[Any] = []
+            thread = ask(address, 400, answers)  # of the first model, which has to be loaded again
+            while client.get(f"{address}/status").json()["models"][0]["state"] == "not loaded":
+                assert thread.is_alive()
         process.send_signal(signal.SIGTERM)
         thread.join()
         assert watched.ended() == exit_codes.SUCCESS
