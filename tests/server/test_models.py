@@ -246,7 +246,7 @@ def test_an_idle_model_is_unloaded(folders: dict[str, Path], expected: dict[str,
             assert 0 < promise.mapped <= weight_bytes(folders["rabbit"])
             stats = service.batch.stats
             assert promise.unspent() == {"cpu": stats.cache_limit_bytes - stats.cache_bytes}
-            del service
+            del promise, service
             assert served.states()["rabbit"]["state"] == "loaded"
         served.until(lambda states: states["rabbit"]["state"] == "not loaded")
         assert model() is None
