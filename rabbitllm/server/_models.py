@@ -44,7 +44,7 @@ Loader = Callable[[Sequence[Service]], Service | None]
 """Loads a model beside loaded ones; None if not all weights would stay in memory then."""
 
 
-class State(Enum):
+class ModelState(Enum):
     """What a model does."""
 
     ABSENT = "not loaded"
@@ -61,7 +61,7 @@ class Entry:
         settings: its name, and limits and defaults of requests.
         load: loads it.
         service: while it is loaded.
-        state: see `State`.
+        state: see `ModelState`.
         users: requests that it is answering.
         waiters: requests that wait for it.
         used: `time.monotonic()` of the last answer's end.
@@ -73,7 +73,7 @@ class Entry:
     settings: Settings
     load: Loader
     service: Service | None = None
-    state: State = State.ABSENT
+    state: ModelState = ModelState.ABSENT
     users: int = 0
     waiters: deque[asyncio.Future[None]] = field(default_factory=deque)
     used: float = 0.0
@@ -84,7 +84,7 @@ class Entry:
 
     def arrived(self, service: Service) -> None:
         """The model is loaded."""
-        self.service, self.state, self.error = service, State.LOADED, None
+        self.service, self.state, self.error = service, ModelState.LOADED, None
         self.context, self.used = service.limits.context, time.monotonic()
 
 
@@ -173,7 +173,7 @@ class Models:
             APIError: there is no such model.
         """
         entry = self.entry(name)
-        if entry.state is not State.LOADED:
+        if entry.state is not ModelState.LOADED:
             return None
         entry.users += 1
         return self._used(entry, scope)
@@ -269,7 +269,7 @@ class Models:
 
         async def unload() -> None:
             async with self._lock:
-                if entry.state is State.LOADED and not entry.users and entry.timer is None and not self.is_closing:
+                if entry.state is ModelState.LOADED and not entry.users and entry.timer is None and not self.is_closing:
                     await self._unload(entry)
 
         self._resting = asyncio.ensure_future(unload())
@@ -298,20 +298,20 @@ class Models:
             except Exception as error:
                 self._fail(entry, _why_not(entry, error))
             self._queue.popleft()
-            while entry.state is State.LOADED and entry.waiters:
+            while entry.state is ModelState.LOADED and entry.waiters:
                 if not (waiter := entry.waiters.popleft()).done():
                     entry.users += 1
                     waiter.set_result(None)
 
     async def _bring(self, entry: Entry) -> None:
         """Load a model, if a request still waits for it; others leave while not all of them have room."""
-        while entry.state is not State.LOADED and entry.waiters:
+        while entry.state is not ModelState.LOADED and entry.waiters:
             others = [other for other in self.entries if other.service is not None]
-            entry.state = State.LOADING
+            entry.state = ModelState.LOADING
             try:
                 service = await self._in_thread(lambda: entry.load(self.services))
             except BaseException:
-                entry.state = State.ABSENT
+                entry.state = ModelState.ABSENT
                 raise
             if service is not None:
                 entry.arrived(service)
@@ -319,24 +319,24 @@ class Models:
                     service.batch.close(0)
                 logger.info("loaded %s", harmless(entry.settings.name))
                 return
-            entry.state = State.ABSENT
+            entry.state = ModelState.ABSENT
             leaving = min(others, key=lambda other: (other.users > 0, other.used))
-            leaving.state = State.LEAVING
+            leaving.state = ModelState.LEAVING
             while leaving.users and entry.waiters:
                 await self._changed.wait()
             if entry.waiters:
                 await self._unload(leaving)
             else:
-                leaving.state = State.LOADED
+                leaving.state = ModelState.LOADED
 
     async def _unload(self, entry: Entry) -> None:
         """Unload a model that answers no requests."""
-        entry.state, box, entry.service = State.LEAVING, [entry.service], None
+        entry.state, box, entry.service = ModelState.LEAVING, [entry.service], None
         if entry.timer is not None:
             entry.timer.cancel()
             entry.timer = None
         await self._in_thread(lambda: _free(box))
-        entry.state = State.ABSENT
+        entry.state = ModelState.ABSENT
         logger.info("unloaded %s", harmless(entry.settings.name))
 
     async def _in_thread(self, work: Callable[[], _Done]) -> _Done:
