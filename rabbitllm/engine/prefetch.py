@@ -1,7 +1,8 @@
 """Prefetches units that are not resident into fixed buffers: from the disk, or from pinned host memory.
 
 On a device that shares host memory, the computation uses the bytes in the buffers of `Loader`. For another device,
-`Uploader` adds a second thread. One thread reads units from the disk into a few pinned buffers, as far ahead as there
+`Uploader` adds a second thread, unless all units are pinned: copies of these do not wait, and handing each to a thread
+takes longer than asking for it. One thread reads units from the disk into a few pinned buffers, as far ahead as there
 are buffers: the disk reads while other units are copied. The other thread begins the copies, in the order of use, each
 as soon as a device buffer is free: of pinned units directly, of others from the buffer that they were read into. So a
 copy waits for a read only if its unit is the next one. Only the next read into the same buffer waits for a copy; the
@@ -70,13 +71,18 @@ def wait_for_jobs(seconds: float = 30.0) -> None:
 
 
 class Prefetcher:
-    """Buffers, and the thread that fills them."""
+    """Buffers, and what fills them.
 
-    def __init__(self, slots: Sequence[BufferSlot], thread: str) -> None:
+    Args:
+        slots: the buffers.
+        thread: the name of a thread that fills them; None if no job waits, so that callers run the jobs themselves.
+    """
+
+    def __init__(self, slots: Sequence[BufferSlot], thread: str | None) -> None:
         self._slots = tuple(slots)
         self._wanted: dict[str, Job] = {}
         self._pending: dict[str, tuple[BufferSlot, Future[Any]]] = {}
-        self._thread = Workers(1, thread)
+        self._thread = None if thread is None else Workers(1, thread)
 
     def request(self, unit: str, job: Job) -> None:
         """Fill a buffer with a unit once one is free, unless it was requested already."""
@@ -133,7 +139,8 @@ class Prefetcher:
 
     def close(self) -> None:
         """Stop the thread."""
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def reset(self) -> None:
         """Discard all requests and taken slots: in a forked process, whose thread has no jobs."""
@@ -146,9 +153,20 @@ class Prefetcher:
         busy = {id(slot) for slot, _ in self._pending.values()}
         free = [slot for slot in self._slots if not slot.taken and id(slot) not in busy]
         for unit, slot in zip(list(self._wanted), free, strict=False):
-            self._pending[unit] = slot, self._thread.submit(self._wanted[unit], slot)
-            _JOBS.add(self._pending[unit][1])
+            self._pending[unit] = slot, self._fill(self._wanted[unit], slot)
             del self._wanted[unit]
+
+    def _fill(self, job: Job, slot: BufferSlot) -> Future[Any]:
+        if self._thread is not None:
+            future = self._thread.submit(job, slot)
+            _JOBS.add(future)
+            return future
+        future = Future()
+        try:
+            future.set_result(job(slot))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 class Loader:
@@ -398,9 +416,8 @@ class Uploader:
         self._disk = Loader(on_disk, disk, device, profiler, staging, STAGING)
         buffers = [device.device_buffer(largest(sources)) for _ in range(SLOTS if sources else 0)]
         # the first copy waits too: this memory may still be used by a running computation
-        self._prefetcher = Prefetcher(
-            [BufferSlot(buffer, device.leave()) for buffer in buffers], f"upload-{device.name}"
-        )
+        slots = [BufferSlot(buffer, device.leave()) for buffer in buffers]
+        self._prefetcher = Prefetcher(slots, f"upload-{device.name}" if on_disk else None)
 
     @property
     def loads(self) -> int:

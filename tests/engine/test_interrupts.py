@@ -119,6 +119,7 @@ OTHERS = {
     "_expert_pool._fill_host_slot": "in a thread of the pool",
     "prefetch._read": "in the thread that reads",
     "prefetch._release": "when a model is freed",
+    "prefetch.wait_for_jobs": "before a model is loaded",
     "span_reader._read": "in the thread that reads",
     "_streamer._part": "while a model is loaded",
 }
@@ -144,7 +145,7 @@ def check_nothing_is_lost(model: Any) -> None:
         for _, future in list(loader._prefetcher._pending.values()):
             future.result(30)
     loaders += [loader._disk for loader in loaders if isinstance(loader, Uploader)]
-    workers = [loader._prefetcher._thread for loader in loaders]
+    workers = [thread for loader in loaders if (thread := loader._prefetcher._thread) is not None]
     workers += [pool._threads for pool in model.streamer.pools.values()]
     assert all(thread.is_alive() for worker in workers for thread in worker._pool._threads)
     assert not any(slot.taken for loader in loaders for slot in loader._prefetcher._slots)
