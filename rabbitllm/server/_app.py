@@ -83,7 +83,10 @@ PAGE = {
     "static/icon.svg": ("icon.svg", "image/svg+xml"),
     **{
         f"static/{name}": (name, "text/javascript; charset=utf-8")
-        for name in ("page.js", "talk.js", "chats.js", "markdown.js", "status.js", "timing.js", "view.js")
+        for name in (
+            *("page.js", "talk.js", "chats.js", "markdown.js", "maths.js", "highlight.js", "pictures.js"),
+            *("status.js", "timing.js", "view.js"),
+        )
     },
 }
 """Path -> file of the page, and its media type."""
@@ -161,11 +164,11 @@ def routes(service: Service) -> list[BaseRoute]:
         return ResponseBuilder(name, now, settings.name, *kinds, call.candidates, usage, call.max_tokens)
 
     async def models(_: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [_model(service)]})
+        return JsonResponse({"object": "list", "data": [await _model(service)]})
 
     async def model(request: Request) -> Response:
         service.check_name(request.path_params["name"])
-        return JsonResponse(_model(service))
+        return JsonResponse(await _model(service))
 
     async def checked(raw: Any) -> tuple[ChatBody, CheckedCall]:
         body = parsed(ChatBody, raw)
@@ -349,14 +352,16 @@ def _record(request: Request) -> Record:
     return record
 
 
-def _model(service: Service) -> dict[str, Any]:
-    """The model as OpenAI lists it, plus the context length, which other servers report too."""
+async def _model(service: Service) -> dict[str, Any]:
+    """The model as OpenAI lists it, plus the context length and what prompts may hold, which other servers report too."""
+    kinds = await service.encoded(service.template.media_kinds)  # the first call reads files
     return {
         "id": service.settings.name,
         "object": "model",
         "created": service.created,
         "owned_by": "rabbitllm",
         "max_model_len": service.limits.context,
+        "input_modalities": ["text", *kinds],
     }
 
 
