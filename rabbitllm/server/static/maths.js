@@ -101,8 +101,14 @@ class Reader {
   }
 
   #group() {
-    if (this.#next !== "{") return this.#atom();
-    this.#take();
+    if (++this.#depth > DEEPEST) throw new Unreadable();
+    const read = this.#next === "{" ? this.#braced() : this.#atom();
+    this.#depth--;
+    return read;
+  }
+
+  #braced() {
+    this.#take("{");
     const row = this.#row(() => false);
     this.#take("}");
     return row.length === 3 ? row[2] : row;
@@ -144,11 +150,8 @@ class Reader {
   }
 
   #atom() {
+    if (this.#next === "{") return this.#braced();
     const token = this.#take();
-    if (token === "{") {
-      this.#at--;
-      return this.#group();
-    }
     if (/^\d/.test(token)) return ["mn", {}, token];
     if (/^\p{L}$/u.test(token)) return ["mi", {}, token];
     if (token === "-") return ["mo", {}, "−"];
@@ -202,7 +205,7 @@ class Reader {
       case "boxed":
         return ["mrow", { class: "boxed" }, this.#group()];
       case "not":
-        return ["mo", {}, `${this.#atom()[2] ?? ""}\u0338`];
+        return struck(this.#group());
       case "pmod":
         return ["mrow", {}, ["mspace", { width: "1em" }], ["mo", {}, "("], ["mi", {}, "mod"], ["mspace", { width: ".3em" }], this.#group(), ["mo", {}, ")"]];
       case "bmod": case "mod":
@@ -248,6 +251,11 @@ function restyled([tag, attributes, ...children], alphabet) {
   const changed = children.map((child) => (typeof child === "string" ? styled(child, alphabet) : restyled(child, alphabet)));
   return [tag, tag === "mi" ? { mathvariant: "normal" } : attributes, ...changed];
 }
+
+/** Crossed out, where it is one sign. */
+const struck = ([tag, attributes, ...children]) => (
+  [tag, attributes, ...children.map((child) => (typeof child === "string" && children.length === 1 ? `${child}\u0338` : child))]
+);
 
 export function read(tex) {
   if (tex.length > LONGEST) return null;
