@@ -138,7 +138,7 @@ class Reader {
       else if (this.#next === "\\limits" || this.#next === "\\nolimits") this.#take();
       else break;
     }
-    if (primes.length) above = ["mrow", {}, ["mo", {}, "′".repeat(primes.length)], ...(above ? [above] : [])];
+    if (primes.length) above = ["mrow", {}, ["mi", {}, "′".repeat(primes.length)], ...(above ? [above] : [])];
     const kind = base[1].movablelimits || (/^m(under|over)$/.test(base[0]) && !base[1].accent) ? ["munder", "mover"] : ["msub", "msup"];
     if (below && above) return [kind[0] + kind[1].slice(1), {}, base, below, above];
     return below ? [kind[0], {}, base, below] : above ? [kind[1], {}, base, above] : base;
