@@ -614,8 +614,8 @@ def test_saved_chats_round_trip_between_command_and_page(modules: Path) -> None:
     ]
 
 
-def question(text: str, **more: Any) -> dict[str, Any]:
-    return {"role": "user", "content": text, **more}
+def question(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **more}
 
 
 def reply(text: str, **more: Any) -> dict[str, Any]:

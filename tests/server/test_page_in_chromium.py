@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -19,6 +20,7 @@ from rabbitllm.errors import BusyError
 from rabbitllm.generation.request import Limits, Request, Sampling
 from tests.chat.talkers import parrot_folder
 from tests.server.serving import NAME, Running, running
+from tests.server.test_page import ATTRIBUTES, MATHML, hostile_texts
 from tests.support.browser import SECONDS, Browser, Tab, chromium
 from tests.support.thinking_models import ANSWER, QUESTION, REASONING_TOKENS, THOUGHT, thinker
 from tests.support.tiny_models import split
@@ -85,8 +87,23 @@ def texts(tab: Tab, selector: str = "article") -> list[str]:
 
 def under(tab: Tab) -> str:
     """What stands below the last answer."""
-    words: str = tab.run("[...document.querySelectorAll('.assistant .under span')].at(-1).textContent")
+    words: str = tab.run("[...document.querySelectorAll('.assistant .under > :first-child')].at(-1).textContent")
     return words
+
+
+VERSIONS = "[...document.querySelectorAll('.versions')].map((one) => one.textContent.slice(1, -1))"
+CONTROL = 2
+
+
+def answered(tab: Tab, *expected: str) -> None:
+    """Wait until these are the messages."""
+    shown = "JSON.stringify([...document.querySelectorAll('article .text')].map((one) => one.textContent))"
+    tab.wait(f"{shown} === {json.dumps(json.dumps(expected, separators=(',', ':')))}")
+    idle(tab)
+
+
+def press_button(tab: Tab, within: str, name: str) -> None:
+    tab.run(f"[...document.querySelectorAll('{within} button')].find((one) => one.textContent === '{name}').click()")
 
 
 def trouble(tab: Tab) -> str:
@@ -376,9 +393,7 @@ def test_imported_and_exported_files_are_never_markup(tab: Tab, browser: Browser
         NAME, Conversation("Be <i>brief</i>.", (Exchange("<b>Well?</b>", HOSTILE, True), Exchange("a", "b")))
     )
     conversation.write_chat(tmp_path / "talk.json", saved)
-    root = tab.call("DOM.getDocument")["root"]["nodeId"]
-    field = tab.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
-    tab.call("DOM.setFileInputFiles", files=[str(tmp_path / "talk.json")], nodeId=field)
+    choose_file(tab, tmp_path / "talk.json")
     tab.wait("document.querySelectorAll('article').length === 4")
     assert texts(tab, ".user") == ["<b>Well?</b>", "a"]
     assert tab.run("document.querySelectorAll('#log :is(img, script, b, i)').length") == 0
@@ -399,16 +414,20 @@ def test_imported_and_exported_files_are_never_markup(tab: Tab, browser: Browser
     tab.wait(f"document.title === '{NAME} · RabbitLLM'")
 
     (tmp_path / "other.json").write_text('{"format": "other"}')
-    tab.call("DOM.setFileInputFiles", files=[str(tmp_path / "other.json")], nodeId=field)
+    choose_file(tab, tmp_path / "other.json")
     tab.wait("document.querySelector('#notice').textContent.includes('other.json was not imported')")
+
+
+def choose_file(tab: Tab, path: Path, selector: str = "#file") -> None:
+    root = tab.call("DOM.getDocument")["root"]["nodeId"]
+    field = tab.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+    tab.call("DOM.setFileInputFiles", files=[str(path)], nodeId=field)
 
 
 def imported(tab: Tab, folder: Path, *exchanges: Exchange) -> None:
     """Open a saved conversation."""
     conversation.write_chat(folder / "talk.json", SavedChat(NAME, Conversation(None, exchanges)))
-    root = tab.call("DOM.getDocument")["root"]["nodeId"]
-    field = tab.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
-    tab.call("DOM.setFileInputFiles", files=[str(folder / "talk.json")], nodeId=field)
+    choose_file(tab, folder / "talk.json")
     tab.wait(f"document.querySelectorAll('article').length === {2 * len(exchanges)}")
 
 
@@ -538,7 +557,9 @@ def test_answer_continues_while_another_conversation_is_open(tab: Tab, server: R
 
 
 def test_requests_carry_the_settings(tab: Tab) -> None:
-    settings(tab, system="Be brief.", temperature=0.5, top_p=0.9, max_tokens=2, seed=7)
+    numbers = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 2, "seed": 7}
+    numbers |= {"presence_penalty": -0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    settings(tab, system="Be brief.", **numbers)
     tab.click("#question")
     tab.write("one")
     tab.press("Enter", SHIFT)
@@ -552,38 +573,176 @@ def test_requests_carry_the_settings(tab: Tab) -> None:
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one\ntwo"}],
         "stream": True,
         "stream_options": {"include_usage": True},
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "max_tokens": 2,
-        "seed": 7,
+        **numbers,
     }
 
 
-def test_a_refused_question_goes_back_into_the_field(tab: Tab) -> None:
+def test_a_refused_question_is_edited(tab: Tab) -> None:
     settings(tab, max_tokens=3)
     ask(tab, "First?")
-    tab.wait("!!document.querySelector('.assistant')")
-    idle(tab)
+    answered(tab, "First?", "hop")
     ask(tab, "x" * 2000)
     assert "The server refused the request. The prompt has" in trouble(tab)
-    tab.click("#question")
-    tab.write("And this?")
-    tab.click("[role=alert] button:last-child")
-    assert tab.run("document.querySelector('#question').value") == "x" * 2000 + "\nAnd this?"
-    assert texts(tab) == ["First?", "hop"]
-    assert not tab.run("document.querySelector('[role=alert]')")
-    assert [len(chat["messages"]) for chat in kept(tab)] == [2]
-    tab.run("document.querySelector('#question').value = ''")
-    ask(tab, "Shorter?")
-    tab.wait("document.querySelectorAll('.assistant').length === 2")
-    idle(tab)
-    assert texts(tab) == ["First?", "hop", "Shorter?", "hop"]
-    tab.click("#new")
-    ask(tab, "y" * 2000)
-    trouble(tab)
-    tab.click("[role=alert] button:last-child")
-    assert texts(tab) == []
+    press_button(tab, "[role=alert]", "Edit")
+    assert tab.run("document.activeElement.value") == "x" * 2000
+    tab.press("Escape")
+    assert texts(tab) == ["First?", "hop", "x" * 2000]
+    press_button(tab, "[role=alert]", "Edit")
+    tab.run("document.activeElement.select()")
+    tab.write("Shorter?")
+    tab.press("Enter")
+    answered(tab, "First?", "hop", "Shorter?", "hop")
+    assert not tab.run("document.querySelector('[role=alert], .versions')")
     assert [len(chat["messages"]) for chat in kept(tab)] == [4]
+
+
+def test_messages_have_versions(tab: Tab) -> None:
+    settings(tab, max_tokens=3)
+    ask(tab, "First?")
+    answered(tab, "First?", "hop")
+    ask(tab, "Second?")
+    answered(tab, "First?", "hop", "Second?", "hop")
+    settings(tab, max_tokens=7)
+    press_button(tab, ".assistant:last-child", "Ask again")
+    answered(tab, "First?", "hop", "Second?", "hop hop")
+    assert tab.run(VERSIONS) == ["2 / 2"]
+    tab.click("#question")
+    tab.press("ArrowUp")  # in the empty field
+    assert tab.run("document.activeElement.value") == "Second?"
+    tab.run("document.activeElement.select()")
+    tab.write("Another?")
+    tab.press("Enter")
+    answered(tab, "First?", "hop", "Another?", "hop hop")
+    assert tab.run(VERSIONS) == ["2 / 2"]
+    assert tab.run("document.activeElement.id") == "question"
+    tab.click("[aria-label='Earlier version']")
+    assert texts(tab) == ["First?", "hop", "Second?", "hop hop"]
+    assert tab.run(VERSIONS) == ["1 / 2", "2 / 2"]
+    tab.click(".assistant [aria-label='Earlier version']")
+    assert texts(tab) == ["First?", "hop", "Second?", "hop"]
+
+    tab.reload()
+    tab.wait("document.querySelectorAll('article').length === 4")
+    assert texts(tab) == ["First?", "hop", "Second?", "hop"]
+    assert tab.run(VERSIONS) == ["1 / 2", "1 / 2"]
+    tab.click(".user [aria-label='Later version']")
+    assert texts(tab) == ["First?", "hop", "Another?", "hop hop"]
+    sent = [[message["content"] for message in json.loads(body)["messages"]] for body in tab.posted()]
+    assert sent == [["First?"], *[["First?", "hop", "Second?"]] * 2, ["First?", "hop", "Another?"]]
+    assert tab.complaints() == []
+
+
+@pytest.mark.usefixtures("slowly")
+def test_an_answer_stays_where_no_other_comes(tab: Tab, tmp_path: Path) -> None:
+    imported(tab, tmp_path, Exchange("Well?", "Yes."))
+    tab.run("window.fetch = () => new Promise((_, reject) => { window.refuse = () => reject(new Error()); })")
+    press_button(tab, ".assistant", "Ask again")
+    assert [len(chat["messages"]) for chat in kept(tab)] == [2]
+    tab.run("window.refuse()")
+    assert "cannot be reached" in trouble(tab)
+    assert texts(tab) == ["Well?", "Yes."]
+
+
+def test_conversations_are_searched_exported_and_deleted(tab: Tab, browser: Browser, tmp_path: Path) -> None:
+    for exchange in (Exchange("Of hares?", "Long EARS."), Exchange("Of mice?", "Short ears.")):
+        imported(tab, tmp_path, exchange)
+        tab.wait(f"document.querySelector('.user .text').textContent === '{exchange.question}'")
+    # as the page kept them before it knew versions
+    old = {"id": "old", "title": "", "changed": 1, "system": "", "messages": [{"role": "user", "content": "Of foxes?"}]}
+    tab.run(f"localStorage.setItem('rabbitllm.chat.old', {json.dumps(json.dumps(old))})")
+    tab.reload()
+    names = "[...document.querySelectorAll('#chats button')].map((one) => one.textContent)"
+    everything = ["Of mice?", "Of hares?", "Of foxes?"]
+    tab.wait(f"({names}).length === 3")
+    assert tab.run(names) == everything
+    tab.press("k", CONTROL)
+    assert tab.run("document.activeElement.id") == "find"
+    for words, shown in {
+        "ears": everything[:2],
+        "ears long": everything[1:2],
+        "FOX": everything[2:],
+        "owl": [],
+    }.items():
+        tab.run("document.activeElement.select()")
+        tab.write(words)
+        assert tab.run(names) == shown
+        assert tab.run("document.querySelector('#none').hidden") == bool(shown)
+    tab.run("document.activeElement.select()")
+    tab.press("Delete")
+    tab.click("#open")
+    tab.click("#export-all")
+    eventually((browser.downloads / "conversations.json").exists)
+    tab.click("#delete-all")
+    assert tab.run(names) == []
+    assert kept(tab) == []
+    choose_file(tab, browser.downloads / "conversations.json")
+    tab.wait(f"({names}).length === 3")
+    assert tab.run(names) == everything
+    (browser.downloads / "conversations.json").unlink()
+
+
+def test_colors_follow_the_system_until_they_are_chosen(tab: Tab) -> None:
+    def is_dark() -> bool:
+        color: str = tab.run("getComputedStyle(document.body).backgroundColor")
+        return int(color.removeprefix("rgb(").split(",")[0]) < 128
+
+    for scheme in ("light", "dark"):
+        tab.scheme(scheme)
+        assert is_dark() == (scheme == "dark")
+    for color in ("light", "dark", ""):
+        tab.run(f"Object.assign(document.querySelector('#colors'), {{value: '{color}'}}).onchange()")
+        tab.scheme("light" if color == "dark" else "dark")
+        assert is_dark() == (color != "light")
+        tab.reload()
+        assert is_dark() == (color != "light")
+
+
+def test_hostile_texts_are_inert(tab: Tab) -> None:
+    """Elements and attributes are those that the page's own code names, whatever a model writes."""
+    result = tab.run(
+        f"""
+        import("/static/markdown.js").then(({{ update }}) => {{
+          const tags = new Set(), attributes = new Set(), addresses = new Set();
+          const parent = document.createElement("div");
+          document.body.append(parent);
+          for (const text of {json.dumps(hostile_texts(600))}) {{
+            update(parent, text);
+            for (const element of parent.querySelectorAll("*")) {{
+              tags.add(element.localName);
+              for (const {{ name, value }} of element.attributes) {{
+                attributes.add(name);
+                if (name === "href") addresses.add(new URL(value, location.href).protocol);
+              }}
+            }}
+          }}
+          parent.remove();
+          return [tags, attributes, addresses].map((all) => [...all].sort());
+        }})
+        """
+    )
+    tags = {"a", "blockquote", "button", "code", "del", "div", "em", "hr", "input", "li", "ol", "p", "pre", "span"}
+    tags |= {"strong", "table", "tbody", "td", "th", "thead", "tr", "ul", "math", *MATHML.split("|")}
+    assert {tag for tag in result[0] if tag not in tags and not re.fullmatch("h[3-6]", tag)} == set()
+    assert "math" in result[0]
+    own = {"aria-label", "checked", "class", "dir", "disabled", "display", "href", "rel", "start", "style", "tabindex"}
+    own |= {"target", "title", "type"}
+    assert {name for name in result[1] if name not in own and not re.fullmatch(ATTRIBUTES, name)} == set()
+    assert set(result[2]) <= {"http:", "https:"}
+    assert tab.run("document.title") == f"{NAME} · RabbitLLM"
+    assert tab.complaints() == []
+
+
+def test_formulas_and_colours_are_seen(tab: Tab, tmp_path: Path) -> None:
+    deep = "\\left(" * 25 + "x" + "\\right)" * 25
+    imported(tab, tmp_path, Exchange("Maths?", f"$\\frac{{a}}{{b}}$\n\n$${deep}$$\n\n```py\ndef f(): # a\n```"))
+    box = tab.run("document.querySelector('mfrac').getBoundingClientRect().toJSON()")
+    assert box["height"] > 15
+    assert tab.run("document.querySelectorAll('.formula mrow').length") > 25
+    colours = tab.run(
+        "[...document.querySelectorAll('.code code span')].map((e) => [e.className, getComputedStyle(e).color])"
+    )
+    assert [kind for kind, _ in colours] == ["word", "name", "comment"]
+    assert len({colour for _, colour in colours}) == 3
 
 
 def test_settings_show_what_the_server_uses(browser: Browser, folder: Path, tab: Tab) -> None:
@@ -592,7 +751,9 @@ def test_settings_show_what_the_server_uses(browser: Browser, folder: Path, tab:
         fields = "[...document.querySelectorAll('.grid input')].map((field) => [field.id, field.placeholder])"
         return tab.run("document.querySelector('#sampling').textContent"), dict(tab.run(fields))
 
-    nothing = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"), "")
+    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+    penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    nothing = dict.fromkeys((*names, *penalties), "")
     assert shown(tab) == (" (greedy: the model recommends no sampling)", nothing)
     with running(folder, sampling=Sampling(0.6, 0.95)) as server:
         other = browser.tab(f"{server.address}/")

@@ -108,19 +108,21 @@ const filed = ({ role, content, stopped, reasoning, pictures, branches }) => ({
   ...(branches && { branches: branches.map((tail) => tail && tail.map(filed)) }),
 });
 
-function documentOf(chat, model) {
-  const answered = { ...chat, messages: structuredClone(chat.messages) };
+const documentOf = (chat, model, messages = chat.messages) => (
+  { format: FORMAT, version: VERSION, model, title: nameOf(chat), messages: withSystem(chat, messages.map(filed)) }
+);
+
+/** The text of a file; a command reads what is shown, this page the pictures and the other versions too. */
+export function encode(chat, model) {
+  const answered = structuredClone(chat);
   const last = answered.messages.length - 1;
-  if (answered.messages.length % 2) {  // a question without an answer is no part of a file; another version of it may be
+  if (answered.messages.length % 2) {  // a question without an answer is no part of it; another version of it may be
     const version = answered.messages[last].branches?.findIndex((tail) => tail?.length % 2 === 0) ?? -1;
     if (version < 0) answered.messages.pop();
     else choose(answered, last, version);
   }
-  return { format: FORMAT, version: VERSION, model, title: nameOf(chat), messages: withSystem(chat, answered.messages.map(filed)) };
+  return `${JSON.stringify(documentOf(answered, model), null, 1)}\n`;
 }
-
-/** The text of a file; a command reads what is shown, this page the pictures and the other versions too. */
-export const encode = (chat, model) => `${JSON.stringify(documentOf(chat, model), null, 1)}\n`;
 
 export function encodeAll(chats, model) {
   const documents = chats.map((chat) => documentOf(chat, model));
@@ -135,9 +137,10 @@ export function decode(text) {
   } catch {
     throw new Error("it is not valid JSON");
   }
-  if (table?.format !== FORMAT_OF_ALL) return [chatOf(table)];
-  if (!Array.isArray(table.chats)) throw new Error('it has no list of "chats"');
-  return table.chats.map(chatOf);
+  if (table?.format === FORMAT_OF_ALL && Array.isArray(table.chats)) return table.chats.map(chatOf);
+  const chat = chatOf(table);
+  if (chat.messages.length % 2) throw new Error("it ends with a question");
+  return [chat];
 }
 
 function chatOf(table) {
@@ -148,7 +151,6 @@ function chatOf(table) {
   const hasSystem = table.messages[0]?.role === "system";
   if (hasSystem && !isText(table.messages[0].content)) throw new Error("message 1 is not the system's, or no text");
   const messages = messagesIn(table.messages.slice(hasSystem ? 1 : 0), 0, hasSystem ? 1 : 0);
-  if (messages.length % 2) throw new Error("it ends with a question");
   return {
     title: typeof table.title === "string" ? table.title : "",
     system: hasSystem ? table.messages[0].content : "",

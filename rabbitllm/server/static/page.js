@@ -24,8 +24,8 @@ const troubles = new Map();  // id of a chat -> what went wrong with its last qu
 
 // what is kept ---------------------------------------------------------------------------------------------------------
 
-function keep(changed) {
-  changed.changed = Date.now();
+function keep(changed, now = Date.now()) {
+  changed.changed = now;
   // an answer that is asked for again goes when another one comes
   const waits = work?.chat === changed && !changed.messages.includes(work.answer) ? work.before ?? [] : [];
   try {
@@ -378,8 +378,8 @@ async function importChats() {
   try {
     if (file.size > MOST_BYTES) throw new Error("it is too large");
     const read = decode(await file.text()).map((fields) => ({ ...chats.fresh(), ...fields }));
-    for (const imported of read.reverse()) keep(imported);
-    if (read.length) show(read.at(-1));
+    read.forEach((imported, at) => keep(imported, Date.now() - at));  // in this order
+    if (read.length) show(read[0]);
   } catch (error) {
     notify(`${file.name} was not imported: ${error.message}.`);
   }
@@ -413,7 +413,7 @@ function remove(removed, words) {
   removed.forEach(({ id }) => chats.remove(id));
   show(chats.fresh());
   const undo = button("Undo", () => {
-    removed.toReversed().forEach(keep);
+    removed.forEach((one) => keep(one, one.changed));
     show(removed[0]);
   });
   notify(words, undo);
