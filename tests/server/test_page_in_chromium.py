@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import re
@@ -22,6 +23,7 @@ from tests.chat.talkers import parrot_folder
 from tests.server.serving import NAME, Running, running
 from tests.server.test_page import ATTRIBUTES, MATHML, hostile_texts
 from tests.support.browser import SECONDS, Browser, Tab, chromium
+from tests.support.picture_models import build, encoded, picture
 from tests.support.thinking_models import ANSWER, QUESTION, REASONING_TOKENS, THOUGHT, thinker
 from tests.support.tiny_models import split
 
@@ -55,6 +57,7 @@ def tab(browser: Browser, server: Running) -> Iterator[Tab]:
     """The page, in a browser that has never seen it, asking for the likeliest tokens."""
     tab = browser.tab(f"{server.address}/")
     tab.wait(f"document.querySelector('#model').textContent === '{NAME}'")
+    assert tab.run("document.querySelector('#attach').hidden")
     settings(tab, temperature=0)
     yield tab
     assert all(address.startswith((server.address, "blob:")) for address in tab.asked_for())
@@ -796,4 +799,30 @@ def test_thoughts_are_folded_counted_and_told_where_they_are_all(browser: Browse
         ask(tab, QUESTION)
         idle(tab)
         assert "all of them thoughts: raise the maximum tokens" in under(tab)
+        tab.close()
+
+
+def test_pictures_are_sent_kept_and_seen(browser: Browser, tmp_path: Path) -> None:
+    data = encoded(picture(0))
+    (tmp_path / "photo.png").write_bytes(data)
+    (tmp_path / "no_photo.png").write_bytes(b"GIF89a")
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    with running(split(build(tmp_path / "model", "gemma3"))) as server:
+        tab = browser.tab(f"{server.address}/")
+        tab.wait("!document.querySelector('#attach').hidden")
+        settings(tab, temperature=0, max_tokens=2)
+        choose_file(tab, tmp_path / "no_photo.png", "#photos")
+        tab.wait("document.querySelector('#notice').textContent.includes('no_photo.png is not a picture')")
+        choose_file(tab, tmp_path / "photo.png", "#photos")
+        tab.wait("!!document.querySelector('#pictures canvas')")
+        ask(tab, "What is it?")
+        tab.wait("document.querySelectorAll('article').length === 2")
+        idle(tab)
+        assert not tab.run("document.querySelector('[role=alert], #pictures canvas')")
+        (body,) = (json.loads(body) for body in tab.posted())
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+        assert body["messages"] == [{"role": "user", "content": parts}]
+        tab.reload()
+        tab.wait("document.querySelector('.user .picture canvas')?.width > 0")
+        assert tab.complaints() == []
         tab.close()
