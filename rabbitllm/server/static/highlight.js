@@ -2,10 +2,10 @@
 // nothing, and comment, string, number, word, name, added, removed. One expression for each family of languages.
 
 const LONGEST = 60_000;
-// what is in quotes is bounded, so that a long line of quotes takes no time
-const quoted = (mark) => String.raw`${mark}(?:\\.|[^${mark}\\\n]){0,2000}${mark}`;
-const STRINGS = [quoted('"'), quoted("'")];
 const END = "(?![^])";  // of the text; $ is that of a line
+// what does not end goes to the end of its line, so that a long line of quotes is read once
+const quoted = (mark) => String.raw`${mark}(?:\\.|[^${mark}\\\n])*(?:${mark}|\\?$)`;
+const STRINGS = [quoted('"'), quoted("'")];
 const BLOCK = String.raw`\/\*[^]*?(?:\*\/|${END})`;
 const NUMBER = String.raw`\b(?:0[xXbBoO][\da-fA-F_]+|\d[\d_]*(?:\.\d[\d_]*)?(?:[eE][+-]?\d+)?)\w*`;
 const CALLED = String.raw`[A-Za-z_$][\w$]{0,100}(?=\()`;
@@ -32,13 +32,13 @@ const OF_LUA = `and break do else elseif end false for function if in local nil 
 
 /** Kind -> expressions, in the order in which they are tried. */
 const FAMILIES = {
-  c: { comment: [String.raw`\/\/[^\n]*`, BLOCK], string: [...STRINGS, String.raw`\x60(?:\\[^]|[^\x60\\]){0,5000}\x60`], number: [NUMBER], word: [words(OF_C), String.raw`^[ \t]*#\w+`], name: [CALLED] },
+  c: { comment: [String.raw`\/\/[^\n]*`, BLOCK], string: [...STRINGS, String.raw`\x60(?:\\[^]|[^\x60\\])*(?:\x60|\\?${END})`], number: [NUMBER], word: [words(OF_C), String.raw`^[ \t]*#\w+`], name: [CALLED] },
   rust: { comment: [String.raw`\/\/[^\n]*`, BLOCK], string: [STRINGS[0], String.raw`'(?:\\.|[^'\\\n])'`], number: [NUMBER], word: [words(OF_C)], name: [CALLED] },
   python: { comment: [String.raw`#[^\n]*`], string: [String.raw`"""[^]*?(?:"""|${END})`, String.raw`'''[^]*?(?:'''|${END})`, ...STRINGS], number: [NUMBER], word: [words(OF_PYTHON), String.raw`@\w+`], name: [CALLED] },
   shell: { comment: [String.raw`(?<![^\s])#[^\n]*`], string: STRINGS, number: [], word: [words(OF_SHELL)], name: [String.raw`\$\{?\w+\}?`, String.raw`(?<=\s)--?[\w-]+`] },
-  data: { comment: [String.raw`(?<![^\s])#[^\n]*`], name: [String.raw`"(?:\\.|[^"\\\n]){0,2000}"(?=\s*:)`, String.raw`^[ \t]*(?:- )?[\w.-]{1,100}(?=\s*[:=])`, String.raw`^\[.*\]`], string: STRINGS, number: [NUMBER], word: [words("true false null yes no")] },
+  data: { comment: [String.raw`(?<![^\s])#[^\n]*`], name: [String.raw`"(?:\\.|[^"\\\n])*"(?=\s*:)`, String.raw`^[ \t]*(?:- )?[\w.-]{1,100}(?=\s*[:=])`, String.raw`^\[.*\]`], string: STRINGS, number: [NUMBER], word: [words("true false null yes no")] },
   sql: { comment: [String.raw`--[^\n]*`, BLOCK], string: STRINGS, number: [NUMBER], word: [words(`${OF_SQL} ${OF_SQL.toUpperCase()}`)], name: [CALLED] },
-  lua: { comment: [String.raw`--[^\n]*`], string: STRINGS, number: [NUMBER], word: [words(OF_LUA)], name: [CALLED] },
+  lua: { comment: [String.raw`--[^\n]*`], string: [STRINGS[0], String.raw`'(?:\\.|[^'\\\n]){0,200}'`], number: [NUMBER], word: [words(OF_LUA)], name: [CALLED] },
   markup: { comment: [String.raw`<!--[^]*?(?:-->|${END})`], word: [String.raw`<\/?[\w:-]+`, String.raw`\/?>`], name: [String.raw`[\w:-]{1,100}(?==["'])`], string: [quoted('"')] },
   css: { comment: [BLOCK], string: STRINGS, word: [String.raw`@[\w-]+`, String.raw`!important`], name: [String.raw`[\w-]{1,100}(?=\s*:)`], number: [String.raw`#[\da-fA-F]{3,8}\b`, String.raw`\b\d[\d.]*(?:%|[a-z]+)?`] },
   diff: { name: [String.raw`^(?:@@|diff|index|---|\+\+\+).*`], added: [String.raw`^\+.*`], removed: [String.raw`^-.*`] },

@@ -20,6 +20,7 @@ let model = "";
 let chat = chats.fresh();
 let pictures = [];  // of the next question
 let work = null;  // the answer that is coming: {chat, answer, before, abort, started, first, pieces, message}
+let isFull = false;  // the browser's storage
 const troubles = new Map();  // id of a chat -> what went wrong with its last question
 
 // what is kept ---------------------------------------------------------------------------------------------------------
@@ -28,12 +29,19 @@ function keep(changed, now = Date.now()) {
   changed.changed = now;
   // an answer that is asked for again goes when another one comes
   const waits = work?.chat === changed && !changed.messages.includes(work.answer) ? work.before ?? [] : [];
-  try {
-    chats.put({ ...changed, messages: [...changed.messages, ...waits] });
-  } catch {
-    notify("The browser's storage is full. Export this conversation, and delete old ones.");
-  }
+  put(() => chats.put({ ...changed, messages: [...changed.messages, ...waits] }));
   list();
+}
+
+/** Puts something in the browser's storage; the page says so for as long as there is no room. */
+function put(action) {
+  try {
+    action();
+    isFull = false;
+  } catch {
+    isFull = true;
+    notify();
+  }
 }
 
 const stored = (storage, name) => {
@@ -46,14 +54,15 @@ const stored = (storage, name) => {
 const keyOf = () => sessionStorage.getItem(KEY) ?? "";
 
 function useKey(key) {
-  sessionStorage.setItem(KEY, key.trim());
+  put(() => sessionStorage.setItem(KEY, key.trim()));
   findModel();
 }
 
 // what is seen ---------------------------------------------------------------------------------------------------------
 
-function notify(words, ...actions) {
-  $("notice").replaceChildren(...(words ? [words, ...actions] : []));
+function notify(words = "", ...actions) {
+  const full = isFull ? "The browser's storage is full. Export this conversation, and delete old ones." : "";
+  $("notice").replaceChildren(...[words, ...actions, full].filter(Boolean));
 }
 
 function list() {
@@ -82,7 +91,7 @@ function show(shown) {
   $("title").value = chat.title || (chat.messages.length ? nameOf(chat) : "");
   $("title").placeholder = "New conversation";
   $("export").disabled = $("delete").disabled = !chat.messages.length;
-  notify("");
+  notify();
   list();
   draw();
   $("log").scrollTop = $("log").scrollHeight;
@@ -122,7 +131,7 @@ function switchTo(at, version) {
 }
 
 const edit = (message) => idly(() => {
-  nodes.get(message).drawn.edit(message.content, (text) => {
+  nodes.get(message).drawn.edit(message.content, (text) => idly(() => {
     const tail = chat.messages.splice(chat.messages.indexOf(message));
     const edited = { role: "user", content: sound(text), ...(message.pictures && { pictures: message.pictures }) };
     if (tail.length > 1) beside(tail, edited);
@@ -130,7 +139,7 @@ const edit = (message) => idly(() => {
     chat.messages.push(edited);
     $("question").focus();
     answer(chat);
-  });
+  }));
 });
 
 /** What is there already stays: screen readers read what is new, and what is selected stays so. */
@@ -302,7 +311,7 @@ async function findModel() {
     $("model").replaceChildren(...models.map(({ id }) => made("option", { value: id }, id)));
     $("model").disabled = models.length < 2;
     useModel(localStorage.getItem(MODEL));
-    notify("");
+    notify();
     await poll();
   } catch (error) {
     if (!error.wantsKey) return;
@@ -355,7 +364,7 @@ function openSettings() {
 
 function closeSettings() {
   const given = NUMBERS.filter((name) => $(name).value !== "").map((name) => [name, $(name).valueAsNumber]);
-  localStorage.setItem(SETTINGS, JSON.stringify(Object.fromEntries(given)));
+  put(() => localStorage.setItem(SETTINGS, JSON.stringify(Object.fromEntries(given))));
   const system = sound($("system").value);
   if (system !== chat.system) {
     chat.system = system;
@@ -378,7 +387,8 @@ async function importChats() {
   try {
     if (file.size > MOST_BYTES) throw new Error("it is too large");
     const read = decode(await file.text()).map((fields) => ({ ...chats.fresh(), ...fields }));
-    read.forEach((imported, at) => keep(imported, Date.now() - at));  // in this order
+    const now = Date.now();
+    read.forEach((imported, at) => keep(imported, now - at));  // in this order
     if (read.length) show(read[0]);
   } catch (error) {
     notify(`${file.name} was not imported: ${error.message}.`);
@@ -449,10 +459,11 @@ $("question").onpaste = (event) => {
   event.preventDefault();
   addPictures(files);
 };
-document.ondragover = (event) => event.preventDefault();
+document.ondragover = (event) => event.dataTransfer.types.includes("Files") && event.preventDefault();
 document.ondrop = (event) => {
+  if (!event.dataTransfer.files.length) return;  // text goes where it is dropped
   event.preventDefault();
-  if (event.dataTransfer.files.length) addPictures(event.dataTransfer.files);
+  addPictures(event.dataTransfer.files);
 };
 document.onkeydown = (event) => {
   const control = event.ctrlKey || event.metaKey;
@@ -487,14 +498,14 @@ $("photos").onchange = async () => {
 };
 $("find").oninput = list;
 $("model").onchange = () => {
-  localStorage.setItem(MODEL, $("model").value);
+  put(() => localStorage.setItem(MODEL, $("model").value));
   useModel($("model").value);
 };
 $("colors").onchange = () => {
-  localStorage.setItem(COLORS, $("colors").value);
-  useColors();
+  put(() => localStorage.setItem(COLORS, $("colors").value));
+  useColors($("colors").value);
 };
-const useColors = () => (document.documentElement.dataset.colors = $("colors").value = localStorage.getItem(COLORS) ?? "");
+const useColors = (name) => (document.documentElement.dataset.colors = $("colors").value = name);
 $("stop").onclick = stopByHand;
 $("new").onclick = () => {
   show(chats.fresh());
@@ -540,7 +551,7 @@ addEventListener("storage", (event) => {  // another tab
 });
 document.onvisibilitychange = () => document.hidden || poll();
 
-useColors();
+useColors(localStorage.getItem(COLORS) ?? "");
 show(chats.all()[0] ?? chats.fresh());
 findModel();
 poll();

@@ -8,18 +8,21 @@ const URL_OF = new RegExp(`^data:image/(${TYPES.join("|")});base64,([A-Za-z0-9+/
 
 export const isPicture = (url) => typeof url === "string" && URL_OF.test(url);
 
-function drawn(bitmap, edge) {
+function drawn(bitmap, edge, paper = "transparent") {
   const scale = Math.min(1, edge / Math.max(bitmap.width, bitmap.height));
   const canvas = document.createElement("canvas");
   [canvas.width, canvas.height] = [bitmap.width, bitmap.height].map((side) => Math.max(1, Math.round(side * scale)));
-  canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  const context = canvas.getContext("2d");
+  context.fillStyle = paper;
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
   return canvas;
 }
 
 /** The data: URL of a file; a large picture is made smaller. Throws where it is none. */
 export async function pictureOf(file) {
   const bitmap = await createImageBitmap(file);
-  if (file.size > LARGEST || !TYPES.some((type) => file.type === `image/${type}`)) return drawn(bitmap, EDGE).toDataURL("image/jpeg", 0.85);
+  if (file.size > LARGEST || !TYPES.some((type) => file.type === `image/${type}`)) return drawn(bitmap, EDGE, "white").toDataURL("image/jpeg", 0.85);
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
