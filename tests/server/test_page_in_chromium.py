@@ -636,6 +636,23 @@ def test_messages_have_versions(tab: Tab) -> None:
 
 
 @pytest.mark.usefixtures("slowly")
+def test_an_edited_question_waits_for_the_end_of_an_answer(tab: Tab, tmp_path: Path) -> None:
+    imported(tab, tmp_path, Exchange("Well?", "Yes."))
+    press_button(tab, ".user", "Edit")
+    ask(tab, "Go on!")
+    tab.wait("document.querySelectorAll('.assistant').length === 2")
+    tab.run("document.querySelector('.edit textarea').focus()")
+    tab.press("Enter")
+    assert "Stop the answer first." in tab.run("document.querySelector('#notice').textContent")
+    assert len(tab.posted()) == 1
+    press_button(tab, "#notice", "Stop")
+    idle(tab)
+    tab.press("Enter")
+    tab.wait(f"({VERSIONS})[0] === '2 / 2'")
+    assert len(tab.posted()) == 2
+
+
+@pytest.mark.usefixtures("slowly")
 def test_an_answer_stays_where_no_other_comes(tab: Tab, tmp_path: Path) -> None:
     imported(tab, tmp_path, Exchange("Well?", "Yes."))
     tab.run("window.fetch = () => new Promise((_, reject) => { window.refuse = () => reject(new Error()); })")
@@ -765,6 +782,143 @@ def test_settings_show_what_the_server_uses(browser: Browser, folder: Path, tab:
         other.close()
 
 
+AUDIT = r"""
+(() => {
+  const channels = (color) => {
+    const [r, g, b, alpha = 1] = color.match(/[\d.]+/g).map(Number);
+    return { rgb: [r, g, b], alpha };
+  };
+  const luminance = (rgb) => {
+    const [r, g, b] = rgb.map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const contrast = (one, other) => {
+    const [dark, light] = [luminance(one), luminance(other)].sort((a, b) => a - b);
+    return (light + 0.05) / (dark + 0.05);
+  };
+  const over = ({ rgb, alpha }, below) => rgb.map((c, at) => c * alpha + below[at] * (1 - alpha));
+  const behind = (element) => {
+    if (!element) return [255, 255, 255];
+    const color = channels(getComputedStyle(element).backgroundColor);
+    return color.alpha === 1 ? color.rgb : over(color, behind(element.parentElement));
+  };
+  const within = document.querySelector("dialog[open]") ?? document.body;
+  const isSeen = (element) => element.checkVisibility({ opacityProperty: true, visibilityProperty: true })
+    && !element.closest("option, .unseen, [disabled]:not(select)") && within.contains(element);
+  const problems = [];
+  const name = (element) => `${element.localName}#${element.id}.${element.className}`;
+  const check = (element, style, text) => {
+    const below = behind(element);
+    const ratio = contrast(over(channels(style.color), below), below);
+    if (ratio < 4.5) problems.push(`contrast ${ratio.toFixed(2)} of "${text.slice(0, 30)}" in ${name(element)}`);
+  };
+  for (const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT); walker.nextNode();) {
+    const { parentElement: element, data } = walker.currentNode;
+    if (data.trim() && isSeen(element)) check(element, getComputedStyle(element), data);
+  }
+  for (const field of document.querySelectorAll("input, textarea, select")) {
+    if (!isSeen(field)) continue;
+    check(field, getComputedStyle(field), field.value);
+    if (field.placeholder) check(field, getComputedStyle(field, "::placeholder"), field.placeholder);
+  }
+  const page = document.scrollingElement;
+  if (page.scrollWidth > innerWidth) problems.push(`the page is ${page.scrollWidth} wide`);
+  const scrolls = (one) => one && (getComputedStyle(one).overflowX !== "visible" || scrolls(one.parentElement));
+  for (const element of document.body.querySelectorAll("*")) {
+    if (!isSeen(element)) continue;
+    const { left, right } = element.getBoundingClientRect();
+    const isBeyond = right > innerWidth + 1 || left < -1;
+    if (isBeyond && !scrolls(element.parentElement)) problems.push(`beyond the edge: ${name(element)}`);
+  }
+  for (const element of document.querySelectorAll("#log, dialog"))
+    if (element.scrollWidth > element.clientWidth) problems.push(`${name(element)} scrolls sideways`);
+  return problems;
+})()
+"""
+RICH = (
+    "# Of hares\n\nThey *hop*, ~~fly~~ and `run` [far](https://x.invalid/a): " + "hop" * 200 + "\n\n> quoted\n\n"
+    "- [x] done\n- [ ] to do\n\n```python\n@cached\ndef hop(far=1):  # a comment\n    return 'a string' * 3 + "
+    + "far + " * 60
+    + "0\n```\n\n```diff\n+added\n-removed\n```\n\n| a | b |\n| - | - |\n| "
+    + "wide " * 60
+    + "| 2 |\n\n"
+    "Inline $e^{i\\pi} = -1$.\n\n$$" + "a + " * 90 + "\\frac{1}{2}$$"
+)
+
+
+@pytest.mark.usefixtures("slowly")
+def test_every_state_fits_and_is_legible(tab: Tab, tmp_path: Path) -> None:
+    """Nothing goes beyond the edge, and text has a contrast of 4.5 as WCAG defines it, on a phone and on a desk, light
+    and dark; controls that are disabled are exempt."""
+
+    def check(state: str) -> None:
+        for width in (380, 820, 1400):
+            tab.resize(width, 800)
+            for scheme in ("light", "dark"):
+                tab.scheme(scheme)
+                problems = tab.run(AUDIT)
+                assert problems == [], (state, width, scheme)
+
+    check("empty")
+    imported(tab, tmp_path, Exchange("Well?", "Yes."), Exchange("w" * 500, RICH))
+    check("long code, formulas and tables")
+    press_button(tab, ".user", "Edit")
+    check("a question is edited")
+    press_button(tab, ".user", "Cancel")
+    tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    tab.click("#open")
+    check("settings and all that is folded")
+    tab.click("#close")
+    ask(tab, "Go on!")
+    tab.wait("document.querySelectorAll('.assistant').length === 3")
+    check("an answer comes")
+    tab.press("Escape")
+    idle(tab)
+    tab.run("window.fetch = () => Promise.reject(new Error())")
+    ask(tab, "Anybody there?")
+    trouble(tab)
+    check("an error")
+    tab.resize(380, 800)
+    tab.click("#menu")
+    check("the list of conversations")
+
+
+def test_the_focus_is_seen(tab: Tab, tmp_path: Path) -> None:
+    imported(tab, tmp_path, Exchange("Well?", RICH))
+    tab.run("document.activeElement.blur()")
+    reached = set()
+    for _ in range(40):
+        tab.press("Tab")
+        name, outline = tab.run(
+            "(({ activeElement: e, body }) => [e === body ? '' : e.id || e.textContent, getComputedStyle(e).outline])"
+            "(document)"
+        )
+        reached.add(name)
+        assert not name or outline == "rgb(163, 74, 23) solid 2px", name
+    assert {"new", "find", "export", "title", "open", "log", "question", "Copy", "Edit", "Ask again"} <= reached
+
+
+def test_full_storage_is_told_until_there_is_room(tab: Tab, tmp_path: Path) -> None:
+    notice = "document.querySelector('#notice').textContent"
+    settings(tab, max_tokens=3)
+    tab.run(
+        "(() => { for (let size = 2 ** 20; size; size >>= 1) { try { for (;;)"
+        " localStorage.setItem('other' + localStorage.length, 'x'.repeat(size)); } catch {} } })()"
+    )
+    settings(tab, seed=1)
+    assert "The browser's storage is full. Export" in tab.run(notice)
+    ask(tab, "Well?")
+    answered(tab, "Well?", "hop")
+    assert "The browser's storage is full. Export" in tab.run(notice)
+    assert kept(tab) == []
+    tab.run("Object.keys(localStorage).forEach((key) => key.startsWith('other') && localStorage.removeItem(key))")
+    ask(tab, "Again?")
+    answered(tab, "Well?", "hop", "Again?", "hop")
+    assert tab.run(notice) == ""
+    assert [len(chat["messages"]) for chat in kept(tab)] == [4]
+    assert tab.complaints() == []
+
+
 def test_controls_have_accessible_names(tab: Tab) -> None:
     settings(tab, max_tokens=3)
     ask(tab, "Well?")
@@ -772,7 +926,7 @@ def test_controls_have_accessible_names(tab: Tab) -> None:
     idle(tab)
     tab.click("#open")
     nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
-    roles = {"button", "textbox", "spinbutton", "log", "navigation", "dialog"}
+    roles = {"button", "textbox", "searchbox", "combobox", "spinbutton", "log", "navigation", "dialog"}
     problems = [
         (node["role"]["value"], node.get("name", {}).get("value"))
         for node in nodes
