@@ -353,7 +353,7 @@ def _record(request: Request) -> Record:
 
 
 async def _model(service: Service) -> dict[str, Any]:
-    """The model as OpenAI lists it, plus the context length and what prompts may hold, which other servers report too."""
+    """The model as OpenAI lists it, plus the context length and what prompts may hold, as other servers report them."""
     kinds = await service.encoded(service.template.media_kinds)  # the first call reads files
     return {
         "id": service.settings.name,
