@@ -840,7 +840,7 @@ RICH = (
     "- [x] done\n- [ ] to do\n\n```python\n@cached\ndef hop(far=1):  # a comment\n    return 'a string' * 3 + "
     + "far + " * 60
     + "0\n```\n\n```diff\n+added\n-removed\n```\n\n| a | b |\n| - | - |\n| "
-    + "wide " * 60
+    + "wide" * 60
     + "| 2 |\n\n"
     "Inline $e^{i\\pi} = -1$.\n\n$$" + "a + " * 90 + "\\frac{1}{2}$$"
 )
