@@ -324,7 +324,8 @@ function useModel(id) {
   const used = models.find((listed) => listed.id === id) ?? models[0];
   model = $("model").value = used.id;
   document.title = `${model} · RabbitLLM`;
-  $("attach").hidden = !used.input_modalities?.includes("image");
+  const kinds = used.input_modalities ?? ["image"];  // of a model that is not loaded they are not known
+  $("attach").hidden = !kinds.includes("image");
 }
 
 function showSampling({ words, ...options }) {
