@@ -811,17 +811,19 @@ def test_shares_are_differences_of_readings(modules: Path) -> None:
         return {"passes": passes, **sums}
 
     first, second = reading(4, 40.0, 20.0, 10.0, 400), reading(8, 48.0, 26.0, 11.0, 800)
+    other = {**second, "model": "other"}
     shares = evaluated(
         modules,
         """
         const after = (readings) => { const r = new Readings(); readings.forEach((one) => r.add(one)); return r.work; };
         return given.map(after);
         """,
-        [[], [reading(0, 0, 0, 0, 0)], [first], [first, first, second, second], [second, first]],
+        [[], [reading(0, 0, 0, 0, 0)], [first], [first, first, second, second], [second, first], [first, other]],
     )
     since_begin = {"passes": 4, "seconds": 40, "disk": 20, "copies": 10, "computing": 10, "bytes": 400, "recent": False}
     between = {"passes": 4, "seconds": 8, "disk": 6, "copies": 1, "computing": 1, "bytes": 400, "recent": True}
-    assert shares == [None, None, since_begin, between, since_begin]
+    of_other = since_begin | {"passes": 8, "seconds": 48, "disk": 26, "copies": 11, "computing": 11, "bytes": 800}
+    assert shares == [None, None, since_begin, between, since_begin, of_other]
 
 
 @needs_node
@@ -835,7 +837,7 @@ def test_time_of_an_answer_is_told(modules: Path) -> None:
         """
         const [first, last, took] = given;
         const work = workOf(first, last, 6);
-        const none = workOf(first, first, 6);
+        const none = workOf(first, first, 6) ?? workOf(first, { ...last, model: "other" }, 6);
         return [spent({ ...took, work }), workOf(first, last, 5).shared, spent({ ...took, work: none })];
         """,
         [first, last, took],

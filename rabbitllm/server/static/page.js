@@ -340,7 +340,7 @@ async function poll() {
   let status;
   if (!document.hidden) {
     try {
-      status = await get("status");
+      status = await get(models.length > 1 ? `status?model=${encodeURIComponent(model)}` : "status");
       showStatus(status, work);
       showSampling(status.sampling);
       if (!model) findModel();

@@ -9,7 +9,7 @@ export class Readings {
 
   add(status) {
     const last = this.#kept.at(-1);
-    if (last && status.passes < last.passes) this.#kept = [];  // another server
+    if (last && (status.passes < last.passes || status.model !== last.model)) this.#kept = [];  // another server or model
     if (this.#kept.at(-1)?.passes !== status.passes) this.#kept.push(status);
     if (this.#kept.length > KEPT) this.#kept.shift();
   }
@@ -36,6 +36,7 @@ export function between(first, last) {
 
 /** The same of one answer of so many tokens, with what took no pass; `shared` with other requests. */
 export function workOf(first, last, tokens) {
+  if (first.model !== last.model) return null;
   const since = (name) => (last[name] ?? 0) - (first[name] ?? 0);
   const [drafted, accepted, forced] = ["drafted_tokens", "accepted_tokens", "forced_tokens"].map(since);
   const shared = last.running + last.waiting > 1 || since("new_tokens") > tokens;
