@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from rabbitllm.base.terminal import harmless
-from rabbitllm.errors import MediaError, OptionError
+from rabbitllm.errors import MediaError, OptionError, RabbitLLMError
 from rabbitllm.formats.media_file import MAX_PIXELS, read_picture, read_sound
 from rabbitllm.generation._template_process import PROCESS, TooManyLetters, in_the_process
 from rabbitllm.generation.media import MAX_FILES, WORDS, MediaFile, files_in
@@ -106,6 +106,14 @@ class ChatTemplate:
         """The variables that a request may set: those that only the template reads; see `variables_in`."""
         special = frozenset(getattr(self.tokenizer, "special_tokens_map", {}))
         return variables_in(self.sources[with_tools]) - special
+
+    def media_kinds(self) -> list[str]:
+        """The kinds of files that a prompt may hold, "image" and "audio"; empty if the processor cannot be read."""
+        try:
+            processor = self._model.processor
+        except RabbitLLMError:  # each request with such a file is told why
+            return []
+        return _kinds_of(processor)
 
     @cached_property
     def form(self) -> AnswerFormat:
@@ -314,6 +322,12 @@ def _names_in(source: str) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(names), frozenset(variables)
 
 
+def _kinds_of(processor: Any) -> list[str]:
+    """The kinds of files that a processor takes."""
+    has_tokenizer = getattr(processor, "tokenizer", None) is not None
+    return [kind for kind, part in _PARTS.items() if has_tokenizer and getattr(processor, part, None) is not None]
+
+
 class _MediaLoader:
     """Decodes the pictures and sounds of a prompt, its pictures within one limit of pixels.
 
@@ -333,7 +347,7 @@ class _MediaLoader:
         processor: Any = model.processor
         self.processor = processor
         for kind in sorted({file.kind for file in files}):
-            if getattr(processor, _PARTS[kind], None) is None or getattr(processor, "tokenizer", None) is None:
+            if kind not in _kinds_of(processor):
                 raise MediaError(
                     f"This model takes no {WORDS[kind]}.", "Leave them out, or use a model that takes them."
                 )

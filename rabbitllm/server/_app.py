@@ -90,7 +90,10 @@ PAGE = {
     "static/icon.svg": ("icon.svg", "image/svg+xml"),
     **{
         f"static/{name}": (name, "text/javascript; charset=utf-8")
-        for name in ("page.js", "talk.js", "chats.js", "markdown.js", "status.js", "timing.js", "view.js")
+        for name in (
+            *("page.js", "talk.js", "chats.js", "markdown.js", "maths.js", "highlight.js", "pictures.js"),
+            *("status.js", "timing.js", "view.js"),
+        )
     },
 }
 """Path -> file of the page, and its media type."""
@@ -183,10 +186,10 @@ def routes(models: Models) -> list[BaseRoute]:
         return ResponseBuilder(name, now, service.settings.name, *kinds, call.candidates, usage, call.max_tokens)
 
     async def listed(_: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [_model(entry) for entry in models.entries]})
+        return JsonResponse({"object": "list", "data": [await _model(entry) for entry in models.entries]})
 
     async def model(request: Request) -> Response:
-        return JsonResponse(_model(models.entry(request.path_params["name"])))
+        return JsonResponse(await _model(models.entry(request.path_params["name"])))
 
     async def checked(request: Request, raw: Any, form: ChatForm | None = None) -> Checked:
         """The chat that a body asks for, in the form of any interface, and the model that it names."""
@@ -411,8 +414,11 @@ def _record(request: Request) -> Record:
     return record
 
 
-def _model(entry: Entry) -> dict[str, Any]:
-    """A model as OpenAI lists it, plus the context length, which other servers report too; null until it is known."""
+async def _model(entry: Entry) -> dict[str, Any]:
+    """A model as OpenAI lists it, plus the context length and what prompts may hold, as other servers report them; null
+    until they are known."""
+    service = entry.service
+    kinds = None if service is None else ["text", *await service.encoded(service.template.media_kinds)]
     return {
         "id": entry.settings.name,
         "object": "model",
@@ -420,6 +426,7 @@ def _model(entry: Entry) -> dict[str, Any]:
         "owned_by": "rabbitllm",
         "max_model_len": entry.context,
         "loaded": entry.service is not None,
+        "input_modalities": kinds,
     }
 
 

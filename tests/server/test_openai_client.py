@@ -167,7 +167,8 @@ def test_what_a_request_does_not_say_is_the_models(checkpoint: Path, tmp_path: P
         status = served.http.get("/status").json()
         words = "temperature 1.5, top_p 0.95, top_k 20"
         assert status["sampling"] == {"temperature": 1.5, "top_p": 0.95, "top_k": 20, "words": words}
-        assert served.http.get("/v1/models").json()["data"][0]["max_model_len"] == 40
+        (entry,) = served.http.get("/v1/models").json()["data"]
+        assert (entry["max_model_len"], entry["input_modalities"]) == (40, ["text"])
         with pytest.raises(openai.BadRequestError, match="the context is limited to 40"):
             client.completions.create(model=NAME, prompt=PROMPT * 20)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -17,9 +18,11 @@ from rabbitllm.server import _app
 from tests.server.serving import NAME, Running
 
 STATIC = Path(_app.__file__).parent / "static"
-MAX_BYTES = 56_000
+MAX_BYTES = 100_000
 """Of all files together."""
-ELSEWHERE = re.compile(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg")[\w.-]+\.\w|@import|url\(|data:[\w/]+[;,]""")
+ELSEWHERE = re.compile(
+    r"""(?:https?:)?//(?!www\.w3\.org/(?:2000/svg|1998/Math/MathML)")[\w.-]+\.\w|@import|url\(|data:[\w/]+[;,]"""
+)
 
 
 # files ----------------------------------------------------------------------------------------------------------------
@@ -112,9 +115,12 @@ def evaluated(modules: Path, code: str, value: Any = None) -> Any:
     """The result of a script, in which `given` is the value, and which may name exports of the modules."""
     names = {
         "markdown.js": "parse",
-        "chats.js": "decode, encode, messagesOf, nameOf, Chats",
+        "maths.js": "read",
+        "highlight.js": "highlight",
+        "pictures.js": "isPicture",
+        "chats.js": "beside, choose, decode, encode, encodeAll, matches, messagesOf, Chats",
         "talk.js": "ask, Events, refused, untilWhen",
-        "timing.js": "Readings, percentages, took, duration, size",
+        "timing.js": "Readings, percentages, took, spent, workOf, duration, size",
     }
     imports = "".join(f'import {{ {exports} }} from "./{file}";\n' for file, exports in names.items())
     script = (
@@ -136,6 +142,10 @@ def code(text: str, language: str = "") -> dict[str, Any]:
 
 def bullets(*items: Any, ordered: bool = False, start: int = 1) -> dict[str, Any]:
     return {"kind": "list", "ordered": ordered, "start": start, "items": list(items)}
+
+
+def formula_in(text: str, display: bool = False) -> dict[str, Any]:
+    return {"tag": "maths", "text": text, "display": display}
 
 
 def task(done: bool) -> dict[str, Any]:
@@ -244,10 +254,244 @@ def test_markdown_of_long_and_deep_texts_terminates(modules: Path) -> None:
     be minutes, or all of the stack."""
     marks = ["**a ", "*a ", "`", "``a ", "> ", "- ", "|a", "#", "```\n", "  - a\n", "* * ", "> - ", "1. ", "**"]
     marks += ["[", "![a", "[a](", "[a](https://", "[a](https://x ", "https://", "https://a", "https://.", "https://(a"]
-    marks += ["<https://a", "~~a ", "~~", "- [x] ", "[x] ", "|:-", "\\|", "\n"]
+    marks += [
+        "<https://a",
+        "~~a ",
+        "~~",
+        "- [x] ",
+        "[x] ",
+        "|:-",
+        "\\|",
+        "$",
+        "$a ",
+        "$$a",
+        "\\(",
+        "\\[a\n",
+        "\\",
+        "\n",
+    ]
     lengths = evaluated(modules, "return given.map((mark) => parse(mark.repeat(1e5)).length);", marks)
     assert all(lengths[:-1])
     assert lengths[-1] == 0
+
+
+def row(*children: Any) -> list[Any]:
+    return ["mrow", {}, *children]
+
+
+def letter(text: str) -> list[Any]:
+    return ["mi", {}, text]
+
+
+def digit(text: str) -> list[Any]:
+    return ["mn", {}, text]
+
+
+def sign(text: str, **attributes: str) -> list[Any]:
+    return ["mo", attributes, text]
+
+
+def table(rows: list[list[Any]], **attributes: str) -> list[Any]:
+    return ["mtable", attributes, *(["mtr", {}, *(["mtd", {}, row(cell)] for cell in cells)] for cells in rows)]
+
+
+FORMULAS: dict[str, list[Any] | None] = {
+    "x^2": row(["msup", {}, letter("x"), digit("2")]),
+    "a_{ij}'": row(["msubsup", {}, letter("a"), row(letter("i"), letter("j")), row(letter("\u2032"))]),
+    r"\frac{a}2": row(["mfrac", {}, letter("a"), digit("2")]),
+    r"\sqrt[3]{x} - \alpha": row(["mroot", {}, letter("x"), row(digit("3"))], sign("\u2212"), letter("\u03b1")),
+    r"\sum_{i}^n i": row(
+        ["munderover", {}, sign("\u2211", movablelimits="true", largeop="true"), letter("i"), letter("n")], letter("i")
+    ),
+    r"\left( x \right]": row(row(sign("(", stretchy="true"), row(letter("x")), sign("]", stretchy="true"))),
+    r"x \not= \text{a  {b}}": row(letter("x"), sign("=\u0338"), ["mtext", {}, "a\u00a0b"]),
+    r"\mathbb{Rk}": row(
+        row(["mi", {"mathvariant": "normal"}, "\u211d"], ["mi", {"mathvariant": "normal"}, "\U0001d55c"])
+    ),
+    r"a & b \\ c & d \\": table(
+        [[letter("a"), letter("b")], [letter("c"), letter("d")]], **{"class": "aligned", "displaystyle": "true"}
+    ),
+    r"\begin{pmatrix}1 & 2\end{pmatrix}": row(
+        row(sign("(", stretchy="true"), table([[digit("1"), digit("2")]], **{"class": ""}), sign(")", stretchy="true"))
+    ),
+    r"\href{javascript:a}": row(["mtext", {}, "\\href"], row(*map(letter, "javascript"), sign(":"), letter("a"))),
+    **dict.fromkeys([r"\frac{1", "}", "a^", r"\left(", r"\begin{a}\end{a}", r"\begin{array}\end{matrix}"]),
+    **dict.fromkeys([r"\hat" * 900 + "x", "{" * 40 + "}" * 40, r"\left(" * 40 + r"\right)" * 40, "x" * 5000]),
+}
+"""What is read of them; nothing of those that are broken, or deeper or longer than any answer's."""
+
+
+@needs_node
+def test_formulas(modules: Path) -> None:
+    trees = evaluated(modules, "return given.map((text) => read(text));", list(FORMULAS))
+    assert dict(zip(FORMULAS, trees, strict=True)) == FORMULAS
+
+
+MARKDOWN_WITH_MATHS: dict[str, list[dict[str, Any]]] = {
+    r"so $x$, \(y\) and \$5": [paragraph("so ", formula_in("x"), ", ", formula_in("y"), " and ", "$", "5")],
+    "from $5 to $10, `$x$`, a$b$c, $ x $": [
+        paragraph("from $5 to $10, ", {"tag": "code", "text": "$x$"}, ", a$b$c, $ x $")
+    ],
+    "so\n$$\nx\n+ 1\n$$.\nend": [paragraph("so"), {"kind": "maths", "text": "x\n+ 1."}, paragraph("end")],
+    r"\[ x \] ": [{"kind": "maths", "text": "x"}],
+    "a $$x$$ b": [paragraph("a ", formula_in("x", display=True), " b")],
+    "$$\nnot over": [paragraph("$$\nnot over")],
+    "- a\n  $$x$$": [bullets([paragraph("a"), {"kind": "maths", "text": "x"}])],
+}
+
+
+@needs_node
+def test_formulas_in_markdown(modules: Path) -> None:
+    parsed = evaluated(modules, "return given.map((text) => parse(text));", list(MARKDOWN_WITH_MATHS))
+    assert dict(zip(MARKDOWN_WITH_MATHS, parsed, strict=True)) == MARKDOWN_WITH_MATHS
+
+
+COLOURED: list[tuple[str, str, list[list[str]]]] = [
+    (
+        "python",
+        'def f(a):  # "b"\n    return 0x1f',
+        [["word", "def"], ["name", "f"], ["comment", '# "b"'], ["word", "return"], ["number", "0x1f"]],
+    ),
+    ("py", '"""a\n# b', [["string", '"""a\n# b']]),
+    (
+        "C++",
+        '#include <a>\n/* a\nb */ int x = g("\\"");',
+        [["word", "#include"], ["comment", "/* a\nb */"], ["word", "int"], ["name", "g"], ["string", '"\\""']],
+    ),
+    ("rust", "fn s<'a>(c: &'a u8) == 'x'", [["word", "fn"], ["string", "'x'"]]),
+    (
+        "bash",
+        'echo "$A" --quiet a#b # c',
+        [["word", "echo"], ["string", '"$A"'], ["name", "--quiet"], ["comment", "# c"]],
+    ),
+    ("json", '{"a": [1, true, "b"]}', [["name", '"a"'], ["number", "1"], ["word", "true"], ["string", '"b"']]),
+    ("sql", "SELECT a -- b", [["word", "SELECT"], ["comment", "-- b"]]),
+    ("lua", "local a -- b", [["word", "local"], ["comment", "-- b"]]),
+    (
+        "html",
+        '<a href="b">c</a><!-- d\n-->',
+        [
+            ["word", "<a"],
+            ["name", "href"],
+            ["string", '"b"'],
+            ["word", ">"],
+            ["word", "</a"],
+            ["word", ">"],
+            ["comment", "<!-- d\n-->"],
+        ],
+    ),
+    ("css", "a { color: #fff }", [["name", "color"], ["number", "#fff"]]),
+    ("diff", "+a\n-b\n@@ c", [["added", "+a"], ["removed", "-b"], ["name", "@@ c"]]),
+    ("no such language", "if 1", []),
+    ("", "if 1", []),
+]
+
+
+@needs_node
+def test_code_is_coloured(modules: Path) -> None:
+    pieces = evaluated(modules, "return given.map(([language, text]) => highlight(text, language));", COLOURED)
+    for (language, text, coloured), shown in zip(COLOURED, pieces, strict=True):
+        assert "".join(piece for _, piece in shown) == text
+        assert [[kind, piece] for kind, piece in shown if kind] == coloured, language
+
+
+@needs_node
+def test_code_of_hostile_texts_is_coloured_in_time(modules: Path) -> None:
+    marks = [
+        '"',
+        "'",
+        "`",
+        '\\"',
+        '"a',
+        '"""',
+        "/*",
+        "/* *",
+        "a",
+        "a ",
+        "1",
+        "1e",
+        "<!--",
+        "<a ",
+        "#",
+        "#a",
+        " ",
+        "--",
+        "$",
+        "-",
+        "\n",
+        "a:",
+    ]
+    seconds = evaluated(
+        modules,
+        """
+        const languages = ["c", "rust", "python", "bash", "json", "sql", "lua", "html", "css", "diff"];
+        return given.flatMap((mark) => languages.map((language) => {
+          const started = performance.now();
+          const text = mark.repeat(30_000 / mark.length);
+          if (highlight(text, language).map(([, piece]) => piece).join("") !== text) throw new Error(mark);
+          return [(performance.now() - started) / 1000, mark, language];
+        })).sort(([a], [b]) => b - a)[0];
+        """,
+        marks,
+    )
+    assert seconds[0] < 1, seconds
+
+
+HOSTILE_PIECES = ["<img src=x onerror=alert(1)>", "<script>alert(1)</script>", "<math href=x>"]
+HOSTILE_PIECES += ["<a href=javascript:a>", "&lt;", '"onclick="', "[a](javascript:a)", "[a](https://x.org/", "![b]("]
+HOSTILE_PIECES += ["](", ")", 'https://x.org/"onclick=1', "<https://", "javascript://a", "data:text/html,a", "`"]
+HOSTILE_PIECES += ["```html\n", "```\n", "~~~", "\n---\n", "**", "*", "~~", "_", "|", "\n|-|:-:|\n", "\n\n", "\n"]
+HOSTILE_PIECES += ["- ", "1. ", "> ", "# ", "    ", "- [x] ", "$", "$$", "\n$$\n", r"\(", r"\)", r"\[", r"\]", "\\"]
+HOSTILE_PIECES += ["{", "}", "^", "_", "&", "\\\\", r"\href{javascript:a}{b}", r"\text{<b>}", r"\begin{array}{c}"]
+HOSTILE_PIECES += [r"\end{array}", r"\frac", r"\sqrt[", r"\left(", r"\right)", r"\mathbb{<i>}", r"\not", r"\hat"]
+HOSTILE_PIECES += [r"\style{a}{b}", "__proto__", r"\constructor", r"\begin{constructor}", "```constructor\n"]
+HOSTILE_PIECES += ["\u202e", "\x00", "\ud83d\udc07", "\u05e9"]
+
+
+def hostile_texts(count: int) -> list[str]:
+    """Texts put together by chance."""
+    chance = random.Random(55)
+    return ["".join(chance.choices(HOSTILE_PIECES, k=chance.randrange(2, 40))) for _ in range(count)]
+
+
+MATHML = "mrow|mi|mn|mo|mtext|mspace|msub|msup|msubsup|munder|mover|munderover|mfrac|msqrt|mroot|mtable|mtr|mtd"
+ATTRIBUTES = "mathvariant|stretchy|movablelimits|largeop|[lr]space|width|accent|linethickness|class|displaystyle"
+
+
+@needs_node
+def test_hostile_texts_yield_only_known_elements(modules: Path) -> None:
+    blocks = evaluated(modules, "return given.map((text) => [parse(text), read(text)]);", hostile_texts(3000))
+    kinds, tags, formulas = set(), set(), 0
+
+    def check(part: Any) -> None:
+        if isinstance(part, list):
+            for inner in part:
+                check(inner)
+        elif isinstance(part, dict):
+            kinds.add(part.get("kind"))
+            tags.add(part.get("tag"))
+            assert re.match(r"https?://[^/@]+/?", part.get("href", "https://x"))
+            for inner in part.values():
+                check(inner)
+
+    def check_formula(tree: Any) -> None:
+        if isinstance(tree, str):
+            return
+        tag, attributes, *children = tree
+        assert re.fullmatch(MATHML, tag)
+        assert all(re.fullmatch(ATTRIBUTES, name) for name in attributes)
+        assert all(re.fullmatch(r"[\w.-]*", value) for value in attributes.values())
+        for child in children:
+            check_formula(child)
+
+    for parsed, tree in blocks:
+        check(parsed)
+        if tree is not None:
+            formulas += 1
+            check_formula(tree)
+    assert kinds == {None, "paragraph", "code", "heading", "rule", "list", "quote", "table", "task", "maths"}
+    assert tags == {None, "a", "strong", "em", "del", "code", "maths"}
+    assert formulas > 100
 
 
 @needs_node
@@ -364,10 +608,153 @@ CONVERSATIONS = [
 @needs_node
 def test_saved_chats_round_trip_between_command_and_page(modules: Path) -> None:
     files = [conversation.encode(SavedChat("org/model", turns)).decode() for turns in CONVERSATIONS]
-    returned = evaluated(modules, 'return given.map((text) => encode(decode(text), "org/model"));', files)
+    returned = evaluated(modules, 'return given.map((text) => encode(decode(text)[0], "org/model"));', files)
     assert [conversation.decode(text.encode(), "file") for text in returned] == [
         SavedChat("org/model", turns) for turns in CONVERSATIONS
     ]
+
+
+def question(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **more}
+
+
+def reply(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+BRANCHED = """
+const q = (content) => ({ role: "user", content });
+const a = (content) => ({ role: "assistant", content });
+const chat = { title: "T", system: "Be brief.", messages: [q("one"), a("1"), q("two"), a("2")] };
+const seen = () => chat.messages.map(({ content }) => content).join(" ");
+const put = (at, ...messages) => {
+  const tail = chat.messages.splice(at);
+  beside(tail, messages[0]);
+  chat.messages.push(...messages);
+};
+put(3, a("2b"));             // another answer
+put(2, q("TWO"), a("2c"));   // another question, which leaves the two answers behind
+put(0, q("ONE"), a("1b"));
+"""
+"""A conversation of which three messages have two versions each."""
+
+
+@needs_node
+def test_versions_are_kept_and_chosen(modules: Path) -> None:
+    seen = evaluated(
+        modules,
+        BRANCHED
+        + """
+        const steps = [seen()];
+        for (const [at, version] of [[0, 0], [2, 0], [3, 0], [3, 1], [2, 1], [0, 1], [0, 0]]) {
+          choose(chat, at, version);
+          steps.push(seen());
+        }
+        put(2, q("three"), a("3"));
+        const lengths = chat.messages[2].branches.map((tail) => tail?.length ?? 0);
+        return [...steps, seen(), lengths, "branches" in chat.messages[1]];
+        """,
+    )
+    assert seen == [
+        "ONE 1b",
+        "one 1 TWO 2c",
+        "one 1 two 2b",
+        "one 1 two 2",
+        "one 1 two 2b",
+        "one 1 TWO 2c",
+        "ONE 1b",
+        "one 1 TWO 2c",
+        "one 1 three 3",
+        [2, 2, 0],
+        False,
+    ]
+
+
+@needs_node
+def test_files_have_all_versions_and_pictures(modules: Path) -> None:
+    chat, returned, text, every = evaluated(
+        modules,
+        BRANCHED
+        + """
+        choose(chat, 0, 0);
+        chat.messages[0].pictures = ["data:image/png;base64,AAAA"];
+        const text = encode(chat, "m");
+        return [chat, decode(text)[0], text, decode(encodeAll([chat, { ...chat, title: "U" }], "m"))];
+        """,
+    )
+    assert returned == chat
+    assert every == [chat, {**chat, "title": "U"}]
+    read = conversation.decode(text.encode(), "file").conversation
+    assert read == Conversation("Be brief.", (Exchange("one", "1"), Exchange("TWO", "2c")))
+
+
+@needs_node
+def test_a_file_shows_an_answered_version(modules: Path) -> None:
+    """A question without an answer is no part of a file, another version of it is."""
+    texts = evaluated(
+        modules,
+        BRANCHED + "choose(chat, 0, 0); put(2, q('three')); const text = encode(chat, 'm'); return [text, seen()];",
+    )
+    assert texts[1] == "one 1 three"
+    assert conversation.decode(texts[0].encode(), "file").conversation.exchanges == (
+        Exchange("one", "1"),
+        Exchange("two", "2b"),
+    )
+
+
+@needs_node
+def test_search_finds_words_of_all_versions(modules: Path) -> None:
+    queries = [[], ["one"], ["2b", "t"], ["2c", "two", "one"], ["three"], ["one", "three"]]
+    answers = evaluated(modules, BRANCHED + "return given.map((words) => matches(chat, words));", queries)
+    assert answers == [True, True, True, True, False, False]
+
+
+@needs_node
+def test_pictures_are_sent_as_parts(modules: Path) -> None:
+    url = "data:image/png;base64,AAAA"
+    chat = {"system": "", "messages": [question("What is it?", pictures=[url]), reply("A dog.", branches=[None])]}
+    assert evaluated(modules, "return messagesOf(given);", chat) == [
+        question([{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]),
+        reply("A dog."),
+    ]
+    others = [
+        "data:image/svg+xml;base64,AAAA",
+        "https://x.org/a.png",
+        "data:image/png;base64,A\n",
+        "data:text/html,a",
+        1,
+    ]
+    shown = evaluated(modules, "return given.map(isPicture);", [url, *others])
+    assert shown == [True, *[False] * len(others)]
+
+
+NOT_READ = {
+    "no list of versions": [question("a", branches={}), reply("b")],
+    "all versions elsewhere": [question("a", branches=[[question("c")]]), reply("b")],
+    "two versions shown": [question("a", branches=[None, None]), reply("b")],
+    "an empty version": [question("a", branches=[None, []]), reply("b")],
+    "a version of the other's": [question("a", branches=[None, [reply("c")]]), reply("b")],
+    "versions of a version": [question("a", branches=[None, [question("c", branches=[None])]]), reply("b")],
+    "an outside picture": [question("a", pictures=["https://x.org/a.png"]), reply("b")],
+    "an answer's picture": [question("a"), reply("b", pictures=["data:image/png;base64,AAAA"])],
+}
+
+
+@needs_node
+def test_wrong_versions_and_pictures_are_refused(modules: Path) -> None:
+    files = [file_of(messages=messages) for messages in NOT_READ.values()]
+    code = "return given.map((text) => { try { decode(text); return null; } catch (error) { return error.message; } });"
+    for name, message in zip(NOT_READ, evaluated(modules, code, files), strict=True):
+        assert re.match("message [12] (is not|has)", message or ""), name
+
+
+@needs_node
+def test_deep_versions_are_refused(modules: Path) -> None:
+    messages = [question("a"), reply("b")]
+    for _ in range(150):
+        messages = [question("a", branches=[None, [question("c"), reply("d"), *messages]]), reply("b")]
+    code = "try { return decode(given); } catch (error) { return error.message; }"
+    assert "versions that are none" in evaluated(modules, code, file_of(messages=messages))
 
 
 @needs_node
@@ -424,17 +811,51 @@ def test_shares_are_differences_of_readings(modules: Path) -> None:
         return {"passes": passes, **sums}
 
     first, second = reading(4, 40.0, 20.0, 10.0, 400), reading(8, 48.0, 26.0, 11.0, 800)
+    other = {**second, "model": "other"}
     shares = evaluated(
         modules,
         """
         const after = (readings) => { const r = new Readings(); readings.forEach((one) => r.add(one)); return r.work; };
         return given.map(after);
         """,
-        [[], [reading(0, 0, 0, 0, 0)], [first], [first, first, second, second], [second, first]],
+        [[], [reading(0, 0, 0, 0, 0)], [first], [first, first, second, second], [second, first], [first, other]],
     )
     since_begin = {"passes": 4, "seconds": 40, "disk": 20, "copies": 10, "computing": 10, "bytes": 400, "recent": False}
     between = {"passes": 4, "seconds": 8, "disk": 6, "copies": 1, "computing": 1, "bytes": 400, "recent": True}
-    assert shares == [None, None, since_begin, between, since_begin]
+    of_other = since_begin | {"passes": 8, "seconds": 48, "disk": 26, "copies": 11, "computing": 11, "bytes": 800}
+    assert shares == [None, None, since_begin, between, since_begin, of_other]
+
+
+@needs_node
+def test_time_of_an_answer_is_told(modules: Path) -> None:
+    first = {"passes": 4, "pass_seconds": 40, "disk_seconds": 20, "copy_seconds": 10, "streamed_bytes": 4e6}
+    last = {"passes": 8, "pass_seconds": 48, "disk_seconds": 26, "copy_seconds": 11, "streamed_bytes": 8e6}
+    last |= {"new_tokens": 6, "drafted_tokens": 5, "accepted_tokens": 2, "forced_tokens": 1, "running": 1, "waiting": 0}
+    took = {"tokens": 6, "first": 2, "seconds": 8, "prompt": 1204, "cached": 1100}
+    lone, shared, timed = evaluated(
+        modules,
+        """
+        const [first, last, took] = given;
+        const work = workOf(first, last, 6);
+        const none = workOf(first, first, 6) ?? workOf(first, { ...last, model: "other" }, 6);
+        return [spent({ ...took, work }), workOf(first, last, 5).shared, spent({ ...took, work: none })];
+        """,
+        [first, last, took],
+    )
+    begun = [
+        ["first token", "after 2 s; the prompt has 1,204 tokens, 1,100 of them in the prefix cache"],
+        ["the others", "in 6 s"],
+    ]
+    assert timed == begun
+    assert lone == [
+        *begun,
+        ["passes", "4: 2 s each, 1.00 MB read or copied"],
+        ["of their time", "disk 75 %, copies 13 %, computing 12 %"],
+        ["tokens a pass", "1.50"],
+        ["drafts", "2 of 5 tokens accepted"],
+        ["forced", "1 token without a pass"],
+    ]
+    assert shared is True
 
 
 @needs_node

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -19,7 +21,9 @@ from rabbitllm.errors import BusyError
 from rabbitllm.generation.request import Limits, Request, Sampling
 from tests.chat.talkers import parrot_folder
 from tests.server.serving import NAME, Running, running
+from tests.server.test_page import ATTRIBUTES, MATHML, hostile_texts
 from tests.support.browser import SECONDS, Browser, Tab, chromium
+from tests.support.picture_models import build, encoded, picture
 from tests.support.thinking_models import ANSWER, QUESTION, REASONING_TOKENS, THOUGHT, thinker
 from tests.support.tiny_models import split
 
@@ -53,6 +57,7 @@ def tab(browser: Browser, server: Running) -> Iterator[Tab]:
     """The page, in a browser that has never seen it, asking for the likeliest tokens."""
     tab = browser.tab(f"{server.address}/")
     tab.wait(f"document.querySelector('#model').textContent === '{NAME}'")
+    assert tab.run("document.querySelector('#attach').hidden")
     settings(tab, temperature=0)
     yield tab
     assert all(address.startswith((server.address, "blob:")) for address in tab.asked_for())
@@ -85,8 +90,23 @@ def texts(tab: Tab, selector: str = "article") -> list[str]:
 
 def under(tab: Tab) -> str:
     """What stands below the last answer."""
-    words: str = tab.run("[...document.querySelectorAll('.assistant .under span')].at(-1).textContent")
+    words: str = tab.run("[...document.querySelectorAll('.assistant .under > :first-child')].at(-1).textContent")
     return words
+
+
+VERSIONS = "[...document.querySelectorAll('.versions')].map((one) => one.textContent.slice(1, -1))"
+CONTROL = 2
+
+
+def answered(tab: Tab, *expected: str) -> None:
+    """Wait until these are the messages."""
+    shown = "JSON.stringify([...document.querySelectorAll('article .text')].map((one) => one.textContent))"
+    tab.wait(f"{shown} === {json.dumps(json.dumps(expected, separators=(',', ':')))}")
+    idle(tab)
+
+
+def press_button(tab: Tab, within: str, name: str) -> None:
+    tab.run(f"[...document.querySelectorAll('{within} button')].find((one) => one.textContent === '{name}').click()")
 
 
 def trouble(tab: Tab) -> str:
@@ -376,9 +396,7 @@ def test_imported_and_exported_files_are_never_markup(tab: Tab, browser: Browser
         NAME, Conversation("Be <i>brief</i>.", (Exchange("<b>Well?</b>", HOSTILE, True), Exchange("a", "b")))
     )
     conversation.write_chat(tmp_path / "talk.json", saved)
-    root = tab.call("DOM.getDocument")["root"]["nodeId"]
-    field = tab.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
-    tab.call("DOM.setFileInputFiles", files=[str(tmp_path / "talk.json")], nodeId=field)
+    choose_file(tab, tmp_path / "talk.json")
     tab.wait("document.querySelectorAll('article').length === 4")
     assert texts(tab, ".user") == ["<b>Well?</b>", "a"]
     assert tab.run("document.querySelectorAll('#log :is(img, script, b, i)').length") == 0
@@ -399,16 +417,20 @@ def test_imported_and_exported_files_are_never_markup(tab: Tab, browser: Browser
     tab.wait(f"document.title === '{NAME} · RabbitLLM'")
 
     (tmp_path / "other.json").write_text('{"format": "other"}')
-    tab.call("DOM.setFileInputFiles", files=[str(tmp_path / "other.json")], nodeId=field)
+    choose_file(tab, tmp_path / "other.json")
     tab.wait("document.querySelector('#notice').textContent.includes('other.json was not imported')")
+
+
+def choose_file(tab: Tab, path: Path, selector: str = "#file") -> None:
+    root = tab.call("DOM.getDocument")["root"]["nodeId"]
+    field = tab.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+    tab.call("DOM.setFileInputFiles", files=[str(path)], nodeId=field)
 
 
 def imported(tab: Tab, folder: Path, *exchanges: Exchange) -> None:
     """Open a saved conversation."""
     conversation.write_chat(folder / "talk.json", SavedChat(NAME, Conversation(None, exchanges)))
-    root = tab.call("DOM.getDocument")["root"]["nodeId"]
-    field = tab.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
-    tab.call("DOM.setFileInputFiles", files=[str(folder / "talk.json")], nodeId=field)
+    choose_file(tab, folder / "talk.json")
     tab.wait(f"document.querySelectorAll('article').length === {2 * len(exchanges)}")
 
 
@@ -538,7 +560,9 @@ def test_answer_continues_while_another_conversation_is_open(tab: Tab, server: R
 
 
 def test_requests_carry_the_settings(tab: Tab) -> None:
-    settings(tab, system="Be brief.", temperature=0.5, top_p=0.9, max_tokens=2, seed=7)
+    numbers = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 2, "seed": 7}
+    numbers |= {"presence_penalty": -0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    settings(tab, system="Be brief.", **numbers)
     tab.click("#question")
     tab.write("one")
     tab.press("Enter", SHIFT)
@@ -552,38 +576,193 @@ def test_requests_carry_the_settings(tab: Tab) -> None:
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one\ntwo"}],
         "stream": True,
         "stream_options": {"include_usage": True},
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "max_tokens": 2,
-        "seed": 7,
+        **numbers,
     }
 
 
-def test_a_refused_question_goes_back_into_the_field(tab: Tab) -> None:
+def test_a_refused_question_is_edited(tab: Tab) -> None:
     settings(tab, max_tokens=3)
     ask(tab, "First?")
-    tab.wait("!!document.querySelector('.assistant')")
-    idle(tab)
+    answered(tab, "First?", "hop")
     ask(tab, "x" * 2000)
     assert "The server refused the request. The prompt has" in trouble(tab)
-    tab.click("#question")
-    tab.write("And this?")
-    tab.click("[role=alert] button:last-child")
-    assert tab.run("document.querySelector('#question').value") == "x" * 2000 + "\nAnd this?"
-    assert texts(tab) == ["First?", "hop"]
-    assert not tab.run("document.querySelector('[role=alert]')")
-    assert [len(chat["messages"]) for chat in kept(tab)] == [2]
-    tab.run("document.querySelector('#question').value = ''")
-    ask(tab, "Shorter?")
-    tab.wait("document.querySelectorAll('.assistant').length === 2")
-    idle(tab)
-    assert texts(tab) == ["First?", "hop", "Shorter?", "hop"]
-    tab.click("#new")
-    ask(tab, "y" * 2000)
-    trouble(tab)
-    tab.click("[role=alert] button:last-child")
-    assert texts(tab) == []
+    press_button(tab, "[role=alert]", "Edit")
+    assert tab.run("document.activeElement.value") == "x" * 2000
+    tab.press("Escape")
+    assert texts(tab) == ["First?", "hop", "x" * 2000]
+    press_button(tab, "[role=alert]", "Edit")
+    tab.run("document.activeElement.select()")
+    tab.write("Shorter?")
+    tab.press("Enter")
+    answered(tab, "First?", "hop", "Shorter?", "hop")
+    assert not tab.run("document.querySelector('[role=alert], .versions')")
     assert [len(chat["messages"]) for chat in kept(tab)] == [4]
+
+
+def test_messages_have_versions(tab: Tab) -> None:
+    settings(tab, max_tokens=3)
+    ask(tab, "First?")
+    answered(tab, "First?", "hop")
+    ask(tab, "Second?")
+    answered(tab, "First?", "hop", "Second?", "hop")
+    settings(tab, max_tokens=7)
+    press_button(tab, ".assistant:last-child", "Ask again")
+    answered(tab, "First?", "hop", "Second?", "hop hop")
+    assert tab.run(VERSIONS) == ["2 / 2"]
+    tab.click("#question")
+    tab.press("ArrowUp")  # in the empty field
+    assert tab.run("document.activeElement.value") == "Second?"
+    tab.run("document.activeElement.select()")
+    tab.write("Another?")
+    tab.press("Enter")
+    answered(tab, "First?", "hop", "Another?", "hop hop")
+    assert tab.run(VERSIONS) == ["2 / 2"]
+    assert tab.run("document.activeElement.id") == "question"
+    tab.click("[aria-label='Earlier version']")
+    assert texts(tab) == ["First?", "hop", "Second?", "hop hop"]
+    assert tab.run(VERSIONS) == ["1 / 2", "2 / 2"]
+    tab.click(".assistant [aria-label='Earlier version']")
+    assert texts(tab) == ["First?", "hop", "Second?", "hop"]
+
+    tab.reload()
+    tab.wait("document.querySelectorAll('article').length === 4")
+    assert texts(tab) == ["First?", "hop", "Second?", "hop"]
+    assert tab.run(VERSIONS) == ["1 / 2", "1 / 2"]
+    tab.click(".user [aria-label='Later version']")
+    assert texts(tab) == ["First?", "hop", "Another?", "hop hop"]
+    sent = [[message["content"] for message in json.loads(body)["messages"]] for body in tab.posted()]
+    assert sent == [["First?"], *[["First?", "hop", "Second?"]] * 2, ["First?", "hop", "Another?"]]
+    assert tab.complaints() == []
+
+
+@pytest.mark.usefixtures("slowly")
+def test_an_edited_question_waits_for_the_end_of_an_answer(tab: Tab, tmp_path: Path) -> None:
+    imported(tab, tmp_path, Exchange("Well?", "Yes."))
+    press_button(tab, ".user", "Edit")
+    ask(tab, "Go on!")
+    tab.wait("document.querySelectorAll('.assistant').length === 2")
+    tab.run("document.querySelector('.edit textarea').focus()")
+    tab.press("Enter")
+    assert "Stop the answer first." in tab.run("document.querySelector('#notice').textContent")
+    assert len(tab.posted()) == 1
+    press_button(tab, "#notice", "Stop")
+    idle(tab)
+    tab.press("Enter")
+    tab.wait(f"({VERSIONS})[0] === '2 / 2'")
+    assert len(tab.posted()) == 2
+
+
+@pytest.mark.usefixtures("slowly")
+def test_an_answer_stays_where_no_other_comes(tab: Tab, tmp_path: Path) -> None:
+    imported(tab, tmp_path, Exchange("Well?", "Yes."))
+    tab.run("window.fetch = () => new Promise((_, reject) => { window.refuse = () => reject(new Error()); })")
+    press_button(tab, ".assistant", "Ask again")
+    assert [len(chat["messages"]) for chat in kept(tab)] == [2]
+    tab.run("window.refuse()")
+    assert "cannot be reached" in trouble(tab)
+    assert texts(tab) == ["Well?", "Yes."]
+
+
+def test_conversations_are_searched_exported_and_deleted(tab: Tab, browser: Browser, tmp_path: Path) -> None:
+    for exchange in (Exchange("Of hares?", "Long EARS."), Exchange("Of mice?", "Short ears.")):
+        imported(tab, tmp_path, exchange)
+        tab.wait(f"document.querySelector('.user .text').textContent === '{exchange.question}'")
+    # as the page kept them before it knew versions
+    old = {"id": "old", "title": "", "changed": 1, "system": "", "messages": [{"role": "user", "content": "Of foxes?"}]}
+    tab.run(f"localStorage.setItem('rabbitllm.chat.old', {json.dumps(json.dumps(old))})")
+    tab.reload()
+    names = "[...document.querySelectorAll('#chats button')].map((one) => one.textContent)"
+    everything = ["Of mice?", "Of hares?", "Of foxes?"]
+    tab.wait(f"({names}).length === 3")
+    assert tab.run(names) == everything
+    tab.press("k", CONTROL)
+    assert tab.run("document.activeElement.id") == "find"
+    for words, shown in {
+        "ears": everything[:2],
+        "ears long": everything[1:2],
+        "FOX": everything[2:],
+        "owl": [],
+    }.items():
+        tab.run("document.activeElement.select()")
+        tab.write(words)
+        assert tab.run(names) == shown
+        assert tab.run("document.querySelector('#none').hidden") == bool(shown)
+    tab.run("document.activeElement.select()")
+    tab.press("Delete")
+    tab.click("#open")
+    tab.click("#export-all")
+    eventually((browser.downloads / "conversations.json").exists)
+    tab.click("#delete-all")
+    assert tab.run(names) == []
+    assert kept(tab) == []
+    choose_file(tab, browser.downloads / "conversations.json")
+    tab.wait(f"({names}).length === 3")
+    assert tab.run(names) == everything
+    (browser.downloads / "conversations.json").unlink()
+
+
+def test_colors_follow_the_system_until_they_are_chosen(tab: Tab) -> None:
+    def is_dark() -> bool:
+        color: str = tab.run("getComputedStyle(document.body).backgroundColor")
+        return int(color.removeprefix("rgb(").split(",")[0]) < 128
+
+    for scheme in ("light", "dark"):
+        tab.scheme(scheme)
+        assert is_dark() == (scheme == "dark")
+    for color in ("light", "dark", ""):
+        tab.run(f"Object.assign(document.querySelector('#colors'), {{value: '{color}'}}).onchange()")
+        tab.scheme("light" if color == "dark" else "dark")
+        assert is_dark() == (color != "light")
+        tab.reload()
+        assert is_dark() == (color != "light")
+
+
+def test_hostile_texts_are_inert(tab: Tab) -> None:
+    """Elements and attributes are those that the page's own code names, whatever a model writes."""
+    result = tab.run(
+        f"""
+        import("/static/markdown.js").then(({{ update }}) => {{
+          const tags = new Set(), attributes = new Set(), addresses = new Set();
+          const parent = document.createElement("div");
+          document.body.append(parent);
+          for (const text of {json.dumps(hostile_texts(600))}) {{
+            update(parent, text);
+            for (const element of parent.querySelectorAll("*")) {{
+              tags.add(element.localName);
+              for (const {{ name, value }} of element.attributes) {{
+                attributes.add(name);
+                if (name === "href") addresses.add(new URL(value, location.href).protocol);
+              }}
+            }}
+          }}
+          parent.remove();
+          return [tags, attributes, addresses].map((all) => [...all].sort());
+        }})
+        """
+    )
+    tags = {"a", "blockquote", "button", "code", "del", "div", "em", "hr", "input", "li", "ol", "p", "pre", "span"}
+    tags |= {"strong", "table", "tbody", "td", "th", "thead", "tr", "ul", "math", *MATHML.split("|")}
+    assert {tag for tag in result[0] if tag not in tags and not re.fullmatch("h[3-6]", tag)} == set()
+    assert "math" in result[0]
+    own = {"aria-label", "checked", "class", "dir", "disabled", "display", "href", "rel", "start", "style", "tabindex"}
+    own |= {"target", "title", "type"}
+    assert {name for name in result[1] if name not in own and not re.fullmatch(ATTRIBUTES, name)} == set()
+    assert set(result[2]) <= {"http:", "https:"}
+    assert tab.run("document.title") == f"{NAME} · RabbitLLM"
+    assert tab.complaints() == []
+
+
+def test_formulas_and_colours_are_seen(tab: Tab, tmp_path: Path) -> None:
+    deep = "\\left(" * 25 + "x" + "\\right)" * 25
+    imported(tab, tmp_path, Exchange("Maths?", f"$\\frac{{a}}{{b}}$\n\n$${deep}$$\n\n```py\ndef f(): # a\n```"))
+    box = tab.run("document.querySelector('mfrac').getBoundingClientRect().toJSON()")
+    assert box["height"] > 15
+    assert tab.run("document.querySelectorAll('.formula mrow').length") > 25
+    colours = tab.run(
+        "[...document.querySelectorAll('.code code span')].map((e) => [e.className, getComputedStyle(e).color])"
+    )
+    assert [kind for kind, _ in colours] == ["word", "name", "comment"]
+    assert len({colour for _, colour in colours}) == 3
 
 
 def test_settings_show_what_the_server_uses(browser: Browser, folder: Path, tab: Tab) -> None:
@@ -592,13 +771,152 @@ def test_settings_show_what_the_server_uses(browser: Browser, folder: Path, tab:
         fields = "[...document.querySelectorAll('.grid input')].map((field) => [field.id, field.placeholder])"
         return tab.run("document.querySelector('#sampling').textContent"), dict(tab.run(fields))
 
-    nothing = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"), "")
+    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+    penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    nothing = dict.fromkeys((*names, *penalties), "")
     assert shown(tab) == (" (greedy: the model recommends no sampling)", nothing)
     with running(folder, sampling=Sampling(0.6, 0.95)) as server:
         other = browser.tab(f"{server.address}/")
         words = " (temperature 0.6, top_p 0.95)"
         assert shown(other) == (words, nothing | {"temperature": "0.6", "top_p": "0.95"})
         other.close()
+
+
+AUDIT = r"""
+(() => {
+  const channels = (color) => {
+    const [r, g, b, alpha = 1] = color.match(/[\d.]+/g).map(Number);
+    return { rgb: [r, g, b], alpha };
+  };
+  const luminance = (rgb) => {
+    const [r, g, b] = rgb.map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const contrast = (one, other) => {
+    const [dark, light] = [luminance(one), luminance(other)].sort((a, b) => a - b);
+    return (light + 0.05) / (dark + 0.05);
+  };
+  const over = ({ rgb, alpha }, below) => rgb.map((c, at) => c * alpha + below[at] * (1 - alpha));
+  const behind = (element) => {
+    if (!element) return [255, 255, 255];
+    const color = channels(getComputedStyle(element).backgroundColor);
+    return color.alpha === 1 ? color.rgb : over(color, behind(element.parentElement));
+  };
+  const within = document.querySelector("dialog[open]") ?? document.body;
+  const isSeen = (element) => element.checkVisibility({ opacityProperty: true, visibilityProperty: true })
+    && !element.closest("option, .unseen, [disabled]:not(select)") && within.contains(element);
+  const problems = [];
+  const name = (element) => `${element.localName}#${element.id}.${element.className}`;
+  const check = (element, style, text) => {
+    const below = behind(element);
+    const ratio = contrast(over(channels(style.color), below), below);
+    if (ratio < 4.5) problems.push(`contrast ${ratio.toFixed(2)} of "${text.slice(0, 30)}" in ${name(element)}`);
+  };
+  for (const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT); walker.nextNode();) {
+    const { parentElement: element, data } = walker.currentNode;
+    if (data.trim() && isSeen(element)) check(element, getComputedStyle(element), data);
+  }
+  for (const field of document.querySelectorAll("input, textarea, select")) {
+    if (!isSeen(field)) continue;
+    check(field, getComputedStyle(field), field.value);
+    if (field.placeholder) check(field, getComputedStyle(field, "::placeholder"), field.placeholder);
+  }
+  const page = document.scrollingElement;
+  if (page.scrollWidth > innerWidth) problems.push(`the page is ${page.scrollWidth} wide`);
+  const scrolls = (one) => one && (getComputedStyle(one).overflowX !== "visible" || scrolls(one.parentElement));
+  for (const element of document.body.querySelectorAll("*")) {
+    if (!isSeen(element)) continue;
+    const { left, right } = element.getBoundingClientRect();
+    const isBeyond = right > innerWidth + 1 || left < -1;
+    if (isBeyond && !scrolls(element.parentElement)) problems.push(`beyond the edge: ${name(element)}`);
+  }
+  for (const element of document.querySelectorAll("#log, dialog"))
+    if (element.scrollWidth > element.clientWidth) problems.push(`${name(element)} scrolls sideways`);
+  return problems;
+})()
+"""
+RICH = (
+    "# Of hares\n\nThey *hop*, ~~fly~~ and `run` [far](https://x.invalid/a): " + "hop" * 200 + "\n\n> quoted\n\n"
+    "- [x] done\n- [ ] to do\n\n```python\n@cached\ndef hop(far=1):  # a comment\n    return 'a string' * 3 + "
+    + "far + " * 60
+    + "0\n```\n\n```diff\n+added\n-removed\n```\n\n| a | b |\n| - | - |\n| "
+    + "wide" * 60
+    + "| 2 |\n\n"
+    "Inline $e^{i\\pi} = -1$.\n\n$$" + "a + " * 90 + "\\frac{1}{2}$$"
+)
+
+
+@pytest.mark.usefixtures("slowly")
+def test_every_state_fits_and_is_legible(tab: Tab, tmp_path: Path) -> None:
+    """Nothing goes beyond the edge, and text has a contrast of 4.5 as WCAG defines it, on a phone and on a desk, light
+    and dark; controls that are disabled are exempt."""
+
+    def check(state: str) -> None:
+        for width in (380, 820, 1400):
+            tab.resize(width, 800)
+            for scheme in ("light", "dark"):
+                tab.scheme(scheme)
+                problems = tab.run(AUDIT)
+                assert problems == [], (state, width, scheme)
+
+    check("empty")
+    imported(tab, tmp_path, Exchange("Well?", "Yes."), Exchange("w" * 500, RICH))
+    check("long code, formulas and tables")
+    press_button(tab, ".user", "Edit")
+    check("a question is edited")
+    press_button(tab, ".user", "Cancel")
+    tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    tab.click("#open")
+    check("settings and all that is folded")
+    tab.click("#close")
+    ask(tab, "Go on!")
+    tab.wait("document.querySelectorAll('.assistant').length === 3")
+    check("an answer comes")
+    tab.press("Escape")
+    idle(tab)
+    tab.run("window.fetch = () => Promise.reject(new Error())")
+    ask(tab, "Anybody there?")
+    trouble(tab)
+    check("an error")
+    tab.resize(380, 800)
+    tab.click("#menu")
+    check("the list of conversations")
+
+
+def test_the_focus_is_seen(tab: Tab, tmp_path: Path) -> None:
+    imported(tab, tmp_path, Exchange("Well?", RICH))
+    tab.run("document.activeElement.blur()")
+    reached = set()
+    for _ in range(40):
+        tab.press("Tab")
+        name, outline = tab.run(
+            "(({ activeElement: e, body }) => [e === body ? '' : e.id || e.textContent, getComputedStyle(e).outline])"
+            "(document)"
+        )
+        reached.add(name)
+        assert not name or outline == "rgb(163, 74, 23) solid 2px", name
+    assert {"new", "find", "export", "title", "open", "log", "question", "Copy", "Edit", "Ask again"} <= reached
+
+
+def test_full_storage_is_told_until_there_is_room(tab: Tab, tmp_path: Path) -> None:
+    notice = "document.querySelector('#notice').textContent"
+    settings(tab, max_tokens=3)
+    tab.run(
+        "(() => { for (let size = 2 ** 20; size; size >>= 1) { try { for (;;)"
+        " localStorage.setItem('other' + localStorage.length, 'x'.repeat(size)); } catch {} } })()"
+    )
+    settings(tab, seed=1)
+    assert "The browser's storage is full. Export" in tab.run(notice)
+    ask(tab, "Well?")
+    answered(tab, "Well?", "hop")
+    assert "The browser's storage is full. Export" in tab.run(notice)
+    assert kept(tab) == []
+    tab.run("Object.keys(localStorage).forEach((key) => key.startsWith('other') && localStorage.removeItem(key))")
+    ask(tab, "Again?")
+    answered(tab, "Well?", "hop", "Again?", "hop")
+    assert tab.run(notice) == ""
+    assert [len(chat["messages"]) for chat in kept(tab)] == [4]
+    assert tab.complaints() == []
 
 
 def test_controls_have_accessible_names(tab: Tab) -> None:
@@ -608,7 +926,7 @@ def test_controls_have_accessible_names(tab: Tab) -> None:
     idle(tab)
     tab.click("#open")
     nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
-    roles = {"button", "textbox", "spinbutton", "log", "navigation", "dialog"}
+    roles = {"button", "textbox", "searchbox", "combobox", "spinbutton", "log", "navigation", "dialog"}
     problems = [
         (node["role"]["value"], node.get("name", {}).get("value"))
         for node in nodes
@@ -635,4 +953,30 @@ def test_thoughts_are_folded_counted_and_told_where_they_are_all(browser: Browse
         ask(tab, QUESTION)
         idle(tab)
         assert "all of them thoughts: raise the maximum tokens" in under(tab)
+        tab.close()
+
+
+def test_pictures_are_sent_kept_and_seen(browser: Browser, tmp_path: Path) -> None:
+    data = encoded(picture(0))
+    (tmp_path / "photo.png").write_bytes(data)
+    (tmp_path / "no_photo.png").write_bytes(b"GIF89a")
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    with running(split(build(tmp_path / "model", "gemma3"))) as server:
+        tab = browser.tab(f"{server.address}/")
+        tab.wait("!document.querySelector('#attach').hidden")
+        settings(tab, temperature=0, max_tokens=2)
+        choose_file(tab, tmp_path / "no_photo.png", "#photos")
+        tab.wait("document.querySelector('#notice').textContent.includes('no_photo.png is not a picture')")
+        choose_file(tab, tmp_path / "photo.png", "#photos")
+        tab.wait("!!document.querySelector('#pictures canvas')")
+        ask(tab, "What is it?")
+        tab.wait("document.querySelectorAll('article').length === 2")
+        idle(tab)
+        assert not tab.run("document.querySelector('[role=alert], #pictures canvas')")
+        (body,) = (json.loads(body) for body in tab.posted())
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+        assert body["messages"] == [{"role": "user", "content": parts}]
+        tab.reload()
+        tab.wait("document.querySelector('.user .picture canvas')?.width > 0")
+        assert tab.complaints() == []
         tab.close()

@@ -73,6 +73,10 @@ def expected(checkpoint: Path, *seeds: int) -> tuple[list[str], int]:
     return [processor.tokenizer.decode([token]) for token in tokens.tolist()], count
 
 
+def test_models_tell_what_prompts_may_hold(served: Running) -> None:
+    assert served.http.get("/v1/models").json()["data"][0]["input_modalities"] == ["text", "image"]
+
+
 def test_answer_equals_transformers(served: Running, checkpoint: Path, one_thread: None) -> None:
     for seeds in ((0,), (1,), (0, 1)):
         answer = asked(served, *(url_of(encoded(picture(seed))) for seed in seeds))

@@ -205,8 +205,8 @@ class Tab:
             time.sleep(0.05)
 
     def press(self, key: str, modifiers: int = 0) -> None:
-        """A key that types no character; 8 for Shift among the modifiers."""
-        codes = {"Enter": 13, "Escape": 27, "Tab": 9}
+        """A key that types no character; 2 for Control and 8 for Shift among the modifiers."""
+        codes = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowUp": 38, "Delete": 46, "k": 75}
         text = {"text": "\r"} if key == "Enter" else {}
         common = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key], "modifiers": modifiers}
         self.call("Input.dispatchKeyEvent", type="keyDown", **common, **text)

@@ -2,16 +2,25 @@
 // addresses of http(s) become links; pictures are links too, so that nothing is loaded unless the user follows one.
 // parse(text) -> blocks, plain data; node(block) -> an element; update(parent, text) changes only what is new.
 
+import { highlight } from "./highlight.js";
+import { maths } from "./maths.js";
+
 const FENCE = /^(\s*)(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
 const RULE = /^ {0,3}(?:(?:- *){3,}|(?:\* *){3,}|(?:_ *){3,})$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+(.*))?$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
+const FORMULA = /^\s*(\$\$|\\\[)/;
+const FORMULA_ENDS = { $$: "$$", "\\[": "\\]" };
+const FORMULA_LINES = 60;
 const DELIMITERS = /^\s*\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
 // spans are bounded, so that a long text of opening marks takes no time
 const ADDRESS = String.raw`https?:\/\/(?=[\w\x80-\uffff])(?:[^\s<>"*()\x60\u3000-\u303f\uff00-\uffef]|\([^\s<>"*()\x60]{0,200}\)){1,2000}`;
 const SPAN = new RegExp([
   String.raw`(?<!\x60)(\x60{1,9})(?!\x60)([^]{1,2000}?)(?<!\x60)\1(?!\x60)`,
+  String.raw`\\\(([^]{1,500}?)\\\)|(?<![\\$\w])\$(?=[^\s$])([^$\n\x60]{1,500})(?<=[^\s\\])\$(?![\d$])`,
+  String.raw`\\\[([^]{1,1000}?)\\\]|(?<!\\)\$\$([^$]{1,1000})\$\$`,
+  String.raw`\\([\\$*_\x60~#|])`,
   String.raw`!?\[([^[\]]{0,500})\]\(\s?(${ADDRESS})(?:\s"[^"]{0,500}")?\s?\)`,
   String.raw`\*\*(?=\S)([^]{1,1000}?)(?<=\S)\*\*`,
   String.raw`\*(?=[^\s*])([^*]{1,1000}?)(?<=\S)\*(?!\*)`,
@@ -37,6 +46,9 @@ export function parse(text, depth = 0) {
       for (at++; at < lines.length && !end.test(lines[at]); at++) code.push(without(lines[at], indent.length));
       at++;
       blocks.push({ kind: "code", language: info.trim().split(/\s/)[0], text: code.join("\n") });
+    } else if ((found = formula(lines, at))) {
+      blocks.push({ kind: "maths", text: found.text });
+      at = found.after;
     } else if ((found = HEADING.exec(line))) {
       blocks.push({ kind: "heading", level: found[1].length, spans: spans(found[2].replace(/\s#+\s*$/, "")) });
       at++;
@@ -65,7 +77,23 @@ export function parse(text, depth = 0) {
   return blocks;
 }
 
-const begins = (line) => [FENCE, HEADING, RULE, ITEM, QUOTE].some((kind) => kind.test(line));
+/** A formula that stands alone, perhaps over several lines; null before its end has come. */
+function formula(lines, at) {
+  const mark = FORMULA.exec(lines[at])?.[1];
+  if (!mark) return null;
+  const end = FORMULA_ENDS[mark];
+  let text = lines[at].trimStart().slice(mark.length);
+  for (let last = at; ; text += `\n${lines[last]}`) {
+    const closes = text.indexOf(end, Math.max(0, text.length - (lines[last].length + 2)));
+    if (closes >= 0) {
+      const alone = !text.slice(closes + end.length).replace(/[.,;]/, "").trim() && text.slice(0, closes).trim();
+      return alone ? { text: alone + text.slice(closes + end.length).trim(), after: last + 1 } : null;
+    }
+    if (++last >= lines.length || last - at > FORMULA_LINES || !lines[last].trim()) return null;
+  }
+}
+
+const begins = (line) => [FORMULA, FENCE, HEADING, RULE, ITEM, QUOTE].some((kind) => kind.test(line));
 const without = (line, count) => line.slice(Math.min(count, line.length - line.trimStart().length));
 const columns = (line) => line.trim().replace(/^\||(?<!\\)\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
 const cells = (line) => columns(line).map((cell) => spans(cell));
@@ -109,11 +137,14 @@ function spans(text, linked = false) {
   const found = [];
   let from = 0;
   for (const match of text.matchAll(SPAN)) {
-    const [whole, , code, words, target, strong, emphasis, deleted, inAngles, bare] = match;
+    const [whole, , code, inParens, inDollars, inBrackets, inTwoDollars, escaped, words, target, strong, emphasis, deleted, inAngles, bare] = match;
     const href = target ?? inAngles ?? bare;
     if (href !== undefined && (linked || !isSafe(href))) continue;  // stays text
     if (match.index > from) found.push(text.slice(from, match.index));
-    if (href !== undefined) found.push({ tag: "a", href, spans: words?.trim() && !/https?:\/\//.test(words) ? spans(words, true) : [href] });
+    const tex = inParens ?? inDollars ?? inBrackets ?? inTwoDollars;
+    if (tex !== undefined) found.push({ tag: "maths", text: tex.trim(), display: (inBrackets ?? inTwoDollars) !== undefined });
+    else if (escaped !== undefined) found.push(escaped);
+    else if (href !== undefined) found.push({ tag: "a", href, spans: words?.trim() && !/https?:\/\//.test(words) ? spans(words, true) : [href] });
     else if (code !== undefined) found.push({ tag: "code", text: /^ .*\S.* $/s.test(code) ? code.slice(1, -1) : code });
     else {
       const tag = strong !== undefined ? "strong" : emphasis !== undefined ? "em" : "del";
@@ -134,6 +165,7 @@ function made(tag, ...children) {
 function inline(found) {
   return found.map((span) => {
     if (typeof span === "string") return span;
+    if (span.tag === "maths") return maths(span.text, span.display);
     const element = made(span.tag, ...(span.tag === "code" ? [span.text] : inline(span.spans)));
     if (span.tag === "a") Object.assign(element, { href: span.href, title: span.href, target: "_blank", rel: "noopener noreferrer" });
     return element;
@@ -152,11 +184,24 @@ export function node(block) {
       const button = made("button", "Copy");
       button.type = "button";
       button.className = "copy";
-      const code = made("code", block.text);
+      const coloured = highlight(block.text, block.language).map(([kind, text]) => {
+        if (!kind) return text;
+        const piece = made("span", text);
+        piece.className = kind;
+        return piece;
+      });
+      const code = made("code", ...coloured);
       const pre = made("pre", code);
       pre.tabIndex = 0;
       const whole = made("div", made("div", made("span", block.language), button), pre);
       whole.className = "code";
+      whole.dir = "ltr";
+      return whole;
+    }
+    case "maths": {
+      const whole = made("div", maths(block.text, true));
+      whole.className = "formula";
+      whole.tabIndex = 0;
       whole.dir = "ltr";
       return whole;
     }

@@ -1,7 +1,7 @@
 // The line at the bottom of the page: where the time of the last passes went, who is there, and what lies behind it.
 
-import { counted, duration, percentages, Readings, size } from "./timing.js";
-import { made } from "./view.js";
+import { counted, duration, percentages, Readings, size, WHERE } from "./timing.js";
+import { facts as rows, made } from "./view.js";
 
 const readings = new Readings();
 const $ = (id) => document.getElementById(id);
@@ -15,13 +15,12 @@ export function showStatus(status, mine) {
   $("requests").textContent = `requests: ${now}`;
   const facts = [];
   if (done) {
-    const names = ["disk", "copies", "computing"];
-    const shares = percentages(names.map((name) => done[name]));
-    const words = names.map((name, at) => {
+    const shares = percentages(WHERE.map((name) => done[name]));
+    const words = WHERE.map((name, at) => {
       document.querySelector(`.bar .${name}`).style.flexGrow = shares[at];
       return made("b", { className: name }, `${name} ${shares[at]} %`);
     });
-    const each = names.map((name) => `${name} ${duration(done[name] / done.passes)}`).join(", ");
+    const each = WHERE.map((name) => `${name} ${duration(done[name] / done.passes)}`).join(", ");
     const moved = `${size(done.bytes / done.passes)}, ${size(done.bytes / done.seconds)} a second`;
     const of = `${done.recent ? "last " : ""}${done.passes.toLocaleString("en")} ${done.passes === 1 ? "pass" : "passes"}`;
     const separated = words.flatMap((word, at) => (at ? [" · ", word] : [word]));
@@ -42,7 +41,7 @@ export function showStatus(status, mine) {
     ["requests", `${now}; at most ${status.most_running} running, ${status.most_waiting} waiting`],
     ["since the start", `${counted(status.new_tokens, "token")} generated; of ${counted(status.prompt_tokens, "token")} in prompts ${kept}`],
   );
-  $("facts").replaceChildren(...facts.flatMap(([name, words]) => [made("dt", {}, name), made("dd", {}, words)]));
+  $("facts").replaceChildren(...rows(facts));
 }
 
 /** Says why there is nothing to show. */

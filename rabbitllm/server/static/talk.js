@@ -49,7 +49,7 @@ const messageOf = (error) => (typeof error === "string" ? error : error?.message
 
 export const headersOf = (key) => (key ? { authorization: `Bearer ${key}` } : {});
 
-/** Yields {text}, {reasoning}, {finish} and {tokens, thoughts}; throws a Trouble, or an AbortError where `signal` ended it. */
+/** Yields {text}, {reasoning}, {finish} and {usage: {tokens, thoughts, prompt, cached}}; throws a Trouble, or an AbortError where `signal` ended it. */
 export async function* ask(body, { key, signal }) {
   let reply;
   try {
@@ -86,8 +86,9 @@ export async function* ask(body, { key, signal }) {
         yield { finish: choice.finish_reason };
       }
       if (said.usage) {
-        const { completion_tokens: tokens, completion_tokens_details: parts } = said.usage;
-        yield { tokens, thoughts: parts?.reasoning_tokens ?? 0 };
+        const { completion_tokens: tokens, completion_tokens_details: parts, prompt_tokens: prompt } = said.usage;
+        const cached = said.usage.prompt_tokens_details?.cached_tokens ?? 0;
+        yield { usage: { tokens, thoughts: parts?.reasoning_tokens ?? 0, prompt, cached } };
       }
     }
   }

@@ -1,6 +1,7 @@
 // Where the time goes: what happened between two readings of /status, and numbers as people read them.
 
 const KEPT = 9;
+export const WHERE = ["disk", "copies", "computing"];
 
 /** The latest readings between which passes were made. */
 export class Readings {
@@ -8,7 +9,7 @@ export class Readings {
 
   add(status) {
     const last = this.#kept.at(-1);
-    if (last && status.passes < last.passes) this.#kept = [];  // another server
+    if (last && (status.passes < last.passes || status.model !== last.model)) this.#kept = [];  // another server or model
     if (this.#kept.at(-1)?.passes !== status.passes) this.#kept.push(status);
     if (this.#kept.length > KEPT) this.#kept.shift();
   }
@@ -18,13 +19,29 @@ export class Readings {
     const last = this.#kept.at(-1);
     if (!last) return null;
     const first = this.#kept.length > 1 ? this.#kept[0] : null;
-    const since = (name) => last[name] - (first ? first[name] : 0);
-    const [passes, seconds] = [since("passes"), since("pass_seconds")];
-    if (!(passes > 0 && seconds > 0)) return null;
-    const disk = Math.min(since("disk_seconds"), seconds);
-    const copies = Math.min(since("copy_seconds"), seconds - disk);
-    return { passes, seconds, disk, copies, computing: seconds - disk - copies, bytes: since("streamed_bytes"), recent: !!first };
+    const done = between(first, last);
+    return done && { ...done, recent: !!first };
   }
+}
+
+/** What passes did between two readings, or before one; null where there was none. */
+export function between(first, last) {
+  const since = (name) => last[name] - (first ? first[name] : 0);
+  const [passes, seconds] = [since("passes"), since("pass_seconds")];
+  if (!(passes > 0 && seconds > 0)) return null;
+  const disk = Math.min(since("disk_seconds"), seconds);
+  const copies = Math.min(since("copy_seconds"), seconds - disk);
+  return { passes, seconds, disk, copies, computing: seconds - disk - copies, bytes: since("streamed_bytes") };
+}
+
+/** The same of one answer of so many tokens, with what took no pass; `shared` with other requests. */
+export function workOf(first, last, tokens) {
+  if (first.model !== last.model) return null;
+  const since = (name) => (last[name] ?? 0) - (first[name] ?? 0);
+  const [drafted, accepted, forced] = ["drafted_tokens", "accepted_tokens", "forced_tokens"].map(since);
+  const shared = last.running + last.waiting > 1 || since("new_tokens") > tokens;
+  const done = between(first, last);
+  return done && { ...done, drafted, accepted, forced, shared };
 }
 
 /** Whole percentages that add up to 100. */
@@ -63,4 +80,22 @@ export function took({ tokens, thoughts, about, first, seconds }) {
     words.push(`${rate.toFixed(rate < 10 ? 2 : 0)} a second`);
   }
   return [...words, `first after ${duration(first)}`].join(" · ");
+}
+
+/** Where the time of an answer went: [name, words] pairs. */
+export function spent({ tokens, first, seconds, prompt, cached, work }) {
+  const facts = [];
+  const ofPrompt = prompt ? `; the prompt has ${counted(prompt, "token")}${cached ? `, ${cached.toLocaleString("en")} of them in the prefix cache` : ""}` : "";
+  facts.push(["first token", `after ${duration(first)}${ofPrompt}`]);
+  if (seconds > first) facts.push(["the others", `in ${duration(seconds - first)}`]);
+  if (!work) return facts;
+  const each = `${duration(work.seconds / work.passes)} each`;
+  const moved = work.bytes ? `, ${size(work.bytes / work.passes)} read or copied` : "";
+  facts.push([work.shared ? "passes, shared" : "passes", `${work.passes.toLocaleString("en")}: ${each}${moved}`]);
+  const shares = percentages(WHERE.map((name) => work[name]));
+  facts.push(["of their time", WHERE.map((name, at) => `${name} ${shares[at]} %`).join(", ")]);
+  if (!work.shared && tokens > work.passes) facts.push(["tokens a pass", (tokens / work.passes).toFixed(2)]);
+  if (work.drafted) facts.push(["drafts", `${work.accepted.toLocaleString("en")} of ${counted(work.drafted, "token")} accepted`]);
+  if (work.forced) facts.push(["forced", `${counted(work.forced, "token")} without a pass`]);
+  return facts;
 }

@@ -1,7 +1,8 @@
 // What a conversation looks like, as DOM nodes. Knows neither the server nor what the browser keeps.
 
 import { update } from "./markdown.js";
-import { duration, took } from "./timing.js";
+import { shown } from "./pictures.js";
+import { duration, spent, took } from "./timing.js";
 
 export function made(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
@@ -21,6 +22,23 @@ export async function copy(text) {
   field.remove();
 }
 
+export const facts = (pairs) => pairs.flatMap(([name, words]) => [made("dt", {}, name), made("dd", {}, words)]);
+
+/** Steps through the versions of a message; `choose` is told which. */
+export function versions(branches, choose) {
+  const at = branches.indexOf(null);
+  const step = (sign, label, to) => made("button", { type: "button", ariaLabel: label, disabled: !(to in branches), onclick: () => choose(to) }, sign);
+  const row = made("span", { className: "versions" }, step("‹", "Earlier version", at - 1), `${at + 1} / ${branches.length}`, step("›", "Later version", at + 1));
+  row.role = "group";
+  row.ariaLabel = "Versions";
+  return row;
+}
+
+/** Where the time of an answer went, folded. */
+export function timeOf(answer) {
+  return made("details", { className: "spent" }, made("summary", {}, "Time"), made("dl", {}, ...facts(spent(answer.took))));
+}
+
 /** A message; `change` shows what it has become. */
 export class Message {
   #thoughts = made("div", { dir: "auto" });
@@ -29,11 +47,34 @@ export class Message {
   #words = made("span");
   #under = made("div", { className: "under" });
 
-  constructor(role, actions = []) {
+  constructor(role, actions = [], pictures = []) {
     this.isAnswer = role === "assistant";
     this.#under.append(this.#words, ...actions);
     const who = made("h2", { className: "unseen" }, this.isAnswer ? "Model" : "You");
-    this.node = made("article", { className: role }, who, this.#reasoning, this.#text, this.#under);
+    const row = pictures.length ? [made("div", { className: "pictures" }, ...pictures.map((url) => shown(url)))] : [];
+    this.node = made("article", { className: role }, who, ...row, this.#reasoning, this.#text, this.#under);
+  }
+
+  /** Lets a question be changed; `done` gets the new text. */
+  edit(content, done) {
+    const field = made("textarea", { value: content, dir: "auto", ariaLabel: "Your message, edited", rows: Math.min(12, content.split("\n").length + 1) });
+    const end = () => {
+      form.replaceWith(this.#text);
+      this.#under.hidden = false;
+    };
+    const send = () => field.value.trim() && done(field.value);
+    const row = made("div", { className: "row" }, button("Cancel", end), made("button", { className: "chief" }, "Send"));
+    const form = made("form", { className: "edit", onsubmit: (event) => [event.preventDefault(), send()] }, field, row);
+    field.onkeydown = (event) => {
+      if (event.key === "Escape") end();
+      else if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      else send();
+      event.preventDefault();
+      event.stopPropagation();
+    };
+    this.#text.replaceWith(form);
+    this.#under.hidden = true;
+    field.focus();
   }
 
   change(content, words = "", reasoning = "") {
@@ -53,6 +94,7 @@ const ALL_THOUGHTS = "all of them thoughts: raise the maximum tokens in the sett
 /** What stands below an answer. */
 export function wordsBelow(answer) {
   const words = answer.took ? [took(answer.took)] : [];
+  if (answer.model) words.unshift(answer.model);
   if (answer.stopped) words.push("stopped");
   else if (answer.ended === "length" && answer.reasoning && !answer.content.trim()) words.push(ALL_THOUGHTS);
   else if (answer.ended in ENDS) words.push(ENDS[answer.ended]);
@@ -65,7 +107,7 @@ export function wordsMeanwhile(first, pieces, seconds) {
   return took({ tokens: pieces, about: true, first, seconds });
 }
 
-/** Says what went wrong; `again` asks once more, `edit` takes back the question, `withKey` uses another key. */
+/** Says what went wrong; `again` asks once more, `edit` changes the question, `withKey` uses another key. */
 export function troubleNode(trouble, { again, edit }, withKey) {
   const when = made("span");
   const node = made("div", { className: "trouble" }, trouble.message, when);
