@@ -199,8 +199,8 @@ def _greedy(model: Any, is_expected: bool = True) -> list[int] | None:
 
 def _answers(row: Row, split: _Split, model: Any, where: str) -> list[str]:
     """Answers with a draft and of a batch, of which each is to be what the model answers alone."""
-    width: Any = importlib.import_module("rabbitllm.generation._width").Width
-    width.choose = lambda self, most, lacks=0, rows=1, sequences=1: max(min(most, 4), 0)
+    patch: Any = importlib.import_module("pytest").MonkeyPatch()
+    importlib.import_module("tests.support.always_drafts").draft_always(patch)
     draft = split.load("resident", exact=False)
     draft.generation_config.assistant_confidence_threshold = 0
     requests = [Request(tuple(IDS[0][:count]), NEW_TOKENS) for count in (11, 5, 8)]

@@ -14,6 +14,11 @@ TOKENS = 10
 @pytest.fixture(autouse=True)
 def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each pass has a draft of `TOKENS` tokens, if the source proposes so many."""
+    draft_always(monkeypatch)
+
+
+def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same outside tests."""
 
     def choose(width: Any, most: int, lacks: int = 0, rows: int = 1, sequences: int = 1) -> int:
         return max(min(most, TOKENS), 0)
