@@ -244,7 +244,7 @@ class CacheManager:
         return self._lengths().allocation(sequence.length, others, self.memory)
 
     def over_limit(self) -> list[Sequence]:
-        """The sequences whose KV cache exceeds the memory limit in the next pass, those admitted last first.
+        """The sequences whose KV cache exceeds the memory limit in the next pass, the last ones first.
 
         At least one sequence with its KV cache in memory is not among them.
         """
@@ -346,7 +346,7 @@ class CacheManager:
 
     # the life of a sequence ------------------------------------------------------------------------------------------
 
-    def _continues(self, sequence: Sequence) -> bool:
+    def continues(self, sequence: Sequence) -> bool:
         """Whether a sequence that begins may continue a KV cache with several tokens at once, as with a prefix."""
         if sequence.request.media is not None:  # other pictures may have the same ids, so their caches are never shared
             return False
@@ -358,7 +358,7 @@ class CacheManager:
         Args:
             sequence: a sequence that begins, or continues after it was preempted.
         """
-        if self._continues(sequence):
+        if self.continues(sequence):
             return self.chunk
         was_short = len(sequence.request.prompt) <= self._same_angles < sequence.length.tokens
         # its angles changed while it decoded, and its first tokens kept the earlier ones
@@ -383,7 +383,7 @@ class CacheManager:
                 if in_file:
                     self._write(sequence)
                 return True
-        if not self._continues(sequence):
+        if not self.continues(sequence):
             return True
         ids = sequence.ids
         candidates = ((usable(ids, prefix, cache), prefix, cache) for prefix, cache in self._prefixes())

@@ -275,6 +275,9 @@ class Request:
         thoughts: how reasoning is told from the answer; None where all text is the answer.
         thinking_budget: closes the reasoning; None for no limit.
         grammar: what the answer must be; None for anything.
+        priority: requests with lower numbers go first. Only in a batch.
+        owner: whose request it is, such as a digest of an API key; owners take turns. None for nobody's. Only in a
+            batch.
     """
 
     prompt: tuple[int, ...]
@@ -288,6 +291,8 @@ class Request:
     thoughts: Thoughts | None = None
     thinking_budget: ThinkingBudget | None = None
     grammar: Grammar | None = None
+    priority: int = 0
+    owner: str | None = None
 
     def __post_init__(self) -> None:
         """Let an answer end where its grammar does, also with `ignore_eos`: nothing can follow."""
@@ -488,6 +493,7 @@ class Limits:
         draft: what proposes tokens for each request, which are checked in the same pass: a model with the same tokens,
             "mtp" or "ngram"; "none"; or "auto" for "ngram" where each pass moves weights, the same ones for any number
             of rows.
+        running_of_key, waiting_of_key: like `running` and `waiting`, of each `Request.owner`; None for no limit.
     """
 
     running: int = 64
@@ -500,13 +506,15 @@ class Limits:
     throughput: bool = False
     file_bytes: int | None = 0
     draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"] = "auto"
+    running_of_key: int | None = None
+    waiting_of_key: int | None = None
 
     def __post_init__(self) -> None:
         """
         Raises:
             OptionError: a number below its minimum, or a folder in which no file can be made.
         """
-        for name in ("running", "waiting", "cache_bytes", "chunk"):
+        for name in ("running", "waiting", "cache_bytes", "chunk", "running_of_key", "waiting_of_key"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name}={value}; expected at least 1.", "Use 1 or more.")
