@@ -86,6 +86,11 @@ CATALOGUE: Mapping[str, Benchmark] = {
         (GROUPS, PEERS),
         "10 GB; 8 servers, 4 loads of at most 60 s for each",
     ),
+    "serve.mixed": Benchmark(
+        "time to the first token and between tokens of 64 mixed clients, beside llama.cpp",
+        (),
+        "a model; 3 runs of two servers",
+    ),
     "batch": Benchmark(
         "tokens/s of many prompts at once with less memory than the model has",
         (GROUPS, PEERS),
