@@ -49,8 +49,10 @@ logger = logging.getLogger(__name__)
 FAILED = "failed"
 """Key in `BatchStats.ended` of requests that raised an error; the other keys are the values of `FinishReason`."""
 MANY_TOKENS = 64
-"""The time of a pass with fewer tokens counts as the time to stream the weights. Beside sequences in decode, a pass has
-no more prompt tokens unless they are cheap."""
+"""The time of a pass with fewer tokens counts as the time to stream the weights. Beside a few
+sequences in decode, a pass has no more prompt tokens unless they are cheap."""
+PROMPT_TOKENS_EACH = 4
+"""Beside many sequences in decode, prompt tokens in a pass for each of them."""
 FIRST_TOKENS = 1024
 """Prompt tokens in a pass before their cost is measured."""
 PASSES_FOR_ONE_MORE = 64
@@ -83,16 +85,16 @@ class TokenBudget:
         # the minimum rises slowly, so that a short pass long ago does not count for ever
         return TokenBudget(seconds if self.least is None else min(seconds, 1.05 * self.least), self.each)
 
-    def prompt_tokens(self, chunk: int, *, decodes: bool = False) -> int:
-        """Budget of prompt tokens in the next pass; at least a chunk, or `MANY_TOKENS` beside others in decode.
+    def prompt_tokens(self, chunk: int, decoding: int = 0) -> int:
+        """Budget of prompt tokens in the next pass; at least a chunk, or less beside sequences in decode.
 
         Args:
             chunk: tokens of one prompt in a pass.
-            decodes: whether the pass has sequences in decode, whose next token waits for the prompts.
+            decoding: number of sequences in decode, whose next token waits for the prompts.
         """
-        least = min(chunk, MANY_TOKENS) if decodes else chunk
+        least = min(chunk, max(MANY_TOKENS, PROMPT_TOKENS_EACH * decoding)) if decoding else chunk
         if self.least is None or self.each is None:
-            return least if decodes else max(chunk, FIRST_TOKENS)
+            return least if decoding else max(chunk, FIRST_TOKENS)
         return min(max(least, int(self.least / max(self.each, 1e-9))), MAX_TOKENS)
 
 
@@ -380,8 +382,8 @@ class Scheduler:
         ready = [sequence for sequence in self.running if sequence.num_new_tokens]
         budget = most = self.caches.memory.max_tokens
         if not self._limits.throughput:
-            decodes = any(sequence.num_new_tokens == 1 for sequence in ready)
-            budget = min(self._budget.prompt_tokens(self.caches.chunk, decodes=decodes), most)
+            decoding = sum(sequence.num_new_tokens == 1 for sequence in ready)
+            budget = min(self._budget.prompt_tokens(self.caches.chunk, decoding), most)
         rows = rows_of([(s.num_new_tokens, s.num_uncomputed_tokens, s.is_divisible) for s in ready], budget, most)
         for sequence, number in zip(ready, rows, strict=True):
             sequence.limit_rows(number)

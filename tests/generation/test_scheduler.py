@@ -23,6 +23,7 @@ from rabbitllm.generation._scheduler import (
     FIRST_TOKENS,
     MANY_TOKENS,
     MAX_TOKENS,
+    PROMPT_TOKENS_EACH,
     Scheduler,
     TokenBudget,
     retry_after,
@@ -145,8 +146,9 @@ def test_prompts_may_make_a_pass_twice_as_long() -> None:
     pace = pace.after(1000, 12.0)  # two milliseconds a token
     assert pace.prompt_tokens(512) == pytest.approx(5000, rel=0.02)
     assert pace.after(100, 110.0).prompt_tokens(512) == 512
-    assert pace.after(100, 110.0).prompt_tokens(512, decodes=True) == MANY_TOKENS
-    assert pace.prompt_tokens(512, decodes=True) == pace.prompt_tokens(512)
+    assert pace.after(100, 110.0).prompt_tokens(512, decoding=1) == MANY_TOKENS
+    assert pace.after(100, 110.0).prompt_tokens(512, decoding=40) == 40 * PROMPT_TOKENS_EACH
+    assert pace.prompt_tokens(512, decoding=1) == pace.prompt_tokens(512)
     assert pace.after(1000, 10.0).after(1000, 10.0).after(1000, 10.0).prompt_tokens(512) == MAX_TOKENS
 
 
