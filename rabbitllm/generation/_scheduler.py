@@ -72,18 +72,24 @@ class TokenBudget:
     Attributes:
         least: seconds of the shortest recent pass; None before the first.
         each: seconds that a token adds; None until a pass with many tokens was measured.
+        tokens: of the pass of `least`.
     """
 
     least: float | None = None
     each: float | None = None
+    tokens: int = 0
 
     def after(self, tokens: int, seconds: float) -> TokenBudget:
         """The budget updated by one more pass."""
-        if tokens >= MANY_TOKENS and self.least is not None:
-            rate = max(seconds - self.least, 0.0) / tokens
-            return TokenBudget(self.least, rate if self.each is None else 0.5 * (self.each + rate))
+        if self.least is None:
+            return TokenBudget(seconds, None, tokens)
+        if seconds >= self.least and tokens >= MANY_TOKENS + self.tokens:
+            rate = (seconds - self.least) / (tokens - self.tokens)
+            return TokenBudget(self.least, rate if self.each is None else 0.5 * (self.each + rate), self.tokens)
         # the minimum rises slowly, so that a short pass long ago does not count for ever
-        return TokenBudget(seconds if self.least is None else min(seconds, 1.05 * self.least), self.each)
+        if seconds < 1.05 * self.least:
+            return TokenBudget(seconds, self.each, tokens)
+        return TokenBudget(1.05 * self.least, self.each, self.tokens)
 
     def prompt_tokens(self, chunk: int, decoding: int = 0) -> int:
         """Budget of prompt tokens in the next pass; at least a chunk, or less beside sequences in decode.

@@ -152,6 +152,12 @@ def test_prompts_may_make_a_pass_twice_as_long() -> None:
     assert pace.after(1000, 10.0).after(1000, 10.0).after(1000, 10.0).prompt_tokens(512) == MAX_TOKENS
 
 
+def test_a_long_prompt_at_first_does_not_make_tokens_cheap() -> None:
+    pace = TokenBudget().after(1024, 0.8).after(90, 0.2)
+    assert pace.prompt_tokens(512, decoding=20) == 20 * PROMPT_TOKENS_EACH
+    assert pace.after(24, 0.15).after(104, 0.23).prompt_tokens(512, decoding=20) == 0.15 // (0.08 / 80)
+
+
 def test_slower_passes_change_the_estimate() -> None:
     pace = TokenBudget().after(1, 1.0)
     for _ in range(100):
