@@ -49,10 +49,11 @@ logger = logging.getLogger(__name__)
 FAILED = "failed"
 """Key in `BatchStats.ended` of requests that raised an error; the other keys are the values of `FinishReason`."""
 MANY_TOKENS = 64
-"""The time of a pass with fewer tokens counts as the time to stream the weights. Beside a few
-sequences in decode, a pass has no more prompt tokens unless they are cheap."""
-PROMPT_TOKENS_EACH = 4
-"""Beside many sequences in decode, prompt tokens in a pass for each of them."""
+"""The time of a pass with fewer tokens counts as the time to stream the weights."""
+TOKENS_EACH = 4
+"""A sequence in decode, whose KV cache is read by itself, counts as so many prompt tokens."""
+TIMES, MOST_TIMES = 2, 8
+"""The least and the most times that prompts take as long as the sequences in decode beside them."""
 FIRST_TOKENS = 1024
 """Prompt tokens in a pass before their cost is measured."""
 PASSES_FOR_ONE_MORE = 64
@@ -91,17 +92,23 @@ class TokenBudget:
             return TokenBudget(seconds, self.each, tokens)
         return TokenBudget(1.05 * self.least, self.each, self.tokens)
 
-    def prompt_tokens(self, chunk: int, decoding: int = 0) -> int:
-        """Budget of prompt tokens in the next pass; at least a chunk, or less beside sequences in decode.
+    def prompt_tokens(self, chunk: int, prompts: int = 1, decoding: int = 0) -> int:
+        """Budget of prompt tokens in the next pass; at least a chunk, unless sequences in decode wait for them.
+
+        Beside these, prompts take as much time as they are of the sequences, within bounds: fewer tokens in each of
+        more passes would keep most sequences waiting for the sake of a few.
 
         Args:
             chunk: tokens of one prompt in a pass.
-            decoding: number of sequences in decode, whose next token waits for the prompts.
+            prompts, decoding: number of sequences that have prompt tokens left, and of those in decode.
         """
-        least = min(chunk, max(MANY_TOKENS, PROMPT_TOKENS_EACH * decoding)) if decoding else chunk
-        if self.least is None or self.each is None:
-            return least if decoding else max(chunk, FIRST_TOKENS)
-        return min(max(least, int(self.least / max(self.each, 1e-9))), MAX_TOKENS)
+        free = MANY_TOKENS if decoding else FIRST_TOKENS
+        if self.least is not None and self.each is not None:
+            free = int(self.least / max(self.each, 1e-9))
+        if not decoding:
+            return min(max(chunk, free), MAX_TOKENS)
+        times = min(max(prompts / decoding, TIMES), MOST_TIMES)
+        return min(int(times * (max(free, MANY_TOKENS) + TOKENS_EACH * decoding)), MAX_TOKENS)
 
 
 def moves_weights(placement: Placement) -> bool:
@@ -389,7 +396,7 @@ class Scheduler:
         budget = most = self.caches.memory.max_tokens
         if not self._limits.throughput:
             decoding = sum(sequence.num_new_tokens == 1 for sequence in ready)
-            budget = min(self._budget.prompt_tokens(self.caches.chunk, decoding), most)
+            budget = min(self._budget.prompt_tokens(self.caches.chunk, len(ready) - decoding, decoding), most)
         rows = rows_of([(s.num_new_tokens, s.num_uncomputed_tokens, s.is_divisible) for s in ready], budget, most)
         for sequence, number in zip(ready, rows, strict=True):
             sequence.limit_rows(number)

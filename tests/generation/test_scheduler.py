@@ -23,7 +23,9 @@ from rabbitllm.generation._scheduler import (
     FIRST_TOKENS,
     MANY_TOKENS,
     MAX_TOKENS,
-    PROMPT_TOKENS_EACH,
+    MOST_TIMES,
+    TIMES,
+    TOKENS_EACH,
     Scheduler,
     TokenBudget,
     retry_after,
@@ -146,16 +148,22 @@ def test_prompts_may_make_a_pass_twice_as_long() -> None:
     pace = pace.after(1000, 12.0)  # two milliseconds a token
     assert pace.prompt_tokens(512) == pytest.approx(5000, rel=0.02)
     assert pace.after(100, 110.0).prompt_tokens(512) == 512
-    assert pace.after(100, 110.0).prompt_tokens(512, decoding=1) == MANY_TOKENS
-    assert pace.after(100, 110.0).prompt_tokens(512, decoding=40) == 40 * PROMPT_TOKENS_EACH
-    assert pace.prompt_tokens(512, decoding=1) == pace.prompt_tokens(512)
     assert pace.after(1000, 10.0).after(1000, 10.0).after(1000, 10.0).prompt_tokens(512) == MAX_TOKENS
+
+
+def test_prompts_beside_sequences_in_decode_take_their_share_of_the_time() -> None:
+    pace = TokenBudget(10.0, 1.0)
+    assert pace.prompt_tokens(512, 1, 40) == TIMES * (MANY_TOKENS + 40 * TOKENS_EACH)
+    assert pace.prompt_tokens(512, 5, 1) == 5 * (MANY_TOKENS + TOKENS_EACH)
+    assert pace.prompt_tokens(512, 50, 1) == MOST_TIMES * (MANY_TOKENS + TOKENS_EACH)
+    assert TokenBudget(10.0, 0.02).prompt_tokens(512, 1, 10) == TIMES * (500 + 10 * TOKENS_EACH)
 
 
 def test_a_long_prompt_at_first_does_not_make_tokens_cheap() -> None:
     pace = TokenBudget().after(1024, 0.8).after(90, 0.2)
-    assert pace.prompt_tokens(512, decoding=20) == 20 * PROMPT_TOKENS_EACH
-    assert pace.after(24, 0.15).after(104, 0.23).prompt_tokens(512, decoding=20) == 0.15 // (0.08 / 80)
+    assert pace.prompt_tokens(512, 1, 20) == TIMES * (MANY_TOKENS + 20 * TOKENS_EACH)
+    pace = pace.after(24, 0.15).after(104, 0.23)  # a millisecond a token
+    assert pace.prompt_tokens(512, 1, 20) == TIMES * (0.15 // (0.08 / 80) + 20 * TOKENS_EACH)
 
 
 def test_slower_passes_change_the_estimate() -> None:

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from rabbitllm.generation._scheduler import MANY_TOKENS, ScheduledPass, Scheduler, TokenBudget
+from rabbitllm.generation._scheduler import MANY_TOKENS, TOKENS_EACH, ScheduledPass, Scheduler, TokenBudget
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import Event, Limits, Request
 from tests.generation.submitting import prompt
@@ -103,6 +103,7 @@ def test_short_chats_begin_while_a_long_prompt_is_read(split_folder: Path, monke
 
 
 def test_a_long_prompt_does_not_stop_those_that_decode(split_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rabbitllm.generation._scheduler.TIMES", 1)  # as the prompt is short
     with running(split_folder, limits=Limits(chunk=120, draft="none")) as served:
         served.post(COMPLETION, body(4, 1))
         burst = Burst(served, monkeypatch)
@@ -112,7 +113,7 @@ def test_a_long_prompt_does_not_stop_those_that_decode(split_folder: Path, monke
         assert burst.first[5] == 1
         beside = burst.rows[1 : burst.first[240]]
         assert len(beside) == 3
-        assert max(beside) == MANY_TOKENS + 1
+        assert max(beside) == MANY_TOKENS + TOKENS_EACH + 1
         assert burst.answers[240].json()["usage"]["completion_tokens"] == 1
 
 
