@@ -91,6 +91,9 @@ CATALOGUE: Mapping[str, Benchmark] = {
         (),
         "a model; 3 runs of two servers",
     ),
+    "serve.prompts": Benchmark(
+        "seconds to the first token after a restart, with the prompt cache on disk", (), "6 GB; 9 loads of a model"
+    ),
     "batch": Benchmark(
         "tokens/s of many prompts at once with less memory than the model has",
         (GROUPS, PEERS),

@@ -1,4 +1,5 @@
-"""Measurements on a GPU, in about ten minutes: kernels, copies, races, peaks of memory, and passes beside the link.
+"""Measurements on a GPU, in about ten minutes: kernels, models of every type, commands, copies, races, peaks of memory,
+and passes beside the link.
 
     python -m benchmarks gpu [--only STEP ...] [--out FOLDER] [--again] [--seconds 580] [--list]
     python -m benchmarks gpu --rehearse
@@ -94,10 +95,13 @@ class Step:
 STEPS = (
     Step("versions", "Versions, memory, and the link", 60, "benchmarks.gpu.hardware:versions"),
     Step("kernels", "Kernels compared with the CPU and with float64", 90, "benchmarks.gpu.hardware:kernels"),
+    Step("families", "Models of every type beside the CPU", 150, "benchmarks.gpu.families:families"),
+    Step("commands", "The package's commands", 120, "benchmarks.gpu.commands:commands"),
     Step("pinned", "Pinned memory, and copies from it", 90, "benchmarks.gpu.hardware:pinned"),
     Step("attention", "Memory and time of attention", 60, "benchmarks.gpu.hardware:attention"),
     Step("races", "Small models with late copies and late layers", 150, "benchmarks.gpu.models:races"),
     Step("pace", "A pass against its limit", 180, "benchmarks.gpu.models:pace"),
+    Step("overhead", "Layers of next to nothing, beside transformers", 90, "benchmarks.gpu.models:overhead"),
     Step("wide", "Two layers as wide as those of a 72B model", 150, "benchmarks.gpu.models:wide"),
     Step("forms", "Other forms of weights, experts, and loading", 150, "benchmarks.gpu.models:forms"),
     Step("vram", "Tokens with little VRAM", 180, "benchmarks.gpu.models:little_vram"),

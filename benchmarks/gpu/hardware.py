@@ -94,13 +94,13 @@ def _dequantized(gpu: Any, values: torch.Tensor) -> Iterator[Row]:
     yield compared("nested scales", torch.float32, scales)
     data = values.view(torch.uint8).numpy().data.cast("B")
     for scheme in FORMS:
-        if is_ours := scheme in ("4bit", "8bit"):
+        if scheme in ("4bit", "8bit"):
             made = [bytearray(part) for part in quantize_blocks(scheme, data, "BF16", "cpu")]
             payload, absmax = (torch.frombuffer(part, dtype=torch.uint8) for part in made)
             absmax, table = absmax.view(torch.float32), code_values(scheme)
         else:
             payload, absmax, table = gguf_blocks.sample(scheme, values.numel(), generator), nothing, nothing
-        form = Quantized(scheme, tuple(values.shape), "bfloat16" if is_ours else None)
+        form = Quantized(scheme, tuple(values.shape), "bfloat16" if scheme == "4bit" else None)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             sides = [dequantize(form, payload.to(w), absmax.to(w), table.to(w), dtype) for w in places]
             yield compared(scheme, dtype, sides)

@@ -8,6 +8,7 @@ __all__ = [
     "logs",
     "openmp",
     "options",
+    "parts",
     "plain_json",
     "progress",
     "rounding",

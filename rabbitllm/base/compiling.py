@@ -62,22 +62,91 @@ def _emitted(result: Any, argument: Any, emit: Callable[[Any, Any], Any]) -> Any
     return intrinsic(definition)
 
 
-_I16, _I32 = ir.IntType(16), ir.IntType(32)
+def _emitted_ints(emit: Callable[..., Any]) -> Any:
+    """The same of one to five int64s, whose values `emit` gets after the builder; it returns one, or None for 0."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value = emit(builder, *arguments)
+        return ir.Constant(_I64, 0) if value is None else value
+
+    counts = {count: types.int64(*[types.int64] * count) for count in range(1, 6)}
+    definitions: dict[int, Callable[..., Any]] = {
+        1: lambda context, a: (counts[1], code),
+        2: lambda context, a, b: (counts[2], code),
+        3: lambda context, a, b, c: (counts[3], code),
+        4: lambda context, a, b, c, d: (counts[4], code),
+        5: lambda context, a, b, c, d, e: (counts[5], code),
+    }
+    return intrinsic(definitions[emit.__code__.co_argcount - 1])
+
+
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
 def _emit_wide(builder: Any, word: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(word, _I32), ir.Constant(_I32, 16)), ir.FloatType())
 
 
-def _emit_asked(builder: Any, address: Any) -> Any:
-    function = builder.inttoptr(address, ir.FunctionType(_I32, []).as_pointer())
-    return builder.sext(builder.call(function, []), ir.IntType(64))
+def _at(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _I64.as_pointer())
+
+
+def _emit_parts(builder: Any, function: Any, data: Any, first: Any, end: Any, parts: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * 4)
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [data, first, end, parts])
+
+
+def _emit_team(builder: Any, parallel: Any, function: Any, data: Any, threads: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_I64, _I64, _I32, _I32])
+    count = builder.trunc(threads, _I32)
+    builder.call(builder.inttoptr(parallel, kind.as_pointer()), [function, data, count, ir.Constant(_I32, 0)])
+
+
+def _emit_add(builder: Any, address: Any, value: Any) -> Any:
+    return builder.atomic_rmw("add", _at(builder, address), value, "seq_cst")
+
+
+def _emit_exchange(builder: Any, address: Any, old: Any, new: Any) -> Any:
+    pair = builder.cmpxchg(_at(builder, address), old, new, "seq_cst", "seq_cst")
+    return builder.zext(builder.extract_value(pair, 1), _I64)
+
+
+def _emit_load(builder: Any, address: Any) -> Any:
+    return builder.load_atomic(_at(builder, address), "seq_cst", 8)
+
+
+def _emit_store(builder: Any, address: Any, value: Any) -> None:
+    builder.store_atomic(value, _at(builder, address), "seq_cst", 8)
+
+
+def _emit_pause(builder: Any, value: Any) -> None:
+    name = "llvm.x86.sse2.pause"
+    module = builder.module
+    function = module.globals.get(name) or ir.Function(module, ir.FunctionType(ir.VoidType(), []), name)
+    builder.call(function, [])
+
+
+def _emit_system(builder: Any, function: Any, number: Any, first: Any, second: Any, third: Any) -> Any:
+    kind = ir.FunctionType(_I64, [_I64] * 5)
+    arguments = [number, first, second, third, ir.Constant(_I64, 0)]
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
 
 
 wide = _emitted(types.float32, types.uint16, _emit_wide)
 """The float32 of a bfloat16, given as the word of its bits."""
-asked = _emitted(types.int64, types.int64, _emit_asked)
-"""The int that a C function without arguments, at an address, returns."""
+call_parts = _emitted_ints(_emit_parts)
+"""Call the function at an address with the address of its words, the first of some parts, the one after the last of
+them, and the number of all."""
+call_team = _emitted_ints(_emit_team)
+"""Call GOMP_parallel, at an address, with those of a function and of its data, and a number of threads."""
+atomic_add, exchange_if = _emitted_ints(_emit_add), _emitted_ints(_emit_exchange)
+"""Add to the int64 at an address, which returns what it was; replace it if it has a value, which returns whether."""
+shared, share = _emitted_ints(_emit_load), _emitted_ints(_emit_store)
+"""Read and write the int64 at an address that other threads write and read."""
+pause = _emitted_ints(_emit_pause)
+"""Wait for some tens of cycles."""
+system_call = _emitted_ints(_emit_system)
+"""Call the C library's `syscall`, at an address, with a number and three arguments."""
 words_at = _emitted(
     types.CPointer(types.uint16),  # type: ignore[no-untyped-call]
     types.int64,
@@ -86,6 +155,8 @@ words_at = _emitted(
 """The pointer to words of 16 bits at an address."""
 STEP: Any = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
 """The signature of the functions of a `quant.joint.Program`."""
+PARTS: Any = types.void(types.CPointer(types.int64), *[types.int64] * 3)  # type: ignore[no-untyped-call]
+"""That of those which compute some parts, as `call_parts` calls them; it may call the others, too."""
 
 
 def compiled(function: Any) -> Any:
@@ -100,8 +171,8 @@ def c_function(signature: Any, function: Any) -> Any:
 
 @functools.cache
 def address_of(function: Any) -> int:
-    """The address of the compiled function of the signature `STEP`."""
-    compiled_function = c_function(STEP, function)
+    """The address of the compiled function of the signature `STEP`, or `PARTS` if it has more arguments."""
+    compiled_function = c_function(STEP if function.__code__.co_argcount == 1 else PARTS, function)
     _KEPT.append(compiled_function)
     return int(compiled_function.address)
 

@@ -9,51 +9,125 @@ Between two operations the threads wait actively, for up to a millisecond: wakin
 model's products. But where other work has the core of one of them, the others wait for it, each with a core of its own,
 and a token takes many times as long. libgomp reads once how long to wait. While it has more threads than processors it
 takes the time for that case, some microseconds (GOMP_SPINCOUNT in its manual). So while threads of this process lack a
-core, a sleeping thread has a team, too.
+core, a sleeping thread has a team, too; torch's threads sleep then, and helpers of our own compute (`parts.py`).
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
+import itertools
 import os
+import platform
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from rabbitllm.base.forks import DaemonThread, own_lock
+from rabbitllm.base.forks import DaemonThread, in_child, own_lock
 
 _MAPS = Path("/proc/self/maps")
 _TASKS = Path("/proc/self/task")
+_NUMBERS = itertools.count(1)
+PARTS = 4
+"""Parts of work for each thread; helpers claim them one by one, so that one that comes late computes fewer."""
 SPINS = "20000"
 """GOMP_SPINCOUNT unless the user sets it or OMP_WAIT_POLICY: less than a millisecond. By default threads wait for
 milliseconds."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Team:
-    """The OpenMP library that torch computes with.
+    """The OpenMP library that torch computes with, and helpers in place of its threads (see `parts.py`).
 
     Attributes:
         library: libgomp.
-        thread_number: address of the function that returns a thread's index in the team.
-        thread_count: address of the function that returns the number of threads in the team.
-        parallel: address of GOMP_parallel; see `run`.
     """
 
     library: ctypes.CDLL
-    thread_number: int
-    thread_count: int
-    parallel: int
+    _helpers: list[DaemonThread] = field(default_factory=list)
+
+    @functools.cached_property
+    def address(self) -> int:
+        """The address of the words that threads share."""
+        from rabbitllm.base import parts
+        from rabbitllm.base.compiling import address_of
+
+        own = ctypes.CDLL(None)
+        own.aligned_alloc.restype, own.aligned_alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t] * 2
+        address = int(own.aligned_alloc(64, 8 * parts.WORDS))  # never freed: a helper may outlive what Python frees
+        words = (ctypes.c_int64 * parts.WORDS).from_address(address)
+        ctypes.memset(address, 0, 8 * parts.WORDS)
+        words[parts.OWN], words[parts.RUN], words[parts.CLAIM] = (
+            address,
+            *map(address_of, (parts.run_parts, parts.claim_parts)),
+        )
+        words[parts.PARALLEL], words[parts.SYSCALL] = (
+            ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (self.library.GOMP_parallel, own.syscall)
+        )
+        words[parts.EACH] = PARTS
+        atexit.register(self.end_helpers)
+        in_child(self._reset)
+        return address
+
+    @property
+    def words(self) -> Any:
+        """Those words, by their places in `parts.py`."""
+        from rabbitllm.base import parts
+
+        return (ctypes.c_int64 * parts.WORDS).from_address(self.address)
+
+    @functools.cached_property
+    def _run(self) -> Callable[..., None]:
+        from rabbitllm.base import parts
+
+        return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(self.words[parts.RUN])
 
     def run(self, function: int, data: int, threads: int) -> None:
-        """Call `function(data)`, both given as addresses, once in each thread of a team; return when all are done.
+        """Call `function(data, first, end, parts)`, both given as addresses, for parts that make up all; return then.
 
-        The team has at most `threads` threads: fewer if there are limits, and one within another team. The calling
-        thread is one of them, and the interpreter lock is released during the call.
+        There are `PARTS` for each thread. The calling thread takes part, and the interpreter lock is released.
+
+        Args:
+            threads: there may be fewer.
         """
-        self.library.GOMP_parallel(function, data, threads, 0)
+        self._run(self.address, function, data, threads)
+
+    def start_helpers(self, count: int) -> None:
+        """Have threads of our own compute parts in place of libgomp's, as far as they get cores."""
+        from rabbitllm.base import parts
+        from rabbitllm.base.compiling import address_of
+
+        if platform.machine() != "x86_64":
+            return
+        self.words[parts.HELPED] = next(_NUMBERS)
+        compute = ctypes.CFUNCTYPE(None, ctypes.c_int64)(address_of(parts.help_with_parts))
+        self._helpers = [DaemonThread(compute, "helper", self.address) for _ in range(count)]
+        for thread in self._helpers:
+            thread.start()
+
+    def end_helpers(self) -> None:
+        """End them; libgomp's threads compute parts again."""
+        from rabbitllm.base import parts
+
+        helpers, self._helpers, words = self._helpers, [], self.words
+        if words[parts.HELPED]:
+            words[parts.HELPED] = 0
+            words[parts.EPOCH] += 1
+            numbers = parts.FUTEX, self.address + 8 * parts.EPOCH, parts.WAKE, len(helpers)
+            ctypes.CDLL(None).syscall(*map(ctypes.c_long, numbers))
+        for thread in helpers:
+            thread.join()
+
+    def _reset(self) -> None:
+        """In a forked child: there are no helpers, and no caller has them."""
+        from rabbitllm.base import parts
+
+        self._helpers, words = [], self.words
+        words[parts.HELPED] = words[parts.OWNER] = 0
 
 
 @functools.cache
@@ -72,8 +146,7 @@ def torchs_team() -> Team | None:
     library = ctypes.CDLL(str(libraries[0]))
     library.GOMP_parallel.restype = None
     library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    functions = library.omp_get_thread_num, library.omp_get_num_threads, library.GOMP_parallel
-    return Team(library, *(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions))
+    return Team(library)
 
 
 _WINDOW_SECONDS = 0.1
@@ -130,8 +203,10 @@ def _second_team() -> threading.Event | None:
     over, count = threading.Event(), max(team.library.omp_get_num_procs() - torch.get_num_threads(), 0) + 2
 
     def hold() -> None:
-        team.run(team.thread_number, 0, count)  # a function without effect
+        team.library.GOMP_parallel(team.library.omp_get_thread_num, 0, count, 0)  # a function without effect
+        team.start_helpers(torch.get_num_threads() - 1)
         over.wait()  # libgomp ends the team with this thread
+        team.end_helpers()
 
     DaemonThread(hold, "second-team").start()
     return over

@@ -1,22 +1,24 @@
-"""`rabbitllm serve`: a model behind OpenAI's interface."""
+"""`rabbitllm serve`: models behind OpenAI's interface."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+
+from typer import Argument
 
 from rabbitllm.base.options import expand
-from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import (
     NO_ANSWER_OPTIONS,
     NO_OPTIONS,
     AnswerOptions,
     BatchDraftOption,
     ExactOption,
-    ModelArgument,
     ModelOptions,
+    complete_model,
     with_model_options,
 )
 from rabbitllm.cli.help import cache_option, limits_option, network_option
@@ -24,7 +26,15 @@ from rabbitllm.cli.help import cache_option, limits_option, network_option
 
 @with_model_options("verify_source", "fast_bfloat16", "seed", "stop")
 def serve_command(
-    model: ModelArgument,
+    models: Annotated[
+        list[str],
+        Argument(
+            metavar="MODEL",
+            help="A repository, a folder, a file of weights, or a split directory. NAME=MODEL sets the name in "
+            "requests. Gated repositories need HF_TOKEN.",
+            autocompletion=complete_model,
+        ),
+    ],
     host: Annotated[
         str, network_option(metavar="HOST", help="Address to listen on; 0.0.0.0 for all addresses of this machine.")
     ] = "127.0.0.1",
@@ -44,6 +54,15 @@ def serve_command(
     ] = False,
     served_name: Annotated[
         str | None, network_option(metavar="NAME", help="Model name in requests and responses.")
+    ] = None,
+    keep_alive: Annotated[
+        float | None,
+        limits_option(
+            metavar="SECONDS",
+            help="Time without a request after which a model is unloaded; by default 300 if there are several models, "
+            "no limit for one.",
+            min=0,
+        ),
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
@@ -90,6 +109,14 @@ def serve_command(
     aside_dir: Annotated[
         Path | None, cache_option(metavar="FOLDER", help="Folder of the swap file; by default that of temporary files.")
     ] = None,
+    prompt_cache: Annotated[
+        str | None,
+        cache_option(
+            metavar="SIZE",
+            help="Keep the KV cache of prompts on disk, e.g. 10GB, in the folder prompts of RABBITLLM_HOME: "
+            "it survives restarts; by default none.",
+        ),
+    ] = None,
     chunk: Annotated[
         int, limits_option(help="Maximum prompt tokens of a request in one pass (chunked prefill).", min=1)
     ] = 512,
@@ -109,16 +136,17 @@ def serve_command(
     answers: AnswerOptions = NO_ANSWER_OPTIONS,
     options: ModelOptions = NO_OPTIONS,
 ) -> None:
-    """Serve a model over an OpenAI-compatible HTTP API.
+    """Serve models over an OpenAI-compatible HTTP API.
 
-    Running requests share each pass over the weights. A model without a split is split first, as pull does. Requests
+    Running requests share each pass over the weights. Several models are loaded when requests name them; those whose
+    weights do not fit in memory together take turns. A model without a split is split first, as pull does. Requests
     without sampling options get those given here, else what the model's generation_config recommends, else greedy
     answers. The first Ctrl-C refuses new requests and finishes running ones within --grace seconds; the second exits
     at once (exit code 130).
 
     Examples:
       rabbitllm serve Qwen/Qwen2.5-7B-Instruct --compression 4bit
-      rabbitllm serve my-checkpoint --served-name rabbit --max-running 16
+      rabbitllm serve rabbit=my-checkpoint Qwen/Qwen2.5-7B-Instruct
     """
     from rabbitllm.server.settings import bound, check_guarded, hosts_of
 
@@ -142,24 +170,32 @@ def serve_command(
         raise OptionError(f"--media-dir: {media_folder} is not a folder.", "Use an existing folder.")
     if (key_running or key_waiting) and not api_key:
         raise OptionError("--key-running and --key-waiting need API keys.", "Set --api-key KEY,KEY.")
+    prompt_bytes = 0 if prompt_cache is None else parse_size(prompt_cache, "--prompt-cache")
+    named = dict(map(_named, models))
+    if len(named) < len(models):
+        raise OptionError(f"Two models have one name ({', '.join(named)}).", "Name them: NAME=MODEL.")
+    if served_name is not None:
+        named = {served_name: next(iter(named.values()))}
+    _refuse_for_several(models, {"--served-name": served_name, "--dir": options.folder, "--revision": options.revision})
     limits = Limits(
         *(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, swap_folder),
+        prompt_bytes=prompt_bytes,
         running_of_key=key_running,
         waiting_of_key=key_waiting,
     )
     proposing = options.batch_draft(draft)
+    _refuse_for_several(models, {f"--draft {draft}": None if isinstance(proposing, str) else proposing})
     sampling = answers.sampling
-    request = options.request(model)
+    requests = {name: options.request(model) for name, model in named.items()}
     disable_progress_bars()  # shards have our own bar, and other files are small
     logs.show("rabbitllm.server")
     console = Console(stderr=True, highlight=False)
 
-    from rabbitllm.server.server import serve_model
-    from rabbitllm.server.service import served_name as name_of
+    from rabbitllm.server.server import serve_models
     from rabbitllm.server.settings import Settings
 
     settings = Settings(
-        name=served_name or name_of(model),
+        name=next(iter(named)),
         api_key=api_key or None,
         origins=tuple(allow_origin or ()),
         hosts=hosts_of(listening, host, allow_host or ()),
@@ -171,6 +207,32 @@ def serve_command(
         media_folder=media_folder,
         thinking=answers.thoughts,
     )
-    if serve_model(request, proposing, limits, settings, listening, console, grace):
+    code = serve_models(requests, proposing, limits, settings, listening, console, grace, keep_alive)
+    if code is not None:
         sys.stderr.flush()
-        os._exit(exit_codes.INTERRUPTED)
+        os._exit(code)
+
+
+def _named(word: str) -> tuple[str, str]:
+    """`NAME=MODEL` or `MODEL` -> the name in requests, and the model."""
+    from rabbitllm.server.service import served_name
+
+    name, equals, model = word.partition("=")
+    if equals and name and model and "/" not in name and not expand(word).exists():
+        return name, model
+    return served_name(word), word
+
+
+def _refuse_for_several(models: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Refuse options that are of one model.
+
+    Raises:
+        OptionError: there are several models, and one of these options has a value.
+    """
+    from rabbitllm.errors import OptionError
+
+    if len(models) > 1 and (wrong := [name for name, value in values.items() if value is not None]):
+        raise OptionError(
+            f"{wrong[0]} is for one model, and {len(models)} are to be served.",
+            "Leave it out: names are set by NAME=MODEL, drafts of several models are mtp, ngram, auto or none.",
+        )

@@ -67,7 +67,7 @@ class _InWords:
         return sorted(parameters, key=lambda parameter: order.get(str(getattr(parameter, "rich_help_panel", "")), -1))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]  # type: ignore[misc]
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]  # type: ignore[misc]
 
 
 class CommandInWords(_InWords, TyperCommand):

@@ -8,6 +8,7 @@ __all__ = [
     "forwards",
     "free_memory",
     "heads",
+    "identity",
     "kv_room",
     "load",
     "load_plan",

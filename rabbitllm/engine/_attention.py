@@ -22,7 +22,7 @@ from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.engine._fusing import Forward, forward_in, fuse, kind_of, trial_of
-from rabbitllm.engine._gates import ActKind, OneCall, act_of, mlp_weights, names_in
+from rabbitllm.engine._gates import ActKind, OneCall, act_of, is_one_call, mlp_weights, names_in, sigmoids
 from rabbitllm.engine._norms import add_norm, epsilon_of, lanes_of, with_weight
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
@@ -34,9 +34,8 @@ _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
 _CACHES = ("cache", "past_key_values")
 """The argument with the KV cache; "cache" since transformers 5.24."""
-_ARGUMENTS = frozenset(
-    {"hidden_states", "position_embeddings", "attention_mask", "position_ids", "use_cache", *_CACHES}
-)
+_IGNORED = "position_ids", "use_cache", "output_router_logits"
+_ARGUMENTS = frozenset({"hidden_states", "position_embeddings", "attention_mask", *_IGNORED, *_CACHES})
 _AROUND = (
     ("input_layernorm", "post_attention_layernorm"),
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -56,7 +55,8 @@ _PAST = 37
 @dataclass(frozen=True)
 class _AttentionForm:
     """The form of an attention: heads of queries and of keys, their width and how much of it is rotated, the norms'
-    lanes and numbers, and the names of its Linears."""
+    lanes and numbers, the names of its Linears, and whether the first one also computes a gate beside each head of
+    queries, whose sigmoid multiplies what was attended to."""
 
     queries: int
     keys: int
@@ -65,41 +65,55 @@ class _AttentionForm:
     scaling: float
     norms: tuple[tuple[int, float], ...] = ()
     linears: tuple[str, ...] = _LINEARS[0]
+    is_gated: bool = False
+
+    @property
+    def gates(self) -> int:
+        """Gates, each as wide as a head."""
+        return self.queries if self.is_gated else 0
 
     @property
     def total(self) -> int:
-        """Heads of queries, keys and values."""
-        return self.queries + 2 * self.keys
+        """Gates, and heads of queries, keys and values, which lie in this order."""
+        return self.gates + self.queries + 2 * self.keys
 
     @property
     def heads(self) -> list[int]:
         """Heads that each Linear computes but the last, which multiplies what was attended to."""
-        return [self.total] if len(self.linears) == 2 else [self.queries, self.keys, self.keys]
+        return [self.total] if len(self.linears) == 2 else [self.gates + self.queries, self.keys, self.keys]
+
+    def _queries_in(self, heads: Place) -> Place:
+        return heads[0], heads[1] + 2 * self.gates * self.width
 
     def add_rotation(self, program: Program, heads: Place, cos: Place, sin: Place, weights: Sequence[Place]) -> None:
-        """Normalize and rotate the queries and keys at a place."""
+        """Part gates and queries at a place, and normalize and rotate the queries and keys."""
         from rabbitllm.engine import _layer_kernels  # numba comes with it
 
-        begin = heads
+        if self.is_gated:
+            program.add(_layer_kernels.part, [heads, self.queries, self.width])
+        begin = heads = self._queries_in(heads)
         for rows, norm, weight in zip((self.queries, self.keys), self.norms, weights, strict=False):
             add_norm(program, norm, self.width, begin, weight, begin, rows)
             begin = begin[0], begin[1] + 2 * rows * self.width
         program.add(_layer_kernels.rotate, [heads, cos, sin, self.queries + self.keys, self.rotated, self.width])
 
-    def add_attention(self, program: Program, queries: Place, out: Place, first: int) -> None:
+    def add_attention(self, program: Program, heads: Place, out: Place, first: int) -> None:
         """Attend; the addresses of a call from `first` on are those of `_cached`."""
         from rabbitllm.engine import _layer_kernels
 
-        team, threads = torchs_team(), torch.get_num_threads()
-        in_team = (team.thread_number, team.thread_count) if team is not None and threads > 1 else (0, 0)
         keys, values, *numbers = (program.address(first + index) for index in range(7))
         form = self.queries, self.queries // self.keys, self.width, float_bits(self.scaling)
-        words: Words = [*in_team, queries, keys, values, out, *numbers, *form]
-        program.add(_layer_kernels.attend, words, threads if in_team[0] else 1)
+        words: Words = [self._queries_in(heads), keys, values, out, *numbers, *form]
+        program.add(_layer_kernels.attend, words, torch.get_num_threads() if torchs_team() is not None else 1)
+        if self.is_gated:
+            table = sigmoids()
+            assert table is not None
+            program.add(_layer_kernels.gate, [table.data_ptr(), heads, out, out, self.queries * self.width])
 
     def split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of a token, each (1, heads, 1, width)."""
-        return heads[:, self.queries : self.queries + self.keys], heads[:, self.queries + self.keys :]
+        begin = self.gates + self.queries
+        return heads[:, begin : begin + self.keys], heads[:, begin + self.keys :]
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,10 +132,11 @@ def _cached(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Around:
-    """What a decoder layer computes around its attention: norms (see `_AROUND`), by lanes and epsilon, and an MLP."""
+    """What a decoder layer computes around its attention: norms (see `_AROUND`), by lanes and epsilon, and an MLP, by
+    the kind of its activation; None if its module is called."""
 
     norms: Sequence[tuple[int, float]]
-    act: ActKind
+    act: ActKind | None
 
 
 class _Facts:
@@ -157,6 +172,7 @@ class _TwoCalls:
     Attributes:
         tables: the parameters of biases and norms, in the order of the calls' addresses, and their names.
         before: how many of these are the first call's.
+        calls_mlp: whether the second call ends before a layer's MLP, with the sum so far and its norm.
     """
 
     def __init__(
@@ -176,7 +192,8 @@ class _TwoCalls:
         self.columns = matrices[0].form.shape[1]
         is_square = matrices[count].form.shape[0] == self.columns
         self._products = (first, last) if is_square and first is not None and last is not None else None
-        if around is not None:
+        self.calls_mlp = around is not None and around.act is None
+        if around is not None and around.act is not None:
             self._mlp = OneCall(around.act, matrices[count + 1 :])
             self._products = self._products if self._mlp.is_for(1) else None
         self._programs = dict[int, tuple[Program, Program]]()
@@ -197,7 +214,7 @@ class _TwoCalls:
         form, around, columns = self.form, self._around, self.columns
         count = sum(self.biased) + len(form.norms)
         norms = [] if around is None else around.norms
-        before, after = Program(4 + count + bool(norms)), Program(9 + len(norms))
+        before, after = Program(4 + count + bool(norms)), Program(9 + len(norms) + self.calls_mlp)
         x, cos, sin, heads, *others = (before.address(index) for index in range(4 + count))
         attended, out = after.room(2 * form.width * form.queries), after.address(1)
         source, product = x, out
@@ -209,16 +226,18 @@ class _TwoCalls:
         form.add_attention(after, after.address(0), attended, 2)
         last.add_to(after, 1, torch.bfloat16, attended, [product])
         if around is not None:
-            summed, of_mlp = after.room(2 * columns), after.room(2 * columns)
+            summed, of_mlp = out if self.calls_mlp else after.room(2 * columns), after.room(2 * columns)
+            normed = after.address(9 + len(norms)) if self.calls_mlp else product
             is_double = len(norms) == len(_AROUND[1])
             if is_double:
                 add_norm(after, norms[1], columns, product, after.address(10), product)
             after.add(_layer_kernels.add, [after.address(9), product, summed, columns])
-            add_norm(after, norms[1 + is_double], columns, summed, after.address(10 + is_double), product)
-            self._mlp.add_to(after, 1, product, of_mlp)
-            if is_double:
-                add_norm(after, norms[3], columns, of_mlp, after.address(12), of_mlp)
-            after.add(_layer_kernels.add, [summed, of_mlp, out, columns])
+            add_norm(after, norms[1 + is_double], columns, summed, after.address(10 + is_double), normed)
+            if not self.calls_mlp:
+                self._mlp.add_to(after, 1, product, of_mlp)
+                if is_double:
+                    add_norm(after, norms[3], columns, of_mlp, after.address(12), of_mlp)
+                after.add(_layer_kernels.add, [summed, of_mlp, out, columns])
         both = self._programs[torch.get_num_threads()] = before, after
         return both
 
@@ -322,15 +341,19 @@ def _form_of(module: Any) -> _AttentionForm | None:
     if not names or len(linears) < len(names):
         return None
     *sizes, queries = (*(linear.out_features for linear in linears[:-1]), linears[-1].in_features)
-    keys = (sum(sizes) - queries) // 2
+    is_gated = len(sizes) == len(_LINEARS[0]) - 1 and sizes[0] == 2 * queries
+    keys = (sum(sizes) - queries * (1 + is_gated)) // 2
     norms = [(lanes_of(norm), norm) for name in _NORMS if (norm := parts.get(name)) is not None]
     if keys <= 0 or queries % keys or keys % width or not all(lanes for lanes, _ in norms):
+        return None
+    if is_gated and sigmoids() is None:
         return None
     if any(norm.weight.shape != (width,) for _, norm in norms):
         return None
     of_norms = tuple((lanes, epsilon_of(norm)) for lanes, norm in norms)
     share = (getattr(module.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
-    form = _AttentionForm(queries // width, keys // width, width, int(width * share), scaling, of_norms, names)
+    numbers = queries // width, keys // width, width, int(width * share), scaling
+    form = _AttentionForm(*numbers, of_norms, names, is_gated)
     return form if [width * heads for heads in form.heads] == sizes else None
 
 
@@ -370,11 +393,15 @@ def _step(
     if (programs := calls.programs()) is None or x.shape[-1] != calls.columns or not _are_rows(*weights):
         return None
     others, after = weights[: calls.before], [x, *weights[calls.before :]] if layer is not None else []
+    after += [normed := torch.empty_like(x)] if calls.calls_mlp else []
     heads, out = torch.empty((1, form.total, 1, form.width), dtype=torch.bfloat16), torch.empty_like(x)
     programs[0](*[tensor.data_ptr() for tensor in (x, *angles, heads, *others)])
     keys, values = map(_plain, updated(cache, *form.split(heads), module.layer_idx))
     programs[1](heads.data_ptr(), out.data_ptr(), *_cached(keys, values), *[tensor.data_ptr() for tensor in after])
-    return out
+    if not calls.calls_mlp:
+        return out
+    of_mlp = layer.mlp(normed)
+    return out + (of_mlp[0] if type(of_mlp) is tuple else of_mlp)  # type: ignore[no-any-return]
 
 
 def _prepared(form: _AttentionForm, module: Any, layer: Any) -> _TwoCalls | None:
@@ -388,18 +415,22 @@ def _prepared(form: _AttentionForm, module: Any, layer: Any) -> _TwoCalls | None
         return None
     facts, around = [(module, name) for name in parts], None
     if layer is not None:
-        of_mlp = mlp_weights(layer.mlp)
+        of_mlp, is_fused = mlp_weights(layer.mlp), is_one_call(layer.mlp)
         outer = [layer._modules[name] for name in _norms_in(layer)]
         dropouts = [part for part in layer._modules.values() if type(part) is nn.Dropout]
-        if of_mlp is None or not outer or any(map(has_hooks, [module, layer.mlp, *dropouts])):
+        if not outer or any(map(has_hooks, [module, layer.mlp, *dropouts])):
+            return None
+        if of_mlp is None and (is_fused or len(outer) > len(_AROUND[0])):
             return None
         if any(dropout.training for dropout in dropouts):
             return None
-        weights += of_mlp
-        linears += [layer.mlp._modules[name] for name in names_in(layer.mlp)[:-1]]
-        around = _Around([(lanes_of(norm), epsilon_of(norm)) for norm in outer], act_of(layer.mlp))
+        around = _Around([(lanes_of(norm), epsilon_of(norm)) for norm in outer], act_of(layer.mlp) if of_mlp else None)
         norms += outer
-        facts += [(layer, name) for name in layer._modules] + [(layer.mlp, name) for name in layer.mlp._modules]
+        facts += [(layer, name) for name in layer._modules]
+        if of_mlp:
+            weights += of_mlp
+            linears += [layer.mlp._modules[name] for name in names_in(layer.mlp)[:-1]]
+            facts += [(layer.mlp, name) for name in layer.mlp._modules]
     if any(has_hooks(norm) or not lanes_of(norm) for norm in norms):
         return None
     tables = [(table, "bias") for table in firsts if table["bias"] is not None]

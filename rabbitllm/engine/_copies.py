@@ -87,7 +87,7 @@ def place_with_copies(plain: Placement, place: Callable[[str], Placement]) -> Pl
         raise OptionError(
             f"draft='self' keeps copies of the streamed layers in memory, and {size(lacking)} are lacking for the "
             "smallest ones.",
-            f"Raise max_memory. {remedy}",
+            f"Raise max_memory, or use draft='auto': the checkpoint's own heads or the text so far. {remedy}",
         )
     return max(possible, key=operator.itemgetter(0))[1]
 

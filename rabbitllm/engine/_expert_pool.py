@@ -579,11 +579,10 @@ class PooledExperts:
             self._pool.end()
 
 
-def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any], experts: int) -> tuple[Numbers, Numbers, int] | None:
-    """The experts that a call of an experts module uses: distinct experts, the number of tokens that use each, and the
-    number of tokens; None if its second argument has no expert indices."""
+def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int] | None:
+    """The experts that a call of an experts module names; None if its second argument has no expert indices."""
     index = _routing(args, kwargs)
-    return None if index is None else (*_counted(index.detach().cpu().numpy(), experts), len(index))
+    return None if index is None else set(index.flatten().tolist())
 
 
 def _routing(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

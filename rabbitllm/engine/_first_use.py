@@ -162,8 +162,8 @@ def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Work
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         wait(pending)  # left by an interrupted pass
         pending.clear()
-        use = routed(args, kwargs, source.experts)
-        chosen = unchecked.copy() if use is None else unchecked.intersection(use[0].tolist())
+        use = routed(args, kwargs)
+        chosen = unchecked.copy() if use is None else unchecked & use
         if chosen:
             pending.append(thread.submit(compare, chosen))
 

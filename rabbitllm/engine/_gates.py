@@ -1,5 +1,7 @@
 """A gated MLP by one call of compiled code, where that has the bits of the model's own class.
 
+Of a mixture with an expert for all tokens, the call also multiplies that by its gate, and adds the chosen experts.
+
 bfloat16 has 65,536 values, so an activation is a table of its results, which the activation itself computes.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias
 
@@ -26,6 +28,8 @@ MAX_ELEMENTS = 1 << 15
 """Elements from which torch computes in several threads."""
 _PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn"), ("gate_up_proj", "down_proj", "activation_fn")
 """Names of the parts of MLPs, in the order of computation; gate and up may be one matrix."""
+_SHARED = ("gate", "experts", "shared_expert", "shared_expert_gate")
+"""Names of the parts of mixtures whose shared expert has a gate."""
 _OF_ANY = frozenset({*vars(nn.Module()), "_is_hf_initialized"})
 """Attributes of any module; transformers sets the last one."""
 _WITHOUT_STATE = int, float, str, FunctionType, BuiltinFunctionType
@@ -51,6 +55,22 @@ def fuse_gates(model: nn.Module) -> int:
     return fuse(model, key_of, lambda module, _: _forward if _has_bits(module) else None)
 
 
+def fuse_shared(model: nn.Module) -> int:
+    """Let mixtures compute what comes after their chosen experts by one call.
+
+    Those are meant whose shared expert has a gate, and is an MLP that `fuse_gates` has replaced.
+
+    Returns:
+        How many these are.
+    """
+
+    def key_of(module: Any) -> object:
+        is_mixture = module._modules.keys() == {*_SHARED} and not (module._parameters or module._buffers)
+        return kind_of(module) if is_mixture and is_one_call(module.shared_expert) else None
+
+    return fuse(model, key_of, lambda module, _: _mixture_forward if _has_shared_bits(module) else None)
+
+
 def names_in(module: nn.Module) -> tuple[str, ...]:
     """The names of the parts of a module that may be a gated MLP; none if it is not."""
     return next((names for names in _PARTS if module._modules.keys() == {*names}), ())
@@ -60,7 +80,7 @@ def act_kind(act: nn.Module | None) -> ActKind | None:
     """What says all of what an activation computes: its class, and its functions and numbers; None if more does."""
     if act is None or act._parameters or act._buffers or act._modules:
         return None
-    if len(inspect.signature(act.forward).parameters) != 1:
+    if not _takes_one(type(act).forward):
         return None
     kind: list[object] = [type(act)]
     for name in vars(act).keys() - _OF_ANY:
@@ -72,6 +92,12 @@ def act_kind(act: nn.Module | None) -> ActKind | None:
             return None
         kind += [name, value]
     return tuple(kind)
+
+
+@functools.cache
+def _takes_one(forward: Callable[..., Any]) -> bool:
+    """Whether a class's forward has one argument; a forward of an instance's own is among its attributes."""
+    return len(inspect.signature(forward).parameters) == 2
 
 
 def every_bfloat() -> torch.Tensor:
@@ -113,7 +139,7 @@ class OneCall:
         of_input, of_product = JointProduct.of(first, [False] * len(first)), JointProduct.of([down], [False])
         self._products = None
         self._most = 0
-        self._programs = dict[tuple[int, int], Program]()
+        self._programs = dict[tuple[int, int], Program]()  # by threads and rows, negative for `shared`
         is_fit = sum(matrix.form.shape[0] for matrix in first) == 2 * self._width and first[0].form.shape[1] == columns
         if of_input is not None and of_product is not None and is_fit:
             self._products = of_input, of_product
@@ -129,6 +155,19 @@ class OneCall:
             self.add_to(program, rows, program.address(0), program.address(1))
         out = torch.empty_like(x)
         program(x.data_ptr(), out.data_ptr())
+        return out
+
+    def shared(self, x: torch.Tensor, gates: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        """The MLP's results, each row times the sigmoid of its gate, plus others; `is_for` holds for the rows."""
+        key = torch.get_num_threads(), -len(x)
+        if (program := self._programs.get(key)) is None:
+            program = self._programs[key] = Program(4)
+            result = program.room(2 * x.numel())
+            self.add_to(program, len(x), program.address(0), result)
+            places = [result, *(program.address(index) for index in (1, 2, 3))]
+            _add_shared(program, places, len(x), x.shape[1])
+        out = torch.empty_like(x)
+        program(x.data_ptr(), gates.data_ptr(), others.data_ptr(), out.data_ptr())
         return out
 
     def is_for(self, rows: int) -> bool:
@@ -152,11 +191,16 @@ class OneCall:
         of_product.add_to(program, rows, torch.bfloat16, product, [out])
 
 
+def is_one_call(module: nn.Module) -> bool:
+    """Whether `fuse_gates` set its forward."""
+    return forward_in(module) is _forward
+
+
 def mlp_weights(module: Any) -> list[QuantizedWeight] | None:
     """The weights of an MLP that `fuse_gates` lets compute by one call; None if it does not now."""
     parts = module._modules
     *linears, act = names_in(module) or (None,)
-    if forward_in(module) is not _forward or not linears or not is_tabled(parts[act]):
+    if not is_one_call(module) or not linears or not is_tabled(parts[act]):
         return None
     return plain_weights(*(parts[name] for name in linears))
 
@@ -167,15 +211,86 @@ def act_of(module: nn.Module) -> ActKind:
 
 
 def _forward(module: Any, *args: Any, **named: Any) -> Any:
-    weights = mlp_weights(module) if len(args) == 1 and not named and is_plain(args[0]) else None
-    if weights is not None:
-        own, matrices, act = weights[0], [weight.matrix for weight in weights], act_of(module)
-        call = own.calls
-        if call is None or call.act != act or not all(map(operator.is_, call.matrices, matrices)):
-            call = own.calls = OneCall(act, matrices)
-        if (result := call(args[0])) is not None:
-            return result
+    call = _call_of(module) if len(args) == 1 and not named and is_plain(args[0]) else None
+    if call is not None and (result := call(args[0])) is not None:
+        return result
     return type(module).forward(module, *args, **named)
+
+
+def _call_of(module: Any) -> OneCall | None:
+    """The call of an MLP; None if `mlp_weights` has none."""
+    if (weights := mlp_weights(module)) is None:
+        return None
+    own, matrices, act = weights[0], [weight.matrix for weight in weights], act_of(module)
+    call: OneCall | None = own.calls
+    if call is None or call.act != act or not all(map(operator.is_, call.matrices, matrices)):
+        call = own.calls = OneCall(act, matrices)
+    return call
+
+
+def _mixture_forward(module: Any, *args: Any, **named: Any) -> Any:
+    if len(args) == 1 and not named and is_plain(args[0]):
+        router, experts, shared, gate = (module._modules[name] for name in _SHARED)
+        x = args[0].view(-1, args[0].shape[-1])
+        call = None if has_hooks(shared) else _call_of(shared)
+        if call is not None and call.is_for(len(x)):
+            _, weights, index = router(x)
+            others, gates = experts(x, index, weights), gate(x)
+            if is_plain(others) and is_plain(gates):
+                return call.shared(x, gates, others).view(args[0].shape)
+            return (others + torch.sigmoid(gates) * shared(x)).view(args[0].shape)
+    return type(module).forward(module, *args, **named)
+
+
+@functools.cache
+def sigmoids() -> torch.Tensor | None:
+    """Those of all numbers of bfloat16; None if torch computes some otherwise that are no vector."""
+    every = every_bfloat()
+    table = torch.sigmoid(every)
+    apart = torch.sigmoid(every.repeat_interleave(2)[::2])
+    return table if torch.equal(table.nan_to_num(), apart.nan_to_num()) else None
+
+
+def _add_shared(program: Program, places: Sequence[Place], rows: int, width: int) -> None:
+    """Add `others + sigmoid(gates) * terms` to a program, whose places are of terms, gates, others and results."""
+    from rabbitllm.engine import _layer_kernels  # numba comes with it
+
+    table = sigmoids()
+    assert table is not None
+    program.add(_layer_kernels.add_gated, [table.data_ptr(), *places, rows, width])
+
+
+@torch.no_grad()
+def _has_shared_bits(module: Any) -> bool:
+    """Whether a mixture's class adds these, and calls its parts so."""
+    generator, width, rows = torch.Generator().manual_seed(0), MULTIPLE, 3
+    x, others, result = (torch.randn(rows, width, generator=generator).bfloat16() for _ in range(3))
+    gates, routing = torch.randn(rows, 1, generator=generator).bfloat16() * 4, (object(), object(), object())
+    results = {
+        "gate": lambda value: routing,
+        "experts": lambda value, index, weights: others if (weights, index) == routing[1:] else None,
+        "shared_expert": lambda value: result,
+        "shared_expert_gate": lambda value: gates,
+    }
+    seen = list[torch.Tensor]()
+
+    def noted(name: str) -> Any:
+        def called(value: torch.Tensor, *more: Any) -> Any:
+            seen.append(value)
+            return results[name](value, *more)  # type: ignore[operator]
+
+        return called
+
+    try:
+        expected = type(module).forward(trial_of(module, _modules={name: noted(name) for name in _SHARED}), x[None])
+    except (TypeError, AttributeError, RuntimeError, ValueError):  # it has other arguments or parts
+        return False
+    if sigmoids() is None or len(seen) != len(_SHARED) or not all(torch.equal(value, x) for value in seen):
+        return False
+    program, out = Program(4), torch.empty_like(x)
+    _add_shared(program, [program.address(index) for index in range(4)], rows, width)
+    program(*(tensor.data_ptr() for tensor in (result, gates, others, out)))
+    return isinstance(expected, torch.Tensor) and torch.equal(out[None], expected)
 
 
 def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

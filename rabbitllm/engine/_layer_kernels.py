@@ -10,7 +10,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from rabbitllm.base.compiling import asked, to_array, wide, words_at
+from rabbitllm.base.compiling import to_array, wide, words_at
 
 _LOG2_E = np.float32(1.4426950408889634)
 _C6, _C5, _C4 = np.float32(1.535336188319500e-4), np.float32(1.339887440266574e-3), np.float32(9.618437357674640e-3)
@@ -61,6 +61,21 @@ def rotate(data):  # type: ignore[no-untyped-def]
             words[begin + i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
 
 
+def part(data):  # type: ignore[no-untyped-def]
+    """Bring what lies behind each head of queries, its gate, before all of them.
+
+    After the own address that of both, how many heads there are, and their width.
+    """
+    given = to_array(data, 4)
+    heads, width = given[2], given[3]
+    words = to_array(words_at(given[1]), 2 * heads * width)
+    both = words.copy()
+    for head in range(heads):
+        for i in range(width):
+            words[head * width + i] = both[(2 * head + 1) * width + i]
+            words[(heads + head) * width + i] = both[2 * head * width + i]
+
+
 def gate(data):  # type: ignore[no-untyped-def]
     """`table[gates] * factors`: after the own address those of table, gates, factors and results, and their count."""
     words = to_array(data, 6)
@@ -77,6 +92,29 @@ def gate(data):  # type: ignore[no-untyped-def]
         product[i] *= factor[i]
     for i in range(count):
         results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+
+
+def add_gated(data):  # type: ignore[no-untyped-def]
+    """`others + table[gate] * terms` of rows with a gate each.
+
+    After the own address those of the table, of terms, gates, others and results; rows and their width.
+    """
+    given = to_array(data, 8)
+    rows, width = given[6], given[7]
+    table, gates = to_array(words_at(given[1]), 1 << 16), to_array(words_at(given[3]), rows)
+    terms, others = to_array(words_at(given[2]), rows * width), to_array(words_at(given[4]), rows * width)
+    results, values = to_array(words_at(given[5]), rows * width), np.empty(width, np.float32)
+    bits = values.view(np.uint32)
+    for row in range(rows):
+        begin, factor = row * width, wide(table[gates[row]])
+        for i in range(width):
+            values[i] = wide(terms[begin + i]) * factor
+        for i in range(width):
+            bits[i] = nearest(bits[i]) & np.uint32(0xFFFF0000)
+        for i in range(width):
+            values[i] += wide(others[begin + i])
+        for i in range(width):
+            results[begin + i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
 
 
 def add(data):  # type: ignore[no-untyped-def]
@@ -216,34 +254,30 @@ def _add_rows(total, begin, step, shares, count, width):  # type: ignore[no-unty
         token += 1
 
 
-def attend(data):  # type: ignore[no-untyped-def]
-    """Attention of one row: a thread's share of its heads.
+def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
+    """Attention of one row: some parts of its heads.
 
-    After the own address the functions for a thread's number and for their number (0 for one thread); the addresses of
-    queries, keys, values and results; the tokens; bytes from a head to the next and from a token to the next, of keys
-    and of values; heads, heads for each of the keys', their width, and the bits of the factor of scores.
+    After the own address those of queries, keys, values and results; the tokens; bytes from a head to the next and from
+    a token to the next, of keys and of values; heads, heads for each of the keys', their width, and the bits of the
+    factor of scores.
     """
-    given = to_array(data, 16)
-    threads, index = 1, 0
-    if given[1] != 0:
-        index, threads = asked(given[1]), asked(given[2])
-    tokens, heads, group, width = given[7], given[12], given[13], given[14]
-    share = -(-heads // threads)
+    given = to_array(data, 14)
+    tokens, heads, group, width = given[5], given[10], given[11], given[12]
     one = np.empty(1, np.uint32)
-    one[0] = np.uint32(given[15])
+    one[0] = np.uint32(given[13])
     factor = one.view(np.float32)[0] * _LOG2_E
     query, total = np.empty(width, np.float32), np.empty(width, np.float32)
     total_bits = total.view(np.uint32)
     scores, powers = np.empty(tokens, np.float32), np.empty(tokens, np.int32)
     exponents = powers.view(np.float32)
-    for head in range(index * share, min(index * share + share, heads)):
-        words = to_array(words_at(given[3] + 2 * head * width), width)
+    for head in range(start * heads // parts, end * heads // parts):
+        words = to_array(words_at(given[1] + 2 * head * width), width)
         for i in range(width):
             query[i] = wide(words[i]) * factor
-        keys, values = given[4] + head // group * given[8], given[5] + head // group * given[10]
+        keys, values = given[2] + head // group * given[6], given[3] + head // group * given[8]
         most, summed = np.float32(-np.inf), np.float32(0)
         for token in range(tokens):
-            score = _dot(query, to_array(words_at(keys + token * given[9]), width), width)
+            score = _dot(query, to_array(words_at(keys + token * given[7]), width), width)
             scores[token] = score
             most = max(most, score)
             summed += score * np.float32(0)  # NaN for a score that is NaN or infinite
@@ -258,8 +292,8 @@ def attend(data):  # type: ignore[no-untyped-def]
         for token in range(tokens):
             summed += scores[token]
         total[:] = 0
-        _add_rows(total, values, given[11], scores, tokens, width)
-        results = to_array(words_at(given[6] + 2 * head * width), width)
+        _add_rows(total, values, given[9], scores, tokens, width)
+        results = to_array(words_at(given[4] + 2 * head * width), width)
         for i in range(width):
             total[i] /= summed
         for i in range(width):

@@ -387,7 +387,8 @@ def fp4_matrix(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
     if codes.device == CPU and dtype in (torch.bfloat16, torch.float32):
         matrix = torch.empty(rows, inputs, dtype=dtype)
         arrays = (packed.contiguous().numpy(), table.numpy(), scales.contiguous().numpy())
-        kernels.fours(*arrays, _as_unsigned(matrix), torch.get_num_threads())
+        size = 1, inputs // scales.shape[1]
+        kernels.blocks(*arrays, size, _as_unsigned(matrix), torch.get_num_threads(), 0)
         return matrix
     values = table[torch.stack((packed & 15, packed >> 4), 2).int()].view(*scales.shape, -1)
     result: torch.Tensor = (values * scales[:, :, None]).flatten(1).to(dtype)

@@ -257,6 +257,56 @@ class StateSpaceStep(_Recurrence):
         return (out + x * d[:, None]).to(out.dtype).to(x.dtype), state
 
 
+class SelectiveStep(_Recurrence):
+    """A step of Mamba-1 in bfloat16.
+
+    States are (B, C, N) in float32, inputs, step sizes and gates (B, C); channels share a B and a C, (B, N). A is
+    (C, N), in float32.
+    """
+
+    def __call__(
+        self,
+        state: Any,
+        hidden_states: Any,
+        dt: Any,
+        A: Any,
+        B: Any,
+        C: Any,
+        D: Any = None,
+        dt_bias: Any = None,
+        dt_softplus: bool = False,
+        z: Any = None,
+        **more: Any,
+    ) -> Any:
+        operands = state, hidden_states, dt, A, B, C, D, dt_bias, z
+        if dt_softplus and not more and self._fits(*operands) and self._has_bits(None, operands):
+            return self._computed(None, operands)[0]
+        return self._ordinary(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **more)
+
+    @staticmethod
+    def _fits(state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, bias: Any, z: Any) -> bool:
+        if d is None or bias is None or z is None or state.dim() != 3 or not state.is_contiguous():
+            return False
+        count, channels, size = state.shape
+        are_alike = x.shape == dt.shape == z.shape == (count, channels) and b.shape == c.shape == (count, size)
+        has_types = state.dtype is a.dtype is torch.float32 and {y.dtype for y in (x, dt, b, c, d, z)} == {
+            torch.bfloat16
+        }
+        return are_alike and has_types and a.shape == (channels, size) and d.shape == bias.shape == (channels,)
+
+    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._ordinary(*operands[:-1], True, operands[-1]), operands[0]
+
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        state, x, dt, a, b, c, d, bias, z = operands
+        steps = nn.functional.softplus(dt + bias.to(dt.dtype)).float()
+        decays, rounded = (steps[..., None] * a).exp_(), torch.empty(state.shape, dtype=x.dtype)
+        inputs = state, decays, steps.contiguous(), b.float().contiguous(), x.float().contiguous(), rounded
+        _run("selective_step", state.numel(), state.shape, inputs)
+        out = torch.matmul(rounded, c.unsqueeze(-1)).squeeze(-1)
+        return ((out + x * d) * nn.functional.silu(z)).to(x.dtype), state
+
+
 class StateSpaceChunk:
     """Tokens of Mamba-2 that continue a text: few are computed one after the other, with the bits that they have alone.
 
@@ -301,7 +351,7 @@ class StateSpaceChunk:
         return is_kept and x.shape[1] <= MAX_TOKENS and all(more.get(name) is None for name in _PACKED)
 
 
-_Steps: TypeAlias = DeltaStep | ConvolutionStep | StateSpaceStep | StateSpaceChunk
+_Steps: TypeAlias = DeltaStep | ConvolutionStep | StateSpaceStep | SelectiveStep | StateSpaceChunk
 _PACKED = "cu_seqlens", "seq_idx"
 """Arguments that say where sequences of one row begin."""
 _BY_TOKEN = {
@@ -315,6 +365,7 @@ _STEPS: Mapping[str, type[_Steps]] = {
     **dict.fromkeys(_BY_TOKEN, DeltaStep),
     "causal_conv1d_update": ConvolutionStep,
     _STATE_SPACE_STEP: StateSpaceStep,
+    "mamba_selective_state_update": SelectiveStep,
     "mamba2_chunk_scan": StateSpaceChunk,
 }
 """transformers' names for functions -> ours."""
@@ -337,6 +388,6 @@ def _run(kernel: str, values: int, sizes: Sequence[int], tensors: Sequence[torch
 
     team = torchs_team()
     assert team is not None
-    words = array("q", [team.thread_number, team.thread_count, *sizes, *(x.data_ptr() for x in tensors)])
+    words = array("q", [*sizes, *(x.data_ptr() for x in tensors)])
     threads = min(torch.get_num_threads(), -(-values // WORTH_A_THREAD))
     team.run(address_of(getattr(_recurrent_kernels, kernel)), words.buffer_info()[0], threads)

@@ -19,20 +19,21 @@ import numpy as np
 from numba import types
 from numba.core.extending import intrinsic
 
-from rabbitllm.base.compiling import asked, to_array, wide, words_at
+from rabbitllm.base.compiling import to_array, wide, words_at
 from rabbitllm.engine._layer_kernels import nearest
 
 RUN = 16
 """Rows that are added in a run."""
-DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS = 16, 13, 12
-"""Addresses of the functions that return a thread's index and the number of threads; then
+DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS, SELECTIVE_WORDS = 14, 11, 10, 9
+"""Of each function:
 
 - sequences, tokens, heads, the heads that share a query and a key, rows and columns of a state, whether each row has a
   decay of its own; addresses of the states, queries, keys, values, decays, betas and results, float32 without gaps;
 - sequences, channels, tokens of a state, taps, whether values are bfloat16, else float32, whether there is a bias;
   addresses of the inputs, states, weights, bias and results;
 - heads, the heads that share a B, their width, columns of a state; addresses of the states, decays, step sizes, Bs and
-  inputs, float32 without gaps, and of the states rounded to bfloat16.
+  inputs, float32 without gaps, and of the states rounded to bfloat16;
+- sequences, channels, columns of a state; the same addresses, with a decay for each value, and step sizes for channels.
 """
 
 
@@ -59,19 +60,18 @@ def _words(address, count):  # type: ignore[no-untyped-def]
     return to_array(words_at(address), count)
 
 
-def delta_step(data):  # type: ignore[no-untyped-def]
+def delta_step(data, start, end, parts):  # type: ignore[no-untyped-def]
     """The tokens of a head one after the other, while its state is in the cache."""
     words = to_array(data, DELTA_WORDS)
-    thread, threads = asked(words[0]), asked(words[1])
-    sequences, tokens, heads, shared = words[2], words[3], words[4], words[5]
-    rows, columns, by_row = words[6], words[7], words[8]
+    sequences, tokens, heads, shared = words[0], words[1], words[2], words[3]
+    rows, columns, by_row = words[4], words[5], words[6]
     of_heads, of_keys = sequences * heads, sequences * tokens * heads // shared * rows
-    states, values = _floats(words[9], of_heads * rows * columns), _floats(words[12], of_heads * tokens * columns)
-    queries, keys = _floats(words[10], of_keys), _floats(words[11], of_keys)
-    decays = _floats(words[13], of_heads * tokens * (rows if by_row else 1))
-    betas, results = _floats(words[14], of_heads * tokens), _floats(words[15], of_heads * tokens * columns)
+    states, values = _floats(words[7], of_heads * rows * columns), _floats(words[10], of_heads * tokens * columns)
+    queries, keys = _floats(words[8], of_keys), _floats(words[9], of_keys)
+    decays = _floats(words[11], of_heads * tokens * (rows if by_row else 1))
+    betas, results = _floats(words[12], of_heads * tokens), _floats(words[13], of_heads * tokens * columns)
     run, total = np.empty(columns, np.float32), np.empty(columns, np.float32)
-    for of_head in range(thread * of_heads // threads, (thread + 1) * of_heads // threads):
+    for of_head in range(start * of_heads // parts, end * of_heads // parts):
         for token in range(tokens):
             place = (of_head // heads * tokens + token) * heads + of_head % heads
             of_key = place // shared * rows
@@ -115,15 +115,14 @@ def _same(value):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(inline="always")
-def _convolve(float_of, value_of, values_at, words):  # type: ignore[no-untyped-def]
+def _convolve(float_of, value_of, values_at, words, start, end, parts):  # type: ignore[no-untyped-def]
     """See `convolution_step`; the first three are how values become floats, and back, and are read at an address."""
-    thread, threads = asked(words[0]), asked(words[1])
-    sequences, channels, tokens, taps, has_bias = words[2], words[3], words[4], words[5], words[7]
-    inputs, states = values_at(words[8], sequences * channels), values_at(words[9], sequences * channels * tokens)
-    weights, bias = values_at(words[10], channels * taps), values_at(words[11], channels)
-    results = values_at(words[12], sequences * channels)
+    sequences, channels, tokens, taps, has_bias = words[0], words[1], words[2], words[3], words[5]
+    inputs, states = values_at(words[6], sequences * channels), values_at(words[7], sequences * channels * tokens)
+    weights, bias = values_at(words[8], channels * taps), values_at(words[9], channels)
+    results = values_at(words[10], sequences * channels)
     for sequence in range(sequences):
-        for channel in range(thread * channels // threads, (thread + 1) * channels // threads):
+        for channel in range(start * channels // parts, end * channels // parts):
             at, weight = sequence * channels + channel, channel * taps
             old = at * tokens
             total = float_of(bias[channel]) if has_bias else np.float32(0)
@@ -135,26 +134,25 @@ def _convolve(float_of, value_of, values_at, words):  # type: ignore[no-untyped-
             states[old + tokens - 1] = inputs[at]
 
 
-def convolution_step(data):  # type: ignore[no-untyped-def]
+def convolution_step(data, start, end, parts):  # type: ignore[no-untyped-def]
     """Sums from the oldest token on; the state loses its oldest token."""
     words = to_array(data, CONVOLUTION_WORDS)
-    if words[6]:
-        _convolve(wide, _rounded, _words, words)
+    if words[4]:
+        _convolve(wide, _rounded, _words, words, start, end, parts)
     else:
-        _convolve(_same, _same, _floats, words)
+        _convolve(_same, _same, _floats, words, start, end, parts)
 
 
-def state_space_step(data):  # type: ignore[no-untyped-def]
+def state_space_step(data, start, end, parts):  # type: ignore[no-untyped-def]
     """S = S * decay + (step size * B) * x, whose products are rounded to bfloat16."""
     words = to_array(data, STATE_SPACE_WORDS)
-    thread, threads = asked(words[0]), asked(words[1])
-    heads, shared, width, size = words[2], words[3], words[4], words[5]
-    states, decays, steps = _floats(words[6], heads * width * size), _floats(words[7], heads), _floats(words[8], heads)
-    inputs, values = _floats(words[9], heads // shared * size), _floats(words[10], heads * width)
-    rounded = _words(words[11], heads * width * size)
+    heads, shared, width, size = words[0], words[1], words[2], words[3]
+    states, decays, steps = _floats(words[4], heads * width * size), _floats(words[5], heads), _floats(words[6], heads)
+    inputs, values = _floats(words[7], heads // shared * size), _floats(words[8], heads * width)
+    rounded = _words(words[9], heads * width * size)
     scaled, product = np.empty(size, np.float32), np.empty(size, np.float32)
     scaled_bits, bits = scaled.view(np.uint32), product.view(np.uint32)
-    for head in range(thread * heads // threads, (thread + 1) * heads // threads):
+    for head in range(start * heads // parts, end * heads // parts):
         own = inputs[head // shared * size : (head // shared + 1) * size]
         for i in range(size):
             scaled[i] = steps[head] * own[i]
@@ -172,3 +170,32 @@ def state_space_step(data):  # type: ignore[no-untyped-def]
                 product[i] = state[i]
             for i in range(size):
                 result[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+
+
+def selective_step(data, start, end, parts):  # type: ignore[no-untyped-def]
+    """S = S * decay + step size * B * x, with a decay for each value."""
+    words = to_array(data, SELECTIVE_WORDS)
+    sequences, channels, size = words[0], words[1], words[2]
+    rows = sequences * channels
+    states, decays, steps = _floats(words[3], rows * size), _floats(words[4], rows * size), _floats(words[5], rows)
+    inputs, values = _floats(words[6], sequences * size), _floats(words[7], rows)
+    rounded, last = _words(words[8], rows * size), end * rows // parts
+    product, own = np.empty(RUN * size, np.float32), np.empty(size, np.float32)
+    bits = product.view(np.uint32)
+    for first in range(start * rows // parts, last, RUN):
+        count = min(last - first, RUN)
+        for row in range(count):
+            step, value, place = steps[first + row], values[first + row], (first + row) // channels * size
+            scaled = product[row * size : (row + 1) * size]
+            for i in range(size):
+                own[i] = step * inputs[place + i]
+            for i in range(size):
+                scaled[i] = own[i] * value
+        begin, end = first * size, (first + count) * size
+        state, decay, result = states[begin:end], decays[begin:end], rounded[begin:end]
+        for i in range(count * size):
+            product[i] += state[i] * decay[i]
+        for i in range(count * size):
+            state[i] = product[i]
+        for i in range(count * size):
+            result[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))

@@ -141,7 +141,7 @@ def fuse_experts(model: nn.Module) -> int:
 
 
 class _Expert(NamedTuple):
-    """What a call needs of an expert; the weight of its gate keeps it if that is quantized.
+    """What a call needs of an expert; the weight of its gate keeps it if that is quantized, the stack if it stays.
 
     Attributes:
         matrices: of gate and up, and of down.
@@ -158,14 +158,19 @@ class _Expert(NamedTuple):
     most: int
 
     @classmethod
-    def of(cls, gate_up: Any, down: Any) -> _Expert | None:
-        """An expert by its weights; None if there is no kernel for them."""
+    def of(cls, gate_up: Any, down: Any, known: dict[int, _Expert] | None, number: int) -> _Expert | None:
+        """An expert by its weights and number; None if there is no kernel for them.
+
+        Args:
+            known: experts of the module whose matrices stay in memory, by number; None if they may not.
+        """
         is_coded = type(gate_up) is QuantizedWeight
         if is_coded is not (type(down) is QuantizedWeight):
             return None
-        matrices, kept = (gate_up, down), None
         if is_coded:
             matrices, kept = (gate_up.matrix, down.matrix), gate_up.calls
+        else:
+            matrices, kept = (gate_up, down), known.get(number) if known is not None else None
         if kept is not None and kept.matrices[0] is matrices[0] and kept.matrices[1] is matrices[1]:
             return kept  # type: ignore[no-any-return]
         first, second = RoutedProduct.of(matrices[0]), RoutedProduct.of(matrices[1])
@@ -175,6 +180,8 @@ class _Expert(NamedTuple):
         expert = cls(matrices, (first[0], second[0]), words, words.buffer_info()[0], most)
         if is_coded:
             gate_up.calls = expert
+        elif known is not None:
+            known[number] = expert
         return expert
 
 
@@ -246,7 +253,7 @@ def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch
     own = module
     if len(args) == 3 and not named and _takes_few(module, *args[:2]):
         stacks = [_stack(module._parameters[name]) for name in _MATRICES]
-        if None not in stacks:
+        if all(stack is not None for stack in stacks):  # `in` would compare stacks
             result = _computed(form, module, stacks, *args) if is_plain(args[0]) else None
             if result is not None:
                 return result
@@ -274,6 +281,7 @@ def _stack(weight: Any) -> ExpertStack | None:
     if (kept := _resident.get(weight)) is not None and kept[0] == address:
         return kept[1]  # type: ignore[no-any-return]
     stack = ExpertStack(ResidentExperts(all=weight.detach()), "all", weight.shape, weight.dtype, weight.device)
+    stack.known = {}
     _resident[weight] = address, stack
     return stack
 
@@ -320,7 +328,7 @@ def _computed(
         kept = list[_Expert]()  # the call is given addresses of their words
         of_down = [*down.supply.each(down.leaf, experts)]
         for expert, gate_up, other in zip(experts, stack.supply.each(stack.leaf, experts), of_down, strict=True):
-            words, members = _Expert.of(gate_up, other), groups[expert]
+            words, members = _Expert.of(gate_up, other, stack.known, expert), groups[expert]
             if words is None or len(members) > words.most:
                 return None
             kept.append(words)

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from rabbitllm.base.options import RunOptions
-from rabbitllm.engine.free_memory import available_ram, has_nvidia_driver, untouched_bytes
+from rabbitllm.engine.free_memory import available_ram, has_nvidia_driver, unspent, untouched_bytes
 from rabbitllm.errors import DeviceError, NotEnoughMemoryError
 from rabbitllm.storage.files import page_aligned
 
@@ -241,7 +241,8 @@ class CudaDevice:
         reserved = torch.cuda.memory_reserved(self.torch_device)
         # the limit of torch's allocator, which the user may have lowered
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device)) - reserved
-        return max(min(free, allowed), 0) + reserved - torch.cuda.memory_allocated(self.torch_device)
+        left = max(min(free, allowed), 0) + reserved - torch.cuda.memory_allocated(self.torch_device)
+        return max(left - unspent(self.name), 0)
 
     def empty_cache(self) -> None:
         with self.as_current():

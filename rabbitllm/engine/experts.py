@@ -58,11 +58,15 @@ class ExpertStack(WeightStandIn):
         leaf: the name of the parameter.
         shape, dtype, device: of the parameter that it stands for, before the transposition.
         transposed: whether the last two dimensions are exchanged.
+
+    Attributes:
+        known: what is kept of experts by number, if all stay in memory.
     """
 
     supply: ExpertProvider
     leaf: str
     transposed: bool
+    known: dict[int, Any] | None = None
     _whole_shape: torch.Size
     _why = "experts are read from the disk, or by their codes"
 

@@ -11,7 +11,7 @@ import functools
 import mmap
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -46,12 +46,35 @@ class ProcessLimit:
     room: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Promise:
+    """Memory that counts as free to the system, and that a loaded model will use: others must leave it.
+
+    Attributes:
+        mapped: bytes of mapped files.
+        unspent: gives, for each device, the bytes that its KV caches may still take.
+    """
+
+    mapped: int
+    unspent: Callable[[], Mapping[str, int]]
+
+
+PROMISES: set[Promise] = set()
+"""Those of the models of a server that has several."""
+
+
+def unspent(device: str) -> int:
+    """Bytes of a device that are promised to KV caches."""
+    return sum(promise.unspent().get(device, 0) for promise in list(PROMISES))
+
+
 def available_ram() -> int:
     """Bytes that this process may still allocate within the machine, its control groups, and its own limits."""
     import psutil
 
-    rooms = [*(group.room for group in group_limits()), *(limit.room for limit in process_limits())]
-    return min([int(psutil.virtual_memory().available), *rooms])
+    mapped = sum(promise.mapped for promise in list(PROMISES))
+    rooms = [*(group.room for group in group_limits(mapped=mapped)), *(limit.room for limit in process_limits())]
+    return max(min([int(psutil.virtual_memory().available) - mapped, *rooms]) - unspent("cpu"), 0)
 
 
 def process_limits(root: Path = Path("/")) -> list[ProcessLimit]:
@@ -88,14 +111,14 @@ def untouched_bytes(memory: memoryview) -> int:
     return states.count(0) * mmap.PAGESIZE
 
 
-def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
+def group_limits(root: Path = Path("/"), mapped: int = 0) -> list[GroupLimit]:
     """The control groups of this process that have a limit, innermost first (v2 and v1; Linux only).
 
     The page cache of a group can be reclaimed, except the files that this process maps: its libraries would be read
     from the disk again and again. Mapped files that are charged to another group do not count. Formats: cgroups(7), the
-    kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+    kernel's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst. `mapped` bytes of files will be in memory at least.
     """
-    mapped = _status_bytes(root, "RssFile")  # files of this process that are mapped and in memory
+    in_memory = _status_bytes(root, "RssFile")  # files of this process that are mapped and in memory
     groups = []
     for folder, limit_name, kinds in _groups(root):
         try:
@@ -113,7 +136,7 @@ def group_limits(root: Path = Path("/")) -> list[GroupLimit]:
             kept = sum(used.get(f"total_{field}", used.get(field, 0)) for field in kinds)
             version = 2 if limit_name == "memory.max" else 1
             maps = "file_mapped" if version == 2 else "mapped_file"
-            kept += min(mapped, used.get(f"total_{maps}", used.get(maps, mapped)))
+            kept += max(min(in_memory, used.get(f"total_{maps}", used.get(maps, in_memory))), mapped)
             groups.append(GroupLimit(version, folder, int(limit), max(int(limit) - kept, 0)))
     return groups
 

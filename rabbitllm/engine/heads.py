@@ -72,6 +72,11 @@ class Heads:
         return len(self._heads.layers)
 
     @property
+    def module(self) -> Any:
+        """Transformers' model of them."""
+        return self._heads
+
+    @property
     def config(self) -> Any:
         """The config of the heads, each of which is a layer."""
         return self._heads.config
@@ -82,7 +87,13 @@ class Heads:
 
     @torch.no_grad()
     def __call__(
-        self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, head: int = 0
+        self,
+        ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any,
+        head: int = 0,
+        ends: Sequence[int] = (-1,),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Predict the token after the last one.
 
@@ -93,9 +104,10 @@ class Heads:
             positions: of the tokens, int64 of shape (1, tokens).
             cache: of the tokens before these; they are appended.
             head: number of the head.
+            ends: the tokens whose logits are wanted.
 
         Returns:
-            The head's hidden states, (1, tokens, width), and logits of the last one, float32 of shape (1, vocabulary).
+            The head's hidden states, (1, tokens, width), and logits after `ends`, float32 of shape (ends, vocabulary).
         """
         model = self._model
         embedding = model.get_input_embeddings()
@@ -108,7 +120,7 @@ class Heads:
                 head, hidden.to(self.device), positions.to(self.device), cache, inputs_embeds=embedded
             )
         with model.streamer.passing():
-            logits = logits_of_heads(self._heads, hidden[:, -1:])[:, -1]
+            logits = logits_of_heads(self._heads, hidden[:, list(ends)])[0]
         return hidden, logits.to(dtype=torch.float32, device=ids.device)
 
 

@@ -18,7 +18,7 @@ from rabbitllm.engine._attention import fuse_attention, fuse_layers
 from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
-from rabbitllm.engine._gates import fuse_gates
+from rabbitllm.engine._gates import fuse_gates, fuse_shared
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._rotary import fuse_rotary
@@ -43,7 +43,7 @@ from rabbitllm.engine.load_plan import (
 )
 from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.placement import READY, Placement, Tier, enclosing
-from rabbitllm.engine.prefetch import keep_units
+from rabbitllm.engine.prefetch import keep_units, wait_for_jobs
 from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_read_mode
 from rabbitllm.engine.streamed_model import Internals, StreamedModel, adopt
 from rabbitllm.engine.units import input_embedding
@@ -99,6 +99,7 @@ def load_model(
     if is_compressed and not all(device.shares_host_memory for device in chosen):
         bitsandbytes()  # fails now rather than in the first pass
     planner = planner or LoadPlanner(options, chosen, home)
+    wait_for_jobs()
     limits = {device.name: budget_of(device, options) for device in chosen}
     with memory_explained(chosen, limits, "loading"):  # no variable here keeps what is to be freed after an error
         model = _bound(planner, share, store, home, chosen, options)
@@ -235,6 +236,7 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
         if multiplies_codes:
             fuse_attention(model)
             fuse_gates(model)
+            fuse_shared(model)
             fuse_layers(model)
         fuse_rotary(model)  # of attentions that are not replaced as a whole
         fuse_experts(model)

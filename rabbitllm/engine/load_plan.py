@@ -404,7 +404,9 @@ def _plan_of(
 ) -> LoadPlan:
     """The plan of a skeleton with these files; `weights` are the recipes, if they are known."""
     model = bare.model
-    choose_matrix, choosers = choosers_for(devices, options)
+    # a matrix that its forward changes cannot be multiplied from its codes
+    changes_itself = model.config.model_type in SCALES_IN_PLACE
+    choose_matrix, choosers = choosers_for(devices, replace(options, exact=options.exact or changes_itself))
     units = find_units(model)
     try:
         if weights is None:

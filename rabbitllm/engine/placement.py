@@ -341,6 +341,15 @@ class Placement(Printed):
         """Bytes that each pass reads from the disk or copies to a device, whichever is more; 0 if nothing is moved."""
         return max(self.streamed_bytes, self.uploaded_bytes)
 
+    @property
+    def stays(self) -> bool:
+        """Whether passes use weights where they are: none are read from the disk, and none copied to a device."""
+        return not self.moved_bytes and not self.pools
+
+    def bytes_on(self, device: str) -> int:
+        """Bytes of weights on a device between two passes; those of mapped files count."""
+        return self.host_bytes if device == "cpu" else sum(self.bytes_by_device.get(device, {}).values())
+
     def plot(self, path: str | Path, title: str = "") -> None:
         """Draw the device and tier of each layer; needs matplotlib.
 

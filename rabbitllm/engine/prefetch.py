@@ -14,7 +14,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -60,6 +60,13 @@ class FilledSlot:
 
 
 Job = Callable[[BufferSlot], Any]
+
+_JOBS: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+
+
+def wait_for_jobs(seconds: float = 30.0) -> None:
+    """Wait until the jobs that have begun are done: those of a model that was dropped keep its buffers until then."""
+    wait(list(_JOBS), seconds)
 
 
 class Prefetcher:
@@ -140,6 +147,7 @@ class Prefetcher:
         free = [slot for slot in self._slots if not slot.taken and id(slot) not in busy]
         for unit, slot in zip(list(self._wanted), free, strict=False):
             self._pending[unit] = slot, self._thread.submit(self._wanted[unit], slot)
+            _JOBS.add(self._pending[unit][1])
             del self._wanted[unit]
 
 

@@ -1,6 +1,7 @@
 """The drafts of all sequences of a batch, and the tokens that grammars force.
 
-A draft model proposes for all of them in passes of its own: each proposal is a coroutine, as each answer is.
+A draft model proposes for all of them in passes of its own: each proposal is a coroutine, as each answer is. So do the
+heads of a checkpoint in calls of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from rabbitllm.generation._lookahead import Lookahead
 from rabbitllm.generation._model_runner import ModelRunner
+from rabbitllm.generation._mtp import PackedHeads
 from rabbitllm.generation._proposals import MTP, NGRAM, Draft, proposals_of
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Width, costs_of
@@ -47,6 +49,7 @@ class BatchDrafts:
         self._draft = draft
         self._stats = stats
         self._runner = None if draft is None or isinstance(draft, str) else ModelRunner(draft)
+        self._heads = PackedHeads(model.heads) if draft == MTP and model.heads is not None else None
         # proposals are the most probable tokens: random numbers are those of the answer
         self._config = GenerationConfig(do_sample=False, eos_token_id=sorted(end_tokens(model)) or None)
         self._cost = _cost_of(model, draft)
@@ -59,7 +62,7 @@ class BatchDrafts:
         if self._draft is None and grammar is None:
             return None
         width = self._widths.pop() if self._widths else Width(self._costs)
-        track = Rewindable(self._model, sequence.cache, has_begun=True)
+        track = Rewindable(self._model, sequence.cache, sequence.num_computed_tokens, has_begun=True)
         processors = LogitsProcessorList([] if grammar is None else [grammar])
         propose = partial(proposals_of, draft, self._model, track, processors, self._config, width, trees=False)
         learns, ids = None if self._draft is None else width, lambda: sequence.ids
@@ -86,7 +89,9 @@ class BatchDrafts:
             lookahead.seconds = seconds * lookahead.steps / steps
         return sum(len(lookahead.tokens) for lookahead, *_ in wanting)
 
-    def _each(self, wanting: _Wanting) -> list[BaseException | None]:
+    def _each(self, wanting: _Wanting) -> Sequence[BaseException | None]:
+        if self._heads is not None:
+            return self._heads.run([partial(lookahead.propose, ids, most) for lookahead, ids, most in wanting])
         errors: list[BaseException | None] = []
         for lookahead, ids, most in wanting:
             try:
@@ -96,7 +101,7 @@ class BatchDrafts:
                 errors.append(error)
         return errors
 
-    def _together(self, runner: ModelRunner, wanting: _Wanting) -> list[BaseException | None]:
+    def _together(self, runner: ModelRunner, wanting: _Wanting) -> Sequence[BaseException | None]:
         proposing = [runner.coroutines.add(partial(lookahead.propose, ids, most)) for lookahead, ids, most in wanting]
         while waiting := [coroutine for coroutine in proposing if not coroutine.dead]:
             runner.run(waiting)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rabbitllm.generation.kv_cache import CacheCost
+from rabbitllm.generation.kv_cache import Beside, CacheCost
 
 if TYPE_CHECKING:
     from rabbitllm.generation._packed_batch import PackedSequence
@@ -71,7 +71,8 @@ class Lookahead:
         self._forced: list[int] = []  # for the next pass
         self._known = 0  # of `_computed`, how many were forced
         self._wanted: int | None = None  # for the next pass; None if it was not asked
-        self._unread = self._seen = 0  # tokens of the text that the source has not read, and that it has
+        # tokens of the text that the source has not read, and that it has
+        self._unread, self._seen = 0, self._proposals.tokens
         self._computed: tuple[int, ...] = ()  # drafted for the last pass
         self._accepted = 0
         self._output: Any = None  # of the last pass, while some of its logits may be used
@@ -85,6 +86,11 @@ class Lookahead:
     def nbytes(self) -> int:
         """Bytes of what the source keeps; may be read from any thread."""
         return self._cost.bytes_for(self._proposals.tokens) if self._proposals.tokens else 0
+
+    @property
+    def beside(self) -> Beside | None:
+        """What the source keeps of the sequence; to be copied between two passes."""
+        return self._proposals.beside
 
     @property
     def takes_prompts(self) -> bool:
@@ -148,8 +154,8 @@ class Lookahead:
         self._wanted, self._computed, self._known, self.seconds = None, (), 0, 0.0
 
     def close(self) -> None:
-        """End, as the sequence does, or until it goes on."""
-        self._proposals.close(continues=False)
+        """End, as the sequence does, or until it goes on; what the source keeps stays beside the KV cache."""
+        self._proposals.close(continues=True)
         if self._width is not None:
             self._closed(self._width)
 

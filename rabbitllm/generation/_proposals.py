@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from rabbitllm.generation._mtp import HeadTrack
 from rabbitllm.generation._rewind import Rewindable, takes_trees
+from rabbitllm.generation.kv_cache import Beside
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
@@ -85,6 +86,10 @@ class Proposals(Protocol):
     def tokens(self) -> int:
         """Number of tokens of which it keeps something."""
 
+    @property
+    def beside(self) -> Beside | None:
+        """What it keeps of the sequence; to be copied between two passes."""
+
 
 class FromText:
     """Proposes the tokens that followed the last ones when they occurred first."""
@@ -100,6 +105,7 @@ class FromText:
         return Proposal(ids[:, :0])
 
     tokens = 0
+    beside = None
 
     def settle(self, tokens: int, path: Sequence[int]) -> None:
         """Nothing is kept."""
@@ -220,12 +226,18 @@ class FromModel:
     def close(self, continues: bool) -> None:
         """Keep the cache beside the model's if the answer `continues`."""
         if continues and self._of is not None and isinstance(self._of.cache, DynamicCache):
-            self._of.cache.beside = self._track
+            self._of.cache.beside = self.beside
 
     @property
     def tokens(self) -> int:
         """Number of tokens in its cache."""
         return int(self._track.tokens)
+
+    @property
+    def beside(self) -> Beside | None:
+        """Its cache; to be copied between two passes."""
+        beside: Beside = self._track.beside
+        return beside
 
 
 class _TreeToken:
@@ -316,8 +328,7 @@ class FromHead(FromModel):
         of: Rewindable,
     ) -> None:
         self._head = HeadTrack(model, of.cache)
-        if isinstance(earlier := _beside(of), HeadTrack):
-            self._head.resume(earlier, of.tokens)
+        self._head.resume(_earlier(of), of.tokens)
         super().__init__(model, processors, config, width, branches=False, track=self._head, of=of)
         assert model.heads is not None
         own = model.generation_config.num_assistant_tokens or HEAD_TOKENS
@@ -333,7 +344,7 @@ class FromHead(FromModel):
         super().close(continues)
 
 
-def _beside(of: Rewindable) -> Any:
+def _earlier(of: Rewindable) -> Beside | None:
     """What an earlier draft has left beside a model's KV cache."""
     return vars(of.cache).pop("beside", None) if isinstance(of.cache, DynamicCache) else None
 
@@ -363,7 +374,5 @@ def proposals_of(
     trees = trees and takes_trees(model)
     if draft == SELF:
         return FromItself(model, processors, config, width, trees, track)
-    earlier = _beside(track)
-    goes_on = isinstance(earlier, Rewindable) and earlier.cut(track.tokens)
-    own = earlier if goes_on else Rewindable(draft)
+    own = Rewindable.after(_earlier(track), draft, track.tokens)
     return FromModel(draft, processors, config, width, trees and takes_trees(draft), own, track)

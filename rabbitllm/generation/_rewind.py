@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.nn.functional import pad
@@ -24,12 +26,11 @@ from rabbitllm.engine.kv_room import keeps_every_token
 from rabbitllm.engine.transformers_api import DummyLayer, attention_of
 from rabbitllm.generation.kv_cache import (
     BY_ROWS,
+    Beside,
     Saved,
-    bytes_of,
     cache_argument,
     cache_layers,
     can_be_cropped,
-    can_be_cut,
     drop_last,
     is_nothing,
     is_window,
@@ -50,6 +51,44 @@ _AHEAD = 64
 """So many tokens further than needed the arguments of passes are continued at once."""
 _INDEX = "Indexer"
 """End of the names of classes that choose tokens. Of equal scores they choose others among more tokens."""
+
+
+@dataclass(frozen=True)
+class _Traits:
+    """What is the same for all sequences of a model.
+
+    Attributes:
+        config: of its text model.
+        is_own: whether its first pass makes its cache, of a kind of its own.
+        argument: name of the cache among its arguments.
+        takes: names of all of them.
+        by_row: modules that compute one token after the other.
+        parts: those, and all in them.
+    """
+
+    config: Any
+    is_own: bool
+    argument: str
+    takes: Collection[str]
+    by_row: Sequence[Any]
+    parts: Sequence[Any]
+
+    @staticmethod
+    def of(model: StreamedModel) -> _Traits:
+        """The traits of a model, whose modules are looked through once."""
+        if model not in _traits:
+            config = model.config.get_text_config(decoder=True)
+            by_rows = (_INDEX, *_RECURRENT) if config.model_type in BY_ROWS else _INDEX
+            by_row = [module for module in model.modules() if type(module).__name__.endswith(by_rows)]
+            parts = [module for part in by_row for module in part.modules()]
+            takes = inspect.signature(model.forward).parameters
+            _traits[model] = _Traits(
+                config, not has_dynamic_cache(model), cache_argument(model), tuple(takes), by_row, parts
+            )
+        return _traits[model]
+
+
+_traits = WeakKeyDictionary[Any, _Traits]()
 
 
 class Rewindable:
@@ -75,19 +114,14 @@ class Rewindable:
         self.tokens = tokens
         self.device = model.device
         self._model = model
-        config = model.config.get_text_config(decoder=True)
-        self._is_own = not has_dynamic_cache(model)  # the model's first pass makes it
-        self.cache = DynamicCache(config=config) if cache is None and not self._is_own else cache
+        self._traits = traits = _Traits.of(model)
+        self.cache = DynamicCache(config=traits.config) if cache is None and not traits.is_own else cache
         self._arguments = arguments
         self._is_first = not has_begun
-        self._argument = cache_argument(model)
-        self._takes = inspect.signature(model.forward).parameters
-        if "position_ids" in self._takes and not arguments:
+        if "position_ids" in traits.takes and not arguments:
             arguments["position_ids"] = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        self._is_cropped = not self._is_own and all(map(can_be_cropped, self.cache.layers))
-        by_rows = (_INDEX, *_RECURRENT) if config.model_type in BY_ROWS else _INDEX
-        self._by_row = [module for module in model.modules() if type(module).__name__.endswith(by_rows)]
-        for module in self._by_row:
+        self._is_cropped = not traits.is_own and all(map(can_be_cropped, self.cache.layers))
+        for module in traits.by_row:
             if not isinstance(module.forward, _RowByRow):
                 module.forward = _RowByRow(module.forward)
         self._mark: tuple[int, Saved, list[tuple[dict[str, Any], dict[str, Any]]]] | None = None
@@ -97,22 +131,19 @@ class Rewindable:
         """Whether the cache goes back at no cost, however long the pass was."""
         return self._is_cropped and all(keeps_every_token(layer) or is_nothing(layer) for layer in self.cache.layers)
 
-    def __reduce__(self) -> Any:
-        """Copies of a cache that this is beside have None in its place: models are not copied."""
-        return type(None), ()
+    @classmethod
+    def after(cls, earlier: Beside | None, model: StreamedModel, tokens: int) -> Rewindable:
+        """Go on with what a model as a draft has kept of the first `tokens`; from the beginning if it has nothing."""
+        if earlier is None or earlier.of() is not model or not earlier.can_be_cut(tokens):
+            return cls(model)
+        if earlier.tokens > tokens:
+            restore(earlier.cache, {}, tokens)
+        return cls(model, earlier.cache, min(earlier.tokens, tokens), has_begun=True)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the cache."""
-        return bytes_of(self.cache)
-
-    def cut(self, tokens: int) -> bool:
-        """Drop the tokens after the first `tokens`; False, with nothing done, if the cache cannot be cut there."""
-        can = self.tokens <= tokens or (not self._is_own and all(map(can_be_cut, self.cache.layers)))
-        if can and self.tokens > tokens:
-            restore(self.cache, {}, tokens)
-            self.tokens = tokens
-        return can
+    def beside(self) -> Beside:
+        """What is kept of the sequence for a later answer."""
+        return Beside(ref(self._model), self.cache, self.tokens)
 
     def logits(self, ids: torch.Tensor, count: int, parents: Sequence[int] = ()) -> torch.Tensor:
         """Compute the tokens that the cache lacks; for the arguments see `output`.
@@ -138,7 +169,7 @@ class Rewindable:
             if tensor.shape[-1] < length:
                 self._arguments[name] = _continued(name, tensor, length + _AHEAD)
         arguments: dict[str, Any] = {name: tensor[..., :length] for name, tensor in self._arguments.items()}
-        arguments[self._argument] = self.cache
+        arguments[self._traits.argument] = self.cache
         inputs = self._model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=rows,
@@ -146,7 +177,7 @@ class Rewindable:
             use_cache=True,
             **arguments,
         )
-        if "logits_to_keep" in self._takes:
+        if "logits_to_keep" in self._traits.takes:
             inputs["logits_to_keep"] = count  # some models set another number
         if any(parent != index - 1 for index, parent in enumerate(parents)):
             inputs |= self._as_tree(ids, parents, arguments)
@@ -155,8 +186,8 @@ class Rewindable:
             output = self._model(**inputs, return_dict=True)
         finally:
             _BY_ROWS.reset(before)
-        self.cache = output.get(self._argument, self.cache)
-        if self._is_own and is_first:
+        self.cache = output.get(self._traits.argument, self.cache)
+        if self._traits.is_own and is_first:
             for index, layer in enumerate(layers_of(self.cache)):
                 if not layer.is_initialized:
                     self.cache.layers[index] = DummyLayer()  # masks would be as long as it, without tokens before
@@ -194,7 +225,7 @@ class Rewindable:
             self.cache.activate_past_recording()  # of windows
             self._mark = self.tokens, {}, []
         else:
-            states = [vars(module) for part in self._by_row for module in part.modules()]
+            states = [vars(part) for part in self._traits.parts]
             kept = [(held, {name: value for name, value in held.items() if torch.is_tensor(value)}) for held in states]
             self._mark = self.tokens, saved(self.cache), kept
 

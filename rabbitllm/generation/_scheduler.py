@@ -527,10 +527,11 @@ class Scheduler:
 
     def end(self, how: BaseException | FinishReason) -> None:
         """Finish all sequences, restore the model, and close the files."""
+        until = 0.0 if isinstance(how, BaseException) or self._closing is None else self._closing
         self.close(0.0)
         for sequence in (*self.running, *self.waiting):
             self.finish(sequence, how)
         self._runner.coroutines.close()
         if self._drafts is not None:
             self._drafts.close()
-        self.caches.close()
+        self.caches.close(until)

@@ -93,6 +93,7 @@ class Sequence:
         status: set by the scheduler, when it moves the sequence.
         tokens: ids generated so far.
         num_cached_tokens: prompt tokens taken from the prefix cache.
+        num_shared_tokens: tokens that another sequence in memory begins with too.
         cache: its KV cache, a `DynamicCache`; None leaves it to `generate`.
         swapped_out: its KV cache, if it was preempted and the cache is swapped out.
         coroutine: its suspended call of `generate`, while it runs.
@@ -112,6 +113,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.tokens: list[int] = []
         self.num_cached_tokens = 0
+        self.num_shared_tokens = 0
         self.cache: Any = None
         self.swapped_out: SwappedOutCache | None = None
         self.coroutine: Coroutine | None = None

@@ -17,6 +17,7 @@ import torch
 from rabbitllm.base.forks import DaemonThread, ForkGuard
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
+from rabbitllm.generation._prompt_cache import PromptCacheStats
 from rabbitllm.generation._recommended import check_options
 from rabbitllm.generation._scheduler import Scheduler
 from rabbitllm.generation._sequence import Sequence
@@ -131,6 +132,7 @@ class Batch:
         disk, copies = self._model.streamer.waited()
         disk_before, copies_before = self._waited_before
         scheduler, caches = self._scheduler, self._scheduler.caches
+        prompts = caches.prompts.stats if caches.prompts is not None else PromptCacheStats()
         with scheduler.still():
             return replace(
                 scheduler.totals,
@@ -149,6 +151,12 @@ class Batch:
                 aside_limit_bytes=caches.swap.limit,
                 file_bytes=caches.file.buffers.nbytes,
                 file_read_bytes=caches.file.buffers.read,
+                prompt_hits=prompts.hits,
+                prompt_saved_tokens=prompts.tokens,
+                prompt_bytes=prompts.nbytes,
+                prompt_limit_bytes=self._limits.prompt_bytes,
+                prompt_read_bytes=prompts.read_bytes,
+                prompt_written_bytes=prompts.written_bytes,
             )
 
     def _work(self) -> None:

@@ -32,13 +32,18 @@ from rabbitllm.engine.forwards import make_kernels
 from rabbitllm.engine.free_memory import keep_large_apart, trimming
 from rabbitllm.engine.kv_room import keeps_every_token
 from rabbitllm.engine.placement import Placement
+from rabbitllm.errors import OptionError
 from rabbitllm.generation._cache_file import NO_MEMORY, TAIL_TOKENS, CacheFile
 from rabbitllm.generation._packed_batch import can_be_packed, shares_keys
+from rabbitllm.generation._prompt_cache import PromptCache
 from rabbitllm.generation._sequence import Sequence, SequenceLength
 from rabbitllm.generation.kv_cache import (
     MIN_PREFIX_TOKENS,
+    Beside,
     PrefixCache,
     angles_change_after,
+    beside_of,
+    bytes_of,
     cache_layers,
     common_prefix,
     copied,
@@ -48,6 +53,7 @@ from rabbitllm.generation.kv_cache import (
 from rabbitllm.generation.memory import CacheMemory
 from rabbitllm.generation.request import Limits
 from rabbitllm.generation.swap import SwapSpace, default_folder
+from rabbitllm.store.locations import home
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -63,6 +69,8 @@ MIN_SAVING = 2
 """Minimum saving factor: a sequence goes to the file only if it takes more than this times as much memory otherwise."""
 MIN_SHARED_TOKENS = 64
 """Minimum length of a shared prefix for which a request waits until another one has computed it."""
+PROMPTS_FOLDER = "prompts"
+"""Default folder of the prefix cache on disk, in `home()`: for all models, with one size limit."""
 SWAP_SHARE = 4
 """Default limit of swapped-out KV caches, in multiples of the memory limit. This suffices for up to 80 sequences that
 grow at the same rate and are preempted until one of them is left."""
@@ -172,9 +180,10 @@ class CacheManager:
         resumed: how often a sequence was swapped in.
         file: KV caches of running sequences in a file; its limit is 0 if that would not pay.
         swap: KV caches of preempted sequences, swapped out.
+        prompts: the prefix cache on disk; None for none.
 
     Raises:
-        OptionError: no memory is left.
+        OptionError: no memory is left, or the prefix cache on disk cannot be used.
     """
 
     def __init__(self, model: StreamedModel, limits: Limits, running: abc.Sequence[Sequence]) -> None:
@@ -202,6 +211,17 @@ class CacheManager:
             swap_bytes = 0  # neither other memory nor a disk to swap out to
         self.swap = SwapSpace(swap_bytes, folder)
         self.file = self._file_for(model, folder, limits.file_bytes if self._shares else 0)
+        self.prompts = self._prompts_for(model, limits) if limits.prompt_bytes else None
+
+    def _prompts_for(self, model: StreamedModel, limits: Limits) -> PromptCache:
+        """The prefix cache on disk."""
+        if limits.exact:
+            raise OptionError(
+                "The prompt cache shares prefixes among requests; exact=True computes each request by itself.",
+                "Leave --exact or --prompt-cache out.",
+            )
+        folder = limits.prompt_folder or home() / PROMPTS_FOLDER
+        return PromptCache(model, folder, limits.prompt_bytes, lambda: not self._running)
 
     def _file_for(self, model: StreamedModel, folder: Path | None, limit: int | None) -> CacheFile:
         """The file for KV caches of running sequences; with limit 0 where it does not pay or the model forbids it."""
@@ -213,13 +233,19 @@ class CacheManager:
         max_bytes = default_file_bytes(folder) if limit is None else limit
         return CacheFile(folder, max_bytes, self.memory.prefetch_bytes(), weight_bytes)
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self, until: float = 0.0) -> None:
+        """Close the files; until a time in `time.monotonic()` finished sequences are written to disk."""
         self.file.close()
+        if self.prompts is not None:
+            self.prompts.close(until)
 
     def nbytes(self) -> int:
         """Bytes of KV caches in memory; may be called from any thread."""
-        return self._finished.nbytes + self._running_bytes()
+        return self._finished.nbytes + self._running_bytes() + self._copied_bytes()
+
+    def _copied_bytes(self) -> int:
+        """Bytes of states that wait to be written to disk."""
+        return self.prompts.nbytes if self.prompts is not None else 0
 
     # memory and file -------------------------------------------------------------------------------------------------
 
@@ -273,12 +299,14 @@ class CacheManager:
 
     def evict(self) -> None:
         """Evict finished sequences as far as the running ones need their memory in the next pass."""
+        if self.prompts is not None and self._left_by_running() < 0:
+            self.prompts.forget_states()
         self._finished.shrink(self._left_by_running())
 
     def _left_by_running(self) -> int:
         """Bytes that the running sequences leave in the next pass, without drafts."""
         in_memory, in_file = self.by_location()
-        return self._left_by(in_file) - self.memory.next_bytes(s.length for s in in_memory)
+        return self._left_by(in_file) - self.memory.next_bytes(s.length for s in in_memory) - self._copied_bytes()
 
     def drafts(
         self, sequences: abc.Sequence[Sequence], tokens: int, rows: int, *, pays: bool
@@ -338,11 +366,33 @@ class CacheManager:
         for sequence in self._running:
             if sequence.has_dropped_cache:
                 self.keep(sequence)
+        if self.prompts is not None and self.prompts.has_states:
+            for sequence in self._running:
+                self._offer_state(sequence, self.prompts)
         if self._keeps:
             self.memory.measure(sequence.resumable_cache(continues=True) for sequence in self._running)
         if self._trim is not None and time.monotonic() - self._trimmed > TRIM_SECONDS:
             self._trim()
             self._trimmed = time.monotonic()
+
+    def _offer_state(self, sequence: Sequence, prompts: PromptCache) -> None:
+        """Offer the windows and states of a sequence to the disk, at lengths from which others may continue.
+
+        These are the end of its prompt, the end of the chunk before it, and of the last chunk that it shares with
+        another sequence: often the system prompt.
+        """
+        cache, prompt = sequence.cache, sequence.request.prompt
+        tokens = sequence.num_computed_tokens
+        is_last, is_shared = len(prompt) - tokens < self.chunk, 0 <= sequence.num_shared_tokens - tokens < self.chunk
+        if not 0 < tokens <= min(len(prompt), self._same_angles) or not (is_last or is_shared):
+            return
+        if not self.continues(sequence) or sequence.error is not None or sequence.has_dropped_cache:
+            return
+        lacks = sequence.lookahead.lacks if sequence.lookahead is not None else 0
+        if lacks or any(getattr(layer, "record_past", False) for layer in cache.layers):
+            return  # the cache is about to go back
+        if self._left_by_running() > bytes_of(cache):
+            prompts.offer_state(sequence.ids[:tokens], cache)
 
     # the life of a sequence ------------------------------------------------------------------------------------------
 
@@ -386,16 +436,26 @@ class CacheManager:
         if not self.continues(sequence):
             return True
         ids = sequence.ids
-        candidates = ((usable(ids, prefix, cache), prefix, cache) for prefix, cache in self._prefixes())
-        tokens, prefix, cache = max(candidates, key=itemgetter(0), default=(0, (), None))
-        worth = max(tokens + MIN_PREFIX_TOKENS, MIN_SHARED_TOKENS)
+        candidates = ((usable(ids, prefix[0], prefix[1]), *prefix) for prefix in self._prefixes())
+        tokens, prefix, cache, beside = max(candidates, key=itemgetter(0), default=(0, (), None, None))
+        stored = self.prompts.find(ids, tokens + MIN_PREFIX_TOKENS) if self.prompts is not None else None
+        worth = max((stored.tokens if stored is not None else tokens) + MIN_PREFIX_TOKENS, MIN_SHARED_TOKENS)
         prefilling = (other.prefilling for other in self._running)
         if any(prompt is not None and common_prefix(ids, prompt) >= worth for prompt in prefilling):
             return False
         if tokens:
             self._finished.used(prefix)
         self._finished.shrink(free)  # before the copy, which takes their memory
-        sequence.cache = self._copied(cache, tokens) if tokens else None
+        if self.prompts is not None and self.prompts.has_states:
+            sequence.num_shared_tokens = max((common_prefix(ids, other) for other, *_ in self._prefixes()), default=0)
+        if self.prompts is not None and stored is not None:
+            sequence.cache = self.prompts.read(stored)
+        if sequence.cache is not None and stored is not None:
+            tokens = stored.tokens
+        else:
+            sequence.cache = self._copied(cache, tokens) if tokens else None
+            if sequence.cache is not None and not in_file:
+                sequence.cache.beside = self._copied_beside(beside, tokens, free)
         if sequence.cache is None:
             sequence.cache, tokens = DynamicCache(config=self._config), 0
         if in_file and not self._write(sequence):
@@ -410,6 +470,19 @@ class CacheManager:
         except (OSError, *NO_MEMORY) as error:
             logger.warning("A shared prefix of %d tokens is computed again: %s", tokens, error)
             self._finished.shrink(0)
+            return None
+
+    def _copied_beside(self, beside: Beside | None, tokens: int, free: int) -> Beside | None:
+        """A copy of what a draft keeps of a prefix, if so many bytes are free."""
+        if beside is None or not beside.tokens:
+            return None
+        nbytes = beside.nbytes * min(tokens, beside.tokens) // beside.tokens
+        if nbytes > free - self._draft_bytes():
+            return None
+        self._finished.shrink(free - nbytes)
+        try:
+            return beside.copied(tokens)
+        except NO_MEMORY:
             return None
 
     def resumable(self, sequence: Sequence) -> Any:
@@ -427,12 +500,17 @@ class CacheManager:
         sequence.cache = None
         if cache is not None:
             sequence.swapped_out = self.swap.put(cache)
+            if sequence.swapped_out is None and beside_of(cache) is not None:
+                cache.beside = None
+                sequence.swapped_out = self.swap.put(cache)
 
     def keep(self, sequence: Sequence) -> None:
         """Put the KV cache of a finished sequence into the prefix cache."""
         cache, sequence.cache = sequence.cache, None
         if self._shares and cache is not None and 0 < (tokens := cache.get_seq_length()) <= self._same_angles:
             self._finished.put(sequence.ids[:tokens], cache)
+            if self.prompts is not None and sequence.request.media is None:
+                self.prompts.offer(sequence.ids[:tokens], cache)
             self._finished.shrink(self.memory.limit - self._running_bytes())
 
     def drop(self, sequence: Sequence) -> None:
@@ -444,12 +522,14 @@ class CacheManager:
             self.swap.drop(sequence.swapped_out)
             sequence.swapped_out = None
 
-    def _prefixes(self) -> Iterator[tuple[abc.Sequence[int], Any]]:
-        """Ids and KV cache of each sequence whose prefix can be reused."""
-        yield from self._finished.entries()
+    def _prefixes(self) -> Iterator[tuple[abc.Sequence[int], Any, Beside | None]]:
+        """Ids and KV cache of each sequence whose prefix can be reused, and what a draft keeps of it."""
+        for ids, cache in self._finished.entries():
+            yield ids, cache, beside_of(cache)
         for sequence in self._running:
             if 0 < (tokens := sequence.num_computed_tokens) <= self._same_angles:
-                yield sequence.ids[:tokens], sequence.cache
+                draft = sequence.lookahead
+                yield sequence.ids[:tokens], sequence.cache, draft.beside if draft is not None else None
 
     def _write(self, sequence: Sequence) -> bool:
         """Write the cache of a sequence that begins to the file; if that fails, give it an empty one in memory."""
@@ -468,5 +548,8 @@ class CacheManager:
         in_memory, in_file = self.by_location()
         # computed from token counts, since the batch's thread may change the tensors meanwhile
         counts = [s.num_computed_tokens if s.cache is not None else s.length.tokens for s in in_memory]
-        drafts = sum(draft.nbytes for s in list(self._running) if (draft := s.lookahead) is not None)
-        return drafts + sum(map(self.memory.bytes_for, counts)) + len(in_file) * self.memory.tail_bytes()
+        return self._draft_bytes() + sum(map(self.memory.bytes_for, counts)) + len(in_file) * self.memory.tail_bytes()
+
+    def _draft_bytes(self) -> int:
+        """Bytes that the drafts of the running sequences keep."""
+        return sum(draft.nbytes for s in list(self._running) if (draft := s.lookahead) is not None)

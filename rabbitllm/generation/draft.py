@@ -178,7 +178,8 @@ class Drafting:
                 hits = (1,) * right + (0,) * (index is None and right < proposal.depth)
                 answered = ids.shape[1] - known
                 whole = time.perf_counter() - begin
-                brought = Drafts(1, answered, (1,) * len(hits), hits, drafted - begin, whole)
+                name = draft if isinstance(draft, str) else "a draft model"
+                brought = Drafts(1, answered, (1,) * len(hits), hits, drafted - begin, whole, name)
                 self.brought = self.brought.plus(brought)
                 model.profiler.add_drafts(brought)
         finally:

@@ -18,8 +18,9 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType
 
 import torch
 from transformers import DynamicCache, DynamicLayer, GenerationMixin
@@ -73,17 +74,18 @@ def can_be_cut(layer: CacheLayerMixin) -> bool:
     return can_be_cropped(layer)
 
 
-def _grows(layer: CacheLayerMixin) -> bool:
+def grows(layer: CacheLayerMixin) -> bool:
     """Whether the layer keeps the KV cache of every token; it may also have a state."""
     return isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value, and in containers in it."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _cloned(value: Any) -> Any:
@@ -229,7 +231,7 @@ def cost_by_cache(cache: Cache) -> CacheCost | None:
     windows = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        tensors = sum(tensor.nbytes for tensor in _tensors(vars(layer)))
+        tensors = sum(tensor.nbytes for tensor in tensors_in(vars(layer)))
         if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.dim() == 4 and keys.shape[-2]:
             token = (keys.nbytes + values.nbytes) // keys.shape[-2]
             if is_indexed(layer):
@@ -247,10 +249,58 @@ def cost_by_cache(cache: Cache) -> CacheCost | None:
     return CacheCost(every_token, max(layers, 1), tuple(windows), fixed)
 
 
-def bytes_of(cache: Cache) -> int:
-    """Bytes that a cache holds now: each storage once, whole even if the cache has only a view of it."""
-    storages = (tensor.untyped_storage() for layer in cache.layers for tensor in _tensors(vars(layer)))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+def bytes_of(cache: Any) -> int:
+    """Bytes that a cache holds now, with what a draft keeps beside it; of a view the whole storage, once."""
+    held = cache if isinstance(cache, list) else [vars(cache), *map(vars, layers_of(cache))]
+    storages = (tensor.untyped_storage() for tensor in tensors_in(held))
+    beside = beside_of(cache)
+    nbytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return nbytes + (beside.nbytes if beside is not None else 0)
+
+
+# drafts --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Beside:
+    """What a draft keeps of a sequence; the attribute `beside` of the sequence's KV cache while it has no answer.
+
+    Attributes:
+        of: the draft model or the heads that have computed it.
+        cache: their KV cache.
+        tokens: number of tokens of which it is.
+        levels: of each head the number of its rows and its states.
+    """
+
+    of: ReferenceType[Any]
+    cache: Any
+    tokens: int
+    levels: Sequence[tuple[int, torch.Tensor | None]] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return bytes_of(self.cache) + sum(tensor.nbytes for tensor in tensors_in(self.levels))
+
+    def can_be_cut(self, tokens: int) -> bool:
+        """Whether it can go on from so many tokens."""
+        can = isinstance(self.cache, DynamicCache) and all(map(can_be_cut, self.cache.layers))
+        return self.tokens <= tokens or can
+
+    def copied(self, tokens: int) -> Beside | None:
+        """An independent copy for the first tokens; None if there can be none. That of heads is cut by them."""
+        if not isinstance(self.cache, DynamicCache) or not self.can_be_cut(tokens):
+            return None
+        kept = min(tokens, self.tokens)
+        if self.levels:
+            return replace(self, cache=copied(self.cache, self.tokens), levels=_cloned(self.levels))
+        return replace(self, cache=copied(self.cache, kept), tokens=kept)
+
+
+def beside_of(cache: Any) -> Beside | None:
+    """What a draft keeps beside a cache."""
+    beside: Beside | None = getattr(cache, "beside", None)
+    return beside
 
 
 # prefixes ------------------------------------------------------------------------------------------------------------
@@ -300,6 +350,7 @@ def copied(cache: Cache, tokens: int) -> Any:
     """
     copied_cache = copy(cache)
     copied_cache.layers = [_copied_layer(layer, tokens) for layer in cache.layers]
+    copied_cache.beside = None
     return copied_cache
 
 
@@ -335,7 +386,7 @@ def saved(cache: Any) -> Saved:
         if is_window(layer) or not can_be_cropped(layer)
     }
     states = {
-        name: value for name, value in _held(cache).items() if name != "layers" and any(True for _ in _tensors(value))
+        name: value for name, value in _held(cache).items() if name != "layers" and any(True for _ in tensors_in(value))
     }
     return copies | ({-1: _cloned(states)} if states else {})
 
@@ -343,7 +394,7 @@ def saved(cache: Any) -> Saved:
 def restore(cache: Any, attributes: Saved, length: int) -> None:
     """Make a cache what it was when `attributes` were saved; layers that keep every token are cut to a length."""
     for index, layer in enumerate(layers_of(cache)):
-        if index not in attributes or _grows(layer):
+        if index not in attributes or grows(layer):
             _cut_layer(layer, length)
         vars(layer).update(_cloned(dict(attributes.get(index, {}))))
     for name, value in _cloned(dict(attributes.get(-1, {}))).items():
@@ -363,7 +414,7 @@ def _held(cache: Any) -> dict[Any, Any]:
 def _uncroppable(layer: CacheLayerMixin) -> dict[str, Any]:
     """The attributes of a layer that cutting does not restore."""
     state: dict[str, Any] = dict(vars(layer))
-    if _grows(layer):
+    if grows(layer):
         del state["keys"], state["values"]
     return state
 
@@ -420,9 +471,9 @@ class PrefixCache:
 
 CONTINUING = frozenset(
     {
-        *("bailing_hybrid", "falcon_h1", "granitemoehybrid", "inkling_text", "inkling2_text", "kimi_linear"),
-        *("lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
-        *("qwen4_exp_text", "zamba2", "zaya"),
+        *("bailing_hybrid", "falcon_h1", "glm5_next_text", "granitemoehybrid", "inkling_text", "inkling2_text"),
+        *("kimi_linear", "lfm2", "lfm2_moe", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text"),
+        *("qwen3_next", "qwen4_exp_text", "zamba2", "zaya"),
     }
 )
 """Model types whose states continue with further prompts (transformers 5.23 and 5.24), tested in
@@ -434,11 +485,17 @@ _TESTED_STATES = (
     CONTINUING
     | BY_ROWS
     | {
-        *("bamba", "deepseek_v4", "glm5_next_text", "inkling2_loop_text", "lara_mini", "mamba2", "minimax"),
+        *("bamba", "deepseek_v4", "inkling2_loop_text", "lara_mini", "mamba2", "minimax"),
         *("rwkv", "xlstm"),
     }
 )
-"""Model types whose states can be put back, each with a test in `tests/generation/test_rewind.py`."""
+"""Model types whose states can be put back, each with a test in `tests/generation/test_rewind.py`.
+
+A check of the loaded model cannot replace this list. The test compares states after several tokens at once with those
+of one after the other, in float32: to 5e-7 in Falcon-H1, while Jamba's recurrence that starts anew is 3e-2 away. In the
+16 bits of a loaded model rounding alone is 1e-2 away in Falcon-H1, and Jamba 4e-2. And a streamed model would read all
+of its weights for each pass of such a check.
+"""
 NOT_CONTINUING = frozenset({"big_bird", "cpmant", "megatron-bert", "moshi", "prophetnet", "rembert", "roformer", "xlm"})
 """Model types that take a KV cache but compute something else with it, or fail, if a prompt comes in parts. The
 published models of most are encoders; Moshi attends to all tokens of a prompt, and its KV cache is a window."""
@@ -580,8 +637,9 @@ class ConversationCache:
         """Bytes of the tensors of the cache, its snapshots, and what a draft keeps beside it."""
         owners = [vars(layer) for layer in self.cache.layers]
         owners += [dict(attributes) for layers in self._snapshots.values() for attributes in layers.values()]
-        beside: int = getattr(getattr(self.cache, "beside", None), "nbytes", 0)
-        return beside + sum(tensor.nbytes for attributes in owners for tensor in _tensors(attributes))
+        beside = beside_of(self.cache)
+        kept = beside.nbytes if beside is not None else 0
+        return kept + sum(tensor.nbytes for attributes in owners for tensor in tensors_in(attributes))
 
     def crop(self, length: int) -> int:
         """Cut the cache, and return its new length.

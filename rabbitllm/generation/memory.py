@@ -352,6 +352,17 @@ def left_to_requests(free: int, cache_bytes: int | None, pass_bytes: int = 0) ->
     return min(cache_bytes + max(free // MIN_PASS_SHARE, pass_bytes), free)
 
 
+def cache_share(run: RunOptions, models: int) -> int:
+    """Limit of the KV caches of one of several models that a process loads: a part of what is left to requests.
+
+    Args:
+        run: options for running it.
+        models: their number, loaded or not.
+    """
+    free = min(device.free_bytes() for device in resolve_devices(run.device, run.max_memory))
+    return max(left_to_requests(free, None) // models, 1)
+
+
 def weight_limits(run: RunOptions, cache_bytes: int | None, pass_bytes: int = 0) -> Mapping[str, int] | None:
     """Memory limits of the weights that leave room for requests: the caller's own, else lower defaults.
 

@@ -442,6 +442,11 @@ class BatchStats:
         drafted_tokens: number of tokens that drafts proposed in passes.
         accepted_tokens: how many of them were the model's own choice, so that they took no pass.
         forced_tokens: number of tokens that grammars forced, so that they took no pass; of requests that ended.
+        prompt_hits: number of requests that continued a prefix from disk.
+        prompt_saved_tokens: tokens of these prefixes, which were not computed.
+        prompt_bytes: size of the prefix cache on disk, other models' included.
+        prompt_limit_bytes: limit of `prompt_bytes`.
+        prompt_read_bytes, prompt_written_bytes: bytes read from it and written to it.
     """
 
     running: int = 0
@@ -468,6 +473,12 @@ class BatchStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     forced_tokens: int = 0
+    prompt_hits: int = 0
+    prompt_saved_tokens: int = 0
+    prompt_bytes: int = 0
+    prompt_limit_bytes: int = 0
+    prompt_read_bytes: int = 0
+    prompt_written_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,6 +504,8 @@ class Limits:
         draft: what proposes tokens for each request, which are checked in the same pass: a model with the same tokens,
             "mtp" or "ngram"; "none"; or "auto" for "ngram" where each pass moves weights, the same ones for any number
             of rows.
+        prompt_bytes: limit of the prefix cache on disk, which survives restarts; 0 for none. See `_prompt_cache.py`.
+        prompt_folder: folder of that cache; None for `prompts` in `locations.home()`.
         running_of_key, waiting_of_key: like `running` and `waiting`, of each `Request.owner`; None for no limit.
     """
 
@@ -506,6 +519,8 @@ class Limits:
     throughput: bool = False
     file_bytes: int | None = 0
     draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"] = "auto"
+    prompt_bytes: int = 0
+    prompt_folder: Path | None = None
     running_of_key: int | None = None
     waiting_of_key: int | None = None
 
@@ -518,7 +533,7 @@ class Limits:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name}={value}; expected at least 1.", "Use 1 or more.")
-        for name in ("swap_bytes", "file_bytes"):
+        for name in ("swap_bytes", "file_bytes", "prompt_bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise OptionError(f"{name}={value}; expected 0 or more.", "Use 0 for none.")

@@ -20,13 +20,14 @@ from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from transformers import Cache, CacheLayerMixin
 
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.transformers_api import DummyLayer, LinearAttentionCacheLayerMixin
-from rabbitllm.generation.kv_cache import without_room
+from rabbitllm.generation.kv_cache import Beside, without_room
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import folder_at
 
@@ -34,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 SHARE = 4
 """A swapped-out cache may take at most 1 / `SHARE` of the free memory or space."""
-_HOLDERS = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, DummyLayer)
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, type)
+_HOLDERS = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, DummyLayer, Beside)
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, type, ReferenceType)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,7 @@
 """Kernels for blocks of GGUF files: the tables of `_block_formats.py` as code for vectors.
 
-**By codes.** Codes are decoded in registers to integers, and multiplied with rounded inputs; the sums are multiplied by
-the scales, and minima by the sums of the inputs, which are the same for all rows. Fills out[token, row], float32.
-
-**By panels**, as in `_product_kernels.py`, with inputs in their own order.
-
-**Numbers.** Fills out[row, column], with the bits of `gguf_blocks.dequantize`.
-
-A kernel is made when it is first needed.
+They are those of `_product_kernels.py`. By codes, minima are multiplied by the sums of the inputs, which are the same
+for all rows. Panels have elements in their own order. Numbers have the bits of `gguf_blocks.dequantize`.
 """
 
 from __future__ import annotations
@@ -25,14 +19,9 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _integers, _product_kernels
 from rabbitllm.quant._block_formats import FORMATS, BlockFormat, Field, Fields
 from rabbitllm.quant._integers import WORDS, InputLayout
-from rabbitllm.quant._kernel_interface import BEFORE_WORK, BFLOATS, CODES
-from rabbitllm.quant._product_kernels import PIECE_WORDS, arguments, named, own_rows, pieces
+from rabbitllm.quant._kernel_interface import BFLOATS, CODES
+from rabbitllm.quant._product_kernels import CodeSteps, Position, Products
 from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, half_power, narrowed, number
-
-TOKENS = 4
-"""Inputs for each decoded group."""
-PREFETCHED = 8192
-"""How many bytes ahead codes are prefetched: one row at a time hides less of the memory's latency than four."""
 
 
 def address(method: str, scheme: str, width: int) -> int:
@@ -42,13 +31,10 @@ def address(method: str, scheme: str, width: int) -> int:
 
 @functools.cache
 def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
-    name = f"{method}_{scheme}_{width}"
     if method == CODES:
-        single, wide = (_dot(scheme, tokens) for tokens in (1, TOKENS))
-        layout = LAYOUTS[scheme]
-        sizes = {"INPUT_BYTES": 2 * layout.step, "FLOAT_BYTES": 4 + 4 * layout.groups}
         least = _product_kernels.LEAST_SLOW if scheme == "Q8_0" else _product_kernels.LEAST_WIDE
-        return named(_by_codes, name, ONE=single, WIDE=wide, LEAST=least, **sizes)
+        steps = functools.partial(_BlockSteps, scheme)
+        return _product_kernels.code_kernel(f"{method}_{scheme}_{width}", steps, width, least, rows=1)
     return _product_kernels.filling_kernel(method, scheme, width, _fill(method, scheme, width))
 
 
@@ -369,66 +355,32 @@ _EMITTED: Mapping[str, Callable[[_StepInMemory], Emitted]] = {
 # Products.
 
 
-def _dot(scheme: str, tokens: int) -> Any:
-    """An intrinsic that multiplies a row by up to `tokens` consecutive inputs."""
-    layout = LAYOUTS[scheme]
-    groups, code_bytes = layout.groups, BLOCK_TYPES[scheme].row_bytes(layout.step)
+class _BlockSteps(CodeSteps):
+    """One block of 256, or two of 32."""
 
-    def dot(emit, codes, inputs, floats, out, steps, all_rows, left):  # type: ignore[no-untyped-def]
-        """All arguments are int64; the first four are addresses: of the row, of the first input, of its scales and
-        sums, and of the result; then steps in a row, rows of the matrix, and the number of inputs."""
-        builder = emit.b
-        numbers = _product_kernels.numbers_to(emit, tokens, left)
-        totals, least = ([emit.variable() for _ in range(tokens)] for _ in range(2))
-        with emit.loop(steps) as index:
-            base = emit.add(codes, builder.mul(index, number(code_bytes)))
-            places = [emit.add(builder.mul(steps, t), index) for t in numbers]
-            starts = [emit.add(inputs, builder.mul(i, number(2 * layout.step))) for i in places]
-            of_inputs = [emit.add(floats, builder.mul(i, number(4 + 4 * groups))) for i in places]
-            for line in range(0, code_bytes, 64):
-                emit.prefetch(emit.add(base, PREFETCHED + line))
-            parts, minima = _EMITTED[scheme](_StepInMemory(emit, base))
-            products, offset = [emit.zero] * tokens, 0
-            for words, scale in parts:
-                for t, start in enumerate(starts):
-                    vectors = (emit.load(emit.add(start, offset + 64 * n), WORDS, 2) for n in range(len(words)))
-                    products[t] = emit.fma(_integers.summed_products(emit, words, vectors), scale, products[t])
-                offset += 64 * len(words)
-            for t, place in enumerate(of_inputs):
-                scale = emit.spread(emit.load(place, F32, 4))
-                builder.store(emit.fma(products[t], scale, builder.load(totals[t])), totals[t])
-                if minima is not None:
-                    sums = emit.load(emit.add(place, 4), ir.VectorType(F32, groups), 4)
-                    if groups < 16:  # zeros follow
-                        order = [*range(groups), *[groups] * (16 - groups)]
-                        sums = emit.pick(sums, ir.Constant(sums.type, None), order)
-                    builder.store(emit.fma(minima, sums, builder.load(least[t])), least[t])
-        for t, place in enumerate(numbers):
-            total, below = builder.load(totals[t]), builder.load(least[t])
-            total = emit.sum(builder.fsub(total, below) if groups else total)
-            emit.store(total, emit.add(out, builder.mul(all_rows, builder.mul(place, number(4)))), 4)
+    def __init__(self, scheme: str, emit: Emitter, table: Any) -> None:
+        super().__init__(emit)
+        layout = LAYOUTS[scheme]
+        self._scheme, self._groups, self.accumulators = scheme, layout.groups, 2 if layout.groups else 1
+        self.code_bytes = BLOCK_TYPES[scheme].row_bytes(layout.step)
+        self.input_bytes, self.other_bytes = 2 * layout.step, 4 + 4 * layout.groups
 
-    return emitted(dot, 16)
+    def inputs(self, inputs: Any, others: Any) -> list[Any]:
+        return [inputs, others]
 
-
-# Templates of kernels; see `_product_kernels.named`.
-
-ONE: Any = None
-WIDE = LEAST = INPUT_BYTES = FLOAT_BYTES = ONE
-
-
-def _by_codes(data):  # type: ignore[no-untyped-def]
-    words = pieces(data)
-    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        codes, _, inputs, floats, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
-        for row in range(first, last):
-            token, base = 0, codes + row * row_bytes
-            while tokens - token >= LEAST:  # two loops: with a branch in one, a single input takes 1.4 times as long
-                before, to, left = token * steps, out + (token * rows + row) * 4, tokens - token
-                WIDE(base, inputs + before * INPUT_BYTES, floats + before * FLOAT_BYTES, to, steps, rows, left)
-                token += TOKENS
-            while token < tokens:
-                before, to = token * steps, out + (token * rows + row) * 4
-                ONE(base, inputs + before * INPUT_BYTES, floats + before * FLOAT_BYTES, to, steps, rows, 1)
-                token += 1
+    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
+        emit, groups = self._emit, self._groups
+        parts, minima = _EMITTED[self._scheme](_StepInMemory(emit, address))
+        products, offset = [emit.zero] * len(inputs), 0
+        for words, scale in parts:
+            for t, (start, _) in enumerate(inputs):
+                vectors = (emit.load(emit.add(start, offset + 64 * n), WORDS, 2) for n in range(len(words)))
+                products[t] = emit.fma(_integers.summed_products(emit, words, vectors), scale, products[t])
+            offset += 64 * len(words)
+        yield 0, products, [emit.spread(emit.load(place, F32, 4)) for _, place in inputs]
+        if minima is not None:
+            sums = [emit.load(emit.add(place, 4), ir.VectorType(F32, groups), 4) for _, place in inputs]
+            if groups < 16:  # zeros follow
+                order = [*range(groups), *[groups] * (16 - groups)]
+                sums = [emit.pick(some, ir.Constant(some.type, None), order) for some in sums]
+            yield 1, itertools.repeat(minima), sums

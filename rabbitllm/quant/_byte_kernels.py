@@ -1,12 +1,10 @@
 """Kernels that multiply many rows of input, rounded to 8 bits, with blocks whose codes have at most 4 bits.
 
-They are kernels by panels (`_product_kernels.py`), but of bytes: one instruction of AVX2 (VPMADDUBSW) multiplies 32
-codes, which are not negative, with 32 inputs, where one in float32 multiplies 8. A step of 256 elements is 8 lanes of
-32, and a lane two parts, each with a scale of its inputs. Vector v of a step, of 8, has bytes 4 v to 4 v + 3 of each
-lane. So vectors v = 0 to 3, the first parts, are summed in 16 bits; the sums of 8 lanes are multiplied by scales at
-once, and their minima by the sums of inputs.
-
-Vectors have 256 bits on every processor, and sums of integers are exact: the results have the same bits on all.
+They are kernels by panels, but of bytes: one instruction of AVX2 (VPMADDUBSW) multiplies 32 codes, which are not
+negative, with 32 inputs, where one in float32 multiplies 8. A step of 256 elements is 8 lanes of 32, and a lane two
+parts, each with a scale of its inputs. Vector v of a step, of 8, has bytes 4 v to 4 v + 3 of each lane. So vectors v =
+0 to 3, the first parts, are summed in 16 bits; the sums of 8 lanes are multiplied by scales at once, and their minima
+by the sums of inputs. Vectors have 256 bits on every processor, so the results have the same bits on all.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Kernels that multiply by published codes: FP8, FP4 and integers of 4 bits, with scales for groups of inputs.
 
-One description, `CodeKernel`, is compiled for each kind of codes, dtype of scales and size of a group that is in use.
 A segment of 64 codes of FP8 is decoded to vectors of those at even indices and of those at odd ones, one of 4 bits to
-integers (`_integers.py`). So each lane of their products has codes of one group, and a vector of scales multiplies
-several groups at once. The loops and arguments are those of our own codes (`_product_kernels.py`), but for `shift`, see
-`shift_of`.
+integers. So each lane of their products has codes of one group, and a vector of scales multiplies several groups at
+once. The loops and arguments are those of `_product_kernels.py`, but for `shift`, see `shift_of`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from abc import abstractmethod
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from rabbitllm.quant import _integers, _product_kernels
 from rabbitllm.quant._integers import WORDS as _WORDS
 from rabbitllm.quant._integers import InputLayout
 from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS, SEGMENT, CodeKernel
+from rabbitllm.quant._product_kernels import CodeSteps, Position, Products
 from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, Emitter, every, number
 
 NIBBLES = "nibbles"
@@ -41,13 +41,7 @@ def shift_of(rows: int, columns: int) -> int:
 
 
 def table_of(kernel: CodeKernel, width: int, values: npt.NDArray[np.float32], factor: float) -> npt.NDArray[np.uint8]:
-    """The table of a kernel of `width` lanes.
-
-    Args:
-        kernel, width: of the kernel.
-        values: of all codes, exact in bfloat16.
-        factor: by which every product is multiplied.
-    """
+    """The table of a kernel of `width` lanes, from the values of all codes, exact in bfloat16, times a factor."""
     if kernel.codes == NIBBLES:
         table = (2 * values).astype(np.int8).view(np.uint8)  # FP4 has halves
     else:
@@ -62,13 +56,13 @@ def table_of(kernel: CodeKernel, width: int, values: npt.NDArray[np.float32], fa
 def address(kernel: CodeKernel, width: int) -> int:
     """The address of a kernel, which is compiled at the first call, or loaded from numba's cache."""
     name = "_".join((CODES, *map(str, kernel), str(width)))
-    by_width: dict[int, Callable[..., _product_kernels.CodeSegment]] = {INTEGERS: _IntegerSegment, PAIRS: _PairSegment}
-    segment_type = by_width.get(width, _FloatSegment)
-    return address_of(_product_kernels.code_kernel(name, functools.partial(segment_type, kernel), width))
+    by_width: dict[int, type[_ScaledSegments]] = {INTEGERS: _IntegerSegments, PAIRS: _PairSegments}
+    steps = functools.partial(by_width.get(width, _FloatSegments), kernel)
+    return address_of(_product_kernels.code_kernel(name, steps, width))
 
 
-class _ScaledSegment(_product_kernels.CodeSegment):
-    """Scales of segments."""
+class _ScaledSegments(CodeSteps):
+    """Segments of which each few codes have a scale."""
 
     codes_a_part = SEGMENT
 
@@ -76,16 +70,22 @@ class _ScaledSegment(_product_kernels.CodeSegment):
         super().__init__(emit)
         self._kernel = kernel
         self.factor = emit.load(emit.add(table, _TABLE_BYTES[kernel.codes]), F32, 1)
-        self.segment_bytes = SEGMENT // 2 if kernel.codes == NIBBLES else SEGMENT
+        self.code_bytes = SEGMENT // 2 if kernel.codes == NIBBLES else SEGMENT
 
-    def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
+    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
         emit, b, a_segment = self._emit, self._emit.b, SEGMENT // self._kernel.group
+        scales, row, segments, segment, shift = position
+        parts = self._parts(address, inputs)
         by_columns, by_rows = b.and_(shift, number(255)), b.lshr(shift, number(8))
         in_row = emit.add(b.lshr(b.sub(segments, number(1)), by_columns), 1)
         first = b.mul(emit.add(b.mul(b.lshr(row, by_rows), in_row), b.lshr(segment, by_columns)), number(a_segment))
-        parts = SEGMENT // self.codes_a_part
-        count = max(a_segment // parts, 1)
-        return [self._spread(scales, emit.add(first, part * count), count) for part in range(parts)]
+        count = max(a_segment // len(parts), 1)
+        for part, values in enumerate(parts):
+            yield 0, values, itertools.repeat(self._spread(scales, emit.add(first, part * count), count))
+
+    @abstractmethod
+    def _parts(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+        """Sums of parts of a segment times the inputs of each token, still apart in lanes."""
 
     def _spread(self, scales: Any, index: Any, count: int) -> Any:
         """So many consecutive scales, each in an equal share of the lanes."""
@@ -125,18 +125,18 @@ NIBBLE_LAYOUT = InputLayout(SEGMENT, (16, 2, 2), (1, 2, 0))
 """The order of the inputs of a segment of codes of 4 bits."""
 
 
-class _IntegerSegment(_ScaledSegment):
+class _IntegerSegments(_ScaledSegments):
     """Looks codes of 4 bits up, of which the first of a byte is in its low half, and multiplies integers."""
 
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
         super().__init__(kernel, emit, table)
         self._table = emit.load(table, ir.VectorType(I8, 16), 1)
 
-    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        *words, scale = super().inputs(even, odd, begin)
+    def inputs(self, inputs: Any, others: Any) -> list[Any]:
+        *words, scale = super().inputs(inputs, others)
         return [*words, self._emit.b.fmul(scale, every(self._emit.floats, 0.5))]  # the table has twice the values
 
-    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+    def _parts(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
         emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16)
         both = emit.load(address, words, 1)
         nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
@@ -147,19 +147,21 @@ class _IntegerSegment(_ScaledSegment):
         return [lane % 8 * count // 8 for lane in range(16)]  # of low halves, then of high ones
 
 
-class _FloatSegment(_ScaledSegment):
+class _FloatSegments(_ScaledSegments):
     """Multiplies in float32; even and odd inputs are in separate arrays."""
+
+    other_bytes = HALF_BYTES
 
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
         super().__init__(kernel, emit, table)
         self.codes_a_part = max(2 * emit.width, kernel.group)
 
-    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
+    def inputs(self, inputs: Any, others: Any) -> list[Any]:
         emit = self._emit
-        places = range(0, HALF_BYTES, emit.width * 4)
-        return [emit.load(emit.add(half, begin, offset), emit.floats, 4) for offset in places for half in (even, odd)]
+        places = itertools.product(range(0, HALF_BYTES, emit.width * 4), (inputs, others))
+        return [emit.load(emit.add(half, offset), emit.floats, 4) for offset, half in places]
 
-    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+    def _parts(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
         emit, width = self._emit, self._emit.width
         words = ir.VectorType(I16, width)
         parts = [[emit.zero] * len(inputs) for _ in range(SEGMENT // self.codes_a_part)]
@@ -186,7 +188,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-class _PairSegment(_ScaledSegment):
+class _PairSegments(_ScaledSegments):
     """Multiplies pairs of bfloat16: of the even codes of a segment, then of the odd ones."""
 
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
@@ -194,12 +196,12 @@ class _PairSegment(_ScaledSegment):
         places = range(0, _TABLE_BYTES[kernel.codes], 64)
         self._tables = [emit.load(emit.add(table, offset), _WORDS, 1) for offset in places]
 
-    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
+    def inputs(self, inputs: Any, others: Any) -> list[Any]:
         emit = self._emit
-        first, second = (emit.load(emit.add(even, begin, offset), _WORDS, 2) for offset in (0, 64))
+        first, second = (emit.load(emit.add(inputs, offset), _WORDS, 2) for offset in (0, 64))
         return [emit.pick(first, second, range(parity, 64, 2)) for parity in (0, 1)]
 
-    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+    def _parts(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
         emit, paired = self._emit, ir.VectorType(_BFloat(), 32)
         multiply = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, emit.floats, paired, paired)
         halves = self._halves(emit.load(address, _WORDS, 1), _WORDS)

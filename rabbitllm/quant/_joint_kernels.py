@@ -7,24 +7,15 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from rabbitllm.base.compiling import to_array, words_at
+from rabbitllm.base.compiling import call_parts, to_array, words_at
+from rabbitllm.base.openmp import PARTS
+from rabbitllm.base.parts import RUN
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
-from rabbitllm.quant._vectors import I16, I32, I64, Emitter, emitted, narrowed, number
+from rabbitllm.quant._vectors import I16, I32, Emitter, emitted, inlined, narrowed, number
 
 PRODUCT_WORDS = 1 + BEFORE_WORK + len(ARGUMENTS)
 """The address of a kernel, and its int64s for one piece of work."""
 _EVEN, _ODD, _OUT, _TOKENS = (ARGUMENTS.index(name) for name in ("even", "odd", "out", "tokens"))
-
-
-def _emit_call(emit, function, data):  # type: ignore[no-untyped-def]
-    signature = ir.FunctionType(ir.VoidType(), [I64])
-    emit.b.call(emit.b.inttoptr(function, signature.as_pointer()), [data])
-
-
-def _emit_team(emit, parallel, function, data, threads):  # type: ignore[no-untyped-def]
-    signature = ir.FunctionType(ir.VoidType(), [I64, I64, I32, I32])
-    count = emit.b.trunc(threads, I32)
-    emit.b.call(emit.b.inttoptr(parallel, signature.as_pointer()), [function, data, count, ir.Constant(I32, 0)])
 
 
 def _emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
@@ -36,15 +27,21 @@ def _emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
         emit.store(value, emit.add(target, b.shl(index, number(1))), 2)
 
 
-_CALL, _TEAM, _NARROW = (emitted(code, 16) for code in (_emit_call, _emit_team, _emit_narrow))
+_NARROW = emitted(_emit_narrow, 16)
 
 
-def multiply(data):  # type: ignore[no-untyped-def]
-    """A thread's rows of each matrix: after the own address the number of these, and `PRODUCT_WORDS` of each."""
+@inlined
+def _in_team(team, function, given, threads):  # type: ignore[no-untyped-def]
+    """See `base.parts.run_parts`."""
+    call_parts(to_array(words_at(team + 8 * RUN), 4).view(np.int64)[0], team, function, given, threads)
+
+
+def multiply(data, first, end, parts):  # type: ignore[no-untyped-def]
+    """Some parts of the rows of each matrix: after the own address the number of these, and `PRODUCT_WORDS` of each."""
     head = to_array(data, 2)
     words = to_array(data, 2 + head[1] * PRODUCT_WORDS)
     for i in range(2, len(words), PRODUCT_WORDS):
-        _CALL(words[i], words[0] + 8 * (i + 1))
+        call_parts(words[i], words[0] + 8 * (i + 1), first, end, parts)
 
 
 def narrow(data):  # type: ignore[no-untyped-def]
@@ -53,10 +50,10 @@ def narrow(data):  # type: ignore[no-untyped-def]
     _NARROW(given[1], given[2], given[3])
 
 
-ROUTED_WORDS, ROUNDING_WORDS = 26, 11
+ROUTED_WORDS, ROUNDING_WORDS = 24, 11
 """Own address; addresses of the inputs in bfloat16, of the chosen matrices, of the number of each row's input (0: the
 row's own), and of the results; of memory for prepared inputs, what is with them, sums, and for words; of the kernel and
-of GOMP_parallel; threads; three words of `BEFORE_WORK`; the function that prepares inputs; columns; three of its words
+of what threads share; threads; the rows of a part; the function that prepares inputs; columns; three of its words
 (for integers step, group and order of their layout); bytes of a prepared row, and of what is with it; rows that are
 prepared, and all; rows of a matrix; its first word.
 
@@ -93,23 +90,23 @@ def routed(data):  # type: ignore[no-untyped-def]
     """Multiply chosen matrices, all of one form, each with rows of its own; the results are bfloat16."""
     head = to_array(data, ROUTED_WORDS)
     inputs, others, sums, work_at = head[5], head[6], head[7], head[8] + 8 * ROUNDING_WORDS
-    columns, input_bytes, other_bytes = head[16], head[20], head[21]
-    prepared, rows, width, first = head[22], head[23], head[24], head[25]
+    columns, input_bytes, other_bytes = head[14], head[18], head[19]
+    prepared, rows, width, first = head[20], head[21], head[22], head[23]
     count = to_array(words_at(head[2]), 4).view(np.int64)[0]
     chosen = to_array(words_at(head[2] + 8), 16 * count).view(np.int64)
     given = to_array(words_at(head[8]), 4 * ROUNDING_WORDS).view(np.int64)
-    given[2], given[3], given[4], given[5] = 1, 1, columns // head[17], columns
-    given[6], given[7], given[8] = head[17], head[18], head[19]
+    given[2], given[3], given[4], given[5] = 1, 1, columns // head[15], columns
+    given[6], given[7], given[8] = head[15], head[16], head[17]
     for i in range(prepared):
         source = i
         if head[3] != 0:
             source = to_array(words_at(head[3] + 8 * i), 4).view(np.int64)[0]
         given[1] = head[1] + 2 * columns * source
         given[9], given[10] = inputs + input_bytes * i, others + other_bytes * i
-        _CALL(head[15], head[8])
+        call_parts(head[13], head[8], 0, 1, 1)
     to_array(words_at(sums), 2 * rows * width)[:] = 0  # some kernels add to them
     work = to_array(words_at(work_at), 4 * (BEFORE_WORK + count * _WORK)).view(np.int64)
-    work[0], work[1], work[2], work[3] = head[12], head[13], head[14], count
+    work[0], work[1] = head[12], count
     for i in range(count):
         begin, tokens = chosen[4 * i + 1], chosen[4 * i + 2]
         words = to_array(words_at(chosen[4 * i] + 8 * first), 4 * _WORK).view(np.int64)
@@ -120,9 +117,9 @@ def routed(data):  # type: ignore[no-untyped-def]
         work[piece + _EVEN], work[piece + _ODD] = inputs + input_bytes * source, others + other_bytes * source
         work[piece + _OUT], work[piece + _TOKENS] = sums + 4 * width * begin, tokens
     if head[11] > 1:
-        _TEAM(head[10], head[9], work_at, head[11])
+        _in_team(head[10], head[9], work_at, head[11])
     else:
-        _CALL(head[9], work_at)
+        call_parts(head[9], work_at, 0, PARTS, PARTS)
     _NARROW(sums, head[4], rows * width)
 
 
@@ -136,6 +133,6 @@ def run_program(data):  # type: ignore[no-untyped-def]
         words[words[i]] = words[words[i + 1]] + words[i + 2]
     for i in range(end, end + 3 * calls, 3):
         if words[i + 2] > 1:
-            _TEAM(team, words[i], words[i + 1], words[i + 2])
+            _in_team(team, words[i], words[i + 1], words[i + 2])
         else:
-            _CALL(words[i], words[i + 1])
+            call_parts(words[i], words[i + 1], 0, PARTS, PARTS)

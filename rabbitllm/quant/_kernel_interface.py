@@ -1,8 +1,9 @@
 """The interface of compiled kernels, which those who call them and those who emit them share.
 
-A kernel is a C function that takes the address of int64s: `BEFORE_WORK` of them, then those of each piece of work,
-which are `ARGUMENTS`. Every kernel has the same. `_product_kernels.py` has one for each method, scheme and set of
-instructions, `_block_kernels.py` those of blocks, `_code_kernels.py` those of published codes.
+A kernel is a C function that takes the address of int64s, the first of the parts that it computes, the one after the
+last of them, and the number of all. The int64s are `BEFORE_WORK`, then those of each piece of work, which are
+`ARGUMENTS`. Every kernel has the same. `_product_kernels.py` has one for each method, scheme and set of instructions,
+`_block_kernels.py` those of blocks, `_code_kernels.py` those of published codes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+
+from rabbitllm.base.openmp import PARTS
 
 CODES, PANELS, BYTES, DEQUANTIZED = "codes", "panels", "bytes", "dequantized"
 """Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; the same as bytes,
@@ -30,13 +33,8 @@ BFLOAT16 = "bfloat16"
 """The scheme of a plain matrix of bfloat16, whose codes are its values."""
 SEGMENT = 64
 """Codes of all schemes but blocks that are summed before their scale is applied."""
-BEFORE_WORK = 4
-"""Number of int64s before the pieces of work.
-
-In a team: the addresses of the functions that return a thread's index and the number of threads, the rows for each
-thread, and the number of pieces. A team may have fewer threads than requested: the last one computes all remaining
-rows. Without a team: 0, the thread's index, the rows for each thread, and the number of pieces.
-"""
+BEFORE_WORK = 2
+"""Number of int64s before the pieces of work: the rows of each part, and the number of pieces."""
 ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "steps", "shift", "tokens", "rows")
 """The arguments of a piece of work: addresses up to `out` (`even` is that of all inputs where even and odd ones are not
 apart); bytes of codes in a row, steps of the kernel in a row, the logarithm of steps in a block, inputs, and rows of
@@ -59,10 +57,15 @@ class CodeKernel(NamedTuple):
     group: int
 
 
-def call(function: int, words: Iterable[int]) -> None:
-    """Call a compiled function, by its address, with that of int64s."""
+def call(function: int, words: Iterable[int], part: int = 0) -> None:
+    """Call a compiled function, by its address, with that of int64s, for the parts of a thread from this one on."""
     data = array("q", words)
-    python_function(function)(data.buffer_info()[0])
+    _parts_function(function)(data.buffer_info()[0], part, part + PARTS, part + PARTS)
+
+
+@functools.cache
+def _parts_function(function: int) -> Callable[[int, int, int, int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_int64] * 3)(function)
 
 
 @functools.cache

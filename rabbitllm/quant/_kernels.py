@@ -9,12 +9,11 @@ import functools
 import logging
 from array import array
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 
 import torch
 
-from rabbitllm.base.forks import DaemonThread, Workers
-from rabbitllm.base.openmp import torchs_team
+from rabbitllm.base.forks import Workers
+from rabbitllm.base.openmp import PARTS, torchs_team
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant._kernel_interface import BFLOATS, BYTES, CODES, NUMBERS, PANELS, CodeKernel, call
@@ -33,29 +32,28 @@ def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[int, ...]], nbytes: int) -> None:
-    """Run a kernel on all rows of each piece of work, in as many threads as are worth it.
+    """Run a kernel on all rows of each piece of work, in as many threads as the bytes of all codes are worth.
 
-    Args:
-        method, scheme, width: of the kernel; see `_product_kernels.address`.
-        work: `_kernel_interface.ARGUMENTS` of each piece; all have the same number of rows.
-        nbytes: bytes of the codes of all pieces.
+    A piece is `_kernel_interface.ARGUMENTS`; all have the same number of rows.
     """
     function, tile = kernel(method, scheme, width)
     threads, rows = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method])), work[0][-1]
     words = [value for piece in work for value in piece]
+    data = array("q", [rows_of_part(rows, threads, tile), len(work), *words])
     if threads == 1:
-        call(function, [0, 0, rows, len(work), *words])
-        return
-    share = round_up(-(-rows // threads), tile)  # no tile is divided
-    if (team := torchs_team()) is not None:
-        data = array("q", [team.thread_number, team.thread_count, share, len(work), *words])
+        call(function, data)
+    elif (team := torchs_team()) is not None:
         team.run(function, data.buffer_info()[0], threads)
-        return
-    parts = [[0, index, share, len(work), *words] for index in range(-(-rows // share))]
-    futures = [_threads().submit(call, function, part) for part in parts[1:]]
-    call(function, parts[0])
-    for future in futures:
-        future.result()
+    else:
+        futures = [_threads().submit(call, function, data, PARTS * thread) for thread in range(1, threads)]
+        call(function, data)
+        for future in futures:
+            future.result()
+
+
+def rows_of_part(rows: int, threads: int, tile: int) -> int:
+    """Rows of a matrix in each part of those that so many threads compute; no tile is divided."""
+    return round_up(-(-rows // (threads * PARTS)), tile)
 
 
 @functools.cache
@@ -92,20 +90,12 @@ def agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]], tol
     Args:
         name: the products, in the message.
         products: the kernel's result and the correct one, for each product.
-        tolerance: maximum error relative to the norm of a product.
     """
-    outcome = Future[bool]()
-
-    def compare() -> None:
-        try:
-            outcome.set_result(_agrees(name, products, tolerance))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    thread = DaemonThread(compare, "kernel-trial")
-    thread.start()
-    thread.join()
-    return outcome.result()
+    trial = Workers(1, "kernel-trial")
+    try:
+        return bool(trial.submit(_agrees, name, products, tolerance).result())
+    finally:
+        trial.shutdown()
 
 
 def _agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float) -> bool:

@@ -1,20 +1,17 @@
 """Kernels of products (`_kernel_interface.py`), compiled for this processor's vectors by numba and LLVM.
 
-**By codes.** Weights are never written to memory, so only the bytes of the codes are read: segments of them are
-multiplied by their inputs in registers (`_vectors.py`), and summed in float32; a block's sum is multiplied by the
-block's scale. Fills out[token, row], float32.
+**By codes.** Only the bytes of the codes are read: steps of them are multiplied by their inputs in registers, and the
+products by their scales, summed in float32. Fills out[token, row], float32.
 
 **Numbers.** Fills out[row, column], float32 or bfloat16.
 
 **By panels.** A panel, a few rows of the matrix or parts of long ones, is decoded to float32 once, in memory that stays
-in a core's cache, and multiplied with all inputs before the next panel. With many inputs the decoding then costs almost
-nothing. A panel's row consists of steps of two vectors, one of the values at even indices and one at odd ones, as codes
-are separated; the inputs have the same order, and are multiplied by the value of a code times its block's scale. Adds
-to out[token, row], float32.
+in a core's cache, and multiplied with all inputs before the next panel. Its steps are two vectors, one of the values at
+even indices and one at odd ones, as codes are separated; inputs have the same order. Adds to out[token, row], float32.
 
-**bfloat16**, for processors that have no instructions for that type. A bfloat16 is the upper half of a float32. 32 bits
-of a row are two of its values: shifted up they are the even one, with the lower half cleared the odd one. For many
-inputs they are widened so into panels; for few of them in registers, with the same sums. Adds to out[token, row].
+**bfloat16**, for processors that have no instructions for that type: the upper half of a float32. 32 bits are two
+values: shifted up they are the even one, with the lower half cleared the odd one. For many inputs panels are made of
+them; for few the matrix is the panel, and they are widened in registers.
 
 Every sum adds its products in the same order, for any number of inputs and any tile: a row of the result is the same
 bit for bit alone and among others. Functions release the interpreter lock, and take addresses, not tensors.
@@ -23,12 +20,13 @@ bit for bit alone and among others. Functions release the interpreter lock, and 
 from __future__ import annotations
 
 import functools
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
-from rabbitllm.base.compiling import address_of, asked, to_array
+from rabbitllm.base.compiling import address_of, to_array
 from rabbitllm.quant import _integers
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, CODES, INTEGERS, PANELS
 from rabbitllm.quant._vectors import CODEBOOKS, F32, HALF_BYTES, Emitter, emitted, inlined, narrowed, number, on_stack
@@ -36,6 +34,8 @@ from rabbitllm.quant._vectors import CODEBOOKS, F32, HALF_BYTES, Emitter, emitte
 ROWS, CODE_ROWS = 4, 2
 """Rows of the matrix for each load of an input, of a panel and by codes. More rows of codes are no faster in the cache,
 and read from memory they are slower: the processor's own prefetcher does not follow so many."""
+NEAR_ROWS = 32
+"""Rows whose codes stay in a core's cache until they are multiplied with all inputs."""
 TOKENS = 4
 """Inputs for each lookup of a code."""
 LEAST_WIDE, LEAST_SLOW = 3, 2
@@ -53,18 +53,10 @@ INPUT_BYTES = 1 << 17
 STEP_BYTES = {"4bit": 1, "8bit": 2, BFLOAT16: 4}
 """Scheme -> bytes of two codes, of which a panel's step has as many pairs as a vector has lanes."""
 PIECE_WORDS = len(ARGUMENTS)
-SCALE_SHIFT = 5
-"""A segment of integers has 128 bytes of inputs and a scale of 4: a 2**5th."""
 
 
 def address(method: str, scheme: str, width: int) -> int:
-    """The address of a kernel, which is compiled at the first call, or loaded from numba's cache.
-
-    Args:
-        method: `CODES`, `PANELS` or `BFLOATS`.
-        scheme: "4bit" or "8bit"; `BFLOAT16` by codes.
-        width: lanes of its vectors; `INTEGERS` for our own schemes by codes.
-    """
+    """The address of a kernel, one of `KERNELS`, which is compiled at the first call, or loaded from numba's cache."""
     return address_of(KERNELS[method, scheme, width])
 
 
@@ -76,7 +68,7 @@ def step_size(method: str, width: int) -> int:
 @inlined
 def pieces(data):  # type: ignore[no-untyped-def]
     """The int64s at an address; each piece of work begins at a multiple of `PIECE_WORDS` after `BEFORE_WORK`."""
-    return to_array(data, BEFORE_WORK + PIECE_WORDS * to_array(data, BEFORE_WORK)[3])
+    return to_array(data, BEFORE_WORK + PIECE_WORDS * to_array(data, BEFORE_WORK)[1])
 
 
 @inlined
@@ -89,73 +81,62 @@ def arguments(words, i):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def own_rows(words, rows):  # type: ignore[no-untyped-def]
-    """The first row of this thread and the one after its last; see `_kernel_interface.BEFORE_WORK`."""
-    thread, share, is_last = words[1], words[2], False
-    if words[0] != 0:
-        thread = asked(words[0])
-        is_last = thread + 1 == asked(words[1])
-    first = thread * share
-    return first, rows if is_last else min(first + share, rows)
-
-
-def numbers_to(emit: Emitter, count: int, tokens: Any) -> list[Any]:
-    """0 to `count` - 1, but at most `tokens` - 1: a tile with fewer inputs computes the last one again."""
-    numbers, last = [number(t) for t in range(count)], emit.b.sub(tokens, number(1))
-    return numbers[:1] + [emit.b.select(emit.b.icmp_signed("<", t, last), t, last) for t in numbers[1:]]
-
-
-def _store_sums(
-    emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any, row: Any, numbers: Iterable[Any], finish: Any
-) -> None:
-    """Store `finish(totals, place)` of the sums of all rows with each input at out[token, row], by its number."""
-    builder = emit.b
-    for t, of_token in zip(numbers, zip(*sums, strict=True), strict=True):
-        totals = emit.sum(*(builder.load(lanes) for lanes in of_token))
-        place = emit.add(out, builder.mul(emit.add(row, builder.mul(all_rows, t)), number(4)))
-        emit.store(finish(totals, place), place, 4)
+def own_rows(words, start, end, rows):  # type: ignore[no-untyped-def]
+    """The first row of some parts and the one after their last."""
+    return start * words[0], min(end * words[0], rows)
 
 
 def add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> None:
     """Add the sums of consecutive rows to those at out[token]."""
-
-    def finish(totals: Any, place: Any) -> Any:
-        return emit.b.fadd(emit.load(place, totals.type, 4), totals)
-
-    _store_sums(emit, sums, out, all_rows, number(0), map(number, range(len(sums[0]))), finish)
+    for t, of_token in enumerate(zip(*sums, strict=True)):
+        totals = emit.sum(*map(emit.b.load, of_token))
+        place = emit.add(out, emit.b.mul(all_rows, number(4 * t)))
+        emit.store(emit.b.fadd(emit.load(place, totals.type, 4), totals), place, 4)
 
 
 # By codes.
 
 
-class CodeSegment(ABC):
-    """Emits how segments of codes, `SEGMENT` at a time, are decoded, multiplied and scaled.
+class Position(NamedTuple):
+    """Where a step of codes is, in numbers of LLVM: the address of all scales, row, steps in a row, step, and shift."""
+
+    scales: Any
+    row: Any
+    steps: Any
+    step: Any
+    shift: Any
+
+
+Products: TypeAlias = Iterator[tuple[int, Iterable[Any], Iterable[Any]]]
+"""An accumulator's number, and two vectors for each input, whose products are added to it."""
+
+
+class CodeSteps(ABC):
+    """Emits how steps of codes are decoded, multiplied and scaled; steps are segments, `SEGMENT`, or blocks.
 
     Attributes:
-        segment_bytes: bytes of the codes of a segment.
-        factor: of the sums of scaled products.
+        code_bytes, input_bytes, other_bytes: of a step: of codes, of inputs, and of what is with those.
+        accumulators: vectors in which an input's products are summed; the second one's sum is subtracted.
+        factor: of the sums; None for 1.
     """
 
-    segment_bytes: int
-    factor: Any
+    code_bytes: int
+    input_bytes, other_bytes = HALF_BYTES, 4
+    accumulators = 1
+    factor: Any = None
 
     def __init__(self, emit: Emitter) -> None:
         self._emit = emit
 
-    def inputs(self, even: Any, odd: Any, begin: Any) -> list[Any]:
-        """Vectors of a segment's inputs, from bytes `begin` on: of integers two, and their scale in all lanes."""
+    def inputs(self, inputs: Any, others: Any) -> list[Any]:
+        """What `products` takes of a step's inputs at these addresses: two vectors, and their scale in all lanes."""
         emit = self._emit
-        words = [emit.load(emit.add(even, begin, offset), _integers.WORDS, 2) for offset in (0, 64)]
-        scale = emit.add(odd, emit.b.lshr(begin, number(SCALE_SHIFT)))
-        return [*words, emit.spread(emit.load(scale, F32, 4))]
+        words = [emit.load(emit.add(inputs, offset), _integers.WORDS, 2) for offset in (0, 64)]
+        return [*words, emit.spread(emit.load(others, F32, 4))]
 
     @abstractmethod
-    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        """Sums of parts of a segment times the inputs of each token, still apart in lanes."""
-
-    @abstractmethod
-    def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
-        """The scales of the lanes of each part of a segment of a row of so many segments."""
+    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
+        """The products of a step of codes at an address."""
 
 
 def integer_products(emit: Emitter, codes: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:
@@ -164,56 +145,57 @@ def integer_products(emit: Emitter, codes: Iterable[Any], inputs: list[list[Any]
     return [emit.b.fmul(_integers.summed_products(emit, pair, vectors), scale) for *vectors, scale in inputs]
 
 
-class _OwnSegment(CodeSegment):
-    """A segment of our own schemes, of which all codes have one scale."""
+class _OwnSegments(CodeSteps):
+    """Segments of our own schemes, of which all codes have one scale."""
 
     def __init__(self, scheme: str, emit: Emitter, table: Any) -> None:
         super().__init__(emit)
         self._decoder = _integers.OWN_DECODERS[scheme](emit, table)
-        self.segment_bytes, self.factor = self._decoder.segment_bytes, self._decoder.factor
+        self.code_bytes, self.factor = self._decoder.segment_bytes, self._decoder.factor
 
-    def products(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        return [integer_products(self._emit, self._decoder.words(address), inputs)]
+    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
+        emit, (scales, row, steps, step, shift) = self._emit, position
+        values = integer_products(emit, self._decoder.words(address), inputs)
+        block = emit.b.lshr(emit.add(emit.b.mul(row, steps), step), shift)
+        scale = emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))
+        yield 0, values, itertools.repeat(scale)
 
-    def scales(self, scales: Any, row: Any, segments: Any, segment: Any, shift: Any) -> list[Any]:
-        emit = self._emit
-        block = emit.b.lshr(emit.add(emit.b.mul(row, segments), segment), shift)
-        return [emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))]
 
-
-def _code_dot(make: Callable[[Emitter, Any], CodeSegment], width: int, rows: int, tokens: int) -> Any:
+def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, tokens: int) -> Any:
     """An intrinsic that multiplies `rows` consecutive rows of codes by up to `tokens` consecutive inputs."""
 
-    def dot(emit, codes, scales, even, odd, table, out, row_bytes, segments, shift, all_rows, row, left):  # type: ignore[no-untyped-def]
-        """All arguments are int64; the first six are addresses, `row` is the first row, `left` the number of inputs."""
-        builder = emit.b
-        numbers = numbers_to(emit, tokens, left)
-        segment = make(emit, table)
-        input_bytes = builder.mul(segments, number(HALF_BYTES))
-        sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
-        with emit.loop(segments) as index:
-            begins = [builder.mul(input_bytes, t) for t in numbers]
-            begins = [emit.add(begin, builder.mul(index, number(HALF_BYTES))) for begin in begins]
-            inputs = [segment.inputs(even, odd, begin) for begin in begins]
+    def dot(emit, codes, scales, even, odd, table, out, row_bytes, steps, shift, count, all_rows, row, token):  # type: ignore[no-untyped-def]
+        """All arguments are int64: `ARGUMENTS`, then the first row and the first input."""
+        b, of_steps = emit.b, make(emit, table)
+        last, numbers = b.sub(count, number(1)), [emit.add(token, t) for t in range(tokens)]
+        # a tile with fewer inputs computes the last one again
+        numbers[1:] = [b.select(b.icmp_signed("<", t, last), t, last) for t in numbers[1:]]
+        sums = [[[emit.variable() for _ in range(of_steps.accumulators)] for _ in numbers] for _ in range(rows)]
+        sizes = (even, of_steps.input_bytes), (odd, of_steps.other_bytes)
+        before = [b.mul(steps, t) for t in numbers]
+        with emit.loop(steps) as step:
+            places = [emit.add(steps_before, step) for steps_before in before]
+            inputs = [
+                of_steps.inputs(*(emit.add(at, b.mul(place, number(size))) for at, size in sizes)) for place in places
+            ]
+            begin = b.mul(step, number(of_steps.code_bytes))
             # the bytes after the end of a row are in the cache already; the next tile's rows are needed next
-            code_bytes = number(segment.segment_bytes)
-            beyond = emit.add(builder.mul(index, code_bytes), PREFETCHED)
-            is_beyond = builder.icmp_unsigned(">=", beyond, row_bytes)
-            skipped = builder.select(is_beyond, builder.mul(row_bytes, number(rows - 1)), number(0))
-            ahead = emit.add(skipped, PREFETCHED)
-            for r in range(rows):
-                here = emit.add(row, r)
-                base = emit.add(codes, builder.mul(here, row_bytes), builder.mul(index, code_bytes))
-                emit.prefetch(emit.add(base, ahead))
-                parts = segment.products(base, inputs)
-                for part, scale in zip(parts, segment.scales(scales, here, segments, index, shift), strict=True):
-                    for total, value in zip(sums[r], part, strict=True):
-                        builder.store(emit.fma(value, scale, builder.load(total)), total)
-
-        def finish(totals: Any, place: Any) -> Any:
-            return builder.fmul(totals, emit.spread(segment.factor, totals.type.count))
-
-        _store_sums(emit, sums, out, all_rows, row, numbers, finish)
+            is_beyond = b.icmp_unsigned(">=", emit.add(begin, PREFETCHED), row_bytes)
+            ahead = emit.add(b.select(is_beyond, b.mul(row_bytes, number(rows - 1)), number(0)), PREFETCHED)
+            for r, of_row in enumerate(sums):
+                position = Position(scales, emit.add(row, r), steps, step, shift)
+                address = emit.add(codes, b.mul(position.row, row_bytes), begin)
+                for line in range(0, of_steps.code_bytes, 64):
+                    emit.prefetch(emit.add(address, ahead, line))
+                for accumulator, values, scales_of in of_steps.products(address, inputs, position):
+                    for variables, value, scale in zip(of_row, values, scales_of, strict=False):
+                        total = variables[accumulator]
+                        b.store(emit.fma(value, scale, b.load(total)), total)
+        for t, of_token in zip(numbers, zip(*sums, strict=True), strict=True):
+            totals = emit.sum(*(functools.reduce(b.fsub, map(b.load, variables)) for variables in of_token))
+            if of_steps.factor is not None:
+                totals = b.fmul(totals, emit.spread(of_steps.factor, totals.type.count))
+            emit.store(totals, emit.add(out, b.mul(emit.add(row, b.mul(all_rows, t)), number(4))), 4)
 
     return emitted(dot, width)
 
@@ -252,48 +234,33 @@ def _fill(method: str, scheme: str, width: int) -> Any:
     return emitted(fill, width)
 
 
-def _panel_dot(width: int, rows: int, tokens: int) -> Any:
-    """An intrinsic that multiplies `rows` consecutive rows of a panel by `tokens` consecutive inputs."""
+def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) -> Any:
+    """An intrinsic that multiplies `rows` consecutive rows of a panel by `tokens` consecutive inputs.
+
+    Values of `scheme`, `BFLOAT16`, are widened in registers: then the matrix itself is the panel.
+    """
 
     def dot(emit, panel, inputs, out, steps, panel_bytes, input_bytes, all_rows):  # type: ignore[no-untyped-def]
         """All arguments are int64: addresses of the first row, the first input and the first sum; steps of two vectors;
         bytes from one row to the next, and from one input to the next; rows of the whole matrix."""
-        builder = emit.b
+        b, nbytes = emit.b, 4 * width
         sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
-        begins = [emit.add(inputs, builder.mul(input_bytes, number(t))) for t in range(tokens)]
-        bases = [emit.add(panel, builder.mul(panel_bytes, number(r))) for r in range(rows)]
-        with emit.loop(builder.mul(steps, number(2))) as index:
-            offset = builder.mul(index, number(4 * width))
-            vectors = [emit.load(emit.add(begin, offset), emit.floats, 4) for begin in begins]
-            for r in range(rows):
-                weight = emit.load(emit.add(bases[r], offset), emit.floats, 4)
-                for t in range(tokens):
-                    builder.store(emit.fma(weight, vectors[t], builder.load(sums[r][t])), sums[r][t])
+        begins = [emit.add(inputs, b.mul(input_bytes, number(t))) for t in range(tokens)]
+        bases = [emit.add(panel, b.mul(panel_bytes, number(r))) for r in range(rows)]
+        widen = CODEBOOKS[scheme](emit, None) if scheme is not None else None
+
+        def both(address: Any) -> list[Any]:
+            return [emit.load(emit.add(address, offset), emit.floats, 4) for offset in (0, nbytes)]
+
+        with emit.loop(steps) as step:
+            offset = b.mul(step, number(2 * nbytes))
+            at = b.mul(step, number(nbytes)) if widen else offset
+            weights = [(widen or both)(emit.add(base, at)) for base in bases]
+            vectors = [both(emit.add(begin, offset)) for begin in begins]
+            for half, of_row, t in itertools.product(range(2), range(rows), range(tokens)):
+                total = sums[of_row][t]
+                b.store(emit.fma(weights[of_row][half], vectors[t][half], b.load(total)), total)
         add_sums(emit, sums, out, all_rows)
-
-    return emitted(dot, width)
-
-
-# bfloat16.
-
-
-def _bfloat_dot(width: int, rows: int) -> Any:
-    """An intrinsic that multiplies `rows` consecutive rows by an input."""
-
-    def dot(emit, matrix, inputs, out, steps, row_bytes):  # type: ignore[no-untyped-def]
-        """All arguments are int64, the first three addresses: of the first row, the input and the first sum."""
-        builder = emit.b
-        sums = [[emit.variable()] for _ in range(rows)]
-        bases = [emit.add(matrix, builder.mul(row_bytes, number(r))) for r in range(rows)]
-        decode = CODEBOOKS[BFLOAT16](emit, None)
-        with emit.loop(steps) as index:
-            offset = builder.mul(index, number(4 * width))
-            place = emit.add(inputs, offset, offset)
-            vectors = [emit.load(emit.add(place, odd), emit.floats, 4) for odd in (0, 4 * width)]
-            for base, (total,) in zip(bases, sums, strict=True):
-                for value, vector in zip(decode(emit.add(base, offset)), vectors, strict=True):
-                    builder.store(emit.fma(value, vector, builder.load(total)), total)
-        add_sums(emit, sums, out, number(0))
 
     return emitted(dot, width)
 
@@ -302,45 +269,45 @@ def _bfloat_dot(width: int, rows: int) -> Any:
 # uses is global. So each kernel is a template with a name and globals of its own.
 
 ONE: Any = None
-TALL = WIDE = SQUARE = LEAST = FILL = AT_ONCE = VECTOR = ODD_SHIFT = ONE
+TALL = WIDE = SQUARE = LEAST = TILE = FILL = AT_ONCE = VECTOR = ONE
+IN_PLACE = False
 
 
-def _by_codes(data):  # type: ignore[no-untyped-def]
-    """The loops over rows and inputs, in tiles of `CODE_ROWS` and `TOKENS` and smaller ones at the ends."""
+def _by_codes(data, start, end, parts):  # type: ignore[no-untyped-def]
+    """The loops over rows and inputs, in tiles of `TILE` and `TOKENS` and smaller ones at the ends."""
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        codes, scales, even, odd, table, out, row_bytes, segments, shift, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
-        token, input_bytes = 0, segments * HALF_BYTES
-        while token < tokens:
-            e, o = even + token * input_bytes, odd + (token * input_bytes >> ODD_SHIFT)
-            to = out + token * rows * 4
-            row, left = first, tokens - token
-            is_wide = left >= LEAST
-            while row < last:
-                is_tall = row + CODE_ROWS <= last
-                if is_wide and is_tall:
-                    SQUARE(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                elif is_wide:
-                    WIDE(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                elif is_tall:
-                    TALL(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                else:
-                    ONE(codes, scales, e, o, table, to, row_bytes, segments, shift, rows, row, left)
-                row += CODE_ROWS if is_tall else 1
-            token += TOKENS if is_wide else 1
+        work = arguments(words, piece)
+        tokens = work[9]
+        first, last = own_rows(words, start, end, work[10])
+        for top in range(first, last, NEAR_ROWS):
+            bottom, token = min(top + NEAR_ROWS, last), 0
+            while token < tokens:
+                row, is_wide = top, tokens - token >= LEAST
+                while row < bottom:
+                    is_tall = row + TILE <= bottom
+                    if is_wide and is_tall:
+                        SQUARE(*work, row, token)
+                    elif is_wide:
+                        WIDE(*work, row, token)
+                    elif is_tall:
+                        TALL(*work, row, token)
+                    else:
+                        ONE(*work, row, token)
+                    row += TILE if is_tall else 1
+                token += TOKENS if is_wide else 1
 
 
-def _by_numbers(data):  # type: ignore[no-untyped-def]
+def _by_numbers(data, start, end, parts):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, _, _, table, out, row_bytes, steps, shift, _, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
+        first, last = own_rows(words, start, end, rows)
         for row in range(first, last):
             FILL(codes, scales, table, out + row * steps * VECTOR, row_bytes, steps, shift, row, 0, steps)
 
 
-def _by_panels(data):  # type: ignore[no-untyped-def]
+def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
     """The loops over panels, over inputs that fit the cache, and over tiles of rows and inputs."""
     panel = stack_panel()
     step_bytes = 2 * VECTOR
@@ -348,7 +315,7 @@ def _by_panels(data):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
+        first, last = own_rows(words, start, stop, rows)
         input_bytes = steps * step_bytes
         for top in range(first, last, PANEL_ROWS):
             bottom = min(top + PANEL_ROWS, last)
@@ -356,9 +323,12 @@ def _by_panels(data):  # type: ignore[no-untyped-def]
                 count = min(max_steps, steps - step)
                 panel_bytes = count * step_bytes
                 many_inputs = max(INPUT_BYTES // panel_bytes // AT_ONCE, 1) * AT_ONCE
-                for row in range(top, bottom):
-                    place = panel + (row - top) * panel_bytes
-                    FILL(codes, scales, table, place, row_bytes, steps, shift, row, step, count)
+                if IN_PLACE:
+                    panel, panel_bytes = codes + top * row_bytes + step * VECTOR, row_bytes
+                else:
+                    for row in range(top, bottom):
+                        place = panel + (row - top) * panel_bytes
+                        FILL(codes, scales, table, place, row_bytes, steps, shift, row, step, count)
                 for begin in range(0, tokens, many_inputs):
                     end = min(begin + many_inputs, tokens)
                     row = top
@@ -380,28 +350,6 @@ def _by_panels(data):  # type: ignore[no-untyped-def]
                         row += ROWS if is_tall else 1
 
 
-def _of_bfloat16(data):  # type: ignore[no-untyped-def]
-    """The loops over tiles of rows, parts of long ones, and inputs."""
-    max_steps = PANEL_COLUMNS * 2 // VECTOR
-    words = pieces(data)
-    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        matrix, _, inputs, _, _, out, row_bytes, steps, _, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, rows)
-        row = first
-        while row < last:
-            is_tall = row + ROWS <= last
-            for step in range(0, steps, max_steps):
-                here, count = matrix + row * row_bytes + step * VECTOR, min(max_steps, steps - step)
-                for token in range(tokens):
-                    of_token = inputs + (token * steps + step) * 2 * VECTOR
-                    to = out + (token * rows + row) * 4
-                    if is_tall:
-                        TALL(here, of_token, to, count, row_bytes)
-                    else:
-                        ONE(here, of_token, to, count, row_bytes)
-            row += ROWS if is_tall else 1
-
-
 def named(template: Any, name: str, **constants: Any) -> Callable[[Any], None]:
     """A kernel of this name from a template, which uses the globals of its module and these instead of some."""
     kernel = FunctionType(template.__code__, {**template.__globals__, **constants}, name)
@@ -418,12 +366,12 @@ def filling_kernel(method: str, scheme: str, width: int, fill: Any) -> Callable[
 
 
 def panel_kernel(
-    name: str, fill: Any, dot: Callable[[int, int], Any], tokens: int, vector_bytes: int
+    name: str, fill: Any, dot: Callable[[int, int], Any], tokens: int, vector_bytes: int, **others: Any
 ) -> Callable[[Any], None]:
     """A kernel by panels: of intrinsics like those of `_fill` and `_panel_dot`, for tiles of so many inputs; a step of
     a panel and of inputs has twice so many bytes."""
     single, tall, square = (dot(*shape) for shape in ((1, 1), (ROWS, 1), (ROWS, tokens)))
-    constants = {"ONE": single, "TALL": tall, "SQUARE": square, "AT_ONCE": tokens, "VECTOR": vector_bytes}
+    constants = {"ONE": single, "TALL": tall, "SQUARE": square, "AT_ONCE": tokens, "VECTOR": vector_bytes, **others}
     return named(_by_panels, name, FILL=fill, **constants)
 
 
@@ -433,14 +381,13 @@ def rows_kernel(name: str, fill: Any, step_bytes: int) -> Callable[[Any], None]:
 
 
 def code_kernel(
-    name: str, make: Callable[[Emitter, Any], CodeSegment], width: int, least: int = LEAST_WIDE
+    name: str, make: Callable[[Emitter, Any], CodeSteps], width: int, least: int = LEAST_WIDE, rows: int = CODE_ROWS
 ) -> Callable[[Any], None]:
-    """The kernel by codes of segments that `make` returns for an emitter and the address of a table; for `least`, see
-    `LEAST_WIDE`."""
-    shapes = (1, 1), (CODE_ROWS, 1), (1, TOKENS), (CODE_ROWS, TOKENS)
+    """The kernel by codes of steps that `make` returns for an emitter and the address of a table, with tiles of so many
+    rows; for `least`, see `LEAST_WIDE`."""
+    shapes = (1, 1), (rows, 1), (1, TOKENS), (rows, TOKENS)
     single, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
-    shift = SCALE_SHIFT if width == INTEGERS else 0
-    return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, ODD_SHIFT=shift)
+    return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, TILE=rows)
 
 
 def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
@@ -448,9 +395,10 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
         return filling_kernel(method, scheme, width, _fill(method, scheme, width))
     name = f"{method}_{scheme}_{width}"
     if scheme == BFLOAT16:
-        return named(_of_bfloat16, name, ONE=_bfloat_dot(width, 1), TALL=_bfloat_dot(width, ROWS), VECTOR=4 * width)
+        dot = functools.partial(_panel_dot, width, scheme=scheme)
+        return panel_kernel(name, _fill(PANELS, scheme, width), dot, 1, 4 * width, IN_PLACE=True, PANEL_ROWS=ROWS)
     least = LEAST_SLOW if scheme == "8bit" else LEAST_WIDE
-    return code_kernel(name, functools.partial(_OwnSegment, scheme), width, least)
+    return code_kernel(name, functools.partial(_OwnSegments, scheme), width, least)
 
 
 _KEYS = [(CODES, scheme, INTEGERS) for scheme in ("4bit", "8bit")]
@@ -458,4 +406,4 @@ _KEYS += [(PANELS, scheme, width) for scheme in STEP_BYTES for width in (16, 8)]
 _KEYS += [(BFLOATS, scheme, width) for scheme in ("4bit", "8bit") for width in (16, 8)]
 _KEYS += [(CODES, BFLOAT16, width) for width in (16, 8)]
 KERNELS: dict[tuple[str, str, int], Callable[[Any], None]] = {key: _kernel(*key) for key in _KEYS}
-"""Method, scheme and width of a kernel (see `address`) -> the kernel."""
+"""Method, scheme, and lanes of its vectors (`INTEGERS` for our own schemes by codes) -> the kernel."""

@@ -1,9 +1,8 @@
 """Products of rows with a matrix of bfloat16, where torch's are slow.
 
-Without instructions for bfloat16, torch multiplies input by input: 16 rows took six times as long as one. There parts
-of the matrix are widened, while they stay in the cache, and multiplied in float32. With them torch reads a matrix for
-one row at two thirds of the memory's speed (see docs/PERFORMANCE.md). Sums are in float32 and rounded once, as torch's
-are, but in another order: last bits differ. A row of the result is the same bit for bit alone and among any others.
+Without instructions for bfloat16, torch multiplies input by input: 16 rows took six times as long as one. With them it
+reads a matrix for one row at two thirds of the memory's speed. Sums are in float32 and rounded once, as torch's are,
+but in another order: last bits differ.
 """
 
 from __future__ import annotations
@@ -55,16 +54,7 @@ def _width_for(weight: torch.Tensor) -> int:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ W.T + bias`, for which `multiplies` holds.
-
-    Args:
-        x: (..., K), bfloat16.
-        weight: (N, K), bfloat16.
-        bias: (N,) or None.
-
-    Returns:
-        (..., N), bfloat16.
-    """
+    """`x @ W.T + bias`, for which `multiplies` holds: (..., K), (N, K) and (N,) -> (..., N), all bfloat16."""
     from rabbitllm.quant import _vectors
 
     flat = x.reshape(-1, x.shape[-1])

@@ -11,8 +11,8 @@ w = x**2 + `spread` * mean(x**2): large weights matter more, and a larger `sprea
    the block; and this again.
 4. The codes are the nearest ones.
 
-Groups are the lanes of all loops, so each sum has one order: the bytes are the same on every processor and for any
-number of threads. Nothing is contracted to a fused product and sum.
+Groups are the lanes of all loops, so each sum has one order, and nothing is contracted to a fused product and sum: the
+bytes are the same on every processor and for any number of threads.
 """
 
 from __future__ import annotations
@@ -67,15 +67,12 @@ ENCODED = ("Q8_0", "Q4_0", *_SEARCHES)
 
 
 def encode(name: str, values: torch.Tensor | npt.NDArray[Any], threads: int | None = None) -> torch.Tensor:
-    """Quantize a matrix to blocks.
+    """Quantize a matrix to blocks: uint8 (rows, bytes of a row).
 
     Args:
         name: one of `ENCODED`.
         values: (rows, columns) bfloat16, float16 or float32, on the CPU; rows are whole blocks.
         threads: how many compute; by default as many as torch has.
-
-    Returns:
-        uint8 (rows, bytes of a row).
 
     Raises:
         UnreadableFormatError: another type, dtype or shape; or a value that is not a number or exceeds float16.

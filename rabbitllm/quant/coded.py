@@ -1,9 +1,8 @@
 """Matrices of checkpoints that are published quantized, multiplied from their codes on the CPU.
 
 FP8 (float8_e4m3fn), FP4 (E2M1) and integers of 4 bits, each with a scale for a block of rows and columns. For few rows
-of input the kernels of `_code_kernels.py` decode in registers: only the published bytes are read. They multiply the
-value of a code times its scale in float32; the dequantized matrix has the same values, rounded. For more rows some rows
-of the matrix at a time are dequantized and multiplied by torch.
+of input the kernels of `_code_kernels.py` decode in registers; for more, some rows of the matrix at a time are
+dequantized and multiplied by torch.
 """
 
 from __future__ import annotations
@@ -194,12 +193,9 @@ class CodedMatrix(KernelMatrix):
         weights, bits = dequantize_kernels.empty((end - begin, columns), dtype)
         codes = self.payload.view(self.form.shape[0], -1)[begin:end].numpy()
         row_scales = (scales[begin // block[0] : -(-end // block[0])] if block[0] else scales).contiguous().numpy()
-        values, threads = _values(self.form.codes), torch.get_num_threads()
-        if self.form.codes == FP8:
-            size = block[0] or end - begin, block[1] or columns
-            dequantize_kernels.blocks(codes, values, row_scales, size, bits, threads)
-        else:
-            dequantize_kernels.fours(codes, values, row_scales, bits, threads)
+        size, first = (block[0] or end - begin, block[1] or columns), None if self.form.codes == FP8 else 0
+        threads = torch.get_num_threads()
+        dequantize_kernels.blocks(codes, _values(self.form.codes), row_scales, size, bits, threads, first)
         return weights.to(dtype)
 
     def _float_scales(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Kernels that dequantize on the CPU, compiled by numba: our schemes, and published quantizations.
+"""Kernels that dequantize on the CPU: our schemes, and published quantizations.
 
-torch's own operations over whole matrices take up to fifty times as long. The results are the same bit for bit: a
-product of a code's value and its scale in float32, rounded once to the nearest, or a value from a table.
+torch takes up to fifty times as long. The results are the same bit for bit: a product of a code's value and its scale
+in float32, rounded once to the nearest, or a value from a table.
 """
 
 from __future__ import annotations
@@ -39,38 +39,30 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, Bit
     return made, bits.view(np.uint16 if is_half else np.uint32)
 
 
-def blocks(codes: Bytes, values: Floats, scales: Floats, size: tuple[int, int], out: Bits, threads: int) -> None:
-    """Dequantize codes of one byte, with a scale for each block of rows and columns.
+def blocks(
+    codes: Bytes,
+    values: Floats,
+    scales: Floats,
+    size: tuple[int, int],
+    out: Bits,
+    threads: int,
+    first: int | None = None,
+) -> None:
+    """Dequantize codes of one byte, or of half a byte, with a scale for each block of rows and columns.
 
     Args:
-        codes: (N, K).
-        values: the value of each byte, (256,).
+        codes: (N, K), or (N, K / 2).
+        values: the value of each code, (256,) or (16,).
         scales: one for each block, (n, k).
         size: rows and columns of a block; blocks at the ends may be smaller.
         out: (N, K), from `empty`.
         threads: maximum number of threads, here and below.
+        first: the lowest bit of the first of two codes in a byte, 0 or 4; None if a byte is one code.
     """
-    to = _targets(out)
-    share(lambda begin, end: _blocks(codes, values, scales, *size, *to, begin, end), len(codes), codes.size, threads)
-
-
-def fours(codes: Bytes, table: Floats, scales: Floats, out: Bits, threads: int, *, high_first: bool = False) -> None:
-    """Dequantize two codes per byte, with a scale for each run of adjacent codes of a row.
-
-    Args:
-        codes: (N, K / 2).
-        table: the value of each code, (16,).
-        scales: (N, runs); K / runs is even.
-        out: (N, K), from `empty`.
-        high_first: whether the first code of a byte is its upper half, and not the lower.
-    """
-    to, first = _targets(out), np.uint8(4 if high_first else 0)
-    share(lambda begin, end: _fours(codes, table, scales, first, *to, begin, end), len(codes), 2 * codes.size, threads)
-
-
-def _targets(out: Bits) -> tuple[Bits | None, Floats | None]:
-    """Bits of bfloat16 as they are, or those of float32 as floats; numba compiles a kernel for each."""
-    return (out, None) if out.dtype == np.uint16 else (None, out.view(np.float32))
+    # numba compiles a kernel for bits of bfloat16 as they are, and one for float32 as floats
+    halves, floats = (out, None) if out.dtype == np.uint16 else (None, out.view(np.float32))
+    operands = codes, values, scales, *size, None if first is None else np.uint8(first), halves, floats
+    share(lambda begin, end: _blocks(*operands, begin, end), len(codes), out.size, threads)
 
 
 def nibbles(codes: Bytes, scales: Bytes, table: Bits, out: Bits, threads: int) -> None:
@@ -150,34 +142,24 @@ def _round(words, halves, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _blocks(codes, values, scales, rows, columns, halves, floats, begin, end):  # type: ignore[no-untyped-def]
+def _blocks(codes, values, scales, rows, columns, first, halves, floats, begin, end):  # type: ignore[no-untyped-def]
+    nbytes = columns if first is None else columns // 2
     line = np.empty(columns, np.float32)
     words = line.view(np.uint32)
     for row in range(begin, end):
         for block in range(scales.shape[1]):
-            first, last, scale = block * columns, (block + 1) * columns, scales[row // rows, block]
-            code = codes[row, first:last]
-            weights = line if floats is None else floats[row, first:last]
-            for i in range(len(code)):
-                weights[i] = values[code[i]] * scale
+            scale, code = scales[row // rows, block], codes[row, block * nbytes : (block + 1) * nbytes]
+            weights = line if floats is None else floats[row, block * columns : (block + 1) * columns]
+            if first is None:
+                for i in range(len(code)):
+                    weights[i] = values[code[i]] * scale
+            else:
+                for i in range(len(code)):
+                    weights[2 * i] = values[(code[i] >> first) & np.uint8(15)] * scale
+                    weights[2 * i + 1] = values[(code[i] >> (np.uint8(4) - first)) & np.uint8(15)] * scale
             if halves is not None:
-                _round(words, halves[row, first:last], len(code))
-
-
-@compiled
-def _fours(codes, table, scales, first, halves, floats, begin, end):  # type: ignore[no-untyped-def]
-    half, second = codes.shape[1] // scales.shape[1], np.uint8(4) - first
-    line = np.empty(2 * half, np.float32)
-    words = line.view(np.uint32)
-    for row in range(begin, end):
-        for run in range(scales.shape[1]):
-            scale, code = scales[row, run], codes[row, run * half : (run + 1) * half]
-            weights = line if floats is None else floats[row, 2 * run * half : 2 * (run + 1) * half]
-            for i in range(half):
-                weights[2 * i] = table[(code[i] >> first) & np.uint8(15)] * scale
-                weights[2 * i + 1] = table[(code[i] >> second) & np.uint8(15)] * scale
-            if halves is not None:
-                _round(words, halves[row, 2 * run * half : 2 * (run + 1) * half], 2 * half)
+                some = halves[row, block * columns : (block + 1) * columns]
+                _round(words, some, len(some))
 
 
 @compiled

@@ -21,7 +21,6 @@ from rabbitllm.quant._kernel_interface import NUMBERS
 
 logger = logging.getLogger(__name__)
 
-
 WORTH_A_KERNEL = 1 << 16
 """Elements; fewer are dequantized by torch before a kernel is compiled."""
 _CHUNK = 1 << 20
@@ -33,16 +32,13 @@ _WORK_BYTES = 64 << 20
 
 
 def dequantize(name: str, blocks: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The numbers of a quantized tensor, or of some of its rows.
+    """The numbers of a quantized tensor, or of some of its rows: a new tensor on the device of the blocks.
 
     Args:
         name: a key of `BLOCK_TYPES`.
         blocks: uint8, of any shape, on any device.
         shape: of the result, whose rows are whole blocks.
         dtype: of the result; float32 is rounded to it, to the nearest.
-
-    Returns:
-        A new tensor on the device of the blocks.
 
     Raises:
         UnreadableFormatError: the type does not exist, or the number of bytes is not that of the shape.

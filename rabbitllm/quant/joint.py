@@ -43,18 +43,15 @@ def float_bits(value: float) -> int:
 
 
 class Program:
-    """Compiled functions, each of the address of int64s, that one call runs one after the other.
+    """Compiled functions that one call, which is given so many addresses, runs one after the other.
 
-    The first of the int64s is that address itself.
-
-    Args:
-        addresses: how many a call is given.
+    Each gets the address of int64s, of which the first is that address itself.
     """
 
     def __init__(self, addresses: int) -> None:
         self._addresses = addresses
         self._nbytes = 0
-        self._steps: list[tuple[Callable[[Any], None], Words, int]] = []
+        self._steps: list[tuple[Callable[..., None], Words, int]] = []
         self._words: array[int] | None = None
 
     def address(self, index: int) -> Place:
@@ -66,7 +63,7 @@ class Program:
         begin, self._nbytes = self._nbytes, round_up(self._nbytes + nbytes, _ALIGNMENT)
         return SCRATCH, begin
 
-    def add(self, function: Callable[[Any], None], words: Words, threads: int = 1) -> None:
+    def add(self, function: Callable[..., None], words: Words, threads: int = 1) -> None:
         """Add a function, which is compiled, the int64s after the first that it gets, and how many threads call it."""
         self._steps.append((function, words, threads))
 
@@ -99,16 +96,15 @@ class Program:
                 if isinstance(word, tuple):
                     places += [first + len(words), *word]
                 words.append(0 if isinstance(word, tuple) else word)
-        parallel = team.parallel if (team := torchs_team()) is not None else 0
-        head = [0, first + len(words), begin, count, len(self._steps), parallel, *[0] * (1 + self._addresses)]
+        of_team = team.address if (team := torchs_team()) is not None else 0
+        head = [0, first + len(words), begin, count, len(self._steps), of_team, *[0] * (1 + self._addresses)]
         return array("q", [*head, *places, *calls, *words])
 
 
 class JointProduct:
-    """Multiplies matrices with the same rows of input; see `of`.
+    """Multiplies matrices, (N, K) with one K, with the same rows of input; see `of`.
 
     Attributes:
-        matrices: (N, K) each, with one K.
         max_inputs: rows of input up to which this is the fastest method for all of them.
     """
 
@@ -124,9 +120,7 @@ class JointProduct:
     def of(cls, matrices: Sequence[KernelMatrix | FusedMatrix], is_wide: Sequence[bool]) -> JointProduct | None:
         """The product of matrices that are all multiplied as integers, with one number of columns; None if not all are.
 
-        Args:
-            matrices: at least one.
-            is_wide: for each, whether its result stays in float32.
+        `is_wide` says for each whether its result stays in float32.
         """
         from rabbitllm.quant.products import KernelMatrix
 
@@ -138,14 +132,11 @@ class JointProduct:
         return cls(usable, is_wide) if are_integers else None
 
     def __call__(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
-        """`x @ W.T` for each matrix.
+        """`x @ W.T` for each matrix, (..., N) of x's dtype or float32.
 
         Args:
             x: (..., K), float32 or bfloat16, without gaps.
             rows: of all its dimensions but the last.
-
-        Returns:
-            (..., N) of x's dtype, or float32.
         """
         key = torch.get_num_threads(), x.shape, x.dtype
         if (prepared := self._programs.get(key)) is None:
@@ -169,13 +160,10 @@ class JointProduct:
         """Add it to a program: for so many rows of a dtype at a place, with the results at others."""
         from rabbitllm.quant import _integers, _joint_kernels  # numba comes with them
 
-        team = torchs_team()
-        assert team is not None
         is_bfloat, columns = dtype == torch.bfloat16, self._columns
         operands, inputs = [matrix.operands(INTEGERS) for matrix in self.matrices], dict[object, list[Place]]()
         nbytes = sum(count * row_bytes for count, (*_, row_bytes, _, _) in zip(self._rows, operands, strict=True))
         threads = min(torch.get_num_threads(), -(-nbytes // _kernels.WORTH_A_THREAD[CODES]))
-        in_team = (team.thread_number, team.thread_count) if threads > 1 else (0, 0)
         products, sums = list[int | Place](), list[Words]()
         for index, (matrix, (codes, scales, table, *sizes)) in enumerate(zip(self.matrices, operands, strict=True)):
             layout, rows_of, out = matrix.layout(), self._rows[index], results[index]
@@ -189,8 +177,7 @@ class JointProduct:
                 out = program.room(4 * rows * rows_of)
                 sums.append([out, results[index], rows * rows_of])
             function, tile = _kernels.kernel(CODES, matrix.kernel, INTEGERS)
-            share = round_up(-(-rows_of // threads), tile)  # no tile is divided
-            products += [function, *in_team, share, 1]
+            products += [function, _kernels.rows_of_part(rows_of, threads, tile), 1]
             products += [codes, scales, *inputs[layout], table, out, *sizes, rows, rows_of]
         program.add(_joint_kernels.multiply, [len(self.matrices), *products], threads)
         for words in sums:
@@ -218,11 +205,7 @@ class RoutedProduct:
 
     @classmethod
     def of(cls, matrix: Any) -> tuple[RoutedProduct, tuple[int, ...]] | None:
-        """Of a matrix, and the matrix's words, which a call takes; None if no kernel multiplies it by its codes.
-
-        Args:
-            matrix: a `KernelMatrix`, or a tensor of bfloat16.
-        """
+        """Of a `KernelMatrix` or a tensor of bfloat16, with its words, which a call takes; None without a kernel."""
         from rabbitllm.quant.products import KernelMatrix
 
         if torchs_team() is None:
@@ -281,8 +264,6 @@ class RoutedProduct:
         assert team is not None
         threads = min(torch.get_num_threads(), -(-rows * self.nbytes // _kernels.WORTH_A_THREAD[CODES]))
         function, tile = _kernels.kernel(CODES, self.scheme, self.width)
-        share = round_up(-(-count // threads), tile)  # no tile is divided
-        in_team = (team.thread_number, team.thread_count) if threads > 1 else (0, 0)
         rounded = 1 if sources == -1 else rows
         prepare, numbers, input_bytes, other_bytes = self._preparation()
         sizes = (
@@ -292,8 +273,18 @@ class RoutedProduct:
             8 * (_joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS)),
         )
         words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
-        words += [function, team.parallel, threads, *in_team, share, address_of(prepare), columns, *numbers]
-        words += [input_bytes, other_bytes, rounded, rows, count, number * len(ARGUMENTS)]
+        words += [function, team.address, threads, _kernels.rows_of_part(count, threads, tile)]
+        words += [
+            address_of(prepare),
+            columns,
+            *numbers,
+            input_bytes,
+            other_bytes,
+            rounded,
+            rows,
+            count,
+            number * len(ARGUMENTS),
+        ]
         program.add(_joint_kernels.routed, words)
 
 

@@ -4,9 +4,7 @@ On the CPU, for few inputs each code is decoded in registers for every few of th
 more inputs a few rows at a time are decoded once for all of them, a panel: with AVX2 blocks of at most 4 bits to bytes,
 which are multiplied with inputs of 8 bits (`_byte_kernels.py`), all others to float32. For very many of these a few
 rows at a time are dequantized into the cache, and multiplied by torch; so are matrices with code values that no kernel
-has a table for. Milliseconds of 1536 x 1536 at Q4_K, one thread, as bytes, in float32 and by torch from a float32
-matrix: AVX2, 17 rows 0.7, 1.1 and 1.3, 64 rows 2.0, 3.1 and 3.3, 256 rows 7.3, 11.6 and 10.9; AVX-512, 256 rows 8.1,
-7.6 and 6.1.
+has a table for (times: benchmarks/NOTES.md).
 
 On a device for which bitsandbytes has kernels, `matmul_4bit` multiplies: from the codes, or with the dequantized matrix
 if its own tables say so; then with some rows of the matrix at a time, so that these need little memory.
@@ -113,7 +111,7 @@ class QuantizedMatrix:
 
     @staticmethod
     def scale_bytes(form: Quantized) -> int:
-        """Bytes of scales that are dequantized before a stored matrix of this form is multiplied."""
+        """Bytes of scales that are dequantized before a product."""
         return form.expanded_bytes
 
     @staticmethod
@@ -443,7 +441,7 @@ def dense_product(
     together: int,
     decode: Callable[[int, int, torch.dtype], torch.Tensor],
 ) -> torch.Tensor:
-    """`x @ W.T + bias` by torch, with `CHUNK_ELEMENTS` of the matrix at a time.
+    """`x @ W.T + bias` by torch, (T, N) of x's dtype, with `CHUNK_ELEMENTS` of the matrix at a time.
 
     Args:
         x: (T, K), of a floating dtype.
@@ -451,9 +449,6 @@ def dense_product(
         shape: of the matrix, (N, K).
         together: some rows begin at a multiple of so many.
         decode: first row, row after the last, and dtype -> these rows, dequantized.
-
-    Returns:
-        (T, N), of x's dtype.
     """
     rows, columns = shape
     step = together * max(CHUNK_ELEMENTS // columns // together, 1)

@@ -58,9 +58,8 @@ def quantize_blocks(
         fitted: fit 4bit scales to their block, always on the CPU.
 
     Returns:
-        The payload (uint8: two elements per byte at 4bit, one at 8bit) and the scales (float32, one per block), as
-        bytes; at 4bit-double scales are quantized later (`quantized_scales`). Blocks of ggml, which have their scales
-        in them, and no bytes.
+        The codes and the scales (float32, one per block), as bytes; at 4bit-double scales are quantized later
+        (`quantized_scales`). Blocks of ggml, which have their scales in them, and no bytes.
     """
     if STORED[scheme].block_bytes:
         return _encoded(scheme, data, dtype), memoryview(b"")
@@ -160,12 +159,12 @@ def mean_of(read: ReadScales, count: int) -> np.float32:
             whole = len(items) // group * group
             total = total + np.add.reduce(items[whole:], axis=0)
             items = np.add.reduce(items[:whole].reshape(-1, group, SUMS), axis=1)
-        above = _one_by_one(items, above)
+        above = functools.reduce(np.add, items, above)
     total = total + above  # the levels below are those of the last run: all others are whole groups
     vectors = length // LANES * LANES
-    first_lanes = _one_by_one(run[rows * SUMS : vectors].reshape(-1, LANES), total[:LANES])
-    lanes = _one_by_one(total[LANES:].reshape(-1, LANES), first_lanes)
-    added = _one_by_one(lanes, _one_by_one(run[vectors:], np.zeros((), np.float32)))
+    items = np.concatenate([run[rows * SUMS : vectors], total[LANES:]]).reshape(-1, LANES)
+    lanes = functools.reduce(np.add, items, total[:LANES])
+    added = functools.reduce(np.add, [*run[vectors:], *lanes], np.zeros((), np.float32))
     return np.float32(added / np.float32(count))
 
 
@@ -182,26 +181,14 @@ def _runs(count: int) -> Iterator[tuple[int, int]]:
         yield first, min(step, count - first)
 
 
-def _one_by_one(items: Floats, begin: Floats) -> Floats:
-    """`begin` plus the first item, plus the second, and so on."""
-    for item in items:
-        begin = begin + item
-    return begin
-
-
 def expand_scales(
     codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, offset: float | torch.Tensor
 ) -> torch.Tensor:
-    """Dequantize quantized scales; the result equals bitsandbytes' bit for bit.
+    """Dequantize quantized scales; the result, float32 (blocks,), equals bitsandbytes' bit for bit.
 
     Args:
         codes: uint8 (blocks,); all of a tensor's, or a run that begins with a block of 256; on any device.
-        nested: float32, the scales of these blocks.
-        table: float32 (256,).
-        offset: the mean of all scales, also as float32 ().
-
-    Returns:
-        float32 (blocks,), a new tensor.
+        nested, table, offset: of `NestedScales`, for these codes.
     """
     if codes.device == torch.device("cpu"):
         scales = _on_host(codes, nested, table, NESTED_BLOCK, codes.numel(), torch.float32).view(codes.shape)
@@ -259,8 +246,8 @@ def operands(
 ) -> tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The operands of kernels for a stored tensor: its form, codes, float32 scales and code table.
 
-    Blocks of GGUF files have their scales among the codes; scales and table are empty.
-    Quantized scales are dequantized to n / 64 float32, on the device of the parts; the others are returned as read.
+    Blocks of GGUF files have their scales among the codes; scales and table are empty. Quantized scales are dequantized
+    on the device of the parts.
 
     Args:
         form: from `read_state`.
@@ -295,12 +282,8 @@ def dequantize(
         payload: uint8 codes.
         absmax: float32, one per block.
         table: float32, the value of each code.
-        dtype: of the result. At 4bit the values are rounded to the dtype stored with the tensor, and the result is
-            cast, as bitsandbytes does; at 8bit no dtype is stored, and they are rounded to `dtype` directly. Blocks are
-            dequantized to float32, as llama.cpp does, and rounded.
-
-    Returns:
-        A new tensor of shape `form.shape`.
+        dtype: of the result, a new tensor. At 4bit the values are rounded to the dtype stored with the tensor and then
+            cast, as bitsandbytes does; at 8bit, which stores none, to `dtype` directly; so are blocks.
     """
     assert form.offset is None
     if form.scheme in BLOCK_TYPES:
@@ -336,10 +319,8 @@ def _on_host(
     of_codes, of_scales, values = (np.require(part.numpy(), None, ["A", "C"]) for part in (codes, scales, table))
     made, bits = kernels.empty((len(scales), block), dtype)
     rows, threads = of_codes.reshape(len(scales), -1), torch.get_num_threads()
-    if is_halved:
-        kernels.fours(rows, values, of_scales[:, None], bits, threads, high_first=True)
-    else:
-        kernels.blocks(rows, values, of_scales[:, None], (1, block), bits, threads)
+    size, first = (1, block), 4 if is_halved else None
+    kernels.blocks(rows, values, of_scales[:, None], size, bits, threads, first)
     return made.view(-1)[:elements].to(dtype)
 
 
@@ -381,12 +362,8 @@ def multiply_4bit(
     Args:
         form: (N, K) at 4bit, K a multiple of 64.
         payload, absmax, table: as for `dequantize`; with `nested`, `absmax` is uint8 codes.
-        x: (T, K), contiguous, of a floating dtype.
-        bias: (N,), of the same; None for none.
+        x: (T, K), contiguous, of a floating dtype, which that of `bias` (N,) and of the result (T, N) is too.
         nested: the scales of quantized scales.
-
-    Returns:
-        (T, N), of x's dtype; rounded differently from a product with the dequantized matrix.
     """
     state = _nf4_quant_state(form, absmax, table, nested)
     product: torch.Tensor = bitsandbytes().matmul_4bit(x, payload.view(-1, 1).t(), quant_state=state, bias=bias)

@@ -1,17 +1,7 @@
 """The schemes of quantization: one registry, and the choice of tensors to compress.
 
-An entry of `SCHEMES` says how a scheme is stored. Stored keys are RabbitLLM 1.1's (and AirLLM's) pattern:
-
-- 4bit: `<name>` uint8 ((n+1)//2, 1), `<name>.4bit.absmax` float32 (blocks of 64), `<name>.4bit.quant_map`
-  float32 (16), `<name>.4bit.quant_state.bitsandbytes__nf4` (the JSON bytes of bitsandbytes' packed QuantState);
-- 4bit-double: the same, but `<name>.4bit.absmax` is uint8 codes, with their scales in `<name>.4bit.nested_absmax`
-  float32 (blocks of 256 scales) and their values in `<name>.4bit.nested_quant_map` float32 (256); bitsandbytes' names;
-- 8bit: `<name>` uint8 in the tensor's own shape, `<name>.8bit.absmax` float32 (blocks of 2048), `<name>.8bit.code`
-  float32 (256).
-
-Blocks of ggml (`gguf_blocks.py`), which came from a GGUF file or are made by `block_encoders.py`: `<name>` uint8, the
-tensor's shape with bytes of a row in place of its elements, and `<name>.gguf.q4_k` uint8 (1,), the number of the type,
-whose name is in the key.
+An entry of `SCHEMES` says how a scheme is stored, by keys of the pattern of RabbitLLM 1.1 and AirLLM; see
+docs/reference/files.md. Blocks of ggml (`gguf_blocks.py`) came from a GGUF file or are made by `block_encoders.py`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rabbitllm.formats.bounded import decode_message
-from rabbitllm.server import _messages, _responses
+from rabbitllm.generation.request import BatchStats
+from rabbitllm.generation.template import ChatTemplate
+from rabbitllm.server import _messages, _ollama, _responses
 from rabbitllm.server._guards import (
     SCOPE_KEY,
     Guard,
@@ -39,6 +41,7 @@ from rabbitllm.server._guards import (
     wrong_key,
 )
 from rabbitllm.server._metrics import CONTENT_TYPE, text_format
+from rabbitllm.server._models import Entry, Models
 from rabbitllm.server._streaming import Dialect, EventStream, Inbox, Submission, frames, unless_disconnected, whole
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder
 from rabbitllm.server.api_error import (
@@ -71,7 +74,11 @@ from rabbitllm.server.schemas import (
     parsed,
 )
 from rabbitllm.server.service import Service
+from rabbitllm.version import __version__
 
+ChatForm = Callable[[Any, ChatTemplate], dict[str, Any]]
+"""From a body in the form of an interface to that of a chat."""
+Checked = tuple[Service, ChatBody, CheckedCall]
 GONE = 499
 """Status of a request whose client left; it appears only in the log."""
 EXPOSED = ("x-request-id", "retry-after")
@@ -104,21 +111,24 @@ PAGE_HEADERS = {
 }
 
 
-def create_app(service: Service) -> ASGIApp:
+def create_app(models: Models) -> ASGIApp:
     """The server as an ASGI application.
 
     Args:
-        service: the model and everything that answers requests.
+        models: the models, and everything that answers requests.
     """
-    router = Router(routes(service))
-    settings = service.settings
+    router = Router(routes(models))
+    settings = models.settings
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = router  # so that an unknown path is an exception too
-        await router(scope, receive, send)
+        try:
+            await router(scope, receive, send)
+        finally:
+            models.release(scope)
 
     def refused(scope: Scope) -> APIError | None:
-        closed = service.is_closing and scope["path"] not in ALWAYS
+        closed = models.is_closing and scope["path"] not in ALWAYS
         return wrong_key(scope, settings.api_key, OPEN) or (closing() if closed else None)
 
     answered = ExceptionMiddleware(routed, {HTTPException: _answer_error, Exception: _answer_error})
@@ -132,7 +142,7 @@ def create_app(service: Service) -> ASGIApp:
             expose_headers=EXPOSED,
         )
     guarded = Guard(guarded, lambda scope: wrong_caller(scope, settings.hosts, settings.origins))
-    return RequestLog(guarded, service.metrics)
+    return RequestLog(guarded, models.metrics)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -146,68 +156,108 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     return response_of(api_error, request.scope["path"])
 
 
-def routes(service: Service) -> list[BaseRoute]:
+def routes(models: Models) -> list[BaseRoute]:
     """All routes: the interface, and the page's files."""
-    settings = service.settings
+    settings = models.settings
 
     async def body_of(request: Request) -> Any:
         return await read_json(request, settings.body_bytes, settings.body_seconds)
 
+    async def used(request: Request, name: Any) -> Service:
+        """The model that a request names, once it is loaded; it stays until the request is answered."""
+        name = name if isinstance(name, str) else None  # anything else is refused with the rest of the body
+        if (service := models.at_once(name, request.scope)) is not None:
+            return service
+        return await unless_disconnected(models.acquire(name, request.scope), request.receive)
+
     def builder(
-        lead: str, kinds: tuple[str, str], body: GenerationBody, call: CheckedCall, request: Request
+        service: Service,
+        lead: str,
+        kinds: tuple[str, str],
+        body: GenerationBody,
+        call: CheckedCall,
+        request: Request,
     ) -> ResponseBuilder:
         name, usage = f"{lead}{_record(request).id}", bool(body.stream and body.include_usage)
         now = int(time.time())
-        return ResponseBuilder(name, now, settings.name, *kinds, call.candidates, usage, call.max_tokens)
+        return ResponseBuilder(name, now, service.settings.name, *kinds, call.candidates, usage, call.max_tokens)
 
-    async def models(_: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [_model(service)]})
+    async def listed(_: Request) -> Response:
+        return JsonResponse({"object": "list", "data": [_model(entry) for entry in models.entries]})
 
     async def model(request: Request) -> Response:
-        service.check_name(request.path_params["name"])
-        return JsonResponse(_model(service))
+        return JsonResponse(_model(models.entry(request.path_params["name"])))
 
-    async def checked(raw: Any) -> tuple[ChatBody, CheckedCall]:
-        body = parsed(ChatBody, raw)
-        service.check_name(body.model)
-        return body, await service.encoded(lambda: checked_chat(body, service.template, service.limits, settings))
+    async def checked(request: Request, raw: Any, form: ChatForm | None = None) -> Checked:
+        """The chat that a body asks for, in the form of any interface, and the model that it names."""
+        if form is None:
+            body = parsed(ChatBody, raw)  # a wrong body loads no model
+            service = await used(request, body.model)
+        else:
+            service = await used(request, raw.get("model") if isinstance(raw, dict) else None)
+            body = parsed(ChatBody, form(raw, service.template))
+        limits, own = service.limits, service.settings
+        return service, body, await service.encoded(lambda: checked_chat(body, service.template, limits, own))
 
     async def answered(
-        request: Request, body: ChatBody, call: CheckedCall, lead: str, dialect: Dialect, call_lead: str = "call_"
+        request: Request,
+        service: Service,
+        body: ChatBody,
+        call: CheckedCall,
+        lead: str,
+        dialect: Dialect,
+        call_lead: str = "call_",
     ) -> Response:
         """The answer to a chat, in the form of any interface."""
         choices = ChatChoices(call, service.texts, service.ends, lambda: f"{call_lead}{uuid.uuid4().hex[:24]}")
         kinds = "chat.completion", "chat.completion.chunk"
         return await _generated(
-            request, service, body, call, choices, builder(lead, kinds, body, call, request), dialect
+            request, service, body, call, choices, builder(service, lead, kinds, body, call, request), dialect
         )
 
     async def chat(request: Request) -> Response:
-        body, call = await checked(await body_of(request))
-        return await answered(request, body, call, "chatcmpl-", Dialect(include_usage=body.include_usage))
+        service, body, call = await checked(request, await body_of(request))
+        return await answered(request, service, body, call, "chatcmpl-", Dialect(include_usage=body.include_usage))
 
     async def messages(request: Request) -> Response:
-        body, call = await checked(_messages.chat_of(await body_of(request), service.template))
+        service, body, call = await checked(request, await body_of(request), _messages.chat_of)
         dialect = _messages.Messages(body.stops, len(call.requests[0].prompt))
-        return await answered(request, body, call, "msg_", dialect, "toolu_")
+        return await answered(request, service, body, call, "msg_", dialect, "toolu_")
 
     async def count_tokens(request: Request) -> Response:
-        _, call = await checked(_messages.chat_of(await body_of(request), service.template))
+        *_, call = await checked(request, await body_of(request), _messages.chat_of)
         return JsonResponse({"input_tokens": len(call.requests[0].prompt)})
 
     async def responses(request: Request) -> Response:
         raw = await body_of(request)
-        body, call = await checked(_responses.chat_of(raw, service.template))
-        return await answered(request, body, call, "resp_", _responses.Responses(raw))
+        service, body, call = await checked(request, raw, _responses.chat_of)
+        return await answered(request, service, body, call, "resp_", _responses.Responses(raw))
+
+    async def ollama(request: Request) -> Response:
+        raw = _ollama.named(await body_of(request))
+        if _ollama.only_loads(raw):
+            return JsonResponse(_ollama.loaded((await used(request, raw.get("model"))).settings.name))
+        service, body, call = await checked(request, raw, _ollama.chat_of)
+        generates = request.scope["path"] == "/api/generate"
+        return await answered(request, service, body, call, "chatcmpl-", _ollama.OllamaLines(generates=generates))
+
+    async def tags(_: Request) -> Response:
+        return JsonResponse({"models": [_ollama.shown(entry) for entry in models.entries]})
+
+    async def show(request: Request) -> Response:
+        return JsonResponse(_ollama.shown(models.entry(_ollama.named(await body_of(request)).get("model"))))
+
+    async def version(_: Request) -> Response:
+        return JsonResponse({"version": __version__})
 
     async def tokenize(request: Request) -> Response:
         body = parsed(TokenizeBody, await body_of(request))
-        service.check_name(body.model)
         if body.messages is not None:
-            _, call = await checked({"messages": body.messages, "tools": body.tools})
+            chat = {"model": body.model, "messages": body.messages, "tools": body.tools}
+            service, _, call = await checked(request, chat)
             ids = list(call.requests[0].prompt)
         else:
-            text, special = body.text, body.adds_special
+            service, text, special = await used(request, body.model), body.text, body.adds_special
             with bad_options("content"):
                 service.limits.check_letters(len(text))
             ids = await service.encoded(lambda: service.tokenizer(text, add_special_tokens=special)["input_ids"])
@@ -215,30 +265,31 @@ def routes(service: Service) -> list[BaseRoute]:
 
     async def detokenize(request: Request) -> Response:
         body = parsed(DetokenizeBody, await body_of(request))
-        service.check_name(body.model)
+        service = await used(request, body.model)
         with bad_options("tokens"):
             service.limits.check_ids(body.tokens or [0])
         text = await service.encoded(lambda: service.decoded(body.tokens))
         return JsonResponse({"content": text, "prompt": text})
 
     async def apply_template(request: Request) -> Response:
-        _, call = await checked(await body_of(request))
+        service, _, call = await checked(request, await body_of(request))
         return JsonResponse({"prompt": await service.encoded(lambda: service.decoded(call.requests[0].prompt))})
 
     async def completion(request: Request) -> Response:
         body = parsed(CompletionBody, await body_of(request))
-        service.check_name(body.model)
-        call = await service.encoded(lambda: checked_completion(body, service.tokenizer, service.limits, settings))
+        service = await used(request, body.model)
+        limits, own = service.limits, service.settings
+        call = await service.encoded(lambda: checked_completion(body, service.tokenizer, limits, own))
         prompts = await unless_disconnected(service.prompt_logprobs(call), request.receive)
         choices = CompletionChoices(call, service.texts, service.ends, prompts)
         kinds = "text_completion", "text_completion"
         dialect = Dialect(include_usage=body.include_usage)
         return await _generated(
-            request, service, body, call, choices, builder("cmpl-", kinds, body, call, request), dialect
+            request, service, body, call, choices, builder(service, "cmpl-", kinds, body, call, request), dialect
         )
 
     async def embedded(request: Request, body: Embedding) -> tuple[CheckedEmbedding, list[list[float]]]:
-        service.check_name(body.model)
+        service = await used(request, body.model)
         if service.embedder is None:
             raise APIError(NOT_FOUND, f"This model has no embeddings: {NO_RECIPE}.", code="no_embeddings")
         embedder = service.embedder
@@ -248,35 +299,44 @@ def routes(service: Service) -> list[BaseRoute]:
         return inputs, await unless_disconnected(embedder.embed(inputs.inputs), request.receive)
 
     async def embeddings(request: Request) -> Response:
-        inputs, vectors = await embedded(request, parsed(Embedding, await body_of(request)))
-        return JsonResponse(embedding_object(inputs, vectors, settings.name))
+        body = parsed(Embedding, await body_of(request))
+        inputs, vectors = await embedded(request, body)
+        return JsonResponse(embedding_object(inputs, vectors, models.entry(body.model).settings.name))
 
     async def rerank(request: Request) -> Response:
         body = parsed(RerankBody, await body_of(request))
         inputs, vectors = await embedded(
             request, parsed(Embedding, {"model": body.model, "input": [body.query, *body.documents]})
         )
-        return JsonResponse(rerank_object(body, inputs, vectors, settings.name))
+        return JsonResponse(rerank_object(body, inputs, vectors, models.entry(body.model).settings.name))
 
     async def health(request: Request) -> Response:
-        state = _health(service, in_full=key_of(request.scope, settings.api_key) is not None)
-        return JsonResponse(state, 200 if service.is_alive else CLOSING)
+        state = _health(models, in_full=key_of(request.scope, settings.api_key) is not None)
+        return JsonResponse(state, 200 if models.is_alive else CLOSING)
 
-    async def status(_: Request) -> Response:
-        return JsonResponse(_status(service), headers={"cache-control": "no-store"})
+    async def status(request: Request) -> Response:
+        name = request.query_params.get("model")
+        entry = models.entry(name) if name else models.last_used
+        return JsonResponse({**_status(entry), "models": models.states()}, headers={"cache-control": "no-store"})
 
     async def metrics(_: Request) -> Response:
-        families = service.metrics.families(service.batch.stats, settings.name)
+        stats = {service.settings.name: service.batch.stats for service in models.services}
+        families = models.metrics.families(stats, [entry.settings.name for entry in models.entries])
         return Response(text_format(families), media_type=CONTENT_TYPE)
 
     return [
-        Route("/v1/models", models),
+        Route("/v1/models", listed),
         Route("/v1/models/{name:path}", model),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/rerank", rerank, methods=["POST"]),
+        Route("/api/chat", ollama, methods=["POST"]),
+        Route("/api/generate", ollama, methods=["POST"]),
+        Route("/api/tags", tags),
+        Route("/api/show", show, methods=["POST"]),
+        Route("/api/version", version),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/apply-template", apply_template, methods=["POST"]),
@@ -322,13 +382,15 @@ async def _generated(
         record.error = submission.error
 
     settings = service.settings
-    return EventStream(
+    stream = EventStream(
         recorded_frames(),
         over,
         idle=dialect.idle,
         heartbeat_seconds=settings.heartbeat_seconds,
         stall_seconds=settings.stall_seconds,
     )
+    stream.headers["content-type"] = dialect.content_type
+    return stream
 
 
 def _page_file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
@@ -350,37 +412,39 @@ def _record(request: Request) -> Record:
     return record
 
 
-def _model(service: Service) -> dict[str, Any]:
-    """The model as OpenAI lists it, plus the context length, which other servers report too."""
+def _model(entry: Entry) -> dict[str, Any]:
+    """A model as OpenAI lists it, plus the context length, which other servers report too; null until it is known."""
     return {
-        "id": service.settings.name,
+        "id": entry.settings.name,
         "object": "model",
-        "created": service.created,
+        "created": entry.created,
         "owned_by": "rabbitllm",
-        "max_model_len": service.limits.context,
+        "max_model_len": entry.context,
+        "loaded": entry.service is not None,
     }
 
 
 _OF_HEALTH = ("running", "waiting", "most_running", "most_waiting", "cache_bytes", "cache_limit_bytes")
 
 
-def _health(service: Service, *, in_full: bool) -> dict[str, Any]:
-    stats = service.batch.stats
-    status = "ok" if service.is_alive else "shutting down" if service.is_closing else "failed"
+def _health(models: Models, *, in_full: bool) -> dict[str, Any]:
+    status = "ok" if models.is_alive else "shutting down" if models.is_closing else "failed"
     if not in_full:
         return {"status": status}
+    all_stats = [service.batch.stats for service in models.services]
     return {
         "status": status,
-        "model": service.settings.name,
-        **{name: getattr(stats, name) for name in _OF_HEALTH},
-        "embeddings": service.embedder is not None,
+        "model": models.settings.name,
+        **{name: sum(getattr(stats, name) for stats in all_stats) for name in _OF_HEALTH},
+        "embeddings": any(service.embedder is not None for service in models.services),
     }
 
 
-def _status(service: Service) -> dict[str, Any]:
-    """The state of the server as numbers for the page: the batch's statistics, and the placement of the weights.
+def _status(entry: Entry) -> dict[str, Any]:
+    """The state of a model as numbers for the page: the batch's statistics, and the placement of the weights.
 
-    All sums only grow, so that two readings give the difference between them. Contains no path of this machine.
+    All sums only grow while it is loaded, so that two readings give the difference between them. Contains no path of
+    this machine.
 
     Returns:
         The fields of `rabbitllm.generation.request.BatchStats` (seconds, bytes and counts since the server began);
@@ -388,6 +452,10 @@ def _status(service: Service) -> dict[str, Any]:
         reads from disk per pass (`streamed_bytes`), the copies to devices per pass (`uploaded_bytes`), and the
         distribution of the weights: `places`, place -> words -> bytes.
     """
+    if (service := entry.service) is None:
+        nowhere = {"streamed_bytes": 0, "uploaded_bytes": 0, "places": {}}
+        unknown = {**entry.settings.sampling.in_use(), "words": ""}
+        return {"model": entry.settings.name, **asdict(BatchStats()), "sampling": unknown, "placement": nowhere}
     placement, sampling = service.model.placement, service.settings.sampling
     return {
         "model": service.settings.name,

@@ -99,7 +99,7 @@ def request_id(header: str | None) -> str:
 ENDPOINTS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/embeddings", "/v1/rerank", "/v1/models", "/tokenize", "/detokenize", "/apply-template"),
-    *("/health", "/metrics", "/"),
+    *("/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/version", "/health", "/metrics", "/"),
 )
 QUIET = ("/health", "/metrics", "/status")
 """Paths that are polled and so not logged."""
@@ -118,7 +118,9 @@ class JsonResponse(Response):
 
 
 def response_of(api_error: APIError, path: str) -> JsonResponse:
-    """An error as a response to a request for this path; Anthropic's interface has one more key."""
+    """An error as a response to a request for this path, in the form of its interface."""
+    if path.startswith("/api/"):
+        return JsonResponse({"error": api_error.message}, api_error.status, api_error.headers)
     is_anthropic = path.startswith("/v1/messages")
     body = api_error.as_object(anthropic=is_anthropic)
     return JsonResponse({"type": "error", **body} if is_anthropic else body, api_error.status, api_error.headers)

@@ -167,7 +167,7 @@ class Messages(Dialect):
         if message["content"]:
             blocks.append({"type": "text", "text": message["content"]})
         for call in message.get("tool_calls", ()):
-            arguments = _arguments(call["function"]["arguments"])
+            arguments = arguments_of(call["function"]["arguments"])
             blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
         usage = _usage(answer["usage"])
         return self._message(answer, blocks, usage) | self._ending(choice["finish_reason"], ends)
@@ -193,7 +193,7 @@ class Messages(Dialect):
                 function = call["function"]
                 out += self._closed()
                 out += self._in_block("tool_use", {"id": call["id"], "name": function["name"], "input": {}})
-                arguments = json.dumps(_arguments(function["arguments"]), ensure_ascii=False)
+                arguments = json.dumps(arguments_of(function["arguments"]), ensure_ascii=False)
                 out += self._delta({"type": "input_json_delta", "partial_json": arguments})
         return out
 
@@ -234,7 +234,7 @@ class Messages(Dialect):
         return _event("content_block_stop", index=self._index) if kind else b""
 
 
-def _arguments(text: str) -> Any:
+def arguments_of(text: str) -> dict[str, Any]:
     """Arguments of a call as an object; of a call whose arguments are none, under the name that says so."""
     try:
         value = decode_message(text.encode())  # it can be written again

@@ -6,8 +6,8 @@ import math
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rabbitllm.generation.request import BatchStats, Delta, Event
 from rabbitllm.version import __version__
@@ -153,11 +153,16 @@ class Metrics:
 
         return note
 
-    def families(self, stats: BatchStats, model: str) -> list[Family]:
-        """All metrics."""
-        about = {"version": __version__, "model": model}
+    def families(self, stats: Mapping[str, BatchStats], models: Sequence[str]) -> list[Family]:
+        """All metrics; those of batches have the model as a label where there are several.
+
+        Args:
+            stats: loaded model -> statistics of its batch.
+            models: the names of all models.
+        """
+        about = [("", {"version": __version__, "model": model}, 1.0) for model in models]
         return [
-            Family("rabbitllm_info", "gauge", "Version and model of this server.", [("", about, 1)]),
+            Family("rabbitllm_info", "gauge", "Version and models of this server.", about),
             self.requests.family("rabbitllm_http_requests_total", "Answered HTTP requests."),
             self.open.family("rabbitllm_http_requests_open", "Open HTTP requests.", "gauge"),
             self.left.family(
@@ -166,8 +171,19 @@ class Metrics:
             self.first.family("rabbitllm_time_to_first_token_seconds", "Time from a request to its first token."),
             self.between.family("rabbitllm_time_between_tokens_seconds", "Time between two tokens of an answer."),
             self.whole.family("rabbitllm_request_seconds", "Time from a request to the end of its answer."),
-            *_batch_families(stats),
+            *_of_all({name: _batch_families(each) for name, each in stats.items()}, labelled=len(models) > 1),
         ]
+
+
+def _of_all(by_model: Mapping[str, Sequence[Family]], *, labelled: bool) -> Iterator[Family]:
+    """The families of all models, each as one family."""
+    for alike in zip(*by_model.values(), strict=True):
+        samples = [
+            (suffix, {"model": model, **labels} if labelled else labels, value)
+            for model, family in zip(by_model, alike, strict=True)
+            for suffix, labels, value in family.samples
+        ]
+        yield replace(alike[0], samples=samples)
 
 
 def _batch_families(stats: BatchStats) -> list[Family]:
@@ -198,6 +214,22 @@ def _batch_families(stats: BatchStats) -> list[Family]:
         counter("rabbitllm_drafted_tokens_total", "Tokens that drafts proposed.", stats.drafted_tokens),
         counter("rabbitllm_accepted_tokens_total", "Drafted tokens that were right.", stats.accepted_tokens),
         counter("rabbitllm_forced_tokens_total", "Tokens that a grammar forced, without a pass.", stats.forced_tokens),
+        gauge("rabbitllm_prompt_cache_bytes", "Bytes of the prompt cache on disk.", stats.prompt_bytes),
+        gauge("rabbitllm_prompt_cache_limit_bytes", "Limit of the prompt cache on disk.", stats.prompt_limit_bytes),
+        counter("rabbitllm_prompt_cache_hits_total", "Requests that continued a prefix from disk.", stats.prompt_hits),
+        counter(
+            "rabbitllm_prompt_cache_saved_tokens_total",
+            "Prompt tokens read from disk and not computed.",
+            stats.prompt_saved_tokens,
+        ),
+        counter(
+            "rabbitllm_prompt_cache_read_bytes_total", "Bytes read from the prompt cache.", stats.prompt_read_bytes
+        ),
+        counter(
+            "rabbitllm_prompt_cache_written_bytes_total",
+            "Bytes written to the prompt cache.",
+            stats.prompt_written_bytes,
+        ),
         counter("rabbitllm_preempted_total", "Preemptions of running requests.", stats.preempted),
         counter("rabbitllm_resumed_total", "Preempted requests resumed with their KV cache swapped in.", stats.resumed),
         Family("rabbitllm_generations_total", "counter", "Finished requests, by reason.", ended),

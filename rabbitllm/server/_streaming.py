@@ -212,7 +212,12 @@ class Dialect:
 
     Args:
         include_usage: whether a stream ends with its token usage.
+
+    Attributes:
+        content_type: media type of a stream.
     """
+
+    content_type = HEADERS["content-type"]
 
     def __init__(self, *, include_usage: bool = False) -> None:
         self._include_usage = include_usage

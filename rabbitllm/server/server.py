@@ -1,4 +1,4 @@
-"""The life of a server: bound before the model is loaded (`serve_model`), serving, shutting down.
+"""The life of a server: bound before a model is loaded (`serve_models`), serving, shutting down.
 
     bound ── serves ── first signal: no new requests, running ones may finish within the grace period ── ended
                           └── second signal, or the period is over: running requests are cancelled ──┘
@@ -20,8 +20,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -37,9 +38,11 @@ from rabbitllm.base.terminal import harmless, put, put_fact, size
 from rabbitllm.engine.free_memory import trimming
 from rabbitllm.generation.request import BatchStats, Limits
 from rabbitllm.server._app import create_app
+from rabbitllm.server._metrics import Metrics
+from rabbitllm.server._models import KEEP_ALIVE, Loader, Models
 from rabbitllm.server._tools import is_known
-from rabbitllm.server.embeddings import NO_RECIPE, Embedder
-from rabbitllm.server.service import ServedModel, Service, batch_of
+from rabbitllm.server.embeddings import NO_RECIPE
+from rabbitllm.server.service import Service
 from rabbitllm.server.settings import Settings, address_of, is_local, listen
 
 if TYPE_CHECKING:
@@ -147,7 +150,7 @@ class Server(uvicorn.Server):
     """Serves until it is asked to end.
 
     Args:
-        service: the model and everything that answers requests; its batch is closed at the end.
+        models: the models and everything that answers requests; their batches are closed at the end.
         grace: seconds in which running requests may finish; None for no limit.
         on_start: called when requests are accepted.
 
@@ -155,12 +158,10 @@ class Server(uvicorn.Server):
         was_forced: whether a second signal arrived.
     """
 
-    def __init__(
-        self, service: Service, grace: float | None = 30.0, on_start: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, models: Models, grace: float | None = 30.0, on_start: Callable[[], None] = lambda: None) -> None:
         super().__init__(
             uvicorn.Config(
-                create_app(service),
+                create_app(models),
                 http=Connection,
                 ws="none",
                 lifespan="off",
@@ -174,7 +175,7 @@ class Server(uvicorn.Server):
             )
         )
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # we log what matters ourselves
-        self._service = service
+        self._models = models
         self._grace = grace
         self._on_start = on_start
         self.was_forced = False
@@ -196,7 +197,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal: the first ends the server, the second ends it at once."""
-        is_second = self._service.is_closing
+        is_second = self._models.is_closing
         if is_second and sig == getattr(signal, "SIGHUP", None):
             return
         self.end(now=is_second)
@@ -211,7 +212,7 @@ class Server(uvicorn.Server):
         Args:
             now: whether to cancel running requests.
         """
-        self._service.is_closing = True
+        self._models.is_closing = True
         self.was_forced = self.was_forced or now
         DaemonThread(self._close, "close", 0.0 if now else self._grace).start()
 
@@ -236,17 +237,17 @@ class Server(uvicorn.Server):
         if not self.was_forced:
             within = "" if grace is None else f", within {grace:g} s"
             logger.info("shutting down: finishing running requests%s; press Ctrl-C again to stop now", within)
-            self._service.batch.close(grace)
+            self._models.close(grace)
         else:
             self.force_exit = True
         self.should_exit = True
 
 
-def serve(service: Service, listening: socket.socket, grace: float | None, started: Callable[[], None]) -> bool:
+def serve(models: Models, listening: socket.socket, grace: float | None, started: Callable[[], None]) -> int | None:
     """Serve until a signal arrives.
 
     Args:
-        service: the model and everything that answers requests.
+        models: the models and everything that answers requests.
         listening: the socket of `bound`.
         grace: see `Server`.
         started: called when requests are accepted.
@@ -255,9 +256,9 @@ def serve(service: Service, listening: socket.socket, grace: float | None, start
         OptionError: the address is no longer available.
 
     Returns:
-        Whether the end was forced: then the batch may still be in a pass.
+        The exit code, if the process must end at once: a pass, or the load of a model, cannot be interrupted.
     """
-    server = Server(service, grace, started)
+    server = Server(models, grace, started)
 
     listen(listening, BACKLOG)
 
@@ -269,7 +270,7 @@ def serve(service: Service, listening: socket.socket, grace: float | None, start
             trimmer.cancel()
 
     asyncio.run(run())
-    return server.was_forced
+    return FORCED if server.was_forced else 0 if models.is_moving else None
 
 
 def put_greeting(
@@ -297,8 +298,29 @@ def put_greeting(
     takes_tools = template.reads("tools", with_tools=True)
     if takes_tools and not is_known(template.sources[1], template.tokenizer.get_added_vocab()):
         put_fact(console, "tools", "calls stay text: the chat template shows them in a form that is not known here")
+    _put_access(console, settings, _curl(service, address), is_local=is_local)
+
+
+def put_names(console: Console, models: Models, address: str, keep_alive: float, *, is_local: bool) -> None:
+    """Print the greeting of a server of several models, none of which is loaded yet.
+
+    Args:
+        console: receives the greeting.
+        models: the models.
+        address: URL of the server.
+        keep_alive: seconds without a request after which a model is unloaded.
+        is_local: whether only this machine reaches the server.
+    """
+    names = [harmless(entry.settings.name) for entry in models.entries]
+    put(console, Text(f"{', '.join(names)} at {address}", "bold green"))
+    put_fact(console, "models", f"loaded on request, unloaded after {keep_alive:g} s without one, or for another")
+    body = json.dumps({"model": names[0], "prompt": "A rabbit is", "max_tokens": 64})
+    _put_access(console, models.settings, _curl_of(models.settings, address, "completions", body), is_local=is_local)
+
+
+def _put_access(console: Console, settings: Settings, curl: str, *, is_local: bool) -> None:
     put_fact(console, "API key", "required" if settings.api_key else "none")
-    put_fact(console, "try", _curl(service, address))
+    put_fact(console, "try", curl)
     if not is_local and not settings.api_key:
         warning = (
             "Every machine that reaches this address can use the model; prevent it with --api-key or --host 127.0.0.1."
@@ -319,7 +341,10 @@ def _weights(model: StreamedModel) -> str:
 def _requests(stats: BatchStats) -> str:
     room = size(stats.cache_limit_bytes)
     swap = f", with up to {size(stats.aside_limit_bytes)} of swap" if stats.aside_limit_bytes else ""
-    return f"at most {stats.most_running} running, {stats.most_waiting} waiting; KV cache of up to {room}{swap}"
+    disk = (
+        f"; prompts on disk: {size(stats.prompt_bytes)} of {size(limit)}" if (limit := stats.prompt_limit_bytes) else ""
+    )
+    return f"at most {stats.most_running} running, {stats.most_waiting} waiting; KV cache of up to {room}{swap}{disk}"
 
 
 def _curl(service: Service, address: str) -> str:
@@ -329,47 +354,68 @@ def _curl(service: Service, address: str) -> str:
         endpoint, body["messages"] = "chat/completions", [{"role": "user", "content": "What is a rabbit?"}]
     else:
         endpoint, body["prompt"] = "completions", "A rabbit is"
-    key = ' -H "authorization: Bearer $RABBITLLM_API_KEY"' if service.settings.api_key else ""
-    return f"curl {address}/v1/{endpoint}{key} -d {shlex.quote(json.dumps(body))}"
+    return _curl_of(service.settings, address, endpoint, json.dumps(body))
 
 
-def serve_model(
-    request: LoadRequest,
+def _curl_of(settings: Settings, address: str, endpoint: str, body: str) -> str:
+    key = ' -H "authorization: Bearer $RABBITLLM_API_KEY"' if settings.api_key else ""
+    return f"curl {address}/v1/{endpoint}{key} -d {shlex.quote(body)}"
+
+
+def serve_models(
+    requests: Mapping[str, LoadRequest],
     draft: Any,
     limits: Limits,
     settings: Settings,
     listening: socket.socket,
     console: Console,
     grace: float | None,
-) -> bool:
-    """Serve a model until a signal arrives.
+    keep_alive: float | None = None,
+) -> int | None:
+    """Serve models until a signal arrives. A single one is loaded first, several when requests name them.
 
     Args:
-        request: the model, its split and its run.
-        draft: its draft, or the request for one.
-        limits: limits of the batch, without the draft.
-        settings: limits and defaults of requests.
+        requests: name in requests -> the model, its split and its run.
+        draft: the draft, or the request for one.
+        limits: limits of each batch, without the draft.
+        settings: limits and defaults of requests; the name is replaced.
         listening: the socket of `settings.bound`.
         console: receives the progress messages.
         grace: seconds; see `Server`.
+        keep_alive: seconds without a request after which a model is unloaded; None for the default: a single model
+            stays.
 
     Returns:
-        Whether the end was forced: then the batch's thread may still be in a pass, which cannot be interrupted.
+        See `serve`.
 
     Raises:
-        RabbitLLMError: see `ServedModel.load` and `serve`.
+        RabbitLLMError: see `Service.load` and `serve`.
     """
+    metrics = Metrics()
+
+    def loader(name: str, request: LoadRequest) -> tuple[Settings, Loader]:
+        own = replace(settings, name=name)
+        load = partial(Service.load, request, draft, limits, own, console, metrics, len(requests))
+        return own, load
+
+    loaders = [loader(name, request) for name, request in requests.items()]
+    address, only_here = address_of(listening), is_local(listening)
+    if len(loaders) > 1:
+        kept = KEEP_ALIVE if keep_alive is None else keep_alive
+        models = Models(loaders, metrics, kept, limits.running + limits.waiting)
+        return serve(models, listening, grace, lambda: put_names(console, models, address, kept, is_local=only_here))
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
-        served = ServedModel.load(request, console, limits.cache_bytes, draft)
+        service = loaders[0][1]([])
+    assert service is not None, "no other model is loaded"
 
     from transformers import logging
 
     logging.set_verbosity_error()  # no warnings about missing kernels amid requests
-    batch = batch_of(served.model, replace(limits, draft=served.draft))
-    embedder = Embedder(served.model, served.recipe) if served.recipe is not None else None
-    service = Service(served.model, batch, settings, embedder)
+    split, box = service.split, [service]
+    models = Models.of(service, loaders[0][1], keep_alive)
+    del service  # the models have the only reference, so that it can be unloaded
 
     def started() -> None:
-        put_greeting(console, service, address_of(listening), served.split, is_local=is_local(listening))
+        put_greeting(console, box.pop(), address, split, is_local=only_here)
 
-    return serve(service, listening, grace, started)
+    return serve(models, listening, grace, started)

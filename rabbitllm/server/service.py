@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from rabbitllm.auto_model import LoadRequest, load_draft, prepare_model
-from rabbitllm.base.options import expand
+from rabbitllm.auto_model import LoadRequest, Prepared, load_draft, prepare_model
+from rabbitllm.base.options import RunOptions, expand
 from rabbitllm.checkpoints.index import gguf_stem, is_gguf_file
+from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.engine.free_memory import PROMISES, Promise
+from rabbitllm.engine.load_plan import make_load_plan
+from rabbitllm.engine.placement import Placement
 from rabbitllm.generation.batch import Batch
-from rabbitllm.generation.memory import weight_limits
+from rabbitllm.generation.memory import cache_share, weight_limits
 from rabbitllm.generation.request import (
     BatchStats,
     Limits,
@@ -31,12 +35,13 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.scoring.score import token_logprobs
 from rabbitllm.generation.template import ChatTemplate
+from rabbitllm.prepare import SmallFiles, whole_checkpoint
 from rabbitllm.server._metrics import Metrics
 from rabbitllm.server.answers import TokenTexts
-from rabbitllm.server.api_error import NOT_FOUND, APIError
 from rabbitllm.server.embeddings import Embedder, PoolingRecipe, recipe_in
 from rabbitllm.server.requests import CheckedCall
 from rabbitllm.server.settings import Settings
+from rabbitllm.store.layer_store import LayerStore, UnsplitStore
 from rabbitllm.store.locations import resolve_name
 
 if TYPE_CHECKING:
@@ -61,8 +66,13 @@ class ServedModel:
 
     @classmethod
     def load(
-        cls, request: LoadRequest, console: Console, cache_bytes: int | None = None, draft: Any = "auto"
-    ) -> ServedModel:
+        cls,
+        request: LoadRequest,
+        console: Console,
+        cache_bytes: int | None = None,
+        draft: Any = "auto",
+        beside: Sequence[StreamedModel] = (),
+    ) -> ServedModel | None:
         """Load the model, and split it first if necessary.
 
         Args:
@@ -70,13 +80,23 @@ class ServedModel:
             console: receives the progress messages.
             cache_bytes: limit of the KV cache; None for the default.
             draft: its draft, or the request for one.
+            beside: models that stay loaded: limits of the user are for all of them together.
+
+        Returns:
+            The model; None if its weights would not all stay in memory beside the others.
 
         Raises:
             RabbitLLMError: see `AutoModel.from_pretrained`.
         """
         request, draft = load_draft(request, draft, console)
         prepared = prepare_model(request)
-        run = replace(request.run, max_memory=weight_limits(request.run, cache_bytes))
+        limits = weight_limits(request.run, cache_bytes)
+        if limits is not None and request.run.max_memory is not None:
+            taken = {name: sum(other.placement.bytes_on(name) for other in beside) for name in limits}
+            limits = {name: max(limit - taken[name], 0) for name, limit in limits.items()}
+        run = replace(request.run, max_memory=limits)
+        if beside and not _placement(prepared, run).stays:
+            return None
         with console.status(request.loading):
             model = prepared.load(run)
         folder, source = prepared.folder, prepared.source
@@ -85,6 +105,17 @@ class ServedModel:
         candidates = (folder, prepared.config_folder, source.local)
         recipes = (recipe_in(candidate) for candidate in candidates if candidate is not None)
         return cls(model, (source.finished, folder), next(filter(None, recipes), None), draft)
+
+
+def _placement(prepared: Prepared, run: RunOptions) -> Placement:
+    """Where weights would be if they were loaded now."""
+    devices = resolve_devices(run.device, run.max_memory)
+    if prepared.folder is not None:
+        store = LayerStore(prepared.folder, verify_checksums=run.verify_checksums)
+        return make_load_plan(store, run, prepared.config_folder, devices).placement
+    checkpoint, lock = whole_checkpoint(prepared.source)
+    with lock, SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as files:
+        return make_load_plan(UnsplitStore(checkpoint), run, files.folder, devices).placement
 
 
 def served_name(name: str) -> str:
@@ -146,6 +177,7 @@ class Service:
         batch: runs the requests.
         settings: limits and defaults of requests.
         embedder: None where the model has no embeddings.
+        metrics: those of the server; None for its own.
 
     Attributes:
         model: see above.
@@ -154,11 +186,16 @@ class Service:
         ends: end-of-text tokens.
         sampling_words: how tokens are chosen if a request does not say.
         created: seconds since 1970.
-        is_closing: whether new requests are refused.
+        split: whether the split existed already, and its folder; None without a split.
     """
 
     def __init__(
-        self, model: StreamedModel, batch: Batch | EmbeddingsOnly, settings: Settings, embedder: Embedder | None = None
+        self,
+        model: StreamedModel,
+        batch: Batch | EmbeddingsOnly,
+        settings: Settings,
+        embedder: Embedder | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self.model = model
         self.batch = batch
@@ -169,9 +206,9 @@ class Service:
         self.embedder = embedder
         self.limits = ModelLimits.of(model, settings.context)
         self.ends = frozenset(end_tokens(model))
-        self.metrics = Metrics()
+        self.metrics = metrics or Metrics()
         self.created = int(time.time())
-        self.is_closing = False
+        self.split: tuple[bool, Path] | None = None
         self.tokenizer = tokenizer_of(model)
         self.template = ChatTemplate(model)
         self.template.thinking(settings.thinking)  # refused now, not with each request
@@ -179,24 +216,66 @@ class Service:
         # the first call may change a tokenizer's settings, which must not happen while another thread decodes
         self.tokenizer("a")
         self._encoder = ThreadPoolExecutor(1, "rabbitllm-tokenizer")
+        self._promise: Promise | None = None
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether requests are answered."""
-        return not self.is_closing and self.batch.error is None
+    @classmethod
+    def load(
+        cls,
+        request: LoadRequest,
+        draft: Any,
+        limits: Limits,
+        settings: Settings,
+        console: Console,
+        metrics: Metrics | None = None,
+        models: int = 1,
+        beside: Sequence[Service] = (),
+    ) -> Service | None:
+        """Load a model and begin its batch.
 
-    def check_name(self, model: str | None) -> None:
-        """
+        Args:
+            request, console: see `ServedModel.load`.
+            draft: its draft, or the request for one.
+            limits: limits of the batch, without the draft.
+            settings, metrics: see `Service`.
+            models: how many models the server has, loaded or not.
+            beside: those that stay loaded.
+
+        Returns:
+            The service; None if not all weights would stay in memory beside the others.
+
         Raises:
-            APIError: a request names another model.
+            RabbitLLMError: see `ServedModel.load` and `Batch`.
         """
-        if model and model != self.settings.name:
-            raise APIError(
-                NOT_FOUND,
-                f"The model {model[:200]!r} does not exist here; this is {self.settings.name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+        if models > 1 and limits.cache_bytes is None:
+            limits = replace(limits, cache_bytes=cache_share(request.run, models))
+        others = [other.model for other in beside]
+        served = ServedModel.load(request, console, limits.cache_bytes, draft, others)
+        if served is None:
+            return None
+        batch = batch_of(served.model, replace(limits, draft=served.draft))
+        embedder = Embedder(served.model, served.recipe) if served.recipe is not None else None
+        try:
+            service = cls(served.model, batch, settings, embedder, metrics)
+        except BaseException:
+            batch.close(0)
+            raise
+        service.split = served.split
+        if models > 1:
+            service._promise = Promise(served.model.placement.host_bytes, service._unspent)
+            PROMISES.add(service._promise)
+        return service
+
+    def close(self) -> None:
+        """End the batch, at once, and free what the model has; the caller keeps no reference to the service."""
+        self.batch.close(0)
+        self._encoder.shutdown()
+        if self._promise is not None:
+            PROMISES.discard(self._promise)
+
+    def _unspent(self) -> dict[str, int]:
+        """Device -> bytes that KV caches may still take there."""
+        stats, devices = self.batch.stats, list(self.model.streamer.executors)
+        return dict.fromkeys(devices, max(stats.cache_limit_bytes - stats.cache_bytes, 0) // len(devices))
 
     def decoded(self, ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""

@@ -293,6 +293,34 @@ def write_whole(path: Path, data: bytes, *, new: bool = False) -> None:
     publish(part, path)
 
 
+def write_private(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a file that its owner alone may read; its name is absent or of a complete file.
+
+    Several processes may write the same path at once: the last rename counts.
+
+    Raises:
+        OSError: the disk is full, or fails; the unfinished file is removed.
+    """
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}{PART_SUFFIX}")
+    _announce(Step("create", part))
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
+    try:
+        try:
+            offset = 0
+            for piece in pieces:
+                _announce(Step("write", part, offset, piece))
+                _write_all(descriptor, memoryview(piece), offset, threading.Lock())
+                offset += len(piece)
+            _announce(Step("sync", part))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        publish(part, path)
+    except OSError:
+        remove_scratch(part)
+        raise
+
+
 def begins_as(path: Path, *beginnings: bytes | re.Pattern[bytes]) -> bool:
     """Whether a file begins as one of its kind. It may end within its first bytes, if a power cut shortened it.
 
@@ -361,8 +389,13 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def make_folder(folder: Path) -> None:
-    """Create `folder` and its parents, durably."""
+def make_folder(folder: Path, mode: int = 0o777) -> None:
+    """Create `folder` and its parents, durably.
+
+    Args:
+        folder: the folder.
+        mode: permissions of each new folder, less the process's umask.
+    """
     missing = []
     parent = folder
     while not parent.exists():
@@ -370,7 +403,7 @@ def make_folder(folder: Path) -> None:
         parent = parent.parent
     for path in reversed(missing):
         _announce(Step("make_folder", path))
-        path.mkdir(exist_ok=True)
+        path.mkdir(mode, exist_ok=True)
         sync_folder(path.parent)
 
 
@@ -595,6 +628,12 @@ def _read_into(descriptor: int, data: memoryview, offset: int) -> int:
     if sys.platform == "win32":
         raise NotImplementedError
     return os.preadv(descriptor, [data], offset)
+
+
+def mark_used(path: Path) -> None:
+    """Set the time of a file to now, if that is possible: a cache drops those with the earliest times."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
 
 
 def remove_scratch(path: Path) -> None:

@@ -117,6 +117,15 @@ def exclusive(folder: Path, kind: FolderKind) -> FolderLock:
     return lock
 
 
+def alone(folder: Path) -> FolderLock | None:
+    """Lock a folder exclusively, without waiting; None while another holder, of any process, has a lock.
+
+    Raises:
+        SplitError: the file system failed.
+    """
+    return _try_lock(folder, FolderKind.SPLIT)
+
+
 def _try_lock(folder: Path, exclusive: FolderKind | None = None) -> FolderLock | None:
     """Try to lock, for reading unless a kind is given; return None if another holder prevents it."""
     if sys.platform == "win32":

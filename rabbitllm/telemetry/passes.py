@@ -294,6 +294,7 @@ class Drafts:
         right: by depth, how many of them were right.
         seconds: time in which tokens were drafted.
         whole: time of all.
+        name: what proposed.
     """
 
     passes: int = 0
@@ -302,6 +303,7 @@ class Drafts:
     right: tuple[int, ...] = ()
     seconds: float = 0.0
     whole: float = 0.0
+    name: str = "a draft"
 
     def plus(self, other: Drafts) -> Drafts:
         """The sum of both."""
@@ -316,6 +318,7 @@ class Drafts:
             sums(self.right, other.right),
             self.seconds + other.seconds,
             self.whole + other.whole,
+            other.name if other.passes else self.name,
         )
 
     @property
@@ -334,8 +337,8 @@ class Drafts:
         return self.seconds / max(self.whole, 1e-9)
 
     def words(self) -> str:
-        """In a line: tokens a pass, the shares of right tokens by depth, and the share of time in drafts."""
+        """In a line: tokens a pass, what proposed, the right ones by depth, and the share of time in drafts."""
         shares = [f"{share:.0%}" for share in self.by_depth]
         more = " …" if len(shares) > _DEPTHS else ""
         right = f"right {' '.join(shares[:_DEPTHS])}{more} by depth, " if shares else "none, "
-        return f"{self.tokens_per_pass:.1f} tokens a pass, {right}{self.share:.0%} of the time"
+        return f"{self.tokens_per_pass:.1f} tokens a pass by {self.name}, {right}{self.share:.0%} of the time"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+import platform
 import re
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numba
@@ -17,32 +19,110 @@ import pytest
 import torch
 from numba import types
 
-from rabbitllm.base import openmp
-from rabbitllm.base.compiling import asked
+from rabbitllm.base import openmp, parts
+from rabbitllm.base.compiling import atomic_add, pause, shared
 from rabbitllm.base.openmp import torchs_team
+from rabbitllm.quant import _kernels
 from rabbitllm.quant._vectors import lanes
+from rabbitllm.quant.products import Matrix
+from tests.quant.test_products import inputs, matrix
+from tests.support.integer_products import width_of
 
 pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp here")
 
 
-@numba.cfunc(types.void(types.CPointer(types.int64)))
-def mark(data):  # type: ignore[no-untyped-def]
-    """Counts, at the place of each thread's number, how often it came."""
-    words = numba.carray(data, 9)
-    words[1 + asked(words[0])] += 1
+@numba.cfunc(types.void(types.CPointer(types.int64), types.int64, types.int64, types.int64))
+def mark(data, first, end, parts):  # type: ignore[no-untyped-def]
+    """Counts how often each part is computed, and those that are not parts of so many."""
+    words = numba.carray(data, 40)
+    for part in range(first, end):
+        words[1 + part if parts == words[0] else 39] += 1
+
+
+def assert_each_once(team: openmp.Team, threads: int) -> None:
+    data, parts = np.zeros(40, np.int64), threads * openmp.PARTS
+    data[0] = parts
+    team.run(mark.address, data.ctypes.data, threads)
+    assert data[1:].tolist() == [1] * parts + [0] * (39 - parts)
+
+
+@pytest.fixture
+def team() -> openmp.Team:
+    team = torchs_team()
+    assert team is not None
+    return team
+
+
+@pytest.fixture(params=[0, 1, 3])
+def helped(request: pytest.FixtureRequest, team: openmp.Team) -> Iterator[openmp.Team]:
+    """With helpers, or told to have some of which none comes."""
+    team.start_helpers(request.param)
+    yield team
+    team.end_helpers()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp")
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_every_thread_of_the_team_runs_it_once(threads: int) -> None:
-    team = torchs_team()
-    assert team is not None
+def test_each_part_is_computed_once(threads: int, team: openmp.Team) -> None:
     for _ in range(50):
         torch.randn(4, 200_000).exp()  # so that the team has just been at work
-        data = np.zeros(9, np.int64)
-        data[0] = team.thread_number
-        team.run(mark.address, data.ctypes.data, threads)
-        assert data[1:].tolist() == [1] * threads + [0] * (8 - threads)
+        assert_each_once(team, threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_helpers_compute_each_part_once(threads: int, helped: openmp.Team) -> None:
+    """Also for two callers, of whom one has the helpers, and after the helpers have fallen asleep."""
+
+    def calls() -> None:
+        for count in range(2000):
+            assert_each_once(helped, threads)
+            if count % 200 == 0:
+                time.sleep(0.002)
+
+    with ThreadPoolExecutor(2) as callers:
+        for done in [callers.submit(calls) for _ in range(2)]:
+            done.result(60)
+
+
+@numba.cfunc(types.void(types.CPointer(types.int64), types.int64, types.int64, types.int64))
+def meet(data, first, end, parts):  # type: ignore[no-untyped-def]
+    """Waits for another thread, some seconds: own address, threads that came, and whether none came in time."""
+    words = numba.carray(data, 3)
+    atomic_add(words[0] + 8, 1)
+    for _ in range(200_000_000):
+        if shared(words[0] + 8) > 1:
+            return
+        pause(0)
+    words[2] = 1
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="no helpers")
+def test_a_helper_that_sleeps_is_woken(team: openmp.Team) -> None:
+    team.start_helpers(1)
+    try:
+        for _ in range(3):
+            limit = time.monotonic() + 30
+            while not team.words[parts.ASLEEP]:
+                assert time.monotonic() < limit
+            data = np.zeros(3, np.int64)
+            data[0] = data.ctypes.data
+            team.run(meet.address, data.ctypes.data, 2)
+            assert data[2] == 0
+    finally:
+        team.end_helpers()
+    assert not [thread for thread in threading.enumerate() if thread.name == "helper"]
+    assert_each_once(team, 2)
+
+
+@pytest.mark.skipif(not lanes(), reason="no vectors of a kind that is used here")
+def test_products_have_the_same_bits_with_helpers(helped: openmp.Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for least in (1 << 40, 1 << 10):
+        monkeypatch.setattr(_kernels, "WORTH_A_THREAD", dict.fromkeys(_kernels.WORTH_A_THREAD, least))
+        for method, rows in (("codes", 2), ("panels", 20)):
+            product = method, width_of(method), inputs(rows, 1024)
+            found.append(Matrix(*matrix("4bit", 777, 1024)).times_by(*product))
+    assert all(map(torch.equal, found[:2], found[2:]))
 
 
 @pytest.mark.skipif(not lanes(), reason="no vectors of a kind that is used here")
@@ -81,7 +161,7 @@ def test_torchs_library_is_found_behind_a_symlink(tmp_path: Path, monkeypatch: p
     team_behind_link, team = torchs_team.__wrapped__(), torchs_team()
     assert team_behind_link is not None
     assert team is not None
-    assert team_behind_link.thread_number == team.thread_number
+    assert team_behind_link.library._name == team.library._name
 
 
 def test_the_team_is_that_of_torch() -> None:
@@ -93,8 +173,7 @@ def test_the_team_is_that_of_torch() -> None:
     try:
         torch.randn(4, 200_000).exp()
         alive = _threads_of_this_process()
-        data = (ctypes.c_int64 * 9)(team.thread_number)
-        team.run(mark.address, ctypes.addressof(data), 2)
+        assert_each_once(team, 2)
         assert _threads_of_this_process() <= alive  # one of an earlier test may have ended
     finally:
         torch.set_num_threads(before)

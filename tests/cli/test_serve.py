@@ -18,9 +18,12 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from rabbitllm.cli import exit_codes
-from tests.support.demo_models import endless_model
+from rabbitllm.cli.main import app
+from rabbitllm.errors import OptionError
+from tests.support.demo_models import demo_model, endless_model
 
 PATIENCE = 120
 
@@ -189,6 +192,53 @@ def test_a_model_as_its_own_draft_is_refused(endless: Path) -> None:
     assert (process.returncode, process.stdout) == (exit_codes.USAGE, "")
     assert "cannot be used for many requests" in process.stderr
     assert "Expected a model, mtp, ngram, auto or none." in process.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["model"], "Two models have one name (model)."),
+        (["other=model", "--served-name", "a"], "--served-name is for one model, and 2 are to be served."),
+        (["other=model", "--dir", "a"], "--dir is for one model"),
+        (["other=model", "--draft", "model"], "--draft model is for one model"),
+    ],
+)
+def test_options_of_one_model_are_refused_for_several(
+    options: list[str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(demo_model(tmp_path / "model").parent)
+    with pytest.raises(OptionError) as refused:
+        CliRunner().invoke(app, ["serve", "model", *options, "--port", "0"], catch_exceptions=False)
+    assert problem in refused.value.problem
+
+
+@pytest.mark.long
+def test_several_models(endless: Path) -> None:
+    """They are loaded on request; a signal ends the server while one is being loaded, too."""
+    models = {"a": endless, "b": endless}
+    start = [sys.executable, "-m", "rabbitllm", "serve", *(f"{name}={folder}" for name, folder in models.items())]
+    process = subprocess.Popen(
+        [*start, "--port", "0", "--device", "cpu", "--max-memory", "cpu=0"], stderr=subprocess.PIPE, text=True
+    )
+    watched = Process(process)
+    try:
+        address = watched.until(r"a, b at (http://127\.0\.0\.1:\d+)")[1]
+        with httpx.Client(timeout=PATIENCE, trust_env=False) as client:
+            for name in ("b", "a", "b"):
+                body = {"model": name, "prompt": "Q: 1", "max_tokens": 4, "temperature": 0}
+                answer = client.post(f"{address}/v1/completions", json=body).json()
+                assert (answer["model"], answer["usage"]["completion_tokens"]) == (name, 4)
+            answers: list[Any] = []
+            thread = ask(address, 400, answers)  # of the first model, which has to be loaded again
+            while client.get(f"{address}/status").json()["models"][0]["state"] == "not loaded":
+                assert thread.is_alive()
+        process.send_signal(signal.SIGTERM)
+        thread.join()
+        assert watched.ended() == exit_codes.SUCCESS
+        assert "choices" in answers[0] or answers[0]["error"]["code"] == "shutting_down"
+        assert "Traceback" not in watched.said
+    finally:
+        process.kill()
 
 
 def test_missing_media_folder_is_refused(endless: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from rabbitllm.engine._attention import _AttentionForm, _cached, _plain, fuse_at
 from rabbitllm.quant import _vectors
 from rabbitllm.quant.joint import Program
 from tests.engine.test_siblings import PROMPT, checkpoint
+from tests.support.builders import DELTA, Family
 from tests.support.tiny_models import ALL, load
 
 pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
@@ -28,6 +29,22 @@ GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 100, "sliding_window": 6}
 PHI = {
     "sliding_window": 6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+}
+# queries with gates, of which a quarter of each head is rotated, after norms; the MLP is a mixture or not
+GATED = {"head_dim": 64, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+# other angles from the ninth token on
+LONG = {
+    "max_position_embeddings": 64,
+    "original_max_position_embeddings": 8,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 8,
+        "factor": 8.0,
+        "short_factor": [1.0 + index / 50 for index in range(24)],
+        "long_factor": [2.0 + index for index in range(24)],
+    },
 }
 ROUNDING = 2**-8
 """Of a result in bfloat16, relative to its norm: twice the unit roundoff."""
@@ -92,12 +109,15 @@ def cached_logits(model: Any, steps: int = 12) -> tuple[torch.Tensor, list[torch
         ("qwen3_moe", "q8_0", {"head_dim": 32}),
         ("gemma3", "q8_0", GEMMA),
         ("phi3", "q4_k_m", PHI),
+        ("phi3", "q8_0", {**LONG, "num_attention_heads": 4, "num_key_value_heads": 2}),
+        ("qwen3_next", "q8_0", GATED),
+        (Family("qwen3_5_text", DELTA), "4bit", GATED),
     ],
 )
 @pytest.mark.parametrize("budget", [ALL, 0], ids=["resident", "streamed"])
 def test_a_model_has_the_class_s_cache_and_nearly_its_logits(
     tmp_path: Path,
-    family: str,
+    family: str | Family,
     compression: str,
     settings: dict[str, Any],
     budget: int,
@@ -119,9 +139,20 @@ def test_a_model_has_the_class_s_cache_and_nearly_its_logits(
     )
 
 
-@pytest.mark.parametrize(("family", "settings"), [("qwen2", {}), ("gemma3", GEMMA), ("phi3", PHI)])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen2", {}),
+        ("qwen3_moe", {"head_dim": 32}),
+        ("qwen3_next", GATED),
+        ("gemma3", GEMMA),
+        ("phi3", PHI),
+        ("phi3", LONG),
+        (Family("qwen3_5_text", DELTA), GATED),
+    ],
+)
 def test_a_layer_has_the_bits_of_its_parts(
-    tmp_path: Path, family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str | Family, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers, compute = list[Any](), _attention._step
 

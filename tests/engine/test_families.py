@@ -11,6 +11,7 @@ import torch
 from rabbitllm.engine.placement import Tier
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import FAMILIES, build_checkpoint, read_tensors, reference_logits
+from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import (
     ALL,
     INPUT,
@@ -102,6 +103,17 @@ def test_compressed_results_equal_transformers_with_dequantized_weights(
         streamed = load(directory, budget)
         assert Tier.STREAMED in tiers(streamed).values()
         assert_same(run(streamed), expected)
+
+
+@pytest.mark.parametrize("compression", ["4bit", "8bit"])
+def test_compressed_weights_that_a_forward_rescales(tmp_path: Path, compression: str) -> None:
+    """RWKV divides matrices by powers of two when it first computes: they are dequantized, not multiplied as codes."""
+    folder = build_checkpoint(tmp_path / "model", HYBRIDS["rwkv"], dtype=torch.float32, rescale_every=1)
+    plain = dequantized(folder, tmp_path / "reference", compression, torch.float32)
+    expected = reference_logits(plain, INPUT, torch.float32)
+    resident = load(split(folder, compression), exact=False)
+    assert_same(run(resident), expected)
+    assert_same(run(resident), expected)
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])

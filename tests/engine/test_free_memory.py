@@ -30,6 +30,30 @@ def test_this_machine() -> None:
     assert CpuDevice().free_bytes() > 0
 
 
+def test_promised_memory_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapped files count once, also in a group that counts those in memory; KV caches count by what they lack."""
+    files = {"proc/self/status": "RssFile: 2 kB\n", f"{V2}/memory.max": "9000", f"{V2}/memory.stat": "file_mapped 9999"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert [group.room for group in free_memory.group_limits(tmp_path)] == [9000 - 2048]
+    assert [group.room for group in free_memory.group_limits(tmp_path, mapped=2000)] == [9000 - 2048]
+    assert [group.room for group in free_memory.group_limits(tmp_path, mapped=3000)] == [9000 - 3000]
+    monkeypatch.setattr(free_memory, "group_limits", lambda mapped: [free_memory.GroupLimit(2, tmp_path, 0, 5000)])
+    monkeypatch.setattr(free_memory, "process_limits", list)
+    promise = free_memory.Promise(1 << 40, lambda: {"cpu": 700, "cuda:0": 9})
+    free_memory.PROMISES.add(promise)
+    try:
+        assert available_ram() == 0  # the machine has less than the mapped files
+        free_memory.PROMISES.discard(promise)
+        assert available_ram() == 5000
+        free_memory.PROMISES.add(promise := free_memory.Promise(1, lambda: {"cpu": 700, "cuda:0": 9}))
+        assert available_ram() == 4300
+        assert free_memory.unspent("cuda:0") == 9
+    finally:
+        free_memory.PROMISES.discard(promise)
+
+
 @pytest.mark.parametrize(
     ("files", "rooms"),
     [

@@ -15,9 +15,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from rabbitllm.engine import _gates
-from rabbitllm.engine._gates import fuse_gates
+from rabbitllm.engine._gates import fuse_gates, fuse_shared
 from rabbitllm.quant import _vectors
-from tests.engine.test_siblings import assert_same_logits, checkpoint
+from tests.engine.test_siblings import SIZES, assert_same_logits, checkpoint
+from tests.support.builders import DELTA, EXPERTS, Family
 from tests.support.tiny_models import ALL, load
 
 pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
@@ -124,3 +125,107 @@ def test_a_model_has_the_same_logits(
     directory = checkpoint(tmp_path, family, "4bit")
     assert_same_logits(directory, budget, "fuse_gates", "MLP", monkeypatch)
     assert calls.count(4) == 2  # of 2 layers; steps are computed with the attention, if its heads are wide enough
+
+
+SHARED: dict[str, Any] = {**EXPERTS, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each mixture whose shared expert was one call with what is around it."""
+    rows, compute = list[int](), _gates.OneCall.shared
+
+    def counted(self: Any, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        rows.append(len(x))
+        return compute(self, x, *more)
+
+    monkeypatch.setattr(_gates.OneCall, "shared", counted)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "budget"),
+    [
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, ALL),
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, 0),
+        (Family("qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2}), {"norm_topk_prob": True}, ALL),
+        (Family("qwen3_5_moe_text", DELTA), {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}, ALL),
+    ],
+)
+def test_a_mixture_with_a_gated_shared_expert_has_the_same_logits(
+    tmp_path: Path,
+    family: str | Family,
+    settings: dict[str, Any],
+    budget: int,
+    shared: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = checkpoint(tmp_path, family, "q8_0", **{**SHARED, **settings})
+    assert_same_logits(directory, budget, "fuse_shared", "SparseMoeBlock", monkeypatch)
+    assert shared == [4] * 2 + [1] * 2 * 4
+
+
+@torch.no_grad()
+def test_a_gated_shared_expert_for_any_rows_routing_and_gates(tmp_path: Path, shared: list[int]) -> None:
+    """Tokens of which one has a gate that is not a number, experts that are tied, and one that is chosen twice."""
+    kinds = {"layer_types": ["linear_attention"] * 2}
+    mixture: Any = load(checkpoint(tmp_path, "qwen3_next", "4bit", **SHARED, **kinds), exact=False).model.layers[0].mlp
+
+    def assert_same(x: torch.Tensor) -> torch.Tensor:
+        got, expected = mixture(x), type(mixture).forward(mixture, x)
+        assert torch.equal(got.isnan(), expected.isnan())
+        assert torch.equal(got.nan_to_num(7), expected.nan_to_num(7))
+        return got  # type: ignore[no-any-return]
+
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for rows in (1, 2, 5, 16):
+            assert_same(torch.randn(1, rows, SIZES["hidden_size"]).bfloat16() * 3)
+    torch.set_num_threads(before)
+    assert shared == [1, 2, 5, 16] * 2
+    assert_same(torch.randn(1, 40, 256).bfloat16())
+    assert_same(torch.randn(3, 2, 256).bfloat16())
+    assert_same(torch.randn(1, 1, 256).bfloat16().expand(1, 2, 256))  # not contiguous
+    x = torch.randn(1, 3, 256).bfloat16()
+    with torch.enable_grad():
+        assert_same(x)
+    del shared[:]
+    hook = mixture.shared_expert_gate.register_forward_hook(
+        lambda module, args, output: output.masked_fill(torch.tensor([[False], [True], [False]]), torch.nan)
+    )
+    assert assert_same(x).isnan().all(-1).tolist() == [[False, True, False]]
+    hook.remove()
+    mixture.gate.weight = nn.Parameter(torch.zeros_like(mixture.gate.weight))  # all experts are tied
+    assert_same(x)
+    twice = torch.tensor([[1, 1]] * 3)
+    hook = mixture.gate.register_forward_hook(lambda module, args, output: (*output[:2], twice))
+    assert_same(x)
+    hook.remove()
+    assert shared == [3] * 3
+    seen = list[torch.Tensor]()
+    hook = mixture.shared_expert.register_forward_hook(lambda module, args, output: seen.append(output))
+    assert_same(x)
+    hook.remove()
+    assert shared == [3] * 3
+    assert len(seen) == 2
+
+
+@torch.no_grad()
+def test_a_mixture_that_adds_otherwise_is_not_replaced(tmp_path: Path) -> None:
+    kinds = {"layer_types": ["linear_attention"] * 2}
+    mixture: Any = load(checkpoint(tmp_path, "qwen3_next", "4bit", **SHARED, **kinds), exact=False).model.layers[0].mlp
+
+    class Twice(type(mixture)):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states) * 2  # type: ignore[no-any-return]
+
+    class Other(type(mixture)):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states.flip(-1)).flip(-1)  # type: ignore[no-any-return]
+
+    del mixture.forward
+    for kind, count in ((type(mixture), 1), (Twice, 0), (Other, 0)):
+        mixture.__class__ = kind
+        assert fuse_shared(mixture) == count
+        vars(mixture).pop("forward", None)

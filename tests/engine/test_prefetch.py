@@ -22,9 +22,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import prefetch, skeleton
 from rabbitllm.engine._weights import map_weights
 from rabbitllm.engine.devices import CpuDevice
+from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import SLOTS, STAGING, Budget, PlacedUnit, Placement, Tier
 from rabbitllm.engine.prefetch import (
     BufferSlot,
@@ -832,3 +834,31 @@ def test_unreadable_file_is_an_error_and_leaves_no_locked_memory(opened: Opened)
         keep_units(placed(opened, LAYERS[:3], [gpu.name]), opened.sources, {gpu.name: gpu}, opened.store)
     gc.collect()
     assert gpu.locked == {}
+
+
+def test_a_model_is_loaded_once_reads_of_a_dropped_one_have_freed_their_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first thread of the dropped model reads ahead, for a pass that never comes."""
+    folder, gpu = split(build_checkpoint(tmp_path / "model", "llama")), FakeGpu(0, capacity=1 << 30)
+    options = RunOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False)
+    model: Any = load_model(folder, options, None, [gpu])
+    resident, real, is_reading, may_go_on = gpu.used, SpanReader.read, threading.Event(), threading.Event()
+
+    def read(self: SpanReader, *given: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            is_reading.set()
+            assert may_go_on.wait(60)
+        real(self, *given)
+
+    monkeypatch.setattr(SpanReader, "read", read)
+    next(iter(model.streamer.executors.values())).loader.prefetch(["model.layers.0", "model.layers.1"])
+    assert is_reading.wait(60)
+    del model
+    gc.collect()
+    assert gpu.used > 0
+    threading.Timer(0.2, may_go_on.set).start()
+    following = load_model(folder, options, None, [gpu])
+    gc.collect()
+    assert gpu.used == resident
+    assert following.placement.moved_bytes

@@ -181,7 +181,7 @@ def test_awq_with_scaled_activations(tmp_path: Path) -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which kernels were used."""
     used: list[str] = []
-    for name in ("blocks", "nibbles", "fours"):
+    for name in ("blocks", "nibbles"):
         kernel = getattr(dequantize_kernels, name)
         monkeypatch.setattr(
             dequantize_kernels, name, lambda *args, name=name, kernel=kernel: (used.append(name), kernel(*args))[1]
@@ -262,7 +262,7 @@ def test_fp4(rows: int, columns: int, runs: int, threads: int, dtype: torch.dtyp
         actual = QuickFp8(None)._dequantize_one(codes, scales, dtype)
     finally:
         torch.set_num_threads(before)
-    assert counted == ["fours"] * (dtype != torch.float16)
+    assert counted == ["blocks"] * (dtype != torch.float16)
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(actual.nan_to_num(0), expected.nan_to_num(0))
     with pytest.raises(ValueError, match="codes of shape"):

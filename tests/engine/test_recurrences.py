@@ -19,6 +19,7 @@ from rabbitllm.engine._recurrences import (
     MAX_TOKENS,
     ConvolutionStep,
     DeltaStep,
+    SelectiveStep,
     StateSpaceChunk,
     StateSpaceStep,
     fuse_recurrences,
@@ -169,6 +170,36 @@ def test_state_spaces_have_the_bits_of_the_function(calls: list[str]) -> None:
 
 
 @torch.no_grad()
+def test_selective_steps_have_the_bits_of_the_function(calls: list[str]) -> None:
+    ordinary = function("jamba", "mamba_selective_state_update")
+    step = SelectiveStep(ordinary)
+    for count, channels, size in ((1, 256, 16), (3, 96, 16), (2, 1024, 8)):
+        state, a = torch.randn(count, channels, size), -torch.rand(channels, size) * 4
+        x, dt, z = torch.randn(3, count, channels).bfloat16()
+        b, c = torch.randn(2, count, size).bfloat16()
+        d, more = torch.randn(channels).bfloat16(), {"dt_bias": torch.randn(channels), "dt_softplus": True}
+        x[0, 3] = torch.nan
+        for scale in (1, 1e20):
+            own = state.clone()
+            expected = ordinary(own, x * scale, dt, a, b, c, d, z=z, **more)
+            result = step(state, x * scale, dt, a, b, c, d, z=z, **more)
+            assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
+            assert torch.equal(state.nan_to_num(7), own.nan_to_num(7))
+        before = len(calls)
+        wide = [y.float() for y in (x, dt, b, c, d, z)]
+        left = [
+            ((x, dt, a, b, c, d), {**more, "z": None}),
+            ((x, dt, a, b, c, d), {**more, "z": z, "dt_softplus": False}),
+        ]
+        left.append(((*wide[:2], a, *wide[2:5]), {**more, "z": wide[5]}))
+        for given, options in left:
+            expected = ordinary(state.clone(), *given, **options)
+            assert torch.equal(step(state.clone(), *given, **options).nan_to_num(7), expected.nan_to_num(7))
+        assert len(calls) == before
+    assert calls == ["selective_step"] * 3 * 3
+
+
+@torch.no_grad()
 def test_few_tokens_of_state_spaces_have_the_bits_of_single_ones(calls: list[str]) -> None:
     single, ordinary = (function("mamba2", name) for name in ("mamba2_selective_state_update", "mamba2_chunk_scan"))
     chunk = StateSpaceChunk(ordinary)
@@ -250,6 +281,8 @@ def test_functions_with_other_results_are_not_replaced() -> None:
         ("kimi_linear", {"linear_head_dim": 32}, {"delta_step", "convolution_step"}),
         ("lfm2", {}, {"convolution_step"}),
         ("mamba2", {}, {"convolution_step", "state_space_step"}),
+        ("jamba", {}, {"convolution_step", "selective_step"}),
+        ("falcon_mamba", {}, {"convolution_step", "selective_step"}),
     ],
 )
 def test_a_model_has_the_logits_of_transformers(

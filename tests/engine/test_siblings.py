@@ -17,7 +17,7 @@ from rabbitllm.engine._siblings import MAX_UNUSED, Sibling
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant import _vectors
 from rabbitllm.quant.joint import JointProduct
-from tests.support.builders import build_checkpoint
+from tests.support.builders import Family, build_checkpoint
 from tests.support.tiny_models import ALL, load, split
 
 pytestmark = pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used here")
@@ -59,7 +59,7 @@ def logits(model: Any, steps: int = 4) -> torch.Tensor:
     return torch.cat(seen, 1)
 
 
-def checkpoint(tmp_path: Path, family: str, compression: str, **settings: Any) -> Path:
+def checkpoint(tmp_path: Path, family: str | Family, compression: str, **settings: Any) -> Path:
     kinds = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3" else {}
     folder = build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16, **{**SIZES, **kinds, **settings})
     return split(folder, compression)

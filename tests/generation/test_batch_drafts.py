@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
+from rabbitllm.engine.heads import Heads
 from rabbitllm.errors import OptionError
 from rabbitllm.generation import _sequence
 from rabbitllm.generation._model_runner import ModelRunner
+from rabbitllm.generation._mtp import PackedHeads
 from rabbitllm.generation._packed_batch import PackedForward
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Costs, Width
@@ -21,7 +25,7 @@ from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.cache_manager import CacheManager
 from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.request import Limits, Request, Sampling
-from tests.generation.submitting import Open, answered, answered_together, prompt
+from tests.generation.submitting import Open, answered, answered_together, begin, prompt
 from tests.generation.test_lookahead import NEW_TOKENS, NONE, endless, requests, same
 from tests.generation.test_rewind import spoiled
 from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
@@ -114,6 +118,70 @@ def test_a_draft_models_cache_has_the_text_alone(
     assert all(reading)
 
 
+def rows_read(monkeypatch: pytest.MonkeyPatch, draft: Any) -> list[tuple[int, int]]:
+    """The tokens of each later pass of a draft model, or of heads, and those in its cache before."""
+    rows, output, heads = list[tuple[int, int]](), Rewindable.output, Heads.__call__
+
+    def watched(self: Rewindable, ids: Any, *args: Any) -> Any:
+        if self._model is draft:
+            rows.append((ids.shape[1] - self.tokens, self.tokens))
+        return output(self, ids, *args)
+
+    def of_heads(self: Heads, ids: Any, hidden: Any, positions: Any, cache: Any, *args: Any) -> Any:
+        rows.append((ids.shape[1], cache.get_seq_length()))
+        return heads(self, ids, hidden, positions, cache, *args)
+
+    monkeypatch.setattr(Rewindable, "output", watched)
+    monkeypatch.setattr(Heads, "__call__", of_heads)
+    return rows
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "mtp"])
+def test_a_second_question_continues_a_drafts_cache(
+    tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of a conversation it reads what is new, also beside a request that has begun with the same text."""
+    heads = name == "mtp"
+    folder = endless_head(tmp_path / "model", "noisy") if heads else endless(tmp_path / "model", name)
+    plain, _ = open_batch(replace(NONE, chunk=256), folder=folder, budget=None)
+    draft = "mtp" if heads else proposing(folder)
+    batch, _ = open_batch(Limits(chunk=256, draft=draft), folder=folder, budget=None, heads=heads)
+    rows, text = rows_read(monkeypatch, draft), prompt(100, 5)
+    for turn in range(3):
+        rows.clear()
+        (expected,), (actual,) = (answered(of, [Request(text, NEW_TOKENS)]) for of in (plain, batch))
+        same([actual], [expected])
+        read, before = rows[0]
+        assert read + before >= len(text) - 3
+        assert read >= 99 if turn == 0 else 10 < read < 20
+        text = (*text, *expected.tokens, *prompt(10, 6))
+    if name == "llama":
+        rows.clear()
+        shared = [Request((*prompt(120, 7), last), NEW_TOKENS) for last in (3, 4, 5)]
+        first, accepted = begin(batch, shared[0]), batch.stats.accepted_tokens
+        while batch.stats.accepted_tokens == accepted:  # until a draft was made
+            time.sleep(0.001)
+        same([first, *answered(batch, shared[1:])], answered(plain, shared))
+        assert sum(read > 20 for read, _ in rows) == 1
+        assert batch.stats.kept_tokens > 400
+
+
+def test_a_preempted_request_continues_a_drafts_cache(
+    tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = endless(tmp_path / "model", "llama")
+    text = [Request(prompt(60, 5), NEW_TOKENS)]
+    expected = answered(open_batch(NONE, folder=folder)[0], text)
+    draft, turn = proposing(folder), itertools.count()
+    rows = rows_read(monkeypatch, draft)
+    monkeypatch.setattr(CacheManager, "over_limit", lambda self: self._running[: next(turn) in (4, 7)])
+    batch, _ = open_batch(Limits(draft=draft), folder=folder)
+    same(answered(batch, text), expected)
+    assert batch.stats.preempted == batch.stats.resumed == 2
+    assert rows[0][0] >= 60
+    assert max(read for read, _ in rows[1:]) <= 3
+
+
 def test_memory_of_a_draft_is_counted(tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for a part of the requests, which are preempted; what drafts keep is dropped before."""
     monkeypatch.setattr(_sequence, "RESERVED_TOKENS", 4)
@@ -190,10 +258,29 @@ def test_a_draft_that_fails_costs_no_request(
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("deepseek_v3", "right"), ("deepseek_v3", "wrong"), ("qwen3_next", "noisy"), ("qwen3_5", "noisy")]
+    ("name", "how"),
+    [
+        *(("deepseek_v3", "right"), ("deepseek_v3", "wrong"), ("qwen3_next", "noisy"), ("qwen3_5", "noisy")),
+        *(pytest.param(name, "noisy", marks=pytest.mark.long) for name in ("qwen3_5_moe", "glm4_moe", "mellum")),
+    ],
 )
-def test_the_heads_of_a_checkpoint(tmp_path: Path, open_batch: Open, name: str, how: str) -> None:
-    """Prompts in pieces, and beginnings that are in the prefix cache; packed, and with states."""
+def test_the_heads_of_a_checkpoint(
+    tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+) -> None:
+    """Prompts in pieces, and beginnings that are in the prefix cache; packed, and with states.
+
+    Heads of several sequences compute what they do for each alone, in one call where there are no windows.
+    """
+    packed, compute = list[int](), PackedHeads._compute
+
+    def watched(self: PackedHeads, calls: Any) -> Any:
+        alone = [self._heads(*copy.deepcopy(call)) for call in calls]
+        results = compute(self, calls)
+        torch.testing.assert_close(results, alone, rtol=0, atol=1e-4)
+        packed.append(len(calls))
+        return results
+
+    monkeypatch.setattr(PackedHeads, "_compute", watched)
     folder = endless_head(tmp_path / "model", how, name)
     plain, _ = open_batch(replace(NONE, chunk=16), folder=folder, budget=None)
     expected = answered_together(plain, asked())
@@ -212,6 +299,7 @@ def test_the_heads_of_a_checkpoint(tmp_path: Path, open_batch: Open, name: str, 
     assert (batch.stats.accepted_tokens > stats.accepted_tokens) is (how != "wrong")
     batch.close(0)
     assert not model.get_decoder()._forward_hooks
+    assert (max(packed) > 3) is (name != "mellum")
 
 
 def endless_head(folder: Path, how: str, name: str = "deepseek_v3") -> Path:

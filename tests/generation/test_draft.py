@@ -304,7 +304,8 @@ def test_the_figures_of_drafts(folder: Path) -> None:
     assert sum(drafts.right) + drafts.passes == TOKENS
     assert model.profiler.drafts == drafts
     assert replace(drafts, whole=2 * drafts.seconds).words() == (
-        f"{TOKENS / drafts.passes:.1f} tokens a pass, right 100% 100% 100% 100% … by depth, 50% of the time"
+        f"{TOKENS / drafts.passes:.1f} tokens a pass by a draft model, "
+        "right 100% 100% 100% 100% … by depth, 50% of the time"
     )
     assert asked(model).work.drafts is None
     other = load(split(build_checkpoint(folder.parent / "other", "llama", num_hidden_layers=1, seed=3)))

@@ -342,7 +342,7 @@ def test_a_chat_keeps_its_cache(tmp_path: Path, name: str) -> None:
         head = session.cache.cache.beside
         assert head.tokens == session.cached_tokens
         # of all tokens but the first, and one for each turn, whose state the last one has used
-        assert head._cache.get_seq_length() >= head.tokens - 2 - turn
+        assert head.cache.get_seq_length() >= head.tokens - 2 - turn
         assert session.cache_bytes > head.nbytes > 0
         if turn == 2:  # an earlier question is changed
             messages = messages[:2]

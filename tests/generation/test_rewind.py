@@ -172,9 +172,8 @@ def shaken(model: Any) -> Any:
     return model
 
 
-@torch.no_grad()
-def test_states_beside_indexes_go_back() -> None:
-    """GLM-5-Next, of which published models take pictures; its smallest config has no index."""
+def glm5_next() -> Any:
+    """GLM-5-Next with indexes, which its smallest config has not; published models take pictures."""
     model_class = getattr(transformers, "Glm5NextForConditionalGeneration", None)
     if model_class is None:
         pytest.skip("transformers does not know it")
@@ -182,7 +181,12 @@ def test_states_beside_indexes_go_back() -> None:
     text = config.text_config
     text.layer_types, text.indexer_types = ["linear_attention", "indexed_attention"] * 2, ["full"] * 4
     text.num_hidden_layers, text.mlp_layer_types, text.index_kpool = 4, ["dense", "sparse"] * 2, 2
-    model = shaken(model_class(config))
+    return shaken(model_class(config))
+
+
+@torch.no_grad()
+def test_states_beside_indexes_go_back() -> None:
+    model = glm5_next()
     assert {type(layer).__name__ for layer in cache_layers(model)} == {"LinearAttentionLayer", "DynamicIndexedLayer"}
     assert_goes_back(model)
 
@@ -319,8 +323,11 @@ def assert_a_chat_keeps_its_cache(model: Any, draft: Any) -> None:
         messages.append({"role": "assistant", "content": plain.text})
     assert (drafted.kept_tokens > 0) == keeps(model)
     if (kept := sessions[1].cache) is not None:
-        assert kept.cache.beside is not None
-        assert copy.deepcopy(kept.cache).beside is None
+        beside = kept.cache.beside
+        assert beside is not None
+        copied = copy.deepcopy(kept.cache).beside
+        assert copied.of() is beside.of()  # models are not copied
+        assert copied.cache is not beside.cache
 
 
 def test_sampled_answers_with_a_seed_are_the_same_with_ngrams(tmp_path: Path) -> None:

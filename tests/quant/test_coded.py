@@ -215,6 +215,16 @@ def test_the_dequantized_matrix_is_rounded_once(name: str, dtype: torch.dtype) -
     assert torch.equal(result, meant(of).float().to(dtype))  # a product of 4 and 24 bits is rounded to float32 first
 
 
+@needs_kernel
+@pytest.mark.parametrize("name", ["int4 F16 1x128", "fp4 U8 1x128", "fp8 F32 128x128"])
+@pytest.mark.parametrize("count", [3, 100])
+def test_a_shorter_last_group(name: str, count: int) -> None:
+    of, x = matrix(name, 130, 192), inputs(count, 192)
+    assert multiplies(of.form)
+    assert torch.equal(of.dequantized(torch.float32), meant(of).float())
+    assert_products(of.linear(x, None), as_multiplied(of, x), meant(of))
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_names_and_sizes_of_forms(name: str) -> None:
     of = matrix(name, 150, 640)

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import Limits
+from rabbitllm.server._models import Models
 from rabbitllm.server.embeddings import Embedder
 from rabbitllm.server.server import Server
 from rabbitllm.server.service import EmbeddingsOnly, Service, batch_of
@@ -38,6 +39,7 @@ class Running:
     """A server that answers."""
 
     service: Service
+    models: Models
     server: Server
     model: Any
     address: str
@@ -69,9 +71,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def in_a_thread(service: Service, listening: socket.socket, grace: float | None = 30.0) -> Iterator[Server]:
+def in_a_thread(models: Models, listening: socket.socket, grace: float | None = 30.0) -> Iterator[Server]:
     """A server in a thread of its own, for as long as the context lasts."""
-    server = Server(service, grace)
+    server = Server(models, grace)
     serving = server.serve(sockets=[listening])
     thread = threading.Thread(target=lambda: asyncio.run(serving), name="rabbitllm-serve", daemon=True)
     thread.start()
@@ -103,13 +105,14 @@ def running(
     chosen = Settings(**{"name": NAME, "hosts": LOCAL, **settings})
     embedder = Embedder(model, recipe) if recipe is not None else None
     service = Service(model, batch, chosen, embedder)
+    models = Models.of(service)
     listening = bound("127.0.0.1", 0)
     if send_buffer is not None:  # connections have it from here
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     try:
-        with in_a_thread(service, listening, grace) as server:
+        with in_a_thread(models, listening, grace) as server:
             address = address_of(listening)
-            yield Running(service, server, model, address, listening.getsockname()[1], batch, chosen.api_key)
+            yield Running(service, models, server, model, address, listening.getsockname()[1], batch, chosen.api_key)
     finally:
         batch.close(0)
         listening.close()

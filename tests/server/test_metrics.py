@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
 from rabbitllm.server._metrics import Counts, Family, Histogram, counter, gauge, text_format
-from tests.server.serving import Running
+from tests.server.serving import LIMITS, Running, running
 
 LINE = re.compile(r'([a-z_]+)(\{(?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)+\})? (\S+)')
 
@@ -83,3 +85,20 @@ def test_the_server_counts(served: Running) -> None:
     assert more("rabbitllm_streamed_bytes_total") > 0
     assert after["rabbitllm_running"] == 0
     assert after["rabbitllm_http_requests_open"] == 1  # the one that asks
+
+
+def test_prompts_on_disk_are_counted_and_survive_a_restart(tmp_path: Path, split_folder: Path) -> None:
+    name = "rabbitllm_prompt_cache_{}".format
+    limits = replace(LIMITS, prompt_bytes=1 << 20, prompt_folder=tmp_path)
+    body = {"prompt": [5 + number % 90 for number in range(150)], "max_tokens": 4, "temperature": 0}
+    texts = []
+    for saved in (0, 128):
+        with running(split_folder, limits=limits) as served:
+            texts.append(served.post("/v1/completions", body).json()["choices"][0]["text"])
+            values = samples(served)
+            assert values[name("saved_tokens_total")] == values["rabbitllm_kept_tokens_total"] == saved
+            assert values[name("hits_total")] == (saved > 0) == (values[name("read_bytes_total")] > 0)
+            assert values[name("limit_bytes")] == 1 << 20
+        stored = sum(path.stat().st_size for path in tmp_path.rglob("*.kv"))
+        assert served.batch.stats.prompt_bytes == stored > 0
+    assert texts[0] == texts[1]

@@ -311,12 +311,12 @@ def test_refusal_shows_its_message(tab: Tab) -> None:
 
 
 def test_shutdown_is_shown(tab: Tab, server: Running) -> None:
-    server.service.is_closing = True
+    server.models.is_closing = True
     try:
         ask(tab, "Still there?")
         assert trouble(tab).startswith("The server is not available. The server is shutting down. Try again")
     finally:
-        server.service.is_closing = False
+        server.models.is_closing = False
 
 
 def test_shown_elements_are_kept_while_an_answer_streams(tab: Tab) -> None:

@@ -504,7 +504,7 @@ def test_all_routes_but_health_and_page_need_the_key(split_folder: Path) -> None
     """Also a route that somebody adds later, a path that is none, and odd spellings of those that need it."""
     with running(split_folder, api_key="secret") as served:
         served.key = None
-        paths = [route.path.replace("{name:path}", NAME) for route in routes(served.service)]  # type: ignore[attr-defined]
+        paths = [route.path.replace("{name:path}", NAME) for route in routes(served.models)]  # type: ignore[attr-defined]
         assert {"/v1/chat/completions", "/status", "/metrics", "/health", "/"} <= set(paths)
         pages = {"/", *(path for path in paths if path.startswith("/static/"))}
         odd = (

@@ -433,6 +433,9 @@ class _DeviceOfTensors(TorchFunctionMode):
             finally:
                 self._answering.pop()
         result = func(*args, **given)
+        if func is torch.Tensor.new_tensor and "device" not in given and (where := _ledger.place(args[0])) != HOST:
+            _ledger.put(result, where)  # nor do they show whose new tensor it is
+            _asks(where, "a copy from ordinary memory")
         if func in _MAKERS and given.get("device") is not None and torch.device(given["device"]).index is not None:
             where = torch.device(given["device"])
             _ledger.put(result, where)  # the operations below do not show its device

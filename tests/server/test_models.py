@@ -1,0 +1,303 @@
+"""Several models in one server, over HTTP: loaded on request, in turns where memory is short, unloaded when idle."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+import torch
+from rich.console import Console
+
+from rabbitllm.auto_model import LoadRequest
+from rabbitllm.engine.free_memory import PROMISES
+from rabbitllm.generation.request import Limits
+from rabbitllm.server._metrics import Metrics
+from rabbitllm.server._models import Models
+from rabbitllm.server.service import Service
+from rabbitllm.server.settings import LOCAL, Settings, address_of, bound
+from tests.server.serving import LIMITS, PATIENCE, in_a_thread
+from tests.support.builders import FAMILIES, build_checkpoint
+from tests.support.tiny_models import plain_model, split
+
+PROMPT = [1, 40, 81, 7, 200, 33]
+NAMES = ("rabbit", "hare")
+
+
+@dataclass
+class Served:
+    """A server of several models, and its loads in their order."""
+
+    models: Models
+    address: str
+    loads: list[str]
+
+    def post(self, model: str | None, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "model": model, **fields}
+        with httpx.Client(base_url=self.address, timeout=PATIENCE, trust_env=False) as client:
+            return client.post(path, json={name: value for name, value in body.items() if value is not None})
+
+    def text(self, model: str | None, **fields: Any) -> str:
+        answer = self.post(model, **fields)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def get(self, path: str) -> Any:
+        return httpx.get(self.address + path, trust_env=False, timeout=PATIENCE).json()
+
+    def states(self) -> dict[str, Any]:
+        return {state["id"]: state for state in self.get("/status")["models"]}
+
+    def until(self, state: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        limit = time.monotonic() + PATIENCE
+        while not state(states := self.states()):
+            assert time.monotonic() < limit, states
+            time.sleep(0.005)
+        return states
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two models of other families, and so with other answers."""
+    home = tmp_path_factory.mktemp("models")
+    families = dict(zip(NAMES, ("llama", "qwen3"), strict=True))
+    for name, family in families.items():
+        split(build_checkpoint(home / name, FAMILIES[family], dtype=torch.float32))
+    return {name: home / name for name in families}
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> dict[str, str]:
+    """What transformers says after the prompt."""
+    return {name: plain_text(folder, 8) for name, folder in folders.items()}
+
+
+def plain_text(folder: Path, tokens: int) -> str:
+    import transformers
+
+    model = plain_model(folder, dtype=torch.float32).eval()
+    ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    return str(tokenizer.decode(ids[0, len(PROMPT) :], skip_special_tokens=True))
+
+
+@contextlib.contextmanager
+def serving(
+    folders: dict[str, Path],
+    memory: int | None = None,
+    keep_alive: float | None = None,
+    before: Callable[[str], object] = lambda name: None,
+    limits: Limits = LIMITS,
+    **settings: Any,
+) -> Iterator[Served]:
+    """Serve models within so many bytes for the weights of all; `before` is called where one is loaded."""
+    metrics, loads = Metrics(), list[str]()
+
+    def load(name: str, folder: Path, own: Settings, beside: Sequence[Service]) -> Service | None:
+        before(name)
+        request = LoadRequest.of(folder, device="cpu", max_memory=None if memory is None else {"cpu": memory})
+        console = Console(quiet=True)
+        service = Service.load(request, "auto", limits, own, console, metrics, len(folders), beside)
+        if service is not None:
+            loads.append(name)
+        return service
+
+    owns = {name: Settings(**{"name": name, "hosts": LOCAL, **settings}) for name in folders}
+    loaders = [(owns[name], partial(load, name, folder, owns[name])) for name, folder in folders.items()]
+    models = Models(loaders, metrics, keep_alive)
+    listening = bound("127.0.0.1", 0)
+    try:
+        with in_a_thread(models, listening, 5.0):
+            yield Served(models, address_of(listening), loads)
+    finally:
+        for service in models.services:
+            service.close()
+        listening.close()
+    assert not PROMISES
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("splitted_model/*.safetensors"))
+
+
+def test_models_are_loaded_on_request(folders: dict[str, Path], expected: dict[str, str]) -> None:
+    with serving(folders) as served:
+        listed = served.get("/v1/models")["data"]
+        assert [(model["id"], model["loaded"], model["max_model_len"]) for model in listed] == [
+            (name, False, None) for name in NAMES
+        ]
+        assert served.text("hare") == expected["hare"]
+        assert [model["loaded"] for model in served.get("/v1/models")["data"]] == [False, True]
+        assert served.get("/status")["model"] == "hare"
+        assert served.get("/status?model=rabbit")["passes"] == 0
+        assert served.text(None) == expected["rabbit"]  # the first one
+        assert served.loads == ["hare", "rabbit"]
+        asked = [NAMES[index % 2] for index in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(served.text, asked)) == [expected[name] for name in asked]
+        assert served.loads == ["hare", "rabbit"]  # both fit in memory
+        metrics = httpx.get(f"{served.address}/metrics", trust_env=False).text
+        for name in NAMES:
+            assert f'rabbitllm_running{{model="{name}"}} 0' in metrics
+        assert metrics.count("# TYPE rabbitllm_running gauge") == 1
+        unknown = served.post("fox")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+        assert "'rabbit', 'hare'" in unknown.json()["error"]["message"]
+
+
+def test_every_interface_names_a_model(folders: dict[str, Path]) -> None:
+    with serving(folders) as served:
+        chat: list[Any] = [{"role": "user", "content": "a b"}]
+        client = openai.OpenAI(base_url=f"{served.address}/v1", api_key="none", max_retries=0)
+        claude = anthropic.Anthropic(base_url=served.address, api_key="none", max_retries=0)
+        for name in NAMES:
+            answer = client.chat.completions.create(model=name, messages=chat, max_tokens=4, temperature=0)
+            text = answer.choices[0].message.content
+            assert answer.model == name
+            assert (
+                client.responses.create(model=name, input="a b", max_output_tokens=4, temperature=0).output_text == text
+            )
+            message = claude.messages.create(model=name, messages=chat, max_tokens=4)
+            assert (message.content[0].text, message.model) == (text, name)  # type: ignore[union-attr]
+            assert served.post(name, "/tokenize", prompt="a", max_tokens=None, temperature=None).status_code == 200
+            no_embeddings = served.post(
+                name, "/v1/embeddings", input="a", prompt=None, max_tokens=None, temperature=None
+            )
+            assert no_embeddings.json()["error"]["code"] == "no_embeddings"
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings", "/tokenize"):
+            body = {"model": "fox", "messages": chat, "input": "a", "content": "a"}
+            kept = {"/v1/embeddings": ("model", "input"), "/tokenize": ("model", "content")}
+            names = kept.get(path, ("model", "messages"))
+            with httpx.Client(base_url=served.address, trust_env=False) as http:
+                refused = http.post(path, json={name: body[name] for name in names})
+            assert refused.status_code == 404, refused.text
+        with pytest.raises(anthropic.NotFoundError, match="fox"):
+            claude.messages.create(model="fox", messages=chat, max_tokens=4)
+
+
+def test_models_that_do_not_fit_take_turns(folders: dict[str, Path], expected: dict[str, str]) -> None:
+    """Concurrent requests to both: each answer is right, each model is alone in memory, which is free afterwards."""
+    gone: list[weakref.ref[Any]] = []
+    with serving(folders, max(map(weight_bytes, folders.values())) + 200_000) as served:
+        with ThreadPoolExecutor(12) as pool:
+            asked = [NAMES[index % 2] for index in range(16)]
+            texts = list(pool.map(served.text, asked))
+            gone += [weakref.ref(service.model) for service in served.models.services]
+        assert texts == [expected[name] for name in asked]
+        assert 2 <= len(served.loads) <= 16
+        assert all(first != second for first, second in zip(served.loads, served.loads[1:], strict=False))
+        last = served.loads[-1]
+        other = NAMES[last == NAMES[0]]
+        assert served.text(other) == expected[other]
+        assert [state["state"] for state in served.states().values()].count("loaded") == 1
+        gc.collect()
+        assert all(reference() is None for reference in gone)
+
+
+def test_a_running_answer_is_finished_before_its_model_leaves(
+    folders: dict[str, Path], expected: dict[str, str]
+) -> None:
+    with serving(folders, 60_000) as served, ThreadPoolExecutor(3) as pool:
+        first = served.text("rabbit")
+        long = pool.submit(served.text, "rabbit", max_tokens=150, ignore_eos=True)
+        served.until(lambda states: states["rabbit"]["running"])
+        other = pool.submit(served.text, "hare")
+        served.until(lambda states: states["hare"]["waiting"] == 1 and states["rabbit"]["state"] == "leaving")
+        late = pool.submit(served.text, "rabbit")  # comes after the turn of the other
+        waiting = served.until(lambda states: states["rabbit"]["waiting"] == 1)
+        assert waiting["hare"]["waiting"] == 1
+        assert long.result().startswith(first.rstrip("\ufffd"))
+        assert other.result() == expected["hare"]
+        assert late.result() == expected["rabbit"]
+        assert served.loads == ["rabbit", "hare", "rabbit"]
+
+
+def test_a_client_that_leaves_makes_no_model_leave(folders: dict[str, Path]) -> None:
+    with serving(folders, 60_000) as served, ThreadPoolExecutor(2) as pool:
+        long = pool.submit(served.text, "rabbit", max_tokens=300, ignore_eos=True)
+        served.until(lambda states: states["rabbit"]["running"])
+        with contextlib.suppress(httpx.TimeoutException), httpx.Client(trust_env=False, timeout=0.2) as client:
+            client.post(f"{served.address}/v1/completions", json={"model": "hare", "prompt": "a"})
+        served.until(lambda states: states["hare"]["waiting"] == 0 and states["rabbit"]["state"] == "loaded")
+        assert served.text("rabbit")
+        assert long.result()
+        assert served.loads == ["rabbit"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
+def test_an_idle_model_is_unloaded(folders: dict[str, Path], expected: dict[str, str], seconds: float) -> None:
+    with serving(folders, keep_alive=seconds) as served:
+        assert served.text("rabbit") == expected["rabbit"]
+        model = weakref.ref(served.models.services[0].model) if served.models.services else lambda: None
+        if seconds:
+            (promise,), (service,) = PROMISES, served.models.services
+            assert 0 < promise.mapped <= weight_bytes(folders["rabbit"])
+            stats = service.batch.stats
+            assert promise.unspent() == {"cpu": stats.cache_limit_bytes - stats.cache_bytes}
+            del promise, service
+            assert served.states()["rabbit"]["state"] == "loaded"
+        served.until(lambda states: states["rabbit"]["state"] == "not loaded")
+        assert model() is None
+        assert not PROMISES
+        assert served.text("rabbit") == expected["rabbit"]
+        assert served.loads == ["rabbit", "rabbit"]
+
+
+def test_a_model_that_cannot_be_loaded(folders: dict[str, Path], expected: dict[str, str], tmp_path: Path) -> None:
+    with serving({**folders, "nobody": tmp_path / "nobody"}) as served:
+        assert served.text("rabbit") == expected["rabbit"]
+        refused = served.post("nobody")
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (500, "model_not_loaded")
+        assert error["message"].startswith("The model 'nobody' cannot be loaded: ")
+        assert str(tmp_path) not in refused.text
+        assert served.states()["nobody"]["error"]
+        assert served.text("rabbit") == expected["rabbit"]
+        assert served.text("hare") == expected["hare"]
+        assert served.loads == ["rabbit", "hare"]
+        assert served.get("/health")["status"] == "ok"
+
+
+def test_requests_that_wait_for_a_load(folders: dict[str, Path], expected: dict[str, str]) -> None:
+    go = threading.Event()
+    with serving(folders, before=lambda name: go.wait(PATIENCE), seconds=30.0) as served, ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(served.text, "rabbit") for _ in range(3)]
+        states = served.until(lambda states: states["rabbit"]["waiting"] == 3)
+        assert states["rabbit"]["state"] == "loading"
+        served.models._most_waiting = 3
+        busy = served.post("rabbit")
+        assert (busy.status_code, busy.json()["error"]["code"]) == (429, "queue_full")
+        entry = served.models.entry("rabbit")
+        entry.settings = replace(entry.settings, seconds=0.05)
+        served.models._most_waiting = 4
+        late = served.post("rabbit")
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        go.set()
+        assert [answer.result() for answer in answers] == [expected["rabbit"]] * 3
+
+
+def test_the_end_during_a_load(folders: dict[str, Path]) -> None:
+    """Whoever waits is refused; the server ends although the load goes on."""
+    go = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        with serving(folders, before=lambda name: go.wait(PATIENCE)) as served:
+            answer = pool.submit(served.post, "rabbit")
+            served.until(lambda states: states["rabbit"]["state"] == "loading")
+        refused = answer.result()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert served.models.is_moving
+        go.set()
+        served.models._thread.join(PATIENCE)  # type: ignore[union-attr]
+        PROMISES.clear()  # the model came too late to be closed

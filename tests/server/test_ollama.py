@@ -1,0 +1,105 @@
+"""Ollama's routes with its own client; what the model says is scripted (see `test_interfaces`)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rabbitllm.version import __version__
+from tests.server.serving import NAME, Running, running
+from tests.server.test_interfaces import SCHEMA, scripted_split
+
+__all__ = ["scripted_split"]
+
+ollama = pytest.importorskip("ollama")
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": SCHEMA}}
+GO = [{"role": "user", "content": "<go>"}]
+
+
+@pytest.fixture(scope="module")
+def scripted(scripted_split: Path) -> Iterator[Running]:
+    with running(scripted_split, api_key="secret-key") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(scripted: Running) -> Any:
+    return ollama.Client(scripted.address, headers={"authorization": "Bearer secret-key"}, trust_env=False)
+
+
+def test_a_chat_thinks_and_calls(client: Any) -> None:
+    answer = client.chat(NAME, GO, tools=[TOOL], options={"num_predict": 12, "num_ctx": 4096})
+    message = answer.message
+    assert (message.thinking, message.content) == ("Why? Because.", "I add.")
+    assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [("add", {"a": 1})]
+    assert (answer.model, answer.done, answer.done_reason, answer.eval_count) == (NAME, True, "stop", 9)
+    assert answer.prompt_eval_count > 0
+    assert answer.total_duration >= answer.eval_duration > 0
+    said = client.chat(f"{NAME}:latest", [{"role": "user", "content": "<talk>"}])
+    assert said.message.content == "It is three."
+    assert client.chat(NAME, GO, think=False).message.content == "It is three."
+    assert client.chat(NAME, GO, options={"num_predict": 1}).done_reason == "length"
+
+
+def test_a_streamed_chat_is_the_same(client: Any) -> None:
+    parts = list(client.chat(NAME, GO, tools=[TOOL], stream=True))
+    assert "".join(part.message.thinking or "" for part in parts) == "Why? Because."
+    assert "".join(part.message.content or "" for part in parts).rstrip() == "I add."
+    calls = [call.function for part in parts for call in part.message.tool_calls or ()]
+    assert [(call.name, call.arguments) for call in calls] == [("add", {"a": 1})]
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert (parts[-1].done_reason, parts[-1].eval_count) == ("stop", 9)
+
+
+def test_a_conversation_goes_to_the_template(scripted: Running, client: Any) -> None:
+    called = {"role": "assistant", "content": "b", "thinking": "hm", "tool_calls": []}
+    called["tool_calls"] = [{"function": {"name": "add", "arguments": {"a": 1}}}]
+    conversation = [GO[0], called, {"role": "tool", "tool_name": "add", "content": "2"}]
+    answer = client.chat(NAME, conversation, options={"num_predict": 1})
+    prompt = 'user:<go>assistant:hmNoneadd{"a": 1}btool:2'
+    assert answer.prompt_eval_count == len(scripted.model.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+
+
+def test_generate(client: Any) -> None:
+    whole = client.generate(NAME, "<talk>", logprobs=True, top_logprobs=1)
+    assert (whole.response, whole.done_reason) == ("It is three.", "stop")
+    assert [entry.token for entry in whole.logprobs] == ["It is ", "three."]
+    parts = list(client.generate(NAME, "<go>", stream=True))
+    assert "".join(part.thinking or "" for part in parts) == "Why? Because."
+    assert parts[-1].done
+    assert client.generate(NAME).done_reason == "load"
+    assert client.generate(NAME, "<talk>", options={"stop": ["thr"]}).response == "It is "
+    form = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 3}}, "required": ["a"]}
+    assert client.generate(NAME, "<talk>", format={**form, "additionalProperties": False}).response.startswith('{"a"')
+
+
+def test_models_are_shown(client: Any, scripted: Running) -> None:
+    (listed,) = client.list().models
+    assert (listed.model, listed.details.family) == (NAME, "llama")
+    shown = client.show(NAME)
+    assert shown.capabilities == ["completion", "tools", "thinking"]
+    assert shown.modelinfo["llama.context_length"] == scripted.service.limits.context
+    assert shown.template == scripted.service.template.sources[0]
+    with scripted.http as http:
+        assert http.get("/api/version").json() == {"version": __version__}
+
+
+def test_refusals_are_texts(client: Any) -> None:
+    for ask, status, problem in (
+        (lambda: client.chat("fox", GO), 404, "'fox' does not exist"),
+        (lambda: client.show("fox"), 404, "'fox' does not exist"),
+        (lambda: client.generate(NAME, "a", raw=True), 400, "raw is not supported"),
+        (lambda: client.generate(NAME, "a", options={"mirostat": 2}), 400, "mirostat is not supported"),
+        (
+            lambda: client.chat(NAME, [{"role": "user", "content": "a", "images": [io.BytesIO(b"x").getvalue()]}]),
+            400,
+            "picture",
+        ),
+    ):
+        with pytest.raises(ollama.ResponseError, match=problem) as refused:
+            ask()
+        assert refused.value.status_code == status
