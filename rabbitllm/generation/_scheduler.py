@@ -66,7 +66,7 @@ MAX_OVERTAKEN = 16
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """The measured time of passes, and from it the budget of prompt tokens: as many as double the time of a pass.
+    """The measured time of passes, and from it the budget of prompt tokens, which take a multiple of it.
 
     A pass over streamed weights has a minimum time for any number of tokens; up to the budget, tokens cost little.
 
