@@ -86,6 +86,11 @@ CATALOGUE: Mapping[str, Benchmark] = {
         (GROUPS, PEERS),
         "10 GB; 8 servers, 4 loads of at most 60 s for each",
     ),
+    "serve.mixed": Benchmark(
+        "time to the first token and between tokens of 64 mixed clients, beside llama.cpp",
+        (),
+        "a model; 3 runs of two servers",
+    ),
     "serve.prompts": Benchmark(
         "seconds to the first token after a restart, with the prompt cache on disk", (), "6 GB; 9 loads of a model"
     ),

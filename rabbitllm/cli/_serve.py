@@ -43,7 +43,8 @@ def serve_command(
         str | None,
         network_option(
             metavar="KEY",
-            help="Required API key; prefer the environment variable, which process lists do not show.",
+            help="Required API key, or several with commas between them, which take turns; prefer the environment "
+            "variable, which process lists do not show.",
             envvar="RABBITLLM_API_KEY",
             show_default=False,
         ),
@@ -75,8 +76,18 @@ def serve_command(
     ] = None,
     max_running: Annotated[int, limits_option(help="Maximum requests in one pass.", min=1)] = 64,
     max_waiting: Annotated[
-        int, limits_option(help="Maximum waiting requests; further ones get status 429.", min=1)
+        int,
+        limits_option(
+            "--max-waiting", "--max-queue", help="Maximum waiting requests; further ones get status 429.", min=1
+        ),
     ] = 256,
+    key_running: Annotated[
+        int | None, limits_option(help="Maximum requests of one API key in a pass; others of it wait.", min=1)
+    ] = None,
+    key_waiting: Annotated[
+        int | None,
+        limits_option(help="Maximum waiting requests of one API key; further ones get status 429.", min=1),
+    ] = None,
     max_new_tokens: Annotated[
         int,
         limits_option(help="Maximum tokens per answer, unless the request sets its own; within the context.", min=1),
@@ -157,6 +168,8 @@ def serve_command(
     media_folder = None if media_dir is None else expand(str(media_dir))
     if media_folder is not None and not media_folder.is_dir():
         raise OptionError(f"--media-dir: {media_folder} is not a folder.", "Use an existing folder.")
+    if (key_running or key_waiting) and not api_key:
+        raise OptionError("--key-running and --key-waiting need API keys.", "Set --api-key KEY,KEY.")
     prompt_bytes = 0 if prompt_cache is None else parse_size(prompt_cache, "--prompt-cache")
     named = dict(map(_named, models))
     if len(named) < len(models):
@@ -165,7 +178,10 @@ def serve_command(
         named = {served_name: next(iter(named.values()))}
     _refuse_for_several(models, {"--served-name": served_name, "--dir": options.folder, "--revision": options.revision})
     limits = Limits(
-        *(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, swap_folder), prompt_bytes=prompt_bytes
+        *(max_running, max_waiting, cache_bytes, chunk, exact, aside_bytes, swap_folder),
+        prompt_bytes=prompt_bytes,
+        running_of_key=key_running,
+        waiting_of_key=key_waiting,
     )
     proposing = options.batch_draft(draft)
     _refuse_for_several(models, {f"--draft {draft}": None if isinstance(proposing, str) else proposing})

@@ -182,6 +182,7 @@ class Coroutine(greenlet):  # type: ignore[misc]
     Attributes:
         error: the error that ended it, if any.
         call: the call at which it waits; None while it runs and after it has ended.
+        rows: the most tokens of the call that the next pass computes if it is packed; None for all.
         is_in_pass: whether it computes a call of the model, and so waits at sync points.
         inside: the modules whose calls it computes by itself; a unit may have another one in it, such as a table.
         attributes: modules, their attributes of `OF_A_SEQUENCE`, and the values of these while it waits.
@@ -202,6 +203,7 @@ class Coroutine(greenlet):  # type: ignore[misc]
         self.lookahead = lookahead
         self.call: PendingCall | None = None
         self.error: BaseException | None = None
+        self.rows: int | None = None
         self.is_in_pass = False
         self.inside: list[SyncPoint] = []
         self.attributes: list[tuple[nn.Module, str, Any]] = []
@@ -236,7 +238,18 @@ class Coroutine(greenlet):  # type: ignore[misc]
     def tokens(self) -> int:
         """Number of tokens that it brings into the next pass, for which it waits, without a draft."""
         entry, _ = self.inputs
-        return entry.batch * entry.length
+        tokens = entry.batch * entry.length
+        return tokens if self.rows is None else min(tokens, self.rows)
+
+    def advance(self) -> bool:
+        """Leave out the tokens of its call that a packed pass has computed; False if none are left."""
+        kwargs, rows = self.pending.kwargs, self.rows
+        if rows is None or rows >= kwargs["input_ids"].shape[1]:
+            return False
+        kwargs["input_ids"] = kwargs["input_ids"][:, rows:]
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = kwargs["position_ids"][..., rows:]
+        return True
 
     @property
     def inputs(self) -> tuple[PassInput, Any]:

@@ -94,6 +94,11 @@ class ModelRunner:
         self._packed = PackedForward(model, file) if packing and not exact and can_be_packed(model) else None
         self._file = file
 
+    @property
+    def packs(self) -> bool:
+        """Whether sequences are packed, and so their tokens divisible."""
+        return self._packed is not None
+
     def run(self, coroutines: Sequence[Coroutine]) -> None:
         """Run one pass for some coroutines; afterwards each of them has ended or waits for the next one.
 
@@ -141,8 +146,8 @@ class ModelRunner:
         read = [(coroutine, forward.read(coroutine.pending.args, coroutine.pending.kwargs)) for coroutine in coroutines]
         candidates = [
             (coroutine, sequence if coroutine.lookahead is None else coroutine.lookahead.widened(sequence))
-            for coroutine, sequence in read
-            if sequence is not None
+            for coroutine, whole in read
+            if whole is not None and (sequence := whole.first(coroutine.rows))
         ]
         fits = forward.fitting([sequence for _, sequence in candidates]) if candidates else []
         packed = [candidate for candidate, is_fitting in zip(candidates, fits, strict=True) if is_fitting]
@@ -160,7 +165,7 @@ class ModelRunner:
         for coroutine, output in zip(group.coroutines, outputs, strict=True):
             if isinstance(output, Exception):
                 self.coroutines.throw(coroutine, copy_of(output))
-            else:
+            elif not coroutine.advance():
                 self.coroutines.resume(coroutine, output)
 
     def _kind_of(self, module: nn.Module) -> RowKind | None:

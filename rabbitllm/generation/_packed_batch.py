@@ -487,6 +487,12 @@ class PackedSequence:
     cache: Cache
     logits: int
 
+    def first(self, rows: int | None) -> PackedSequence:
+        """Its first rows, of which the last one has logits; all of it for None."""
+        if rows is None or rows >= self.ids.shape[1]:
+            return self
+        return PackedSequence(self.ids[:, :rows], self.positions[..., :rows], self.cache, 1)
+
 
 class PackedForward:
     """Computes passes with packed batches.

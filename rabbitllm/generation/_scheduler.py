@@ -1,9 +1,12 @@
 """Decides which sequences compute in the next pass, are admitted, or are preempted, and keeps them in two queues.
 
-    order      first come, first served; preempted sequences come first
-    a pass     every sequence in decode, and as many prompt tokens as keep the pass short (chunked prefill)
+    order      by priority; then preempted sequences, keys with fewer running ones, and first come, first served
+    ageing     the first sequence that waits is overtaken `MAX_OVERTAKEN` times at most, for whatever reason
+    a pass     every sequence in decode, and as many prompt tokens as keep the pass short (chunked prefill): half of
+               them for the first prompt, the rest for the shortest ones
     memory     a sequence is admitted if the running ones leave room for its KV cache and some more tokens;
-               if the caches exceed the limit afterwards, the sequence admitted last is preempted
+               if the caches exceed the limit afterwards, the sequence admitted last is preempted, of the
+               lowest priority
 
     waiting ── admitted ── running ── finished
        └────── preempted ─────┘         its tokens are kept; its KV cache is swapped out or dropped
@@ -13,11 +16,12 @@ Any thread may submit a request. Only the batch's thread moves sequences, so it 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
 import threading
 import time
-from collections import abc, deque
+from collections import Counter, abc, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -46,45 +50,65 @@ FAILED = "failed"
 """Key in `BatchStats.ended` of requests that raised an error; the other keys are the values of `FinishReason`."""
 MANY_TOKENS = 64
 """The time of a pass with fewer tokens counts as the time to stream the weights."""
+TOKENS_EACH = 4
+"""A sequence in decode, whose KV cache is read by itself, counts as so many prompt tokens."""
+TIMES, MOST_TIMES = 2, 8
+"""The least and the most times that prompts take as long as the sequences in decode beside them."""
 FIRST_TOKENS = 1024
 """Prompt tokens in a pass before their cost is measured."""
 PASSES_FOR_ONE_MORE = 64
 """Passes without an out-of-memory error after which one sequence more may run, if there was such an error."""
 MAX_TOKENS = 8192
 """The most prompt tokens in a pass: their activations need memory too."""
+MAX_OVERTAKEN = 16
+"""How many others may be admitted before a sequence that has waited longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """The measured time of passes, and from it the budget of prompt tokens: as many as double the time of a pass.
+    """The measured time of passes, and from it the budget of prompt tokens, which take a multiple of it.
 
     A pass over streamed weights has a minimum time for any number of tokens; up to the budget, tokens cost little.
 
     Attributes:
         least: seconds of the shortest recent pass; None before the first.
         each: seconds that a token adds; None until a pass with many tokens was measured.
+        tokens: of the pass of `least`.
     """
 
     least: float | None = None
     each: float | None = None
+    tokens: int = 0
 
     def after(self, tokens: int, seconds: float) -> TokenBudget:
         """The budget updated by one more pass."""
-        if tokens >= MANY_TOKENS and self.least is not None:
-            rate = max(seconds - self.least, 0.0) / tokens
-            return TokenBudget(self.least, rate if self.each is None else 0.5 * (self.each + rate))
+        if self.least is None:
+            return TokenBudget(seconds, None, tokens)
+        if seconds >= self.least and tokens >= MANY_TOKENS + self.tokens:
+            rate = (seconds - self.least) / (tokens - self.tokens)
+            return TokenBudget(self.least, rate if self.each is None else 0.5 * (self.each + rate), self.tokens)
         # the minimum rises slowly, so that a short pass long ago does not count for ever
-        return TokenBudget(seconds if self.least is None else min(seconds, 1.05 * self.least), self.each)
+        if seconds < 1.05 * self.least:
+            return TokenBudget(seconds, self.each, tokens)
+        return TokenBudget(1.05 * self.least, self.each, self.tokens)
 
-    def prompt_tokens(self, chunk: int) -> int:
-        """Budget of prompt tokens in the next pass; at least a chunk.
+    def prompt_tokens(self, chunk: int, prompts: int = 1, decoding: int = 0) -> int:
+        """Budget of prompt tokens in the next pass; at least a chunk, unless sequences in decode wait for them.
+
+        Beside these, prompts take as much time as they are of the sequences, within bounds: fewer tokens in each of
+        more passes would keep most sequences waiting for the sake of a few.
 
         Args:
             chunk: tokens of one prompt in a pass.
+            prompts, decoding: number of sequences that have prompt tokens left, and of those in decode.
         """
-        if self.least is None or self.each is None:
-            return max(chunk, FIRST_TOKENS)
-        return min(max(chunk, int(self.least / max(self.each, 1e-9))), MAX_TOKENS)
+        free = MANY_TOKENS if decoding else FIRST_TOKENS
+        if self.least is not None and self.each is not None:
+            free = int(self.least / max(self.each, 1e-9))
+        if not decoding:
+            return min(max(chunk, free), MAX_TOKENS)
+        times = min(max(prompts / decoding, TIMES), MOST_TIMES)
+        return min(int(times * (max(free, MANY_TOKENS) + TOKENS_EACH * decoding)), MAX_TOKENS)
 
 
 def moves_weights(placement: Placement) -> bool:
@@ -125,22 +149,34 @@ def draft_of(
     return draft
 
 
-def within_budget(tokens: abc.Sequence[int], budget: int) -> list[int]:
-    """Indices of the sequences that compute in the next pass, in ascending order.
+def rows_of(ready: abc.Sequence[tuple[int, int, bool]], budget: int, most: int) -> list[int]:
+    """Tokens of each sequence in the next pass; 0 for a prompt that waits for another one.
+
+    Half of the budget is for the first prompt, so that it never starves; the rest for those with the fewest tokens
+    left, so that a short prompt does not wait for a long one.
 
     Args:
-        tokens: number of tokens that each sequence brings; one for a sequence in decode.
-        budget: maximum prompt tokens in a pass; the first prompt is computed in any case.
+        ready: of each sequence the tokens that it brings, one in decode; all tokens of its prompt that are left; and
+            whether some of the former may be left to the next pass.
+        budget: prompt tokens in a pass. A first prompt that is not divisible may take all of it and leave a half to
+            others.
+        most: their maximum, unless the first prompt alone has more.
     """
-    chosen = []
-    remaining = budget
-    for index, count in enumerate(tokens):
-        if count <= 1:
-            chosen.append(index)
-        elif remaining == budget or count <= remaining:
-            chosen.append(index)
-            remaining -= count
-    return chosen
+    rows = [count if count == 1 else 0 for count, _, _ in ready]
+    prompts = [index for index, (count, _, _) in enumerate(ready) if count > 1]
+    if not prompts:
+        return rows
+    first = prompts[0]
+    count, _, is_divisible = ready[first]
+    rows[first] = min(count, -(-budget // 2)) if is_divisible else count
+    free = min(max(budget - rows[first], budget // 2), most - rows[first])
+    for index in sorted(prompts, key=lambda index: ready[index][1]):
+        count, _, is_divisible = ready[index]
+        rest = count - rows[index]
+        added = min(rest, max(free, 0)) if is_divisible or rest <= free else 0
+        rows[index] += added
+        free -= added
+    return rows
 
 
 def retry_after(waiting: int, max_running: int, seconds: float) -> float:
@@ -152,6 +188,16 @@ def retry_after(waiting: int, max_running: int, seconds: float) -> float:
         seconds: recent duration of a request.
     """
     return min(max(1.0, seconds * max(waiting, 1) / max(max_running, 1)), 600.0)
+
+
+def _is_next(sequence: Sequence) -> bool:
+    """Whether no other one may be admitted before a waiting sequence that lacks memory."""
+    return sequence.overtaken >= MAX_OVERTAKEN or sequence.status is SequenceStatus.PREEMPTED
+
+
+def _by_owner(sequences: abc.Iterable[Sequence]) -> Counter[str | None]:
+    """Owner -> number of its sequences."""
+    return Counter(sequence.request.owner for sequence in sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +216,7 @@ class Scheduler:
         limits: see `Limits`; requests that can begin at once do not count as waiting.
 
     Attributes:
-        running: sequences in the order in which they were admitted.
+        running: sequences by priority, and in the order in which they were admitted.
         caches: their KV caches.
         totals: totals since the start; other fields have their defaults.
     """
@@ -204,12 +250,24 @@ class Scheduler:
         with self._change:
             if self._closing is not None:
                 raise ClosedError("The server is shutting down.", "Start the server again.")
-            free = max(self._limits.running - len(self.running), 0)
-            if len(self._waiting) >= self._limits.waiting + free:  # requests with a free slot begin at once
-                raise BusyError(f"The request queue is full ({len(self._waiting):,} waiting).", *self._try_again())
+            self._check_queue(sequence.request.owner)
             self._check_media(sequence)
             self._waiting.append(sequence)
             self._change.notify_all()
+
+    def _check_queue(self, owner: str | None) -> None:
+        limits, running, waiting = self._limits, _by_owner(self.running), _by_owner(self._waiting)
+        free = max(limits.running - len(self.running), 0)  # requests with a free slot begin at once
+        if len(self._waiting) >= limits.waiting + free:
+            raise BusyError(f"The request queue is full ({len(self._waiting):,} waiting).", *self._try_again())
+        if owner is None or limits.waiting_of_key is None:
+            return
+        if limits.running_of_key is not None:
+            free = min(free, max(limits.running_of_key - running[owner], 0))
+        if waiting[owner] >= limits.waiting_of_key + free:
+            raise BusyError(
+                f"The request queue of this API key is full ({waiting[owner]:,} waiting).", *self._try_again()
+            )
 
     def _check_media(self, sequence: Sequence) -> None:
         new = sequence.request.media
@@ -332,17 +390,22 @@ class Scheduler:
             self.finish(sequence, why)
         self._preempt_excess()
         self._admit()
-        ready = [(sequence, count) for sequence in self.running if (count := sequence.num_new_tokens)]
-        budget = self.caches.memory.max_tokens
+        for sequence in self.running:
+            sequence.limit_rows(None)
+        ready = [sequence for sequence in self.running if sequence.num_new_tokens]
+        budget = most = self.caches.memory.max_tokens
         if not self._limits.throughput:
-            budget = min(self._budget.prompt_tokens(self.caches.chunk), budget)
-        chosen = [ready[index] for index in within_budget([count for _, count in ready], budget)]
-        sequences, tokens = tuple(sequence for sequence, _ in chosen), sum(count for _, count in chosen)
+            decoding = sum(sequence.num_new_tokens == 1 for sequence in ready)
+            budget = min(self._budget.prompt_tokens(self.caches.chunk, len(ready) - decoding, decoding), most)
+        rows = rows_of([(s.num_new_tokens, s.num_uncomputed_tokens, s.is_divisible) for s in ready], budget, most)
+        for sequence, number in zip(ready, rows, strict=True):
+            sequence.limit_rows(number)
+        sequences, tokens = tuple(s for s, number in zip(ready, rows, strict=True) if number), sum(rows)
         if self._drafts is not None:
-            rows = self.caches.memory.logits - len(sequences)
+            free = self.caches.memory.logits - len(sequences)
             pays = len(sequences) == tokens or tokens < MANY_TOKENS  # not beside long prompts
             tokens += sum(sequence.lookahead.lacks for sequence in sequences if sequence.lookahead is not None)
-            tokens += self._drafts.propose(self.caches.drafts(sequences, tokens, rows, pays=pays))
+            tokens += self._drafts.propose(self.caches.drafts(sequences, tokens, free, pays=pays))
         return ScheduledPass(sequences, tokens)
 
     def unwanted(self) -> list[tuple[Sequence, FinishReason]]:
@@ -368,32 +431,60 @@ class Scheduler:
             self.finish(self.running[0], FinishReason.LENGTH)  # no other request is left to preempt
 
     def _admit(self) -> None:
-        """Start waiting sequences in their order, as far as memory allows."""
-        waiting = self.waiting
-        if not waiting:
+        """Start waiting sequences in their order, as far as memory allows; smaller ones may overtake a large one."""
+        if not self.waiting:
             self.caches.from_file()
-        for index, sequence in enumerate(waiting):
-            free = min(self.caches.memory.max_sequences, int(self._max_running)) - len(self.running)
-            if free <= 0:
-                return
-            allocation = self.caches.allocation(sequence, min(free, len(waiting) - index) - 1)
+        passed: list[Sequence] = []  # without room, or waiting for a prefix
+        while self._admit_next(passed):
+            pass
+
+    def _admit_next(self, passed: list[Sequence]) -> bool:
+        """Admit the next sequence that is not in `passed`, and add to these; False if nothing more can be admitted."""
+        free = min(self.caches.memory.max_sequences, int(self._max_running)) - len(self.running)
+        queue = [sequence for sequence in self._queue() if sequence not in passed] if free > 0 else []
+        large: list[Sequence] = []
+        for index, sequence in enumerate(queue):
+            allocation = self.caches.allocation(sequence, min(free, len(queue) - index) - 1)
             if allocation is CacheAllocation.LATER:
-                return  # if smaller requests were admitted first, it might wait for ever
+                large.append(sequence)
+                if _is_next(sequence) or len(large) > MAX_OVERTAKEN:
+                    return False  # if others went on taking the memory that becomes free, it might wait for ever
+                continue
             try:
                 if self.caches.allocate(sequence, in_file=allocation is CacheAllocation.FILE):
+                    overtaken = large[0] if large else next(other for other in self.waiting if other in queue)
+                    overtaken.overtaken += overtaken is not sequence
                     self.resume(sequence)
+                    return True
             except Exception as error:  # such as a lack of memory: of this sequence, and of no other one
                 self.finish(sequence, error)
+            passed.append(sequence)
+        return False
+
+    def _queue(self) -> list[Sequence]:
+        """The waiting sequences whose key may run more of them, in the order in which they are admitted."""
+        waiting, running, most = self.waiting, _by_owner(self.running), self._limits.running_of_key
+        first = min((sequence.request.priority for sequence in waiting), default=0)
+
+        def order(sequence: Sequence) -> tuple[int, bool, bool, int]:
+            is_aged = sequence.overtaken >= MAX_OVERTAKEN
+            priority = first if is_aged else sequence.request.priority
+            is_new = sequence.status is not SequenceStatus.PREEMPTED
+            return priority, is_new, not is_aged, running[sequence.request.owner]
+
+        able = (s for s in waiting if None in (most, s.request.owner) or running[s.request.owner] < (most or 0))
+        return sorted(able, key=order)
 
     def resume(self, sequence: Sequence) -> None:
         """Move a waiting sequence, which may have been preempted, to the running ones."""
         lookahead = None
+        sequence.is_divisible = not self._limits.throughput and self._runner.packs and self.caches.continues(sequence)
         if self._drafts is not None and sequence.cache is not None and sequence.request.media is None:
             lookahead = self._drafts.begin(sequence)
         sequence.start(self._runner.coroutines, self.caches.prompt_chunk(sequence), lookahead)
         with self._change:
             self._waiting.remove(sequence)
-            self.running.append(sequence)
+            bisect.insort(self.running, sequence, key=lambda other: other.request.priority)
             sequence.status = SequenceStatus.RUNNING
 
     def preempt(self, sequence: Sequence) -> None:

@@ -99,6 +99,8 @@ class Sequence:
         coroutine: its suspended call of `generate`, while it runs.
         lookahead: its drafts and forced tokens, while it runs; None if it has none.
         grammar: the state of its grammar; None if it has none.
+        is_divisible: whether some of the tokens that it brings into a pass may be left to the next one.
+        overtaken: how many others were admitted before it, although it has waited longest or first lacked memory.
         is_cancelled: whether it was cancelled.
         deadline: deadline in `time.monotonic()`; None for no limit.
         finish_reason: None until it has ended.
@@ -117,6 +119,8 @@ class Sequence:
         self.coroutine: Coroutine | None = None
         self.lookahead: Lookahead | None = None
         self.grammar = request.grammar.state(model) if request.grammar is not None else None
+        self.is_divisible = False
+        self.overtaken = 0
         self.is_cancelled = False
         self._submitted = time.monotonic()
         self.deadline = self._submitted + request.seconds if request.seconds is not None else None
@@ -166,6 +170,16 @@ class Sequence:
     def num_new_tokens(self) -> int:
         """Tokens that it brings into the next pass; 0 if it does not wait for one."""
         return self.coroutine.tokens if self.coroutine is not None and self.coroutine.is_outside else 0
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that its KV cache lacks."""
+        return self.length.tokens - self.num_computed_tokens
+
+    def limit_rows(self, rows: int | None) -> None:
+        """Leave all but so many of the tokens that it brings into the next pass to later ones; None for no limit."""
+        if self.coroutine is not None:
+            self.coroutine.rows = rows
 
     @property
     def has_ended(self) -> bool:

@@ -270,7 +270,7 @@ class CacheManager:
         return self._lengths().allocation(sequence.length, others, self.memory)
 
     def over_limit(self) -> list[Sequence]:
-        """The sequences whose KV cache exceeds the memory limit in the next pass, those admitted last first.
+        """The sequences whose KV cache exceeds the memory limit in the next pass, the last ones first.
 
         At least one sequence with its KV cache in memory is not among them.
         """
@@ -386,7 +386,7 @@ class CacheManager:
         is_last, is_shared = len(prompt) - tokens < self.chunk, 0 <= sequence.num_shared_tokens - tokens < self.chunk
         if not 0 < tokens <= min(len(prompt), self._same_angles) or not (is_last or is_shared):
             return
-        if not self._continues(sequence) or sequence.error is not None or sequence.has_dropped_cache:
+        if not self.continues(sequence) or sequence.error is not None or sequence.has_dropped_cache:
             return
         lacks = sequence.lookahead.lacks if sequence.lookahead is not None else 0
         if lacks or any(getattr(layer, "record_past", False) for layer in cache.layers):
@@ -396,7 +396,7 @@ class CacheManager:
 
     # the life of a sequence ------------------------------------------------------------------------------------------
 
-    def _continues(self, sequence: Sequence) -> bool:
+    def continues(self, sequence: Sequence) -> bool:
         """Whether a sequence that begins may continue a KV cache with several tokens at once, as with a prefix."""
         if sequence.request.media is not None:  # other pictures may have the same ids, so their caches are never shared
             return False
@@ -408,7 +408,7 @@ class CacheManager:
         Args:
             sequence: a sequence that begins, or continues after it was preempted.
         """
-        if self._continues(sequence):
+        if self.continues(sequence):
             return self.chunk
         was_short = len(sequence.request.prompt) <= self._same_angles < sequence.length.tokens
         # its angles changed while it decoded, and its first tokens kept the earlier ones
@@ -433,7 +433,7 @@ class CacheManager:
                 if in_file:
                     self._write(sequence)
                 return True
-        if not self._continues(sequence):
+        if not self.continues(sequence):
             return True
         ids = sequence.ids
         candidates = ((usable(ids, prefix[0], prefix[1]), *prefix) for prefix in self._prefixes())

@@ -275,6 +275,9 @@ class Request:
         thoughts: how reasoning is told from the answer; None where all text is the answer.
         thinking_budget: closes the reasoning; None for no limit.
         grammar: what the answer must be; None for anything.
+        priority: requests with lower numbers go first. Only in a batch.
+        owner: whose request it is, such as a digest of an API key; owners take turns. None for nobody's. Only in a
+            batch.
     """
 
     prompt: tuple[int, ...]
@@ -288,6 +291,8 @@ class Request:
     thoughts: Thoughts | None = None
     thinking_budget: ThinkingBudget | None = None
     grammar: Grammar | None = None
+    priority: int = 0
+    owner: str | None = None
 
     def __post_init__(self) -> None:
         """Let an answer end where its grammar does, also with `ignore_eos`: nothing can follow."""
@@ -501,6 +506,7 @@ class Limits:
             of rows.
         prompt_bytes: limit of the prefix cache on disk, which survives restarts; 0 for none. See `_prompt_cache.py`.
         prompt_folder: folder of that cache; None for `prompts` in `locations.home()`.
+        running_of_key, waiting_of_key: like `running` and `waiting`, of each `Request.owner`; None for no limit.
     """
 
     running: int = 64
@@ -515,13 +521,15 @@ class Limits:
     draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"] = "auto"
     prompt_bytes: int = 0
     prompt_folder: Path | None = None
+    running_of_key: int | None = None
+    waiting_of_key: int | None = None
 
     def __post_init__(self) -> None:
         """
         Raises:
             OptionError: a number below its minimum, or a folder in which no file can be made.
         """
-        for name in ("running", "waiting", "cache_bytes", "chunk"):
+        for name in ("running", "waiting", "cache_bytes", "chunk", "running_of_key", "waiting_of_key"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name}={value}; expected at least 1.", "Use 1 or more.")

@@ -11,7 +11,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import resources
 from typing import Any
 
@@ -34,7 +34,7 @@ from rabbitllm.server._guards import (
     Record,
     RequestLog,
     api_error_of,
-    has_key,
+    key_of,
     no_such_path,
     response_of,
     wrong_caller,
@@ -314,7 +314,7 @@ def routes(models: Models) -> list[BaseRoute]:
         return JsonResponse(rerank_object(body, inputs, vectors, models.entry(body.model).settings.name))
 
     async def health(request: Request) -> Response:
-        state = _health(models, in_full=has_key(request.scope, settings.api_key))
+        state = _health(models, in_full=key_of(request.scope, settings.api_key) is not None)
         return JsonResponse(state, 200 if models.is_alive else CLOSING)
 
     async def status(request: Request) -> Response:
@@ -364,7 +364,8 @@ async def _generated(
     """The answer to requests of the batch, whole or as a stream; they are cancelled when the client disconnects."""
     record = _record(request)
     inbox = Inbox(keep_tokens=call.keeps_tokens, watch=service.metrics.watch())
-    submission = Submission(service.batch, call.requests, inbox)
+    owner = key_of(request.scope, service.settings.api_key) or None
+    submission = Submission(service.batch, [replace(each, owner=owner) for each in call.requests], inbox)
 
     def over(stayed: bool) -> None:
         submission.cancel()

@@ -272,17 +272,31 @@ def is_address(name: str) -> bool:
     return True
 
 
-def has_key(scope: Scope, api_key: str | None) -> bool:
-    """Whether a request has the API key, which is compared in constant time; True where there is none."""
+def key_of(scope: Scope, api_key: str | None) -> str | None:
+    """The number of the API key that a request has, compared in constant time; "" where there are none.
+
+    Args:
+        scope: the request.
+        api_key: keys, separated by commas; None for none.
+    """
+    if not api_key:
+        return ""
     headers = Headers(scope=scope)
     scheme, _, key = headers.get("authorization", "").partition(" ")
     keys = [*([key.strip()] if scheme.lower() == "bearer" else []), headers.get("x-api-key", "")]
-    return not api_key or any(hmac.compare_digest(key.encode("latin-1"), api_key.encode()) for key in keys)
+    allowed = [(str(number), key.encode()) for number, key in enumerate(split_keys(api_key))]
+    given = [key.encode("latin-1") for key in keys]
+    return next((number for number, key in allowed if any(hmac.compare_digest(key, other) for other in given)), None)
+
+
+def split_keys(api_key: str) -> list[str]:
+    """The keys in a text that separates them by commas."""
+    return [key for part in api_key.split(",") if (key := part.strip())]
 
 
 def wrong_key(scope: Scope, api_key: str | None, open_paths: frozenset[str]) -> APIError | None:
     """The error for a request without the API key, unless its path is one of the open ones."""
-    if scope["path"] in open_paths or has_key(scope, api_key):
+    if scope["path"] in open_paths or key_of(scope, api_key) is not None:
         return None
     return APIError(
         UNAUTHORISED,

@@ -14,7 +14,7 @@ from rabbitllm.server.api_error import APIError, bad, refuse_others, take_fields
 
 HARMLESS = ("metadata", "service_tier", "inference_geo", "context_management", "cache_control", "betas", "diagnostics")
 """Fields that change no answer."""
-_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "priority")
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "text": ("text", "citations"),
     "image": ("source",),

@@ -18,7 +18,7 @@ HARMLESS = (
     *("prompt_cache_retention", "prompt_cache_options", "stream_options", "client_metadata"),
 )
 """Fields that change no answer."""
-_SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls")
+_SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "priority")
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "message": ("role", "content", "phase"),
     "reasoning": ("content", "summary", "encrypted_content"),

@@ -195,7 +195,7 @@ def api_error_of_batch(error: Exception) -> APIError:
         seconds = max(math.ceil(error.retry_after), 1)
         return APIError(
             BUSY,
-            f"The request queue is full. Try again in {seconds} s.",
+            f"{error.problem} Try again in {seconds} s.",
             code="queue_full",
             headers={"retry-after": str(seconds)},
         )

@@ -111,8 +111,9 @@ def _requests_of(
     if body.min_tokens is not None and body.min_tokens > least:
         raise bad(f"min_tokens is {body.min_tokens}, and the limit of new tokens {least}.", "min_tokens")
     sampling = requested.over(settings.sampling)
+    make = partial(Request, top_logprobs=top_logprobs, seconds=settings.seconds, priority=body.priority or 0)
     return tuple(
-        Request(prompt.ids, max_new_tokens, sampling.nth(index), stops, top_logprobs, settings.seconds, prompt.media)
+        make(prompt.ids, max_new_tokens, sampling.nth(index), stops, media=prompt.media)
         for index, (prompt, max_new_tokens) in enumerate(pair for pair in prompts for _ in range(count))
     )
 

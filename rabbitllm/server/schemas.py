@@ -95,6 +95,7 @@ class GenerationBody(_Strict):
     ignore_eos: bool | None = None
     seed: Whole | None = Field(None, ge=-SEEDS - 1, le=SEEDS)
     max_tokens: Count | None = None
+    priority: Whole | None = Field(None, ge=-SEEDS - 1, le=SEEDS)
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     stream: bool | None = None
@@ -332,7 +333,7 @@ def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
 HARMLESS: Mapping[type, tuple[str, ...]] = {
     GenerationBody: (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "cache_prompt", "keep_alive", "priority", "request_id", "session_id", "chat_id"),
+        *("prompt_cache_retention", "cache_prompt", "keep_alive", "request_id", "session_id", "chat_id"),
         *("id", "usage"),
     ),
     StreamOptionsBody: ("include_obfuscation",),

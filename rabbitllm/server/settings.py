@@ -18,7 +18,7 @@ class Settings:
 
     Attributes:
         name: the model's name in answers; requests that name another one are refused.
-        api_key: the key that requests must carry; None for none.
+        api_key: the key that requests must carry, or several, separated by commas; None for none.
         origins: origins of other hosts that may send requests; "*" for all.
         hosts: names in lower case by which the server may be called, in addition to addresses; None for any.
         body_bytes: limit of a request's body.

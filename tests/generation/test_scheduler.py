@@ -21,15 +21,17 @@ from rabbitllm.generation._packed_batch import grouped
 from rabbitllm.generation._scheduler import (
     FAILED,
     FIRST_TOKENS,
+    MANY_TOKENS,
     MAX_TOKENS,
+    MOST_TIMES,
+    TIMES,
+    TOKENS_EACH,
     Scheduler,
     TokenBudget,
     retry_after,
-    within_budget,
 )
 from rabbitllm.generation._sequence import Sequence, SequenceLength, SequenceStatus
 from rabbitllm.generation.cache_manager import excess
-from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
@@ -106,29 +108,6 @@ def test_unwanted_sequences(scheduled: Open) -> None:
         submit()
 
 
-def test_smaller_requests_do_not_overtake_a_large_one(split_folder: Path) -> None:
-    """It would never begin if they went on taking the memory that becomes free."""
-    model = load(split_folder, 60_000, dtype="float32")
-    cost = cost_by_config(model.config, torch.float32)
-    scheduler = Scheduler(model, Limits(8, 8, cache_bytes=cost.bytes_for(140), swap_bytes=0))
-
-    def submit(tokens: int) -> Sequence:
-        sequence = Sequence(model, Request((5,) * tokens, 4), lambda event: None, scheduler.wake)
-        scheduler.submit(sequence)
-        return sequence
-
-    first, large = submit(40), submit(100)
-    small = [submit(20) for _ in range(3)]
-    assert list(scheduler.schedule().sequences) == scheduler.running == [first]
-    small.append(submit(20))
-    assert list(scheduler.schedule().sequences) == scheduler.running == [first]
-    assert scheduler.waiting == [large, *small]
-    scheduler.finish(first, FinishReason.CANCELLED)
-    scheduler.schedule()
-    assert scheduler.running[0] is large
-    scheduler.end(FinishReason.CANCELLED)
-
-
 def test_a_paused_scheduler_has_no_work(scheduled: Open) -> None:
     scheduler, submit = scheduled(4, 4)
     outcomes: list[bool] = []
@@ -146,16 +125,6 @@ def test_a_paused_scheduler_has_no_work(scheduled: Open) -> None:
 
 
 texts = st.lists(st.builds(SequenceLength, st.integers(1, 500), st.integers(0, 500)), max_size=12)
-
-
-@given(st.lists(st.integers(1, 300), max_size=20), st.integers(1, 600))
-def test_decoding_sequences_always_run_and_prompts_fill_the_budget(tokens: list[int], chunk: int) -> None:
-    chosen = within_budget(tokens, chunk)
-    assert {place for place, count in enumerate(tokens) if count == 1} <= set(chosen)
-    prompts = [tokens[place] for place in chosen if tokens[place] > 1]
-    assert sum(prompts) <= chunk or len(prompts) == 1
-    waiting = [place for place, count in enumerate(tokens) if count > 1]
-    assert not waiting or waiting[0] in chosen  # the first one never starves
 
 
 @given(texts, st.integers(1, 100), st.integers(1, 200_000))
@@ -180,6 +149,21 @@ def test_prompts_may_make_a_pass_twice_as_long() -> None:
     assert pace.prompt_tokens(512) == pytest.approx(5000, rel=0.02)
     assert pace.after(100, 110.0).prompt_tokens(512) == 512
     assert pace.after(1000, 10.0).after(1000, 10.0).after(1000, 10.0).prompt_tokens(512) == MAX_TOKENS
+
+
+def test_prompts_beside_sequences_in_decode_take_their_share_of_the_time() -> None:
+    pace = TokenBudget(10.0, 1.0)
+    assert pace.prompt_tokens(512, 1, 40) == TIMES * (MANY_TOKENS + 40 * TOKENS_EACH)
+    assert pace.prompt_tokens(512, 5, 1) == 5 * (MANY_TOKENS + TOKENS_EACH)
+    assert pace.prompt_tokens(512, 50, 1) == MOST_TIMES * (MANY_TOKENS + TOKENS_EACH)
+    assert TokenBudget(10.0, 0.02).prompt_tokens(512, 1, 10) == TIMES * (500 + 10 * TOKENS_EACH)
+
+
+def test_a_long_prompt_at_first_does_not_make_tokens_cheap() -> None:
+    pace = TokenBudget().after(1024, 0.8).after(90, 0.2)
+    assert pace.prompt_tokens(512, 1, 20) == TIMES * (MANY_TOKENS + 20 * TOKENS_EACH)
+    pace = pace.after(24, 0.15).after(104, 0.23)  # a millisecond a token
+    assert pace.prompt_tokens(512, 1, 20) == TIMES * (0.15 // (0.08 / 80) + 20 * TOKENS_EACH)
 
 
 def test_slower_passes_change_the_estimate() -> None:
