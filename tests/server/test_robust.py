@@ -568,7 +568,7 @@ def test_a_request_with_two_lengths_is_refused(served: Running) -> None:
     assert answer.count(b"HTTP/1.1") == 1  # the connection is closed
 
 
-@pytest.mark.parametrize("path", ["/v1/message", "/api/chats", "/v1/chat/completion"])
+@pytest.mark.parametrize("path", ["/v1/message", "/v2/chat", "/v1/chat/completion"])
 def test_unknown_path_lists_the_endpoints(served: Running, path: str) -> None:
     message = refused(served.post(path, {}), 404, "not_found")
     assert message == (
