@@ -144,9 +144,7 @@ def test_what_is_not_the_named_block_stops_no_answer(tmp_path: Path, ask: Ask, k
     assert len(os.listdir("/proc/self/fd")) <= opened
 
 
-def test_files_that_leave_while_they_are_counted(
-    tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_leave_while_they_are_counted(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another server makes room while this one starts."""
     ask(limits(tmp_path), asked([5]))
     stored = files(tmp_path)
