@@ -18,6 +18,7 @@ The text of users can be recovered from the files, so only the user who runs the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -78,7 +79,7 @@ _NAME = re.compile(rf"\d+-[0-9a-f]{{32}}(?:{_BLOCK}|{_STATE})")
 _MODEL = re.compile(r"[0-9a-f]{32}")
 _MAGIC = b"RABBITKV"
 _BEGIN = struct.Struct("<8sIQ")
-"""The magic number, the CRC-32 of what follows, and the bytes of the JSON header."""
+"""The magic number, the CRC-32 of the file's name and what follows, and the bytes of the JSON header."""
 _ALIGNMENT = 64
 _AXES = {"keys": -2, "values": -2, "indexer_keys": 1, "indexer_position_ids": -1}
 """Tensors of a layer that keep every token -> their axis of tokens."""
@@ -91,10 +92,11 @@ class _DamagedFile(Exception):
 # files ---------------------------------------------------------------------------------------------------------------
 
 
-def file_pieces(value: Any) -> list[bytes | memoryview]:
+def file_pieces(value: Any, name: str) -> list[bytes | memoryview]:
     """The bytes of a file.
 
     Args:
+        name: of the file; the checksum covers it, since it says which tokens these are.
         value: dicts, lists, tuples, plain values, dtypes, devices and tensors.
 
     Raises:
@@ -107,7 +109,7 @@ def file_pieces(value: Any) -> list[bytes | memoryview]:
         if tensor.numel():
             dense = tensor.detach().to("cpu").contiguous()
             pieces += [dense.reshape(-1).view(torch.uint8).numpy().data, bytes(-tensor.nbytes % _ALIGNMENT)]
-    crc = 0
+    crc = zlib.crc32(name.encode())
     for piece in pieces:
         crc = zlib.crc32(piece, crc)
     return [_BEGIN.pack(_MAGIC, crc, len(header)), *filter(len, pieces)]
@@ -121,8 +123,12 @@ def read_value(path: Path) -> Any:
         OSError: it cannot be read.
     """
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    with open(os.open(path, flags), "rb", buffering=0) as file:
-        nbytes = os.fstat(file.fileno()).st_size
+    flags |= getattr(os, "O_NONBLOCK", 0)  # a FIFO would wait for a writer
+    with open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, flags)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise _DamagedFile("it is no regular file")
+        nbytes = status.st_size
         whole = torch.empty(round_up(max(nbytes, _BEGIN.size), _ALIGNMENT), dtype=torch.uint8)
         data = whole.numpy().data[:nbytes]
         end = 0
@@ -131,7 +137,7 @@ def read_value(path: Path) -> Any:
     if end < max(nbytes, _BEGIN.size):
         raise _DamagedFile("it is too short")
     magic, crc, length = _BEGIN.unpack_from(data)
-    if magic != _MAGIC or zlib.crc32(data[_BEGIN.size :]) != crc:
+    if magic != _MAGIC or zlib.crc32(data[_BEGIN.size :], zlib.crc32(path.name.encode())) != crc:
         raise _DamagedFile("its checksum is another one")
     content = json.loads(bytes(data[_BEGIN.size : _BEGIN.size + length]))
     return _from_json(content, whole, round_up(_BEGIN.size + length, _ALIGNMENT))
@@ -510,7 +516,7 @@ class PromptCache:
                     self._tidy()
                 if (value := content()) is None:
                     return False
-                pieces = file_pieces(value)
+                pieces = file_pieces(value, name)
                 nbytes = sum(map(len, pieces))
                 if not self._make_room(nbytes, keep):
                     return False
@@ -554,12 +560,13 @@ class PromptCache:
     def _files(self) -> Iterator[_File]:
         """All files, of other models too."""
         for folder in self._folders():
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                        status = entry.stat(follow_symlinks=False)
-                        tokens = int(entry.name.partition("-")[0])
-                        yield _File(Path(entry.path), status.st_size, status.st_mtime_ns, tokens)
+            with contextlib.suppress(OSError):  # it leaves now, or is another user's
+                for path in (folder / name for name in os.listdir(folder) if _NAME.fullmatch(name)):
+                    with contextlib.suppress(FileNotFoundError):
+                        status = path.lstat()
+                        if stat.S_ISREG(status.st_mode):
+                            tokens = int(path.name.partition("-")[0])
+                            yield _File(path, status.st_size, status.st_mtime_ns, tokens)
 
     def _folders(self) -> list[Path]:
         return [path for path in self._root.iterdir() if _MODEL.fullmatch(path.name) and path.is_dir()]

@@ -259,7 +259,11 @@ class Models:
         entry.users -= 1
         entry.used = time.monotonic()
         self._notify()
-        if not entry.users and self._keep_alive is not None:
+        self._count_down(entry)
+
+    def _count_down(self, entry: Entry) -> None:
+        """Have a model unloaded after the time without a request, if nobody uses it now."""
+        if not entry.users and entry.timer is None and self._keep_alive is not None:
             self._loop = asyncio.get_running_loop()
             entry.timer = self._loop.call_later(self._keep_alive, self._rest, entry)
 
@@ -302,6 +306,8 @@ class Models:
                 if not (waiter := entry.waiters.popleft()).done():
                     entry.users += 1
                     waiter.set_result(None)
+            if entry.state is ModelState.LOADED:  # those who asked may have left during the load
+                self._count_down(entry)
 
     async def _bring(self, entry: Entry) -> None:
         """Load a model, if a request still waits for it; others leave while not all of them have room."""

@@ -21,6 +21,8 @@ _OF_LOADING = (
     *("use_mlock", "vocab_only", "logits_all", "num_keep", "embedding_only"),
 )
 """Options of Ollama's loading; those of `serve` apply."""
+_OF_SEVERAL = ("n", "stream_options")
+"""Options of a chat that make answers which Ollama's objects cannot say."""
 _OF_GENERATE = ("prompt", "system", "images")
 
 
@@ -59,7 +61,7 @@ def chat_of(body: Mapping[str, Any], template: ChatTemplate) -> dict[str, Any]:
         chat["reasoning_effort"] = think
     elif think is not None:
         chat["chat_template_kwargs"] = dict.fromkeys(template.switches, bool(think))
-    refuse_others(fields, ())
+    refuse_others(fields | {name: options.pop(name, None) for name in _OF_SEVERAL}, ())
     return options | chat  # a chat refuses unknown options
 
 

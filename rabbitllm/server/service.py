@@ -136,6 +136,8 @@ def served_name(name: str) -> str:
     return path.name or "model"
 
 
+WRITE_SECONDS = 2.0
+"""Time in which a model that leaves still writes its prompts to disk."""
 _Result = TypeVar("_Result")
 
 
@@ -266,8 +268,8 @@ class Service:
         return service
 
     def close(self) -> None:
-        """End the batch, at once, and free what the model has; the caller keeps no reference to the service."""
-        self.batch.close(0)
+        """End the batch, and free what the model has; the caller keeps no reference to the service."""
+        self.batch.close(WRITE_SECONDS)
         self._encoder.shutdown()
         if self._promise is not None:
             PROMISES.discard(self._promise)

@@ -130,6 +130,37 @@ def test_a_damaged_file_is_computed_again(
     assert {name: len(data) for name, data in files(tmp_path).items()}.keys() == stored.keys()
 
 
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "another block"])
+def test_what_is_not_the_named_block_stops_no_answer(tmp_path: Path, ask: Ask, kind: str) -> None:
+    before, _ = ask(limits(tmp_path), asked([5]))
+    first, second, _ = sorted(tmp_path.rglob("*.kv"), key=lambda path: int(path.name.partition("-")[0]))
+    other = second.read_bytes()
+    first.unlink()
+    {"FIFO": os.mkfifo, "folder": os.mkdir, "another block": lambda path: path.write_bytes(other)}[kind](first)
+    opened = len(os.listdir("/proc/self/fd"))
+    after, stats = ask(limits(tmp_path), asked([5]))
+    assert_same(after, before)
+    assert stats.prompt_hits == 0
+    assert len(os.listdir("/proc/self/fd")) <= opened
+
+
+def test_files_that_leave_while_they_are_counted(tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server makes room while this one starts."""
+    ask(limits(tmp_path), asked([5]))
+    stored = files(tmp_path)
+    (tmp_path / ("0" * 32)).mkdir()
+
+    def listed(folder: Path, names: Callable[[Any], list[str]] = os.listdir) -> list[str]:
+        listing = names(folder)
+        durable.remove_empty_folder(tmp_path / ("0" * 32))
+        durable.remove_scratch(Path(folder) / next(iter(stored)))
+        return listing
+
+    monkeypatch.setattr(os, "listdir", listed)
+    _, stats = ask(limits(tmp_path), [Request(prompt(20, 1), 1)])
+    assert stats.prompt_bytes == sum(map(len, list(stored.values())[1:]))
+
+
 def test_other_weights_dtypes_and_settings_share_nothing(tmp_path: Path, split_folder: Path) -> None:
     other = split(build_checkpoint(tmp_path / "other", FAMILIES["llama"], dtype=torch.float32, seed=7))
     same = tmp_path / "moved"
@@ -311,7 +342,7 @@ def test_values_of_files(tmp_path: Path) -> None:
         "state": [None, True, 1.5, (torch.float16, torch.device("cpu")), torch.zeros(0, 4), torch.tensor(3)],
         2: {0: False},
     }
-    (tmp_path / "file").write_bytes(b"".join(file_pieces(value)))
+    (tmp_path / "file").write_bytes(b"".join(file_pieces(value, "file")))
     again = read_value(tmp_path / "file")
     assert torch.equal(again.pop((1, "keys")), value.pop((1, "keys")))
     assert again["state"][4].shape == (0, 4)
@@ -319,4 +350,4 @@ def test_values_of_files(tmp_path: Path) -> None:
     assert repr(again["state"]) == repr(value["state"][:-1])
     assert again[2] == {0: False}
     with pytest.raises(TypeError, match="a object is neither a tensor nor plain"):
-        file_pieces({"x": object()})
+        file_pieces({"x": object()}, "file")

@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from rabbitllm.server._metrics import Metrics
 from rabbitllm.server._models import Models
 from rabbitllm.server.service import Service
 from rabbitllm.server.settings import LOCAL, Settings, address_of, bound
+from rabbitllm.storage import durable
 from tests.server.serving import LIMITS, PATIENCE, in_a_thread
 from tests.support.builders import FAMILIES, build_checkpoint
 from tests.support.tiny_models import plain_model, split
@@ -253,6 +254,33 @@ def test_an_idle_model_is_unloaded(folders: dict[str, Path], expected: dict[str,
         assert not PROMISES
         assert served.text("rabbit") == expected["rabbit"]
         assert served.loads == ["rabbit", "rabbit"]
+
+
+def test_a_model_that_nobody_waits_for_any_more_is_unloaded(folders: dict[str, Path]) -> None:
+    go = threading.Event()
+    with serving(folders, keep_alive=0.0, before=lambda name: go.wait(PATIENCE)) as served:
+        with contextlib.suppress(httpx.TimeoutException), httpx.Client(trust_env=False, timeout=0.2) as client:
+            client.post(f"{served.address}/v1/completions", json={"model": "rabbit", "prompt": "a"})
+        served.until(lambda states: not states["rabbit"]["waiting"])
+        go.set()
+        served.until(lambda states: served.loads and states["rabbit"]["state"] == "not loaded")
+
+
+def test_a_model_that_leaves_writes_its_prompts(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = durable.write_private
+
+    def write_slowly(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+        time.sleep(0.2)
+        written(path, pieces)
+
+    monkeypatch.setattr(durable, "write_private", write_slowly)
+    limits = replace(LIMITS, prompt_bytes=1 << 30, prompt_folder=tmp_path)
+    with serving(folders, keep_alive=0.0, limits=limits) as served:
+        served.text("rabbit", prompt=PROMPT * 22)
+        served.until(lambda states: states["rabbit"]["state"] == "not loaded")
+        assert len(list(tmp_path.rglob("*.kv"))) == 2
 
 
 def test_a_model_that_cannot_be_loaded(folders: dict[str, Path], expected: dict[str, str], tmp_path: Path) -> None:

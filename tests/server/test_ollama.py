@@ -94,6 +94,8 @@ def test_refusals_are_texts(client: Any) -> None:
         (lambda: client.show("fox"), 404, "'fox' does not exist"),
         (lambda: client.generate(NAME, "a", raw=True), 400, "raw is not supported"),
         (lambda: client.generate(NAME, "a", options={"mirostat": 2}), 400, "mirostat is not supported"),
+        (lambda: client.generate(NAME, "a", options={"n": 2}), 400, "n is not supported"),
+        (lambda: client.chat(NAME, GO, options={"stream_options": {"include_usage": True}}), 400, "stream_options is"),
         (
             lambda: client.chat(NAME, [{"role": "user", "content": "a", "images": [io.BytesIO(b"x").getvalue()]}]),
             400,
