@@ -61,12 +61,12 @@ class FilledSlot:
 
 Job = Callable[[BufferSlot], Any]
 
-_JOBS: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+_JOBS = set[Future[Any]]()
 
 
 def wait_for_jobs(seconds: float = 30.0) -> None:
     """Wait until the jobs that have begun are done: those of a model that was dropped keep its buffers until then."""
-    wait(list(_JOBS), seconds)
+    wait(_JOBS.copy(), seconds)  # in one step: other models add theirs
 
 
 class Prefetcher:
@@ -146,8 +146,10 @@ class Prefetcher:
         busy = {id(slot) for slot, _ in self._pending.values()}
         free = [slot for slot in self._slots if not slot.taken and id(slot) not in busy]
         for unit, slot in zip(list(self._wanted), free, strict=False):
-            self._pending[unit] = slot, self._thread.submit(self._wanted[unit], slot)
-            _JOBS.add(self._pending[unit][1])
+            future = self._thread.submit(self._wanted[unit], slot)
+            self._pending[unit] = slot, future
+            _JOBS.add(future)
+            future.add_done_callback(_JOBS.discard)
             del self._wanted[unit]
 
 

@@ -862,3 +862,29 @@ def test_a_model_is_loaded_once_reads_of_a_dropped_one_have_freed_their_buffers(
     gc.collect()
     assert gpu.used == resident
     assert following.placement.moved_bytes
+
+
+def test_a_load_waits_while_another_model_reads() -> None:
+    """The jobs of other models come and go meanwhile."""
+    ended, fillers = threading.Event(), [Filler(1) for _ in range(2)]
+
+    def keep_reading(filler: Filler) -> None:
+        while not ended.is_set():
+            filler.request("0")
+            filler.ahead.give_back(filler.ahead.take("0"))
+
+    threads = [threading.Thread(target=keep_reading, args=(filler,)) for filler in fillers]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        limit = time.monotonic() + 1
+        while time.monotonic() < limit:
+            prefetch.wait_for_jobs()
+    finally:
+        ended.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join(30)
+    assert not prefetch._JOBS
