@@ -66,7 +66,8 @@ _JOBS = set[Future[Any]]()
 
 def wait_for_jobs(seconds: float = 30.0) -> None:
     """Wait until the jobs that have begun are done: those of a model that was dropped keep its buffers until then."""
-    wait(_JOBS.copy(), seconds)  # in one step: other models add theirs
+    jobs = _JOBS.copy()  # in one step: other models add theirs
+    wait([job for job in jobs if not job.done()], seconds)  # one that is cancelled may never be said to be
 
 
 class Prefetcher:

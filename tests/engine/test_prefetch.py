@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -887,4 +888,13 @@ def test_a_load_waits_while_another_model_reads() -> None:
         sys.setswitchinterval(interval)
         for thread in threads:
             thread.join(30)
-    assert not prefetch._JOBS
+
+
+def test_a_load_does_not_wait_for_cancelled_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a thread that has ended stay so."""
+    job: Future[Any] = Future()
+    monkeypatch.setattr(prefetch, "_JOBS", {job})
+    job.cancel()
+    begin = time.monotonic()
+    prefetch.wait_for_jobs(5)
+    assert time.monotonic() < begin + 4
