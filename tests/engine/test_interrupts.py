@@ -121,6 +121,7 @@ OTHERS = {
     "prefetch._release": "when a model is freed",
     "span_reader._read": "in the thread that reads",
     "_streamer._part": "while a model is loaded",
+    "prefetch.wait_for_jobs": "before a model is loaded",
 }
 """Functions that wait elsewhere."""
 
