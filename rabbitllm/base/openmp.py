@@ -105,9 +105,10 @@ class Team:
             return
         self.words[parts.HELPED] = next(_NUMBERS)
         compute = ctypes.CFUNCTYPE(None, ctypes.c_int64)(address_of(parts.help_with_parts))
-        self._helpers = [DaemonThread(compute, "helper", self.address) for _ in range(count)]
-        for thread in self._helpers:
+        for _ in range(count):
+            thread = DaemonThread(compute, "helper", self.address)
             thread.start()
+            self._helpers.append(thread)
 
     def end_helpers(self) -> None:
         """End them; libgomp's threads compute parts again."""
@@ -128,6 +129,7 @@ class Team:
 
         self._helpers, words = [], self.words
         words[parts.HELPED] = words[parts.OWNER] = 0
+        words[parts.CLAIMS] = words[parts.CLAIMS] >> 32 << 32  # what a caller in the parent left is not computed here
 
 
 @functools.cache
@@ -181,6 +183,7 @@ class _Waiting:
 
 
 look = _Waiting().look
+_HOLDING = own_lock(threading.Lock())
 
 
 def _waited_seconds() -> float:
@@ -203,10 +206,14 @@ def _second_team() -> threading.Event | None:
     over, count = threading.Event(), max(team.library.omp_get_num_procs() - torch.get_num_threads(), 0) + 2
 
     def hold() -> None:
-        team.library.GOMP_parallel(team.library.omp_get_thread_num, 0, count, 0)  # a function without effect
-        team.start_helpers(torch.get_num_threads() - 1)
-        over.wait()  # libgomp ends the team with this thread
-        team.end_helpers()
+        with _HOLDING:  # an earlier team may be about to end its helpers
+            team.library.GOMP_parallel(team.library.omp_get_thread_num, 0, count, 0)  # a function without effect
+            try:
+                team.start_helpers(torch.get_num_threads() - 1)
+            except (MemoryError, RuntimeError):  # no room for a thread
+                team.end_helpers()
+            over.wait()  # libgomp ends the team with this thread
+            team.end_helpers()
 
     DaemonThread(hold, "second-team").start()
     return over

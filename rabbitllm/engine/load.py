@@ -92,8 +92,7 @@ def load_model(
     store: WeightFiles = (
         LayerStore(folder, verify_checksums=options.verify_checksums) if isinstance(folder, Path) else folder
     )
-    folder = store.folder
-    home = folder if (folder / "config.json").exists() or config_folder is None else config_folder
+    home = store.folder if (store.folder / "config.json").exists() or config_folder is None else config_folder
     chosen = list(devices or resolve_devices(options.device, options.max_memory, options.pin_memory))
     is_compressed = any(tensor.quantized and tensor.quantized.scheme in SCHEMES for tensor in store.tensors.values())
     if is_compressed and not all(device.shares_host_memory for device in chosen):

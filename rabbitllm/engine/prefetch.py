@@ -62,12 +62,13 @@ class FilledSlot:
 
 Job = Callable[[BufferSlot], Any]
 
-_JOBS: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+_JOBS = set[Future[Any]]()
 
 
 def wait_for_jobs(seconds: float = 30.0) -> None:
     """Wait until the jobs that have begun are done: those of a model that was dropped keep its buffers until then."""
-    wait(list(_JOBS), seconds)
+    jobs = _JOBS.copy()  # in one step: other models add theirs
+    wait([job for job in jobs if not job.done()], seconds)  # one that is cancelled may never be said to be
 
 
 class Prefetcher:
@@ -160,6 +161,7 @@ class Prefetcher:
         if self._thread is not None:
             future = self._thread.submit(job, slot)
             _JOBS.add(future)
+            future.add_done_callback(_JOBS.discard)
             return future
         future = Future()
         try:

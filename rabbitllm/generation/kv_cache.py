@@ -288,13 +288,16 @@ class Beside:
         return self.tokens <= tokens or can
 
     def copied(self, tokens: int) -> Beside | None:
-        """An independent copy for the first tokens; None if there can be none. That of heads is cut by them."""
+        """An independent copy for the first tokens; None if there can be none."""
         if not isinstance(self.cache, DynamicCache) or not self.can_be_cut(tokens):
             return None
         kept = min(tokens, self.tokens)
-        if self.levels:
-            return replace(self, cache=copied(self.cache, self.tokens), levels=_cloned(self.levels))
-        return replace(self, cache=copied(self.cache, kept), tokens=kept)
+        lengths, levels = [kept] * len(self.cache.layers), list[tuple[int, torch.Tensor | None]]()
+        for layer, (rows, states) in zip(self.cache.layers, self.levels, strict=False):
+            surplus = max(rows - max(kept - 1, 0), 0)  # a row is of two tokens
+            lengths[len(levels)] = max(layer.get_seq_length() - surplus, 0)
+            levels.append((rows - surplus, None if surplus or states is None else states[:, : kept - rows]))
+        return replace(self, cache=copied(self.cache, lengths), tokens=kept, levels=_cloned(levels))
 
 
 def beside_of(cache: Any) -> Beside | None:
@@ -341,15 +344,16 @@ def usable(prompt: Sequence[int], ids: Sequence[int], cache: Cache) -> int:
     return common if common == len(ids) or all(can_be_cut(layer) for layer in cache.layers) else 0
 
 
-def copied(cache: Cache, tokens: int) -> Any:
+def copied(cache: Cache, tokens: int | Sequence[int]) -> Any:
     """An independent copy of the first tokens of a cache.
 
     Args:
         cache: KV cache with at least that number of tokens.
-        tokens: number of tokens, as `usable` returned it.
+        tokens: number of tokens, as `usable` returned it; or that of each layer.
     """
     copied_cache = copy(cache)
-    copied_cache.layers = [_copied_layer(layer, tokens) for layer in cache.layers]
+    lengths = [tokens] * len(cache.layers) if isinstance(tokens, int) else tokens
+    copied_cache.layers = list(map(_copied_layer, cache.layers, lengths))
     copied_cache.beside = None
     return copied_cache
 

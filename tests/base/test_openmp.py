@@ -21,11 +21,13 @@ from numba import types
 
 from rabbitllm.base import openmp, parts
 from rabbitllm.base.compiling import atomic_add, pause, shared
+from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.quant import _kernels
 from rabbitllm.quant._vectors import lanes
 from rabbitllm.quant.products import Matrix
 from tests.quant.test_products import inputs, matrix
+from tests.support.forked import in_a_fork
 from tests.support.integer_products import width_of
 
 pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp here")
@@ -134,8 +136,10 @@ def test_a_smaller_team_does_all_of_the_work(limit: int) -> None:
 import torch
 from rabbitllm.quant import _kernels
 from tests.quant.test_products import inputs, matrix
+from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.quant.products import Matrix
+from tests.support.forked import in_a_fork
 from tests.support.integer_products import width_of
 _kernels.WORTH_A_THREAD = {"codes": 1 << 10}
 torch.set_num_threads(8)
@@ -216,6 +220,119 @@ def test_a_second_team_while_threads_wait_for_cores(tmp_path: Path, monkeypatch:
         assert look_after(4000) == []
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="no helpers")
+def test_a_team_that_ends_late_leaves_the_next_ones_helpers(team: openmp.Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its thread waits for a core."""
+    end, is_ending, may_end = openmp.Team.end_helpers, threading.Event(), threading.Event()
+
+    def late(self: openmp.Team) -> None:
+        is_ending.set()
+        assert may_end.wait(30)
+        end(self)
+
+    monkeypatch.setattr(openmp.Team, "end_helpers", late)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first = openmp._second_team()
+        assert first is not None
+        first.set()
+        assert is_ending.wait(30)
+        second = openmp._second_team()
+        assert second is not None
+        time.sleep(0.05)
+        may_end.set()
+        limit = time.monotonic() + 30
+        while len(_helpers()) != 1 or len(_holders()) != 1:
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        assert team.words[parts.HELPED]
+        assert_each_once(team, 2)
+        second.set()
+        for holder in _holders():
+            holder.join(30)
+        assert not _helpers()
+        assert not team.words[parts.HELPED]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_without_room_for_helpers_the_team_computes(team: openmp.Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failed = DaemonThread.start, threading.Event()
+
+    def refused(self: DaemonThread) -> None:
+        if self.name == "helper":
+            failed.set()
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(DaemonThread, "start", refused)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        over = openmp._second_team()
+        assert over is not None
+        (holder,) = _holders()
+        assert failed.wait(30)
+        limit = time.monotonic() + 30
+        while team.words[parts.HELPED]:
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+        assert holder.is_alive()
+        over.set()
+        holder.join(30)
+        assert not holder.is_alive()
+        assert_each_once(team, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _holders() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "second-team"]
+
+
+def _helpers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "helper"]
+
+
+@numba.cfunc(types.void(types.CPointer(types.int64), types.int64, types.int64, types.int64))
+def begin_and_wait(data, first, end, parts):  # type: ignore[no-untyped-def]
+    """Counts parts that have begun, and waits: own address, the count, and whether to go on."""
+    words = numba.carray(data, 3)
+    atomic_add(words[0] + 8, 1)
+    while shared(words[0] + 16) == 0:
+        pause(0)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="no helpers")
+def test_helpers_in_a_fork_compute_nothing_of_the_parent(team: openmp.Team) -> None:
+    """A caller in the parent has parts that no thread has begun."""
+    data = np.zeros(3, np.int64)
+    data[0] = data.ctypes.data
+    team.start_helpers(0)
+    with ThreadPoolExecutor(1) as caller:
+        done = caller.submit(team.run, begin_and_wait.address, data.ctypes.data, 2)
+        limit = time.monotonic() + 30
+        while data[1] == 0:
+            assert time.monotonic() < limit
+
+        def child() -> None:
+            team.start_helpers(1)
+            limit = time.monotonic() + 30
+            while not team.words[parts.ASLEEP] and data[1] == 1:
+                assert time.monotonic() < limit
+            assert data[1] == 1
+            team.end_helpers()
+
+        try:
+            in_a_fork(child)
+        finally:
+            data[2] = 1
+            done.result(30)
+            team.end_helpers()
+    assert data[1] == 2 * openmp.PARTS
 
 
 def _threads_of_this_process() -> int:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -862,3 +863,38 @@ def test_a_model_is_loaded_once_reads_of_a_dropped_one_have_freed_their_buffers(
     gc.collect()
     assert gpu.used == resident
     assert following.placement.moved_bytes
+
+
+def test_a_load_waits_while_another_model_reads() -> None:
+    """The jobs of other models come and go meanwhile."""
+    ended, fillers = threading.Event(), [Filler(1) for _ in range(2)]
+
+    def keep_reading(filler: Filler) -> None:
+        while not ended.is_set():
+            filler.request("0")
+            filler.ahead.give_back(filler.ahead.take("0"))
+
+    threads = [threading.Thread(target=keep_reading, args=(filler,)) for filler in fillers]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        limit = time.monotonic() + 1
+        while time.monotonic() < limit:
+            prefetch.wait_for_jobs()
+    finally:
+        ended.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join(30)
+
+
+def test_a_load_does_not_wait_for_cancelled_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a thread that has ended stay so."""
+    job: Future[Any] = Future()
+    monkeypatch.setattr(prefetch, "_JOBS", {job})
+    job.cancel()
+    begin = time.monotonic()
+    prefetch.wait_for_jobs(5)
+    assert time.monotonic() < begin + 4

@@ -23,7 +23,7 @@ from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Costs, Width
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.cache_manager import CacheManager
-from rabbitllm.generation.kv_cache import cost_by_config
+from rabbitllm.generation.kv_cache import Beside, cost_by_config
 from rabbitllm.generation.request import Limits, Request, Sampling
 from tests.generation.submitting import Open, answered, answered_together, begin, prompt
 from tests.generation.test_lookahead import NEW_TOKENS, NONE, endless, requests, same
@@ -164,6 +164,32 @@ def test_a_second_question_continues_a_drafts_cache(
         same([first, *answered(batch, shared[1:])], answered(plain, shared))
         assert sum(read > 20 for read, _ in rows) == 1
         assert batch.stats.kept_tokens > 400
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama"])
+def test_the_beginning_of_a_drafts_cache_takes_its_share_of_memory(
+    tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """For a request that shares a part of a longer text."""
+    heads, sizes, copied = name == "deepseek_v3", list[tuple[int, int]](), Beside.copied
+    folder = endless_head(tmp_path / "model", "noisy") if heads else endless(tmp_path / "model", name)
+
+    def watched(self: Beside, tokens: int) -> Beside | None:
+        copy = copied(self, tokens)
+        assert copy is not None
+        sizes.append((copy.nbytes, self.nbytes * tokens // self.tokens))
+        return copy
+
+    monkeypatch.setattr(Beside, "copied", watched)
+    text, draft = prompt(220, 5), "mtp" if heads else proposing(folder)
+    asked = [Request(text, NEW_TOKENS), Request((*text[:70], *prompt(9, 6)), NEW_TOKENS)]
+    plain, _ = open_batch(replace(NONE, chunk=256), folder=folder, budget=None)
+    batch, _ = open_batch(Limits(chunk=256, draft=draft), folder=folder, budget=None, heads=heads)
+    for request in asked:
+        same(answered(batch, [request]), answered(plain, [request]))
+    ((nbytes, share),) = sizes
+    assert 0.9 * share < nbytes <= share
+    assert batch.stats.accepted_tokens > 0
 
 
 def test_a_preempted_request_continues_a_drafts_cache(
