@@ -1,7 +1,7 @@
 """Decides a model's skeleton, dtype, attention, recipes of weights and placement from names and sizes.
 
-On GPUs it also tries bitsandbytes' 4bit products. It reads no weights, so a plan of planned layer files has the costs and
-placement of the loaded model. A process may compute a part of the model; other processes' units are never bound.
+On GPUs it also tries bitsandbytes' 4bit products. It reads no weights, so a plan of planned layer files has the costs
+and placement of the loaded model. A process may compute a part of the model; other processes' units are never bound.
 """
 
 from __future__ import annotations

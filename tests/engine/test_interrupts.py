@@ -122,7 +122,6 @@ OTHERS = {
     "prefetch.wait_for_jobs": "before a model is loaded",
     "span_reader._read": "in the thread that reads",
     "_streamer._part": "while a model is loaded",
-    "prefetch.wait_for_jobs": "before a model is loaded",
 }
 """Functions that wait elsewhere."""
 
