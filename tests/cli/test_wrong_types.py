@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import rabbitllm
 from rabbitllm.cli.main import app
 from rabbitllm.errors import RabbitLLMError
-from rabbitllm.server.service import Service
+from rabbitllm.server._models import Models
 from rabbitllm.server.settings import address_of
 from tests.server.serving import in_a_thread
 from tests.support.damaged_checkpoints import ODD, places
@@ -72,14 +72,13 @@ def served_until_all_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rabbitllm.server.server.serve", answered)
 
 
-def answered(service: Service, listening: socket.socket, grace: float | None, started: Callable[[], None]) -> bool:
+def answered(models: Models, listening: socket.socket, grace: float | None, started: Callable[[], None]) -> None:
     """In the place of `serve`: no request may find a failure that is not named."""
-    with in_a_thread(service, listening, grace):
+    with in_a_thread(models, listening, grace):
         started()
         for path, body in REQUESTS.items():
             answer = httpx.post(address_of(listening) + path, json=body, timeout=60, trust_env=False)
             assert answer.status_code < 500, (path, answer.text)
-    return False
 
 
 def outcome(*arguments: str, typed: str | None = None) -> str:
