@@ -6,8 +6,8 @@ and passes beside the link.
 
 Each step runs in a process of its own with a time limit, so a crash costs that step alone, and its earlier figures are
 kept. gpu.json has the results of each finished step, and gpu.md is made from it. The same command continues: it skips
-steps with a result, unless `--again`. `--rehearse` uses the device of the tests and tiny sizes, in one process of less
-than a minute; its figures mean nothing.
+steps with a result, unless `--again`. `--rehearse` uses the device of the tests and tiny sizes, in one process of two
+minutes; its figures mean nothing.
 
 `pip install ".[dev]"` installs all packages, but torch must be built with CUDA, and bitsandbytes needs a library for
 the same CUDA. A step without one of its packages fails with their names, and the others run.
