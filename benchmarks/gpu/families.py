@@ -11,9 +11,8 @@ import importlib
 import multiprocessing
 import os
 import shutil
-import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,7 +167,9 @@ def _compare(row: Row, split: _Split, compression: str | None) -> None:
         [f"not exact: error {from_codes:.2g}"] if not from_codes <= (NEAR_CODES if compression else NEAR) else []
     )
     if row["type"] in (*GENERATED, *REHEARSED):
-        problems += _answers(row, split, fast, where)
+        with importlib.import_module("pytest").MonkeyPatch.context() as patch:
+            importlib.import_module("tests.support.always_drafts").draft_always(patch)
+            problems += _answers(row, split, fast)
     if problems:
         row |= {
             "ok": False,
@@ -197,15 +198,15 @@ def _greedy(model: Any, is_expected: bool = True) -> list[int] | None:
         return None
 
 
-def _answers(row: Row, split: _Split, model: Any, where: str) -> list[str]:
+def _answers(row: Row, split: _Split, model: Any) -> list[str]:
     """Answers with a draft and of a batch, of which each is to be what the model answers alone."""
-    patch: Any = importlib.import_module("pytest").MonkeyPatch()
-    importlib.import_module("tests.support.always_drafts").draft_always(patch)
+    submitting: Any = importlib.import_module("tests.generation.submitting")
     draft = split.load("resident", exact=False)
     draft.generation_config.assistant_confidence_threshold = 0
     requests = [Request(tuple(IDS[0][:count]), NEW_TOKENS) for count in (11, 5, 8)]
     alone = [list(answer(model, request, lambda piece: None).tokens) for request in requests]
     drafted = [list(answer(model, request, lambda piece: None, draft=draft).tokens) for request in requests]
+    row["answers"] += len(requests)
     problems = [] if drafted == alone else [f"other tokens with a draft: {drafted}, not {alone}"]
     for limits in (Limits(chunk=16), Limits(chunk=16, draft=draft)):
         try:
@@ -213,36 +214,15 @@ def _answers(row: Row, split: _Split, model: Any, where: str) -> list[str]:
         except OptionError:  # not for every type
             continue
         try:
-            tokens = _together(batch, requests)
+            answers = submitting.answered_together(batch, requests)
+            tokens = [list(answer.finished.tokens) for answer in answers]
         finally:
             batch.close(0)
+        row["answers"] += len(requests)
         if tokens != alone:
             how = " with a draft" if limits.draft is draft else ""
             problems.append(f"other tokens in a batch{how}: {tokens}, not {alone}")
-    row["answers"] += 3 * len(requests)
     return problems
-
-
-def _together(batch: Batch, requests: Sequence[Request]) -> list[list[int]]:
-    results, overs = [list[int]() for _ in requests], [threading.Event() for _ in requests]
-    errors = list[BaseException]()
-
-    def receive(index: int, event: Any) -> None:
-        for token in getattr(event, "tokens", ()) if type(event).__name__ == "Delta" else ():
-            results[index].append(token.token)
-        if type(event).__name__ != "Delta":
-            if (error := getattr(event, "error", None)) is not None:
-                errors.append(error)
-            overs[index].set()
-
-    with batch.paused():
-        for index, request in enumerate(requests):
-            batch.submit(request, lambda event, index=index: receive(index, event))  # type: ignore[misc]
-    for over in overs:
-        over.wait(60)
-    if errors:
-        raise errors[0]
-    return results
 
 
 def _distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
