@@ -14,23 +14,16 @@ from typing import Any
 
 from llvmlite import ir
 
-from rabbitllm.base.compiling import address_of
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _integers, _product_kernels
 from rabbitllm.quant._block_formats import FORMATS, BlockFormat, Field, Fields
-from rabbitllm.quant._integers import WORDS, InputLayout
+from rabbitllm.quant._integers import WORDS, CodeSteps, InputLayout, Position, Products
 from rabbitllm.quant._kernel_interface import BFLOATS, CODES
-from rabbitllm.quant._product_kernels import CodeSteps, Position, Products
 from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, half_power, narrowed, number
 
 
-def address(method: str, scheme: str, width: int) -> int:
-    """As `_product_kernels.address`, by any method, `NUMBERS` too; the scheme is a key of `FORMATS`."""
-    return address_of(_kernel(method, scheme, width))
-
-
-@functools.cache
-def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
+def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
+    """As `_product_kernels.kernel`, by any method, `NUMBERS` too; the scheme is a key of `FORMATS`."""
     if method == CODES:
         least = _product_kernels.LEAST_SLOW if scheme == "Q8_0" else _product_kernels.LEAST_WIDE
         steps = functools.partial(_BlockSteps, scheme)
@@ -44,7 +37,7 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
 def halves_of(emit: Emitter, form: BlockFormat, base: Any) -> list[Any]:
     """The scale and, where there is one, the minimum of the block at an address, float32."""
     if not form.halves:
-        return [half_power(emit.b, emit.b.zext(emit.load(base, I8, 1), I32))]
+        return [half_power(emit, base)]
     return [emit.b.fpext(emit.load(emit.add(base, offset), ir.HalfType(), 1), F32) for offset in form.halves]
 
 
@@ -89,12 +82,6 @@ def scale_and_minimum(emit: Emitter, form: BlockFormat, base: Any, halves: list[
     return [scale, *least]
 
 
-def _floats(emit: Emitter, codes: Any, begin: int) -> Any:
-    """Some of the bytes, as many as a vector has lanes, as float32."""
-    few = emit.pick(codes, codes, range(begin, begin + emit.width))
-    return emit.b.sitofp(emit.b.sext(few, emit.ints), emit.floats)
-
-
 def _fill(method: str, scheme: str, width: int) -> Any:
     """See `_product_kernels._fill`; a step is two vectors of elements. Scales, table and shift are unused."""
     block, form = BLOCK_TYPES[scheme], FORMATS[scheme]
@@ -117,7 +104,9 @@ def _fill(method: str, scheme: str, width: int) -> Any:
                     codes_of_run = codes_of(emit, form, load, element)
                 if element % form.group == 0:
                     scale, *least = map(emit.spread, scale_and_minimum(emit, form, base, halves, element // form.group))
-                value = builder.fmul(_floats(emit, codes_of_run, element % form.run), scale)
+                begin = element % form.run
+                few = emit.pick(codes_of_run, codes_of_run, range(begin, begin + width))
+                value = builder.fmul(builder.sitofp(builder.sext(few, emit.ints), emit.floats), scale)
                 value = builder.fsub(value, *least) if least else value
                 if method == BFLOATS:
                     bits = builder.lshr(narrowed(builder, builder.bitcast(value, emit.ints)), emit.every(16))
@@ -227,10 +216,6 @@ class _StepInMemory:
             lanes.append(self.pick(few, [(offset - begin) // 2] * share))
         return self.emit.joined(*lanes)
 
-    def power(self, offset: int) -> Any:
-        """Half the power of two of the exponent at an offset, for twice the values."""
-        return half_power(self.b, self.b.zext(self.emit.load(self.emit.add(self.base, offset), I8, 1), I32))
-
     def factors(self, fields: Fields, least: int) -> Any:
         """The numbers of all groups, which have as many fields each, as 16 float32; of 8 groups twice."""
         total = self.emit.every(least)
@@ -284,7 +269,8 @@ def _two_blocks(scheme: str) -> Callable[[_StepInMemory], Emitted]:
         if form.halves:
             scales, *minima = (step.halves(*(start + offset for start in starts)) for offset in form.halves)
         else:
-            scales, minima = step.emit.joined(*(step.emit.spread(step.power(start), 8) for start in starts)), []
+            powers = (half_power(step.emit, step.emit.add(step.base, start)) for start in starts)
+            scales, minima = step.emit.joined(*(step.emit.spread(power, 8) for power in powers)), []
         least = step.b.fneg(step.pick(minima[0], [0, 8] * 8)) if minima else None
         return iter([(words, step.pick(scales, [0, 0, 0, 0, 8, 8, 8, 8] * 2))]), least
 

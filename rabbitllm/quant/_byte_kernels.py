@@ -16,11 +16,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from rabbitllm.base.compiling import address_of
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _block_kernels, _product_kernels
 from rabbitllm.quant._block_formats import FORMATS
-from rabbitllm.quant._kernel_interface import BYTES
 from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, number
 
 STEP = 256
@@ -44,14 +42,9 @@ TYPES = tuple(
 """The types that have such a kernel: eight products of a code and an input fit 16 bits."""
 
 
-def address(method: str, scheme: str, width: int) -> int:
-    """As `_product_kernels.address`, by `BYTES`, of any width; the scheme is one of `TYPES`."""
-    return address_of(_kernel(scheme))
-
-
-@functools.cache
-def _kernel(scheme: str) -> Callable[[Any], None]:
-    name = f"{BYTES}_{scheme}"
+def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
+    """As `_product_kernels.kernel`, by `BYTES`, of any width; the scheme is one of `TYPES`, or `INPUTS`."""
+    name = f"{method}_{scheme}"
     if scheme == INPUTS:
         return _product_kernels.rows_kernel(name, emitted(_round, _LANES), STEP_BYTES)
     return _product_kernels.panel_kernel(name, _fill(scheme), _dot, _TOKENS, STEP_BYTES // 2)

@@ -10,18 +10,16 @@ from __future__ import annotations
 import functools
 import itertools
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
-from rabbitllm.base.compiling import address_of
 from rabbitllm.quant import _integers, _product_kernels
-from rabbitllm.quant._integers import WORDS as _WORDS
-from rabbitllm.quant._integers import InputLayout
-from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS, SEGMENT, CodeKernel
-from rabbitllm.quant._product_kernels import CodeSteps, Position, Products
+from rabbitllm.quant._integers import WORDS, CodeSteps, InputLayout, Position, Products
+from rabbitllm.quant._kernel_interface import INTEGERS, PAIRS, SEGMENT, CodeKernel
 from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, Emitter, every, number
 
 NIBBLES = "nibbles"
@@ -52,13 +50,11 @@ def table_of(kernel: CodeKernel, width: int, values: npt.NDArray[np.float32], fa
     return np.concatenate([table, np.array([factor], np.float32).view(np.uint8)])
 
 
-@functools.cache
-def address(kernel: CodeKernel, width: int) -> int:
-    """The address of a kernel, which is compiled at the first call, or loaded from numba's cache."""
-    name = "_".join((CODES, *map(str, kernel), str(width)))
+def kernel(method: str, scheme: CodeKernel, width: int) -> Callable[[Any], None]:
+    """As `_product_kernels.kernel`, by codes."""
+    name = "_".join((method, *map(str, scheme), str(width)))
     by_width: dict[int, type[_ScaledSegments]] = {INTEGERS: _IntegerSegments, PAIRS: _PairSegments}
-    steps = functools.partial(by_width.get(width, _FloatSegments), kernel)
-    return address_of(_product_kernels.code_kernel(name, steps, width))
+    return _product_kernels.code_kernel(name, functools.partial(by_width.get(width, _FloatSegments), scheme), width)
 
 
 class _ScaledSegments(CodeSteps):
@@ -141,7 +137,7 @@ class _IntegerSegments(_ScaledSegments):
         both = emit.load(address, words, 1)
         nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
         values = _integers.looked_up_words(emit, self._table, emit.joined(*nibbles))
-        return [_product_kernels.integer_products(emit, values, inputs)]
+        return [_integers.integer_products(emit, values, inputs)]
 
     def _scale_of_lanes(self, count: int) -> list[int]:
         return [lane % 8 * count // 8 for lane in range(16)]  # of low halves, then of high ones
@@ -194,17 +190,17 @@ class _PairSegments(_ScaledSegments):
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
         super().__init__(kernel, emit, table)
         places = range(0, _TABLE_BYTES[kernel.codes], 64)
-        self._tables = [emit.load(emit.add(table, offset), _WORDS, 1) for offset in places]
+        self._tables = [emit.load(emit.add(table, offset), WORDS, 1) for offset in places]
 
     def inputs(self, inputs: Any, others: Any) -> list[Any]:
         emit = self._emit
-        first, second = (emit.load(emit.add(inputs, offset), _WORDS, 2) for offset in (0, 64))
+        first, second = (emit.load(emit.add(inputs, offset), WORDS, 2) for offset in (0, 64))
         return [emit.pick(first, second, range(parity, 64, 2)) for parity in (0, 1)]
 
     def _parts(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
         emit, paired = self._emit, ir.VectorType(_BFloat(), 32)
         multiply = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, emit.floats, paired, paired)
-        halves = self._halves(emit.load(address, _WORDS, 1), _WORDS)
+        halves = self._halves(emit.load(address, WORDS, 1), WORDS)
         weights = [emit.b.bitcast(self._of_128(code), paired) for code in halves]
         sums: list[Any] = [emit.zero] * len(inputs)
         for t, vectors in enumerate(inputs):
@@ -215,10 +211,10 @@ class _PairSegments(_ScaledSegments):
     def _of_128(self, code: Any) -> Any:
         """The values of float8 codes, which are positive up to 127 and the same, negative, beyond."""
         emit, b = self._emit, self._emit.b
-        permute = emit.function("llvm.x86.avx512.vpermi2var.hi.512", *[_WORDS] * 4)
+        permute = emit.function("llvm.x86.avx512.vpermi2var.hi.512", *[WORDS] * 4)
         low, high = (b.call(permute, [self._tables[index], code, self._tables[index + 1]]) for index in (0, 2))
-        is_high = b.icmp_unsigned("!=", b.and_(code, every(_WORDS, 64)), every(_WORDS, 0))
-        return b.or_(b.select(is_high, high, low), b.shl(b.and_(code, every(_WORDS, 128)), every(_WORDS, 8)))
+        is_high = b.icmp_unsigned("!=", b.and_(code, every(WORDS, 64)), every(WORDS, 0))
+        return b.or_(b.select(is_high, high, low), b.shl(b.and_(code, every(WORDS, 128)), every(WORDS, 8)))
 
 
 def _wider(b: Any, codes: Any, count: int) -> Any:

@@ -12,9 +12,11 @@ the same bits on every processor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +24,8 @@ import torch
 from llvmlite import ir
 
 from rabbitllm.base.compiling import address_of, to_array, words_at
-from rabbitllm.quant._kernel_interface import InputRows, call
-from rabbitllm.quant._vectors import F32, I8, I16, I32, ZERO_CODE, Emitter, every, features
+from rabbitllm.quant._kernel_interface import SEGMENT, InputRows, call
+from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, ZERO_CODE, Emitter, every, features, number
 
 LARGEST_INPUT, LARGEST_CODE = (1 << 14) - 1, (1 << 15) - 1
 """The largest integers of inputs and of codes: four products fit 32 bits."""
@@ -139,11 +141,6 @@ _LANE = 16
 """Bytes within which instructions look bytes up and interleave them."""
 
 
-def multiply_add(emit: Emitter, total: Any, words: Any, inputs: Any) -> Any:
-    """`total`, 16 ints, and the sums of pairs of products of 32 words."""
-    return emit.b.add(total, _divided(emit, INTS, "avx2.pmadd.wd", "avx512.pmaddw.d.512", words, inputs))
-
-
 def look_up(emit: Emitter, table: Any, index: Any) -> Any:
     """64 bytes of a table, a vector of 16 bytes, by 64 bytes, whose upper halves are 0."""
     return _divided(emit, _BYTES, "avx2.pshuf.b", "avx512.pshuf.b.512", emit.joined(*[table] * 4), index)
@@ -160,13 +157,9 @@ def summed_products(emit: Emitter, codes: Iterable[Any], inputs: Iterable[Any]) 
     """The sums of products of vectors of words with as many of inputs, 16 float32."""
     total: Any = ir.Constant(INTS, [0] * 16)
     for words, values in zip(codes, inputs, strict=True):
-        total = multiply_add(emit, total, words, values)
+        pairs = _divided(emit, INTS, "avx2.pmadd.wd", "avx512.pmaddw.d.512", words, values)
+        total = emit.b.add(total, pairs)
     return emit.b.sitofp(total, emit.floats)
-
-
-def multiply_bytes(emit: Emitter, unsigned: Any, signed: Any) -> Any:
-    """The sums of pairs of products of 64 unsigned bytes and 64 signed ones, as words."""
-    return _divided(emit, WORDS, "avx2.pmadd.ub.sw", "avx512.pmaddubs.w.512", unsigned, signed)
 
 
 def interleaved_bytes(emit: Emitter, even: Any, odd: Any) -> tuple[Any, Any]:
@@ -195,51 +188,100 @@ def _divided(emit: Emitter, result: Any, half_name: str, name: str, *vectors: An
     return emit.joined(*parts)
 
 
-# Codes of our own schemes.
-
-SEGMENT_LAYOUTS = {
-    "4bit": InputLayout(64, (2, 2, 8, 2), (1, 3, 0, 2)),
-    "8bit": InputLayout(64, (4, 2, 8), (1, 0, 2)),
-}
-"""The order of the inputs of a segment of 64 codes."""
+# Steps of codes.
 
 
-class _LookedUp:
-    """Looks up 4bit codes, of which the first of a byte is in its high half.
+Position: TypeAlias = tuple[Any, Any, Any, Any, Any]
+"""Where a step of codes is, in numbers of LLVM: the address of all scales, row, steps in a row, step, and shift."""
+Products: TypeAlias = Iterator[tuple[int, Iterable[Any], Iterable[Any]]]
+"""An accumulator's number, and two vectors for each input, whose products are added to it."""
+
+
+class CodeSteps(ABC):
+    """Emits how steps of codes are decoded, multiplied and scaled; steps are segments, `SEGMENT`, or blocks.
 
     Attributes:
-        segment_bytes: bytes of the codes of a segment.
-        factor: of the sums of products.
+        code_bytes, input_bytes, other_bytes: of a step: of codes, of inputs, and of what is with those.
+        accumulators: vectors in which an input's products are summed; the second one's sum is subtracted.
+        factor: of the sums; None for 1.
     """
 
-    segment_bytes = 32
+    code_bytes: int
+    input_bytes, other_bytes = HALF_BYTES, 4
+    accumulators = 1
+    factor: Any = None
+
+    def __init__(self, emit: Emitter) -> None:
+        self._emit = emit
+
+    def inputs(self, inputs: Any, others: Any) -> list[Any]:
+        """What `products` takes of a step's inputs at these addresses: two vectors, and their scale in all lanes."""
+        emit = self._emit
+        words = [emit.load(emit.add(inputs, offset), WORDS, 2) for offset in (0, 64)]
+        return [*words, emit.spread(emit.load(others, F32, 4))]
+
+    @abstractmethod
+    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
+        """The products of a step of codes at an address."""
+
+
+def integer_products(emit: Emitter, codes: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:
+    """Sums of two vectors of codes times the integers of each token, float32, still apart in lanes."""
+    pair = [*codes]
+    return [emit.b.fmul(summed_products(emit, pair, vectors), scale) for *vectors, scale in inputs]
+
+
+# Codes of our own schemes.
+
+
+class _OwnSegments(CodeSteps):
+    """Segments of our own schemes, of which all codes have one scale.
+
+    Attributes:
+        layout: of the inputs.
+        tables: how many vectors of 16 bytes the table has; the factor follows.
+    """
+
+    layout: InputLayout
+    tables: int
 
     def __init__(self, emit: Emitter, table: Any) -> None:
-        self._emit = emit
-        self._low, self._high = (emit.load(emit.add(table, offset), ir.VectorType(I8, 16), 1) for offset in (0, 16))
-        self.factor = emit.load(emit.add(table, 32), F32, 1)
+        super().__init__(emit)
+        places = [emit.add(table, 16 * index) for index in range(self.tables + 1)]
+        self._tables = [emit.load(place, ir.VectorType(I8, 16), 1) for place in places[:-1]]
+        self.factor = emit.load(places[-1], F32, 1)
 
-    def words(self, address: Any) -> tuple[Any, Any]:
+    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
+        emit, (scales, row, steps, step, shift) = self._emit, position
+        values = integer_products(emit, self._words(address), inputs)
+        block = emit.b.lshr(emit.add(emit.b.mul(row, steps), step), shift)
+        scale = emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))
+        yield 0, values, itertools.repeat(scale)
+
+    @abstractmethod
+    def _words(self, address: Any) -> Iterable[Any]:
         """The integers of a segment."""
+
+
+class _LookedUp(_OwnSegments):
+    """Looks up 4bit codes, of which the first of a byte is in its high half."""
+
+    code_bytes, tables, layout = 32, 2, InputLayout(SEGMENT, (2, 2, 8, 2), (1, 3, 0, 2))
+
+    def _words(self, address: Any) -> Iterable[Any]:
         emit, half = self._emit, ir.VectorType(I16, 16)
         both = emit.load(address, half, 1)
         nibbles = (emit.b.and_(word, every(half, 0x0F0F)) for word in (emit.b.lshr(both, every(half, 4)), both))
         index = emit.b.bitcast(emit.joined(*nibbles), _BYTES)
-        return interleaved_bytes(emit, look_up(emit, self._low, index), look_up(emit, self._high, index))
+        return interleaved_bytes(emit, *(look_up(emit, values, index) for values in self._tables))
 
 
-class _OnLines:
-    """Computes 8bit codes: the 128 distances from zero are sixteen straight lines of eight; attributes as above."""
+class _OnLines(_OwnSegments):
+    """Computes 8bit codes: the 128 distances from zero are sixteen straight lines of eight."""
 
-    segment_bytes = 64
+    code_bytes, tables, layout = 64, 3, InputLayout(SEGMENT, (4, 2, 8), (1, 0, 2))
 
-    def __init__(self, emit: Emitter, table: Any) -> None:
-        self._emit = emit
-        self._tables = [emit.load(emit.add(table, offset), ir.VectorType(I8, 16), 1) for offset in (0, 16, 32)]
-        self.factor = emit.load(emit.add(table, 48), F32, 1)
-
-    def words(self, address: Any) -> list[Any]:
-        """The integers of a segment."""
+    def _words(self, address: Any) -> Iterable[Any]:
         emit, b = self._emit, self._emit.b
         side = b.sub(every(_BYTES, ZERO_CODE), emit.load(address, _BYTES, 1))  # from 127 to -128
         is_negative = b.icmp_signed("<", side, every(_BYTES, 0))
@@ -254,7 +296,8 @@ class _OnLines:
         signs = interleaved_bytes(emit, side, side)
         words = []
         for pair, place, start, sign in zip(lines, places, starts, signs, strict=True):
-            sums = multiply_bytes(emit, b.bitcast(pair, _BYTES), b.bitcast(place, _BYTES))
+            both = b.bitcast(pair, _BYTES), b.bitcast(place, _BYTES)
+            sums = _divided(emit, WORDS, "avx2.pmadd.ub.sw", "avx512.pmaddubs.w.512", *both)
             value, most = b.add(sums, start), every(WORDS, _LARGEST_LINE)
             value = b.select(b.icmp_signed("<", value, most), value, most)
             mask = b.ashr(sign, every(WORDS, 15))
@@ -262,7 +305,7 @@ class _OnLines:
         return words
 
 
-OWN_DECODERS: dict[str, type[_LookedUp | _OnLines]] = {"4bit": _LookedUp, "8bit": _OnLines}
+OWN_STEPS: dict[str, type[_OwnSegments]] = {"4bit": _LookedUp, "8bit": _OnLines}
 _LARGEST_LINE = 16000
 """The integer of 1 at 8bit: slopes of the largest values are 225 then, which fits a byte."""
 _LINE_ERROR = 3e-4
@@ -271,7 +314,7 @@ _LINE_ERROR = 3e-4
 
 @functools.cache
 def table_of(scheme: str, levels: bytes) -> npt.NDArray[np.uint8] | None:
-    """The table of a decoder, from the float32 values of the codes; None if these do not fit.
+    """The table of `OWN_STEPS`, from the float32 values of the codes; None if these do not fit.
 
     At 4bit it has the lower and the upper bytes of 16 integers, at 8bit the slopes of 16 lines, and the lower and upper
     bytes of their starts; then the factor of an integer, float32.

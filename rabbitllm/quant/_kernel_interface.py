@@ -87,6 +87,5 @@ class InputRows(NamedTuple):
 
     def of(self, row: int) -> tuple[int, int]:
         """The addresses of a row's inputs and of its others; the second is 0 without any."""
-        both = (0 if rows is None else rows.data_ptr() + row * rows.stride(0) * rows.itemsize for rows in self)
-        inputs, others = both
-        return inputs, others
+        addresses = (0 if rows is None else rows.data_ptr() + row * rows.stride(0) * rows.itemsize for rows in self)
+        return next(addresses), next(addresses)

@@ -59,14 +59,16 @@ def rows_of_part(rows: int, threads: int, tile: int) -> int:
 @functools.cache
 def kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, int]:
     """The address of a kernel, and the rows that it computes together."""
-    from rabbitllm.quant import _block_kernels, _byte_kernels, _code_kernels, _product_kernels  # takes a second
+    from rabbitllm.base.compiling import address_of  # numba comes with it, which takes a second
+    from rabbitllm.quant import _block_kernels, _byte_kernels, _code_kernels, _product_kernels
 
     if isinstance(scheme, CodeKernel):
-        function = _code_kernels.address(scheme, width)
+        function = _code_kernels.kernel(method, scheme, width)
+    elif method == BYTES:
+        function = _byte_kernels.kernel(method, scheme, width)
     else:
-        of_scheme = _block_kernels if scheme in BLOCK_TYPES else _product_kernels
-        function = (_byte_kernels if method == BYTES else of_scheme).address(method, scheme, width)
-    return function, _product_kernels.ROWS
+        function = (_block_kernels if scheme in BLOCK_TYPES else _product_kernels).kernel(method, scheme, width)
+    return address_of(function), _product_kernels.ROWS
 
 
 @functools.cache

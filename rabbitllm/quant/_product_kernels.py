@@ -21,15 +21,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from types import FunctionType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
-from rabbitllm.base.compiling import address_of, to_array
-from rabbitllm.quant import _integers
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, CODES, INTEGERS, PANELS
-from rabbitllm.quant._vectors import CODEBOOKS, F32, HALF_BYTES, Emitter, emitted, inlined, narrowed, number, on_stack
+from rabbitllm.base.compiling import to_array
+from rabbitllm.quant._integers import OWN_STEPS, CodeSteps
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, CODES, PANELS
+from rabbitllm.quant._vectors import CODEBOOKS, F32, Emitter, emitted, inlined, narrowed, number, on_stack
 
 ROWS, CODE_ROWS = 4, 2
 """Rows of the matrix for each load of an input, of a panel and by codes. More rows of codes are no faster in the cache,
@@ -53,11 +52,6 @@ INPUT_BYTES = 1 << 17
 STEP_BYTES = {"4bit": 1, "8bit": 2, BFLOAT16: 4}
 """Scheme -> bytes of two codes, of which a panel's step has as many pairs as a vector has lanes."""
 PIECE_WORDS = len(ARGUMENTS)
-
-
-def address(method: str, scheme: str, width: int) -> int:
-    """The address of a kernel, one of `KERNELS`, which is compiled at the first call, or loaded from numba's cache."""
-    return address_of(KERNELS[method, scheme, width])
 
 
 def step_size(method: str, width: int) -> int:
@@ -97,70 +91,6 @@ def add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> N
 # By codes.
 
 
-class Position(NamedTuple):
-    """Where a step of codes is, in numbers of LLVM: the address of all scales, row, steps in a row, step, and shift."""
-
-    scales: Any
-    row: Any
-    steps: Any
-    step: Any
-    shift: Any
-
-
-Products: TypeAlias = Iterator[tuple[int, Iterable[Any], Iterable[Any]]]
-"""An accumulator's number, and two vectors for each input, whose products are added to it."""
-
-
-class CodeSteps(ABC):
-    """Emits how steps of codes are decoded, multiplied and scaled; steps are segments, `SEGMENT`, or blocks.
-
-    Attributes:
-        code_bytes, input_bytes, other_bytes: of a step: of codes, of inputs, and of what is with those.
-        accumulators: vectors in which an input's products are summed; the second one's sum is subtracted.
-        factor: of the sums; None for 1.
-    """
-
-    code_bytes: int
-    input_bytes, other_bytes = HALF_BYTES, 4
-    accumulators = 1
-    factor: Any = None
-
-    def __init__(self, emit: Emitter) -> None:
-        self._emit = emit
-
-    def inputs(self, inputs: Any, others: Any) -> list[Any]:
-        """What `products` takes of a step's inputs at these addresses: two vectors, and their scale in all lanes."""
-        emit = self._emit
-        words = [emit.load(emit.add(inputs, offset), _integers.WORDS, 2) for offset in (0, 64)]
-        return [*words, emit.spread(emit.load(others, F32, 4))]
-
-    @abstractmethod
-    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
-        """The products of a step of codes at an address."""
-
-
-def integer_products(emit: Emitter, codes: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:
-    """Sums of two vectors of codes times the integers of each token, float32, still apart in lanes."""
-    pair = [*codes]
-    return [emit.b.fmul(_integers.summed_products(emit, pair, vectors), scale) for *vectors, scale in inputs]
-
-
-class _OwnSegments(CodeSteps):
-    """Segments of our own schemes, of which all codes have one scale."""
-
-    def __init__(self, scheme: str, emit: Emitter, table: Any) -> None:
-        super().__init__(emit)
-        self._decoder = _integers.OWN_DECODERS[scheme](emit, table)
-        self.code_bytes, self.factor = self._decoder.segment_bytes, self._decoder.factor
-
-    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
-        emit, (scales, row, steps, step, shift) = self._emit, position
-        values = integer_products(emit, self._decoder.words(address), inputs)
-        block = emit.b.lshr(emit.add(emit.b.mul(row, steps), step), shift)
-        scale = emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))
-        yield 0, values, itertools.repeat(scale)
-
-
 def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, tokens: int) -> Any:
     """An intrinsic that multiplies `rows` consecutive rows of codes by up to `tokens` consecutive inputs."""
 
@@ -183,8 +113,8 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, 
             is_beyond = b.icmp_unsigned(">=", emit.add(begin, PREFETCHED), row_bytes)
             ahead = emit.add(b.select(is_beyond, b.mul(row_bytes, number(rows - 1)), number(0)), PREFETCHED)
             for r, of_row in enumerate(sums):
-                position = Position(scales, emit.add(row, r), steps, step, shift)
-                address = emit.add(codes, b.mul(position.row, row_bytes), begin)
+                position = scales, emit.add(row, r), steps, step, shift
+                address = emit.add(codes, b.mul(position[1], row_bytes), begin)
                 for line in range(0, of_steps.code_bytes, 64):
                     emit.prefetch(emit.add(address, ahead, line))
                 for accumulator, values, scales_of in of_steps.products(address, inputs, position):
@@ -390,7 +320,8 @@ def code_kernel(
     return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, TILE=rows)
 
 
-def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
+def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
+    """The kernel of a method and a scheme of ours or `BFLOAT16`, with so many lanes; by codes `INTEGERS` of ours."""
     if method != CODES:
         return filling_kernel(method, scheme, width, _fill(method, scheme, width))
     name = f"{method}_{scheme}_{width}"
@@ -398,12 +329,4 @@ def _kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
         dot = functools.partial(_panel_dot, width, scheme=scheme)
         return panel_kernel(name, _fill(PANELS, scheme, width), dot, 1, 4 * width, IN_PLACE=True, PANEL_ROWS=ROWS)
     least = LEAST_SLOW if scheme == "8bit" else LEAST_WIDE
-    return code_kernel(name, functools.partial(_OwnSegments, scheme), width, least)
-
-
-_KEYS = [(CODES, scheme, INTEGERS) for scheme in ("4bit", "8bit")]
-_KEYS += [(PANELS, scheme, width) for scheme in STEP_BYTES for width in (16, 8)]
-_KEYS += [(BFLOATS, scheme, width) for scheme in ("4bit", "8bit") for width in (16, 8)]
-_KEYS += [(CODES, BFLOAT16, width) for width in (16, 8)]
-KERNELS: dict[tuple[str, str, int], Callable[[Any], None]] = {key: _kernel(*key) for key in _KEYS}
-"""Method, scheme, and lanes of its vectors (`INTEGERS` for our own schemes by codes) -> the kernel."""
+    return code_kernel(name, OWN_STEPS[scheme], width, least)

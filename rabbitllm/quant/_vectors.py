@@ -201,9 +201,10 @@ def narrowed(b: Any, bits: Any) -> Any:
     return b.select(is_nan, of(0x7FC00000), b.add(bits, b.add(odd, of(0x7FFF))))
 
 
-def half_power(b: Any, exponent: Any) -> Any:
-    """2 ** (exponent - 128), float32, of an int of 32 bits."""
-    one, two = ir.Constant(I32, 1), ir.Constant(I32, 2)
+def half_power(emit: Emitter, address: Any) -> Any:
+    """2 ** (exponent - 128), float32, of the byte at an address."""
+    b, one, two = emit.b, ir.Constant(I32, 1), ir.Constant(I32, 2)
+    exponent = b.zext(emit.load(address, I8, 1), I32)
     small = b.shl(b.add(exponent, one), ir.Constant(I32, 21))
     usual = b.shl(b.sub(exponent, one), ir.Constant(I32, 23))
     return b.bitcast(b.select(b.icmp_unsigned("<", exponent, two), small, usual), F32)

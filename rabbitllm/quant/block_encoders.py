@@ -45,23 +45,19 @@ _KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 _LARGEST_BITS = int(np.float32(LARGEST).view(np.uint32))
 
 
-def _evenly(first: float, last: float, count: int) -> tuple[float, ...]:
-    return tuple(first + (last - first) * index / (count - 1) for index in range(count))
-
-
-_OF_IQ4 = (*_evenly(-135, -95, 6), *_evenly(95, 135, 6))
 _SEARCHES = {
-    "IQ4_NL": (4, _OF_IQ4),
-    "IQ4_XS": (4, _OF_IQ4),
-    "Q5_0": (4, (*_evenly(-17, -13.5, 6), *_evenly(13.5, 17, 6))),
-    "Q5_1": (4, _evenly(26, 32, 12)),
-    "Q6_K": (4, _evenly(-33, -26, 18)),
-    "Q5_K": (4, _evenly(26, 32, 18)),
-    "Q4_K": (4, _evenly(11.5, 16.5, 14)),
-    "Q3_K": (2, (*_evenly(-5, -2.6, 6), *_evenly(2.6, 5, 6))),
-    "Q2_K": (1, _evenly(1.6, 3.8, 8)),
+    "IQ4_NL": (4, (-135, -95, 6), (95, 135, 6)),
+    "IQ4_XS": (4, (-135, -95, 6), (95, 135, 6)),
+    "Q5_0": (4, (-17, -13.5, 6), (13.5, 17, 6)),
+    "Q5_1": (4, (26, 32, 12)),
+    "Q6_K": (4, (-33, -26, 18)),
+    "Q5_K": (4, (26, 32, 18)),
+    "Q4_K": (4, (11.5, 16.5, 14)),
+    "Q3_K": (2, (-5, -2.6, 6), (2.6, 5, 6)),
+    "Q2_K": (1, (1.6, 3.8, 8)),
 }
-"""Type -> `spread`, and codes that a group's largest magnitude, or the distance of its extremes, is tried to be."""
+"""Type -> `spread`, and first, last and number of the codes that a group's largest magnitude, or the distance of its
+extremes, is tried to be."""
 ENCODED = ("Q8_0", "Q4_0", *_SEARCHES)
 """The types that `encode` makes."""
 
@@ -87,13 +83,14 @@ def encode(name: str, values: torch.Tensor | npt.NDArray[Any], threads: int | No
         )
     words = matrix.contiguous().view(torch.uint32 if kind == F32 else torch.uint16).numpy().reshape(-1)
     out = np.zeros((words.size // block.elements, block.nbytes), np.uint8)
+    kernel, *tables = _kernel_of(name)
     step = AT_ONCE // block.elements
     refused: list[np.uint32] = []
 
     def work(begin: int, end: int) -> None:
         for first in range(begin * step, min(end * step, len(out)), step):
             some = out[first : first + step]
-            largest = _encode(name, words[first * block.elements :][: len(some) * block.elements], kind, some)
+            largest = kernel(words[first * block.elements :][: len(some) * block.elements], kind, *tables, some)
             if largest > _LARGEST_BITS:
                 refused.append(np.uint32(largest))
 
@@ -115,18 +112,12 @@ def not_a_number(name: str) -> torch.Tensor:
     return block
 
 
-def _encode(name: str, words: Any, kind: int, out: Bytes) -> int:
-    """Encode whole blocks into `out`, which is zeros; returns the bits of the largest magnitude as float32."""
-    others = {"Q8_0": _q8_0, "Q4_0": _q4_0}
-    largest: int = others[name](words, kind, out) if name in others else _search(words, kind, *_tables(name), out)
-    return largest
-
-
 @cache
-def _tables(name: str) -> tuple[Any, ...]:
-    """What the kernel needs of a type.
+def _kernel_of(name: str) -> tuple[Any, ...]:
+    """The kernel that encodes whole blocks, into zeros, and what `_search` needs of a type.
 
     Returns:
+        The kernel.
         Elements of a group, and groups.
         Limits: least and greatest code, factor and minimum, spread. Codes of `IQ4_VALUES` are 0 to -1, factors of one
         group 1 to 1; so are minima that are added, and 0 to 0 if there are none.
@@ -136,7 +127,9 @@ def _tables(name: str) -> tuple[Any, ...]:
         Where factors and minima go: row of the tile, group, number stored as 0, then the same from the shift on.
         The first offset of all codes, and the end; and the offsets of scale and minimum.
     """
-    form, elements, (spread, ranges) = FORMATS[name], BLOCK_TYPES[name].elements, _SEARCHES[name]
+    if name not in _SEARCHES:
+        return (_q8_0 if name == "Q8_0" else _q4_0,)
+    form, elements, (spread, *ranges) = FORMATS[name], BLOCK_TYPES[name].elements, _SEARCHES[name]
     code_bits = sum(plane.bits for plane in form.planes)
     codes = (0, -1) if form.values else (form.least, form.least + (1 << code_bits) - 1)
     added = (1, 1) if len(form.halves) > 1 else (0, 0)
@@ -160,7 +153,8 @@ def _tables(name: str) -> tuple[Any, ...]:
     ).reshape(-1, 7)
     end = payload + code_bits * elements // 8
     sizes, halves = (form.group, elements // form.group), np.array(form.halves)
-    return *sizes, limits, np.array(ranges, np.float32), np.array(places), fields, (payload, end), halves
+    tried = np.concatenate([np.linspace(*some) for some in ranges]).astype(np.float32)
+    return _search, *sizes, limits, tried, np.array(places), fields, (payload, end), halves
 
 
 def _bounds(fields: Fields, least: int, otherwise: tuple[int, int]) -> tuple[int, int]:

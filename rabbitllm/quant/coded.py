@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
-from rabbitllm.quant import _kernels
 from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PAIRS, SEGMENT, CodeKernel, InputRows
-from rabbitllm.quant.products import KernelMatrix, dense_product
+from rabbitllm.quant.products import KernelMatrix, agrees, dense_product
 
 if TYPE_CHECKING:
     from rabbitllm.quant._integers import InputLayout
@@ -105,7 +103,7 @@ def multiplies(form: CodedForm) -> bool:
     if form.scales not in SCALES or (form.codes != FP8 and rows != 1) or 0 < columns < 16:
         return False
     width = kernel_for(form.kernel, None)
-    return bool(width) and _agrees(form.kernel, width)
+    return bool(width) and agrees(CODES, form.kernel, width, sample)
 
 
 @functools.cache
@@ -118,7 +116,7 @@ def kernel_for(kernel: CodeKernel, dtype: torch.dtype | None) -> int:
 
     if kernel.codes == "nibbles":
         return INTEGERS if _vectors.lanes() and _vectors.reads_halves() else 0
-    if dtype == torch.bfloat16 and _vectors.multiplies_pairs() and _agrees(kernel, PAIRS):
+    if dtype == torch.bfloat16 and _vectors.multiplies_pairs() and agrees(CODES, kernel, PAIRS, sample):
         return PAIRS
     return _vectors.lanes() if _vectors.reads_halves() else 0
 
@@ -225,21 +223,6 @@ def _table(codes: str, kernel: CodeKernel, width: int, factor: float) -> Any:
     from rabbitllm.quant import _code_kernels
 
     return _code_kernels.table_of(kernel, width, _values(codes), factor)
-
-
-@functools.cache
-def _agrees(kernel: CodeKernel, width: int) -> bool:
-    """Whether a kernel's result on a sample agrees with the dequantized matrix and float32."""
-
-    def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if width == PAIRS else torch.float32
-        for count, rows, columns in ((1, 7, 192), (6, 5, 4096), (1, 64, 4096)):  # the last by several threads
-            matrix = sample(kernel, (rows, columns), generator)
-            x = torch.randn(count, columns, generator=generator).to(dtype)
-            yield matrix.times_by(CODES, width, x), x.float() @ matrix.dequantized(torch.float32).T
-
-    tolerance = _kernels.INTEGER_TOLERANCE if width == INTEGERS else _kernels.TOLERANCE
-    return _kernels.agrees(f"by {' '.join(map(str, kernel))} codes", trials(), tolerance)
 
 
 def sample(kernel: CodeKernel, shape: tuple[int, int], generator: torch.Generator) -> CodedMatrix:

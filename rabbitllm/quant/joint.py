@@ -208,24 +208,21 @@ class RoutedProduct:
         """Of a `KernelMatrix` or a tensor of bfloat16, with its words, which a call takes; None without a kernel."""
         from rabbitllm.quant.products import KernelMatrix
 
-        if torchs_team() is None:
-            return None
-        scheme: Any
-        sizes: Sequence[int]
-        if isinstance(matrix, torch.Tensor):
-            if not (width := bfloat_products.width_for(matrix)):
-                return None
-            shape, most, layout, scheme = tuple(matrix.shape), bfloat_products.FEW_ROWS, None, BFLOAT16
-            codes, scales, table, sizes = matrix.data_ptr(), 0, 0, (2 * shape[1], shape[1] // (2 * width), 0)
-        elif isinstance(matrix, KernelMatrix):
+        width, is_coded = 0, isinstance(matrix, KernelMatrix)
+        if is_coded:
             method, width = matrix.method_for(1, torch.bfloat16)
-            if method != CODES:
-                return None
+            width = width if method == CODES else 0
+        elif isinstance(matrix, torch.Tensor):
+            width = bfloat_products.width_for(matrix)
+        if not width or torchs_team() is None:
+            return None
+        if is_coded:
             shape, most, scheme = tuple(matrix.form.shape), matrix.max_inputs, matrix.kernel
-            layout = matrix.layout() if width == INTEGERS else None
             codes, scales, table, *sizes = matrix.operands(width)
         else:
-            return None
+            shape, most, scheme = tuple(matrix.shape), bfloat_products.FEW_ROWS, BFLOAT16
+            codes, scales, table, *sizes = matrix.data_ptr(), 0, 0, 2 * shape[1], shape[1] // (2 * width), 0
+        layout = matrix.layout() if width == INTEGERS else None
         words = codes, scales, 0, 0, table, 0, *sizes, 0, shape[0]
         return cls(scheme, width, layout, shape, shape[0] * sizes[0], most), words
 
@@ -266,25 +263,12 @@ class RoutedProduct:
         function, tile = _kernels.kernel(CODES, self.scheme, self.width)
         rounded = 1 if sources == -1 else rows
         prepare, numbers, input_bytes, other_bytes = self._preparation()
-        sizes = (
-            input_bytes * rounded,
-            other_bytes * rounded,
-            4 * count * rows,
-            8 * (_joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS)),
-        )
+        of_work = 8 * (_joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS))
+        sizes = input_bytes * rounded, other_bytes * rounded, 4 * count * rows, of_work
         words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
         words += [function, team.address, threads, _kernels.rows_of_part(count, threads, tile)]
-        words += [
-            address_of(prepare),
-            columns,
-            *numbers,
-            input_bytes,
-            other_bytes,
-            rounded,
-            rows,
-            count,
-            number * len(ARGUMENTS),
-        ]
+        words += [address_of(prepare), columns, *numbers, input_bytes, other_bytes]
+        words += [rounded, rows, count, number * len(ARGUMENTS)]
         program.add(_joint_kernels.routed, words)
 
 

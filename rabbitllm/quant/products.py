@@ -32,6 +32,7 @@ from rabbitllm.quant._kernel_interface import (
     CODES,
     DEQUANTIZED,
     INTEGERS,
+    PAIRS,
     PANELS,
     SEGMENT,
     CodeKernel,
@@ -73,8 +74,8 @@ def multiplies(form: Quantized) -> bool:
     from rabbitllm.quant import _vectors  # numba comes with it
 
     if form.scheme in BLOCK_TYPES:
-        return bool(gguf_blocks.lanes_for(form.scheme)) and _agrees(CODES, form.scheme, INTEGERS)
-    return not form.shape[1] % SEGMENT and bool(_vectors.lanes()) and _agrees(CODES, form.scheme, INTEGERS)
+        return bool(gguf_blocks.lanes_for(form.scheme)) and agrees(CODES, form.scheme, INTEGERS)
+    return not form.shape[1] % SEGMENT and bool(_vectors.lanes()) and agrees(CODES, form.scheme, INTEGERS)
 
 
 def max_panel_inputs(lanes: int, dtype: torch.dtype) -> int:
@@ -222,7 +223,7 @@ class KernelMatrix(ABC):
 
     @abstractmethod
     def method_for(self, count: int, dtype: torch.dtype) -> tuple[str, int]:
-        """The fastest method for `count` rows of a dtype, and the width of its kernel (`_product_kernels.address`)."""
+        """The fastest method for `count` rows of a dtype, and the width of its kernel (`_product_kernels.kernel`)."""
 
     @abstractmethod
     def layout(self) -> InputLayout:
@@ -260,11 +261,10 @@ class KernelMatrix(ABC):
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
-        make = torch.empty if method == CODES else torch.zeros
-        out = make(len(x), self.form.shape[0])
+        product = GroupedProduct(x, self)
         if len(x):
-            _run(method, width, self.inputs(width, x), [(self, 0, len(x))], out)
-        return out
+            product.run(method, width, [(self, 0, len(x))])
+        return product.out
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         if self._takes_bytes():
             return BYTES, BYTE_WIDTH
         lanes = _vectors.lanes()
-        if count <= max_panel_inputs(lanes, dtype) and self.table_for(lanes) and _agrees(PANELS, scheme, lanes):
+        if count <= max_panel_inputs(lanes, dtype) and self.table_for(lanes) and agrees(PANELS, scheme, lanes):
             return PANELS, lanes
         return DEQUANTIZED, 0
 
@@ -303,7 +303,7 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         from rabbitllm.quant import _byte_kernels, _vectors
 
         has_kernel = self.form.scheme in _byte_kernels.TYPES and not self.form.shape[1] % _byte_kernels.STEP
-        return has_kernel and _vectors.lanes() == 8 and _agrees(BYTES, self.form.scheme, BYTE_WIDTH)
+        return has_kernel and _vectors.lanes() == 8 and agrees(BYTES, self.form.scheme, BYTE_WIDTH)
 
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
         if width == BYTE_WIDTH:
@@ -329,7 +329,7 @@ class Matrix(QuantizedMatrix, KernelMatrix):
             part = replace(form, shape=(end - begin, columns), dtype=None)  # rounded once, as the kernels' values
             few = replace(self, form=part, payload=codes[begin:end].reshape(-1, 1), absmax=scales)
             width = _vectors.lanes()
-            if dtype == torch.bfloat16 and few.table_for(width) and _agrees(BFLOATS, form.scheme, width):
+            if dtype == torch.bfloat16 and few.table_for(width) and agrees(BFLOATS, form.scheme, width):
                 return few.bfloats(width)
             return few.dequantized(dtype)
 
@@ -376,28 +376,11 @@ def _layout(scheme: str) -> InputLayout:
     return (_block_kernels.LAYOUTS if scheme in BLOCK_TYPES else _integers.SEGMENT_LAYOUTS)[scheme]
 
 
-def _run(
-    method: str, width: int, inputs: InputRows, work: Sequence[tuple[KernelMatrix, int, int]], out: torch.Tensor
-) -> None:
-    """Multiply the rows [begin, end) with each matrix, as one job for all threads; all matrices are of one form.
-
-    By codes `out` is filled; by panels the products are added to it.
-    """
-    rows, start, pieces = out.shape[1], out.data_ptr(), list[tuple[int, ...]]()
-    for matrix, begin, end in work:
-        codes, scales, table, *sizes = matrix.operands(width)
-        to = start + begin * rows * 4
-        pieces.append((codes, scales, *inputs.of(begin), table, to, *sizes, end - begin, rows))
-    _kernels.run(method, work[0][0].kernel, width, pieces, rows * sizes[0] * len(work))
-
-
 @functools.lru_cache(maxsize=1024)
 def _sizes(scheme: str, columns: int, step: int) -> tuple[int, int, int]:
-    """Bytes of codes in a row, steps in a row, and the logarithm of steps in a block."""
-    if scheme in BLOCK_TYPES:
-        return BLOCK_TYPES[scheme].row_bytes(columns), columns // step, 0
-    entry = SCHEMES[scheme]
-    return columns // entry.codes_a_byte, columns // step, (entry.block // step).bit_length() - 1
+    """Bytes of codes in a row, steps in a row, and the logarithm of steps in a block that has no scales in it."""
+    entry = STORED[scheme]
+    return entry.payload_bytes(columns), columns // step, max(entry.block // step, 1).bit_length() - 1
 
 
 class GroupedProduct:
@@ -408,12 +391,15 @@ class GroupedProduct:
     Args:
         x: (S, K), of a floating dtype.
         like: a matrix of the form, (N, K).
+
+    Attributes:
+        out: the products, (S, N), float32.
     """
 
     def __init__(self, x: torch.Tensor, like: KernelMatrix) -> None:
         self._x = x
-        self._out = torch.zeros(len(x), like.form.shape[0])
-        self._inputs: dict[tuple[str, int], InputRows] = {}
+        self.out = torch.zeros(len(x), like.form.shape[0])
+        self._inputs: dict[int, InputRows] = {}
 
     def multiply(self, matrices: Sequence[KernelMatrix], groups: Sequence[tuple[int, int]]) -> None:
         """Compute `x[begin:end] @ W.T` for each matrix and its group; each group is computed once."""
@@ -421,17 +407,26 @@ class GroupedProduct:
         for matrix, (begin, end) in zip(matrices, groups, strict=True):
             method, width = matrix.method_for(end - begin, self._x.dtype)
             if method == DEQUANTIZED:
-                self._out[begin:end] = matrix.in_chunks(self._x[begin:end], None)
+                self.out[begin:end] = matrix.in_chunks(self._x[begin:end], None)
             else:
                 jobs.setdefault((method, width), []).append((matrix, begin, end))
         for how, work in jobs.items():
-            if how not in self._inputs:
-                self._inputs[how] = work[0][0].inputs(how[1], self._x)
-            _run(*how, self._inputs[how], work, self._out)
+            self.run(*how, work)
+
+    def run(self, method: str, width: int, work: Sequence[tuple[KernelMatrix, int, int]]) -> None:
+        """Multiply the rows [begin, end) with each matrix by a method's kernel, as one job for all threads."""
+        if width not in self._inputs:
+            self._inputs[width] = work[0][0].inputs(width, self._x)
+        inputs, rows, start, pieces = self._inputs[width], self.out.shape[1], self.out.data_ptr(), []
+        for matrix, begin, end in work:
+            codes, scales, table, *sizes = matrix.operands(width)
+            to = start + begin * rows * 4
+            pieces.append((codes, scales, *inputs.of(begin), table, to, *sizes, end - begin, rows))
+        _kernels.run(method, work[0][0].kernel, width, pieces, rows * sizes[0] * len(work))
 
     def result(self) -> torch.Tensor:
         """The products of all groups, (S, N) of x's dtype; rows of no group are zero."""
-        return self._out.to(self._x.dtype)
+        return self.out.to(self._x.dtype)
 
 
 def dense_product(
@@ -462,22 +457,6 @@ def dense_product(
     return out
 
 
-@functools.cache
-def _agrees(method: str, scheme: str, width: int) -> bool:
-    """Whether a kernel's products with samples agree with the dequantized matrix and float32."""
-
-    def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        generator = torch.Generator().manual_seed(0)
-        for inputs, rows, columns in _TRIALS[method]:
-            matrix, x = sample(scheme, (rows, columns), generator), torch.randn(inputs, columns, generator=generator)
-            is_product = method != BFLOATS
-            product = matrix.times_by(method, width, x) if is_product else x @ matrix.bfloats(width).float().T
-            yield product, x @ matrix.dequantized(torch.float32).T
-
-    tolerances = {CODES: _kernels.INTEGER_TOLERANCE, BYTES: _kernels.BYTE_TOLERANCE, BFLOATS: _kernels.BFLOAT_TOLERANCE}
-    return _kernels.agrees(f"by {method} at {scheme}", trials(), tolerances.get(method, _kernels.TOLERANCE))
-
-
 def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> Matrix:
     """A matrix with random codes and scales; its rows are whole segments or blocks."""
     elements = math.prod(shape)
@@ -488,6 +467,28 @@ def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> M
     codes = torch.randint(0, 256, (elements // entry.codes_a_byte,), dtype=torch.uint8, generator=generator)
     scales = torch.rand(-(-elements // entry.block), generator=generator)
     return Matrix(Quantized(scheme, shape, "float32"), codes, scales, code_values(scheme))
+
+
+@functools.cache
+def agrees(method: str, scheme: Any, width: int, sample_of: Callable[..., Any] = sample) -> bool:
+    """Whether a kernel's products with samples agree with the dequantized matrix and float32.
+
+    `sample_of` makes a matrix of the scheme, of a shape, by a generator.
+    """
+
+    def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if width == PAIRS else torch.float32
+        for inputs, rows, columns in _TRIALS[method]:
+            matrix = sample_of(scheme, (rows, columns), generator)
+            x = torch.randn(inputs, columns, generator=generator).to(dtype)
+            is_product = method != BFLOATS
+            product = matrix.times_by(method, width, x) if is_product else x @ matrix.bfloats(width).float().T
+            yield product, x.float() @ matrix.dequantized(torch.float32).T
+
+    tolerances = {INTEGERS: _kernels.INTEGER_TOLERANCE, BYTE_WIDTH: _kernels.BYTE_TOLERANCE}
+    tolerance = _kernels.BFLOAT_TOLERANCE if method == BFLOATS else tolerances.get(width, _kernels.TOLERANCE)
+    name = scheme if isinstance(scheme, str) else " ".join(map(str, scheme))
+    return _kernels.agrees(f"by {method} at {name}", trials(), tolerance)
 
 
 _TRIALS = {

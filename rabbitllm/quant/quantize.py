@@ -65,10 +65,9 @@ def quantize_blocks(
         return _encoded(scheme, data, dtype), memoryview(b"")
     from rabbitllm.quant import quantize_kernels
 
-    if fitted and SCHEMES[scheme].fits:
-        return quantize_kernels.quantize_fitted(scheme, data, dtype)
-    if device == "cpu" and _compiled_kernels_agree(scheme):
-        return quantize_kernels.quantize(scheme, data, dtype)
+    is_fitted = fitted and SCHEMES[scheme].fits
+    if is_fitted or (device == "cpu" and _compiled_kernels_agree(scheme)):
+        return quantize_kernels.quantize(scheme, data, dtype, fitted=is_fitted)
     return _quantize_with_bitsandbytes(scheme, data, dtype, device)
 
 
@@ -190,12 +189,8 @@ def expand_scales(
         codes: uint8 (blocks,); all of a tensor's, or a run that begins with a block of 256; on any device.
         nested, table, offset: of `NestedScales`, for these codes.
     """
-    if codes.device == torch.device("cpu"):
-        scales = _on_host(codes, nested, table, NESTED_BLOCK, codes.numel(), torch.float32).view(codes.shape)
-    else:
-        state = functional().QuantState(absmax=nested, code=table, blocksize=NESTED_BLOCK, dtype=torch.float32)
-        scales = functional().dequantize_blockwise(codes, state)
-    return scales.add_(offset)
+    scales = _times_scales(codes, nested, table, NESTED_BLOCK, codes.numel(), torch.float32)
+    return scales.view(codes.shape).add_(offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,22 +286,23 @@ def dequantize(
     elements, is_cast = math.prod(form.shape), form.dtype not in (None, str(dtype).removeprefix("torch."))
     if elements > (RUN_ELEMENTS if is_cast else MAX_ELEMENTS):
         return _in_runs(form, payload, absmax, table, dtype)
-    if payload.device == torch.device("cpu"):
-        rounded = dtype if form.dtype is None else getattr(torch, form.dtype)
-        result = _on_host(payload, absmax, table, SCHEMES[form.scheme].block, elements, rounded)
-    elif form.scheme == "4bit":
+    if form.scheme == "4bit" and payload.device != torch.device("cpu"):
         whole = replace(form, shape=_in_whole_blocks(form.shape))
         result = functional().dequantize_4bit(payload, _nf4_quant_state(whole, absmax, table))
     else:
-        state = functional().QuantState(absmax=absmax, code=table, blocksize=INT8_BLOCK, dtype=dtype)
-        result = functional().dequantize_blockwise(payload, state)
+        rounded = dtype if form.dtype is None else getattr(torch, form.dtype)
+        result = _times_scales(payload, absmax, table, SCHEMES[form.scheme].block, elements, rounded)
     return result.to(dtype).view(form.shape)
 
 
-def _on_host(
+def _times_scales(
     codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor, block: int, elements: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Value times scale in float32, rounded once: (elements,); in blocks of 4bit there are two codes per byte."""
+    """Value times scale in float32, rounded once: (elements,); on the CPU blocks of 4bit have two codes per byte."""
+    if codes.device != torch.device("cpu"):
+        state = functional().QuantState(absmax=scales, code=table, blocksize=block, dtype=dtype)
+        result: torch.Tensor = functional().dequantize_blockwise(codes, state)
+        return result
     codes, scales, is_halved = codes.view(-1), scales.view(-1), block == NF4_BLOCK
     if elements < gguf_blocks.WORTH_A_KERNEL:
         if is_halved:

@@ -42,19 +42,15 @@ ZERO_CODE = 7
 """The code of NF4's value 0."""
 
 
-def quantize(scheme: str, data: memoryview, dtype: str) -> Quantized:
-    """Quantize floats of a dtype to codes of 4 or 8 bits, with the scales of bitsandbytes."""
+def quantize(scheme: str, data: memoryview, dtype: str, *, fitted: bool = False) -> Quantized:
+    """Quantize floats of a dtype to codes of 4 or 8 bits, with the scales of bitsandbytes, or at 4 bits fitted ones."""
     levels = SCHEMES[scheme].values()
+    if fitted:
+        multiples = np.array(MULTIPLES[scheme], np.float32)
+        return _quantized(_fit_blocks, data, dtype, NF4_BLOCK, 2, *fitting_tables(), multiples)
     if SCHEMES[scheme].codes == "4bit":
         return _quantized(_nf4_blocks, data, dtype, NF4_BLOCK, 2, nf4_midpoints(levels))
     return _quantized(_int8_blocks, data, dtype, INT8_BLOCK, 1, int8_bins(levels))
-
-
-def quantize_fitted(scheme: str, data: memoryview, dtype: str) -> Quantized:
-    """Quantize to 4bit or 4bit-double with fitted scales."""
-    return _quantized(
-        _fit_blocks, data, dtype, NF4_BLOCK, 2, *fitting_tables(), np.array(MULTIPLES[scheme], np.float32)
-    )
 
 
 def _quantized(kernel: Any, data: memoryview, dtype: str, block: int, codes_a_byte: int, *tables: Any) -> Quantized:

@@ -33,12 +33,12 @@ try:
     numba.njit(cache=True)(lambda: 1)
 except RuntimeError as error:
     print("numba:", error)
-from rabbitllm.quant import _product_kernels, _vectors, products, quantize
+from rabbitllm.quant import _kernels, _vectors, products, quantize
 from rabbitllm.quant.schemes import Quantized
 assert quantize._compiled_kernels_agree("4bit")
 assert products.multiplies(Quantized("4bit", (64, 64), "float32")) == bool(_vectors.lanes())
 if width := _vectors.lanes():
-    assert _product_kernels.address("panels", "4bit", width)
+    assert _kernels.kernel("panels", "4bit", width)[0]
 print("compiled")
 """
 
@@ -59,10 +59,13 @@ def test_kernels_are_cached_for_the_next_process(tmp_path: Path) -> None:
 import warnings
 from numba.core.errors import NumbaWarning
 warnings.simplefilter("error", NumbaWarning)
-from rabbitllm.quant import _product_kernels, _vectors
-for method, scheme, width in _product_kernels.KERNELS:
-    if _vectors.lanes() and (width == 64 or width <= _vectors.lanes()):
-        _product_kernels.address(method, scheme, width)
+from rabbitllm.quant import _kernels, _vectors
+if width := _vectors.lanes():
+    for scheme in ("4bit", "8bit"):
+        for method, lanes in (("codes", 64), ("panels", width), ("bfloats", width)):
+            _kernels.kernel(method, scheme, lanes)
+    for method in ("codes", "panels"):
+        _kernels.kernel(method, "bfloat16", width)
 """
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code]

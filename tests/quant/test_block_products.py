@@ -228,7 +228,7 @@ def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         out *= 2
 
     monkeypatch.setattr(gguf_blocks, "_by_kernel", wrong)
-    products._agrees.cache_clear()
+    products.agrees.cache_clear()
     gguf_blocks._kernel_agrees.cache_clear()
     try:
         of = matrix("Q4_K", 300, 256)
@@ -237,5 +237,5 @@ def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         assert "at Q4_K is off by 1." in caplog.text
         assert "dequantizes Q4_K is wrong here" in caplog.text
     finally:
-        products._agrees.cache_clear()
+        products.agrees.cache_clear()
         gguf_blocks._kernel_agrees.cache_clear()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.formats.tensor_spec import torch_dtype
-from rabbitllm.quant import _kernels, _vectors, bfloat_products, coded
+from rabbitllm.quant import _kernels, _vectors, bfloat_products, coded, products
 from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS
 from rabbitllm.quant.coded import FP4, FP8, INT4, MAX_INPUTS, SCALES, CodedForm, CodedMatrix, form_named, multiplies
 from rabbitllm.quant.products import MAX_GROUPED
@@ -255,14 +255,14 @@ def test_matrices_without_a_kernel(form: CodedForm) -> None:
 def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     right = CodedMatrix.times_by
     monkeypatch.setattr(CodedMatrix, "times_by", lambda *args: right(*args) * 1.001)
-    for cached in (coded._agrees, coded.kernel_for):
+    for cached in (products.agrees, coded.kernel_for):
         cached.cache_clear()
     try:
         assert not multiplies(CodedForm(FP8, "F32", (128, 128), (64, 128)))
         if _vectors.lanes():
-            assert "by float8 f32 64 codes is off by 1.0e-03 here and is not used" in caplog.text
+            assert "by codes at float8 f32 64 is off by 1.0e-03 here and is not used" in caplog.text
     finally:
-        for cached in (coded._agrees, coded.kernel_for):
+        for cached in (products.agrees, coded.kernel_for):
             cached.cache_clear()
 
 

@@ -22,7 +22,7 @@ from rabbitllm.quant.quantize_kernels import (
     STEPS,
     ZERO_CODE,
     fitting_tables,
-    quantize_fitted,
+    quantize,
 )
 from rabbitllm.quant.schemes import Quantized, check_fitting, nf4_map
 
@@ -92,7 +92,7 @@ def _fitted_errors(values: Floats, scale: Floats, nearest: Floats) -> Floats:
 @pytest.mark.parametrize("case", CASES)
 def test_numba_and_numpy_agree(case: str, dtype: str, scheme: str) -> None:
     data = data_of(CASES[case], dtype)
-    codes, scales = quantize_fitted(scheme, data, dtype)
+    codes, scales = quantize(scheme, data, dtype, fitted=True)
     expected_codes, expected_scales = by_numpy(scheme, data, dtype)
     fitted = np.frombuffer(scales, np.float32)
     assert np.array_equal(fitted.view(np.uint32), expected_scales.view(np.uint32))
@@ -142,13 +142,13 @@ def test_8bit_ignores_fitting() -> None:
 
 
 def test_quantized_scales_are_positive() -> None:
-    _, scales = quantize_fitted("4bit-double", data_of(normal(64 * 64), "F32"), "F32")
+    _, scales = quantize("4bit-double", data_of(normal(64 * 64), "F32"), "F32", fitted=True)
     assert (np.frombuffer(scales, np.float32) > 0).all()
 
 
 def test_bitsandbytes_reads_scales_of_either_sign() -> None:
     values = normal(64 * 64)
-    codes, scales = quantize_fitted("4bit", data_of(values, "F32"), "F32")
+    codes, scales = quantize("4bit", data_of(values, "F32"), "F32", fitted=True)
     signed = torch.frombuffer(scales, dtype=torch.float32)
     assert (signed < 0).any()
     assert (signed > 0).any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import _kernels, _product_kernels, _vectors, bfloat_products, products, quantize
+from rabbitllm.quant import _kernels, _vectors, bfloat_products, products, quantize
 from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PANELS
 from rabbitllm.quant.products import (
     MAX_CODE_INPUTS,
@@ -304,13 +305,13 @@ def test_matrices_without_a_kernel() -> None:
 def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     right = Matrix.times_by
     monkeypatch.setattr(Matrix, "times_by", lambda *args: right(*args) * 1.01)
-    products._agrees.cache_clear()
+    products.agrees.cache_clear()
     try:
         assert not multiplies(Quantized("4bit", (8, 64), "bfloat16"))
         if _vectors.lanes():
             assert "is off by 1.0e-02 here and is not used" in caplog.text
     finally:
-        products._agrees.cache_clear()
+        products.agrees.cache_clear()
 
 
 _IN_A_PROCESS = """
@@ -360,7 +361,7 @@ def test_bfloat16_without_bfloat16_instructions(scheme: str, count: int, monkeyp
     assert_product(result, x, parts, bias, torch.bfloat16 if count > 1 else None)
 
 
-BY_PANELS = [key[1:] for key in _product_kernels.KERNELS if key[0] == PANELS and key[1] in SCHEMES]
+BY_PANELS = [*itertools.product(SCHEMES, (16, 8))]
 
 
 def by_panels(scheme: str, width: int, rows: int, columns: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -433,7 +434,7 @@ def test_panels_are_used_for_their_number_of_inputs(
             counts.append(len(x))
         return ordinary(self, method, width, x)
 
-    products._agrees(PANELS, scheme, _vectors.lanes())  # whose trial multiplies too
+    products.agrees(PANELS, scheme, _vectors.lanes())  # whose trial multiplies too
     monkeypatch.setattr(Matrix, "times_by", counted)
     parts, limit = matrix(scheme, 70, 512), products.max_panel_inputs(_vectors.lanes(), dtype)
     least = MAX_CODE_INPUTS.get(scheme, 16) + 1
@@ -462,12 +463,12 @@ def test_nan_and_infinity_are_kept_by_panels(count: int) -> None:
 def test_a_wrong_panel_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     right = Matrix.times_by
     monkeypatch.setattr(Matrix, "times_by", lambda *args: right(*args) * 1.01)
-    products._agrees.cache_clear()
+    products.agrees.cache_clear()
     try:
         assert Matrix(*matrix("8bit", 20, 256)).method_for(8, torch.float32)[0] == DEQUANTIZED
         assert "is off by 1.0e-02 here and is not used" in caplog.text
     finally:
-        products._agrees.cache_clear()
+        products.agrees.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
