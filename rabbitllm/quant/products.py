@@ -373,7 +373,7 @@ def _rounded_to_bytes(x: torch.Tensor) -> InputRows:
 def _layout(scheme: str) -> InputLayout:
     from rabbitllm.quant import _block_kernels, _integers  # numba comes with them
 
-    return (_block_kernels.LAYOUTS if scheme in BLOCK_TYPES else _integers.SEGMENT_LAYOUTS)[scheme]
+    return _block_kernels.LAYOUTS[scheme] if scheme in BLOCK_TYPES else _integers.OWN_STEPS[scheme].layout
 
 
 @functools.lru_cache(maxsize=1024)
