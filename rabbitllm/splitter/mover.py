@@ -395,8 +395,8 @@ class Mover:
 
 
 def _bytes_done(shard: str, batch: list[Move], written: int) -> BytesDone:
-    quantized = sum(move.nbytes for move in batch if move.form.scheme is not None)
-    return BytesDone(shard, sum(move.nbytes for move in batch), batch[-1].layer, quantized, written)
+    quantized = sum(move.source_bytes for move in batch if move.form.scheme is not None)
+    return BytesDone(shard, sum(move.source_bytes for move in batch), batch[-1].layer, quantized, written)
 
 
 def _still_running(futures: list[Future[None]]) -> list[Future[None]]:
