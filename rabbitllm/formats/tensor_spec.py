@@ -163,6 +163,10 @@ class TensorSpec(NamedTuple):
         """Bytes of its elements in the file."""
         return self.nbytes if self.blocks is None else self.blocks.nbytes
 
+    def in_file(self, nbytes: int) -> int:
+        """The bytes in the file of so many bytes of its elements; of blocks they are fewer."""
+        return nbytes * self.stored_bytes // max(self.nbytes, 1)
+
     @property
     def extent(self) -> int:
         """Bytes of the file from the first of its elements to the end of the last."""

@@ -407,11 +407,6 @@ class Move:
         return self.offset - self.form.source.offset
 
     @property
-    def source_bytes(self) -> int:
-        """Its share of the tensor's bytes in the file, which of blocks are fewer than `nbytes`."""
-        return self.nbytes * self.form.source.stored_bytes // max(self.form.source.nbytes, 1)
-
-    @property
     def span(self) -> tuple[int, int]:
         """The bytes of the shard that contain it, from the start of the shard."""
         if self.form.source.blocks is None:
