@@ -74,7 +74,7 @@ CATALOGUE: Mapping[str, Benchmark] = {
     "gpu": Benchmark(
         "on one or more GPUs: kernels, copies, races, peaks of memory, and a pass against its limit",
         ("an NVIDIA GPU",),
-        "20 GB; 10 minutes; has never run on a GPU",
+        "20 GB; 10 minutes; ran on one H100, never on several GPUs",
     ),
     "experts": Benchmark(
         "a mixture of experts with less memory than it has: seconds, bytes and cache hits a token",

@@ -159,12 +159,19 @@ class TensorSpec(NamedTuple):
         return self.strides is None and self.blocks is None
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of its elements in the file."""
+        return self.nbytes if self.blocks is None else self.blocks.nbytes
+
+    def in_file(self, nbytes: int) -> int:
+        """The bytes in the file of so many bytes of its elements; of blocks they are fewer."""
+        return nbytes * self.stored_bytes // max(self.nbytes, 1)
+
+    @property
     def extent(self) -> int:
         """Bytes of the file from the first of its elements to the end of the last."""
-        if self.blocks is not None:
-            return self.blocks.nbytes
-        if self.strides is None:
-            return self.nbytes
+        if self.blocks is not None or self.strides is None:
+            return self.stored_bytes
         last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
         return (last + 1) * DTYPES[self.dtype].bits // 8
 

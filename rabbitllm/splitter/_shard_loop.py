@@ -284,9 +284,9 @@ class ShardLoop:
                 tell(
                     BytesDone(
                         shard.name,
-                        sum(form.source.nbytes for form in forms),
+                        sum(form.source.stored_bytes for form in forms),
                         layers[shard.name][-1] if layers[shard.name] else "",
-                        sum(form.source.nbytes for form in forms if form.scheme is not None),
+                        sum(form.source.stored_bytes for form in forms if form.scheme is not None),
                         sum(part.nbytes for form in forms for part in form.parts),
                     )
                 )

@@ -395,8 +395,9 @@ class Mover:
 
 
 def _bytes_done(shard: str, batch: list[Move], written: int) -> BytesDone:
-    quantized = sum(move.nbytes for move in batch if move.form.scheme is not None)
-    return BytesDone(shard, sum(move.nbytes for move in batch), batch[-1].layer, quantized, written)
+    sizes = [move.form.source.in_file(move.nbytes) for move in batch]
+    quantized = sum(size for size, move in zip(sizes, batch, strict=True) if move.form.scheme is not None)
+    return BytesDone(shard, sum(sizes), batch[-1].layer, quantized, written)
 
 
 def _still_running(futures: list[Future[None]]) -> list[Future[None]]:

@@ -345,7 +345,14 @@ def _belongs(file: Path, entry: str) -> bool:
 
 def _folder_of(file: Path) -> Path:
     folder = file.parent
-    entry = entry_in(folder)
+    try:
+        entry = entry_in(folder)
+    except CheckpointNotFoundError as error:
+        if file.name.endswith(WEIGHT_SUFFIXES):
+            raise
+        raise CheckpointNotFoundError(
+            f"{file} is no file of weights: those are GGUF, safetensors and files of torch.save.", error.remedy
+        ) from error
     if not _belongs(file, entry):
         raise CheckpointNotFoundError(
             f"{file} does not belong to the checkpoint in {folder}, which is {entry}.",

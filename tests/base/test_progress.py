@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import pytest
 
 from rabbitllm.base import progress
@@ -25,6 +26,7 @@ from rabbitllm.base.progress import (
     tell,
 )
 from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.gguf_files import write_gguf
 from tests.support.splitting import Call, interrupted, split
 
 EVENT = ShardStarted("a", 1, 1)
@@ -107,6 +109,19 @@ def test_events_of_a_quantized_split(tmp_path: Path) -> None:
     written = sum(event.written for event in chunks)
     assert 0.9 < written / sum(tensor_bytes(path) for path in folder.glob("*.safetensors")) <= 1
     assert all(event.limit_bytes == 10_000_000 for event in told if isinstance(event, DiskSampled))
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_bytes_of_a_file_with_blocks_are_the_files_own(tmp_path: Path, compression: str | None) -> None:
+    """Not those of the dequantized elements: four times as many were 100 % after a quarter of the split."""
+    source = write_gguf(tmp_path / "model.gguf", types="Q4_K")
+    stored = sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(source).tensors)
+    told: list[Event] = []
+    with listening(told.append):
+        split(source, compression=compression)
+    chunks = [event for event in told if isinstance(event, BytesDone)]
+    assert sum(event.nbytes for event in chunks) == stored
+    assert all(event.quantized <= event.nbytes for event in chunks)
 
 
 def tensor_bytes(path: Path) -> int:

@@ -235,3 +235,11 @@ def test_error_without_a_hub_proposes_similar_names(hub_environment: HubEnvironm
     with pytest.raises(HubError) as caught:
         prepare.find(prepare.ModelSpec("org/rabbit"))
     assert "Did you mean" not in str(caught.value)
+
+
+def test_a_file_that_is_no_model_is_named_itself(tmp_path: Path) -> None:
+    """Not its folder, which the user did not name."""
+    file = tmp_path / "README.md"
+    file.write_text("# A model\n")
+    with pytest.raises(CheckpointNotFoundError, match=r"README\.md is no file of weights: those are GGUF, safetensors"):
+        resolve_name(str(file))
