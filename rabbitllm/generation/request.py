@@ -45,8 +45,9 @@ SMALL_CONTEXT = 1 << 14
 MAX_LETTERS = 8 << 20
 """Limit of the letters of any prompt: a tokenizer takes some hundred bytes for each."""
 _OF_SAMPLES = ("temperature", "top_p", "top_k", "min_p")
-_OF_ANSWERS = ("presence_penalty", "frequency_penalty")
 """Fields of `Sampling` that have no effect on greedy decoding."""
+_OF_ANSWERS = ("presence_penalty", "frequency_penalty")
+"""Those that look at the answer alone."""
 MAX_CHOICES = 128
 """The most answers to one prompt."""
 Pooling = Literal["last", "mean"]
