@@ -129,6 +129,8 @@ class RequestBuilder:
             except PROMPT_ERRORS as error:
                 raise prompt_error(error) from error
             thoughts = self.template.thoughts(prompt.ids)
+        with bad_options("logit_bias"):
+            self.limits.check_bias(task.sampling)
         with bad_options(code="context_length_exceeded"):
             limit = self.limits.new_tokens(len(prompt.ids), task.max_new_tokens, cut=task.may_cut)
         requests = tuple(

@@ -16,12 +16,12 @@ such as whether a prompt fits the model's context, come later.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.reasoning import Thinking
-from rabbitllm.generation.request import MAX_CHOICES, POOLINGS, SEEDS, Pooling, Sampling
+from rabbitllm.generation.request import MAX_CHOICES, POOLINGS, SEEDS, Pooling, Sampling, biases_of
 
 Key = str | int
 """The identity of a line in the output: its `id`, its `custom_id`, else its number in the input, from 1."""
@@ -222,11 +222,11 @@ MAX_KEY_CHARACTERS = 1_000
 _KINDS = ("prompt", "messages", "tokens", "continuation", "choices", "input")
 _OPTIONS = (
     *("max_tokens", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
-    *("presence_penalty", "frequency_penalty", "min_tokens", "stop", "n", "pooling", "normalise"),
+    *("presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "ignore_eos"),
+    *("stop", "n", "pooling", "normalise"),
 )
 _OF_CALLS = (
-    *("logit_bias", "ignore_eos", "max_completion_tokens"),
-    *("tools", "tool_choice", "response_format", "reasoning_effort", "chat_template_kwargs"),
+    *("max_completion_tokens", "tools", "tool_choice", "response_format", "reasoning_effort", "chat_template_kwargs"),
 )
 """Options that change an answer, and are read in OpenAI's batch format only, if at all."""
 KEYS = frozenset({"id", "custom_id", "method", "url", "body", "context", *_KINDS, *_OPTIONS, *_OF_CALLS})
@@ -338,8 +338,9 @@ def _parse_generation(value: Mapping[str, Any], field: str, index: int, defaults
         raise LineError(f"{field} is empty")
     limit = "max_new_tokens" if value.get("max_tokens") is None else "max_tokens"
     max_new_tokens = _number(value, limit, defaults.max_new_tokens)
-    usual = asdict(defaults.sampling.nth(index))
-    sampling = Sampling(**{name: _number(value, name, usual[name]) for name in usual if name in _NUMBERS})
+    usual = defaults.sampling.nth(index)
+    numbers = {name: _number(value, name, own) for name, own in asdict(usual).items() if name in _NUMBERS}
+    sampling = replace(usual, **numbers, **_of_tokens(value))
     count = _number(value, "n", 1)
     stops, may_cut = _stops(value, defaults), value.get(limit) is None
     return Generate(prompt, max_new_tokens, sampling, stops, count, defaults.thinking, may_cut)
@@ -456,6 +457,21 @@ def _number(value: Mapping[str, Any], name: str, default: Any) -> Any:
     if not (type(raw) is int or (type_ is float and type(raw) is float)) or not is_good(raw):
         raise LineError(f"{name} is {_shown(raw)}; expected {expected}")
     return type_(raw)
+
+
+def _of_tokens(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a line that are no numbers."""
+    given = {name: value[name] for name in ("logit_bias", "ignore_eos") if value.get(name) is not None}
+    if not isinstance(given.get("ignore_eos", True), bool):
+        raise LineError(f"ignore_eos is {_type_name(given['ignore_eos'])}; expected true or false")
+    if "logit_bias" in given:
+        if not isinstance(biases := given["logit_bias"], Mapping):
+            raise LineError(f"logit_bias is {_type_name(biases)}; expected an object")
+        try:
+            given["logit_bias"] = biases_of({name: bias for name, bias in biases.items() if bias is not None})
+        except ValueError as error:
+            raise LineError(f"logit_bias: {error}") from None
+    return given
 
 
 def _type_name(value: Any) -> str:

@@ -119,6 +119,7 @@ def run_command(
     load_seconds = time.perf_counter() - start
     encoded, thoughts = prompt_of(loaded, text, decode_argument(system), files, answers.thoughts, raw=raw)
     limits = ModelLimits.of(loaded, answers.context)
+    limits.check_bias(requested)
     max_tokens = limits.new_tokens(len(encoded.ids), max_new_tokens)
     recommended = recommended_sampling(loaded)
     sampling = requested.over(recommended)

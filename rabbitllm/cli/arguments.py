@@ -307,6 +307,16 @@ class AnswerOptions:
     repeat_penalty: Annotated[
         float | None, sampling_option(help="Penalty on tokens that occurred already, e.g. 1.1; 1 for none.")
     ] = None
+    presence_penalty: Annotated[
+        float | None, sampling_option(help="Subtracted from the scores of tokens in the answer, -2 to 2.")
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, sampling_option(help="Likewise, times the number of their occurrences there.")
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None,
+        sampling_option(metavar="TOKEN=N", help="Added to the score of a token, by its id; -100 to 100; repeatable."),
+    ] = None
     seed: Annotated[int | None, sampling_option(help="Random seed.")] = None
     stop: Annotated[list[str] | None, answer_option(help="Stop text; an answer ends before it; repeatable.")] = None
     context: Annotated[
@@ -329,9 +339,16 @@ class AnswerOptions:
         Raises:
             OptionError: a number out of its range.
         """
-        from rabbitllm.generation.request import Sampling
+        from rabbitllm.errors import OptionError
+        from rabbitllm.generation.request import Sampling, biases_of
 
-        return Sampling(self.temperature, self.top_p, self.seed, self.top_k, self.min_p, self.repeat_penalty)
+        penalties = self.repeat_penalty, self.presence_penalty, self.frequency_penalty
+        try:
+            pairs = (text.partition("=") for text in self.logit_bias or ())
+            biases = biases_of({token: float(bias) for token, _, bias in pairs}) or None
+        except ValueError as error:
+            raise OptionError(f"--logit-bias: {error}.", "Use TOKEN=N, such as 1917=-100.") from None
+        return Sampling(self.temperature, self.top_p, self.seed, self.top_k, self.min_p, *penalties, biases)
 
     @property
     def thoughts(self) -> Thinking:

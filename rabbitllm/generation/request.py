@@ -46,6 +46,8 @@ MAX_LETTERS = 8 << 20
 """Limit of the letters of any prompt: a tokenizer takes some hundred bytes for each."""
 _OF_SAMPLES = ("temperature", "top_p", "top_k", "min_p")
 """Fields of `Sampling` that have no effect on greedy decoding."""
+_OF_ANSWERS = ("presence_penalty", "frequency_penalty")
+"""Those that look at the answer alone."""
 MAX_CHOICES = 128
 """The most answers to one prompt."""
 Pooling = Literal["last", "mean"]
@@ -118,6 +120,9 @@ class Sampling:
             raise OptionError(
                 f"repetition_penalty={self.repetition_penalty} is out of range.", "Use 1 for none, or another above 0."
             )
+        for name in _OF_ANSWERS:
+            if not -2 <= (getattr(self, name) or 0) <= 2:
+                raise OptionError(f"{name}={getattr(self, name)} is out of range.", "It must be from -2 to 2.")
 
     @property
     def samples(self) -> bool:
@@ -144,8 +149,8 @@ class Sampling:
 
     def in_use(self) -> dict[str, float]:
         """Option -> value, of those that have an effect; no temperature or 0 if greedy."""
-        names = (*(_OF_SAMPLES if self.samples else ()), "repetition_penalty")
-        neutral = {"top_p": 1, "min_p": 0, "repetition_penalty": 1}
+        names = (*(_OF_SAMPLES if self.samples else ()), "repetition_penalty", *_OF_ANSWERS)
+        neutral = {"top_p": 1, "min_p": 0, "repetition_penalty": 1, **dict.fromkeys(_OF_ANSWERS, 0)}
         return {name: value for name in names if (value := getattr(self, name)) not in (None, neutral.get(name))}
 
     def words(self, recommended: Sampling) -> str:
@@ -160,6 +165,20 @@ class Sampling:
         lead = () if self.samples else ("greedy",)
         source = ("from the model",) if options == usual and self.samples == recommended.samples else ()
         return ", ".join((*lead, *(f"{name} {value:g}" for name, value in options.items()), *source))
+
+
+def biases_of(by_token: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    """Pairs for `Sampling.logit_bias`, from ids of tokens as texts.
+
+    Raises:
+        ValueError: a key is no id, or a bias no number from -100 to 100.
+    """
+    for name, bias in by_token.items():
+        if not (name.isdecimal() and len(name) < 10):
+            raise ValueError(f"expected ids of tokens as keys, found {name[:100]!r}")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError(f"expected biases from -100 to 100, found {str(bias)[:100]}")
+    return tuple((int(name), float(bias)) for name, bias in by_token.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -715,6 +734,15 @@ class ModelLimits:
         wrong = min(ids) if min(ids) < 0 else max(ids)
         if not 0 <= wrong < self.vocabulary:
             raise OptionError(f"{name} has the token {wrong}; the model's vocabulary has {self.vocabulary:,} tokens.")
+
+    def check_bias(self, sampling: Sampling) -> None:
+        """Check the tokens of `logit_bias`.
+
+        Raises:
+            OptionError: one is not in the vocabulary.
+        """
+        if wrong := [token for token, _ in sampling.logit_bias or () if token >= self.vocabulary]:
+            raise OptionError(f"logit_bias has the token {wrong[0]}; the vocabulary has {self.vocabulary:,}.")
 
     def new_tokens(self, prompt_tokens: int, count: int | None, usual: int = MAX_TOKENS, *, cut: bool = False) -> int:
         """Maximum tokens after a prompt: `count`, by default `usual` limited by the rest of the context.

@@ -234,6 +234,7 @@ class Session:
         self._model = model
         self.template = ChatTemplate(model)
         self._limits = ModelLimits.of(model, context)
+        self._limits.check_bias(sampling)
         self._stop = stop
         self._max_new_tokens = max_new_tokens
         self.sampling = sampling

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from importlib import resources
 from typing import Any
@@ -173,18 +173,6 @@ def routes(models: Models) -> list[BaseRoute]:
             return service
         return await unless_disconnected(models.acquire(name, request.scope), request.receive)
 
-    def builder(
-        service: Service,
-        lead: str,
-        kinds: tuple[str, str],
-        body: GenerationBody,
-        call: CheckedCall,
-        request: Request,
-    ) -> ResponseBuilder:
-        name, usage = f"{lead}{_record(request).id}", bool(body.stream and body.include_usage)
-        now = int(time.time())
-        return ResponseBuilder(name, now, service.settings.name, *kinds, call.candidates, usage, call.max_tokens)
-
     async def listed(_: Request) -> Response:
         return JsonResponse({"object": "list", "data": [await _model(entry) for entry in models.entries]})
 
@@ -213,10 +201,8 @@ def routes(models: Models) -> list[BaseRoute]:
     ) -> Response:
         """The answer to a chat, in the form of any interface."""
         choices = ChatChoices(call, service.texts, service.ends, lambda: f"{call_lead}{uuid.uuid4().hex[:24]}")
-        kinds = "chat.completion", "chat.completion.chunk"
-        return await _generated(
-            request, service, body, call, choices, builder(service, lead, kinds, body, call, request), dialect
-        )
+        kinds = lead, "chat.completion", "chat.completion.chunk"
+        return await _generated(request, service, body, call, choices, kinds, dialect)
 
     async def chat(request: Request) -> Response:
         service, body, call = await checked(request, await body_of(request))
@@ -237,18 +223,28 @@ def routes(models: Models) -> list[BaseRoute]:
         return await answered(request, service, body, call, "resp_", _responses.Responses(raw))
 
     async def ollama(request: Request) -> Response:
-        raw = _ollama.named(await body_of(request))
+        raw, entry = _ollama.named(await body_of(request), models)
         if _ollama.only_loads(raw):
-            return JsonResponse(_ollama.loaded((await used(request, raw.get("model"))).settings.name))
+            if entry.keep_alive or entry.service is not None:
+                await used(request, raw["model"])
+            return JsonResponse(_ollama.loaded(entry))
         service, body, call = await checked(request, raw, _ollama.chat_of)
         generates = request.scope["path"] == "/api/generate"
         return await answered(request, service, body, call, "chatcmpl-", _ollama.OllamaLines(generates=generates))
 
-    async def tags(_: Request) -> Response:
-        return JsonResponse({"models": [_ollama.shown(entry) for entry in models.entries]})
+    async def tags(request: Request) -> Response:
+        is_all = request.scope["path"] == "/api/tags"
+        return JsonResponse({"models": [_ollama.shown(e) for e in models.entries if is_all or e.service is not None]})
 
     async def show(request: Request) -> Response:
-        return JsonResponse(_ollama.shown(models.entry(_ollama.named(await body_of(request)).get("model"))))
+        return JsonResponse(_ollama.shown(_ollama.named(await body_of(request), models)[1]))
+
+    async def ollama_embed(request: Request) -> Response:
+        begun, (raw, entry) = time.perf_counter(), _ollama.named(await body_of(request), models)
+        answer = embedding_object(
+            *await embedded(request, parsed(Embedding, _ollama.embedding_of(raw))), entry.settings.name
+        )
+        return JsonResponse(_ollama.embedded(answer, time.perf_counter() - begun))
 
     async def version(_: Request) -> Response:
         return JsonResponse({"version": __version__})
@@ -285,11 +281,9 @@ def routes(models: Models) -> list[BaseRoute]:
         call = await service.encoded(lambda: checked_completion(body, service.tokenizer, limits, own))
         prompts = await unless_disconnected(service.prompt_logprobs(call), request.receive)
         choices = CompletionChoices(call, service.texts, service.ends, prompts)
-        kinds = "text_completion", "text_completion"
+        kinds = "cmpl-", "text_completion", "text_completion"
         dialect = Dialect(include_usage=body.include_usage)
-        return await _generated(
-            request, service, body, call, choices, builder(service, "cmpl-", kinds, body, call, request), dialect
-        )
+        return await _generated(request, service, body, call, choices, kinds, dialect)
 
     async def embedded(request: Request, body: Embedding) -> tuple[CheckedEmbedding, list[list[float]]]:
         service = await used(request, body.model)
@@ -337,7 +331,10 @@ def routes(models: Models) -> list[BaseRoute]:
         Route("/v1/rerank", rerank, methods=["POST"]),
         Route("/api/chat", ollama, methods=["POST"]),
         Route("/api/generate", ollama, methods=["POST"]),
+        Route("/api/embed", ollama_embed, methods=["POST"]),
+        Route("/api/embeddings", ollama_embed, methods=["POST"]),
         Route("/api/tags", tags),
+        Route("/api/ps", tags),
         Route("/api/show", show, methods=["POST"]),
         Route("/api/version", version),
         Route("/tokenize", tokenize, methods=["POST"]),
@@ -358,11 +355,17 @@ async def _generated(
     body: GenerationBody,
     call: CheckedCall,
     choices: ChatChoices | CompletionChoices,
-    builder: ResponseBuilder,
+    kinds: tuple[str, str, str],
     dialect: Dialect,
 ) -> Response:
-    """The answer to requests of the batch, whole or as a stream; they are cancelled when the client disconnects."""
-    record = _record(request)
+    """The answer to requests of the batch, whole or as a stream; they are cancelled when the client disconnects.
+
+    Args:
+        kinds: how its id begins, and the types of its objects: whole, and of a stream.
+    """
+    record, (lead, *types), usage = _record(request), kinds, bool(body.stream and body.include_usage)
+    about = f"{lead}{record.id}", int(time.time()), service.settings.name
+    builder = ResponseBuilder(*about, types[0], types[1], call.candidates, usage, call.max_tokens)
     inbox = Inbox(keep_tokens=call.keeps_tokens, watch=service.metrics.watch())
     owner = key_of(request.scope, service.settings.api_key) or None
     submission = Submission(service.batch, [replace(each, owner=owner) for each in call.requests], inbox)
@@ -370,6 +373,7 @@ async def _generated(
     def over(stayed: bool) -> None:
         submission.cancel()
         record.gone = not stayed
+        record.error = submission.error
         record.finished = submission.ends()
 
     if not body.stream:
@@ -379,19 +383,9 @@ async def _generated(
         finally:
             over(True)
 
-    async def recorded_frames() -> AsyncIterator[bytes]:
-        async for frame in frames(submission, builder, choices, dialect):
-            yield frame
-        record.error = submission.error
-
-    settings = service.settings
-    stream = EventStream(
-        recorded_frames(),
-        over,
-        idle=dialect.idle,
-        heartbeat_seconds=settings.heartbeat_seconds,
-        stall_seconds=settings.stall_seconds,
-    )
+    own = service.settings
+    written = frames(submission, builder, choices, dialect, own.heartbeat_seconds)
+    stream = EventStream(written, over, own.stall_seconds)
     stream.headers["content-type"] = dialect.content_type
     return stream
 

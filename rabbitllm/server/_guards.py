@@ -77,9 +77,7 @@ class Record:
         return ", ".join(parts) + f" [{self.id}]"
 
     def _generated(self) -> list[str]:
-        prompt, cached = (
-            sum(getattr(result, name) for result in self.finished) for name in ("prompt_tokens", "kept_tokens")
-        )
+        prompt, cached = (sum(getattr(r, name) for r in self.finished) for name in ("prompt_tokens", "kept_tokens"))
         new = sum(len(result.tokens) for result in self.finished)
         parts = [f"{prompt:,} + {counted(new, 'token')}" + (f" ({cached:,} kept)" if cached else "")]
         firsts = [result.first_seconds for result in self.finished if result.first_seconds is not None]
@@ -99,7 +97,8 @@ def request_id(header: str | None) -> str:
 ENDPOINTS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/embeddings", "/v1/rerank", "/v1/models", "/tokenize", "/detokenize", "/apply-template"),
-    *("/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/version", "/health", "/metrics", "/"),
+    *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/ps", "/api/show"),
+    *("/api/version", "/health", "/metrics", "/"),
 )
 QUIET = ("/health", "/metrics", "/status")
 """Paths that are polled and so not logged."""

@@ -10,7 +10,7 @@ from rabbitllm.formats.bounded import decode_message
 from rabbitllm.generation.request import Result
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server._streaming import Dialect, text_of
-from rabbitllm.server.api_error import APIError, bad, refuse_others, take_fields, taken, unsupported
+from rabbitllm.server.api_error import APIError, bad, begun_chat, refuse_others, taken, unsupported
 
 HARMLESS = ("metadata", "service_tier", "inference_geo", "context_management", "cache_control", "betas", "diagnostics")
 """Fields that change no answer."""
@@ -37,10 +37,9 @@ def chat_of(body: Any, template: ChatTemplate) -> dict[str, Any]:
     Raises:
         APIError: it has a field or a block that is not supported, or of a wrong form.
     """
-    fields = take_fields(body, HARMLESS)
-    chat = {name: fields.pop(name) for name in _SAME if fields.get(name) is not None}
-    system = fields.pop("system", None)
-    chat["messages"] = [{"role": "system", "content": _text(system, "system")}] if system else []
+    fields, chat = begun_chat(body, HARMLESS, _SAME, "system")
+    for system in chat["messages"]:
+        system["content"] = _text(system["content"], "system")
     for index, message in enumerate(taken(fields, "messages", list)):
         chat["messages"] += _messages(message, f"messages.{index}")
     if chat["messages"] and chat["messages"][-1]["role"] == "assistant":

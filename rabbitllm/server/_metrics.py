@@ -32,16 +32,6 @@ class Family:
     samples: Sequence[tuple[str, Mapping[str, str], float]]
 
 
-def counter(name: str, text: str, value: float) -> Family:
-    """A family with one value that only grows."""
-    return Family(name, "counter", text, [("", {}, value)])
-
-
-def gauge(name: str, text: str, value: float) -> Family:
-    """A family with one value that goes up and down."""
-    return Family(name, "gauge", text, [("", {}, value)])
-
-
 def text_format(families: Iterable[Family]) -> str:
     """The families as text."""
     lines = []
@@ -186,51 +176,44 @@ def _of_all(by_model: Mapping[str, Sequence[Family]], *, labelled: bool) -> Iter
         yield replace(alike[0], samples=samples)
 
 
+_OF_BATCH = (
+    ("running", "running", "Running requests."),
+    ("most_running", "running_limit", "Maximum running requests."),
+    ("waiting", "waiting", "Waiting requests."),
+    ("most_waiting", "waiting_limit", "Maximum waiting requests."),
+    ("cache_bytes", "cache_bytes", "Bytes of KV caches in memory."),
+    ("cache_limit_bytes", "cache_limit_bytes", "Maximum bytes of KV caches in memory."),
+    ("aside_bytes", "aside_bytes", "Bytes of KV caches that are swapped out to RAM or a file."),
+    ("aside_limit_bytes", "aside_limit_bytes", "Maximum bytes of swapped-out KV caches."),
+    ("passes", "passes_total", "Passes over all layers."),
+    ("pass_seconds", "pass_seconds_total", "Time of all passes."),
+    ("disk_seconds", "disk_wait_seconds_total", "Part of the passes' time that waits for the disk."),
+    ("copy_seconds", "copy_wait_seconds_total", "Part of the passes' time that waits for copies to a device."),
+    ("streamed_bytes", "streamed_bytes_total", "Bytes of weights read or copied for passes."),
+    ("prompt_tokens", "prompt_tokens_total", "Prompt tokens."),
+    ("kept_tokens", "kept_tokens_total", "Prompt tokens found in the prefix cache."),
+    ("new_tokens", "generated_tokens_total", "Generated tokens."),
+    ("drafted_tokens", "drafted_tokens_total", "Tokens that drafts proposed."),
+    ("accepted_tokens", "accepted_tokens_total", "Drafted tokens that were right."),
+    ("forced_tokens", "forced_tokens_total", "Tokens that a grammar forced, without a pass."),
+    ("prompt_bytes", "prompt_cache_bytes", "Bytes of the prompt cache on disk."),
+    ("prompt_limit_bytes", "prompt_cache_limit_bytes", "Limit of the prompt cache on disk."),
+    ("prompt_hits", "prompt_cache_hits_total", "Requests that continued a prefix from disk."),
+    ("prompt_saved_tokens", "prompt_cache_saved_tokens_total", "Prompt tokens read from disk and not computed."),
+    ("prompt_read_bytes", "prompt_cache_read_bytes_total", "Bytes read from the prompt cache."),
+    ("prompt_written_bytes", "prompt_cache_written_bytes_total", "Bytes written to the prompt cache."),
+    ("preempted", "preempted_total", "Preemptions of running requests."),
+    ("resumed", "resumed_total", "Preempted requests resumed with their KV cache swapped in."),
+)
+"""Statistic of a batch, name of its metric, what it is; what is a total only grows."""
+
+
 def _batch_families(stats: BatchStats) -> list[Family]:
-    ended = [("", {"reason": reason}, float(count)) for reason, count in stats.ended.items()]
-    return [
-        gauge("rabbitllm_running", "Running requests.", stats.running),
-        gauge("rabbitllm_running_limit", "Maximum running requests.", stats.most_running),
-        gauge("rabbitllm_waiting", "Waiting requests.", stats.waiting),
-        gauge("rabbitllm_waiting_limit", "Maximum waiting requests.", stats.most_waiting),
-        gauge("rabbitllm_cache_bytes", "Bytes of KV caches in memory.", stats.cache_bytes),
-        gauge("rabbitllm_cache_limit_bytes", "Maximum bytes of KV caches in memory.", stats.cache_limit_bytes),
-        gauge("rabbitllm_aside_bytes", "Bytes of KV caches that are swapped out to RAM or a file.", stats.aside_bytes),
-        gauge("rabbitllm_aside_limit_bytes", "Maximum bytes of swapped-out KV caches.", stats.aside_limit_bytes),
-        counter("rabbitllm_passes_total", "Passes over all layers.", stats.passes),
-        counter("rabbitllm_pass_seconds_total", "Time of all passes.", stats.pass_seconds),
-        counter(
-            "rabbitllm_disk_wait_seconds_total", "Part of the passes' time that waits for the disk.", stats.disk_seconds
-        ),
-        counter(
-            "rabbitllm_copy_wait_seconds_total",
-            "Part of the passes' time that waits for copies to a device.",
-            stats.copy_seconds,
-        ),
-        counter("rabbitllm_streamed_bytes_total", "Bytes of weights read or copied for passes.", stats.streamed_bytes),
-        counter("rabbitllm_prompt_tokens_total", "Prompt tokens.", stats.prompt_tokens),
-        counter("rabbitllm_kept_tokens_total", "Prompt tokens found in the prefix cache.", stats.kept_tokens),
-        counter("rabbitllm_generated_tokens_total", "Generated tokens.", stats.new_tokens),
-        counter("rabbitllm_drafted_tokens_total", "Tokens that drafts proposed.", stats.drafted_tokens),
-        counter("rabbitllm_accepted_tokens_total", "Drafted tokens that were right.", stats.accepted_tokens),
-        counter("rabbitllm_forced_tokens_total", "Tokens that a grammar forced, without a pass.", stats.forced_tokens),
-        gauge("rabbitllm_prompt_cache_bytes", "Bytes of the prompt cache on disk.", stats.prompt_bytes),
-        gauge("rabbitllm_prompt_cache_limit_bytes", "Limit of the prompt cache on disk.", stats.prompt_limit_bytes),
-        counter("rabbitllm_prompt_cache_hits_total", "Requests that continued a prefix from disk.", stats.prompt_hits),
-        counter(
-            "rabbitllm_prompt_cache_saved_tokens_total",
-            "Prompt tokens read from disk and not computed.",
-            stats.prompt_saved_tokens,
-        ),
-        counter(
-            "rabbitllm_prompt_cache_read_bytes_total", "Bytes read from the prompt cache.", stats.prompt_read_bytes
-        ),
-        counter(
-            "rabbitllm_prompt_cache_written_bytes_total",
-            "Bytes written to the prompt cache.",
-            stats.prompt_written_bytes,
-        ),
-        counter("rabbitllm_preempted_total", "Preemptions of running requests.", stats.preempted),
-        counter("rabbitllm_resumed_total", "Preempted requests resumed with their KV cache swapped in.", stats.resumed),
-        Family("rabbitllm_generations_total", "counter", "Finished requests, by reason.", ended),
+    families = [
+        Family(
+            f"rabbitllm_{name}", ("gauge", "counter")[name.endswith("_total")], text, [("", {}, getattr(stats, key))]
+        )
+        for key, name, text in _OF_BATCH
     ]
+    ended = [("", {"reason": reason}, float(count)) for reason, count in stats.ended.items()]
+    return [*families, Family("rabbitllm_generations_total", "counter", "Finished requests, by reason.", ended)]

@@ -16,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
@@ -68,6 +70,8 @@ class Entry:
         error: why it could not be loaded the last time.
         context: its context, once it was loaded.
         created: seconds since 1970, when the server began.
+        keep_alive: seconds without a request after which it is unloaded.
+        timer: unloads it then.
     """
 
     settings: Settings
@@ -80,7 +84,13 @@ class Entry:
     error: str | None = None
     context: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    keep_alive: float = math.inf
     timer: asyncio.TimerHandle | None = None
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until it is unloaded if nobody asks for it; read in the event loop."""
+        return self.keep_alive if self.timer is None else self.timer.when() - asyncio.get_running_loop().time()
 
     def arrived(self, service: Service) -> None:
         """The model is loaded."""
@@ -110,11 +120,11 @@ class Models:
         keep_alive: float | None = None,
         most_waiting: int = 320,
     ) -> None:
-        self.entries = tuple(Entry(settings, load) for settings, load in loaders)
+        kept = math.inf if keep_alive is None else keep_alive
+        self.entries = tuple(Entry(settings, load, keep_alive=kept) for settings, load in loaders)
         self.settings = self.entries[0].settings
         self.metrics = metrics
         self.is_closing = False
-        self._keep_alive = keep_alive
         self._most_waiting = most_waiting
         self._queue: deque[Entry] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -179,13 +189,11 @@ class Models:
         return self._used(entry, scope)
 
     async def acquire(self, name: str | None, scope: Any) -> Service:
-        """Use a model for a request, until `release`; wait until it is loaded.
+        """Use a model that is not loaded for a request, until `release`; wait until it is.
 
         Raises:
             APIError: there is no such model, it cannot be loaded, too many requests wait for it, or the server ends.
         """
-        if (service := self.at_once(name, scope)) is not None:
-            return service
         entry = self.entry(name)
         if self.is_closing:
             raise closing()
@@ -212,6 +220,12 @@ class Models:
                 raise APIError(TOO_LATE, problem, code="timeout", headers=NO_RETRY) from None
             raise
         return self._used(entry, scope)
+
+    def begin(self) -> None:
+        """Count the seconds without a request of a model that is loaded already; called in the event loop."""
+        for entry in self.entries:
+            if entry.service is not None:
+                self._count_down(entry)
 
     def release(self, scope: Any) -> None:
         """A request has been answered; does nothing for one that uses no model."""
@@ -263,9 +277,9 @@ class Models:
 
     def _count_down(self, entry: Entry) -> None:
         """Have a model unloaded after the time without a request, if nobody uses it now."""
-        if not entry.users and entry.timer is None and self._keep_alive is not None:
+        if not entry.users and entry.timer is None and entry.keep_alive < math.inf:
             self._loop = asyncio.get_running_loop()
-            entry.timer = self._loop.call_later(self._keep_alive, self._rest, entry)
+            entry.timer = self._loop.call_later(entry.keep_alive, self._rest, entry)
 
     def _rest(self, entry: Entry) -> None:
         """Unload a model that nobody has asked for."""
@@ -347,29 +361,18 @@ class Models:
 
     async def _in_thread(self, work: Callable[[], _Done]) -> _Done:
         """The result of work in a thread that the end of the process does not wait for."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[_Done] = loop.create_future()
-
-        def settle(result: _Done | None, error: BaseException | None) -> None:
-            if done.cancelled():
-                return
-            if error is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(result)  # type: ignore[arg-type]
+        future: Future[_Done] = Future()
+        future.set_running_or_notify_cancel()  # work that has begun cannot be cancelled
 
         def run() -> None:
-            result, problem = None, None
             try:
-                result = work()
+                future.set_result(work())
             except BaseException as error:
-                problem = error
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(settle, result, problem)
+                future.set_exception(error)
 
         self._thread = DaemonThread(run, "rabbitllm-models")
         self._thread.start()
-        return await done
+        return await asyncio.wrap_future(future)
 
 
 def _free(box: list[Service | None]) -> None:

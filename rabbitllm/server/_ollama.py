@@ -1,7 +1,9 @@
-"""Ollama's `/api/chat`, `/api/generate`, from and to the chats of `/v1/chat/completions`; its models. Pure."""
+"""Ollama's `/api/chat`, `/api/generate`, `/api/embed`, from and to the bodies of `/v1`; its models. Pure."""
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -10,11 +12,11 @@ from typing import Any
 from rabbitllm.generation.request import Result
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server._messages import arguments_of
-from rabbitllm.server._models import Entry
+from rabbitllm.server._models import Entry, Models
 from rabbitllm.server._streaming import Dialect, text_of
 from rabbitllm.server.api_error import APIError, bad, refuse_others, take_fields, taken
 
-HARMLESS = ("keep_alive", "truncate", "shift")
+HARMLESS = ("truncate", "shift")
 """Fields that change no answer."""
 _OF_LOADING = (
     *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap"),
@@ -24,12 +26,51 @@ _OF_LOADING = (
 _OF_SEVERAL = ("n", "stream_options")
 """Options of a chat that make answers which Ollama's objects cannot say."""
 _OF_GENERATE = ("prompt", "system", "images")
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "": 1, "s": 1, "m": 60, "h": 3600}
+_DURATION = re.compile(r"(\d+\.?\d*|\.\d+)([a-zµ]*)")
+_ALWAYS = 292 * 365 * 86_400
+"""Seconds that stand for ever in Ollama's answers."""
 
 
-def named(body: Any) -> dict[str, Any]:
-    """The fields of a body, the model by its name here; refuses what is no object."""
+def named(body: Any, models: Models) -> tuple[dict[str, Any], Entry]:
+    """The fields of a body, and the model that it names; this stays loaded as long as `keep_alive` says.
+
+    Raises:
+        APIError: it is no object, there is no such model, or `keep_alive` is no time.
+    """
     fields = take_fields(body, HARMLESS)
-    return fields | {"model": str(fields["model"]).removesuffix(":latest")} if fields.get("model") else fields
+    fields["model"] = str(fields.get("model") or "").removesuffix(":latest") or None
+    entry, kept = models.entry(fields["model"]), fields.pop("keep_alive", None)
+    if kept is not None:
+        entry.keep_alive = _seconds(kept)
+    return fields, entry
+
+
+def _seconds(kept: Any) -> float:
+    """Seconds of a number, or of a text such as `1h30m`; those below 0 are for ever."""
+    text = str(kept).removeprefix("-")
+    parts = _DURATION.findall(text)
+    if isinstance(kept, bool) or not text or "".join(map("".join, parts)) != text or {u for _, u in parts} - {*_UNITS}:
+        raise bad("keep_alive: expected seconds, or a time such as '5m'.", "keep_alive")
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    return math.inf if str(kept).startswith("-") else seconds
+
+
+def embedding_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of `/v1/embeddings` that asks for the same; that of `/api/embeddings` has a `prompt`."""
+    fields = dict(body)
+    texts = [fields.pop(name, None) for name in ("input", "prompt")]
+    asked = {name: fields.pop(name, None) for name in ("model", "dimensions")}
+    refuse_others({**taken(fields, "options", dict), **fields}, _OF_LOADING)
+    return {**asked, "input": texts[0] if texts[0] is not None else texts[1]}
+
+
+def embedded(answer: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """What `/v1/embeddings` answers after so many seconds, for both of Ollama's paths: vectors of length 1."""
+    vectors = [each["embedding"] for each in answer["data"]]
+    units = [[value / (math.hypot(*vector) or 1) for value in vector] for vector in vectors]
+    about = {"total_duration": int(seconds * 1e9), "prompt_eval_count": answer["usage"]["prompt_tokens"]}
+    return {"model": answer["model"], "embeddings": units, "embedding": units[0], "load_duration": 0, **about}
 
 
 def only_loads(fields: Mapping[str, Any]) -> bool:
@@ -128,23 +169,29 @@ class OllamaLines(Dialect):
         return {"done": True, "done_reason": reason, **times, **counts}
 
 
-def loaded(name: str) -> dict[str, Any]:
-    """The answer to a request that only loads a model."""
+def loaded(entry: Entry) -> dict[str, Any]:
+    """The answer to a request that only loads a model, or unloads it."""
     silent = {"response": "", "message": {"role": "assistant", "content": ""}}
-    return {"model": name, "created_at": _time(time.time()), **silent, "done": True, "done_reason": "load"}
+    done = {"done": True, "done_reason": "load" if entry.keep_alive else "unload"}
+    return {"model": entry.settings.name, "created_at": _time(time.time()), **silent, **done}
 
 
 def shown(entry: Entry) -> dict[str, Any]:
-    """A model of `/api/tags` and `/api/show`; what its files alone say is there while it is loaded."""
+    """A model of `/api/tags`, `/api/show` and `/api/ps`; what its files alone say is there while it is loaded."""
     name, service = entry.settings.name, entry.service
-    about = {"name": name, "model": name, "modified_at": _time(entry.created), "capabilities": ["completion"]}
+    about: dict[str, Any] = {"name": name, "model": name, "modified_at": _time(entry.created)}
+    about["capabilities"] = ["completion"]
     if service is None:
         return {**about, "details": {}, "model_info": {}}
-    template, family = service.template, service.model.config.model_type
-    can = ["tools"] * template.reads("tools", with_tools=True) + ["thinking"] * bool(template.switches)
+    template, family, placement = service.template, service.model.config.model_type, service.model.placement
+    can = ["completion"] * service.model.can_generate() + ["embedding"] * (service.embedder is not None)
+    can += ["tools"] * template.reads("tools", with_tools=True) + ["thinking"] * bool(template.switches)
     info = {"general.architecture": family, f"{family}.context_length": entry.context}
-    about |= {"template": template.sources[0], "capabilities": ["completion", *can]}
-    return {**about, "details": {"family": family}, "model_info": info}
+    held = {device: placement.bytes_on(device) for device in placement.limits}
+    sizes = {"size": sum(held.values()), "size_vram": sum(held.values()) - held.get("cpu", 0)}
+    about |= {"template": template.sources[0], "capabilities": can, "context_length": entry.context, **sizes}
+    expires = _time(time.time() + min(entry.seconds_left, _ALWAYS))
+    return {**about, "details": {"family": family}, "model_info": info, "expires_at": expires}
 
 
 def _time(seconds: float) -> str:

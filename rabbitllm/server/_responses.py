@@ -11,7 +11,7 @@ from typing import Any
 from rabbitllm.generation.request import Result
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server._streaming import Dialect, text_of
-from rabbitllm.server.api_error import APIError, bad, refuse_others, take_fields, taken, unsupported
+from rabbitllm.server.api_error import APIError, bad, begun_chat, refuse_others, taken, unsupported
 
 HARMLESS = (
     *("store", "metadata", "user", "include", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -39,16 +39,13 @@ def chat_of(body: Any, template: ChatTemplate) -> dict[str, Any]:
     Raises:
         APIError: it has a field or an item that is not supported, or of a wrong form.
     """
-    fields = take_fields(body, HARMLESS)
+    fields, chat = begun_chat(body, HARMLESS, _SAME, "instructions")
     for name in ("previous_response_id", "conversation", "background", "prompt"):
         if fields.pop(name, None):
             raise unsupported(f"{name} is not supported: {_STORED}.", name)
-    chat = {name: fields.pop(name) for name in _SAME if fields.get(name) is not None}
     chat["max_completion_tokens"] = fields.pop("max_output_tokens", None)
-    system = fields.pop("instructions", None)
     if isinstance(fields.get("input"), str):
         fields["input"] = [{"role": "user", "content": fields["input"]}]
-    chat["messages"] = [{"role": "system", "content": system}] if system else []
     chat["messages"] += _messages(taken(fields, "input", list))
     chat["tools"] = [_tool(*each) for each in _functions(taken(fields, "tools", list))]
     choice = fields.pop("tool_choice", None)

@@ -6,6 +6,9 @@
 
 A response waits for a client that reads slowly; meanwhile events wait in the `Inbox`. It ends when the client
 disconnects or reads nothing for too long.
+
+The batch's thread wakes the loop once for the events of all answers (`_Bell`): each wake-up hands Python's lock over,
+and the next pass would wait while the loop writes one answer's event.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -42,12 +47,13 @@ HEADERS = {
 NO_RETRY = {"x-should-retry": "false"}
 """Header against automatic retries by clients: another attempt would take as long."""
 _Done = TypeVar("_Done")
+_on_one_line = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 ChoiceEvents = list[tuple[int, Event]]
 
 
 def text_of(value: Any) -> bytes:
     """JSON on one line, with every character escaped that a reader may take for a line break."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = _on_one_line(value)
     for character in ("\x85", "\u2028", "\u2029"):
         if character in text:
             text = text.replace(character, f"\\u{ord(character):04x}")
@@ -57,6 +63,34 @@ def text_of(value: Any) -> bytes:
 def event(value: Any) -> bytes:
     """One event."""
     return b"data: " + text_of(value) + b"\n\n"
+
+
+class _Bell:
+    """Wakes the tasks of an event loop from another thread, all that are due at once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = ref(loop)
+        self._due = deque[asyncio.Event]()
+        self._rings = False
+
+    def ring(self, event: asyncio.Event) -> None:
+        """Set an event of the loop.
+
+        Raises:
+            RuntimeError: the event loop is closed.
+        """
+        self._due.append(event)
+        if not self._rings and (loop := self._loop()) is not None:
+            self._rings = not loop.is_closed()
+            loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        self._rings = False  # what is due from here on rings again
+        while self._due:
+            self._due.popleft().set()
+
+
+_bells: WeakKeyDictionary[asyncio.AbstractEventLoop, _Bell] = WeakKeyDictionary()
 
 
 class Inbox:
@@ -76,7 +110,8 @@ class Inbox:
         keep_tokens: bool = True,
         watch: Callable[[int, Event, float], None] = lambda choice, event, now: None,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        self._bell = _bells.setdefault(loop, _Bell(loop))
         self._has_events = asyncio.Event()
         self._lock = threading.Lock()
         self._deltas: dict[int, tuple[list[str], list[TokenLogprob]]] = {}
@@ -102,14 +137,16 @@ class Inbox:
                 self._ends.append((choice, event))
             wake, self._is_woken = not self._is_woken, True
         if wake:
-            self._loop.call_soon_threadsafe(self._has_events.set)
+            self._bell.ring(self._has_events)
 
-    async def take(self) -> ChoiceEvents:
+    async def take(self, seconds: float | None = None) -> ChoiceEvents:
         """The events that have arrived, with the deltas of each choice joined; waits until there is one.
 
-        A delta always comes before the end of its choice.
+        A delta always comes before the end of its choice. None after so many seconds without any.
         """
-        await self._has_events.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._has_events.wait()
         with self._lock:
             deltas, self._deltas = self._deltas, {}
             ends, self._ends = self._ends, []
@@ -156,15 +193,15 @@ class Submission:
         for handle in self._handles:
             handle.cancel()
 
-    async def events(self) -> AsyncIterator[Sequence[tuple[int, Delta | Result]]]:
-        """Events as they arrive, until all choices have ended.
+    async def events(self, seconds: float | None = None) -> AsyncIterator[Sequence[tuple[int, Delta | Result]]]:
+        """Events as they arrive, until all choices have ended; none after so many seconds without any.
 
         Raises:
             APIError: a request failed or took too long.
         """
         while self._open:
             events: list[tuple[int, Delta | Result]] = []
-            for choice, event in await self._inbox.take():
+            for choice, event in await self._inbox.take(seconds):
                 if isinstance(event, Failed):
                     raise api_error_of_batch(event.error)
                 if isinstance(event, Result):
@@ -261,19 +298,27 @@ async def whole(
 
 
 async def frames(
-    submission: Submission, builder: ResponseBuilder, choices: ChatChoices | CompletionChoices, dialect: Dialect
+    submission: Submission,
+    builder: ResponseBuilder,
+    choices: ChatChoices | CompletionChoices,
+    dialect: Dialect,
+    heartbeat_seconds: float,
 ) -> AsyncIterator[bytes]:
-    """The answer as server-sent events, as they arrive."""
+    """The answer as server-sent events, as they arrive, and a sign of life after some time without any."""
 
     def chunks(parts: Sequence[dict[str, Any]]) -> bytes:
         return b"".join(dialect.frame(builder.chunk([part])) for part in parts)
 
     yield b"".join(chunks(choices.begin(choice)) for choice in range(len(submission.finished)))
     try:
-        async for events in submission.events():
-            yield b"".join(
-                chunks(choices.more(choice, item) if isinstance(item, Delta) else choices.end(choice, item))
-                for choice, item in events
+        async for events in submission.events(heartbeat_seconds):
+            yield (
+                b"".join(
+                    chunks(choices.more(choice, item) if isinstance(item, Delta) else choices.end(choice, item))
+                    for choice, item in events
+                )
+                if events
+                else dialect.idle()
             )
     except Exception as error:  # the response has begun, so the error is sent as an event
         api_error = api_error_of_batch(error)
@@ -290,27 +335,15 @@ class EventStream(Response):
     Args:
         frames: the frames, in order.
         on_end: called at the end in any case, with whether the client stayed connected until then.
-        idle: what an idle stream sends.
-        heartbeat_seconds: it does so after this time.
         stall_seconds: a client that reads nothing for this time is disconnected.
     """
 
-    def __init__(
-        self,
-        frames: AsyncIterator[bytes],
-        on_end: Callable[[bool], None],
-        *,
-        idle: Callable[[], bytes],
-        heartbeat_seconds: float,
-        stall_seconds: float,
-    ) -> None:
+    def __init__(self, frames: AsyncIterator[bytes], on_end: Callable[[bool], None], stall_seconds: float) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(HEADERS)
         self._frames = frames
         self._on_end = on_end
-        self._idle = idle
-        self._heartbeat = heartbeat_seconds
         self._stall = stall_seconds
         self._stayed = False
 
@@ -322,40 +355,15 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         with contextlib.suppress(TimeoutError, OSError):
             await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for frame in self._with_heartbeats():
-                await self._send(send, {"type": "http.response.body", "body": frame, "more_body": True})
+            async for frame in self._frames:
+                if frame:
+                    await self._send(send, {"type": "http.response.body", "body": frame, "more_body": True})
             await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
             self._stayed = True
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
         async with asyncio.timeout(self._stall):
             await send(message)
-
-    async def _with_heartbeats(self) -> AsyncIterator[bytes]:
-        next_frame: asyncio.Future[bytes] | None = None
-        try:
-            while True:
-                next_frame = next_frame or asyncio.ensure_future(_next(self._frames))
-                done, _ = await asyncio.wait({next_frame}, timeout=self._heartbeat)
-                if not done:
-                    yield self._idle()
-                    continue
-                frame, next_frame = next_frame.result(), None
-                if not frame:
-                    return
-                yield frame
-        finally:
-            if next_frame is not None:
-                next_frame.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await next_frame
-
-
-async def _next(frames: AsyncIterator[bytes]) -> bytes:
-    async for frame in frames:
-        if frame:
-            return frame
-    return b""
 
 
 async def unless_disconnected(

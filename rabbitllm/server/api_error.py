@@ -97,6 +97,23 @@ def take_fields(body: Any, harmless_names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in body.items() if name not in harmless_names}
 
 
+def begun_chat(
+    body: Any, harmless_names: Collection[str], same: Collection[str], system: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The other fields of a body in another interface's form, and the chat that its fields of the same name begin.
+
+    Args:
+        body: the body, decoded.
+        harmless_names: fields that change no answer.
+        same: fields of the same name and form in a chat.
+        system: name of the system prompt, which the chat has as it is.
+    """
+    fields = take_fields(body, harmless_names)
+    chat = {name: fields.pop(name) for name in same if fields.get(name) is not None}
+    content = fields.pop(system, None)
+    return fields, chat | {"messages": [{"role": "system", "content": content}] if content else []}
+
+
 def taken(fields: dict[str, Any], name: str, kind: type[_Field]) -> _Field:
     """Take a field out of others; empty if it is missing or null.
 

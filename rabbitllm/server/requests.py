@@ -105,8 +105,8 @@ def _requests_of(
     if any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
         raise bad(f"A text of stop has more than {MAX_STOP_CHARACTERS:,} characters.", "stop")
     requested = Sampling(**{option.name: getattr(body, option.name) for option in fields(Sampling)})
-    if wrong := [token for token, _ in requested.logit_bias or () if token >= limits.vocabulary]:
-        raise bad(f"logit_bias has the token {wrong[0]}; the vocabulary has {limits.vocabulary:,}.", "logit_bias")
+    with bad_options("logit_bias"):
+        limits.check_bias(requested)
     least = min(new for _, new in prompts)
     if body.min_tokens is not None and body.min_tokens > least:
         raise bad(f"min_tokens is {body.min_tokens}, and the limit of new tokens {least}.", "min_tokens")

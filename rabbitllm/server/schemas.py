@@ -14,7 +14,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, C
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.base.validation import problem_of
-from rabbitllm.generation.request import MAX_CHOICES, SEEDS
+from rabbitllm.generation.request import MAX_CHOICES, SEEDS, biases_of
 from rabbitllm.server.api_error import bad, unsupported
 
 MAX_STOPS = 64
@@ -40,13 +40,6 @@ def _count(value: int) -> int:
     return value
 
 
-def _biases(by_token: dict[str, float]) -> tuple[tuple[int, float], ...]:
-    if wrong := [name for name in by_token if not (name.isdecimal() and len(name) < 10)]:
-        raise ValueError(f"expected ids of tokens as keys, found {wrong[0][:MAX_NAME]!r}")
-    return tuple((int(name), bias) for name, bias in by_token.items())
-
-
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[int, BeforeValidator(_whole), AfterValidator(_count)]
 Token = Annotated[int, Field(ge=0)]
@@ -90,7 +83,7 @@ class GenerationBody(_Strict):
     )
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    logit_bias: Annotated[dict[str, Bias], AfterValidator(_biases)] | None = Field(None, max_length=MAX_BIASES)
+    logit_bias: Annotated[dict[str, Any], AfterValidator(biases_of)] | None = Field(None, max_length=MAX_BIASES)
     min_tokens: Whole | None = Field(None, ge=0)
     ignore_eos: bool | None = None
     seed: Whole | None = Field(None, ge=-SEEDS - 1, le=SEEDS)

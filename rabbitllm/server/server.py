@@ -219,6 +219,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
         await super().startup(sockets)
+        self._models.begin()
         with contextlib.suppress(OSError):  # the greeting has no reader
             self._on_start()
 

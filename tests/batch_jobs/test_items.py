@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,10 @@ def usual(prompt: Any, sampling: Sampling = Sampling(0.5, None, 103), **options:
             {"prompt": "a", "repetition_penalty": 1, "min_p": 0.1, "top_k": 3},
             usual("a", Sampling(0.5, None, 103, 3, 0.1, 1.0)),
         ),
+        (
+            {"prompt": "a", "logit_bias": {"7": -2}, "ignore_eos": True, "seed": 1},
+            usual("a", Sampling(0.5, seed=1, logit_bias=((7, -2.0),), ignore_eos=True)),
+        ),
         ({"prompt": "a", "max_new_tokens": 3, "messages": None}, Generate("a", 3, Sampling(0.5, None, 103), ("END",))),
         (
             {"messages": [{"role": "user", "content": "a"}]},
@@ -65,10 +70,22 @@ def test_parsed_lines(value: dict[str, Any], task: object) -> None:
     assert parse_task(value, 3, DEFAULTS) == task
 
 
+def test_a_line_keeps_the_options_that_it_does_not_set() -> None:
+    own = Sampling(0.5, seed=100, presence_penalty=1.0, logit_bias=((3, 4.0),), ignore_eos=True)
+    task = parse_task({"prompt": "a", "min_p": 0.1}, 3, replace(DEFAULTS, sampling=own))
+    assert isinstance(task, Generate)
+    assert task.sampling == replace(own, min_p=0.1, seed=103)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"prompt": "a", "logit_bias": {"1": 2}}, "logit_bias is not supported here; omit it, or write the"),
+        ({"prompt": "a", "max_completion_tokens": 2}, "max_completion_tokens is not supported here; omit it, or write"),
+        ({"prompt": "a", "logit_bias": [1]}, "logit_bias is a list; expected an object"),
+        ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias: expected ids of tokens as keys, found 'a'"),
+        ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias: expected biases from -100 to 100, found 101"),
+        ({"prompt": "a", "logit_bias": {"1": True}}, "logit_bias: expected biases from -100 to 100, found True"),
+        ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is a number; expected true or false"),
         ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty is 0; expected more than 0 and at most 100"),
         ({"prompt": "a", "min_p": 1.2}, "min_p is 1.2; expected a number from 0 to 1"),
         ({"prompt": "a", "tools": [{}]}, "tools is not supported here"),

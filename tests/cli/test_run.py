@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from rabbitllm.cli.main import app
 from rabbitllm.errors import OptionError
+from rabbitllm.generation.request import AnswerPenalties
 from tests.chat.talkers import talker_folder
 from tests.support.builders import build_checkpoint
 from tests.support.demo_models import DEMO
@@ -157,6 +158,8 @@ def sampled(folder: Path, text: str, **options: Any) -> str:
     model = plain_model(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    if penalties := options.pop("penalties", None):
+        options["logits_processor"] = [AnswerPenalties(ids.shape[1], *penalties)]
     torch.manual_seed(3)
     output = model.generate(ids, max_new_tokens=8, **options)
     answer: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
@@ -174,6 +177,16 @@ def sampled(folder: Path, text: str, **options: Any) -> str:
             "temperature 1.5, top_p 0.95, top_k 0, min_p 0.01, repetition_penalty 1.5",
         ),
         (["--temperature", "0"], {"do_sample": False}, "greedy"),
+        (
+            ["--temperature", "0", "--logit-bias", "9=50", "--logit-bias", "7=-100"],
+            {"do_sample": False, "sequence_bias": [[[9], 50.0], [[7], -100.0]]},
+            "greedy",
+        ),
+        (
+            ["--presence-penalty", "1.5", "--frequency-penalty", "-0.5"],
+            {"penalties": (1.5, -0.5)},
+            "temperature 1.5, top_p 0.95, top_k 20, presence_penalty 1.5, frequency_penalty -0.5",
+        ),
     ],
 )
 def test_sampling_is_the_models_but_for_the_options(
@@ -294,6 +307,10 @@ def test_no_prompt_is_a_wrong_call(checkpoint: Path) -> None:
         (["--temperature", "-1"], "temperature=-1.0 is out of range"),
         (["--min-p", "2"], "min_p=2.0 is out of range"),
         (["--repeat-penalty", "0"], "repetition_penalty=0.0 is out of range"),
+        (["--presence-penalty", "3"], "presence_penalty=3.0 is out of range"),
+        (["--logit-bias", "9=500"], "--logit-bias: expected biases from -100 to 100, found 500"),
+        (["--logit-bias", "9"], "--logit-bias: could not convert"),
+        (["--logit-bias", "999999=1"], "logit_bias has the token 999999; the vocabulary has"),
         (["--raw", "--system", "x"], "a system prompt is not possible"),
         (["--compression", "3bit"], "does not exist"),
         (["--max-memory", "much"], "names no device"),

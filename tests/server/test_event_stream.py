@@ -105,18 +105,17 @@ class Reader:
 
 async def streamed(reader: Reader, frames: AsyncIterator[bytes]) -> list[bool]:
     ends: list[bool] = []
-    await EventStream(frames, ends.append, idle=lambda: COMMENT, heartbeat_seconds=0.05, stall_seconds=0.1)(
-        {"type": "http"}, reader.receive, reader.send
-    )
+    await EventStream(frames, ends.append, 0.1)({"type": "http"}, reader.receive, reader.send)
     return ends
 
 
-async def frames(count: int, pause: float = 0.0, wait_for: Any = None) -> AsyncIterator[bytes]:
+async def frames(count: int, *, ends: bool = True) -> AsyncIterator[bytes]:
+    """So many events; what does not end then has signs of life."""
     for index in range(count):
-        await asyncio.sleep(pause)
         yield event(index)
-    if wait_for is not None:
-        await wait_for.wait()
+    while not ends:
+        await asyncio.sleep(0.05)
+        yield COMMENT
 
 
 def test_connected_client_gets_all_frames() -> None:
@@ -130,12 +129,30 @@ def test_connected_client_gets_all_frames() -> None:
     asyncio.run(go())
 
 
-def test_idle_stream_sends_heartbeats() -> None:
+def test_an_idle_inbox_gives_nothing_and_loses_nothing() -> None:
     async def go() -> None:
-        reader = Reader()
-        assert await streamed(reader, frames(1, pause=0.18)) == [True]
-        assert reader.body.startswith(COMMENT * 2)
-        assert reader.body.endswith(event(0))
+        inbox = Inbox()
+        assert await inbox.take(0.01) == []
+        inbox.put(0, Delta("a", ()))
+        assert await inbox.take(30.0) == [(0, Delta("a", ()))]
+        asyncio.get_running_loop().call_later(0.02, inbox.put, 0, END)
+        assert await inbox.take(0.001) == []
+        assert await inbox.take(30.0) == [(0, END)]
+
+    asyncio.run(go())
+
+
+def test_events_of_many_answers_wake_the_loop_once() -> None:
+    async def go() -> None:
+        loop = asyncio.get_running_loop()
+        inboxes = [Inbox() for _ in range(64)]
+        taking = [asyncio.ensure_future(inbox.take()) for inbox in inboxes]
+        await asyncio.sleep(0)
+        before = len(loop._ready)  # type: ignore[attr-defined]
+        for inbox in inboxes:
+            inbox.put(0, END)
+        assert len(loop._ready) == before + 1  # type: ignore[attr-defined]
+        assert await asyncio.gather(*taking) == [[(0, END)]] * 64
 
     asyncio.run(go())
 
@@ -145,6 +162,6 @@ def test_disconnected_or_stalled_client_ends_the_stream(how: str) -> None:
     async def go() -> None:
         reader = Reader()
         asyncio.get_running_loop().call_later(0.02, getattr(reader, how).set)
-        assert await asyncio.wait_for(streamed(reader, frames(1, wait_for=asyncio.Event())), 5) == [False]
+        assert await asyncio.wait_for(streamed(reader, frames(1, ends=False)), 5) == [False]
 
     asyncio.run(go())

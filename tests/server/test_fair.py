@@ -130,8 +130,10 @@ def test_priorities(split_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         with burst.sent(*requests):
             pass
         assert burst.order(range(10, 15)) == [12, 11, 13, 10, 14]
-        refused = served.post(COMPLETION, body(10, 1, priority="high"))
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+        for priority in ("high", "2", 1.5, True):
+            refused = served.post(COMPLETION, body(10, 1, priority=priority))
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+        assert served.post(COMPLETION, body(10, 1, priority=2.0)).status_code == 200
         chat = {"model": NAME, "max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "priority": 2}
         assert served.post("/v1/messages", chat).status_code == 200
         assert served.post("/v1/responses", {"input": "a", "priority": 2, "max_output_tokens": 1}).status_code == 200

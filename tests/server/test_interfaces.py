@@ -250,7 +250,7 @@ def test_idle_streams_have_events(scripted: Running, scripted_split: Path) -> No
         with restless.openai().responses.stream(model=NAME, input="<go>", tools=[FUNCTION], temperature=0) as events:
             kinds = [event.type for event in events]
             final = events.get_final_response()
-    assert kinds.count("response.in_progress") > 2
+    assert kinds.count("response.in_progress") > 1  # one is at the beginning
     assert [item.model_dump(exclude={"id", "call_id"}) for item in final.output] == [
         item.model_dump(exclude={"id", "call_id"}) for item in streamed_output(scripted)
     ]

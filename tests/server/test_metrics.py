@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from rabbitllm.server._metrics import Counts, Family, Histogram, counter, gauge, text_format
+from rabbitllm.server._metrics import Counts, Family, Histogram, text_format
 from tests.server.serving import LIMITS, Running, running
 
 LINE = re.compile(r'([a-z_]+)(\{(?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)+\})? (\S+)')
@@ -15,8 +15,8 @@ LINE = re.compile(r'([a-z_]+)(\{(?:[a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)+\})? (\S+
 def test_labels_and_help_are_escaped() -> None:
     families = [
         Family("a", "counter", "back\\slash\nline", [("", {"l": 'q"uote\\ and\nline'}, 2)]),
-        gauge("b", "half", 0.5),
-        counter("c", "much", float("inf")),
+        Family("b", "gauge", "half", [("", {}, 0.5)]),
+        Family("c", "counter", "much", [("", {}, float("inf"))]),
     ]
     assert text_format(families).splitlines() == [
         "# HELP a back\\\\slash\\nline",

@@ -256,6 +256,42 @@ def test_an_idle_model_is_unloaded(folders: dict[str, Path], expected: dict[str,
         assert served.loads == ["rabbit", "rabbit"]
 
 
+def test_the_time_without_a_request_begins_at_the_start(folders: dict[str, Path]) -> None:
+    settings = Settings(name="rabbit", hosts=LOCAL)
+    request = LoadRequest.of(folders["rabbit"], device="cpu")
+    load = partial(Service.load, request, "auto", LIMITS, settings, Console(quiet=True))
+    service = load()
+    assert service is not None
+    models = Models.of(service, lambda beside: load(beside=beside), 0.2)
+    model, listening = weakref.ref(service.model), bound("127.0.0.1", 0)
+    del service
+    with in_a_thread(models, listening, 5.0):
+        served = Served(models, address_of(listening), [])
+        served.until(lambda states: states["rabbit"]["state"] == "not loaded")
+        assert model() is None
+        assert served.text("rabbit")
+    models.services[0].close()
+    listening.close()
+
+
+def test_ollamas_requests_say_how_long_a_model_stays(folders: dict[str, Path], expected: dict[str, str]) -> None:
+    with serving(folders, keep_alive=0.0) as served:
+
+        def says(kept: Any) -> Any:
+            return served.post("rabbit", "/api/generate", prompt="", keep_alive=kept).json()["done_reason"]
+
+        assert says(0) == "unload"
+        assert served.loads == []
+        assert says("1h") == "load"
+        assert served.text("rabbit") == expected["rabbit"]
+        (running,) = served.get("/api/ps")["models"]
+        assert running["model"] == "rabbit"
+        assert says(0) == "unload"
+        served.until(lambda states: states["rabbit"]["state"] == "not loaded")
+        assert served.get("/api/ps") == {"models": []}
+        assert served.loads == ["rabbit"]
+
+
 def test_a_model_that_nobody_waits_for_any_more_is_unloaded(folders: dict[str, Path]) -> None:
     go = threading.Event()
     with serving(folders, keep_alive=0.0, before=lambda name: go.wait(PATIENCE)) as served:

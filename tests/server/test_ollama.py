@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import io
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rabbitllm.server.embeddings import PoolingRecipe
 from rabbitllm.version import __version__
 from tests.server.serving import NAME, Running, running
+from tests.server.test_embeddings import base_model
 from tests.server.test_interfaces import SCHEMA, scripted_split
+from tests.support.tiny_models import split
 
 __all__ = ["scripted_split"]
 
@@ -56,7 +62,7 @@ def test_a_streamed_chat_is_the_same(client: Any) -> None:
 
 
 def test_a_conversation_goes_to_the_template(scripted: Running, client: Any) -> None:
-    called = {"role": "assistant", "content": "b", "thinking": "hm", "tool_calls": []}
+    called: dict[str, Any] = {"role": "assistant", "content": "b", "thinking": "hm", "tool_calls": []}
     called["tool_calls"] = [{"function": {"name": "add", "arguments": {"a": 1}}}]
     conversation = [GO[0], called, {"role": "tool", "tool_name": "add", "content": "2"}]
     answer = client.chat(NAME, conversation, options={"num_predict": 1})
@@ -86,6 +92,44 @@ def test_models_are_shown(client: Any, scripted: Running) -> None:
     assert shown.template == scripted.service.template.sources[0]
     with scripted.http as http:
         assert http.get("/api/version").json() == {"version": __version__}
+
+
+def test_a_request_says_how_long_the_model_stays(client: Any, scripted: Running) -> None:
+    for kept, seconds in (("1h30m", 5400), (600, 600), ("250ms", 0.25), (-1, math.inf), ("-1m", math.inf)):
+        client.generate(NAME, "<talk>", keep_alive=kept)
+        assert scripted.models.entries[0].keep_alive == seconds
+    (running,) = client.ps().models
+    assert (running.model, running.details.family) == (NAME, "llama")
+    assert running.expires_at.year > 2300
+    assert running.size == sum(scripted.model.placement.bytes_on(name) for name in scripted.model.placement.limits)
+    assert running.context_length == scripted.service.limits.context
+    client.chat(NAME, GO, keep_alive="10m")
+    left = client.ps().models[0].expires_at.timestamp() - time.time()
+    assert 0 < left <= 600
+    for wrong in ("soon", "5 minutes", "", "5x"):
+        with pytest.raises(ollama.ResponseError, match="keep_alive: expected seconds"):
+            client.generate(NAME, keep_alive=wrong)
+
+
+def test_embeddings(tmp_path: Path) -> None:
+    folder = split(base_model(tmp_path / "qwen3", tied=False))
+    with running(folder, recipe=PoolingRecipe("mean", False)) as server:
+        asks = ollama.Client(server.address, trust_env=False)
+        texts = ["a rabbit", "another one"]
+        answer = asks.embed(NAME, texts, truncate=True, options={"num_ctx": 64})
+        with server.http as http:
+            data = http.post("/v1/embeddings", json={"input": texts}).json()
+        for unit, entry in zip(answer.embeddings, data["data"], strict=True):
+            vector = torch.tensor(entry["embedding"])
+            assert torch.allclose(torch.tensor(unit), vector / vector.norm(), atol=1e-6)
+        assert answer.prompt_eval_count == data["usage"]["prompt_tokens"]
+        assert asks.embeddings(NAME, texts[0]).embedding == answer.embeddings[0]
+        (short,) = asks.embed(NAME, texts[0], dimensions=8).embeddings
+        assert len(short) == 8
+        assert math.hypot(*short) == pytest.approx(1)
+        assert asks.ps().models[0].model == NAME
+        with pytest.raises(ollama.ResponseError, match="temperature is not supported"):
+            asks.embed(NAME, "a", options={"temperature": 1})
 
 
 def test_refusals_are_texts(client: Any) -> None:

@@ -559,6 +559,50 @@ def test_answer_continues_while_another_conversation_is_open(tab: Tab, server: R
     assert texts(tab) == ["First?", "hop"]
 
 
+def test_conversations_stay_in_order_when_the_status_comes_late(tab: Tab) -> None:
+    settings(tab, max_tokens=3)
+    tab.run(
+        "{const ask = fetch; window.held = []; window.fetch = (path, ...rest) => ("
+        "window.held && path === 'status' ? new Promise((go) => held.push(go)).then(() => ask(path, ...rest))"
+        " : ask(path, ...rest));}"
+    )
+    ask(tab, "First?")
+    answered(tab, "First?", "hop")
+    tab.run("window.late = held; window.held = null")
+    tab.click("#new")
+    ask(tab, "Second?")
+    answered(tab, "Second?", "hop")
+    eventually(lambda: [has_times(chat) for chat in kept(tab)].count(True) == 1)
+    tab.run("late.forEach((go) => go())")
+    eventually(lambda: all(map(has_times, kept(tab))))
+    tab.click("#chats li:last-child button")
+    assert texts(tab) == ["First?", "hop"]
+
+
+def has_times(chat: dict[str, Any]) -> bool:
+    """Whether an answer says where its time went."""
+    return "work" in chat["messages"][-1].get("took", {})
+
+
+def test_a_browser_that_blocks_storage(server: Running, tmp_path: Path) -> None:
+    blocked = {"profile": {"default_content_setting_values": {"cookies": 2}}}
+    with Browser(tmp_path, blocked) as browser:
+        tab = browser.tab(f"{server.address}/")
+        with pytest.raises(RuntimeError, match="Access is denied"):
+            tab.run("localStorage")
+        tab.wait(f"document.querySelector('#model').textContent === '{NAME}'")
+        assert "go with this page" in tab.run("document.querySelector('.hello').textContent")
+        settings(tab, temperature=0, max_tokens=3)
+        for question in ("First?", "Second?"):
+            ask(tab, question)
+            answered(tab, question, "hop")
+            tab.click("#new")
+        tab.click("#chats li:last-child button")
+        assert texts(tab) == ["First?", "hop"]
+        assert "keeps nothing: export" in tab.run("document.querySelector('#notice').textContent")
+        assert tab.complaints() == []
+
+
 def test_requests_carry_the_settings(tab: Tab) -> None:
     numbers = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 2, "seed": 7}
     numbers |= {"presence_penalty": -0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}

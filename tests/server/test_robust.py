@@ -459,7 +459,7 @@ def test_full_queue_answers_429_with_retry_after(split_folder: Path) -> None:
 
 
 def test_timeout_of_a_request(split_folder: Path) -> None:
-    with running(split_folder, seconds=0.3) as served:
+    with running(split_folder, seconds=0.05) as served:
         answer = served.post(COMPLETION, LONG)
         refused(answer, 504, "timeout")
         assert answer.headers["x-should-retry"] == "false"

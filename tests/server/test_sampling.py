@@ -188,11 +188,13 @@ def test_batch_lines_take_them(served: Running, split_folder: Path) -> None:
         {"custom_id": "c", "url": "/v1/completions", "body": {**body, "max_tokens": 0, "min_tokens": 0}},
         {"custom_id": "d", "url": "/v1/completions", "body": {**body, "echo": True, "logprobs": 1}},
         {"id": "e", "prompt": PROMPT, "max_tokens": 8, "presence_penalty": 1.5, "min_tokens": 2},
-        {"id": "f", "prompt": PROMPT, "logit_bias": {"5": 3.0}},
+        {"id": "f", "prompt": PROMPT, "max_tokens": 8, **options},
+        {"id": "g", "prompt": PROMPT, "logit_bias": {"100000": 3.0}},
     ]
     by_id = {line.get("custom_id", line["id"]): line for line in batch(load(split_folder, STREAMED), lines)}
     texts = {key: [choice["text"] for choice in by_id[key]["response"]["body"]["choices"]] for key in "abc"}
     assert (texts["a"], len(texts["b"]), texts["c"]) == ([expected], 1, [""])
     assert "use context and continuation" in by_id["d"]["response"]["body"]["error"]["message"]
     assert by_id["e"]["text"] == ask(served, 8, presence_penalty=1.5, min_tokens=2).choices[0].text
-    assert "logit_bias is not supported here" in by_id["f"]["error"]["message"]
+    assert by_id["f"]["text"] == expected
+    assert "logit_bias has the token 100000; the vocabulary has" in by_id["g"]["error"]["message"]

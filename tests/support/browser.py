@@ -53,12 +53,15 @@ class Browser:
 
     Args:
         folder: for the profile, and for what the pages download.
+        preferences: the user's, in the form of the profile's file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, preferences: dict[str, Any] | None = None) -> None:
         program = chromium()
         assert program is not None
         self.downloads = folder / "downloads"
+        (folder / "profile" / "Default").mkdir(parents=True)
+        (folder / "profile" / "Default" / "Preferences").write_text(json.dumps(preferences or {}))
         ours, self._write = os.pipe()
         self._read, theirs = os.pipe()
         # the shell gives the pipes the numbers that the browser expects; so they must not have these already

@@ -18,6 +18,26 @@ export const sound = (text) => (text.toWellFormed ? text.toWellFormed() : text);
 
 export const nameOf = (chat) => chat.title || chat.messages[0]?.content.trim().replace(/\s+/g, " ").slice(0, 80) || "New conversation";
 
+/** What a browser keeps, in a page of a browser that keeps nothing: gone with the page. */
+class Passing {
+  isPassing = true;
+  #kept = new Map();
+  get length() { return this.#kept.size; }
+  key(at) { return [...this.#kept.keys()][at]; }
+  getItem(key) { return this.#kept.get(key) ?? null; }
+  setItem(key, value) { this.#kept.set(key, value); }
+  removeItem(key) { this.#kept.delete(key); }
+}
+
+/** `localStorage` or `sessionStorage`; where the browser blocks it, one that passes. */
+export function storageOf(name) {
+  try {
+    return window[name] ?? new Passing();
+  } catch {
+    return new Passing();
+  }
+}
+
 export class Chats {
   #storage;
 

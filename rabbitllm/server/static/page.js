@@ -1,6 +1,6 @@
 // The page: wires the conversation, the server's answers and what the browser keeps to the elements of page.html.
 
-import { beside, Chats, choose, decode, encode, encodeAll, matches, MOST_BYTES, messagesOf, nameOf, sound } from "./chats.js";
+import { beside, Chats, choose, decode, encode, encodeAll, matches, MOST_BYTES, messagesOf, nameOf, sound, storageOf } from "./chats.js";
 import { pictureOf, shown } from "./pictures.js";
 import { showNone, showStatus } from "./status.js";
 import { ask, headersOf, Trouble } from "./talk.js";
@@ -14,7 +14,9 @@ const KEY = "rabbitllm.key";
 const MODEL = "rabbitllm.model";
 const COLORS = "rabbitllm.colors";
 
-const chats = new Chats(localStorage);
+const lasting = storageOf("localStorage");
+const ofTab = storageOf("sessionStorage");
+const chats = new Chats(lasting);
 let models = [];  // as the server lists them
 let model = "";
 let chat = chats.fresh();
@@ -51,10 +53,10 @@ const stored = (storage, name) => {
     return {};
   }
 };
-const keyOf = () => sessionStorage.getItem(KEY) ?? "";
+const keyOf = () => ofTab.getItem(KEY) ?? "";
 
 function useKey(key) {
-  put(() => sessionStorage.setItem(KEY, key.trim()));
+  put(() => ofTab.setItem(KEY, key.trim()));
   findModel();
 }
 
@@ -62,7 +64,8 @@ function useKey(key) {
 
 function notify(words = "", ...actions) {
   const full = isFull ? "The browser's storage is full. Export this conversation, and delete old ones." : "";
-  $("notice").replaceChildren(...[words, ...actions, full].filter(Boolean));
+  const passes = lasting.isPassing && chats.all().length ? "This browser keeps nothing: export what you need later." : "";
+  $("notice").replaceChildren(...[words, ...actions, full, passes].filter(Boolean));
 }
 
 function list() {
@@ -170,7 +173,8 @@ function unanswered() {
 
 function hello() {
   const icon = made("img", { src: "static/icon.svg", alt: "", width: 56, height: 56 });
-  return made("p", { className: "hello" }, icon, "Your messages are stored in this browser and sent to this server only.");
+  const where = lasting.isPassing ? "go with this page: this browser keeps nothing. They are" : "are stored in this browser and";
+  return made("p", { className: "hello" }, icon, `Your messages ${where} sent to this server only.`);
 }
 
 /** Changes what is in the log, and keeps its end in view where it was in view. */
@@ -209,7 +213,7 @@ function again(asked) {
 }
 
 function bodyOf(asked) {
-  const settings = stored(localStorage, SETTINGS);
+  const settings = stored(lasting, SETTINGS);
   const numbers = NUMBERS.filter((name) => Number.isFinite(settings[name])).map((name) => [name, settings[name]]);
   const fixed = { messages: messagesOf(asked), stream: true, stream_options: { include_usage: true } };
   return { ...(model && { model }), ...fixed, ...Object.fromEntries(numbers) };
@@ -275,7 +279,7 @@ async function answer(asked, before = null) {
   const [first, end] = [await atFirst, await poll()];
   if (!first || !end || !coming.took || chats.get(asked.id)?.changed !== asked.changed) return;
   coming.took.work = workOf(first, end, usage?.tokens ?? Infinity);
-  keep(asked);
+  keep(asked, asked.changed);  // it was changed by the answer: a late status moves it to no other place
   following(draw);
 }
 
@@ -310,7 +314,7 @@ async function findModel() {
     models = (await get("v1/models")).data;
     $("model").replaceChildren(...models.map(({ id }) => made("option", { value: id }, id)));
     $("model").disabled = models.length < 2;
-    useModel(localStorage.getItem(MODEL));
+    useModel(lasting.getItem(MODEL));
     notify();
     await poll();
   } catch (error) {
@@ -356,7 +360,7 @@ async function poll() {
 // settings and files ---------------------------------------------------------------------------------------------------
 
 function openSettings() {
-  const settings = stored(localStorage, SETTINGS);
+  const settings = stored(lasting, SETTINGS);
   for (const name of NUMBERS) $(name).value = settings[name] ?? "";
   $("system").value = chat.system;
   $("key").value = keyOf();
@@ -365,7 +369,7 @@ function openSettings() {
 
 function closeSettings() {
   const given = NUMBERS.filter((name) => $(name).value !== "").map((name) => [name, $(name).valueAsNumber]);
-  put(() => localStorage.setItem(SETTINGS, JSON.stringify(Object.fromEntries(given))));
+  put(() => lasting.setItem(SETTINGS, JSON.stringify(Object.fromEntries(given))));
   const system = sound($("system").value);
   if (system !== chat.system) {
     chat.system = system;
@@ -499,11 +503,11 @@ $("photos").onchange = async () => {
 };
 $("find").oninput = list;
 $("model").onchange = () => {
-  put(() => localStorage.setItem(MODEL, $("model").value));
+  put(() => lasting.setItem(MODEL, $("model").value));
   useModel($("model").value);
 };
 $("colors").onchange = () => {
-  put(() => localStorage.setItem(COLORS, $("colors").value));
+  put(() => lasting.setItem(COLORS, $("colors").value));
   useColors($("colors").value);
 };
 const useColors = (name) => (document.documentElement.dataset.colors = $("colors").value = name);
@@ -552,7 +556,7 @@ addEventListener("storage", (event) => {  // another tab
 });
 document.onvisibilitychange = () => document.hidden || poll();
 
-useColors(localStorage.getItem(COLORS) ?? "");
+useColors(lasting.getItem(COLORS) ?? "");
 show(chats.all()[0] ?? chats.fresh());
 findModel();
 poll();
