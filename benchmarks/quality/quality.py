@@ -5,7 +5,7 @@ distributions from those of the checkpoint (docs/guides/compression.md), and the
 of inputs is in the row of bitsandbytes' LLM.int8, but not in those of llama.cpp; notes below the table compare its own
 program with the same file.
 
-    python -m benchmarks quality --model NAME=FOLDER [--model …] [--text NAME=FILE] [--work DIR] [--results FILE]
+    python -m benchmarks quality --model NAME=FOLDER [--model …] [--text NAME=FILE] [--tokens N] [--work DIR]
 
 Without --model it takes the bundled one. A text is a file; the default is the held-out problems, and held-out prose for
 a model with the name `larger`. RabbitLLM's rows go through the engine, others through transformers.
@@ -32,7 +32,7 @@ from benchmarks.quality.llama_cpp import PLAIN, PRESETS, next_tokens, quantized,
 from rabbitllm import AutoModel
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError
-from rabbitllm.evaluation.compare import Summary, compare, compare_logits, summarize
+from rabbitllm.evaluation.compare import Summary, compare_logits, summarize
 from rabbitllm.evaluation.quality import number, scored_answers, text_of, windows
 from rabbitllm.formats.gguf import read_gguf
 from rabbitllm.generation.scoring import ScoredText
@@ -136,11 +136,10 @@ class Subject:
 
 def ours(subject: Subject, work: Path) -> Iterator[Row]:
     """Every compression, and `auto` at several budgets."""
-    reference = AutoModel.from_pretrained(subject.folder, device="cpu", dtype="float32", split=False)
     wishes: list[tuple[str, str, dict[str, Any]]] = [(OURS, name, {"compression": name}) for name in COMPRESSED]
     for share in subject.extent.budgets:
         wishes.append((AUTO, f"{share:.1%}", {"compression": "auto", "max_disk": int(subject.nbytes * share)}))
-    yield Row(subject.name, OURS, "none", subject.nbytes, compare(reference, reference, subject.texts))
+    yield Row(subject.name, OURS, "none", subject.nbytes, subject.summary(subject.plain))
     for maker, name, wish in wishes:
         try:
             with fresh_folder(work / "split") as folder:
@@ -155,7 +154,7 @@ def ours(subject: Subject, work: Path) -> Iterator[Row]:
                     **wish,
                 )
                 nbytes = sum(placed.counted for placed in model.placement.units)
-                yield Row(subject.name, maker, name, nbytes, compare(model, reference, subject.texts))
+                yield Row(subject.name, maker, name, nbytes, subject.summary(model))
                 del model
         except RabbitLLMError as error:
             print(f"{maker} {name} is left out: {error.problem}", file=sys.stderr)
@@ -211,24 +210,32 @@ def of_llama_cpp(subject: Subject, work: Path) -> Iterator[Row]:
                     )
                     summary, expected = subject.summary(model), subject.at_middles(model)
                     del model
-                contexts = [ids for ids, _ in subject.middles()]
-                with serving(path, max(map(len, contexts)) + 16, work.parent) as ask:
-                    found = next_tokens(ask, contexts, expected.shape[1])
-                targets = torch.tensor([token for _, token in subject.middles()])
-                own = summarize([compare_logits(expected, found, targets)])
                 tensors = read_gguf(path).header.tensors
-                note = (
-                    f"{types(tensors)}. llama.cpp itself is "
-                    f"{number(own.divergence.mean)} ± {number(own.divergence.error)} "
-                    f"from these weights in float32 at {own.positions} positions, and finds the same token most likely "
-                    f"at {round(own.agreement * own.positions)}."
-                )
+                note = f"{types(tensors)}.{_own_predictions(subject, path, expected, work.parent)}"
                 nbytes = sum(spec.nbytes if spec.blocks is None else spec.blocks.nbytes for spec in tensors)
                 yield Row(subject.name, LLAMA_CPP, preset, nbytes, summary, note)
                 if path != plain:
                     path.unlink()
     except PeerError as error:
         print(f"{LLAMA_CPP} is left out: {error}", file=sys.stderr)
+
+
+def _own_predictions(subject: Subject, path: Path, expected: torch.Tensor, work: Path) -> str:
+    """What llama.cpp's own program predicts of the file, as a sentence; "" if it fails."""
+    contexts = [ids for ids, _ in subject.middles()]
+    try:
+        with serving(path, max(map(len, contexts)) + 16, work) as ask:
+            found = next_tokens(ask, contexts, expected.shape[1])
+    except PeerError as error:
+        print(f"{LLAMA_CPP}'s own program is left out: {error}", file=sys.stderr)
+        return ""
+    targets = torch.tensor([token for _, token in subject.middles()])
+    own = summarize([compare_logits(expected, found, targets)])
+    return (
+        f" llama.cpp itself is {number(own.divergence.mean)} ± {number(own.divergence.error)} from these weights in "
+        f"float32 at {own.positions} positions, and finds the same token most likely at "
+        f"{round(own.agreement * own.positions)}."
+    )
 
 
 def table(rows: Sequence[Row], subject: Subject) -> report.Table:
@@ -260,10 +267,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER", help="a model")
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="its text")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="predicted tokens of each text")
     parser.add_argument("--work", type=Path, default=_WORK, help="for temporary files")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="file to write, without suffix")
     options = command_line.parsed(parser, arguments)
-    extent = Extent(4, 2 * WINDOW, BUDGETS[3:4]) if options.smallest else WHOLE
+    extent = Extent(4, 2 * WINDOW, BUDGETS[3:4]) if options.smallest else Extent(tokens=options.tokens)
     if options.smallest:
         print(f"{LLAMA_CPP} is left out: it would have to be built first.")
     bundled = f"bundled={Path(rabbitllm.demo.__file__).parent / 'model'}"
