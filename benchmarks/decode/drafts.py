@@ -357,8 +357,7 @@ def tabulate(answers: Sequence[Answer], rows: Sequence[str]) -> report.Table:
                     )
                 )
     headings = ("row", "s/token", "tokens a pass", "of the rate without", "GB read a pass", "s drafting a pass")
-    headings += ("right by depth, last turn",)
-    return report.Table(headings, lines)
+    return report.Table((*headings, "right by depth, last turn"), lines)
 
 
 def rates(answers: Sequence[Answer], of: Sequence[Answer]) -> list[float]:
