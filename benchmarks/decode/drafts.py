@@ -1,14 +1,15 @@
 """Seconds and passes of a token with drafts and without, of one model and its draft, with memory for a share of it.
 
-All rows take turns in one process. What an answer of a row teaches, the next one knows. Before each pass the layer
-files leave the page cache, as on a machine without memory for them. In the rows "always wrong" the draft proposes other
-tokens than it chose: this must not be slower than 0.97 of the rate without a draft. With `--draft self` the rows
-without it have the same memory, and no copies in it.
+All rows take turns in one process. What an answer of a row teaches, the next one knows. As on a machine without memory
+for the layer files, they leave the page cache before each pass, and are read past it if that is faster; the table says
+what passes read from the disk. In the rows "always wrong" the draft proposes other tokens than it chose: this must not
+be slower than 0.97 of the rate without a draft. The row "self" has the memory of the others, its copies included; if
+they do not fit, a note says so.
 
 llama.cpp's rows are its `llama-server` (`--llama FOLDER`), built as for `decode.instructions`, with the server. A
 control group, which only root can make, gives it the memory of the other rows, and that of a draft model.
 
-    python -m benchmarks decode.drafts --model FOLDER [--draft FOLDER|self] [--share 0.25] [--only ROW ...]
+    python -m benchmarks decode.drafts --model FOLDER [--draft FOLDER] [--share 0.25] [--only ROW ...]
 """
 
 from __future__ import annotations
@@ -24,18 +25,22 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.lib import command_line, llama, report
-from benchmarks.lib.measure import drop_pages, fresh_folder, spread
+from benchmarks.lib.measure import drop_pages, fresh_copy, fresh_folder, read_speed, spread
 from benchmarks.lib.process import REPOSITORY, Cap, PeerError, control_group
 from benchmarks.lib.runs import in_turns
+from benchmarks.lib.worker import bytes_read
 
-PLAIN, NGRAM, MODEL, WRONG = "no draft", "ngram", "draft model", "always wrong"
+PLAIN, NGRAM, MODEL, SELF, WRONG = "no draft", "ngram", "draft model", "self", "always wrong"
 PLAIN_INSIDE, WRONG_INSIDE = f"{PLAIN}, all in memory", f"{WRONG}, all in memory"
 PEER, PEER_MODEL = "llama.cpp", "llama.cpp, draft model"
-ROWS = (PLAIN, NGRAM, MODEL, WRONG, PLAIN_INSIDE, WRONG_INSIDE, PEER, PEER_MODEL)
+PEERS = (PEER, PEER_MODEL)
+ROWS = (PLAIN, NGRAM, MODEL, SELF, WRONG, PLAIN_INSIDE, WRONG_INSIDE, *PEERS)
 WITHOUT = {**dict.fromkeys(ROWS, PLAIN), WRONG_INSIDE: PLAIN_INSIDE, PEER_MODEL: PEER}
 """Row -> the one without a draft with which it is compared; llama.cpp without one is compared with this project."""
 LEAST = 0.97
 """Of the rate without a draft, if drafts are always wrong."""
+SPEED_BYTES = 1 << 30
+"""What is read to measure the disk."""
 PEER_ROOM_BYTES = 256 << 20
 """For llama.cpp's KV caches and activations."""
 PEER_DRAFTS = ("--spec-type", "draft-simple", "--spec-draft-n-max", "16", "--spec-draft-p-min", "0.75")
@@ -57,6 +62,8 @@ class Answer:
         seconds: of all tokens after the first.
         tokens: number of these.
         passes: passes of the answer.
+        read: bytes that came from the disk, of all passes.
+        drafting: seconds in which tokens were drafted.
         right: by depth, the share of drafted tokens that were right.
         ids: the answer.
     """
@@ -68,6 +75,8 @@ class Answer:
     seconds: float
     tokens: int
     passes: int
+    read: int = 0
+    drafting: float = 0.0
     right: list[float] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
 
@@ -146,6 +155,7 @@ def answer(
     options: dict[str, Any] = {"min_new_tokens": tokens, "max_new_tokens": tokens, "streamer": streamer, **chosen}
     drafting = drafting and drafting.streaming_to(streamer)
     hook = model.get_decoder().register_forward_pre_hook(count)
+    before = bytes_read()
     try:
         torch.manual_seed(turn)
         with (
@@ -159,8 +169,10 @@ def answer(
     times = streamer.times[-tokens:]
     brought = None if drafting is None else drafting.brought
     right = [] if brought is None else [a / b for a, b in zip(brought.right, brought.checked, strict=True)]
-    made = result[0, ids.shape[1] :].tolist()
-    return Answer(row, text, temperature, turn, times[-1] - times[0], tokens - 1, passes, right, made)
+    made, seconds = result[0, ids.shape[1] :].tolist(), times[-1] - times[0]
+    drafted = 0.0 if brought is None else brought.seconds
+    read = bytes_read() - before
+    return Answer(row, text, temperature, turn, seconds, tokens - 1, passes, read, drafted, right, made)
 
 
 def prompt_ids(model: Any, text: str) -> list[int]:
@@ -189,53 +201,73 @@ class Subjects:
 
     Attributes:
         streamed: the model with memory for a share of its bytes.
-        drafting: the same, which with `--draft self` has copies in that memory.
+        copies: the same, which has copies in that memory; None if no row asks for it, or if they do not fit.
         inside: the model all in memory; None if no row asks for it.
-        draft: the draft model, "self", or None.
+        draft: the draft model, or None.
         room: bytes of memory of the first two.
+        refused: why there are no copies.
     """
 
     streamed: Any
-    drafting: Any
+    copies: Any
     inside: Any
     draft: Any
     room: int
+    refused: str
 
     def of(self, row: str) -> tuple[Any, Any]:
         """A row's model and its draft."""
-        if row in (PLAIN_INSIDE, WRONG_INSIDE):
-            return self.inside, None if self.draft == "self" else self.draft
-        return (self.drafting, self.draft) if row in (MODEL, WRONG) else (self.streamed, None)
+        if row == SELF:
+            return self.copies, SELF
+        model = self.inside if row in (PLAIN_INSIDE, WRONG_INSIDE) else self.streamed
+        return model, self.draft if row in (MODEL, WRONG, WRONG_INSIDE) else None
 
 
 def load(options: Any, work: Path, rows: Sequence[str]) -> Subjects:
     """Load them. Each model has files of its own: what one of them maps, does not leave the page cache."""
     from rabbitllm import AutoModel
+    from rabbitllm.engine import span_reader
+    from rabbitllm.errors import OptionError
     from rabbitllm.generation.draft import prepare_draft
 
     common: dict[str, Any] = {"device": "cpu", "show_layer_progress": False, "fast_bfloat16": None}
-    draft: Any = options.draft
 
     def loaded(name: str, **limits: Any) -> Any:
-        place = {"layer_shards_saving_path": work / name, "compression": options.compression}
-        return AutoModel.from_pretrained(options.model, **place, **common, **limits)
+        source, folder = options.model, work / name
+        if (source / "split.json").exists():  # it would be used where it is
+            if not folder.exists():
+                fresh_copy(source, folder)
+            source = folder
+        place = {"layer_shards_saving_path": folder, "compression": options.compression}
+        with patch.object(span_reader, "stays_cached", lambda *_: False):
+            return AutoModel.from_pretrained(source, **place, **common, **limits)
 
-    def bytes_of(name: str) -> int:
-        return sum(path.stat().st_size for path in (work / name).rglob("*.safetensors"))
-
-    if draft is not None and draft != "self":
-        draft = AutoModel.from_pretrained(draft, layer_shards_saving_path=work / "draft", **common)
     streamed = loaded("model")
-    room = round(options.share * bytes_of("model"))
+    room = round(options.share * sum(path.stat().st_size for path in files_of(work, "model")))
     limit = {"max_memory": {"cpu": room}} if options.share < 1 else {}
     if limit:
         streamed = loaded("model", **limit)
-    drafting = loaded("copies", draft="self", **limit) if draft == "self" else streamed
-    inside = loaded("inside") if WRONG_INSIDE in rows else None
-    for model in (streamed, inside) if draft not in (None, "self") else ():
-        if model is not None:
-            prepare_draft(model, draft)
-    return Subjects(streamed, drafting, inside, draft, room)
+    copies, refused = None, ""
+    if SELF in rows:
+        try:
+            copies = loaded("copies", draft=SELF, **limit)
+        except OptionError as error:
+            refused = str(error).splitlines()[0]
+    inside = loaded("inside") if WRONG_INSIDE in rows or PLAIN_INSIDE in rows else None
+    draft = None
+    if options.draft is not None:
+        draft = AutoModel.from_pretrained(options.draft, layer_shards_saving_path=work / "draft", **common)
+        for model in (streamed, inside):
+            if model is not None:
+                prepare_draft(model, draft)
+    return Subjects(streamed, copies, inside, draft, room, refused)
+
+
+def files_of(work: Path, *names: str) -> list[Path]:
+    """The layer files of models."""
+    files = sorted(path for name in names for path in (work / name).rglob("*.safetensors"))
+    assert files, f"no layer files in {names} of {work}: nothing would leave the page cache"
+    return files
 
 
 @dataclass(frozen=True)
@@ -281,7 +313,8 @@ class Peer:
         drawn["repeat_penalty"] = own.repetition_penalty or 1.0
         label = f"drafts-{row.replace(' ', '-').replace(',', '')}-{turn}"
         with control_group(f"rabbitllm-drafts-{os.getpid()}") as group:
-            drop_pages(self.file)
+            for file in filter(None, (self.file, self.draft)):  # what is cached is another group's
+                drop_pages(file)
             with llama.serving(self.program, arguments, self.work, label, cap=Cap(group, room)) as ask:
                 for text, prompt in prompts.items():
                     for temperature in TEMPERATURES:
@@ -290,7 +323,7 @@ class Peer:
                         times = found["timings"]
                         passes = times["predicted_n"] - times.get("draft_n_accepted", 0)
                         seconds, count = times["predicted_ms"] / 1000, times["predicted_n"] - 1
-                        yield Answer(row, text, temperature, turn, seconds, count, passes, [], found["tokens"])
+                        yield Answer(row, text, temperature, turn, seconds, count, passes, ids=found["tokens"])
 
 
 def gguf_of(given: Path, split: Path, made: Path) -> Path:
@@ -309,6 +342,8 @@ def tabulate(answers: Sequence[Answer], rows: Sequence[str]) -> report.Table:
                 of = [one for one in answers if (one.row, one.text, one.temperature) == (row, text, temperature)]
                 if not of:
                     continue
+                drafted = spread(one.drafting / one.passes for one in of)
+                read = sum(one.read for one in of) / sum(one.passes for one in of)
                 right = " ".join(f"{share:.0%}" for share in of[-1].right[:4]) or "-"
                 lines.append(
                     (
@@ -316,11 +351,13 @@ def tabulate(answers: Sequence[Answer], rows: Sequence[str]) -> report.Table:
                         report.shown(spread(one.seconds / one.tokens for one in of), 4),
                         report.shown(spread((one.tokens + 1) / one.passes for one in of)),
                         report.shown(spread(rates(answers, of))),
+                        "-" if row in PEERS else f"{read / 1e9:.2f}",
+                        "-" if row in PEERS else report.shown(drafted),
                         right,
                     )
                 )
-    headings = ("row", "s/token", "tokens a pass", "of the rate without", "right by depth, last turn")
-    return report.Table(headings, lines)
+    headings = ("row", "s/token", "tokens a pass", "of the rate without", "GB read a pass", "s drafting a pass")
+    return report.Table((*headings, "right by depth, last turn"), lines)
 
 
 def rates(answers: Sequence[Answer], of: Sequence[Answer]) -> list[float]:
@@ -334,7 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, print, write; not 0 if drafts that are always wrong are too slow."""
     parser = command_line.parser(__doc__, 5, ROWS)
     parser.add_argument("--model", type=Path, default=REPOSITORY / "rabbitllm" / "demo" / "model", metavar="FOLDER")
-    parser.add_argument("--draft", metavar="FOLDER", help="the draft model, or self; without it, only ngram")
+    parser.add_argument("--draft", metavar="FOLDER", help="the draft model; without it, only ngram and self")
     parser.add_argument("--compression", metavar="SCHEME", help="of the model's split")
     parser.add_argument("--share", type=float, default=0.25, help="of the model's bytes in memory; 1 for all")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer (default: %(default)s)")
@@ -343,16 +380,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command_line.settle(options, "drafts")
     command_line.check_tokens(options)
     left_out = {MODEL} if options.draft is None else set[str]()
-    left_out |= {PEER_MODEL} if options.draft in (None, "self") else set()
-    left_out |= {PEER, PEER_MODEL} if options.llama is None else set()
-    left_out |= {PLAIN_INSIDE, WRONG_INSIDE} if options.share >= 1 else set()
+    left_out |= {PEER_MODEL} if options.draft is None else set()
+    left_out |= {*PEERS} if options.llama is None else set()
+    left_out |= {SELF, PLAIN_INSIDE, WRONG_INSIDE} if options.share >= 1 else set()
     asked = {*options.only, *(WITHOUT[row] for row in options.only)} - left_out
     rows = [row for row in ROWS if row in asked]
     answers, failed = list[Answer](), dict[str, str]()
     with fresh_folder(options.work_dir / "drafts") as work:
         subjects = load(options, work, rows)
-        files = sorted(path for name in ("model", "copies") for path in (work / name).rglob("*.safetensors"))
-        ours = [row for row in rows if row not in (PEER, PEER_MODEL)]
+        if subjects.refused:
+            failed[SELF] = subjects.refused
+            rows.remove(SELF)
+        files = files_of(work, "model", *(["copies"] if SELF in rows else ()))
+        disk = [read_speed(files, SPEED_BYTES)]
+        ours = [row for row in rows if row not in PEERS]
         drafting = {row: drafting_of(*subjects.of(row), row) for row in ours}
         peer = None
         if len(ours) < len(rows):
@@ -376,9 +417,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for text in PROMPTS:
                 for temperature in TEMPERATURES:
                     answers.append(answer(model, drafting[row], row, text, temperature, turn, options.tokens, cold))
+        disk.append(read_speed(files, SPEED_BYTES))
     name = options.draft and Path(options.draft).name
     compression = f" at {options.compression}" if options.compression else ""
     notes = [f"{options.model.name}{compression}, draft {name}, memory for {options.share:.0%}."]
+    notes.append(f"The disk reads {disk[0] / 1e9:.1f} GB/s before and {disk[1] / 1e9:.1f} GB/s after the rows.")
     notes += [f"{row}: {why}" for row, why in failed.items()]
     if peer is not None:
         notes.append(f"llama.cpp drafts with {' '.join(PEER_DRAFTS)}; {PEER} is compared with this project's {PLAIN}.")

@@ -21,7 +21,7 @@ from rabbitllm.generation._mtp import PackedHeads
 from rabbitllm.generation._proposals import MTP, NGRAM, Draft, proposals_of
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Width, costs_of
-from rabbitllm.generation.kv_cache import CacheCost, cost_by_config
+from rabbitllm.generation.kv_cache import MIN_PREFIX_TOKENS, CacheCost, common_prefix, cost_by_config
 from rabbitllm.generation.request import end_tokens
 
 if TYPE_CHECKING:
@@ -102,10 +102,25 @@ class BatchDrafts:
         return errors
 
     def _together(self, runner: ModelRunner, wanting: _Wanting) -> Sequence[BaseException | None]:
-        proposing = [runner.coroutines.add(partial(lookahead.propose, ids, most)) for lookahead, ids, most in wanting]
-        while waiting := [coroutine for coroutine in proposing if not coroutine.dead]:
-            runner.run(waiting)
-        return [coroutine.error for coroutine in proposing]
+        """The same with a model. What several sequences begin with is read for the first of them, before the others."""
+        proposals = [partial(lookahead.propose, ids, most) for lookahead, ids, most in wanting]
+        reading, copying = list[int](), list[int]()
+        for index, (lookahead, ids, most) in enumerate(wanting):
+            lengths = [0 if lookahead.nbytes else common_prefix(ids, wanting[other][1]) for other in reading]
+            if (shared := max(lengths, default=0)) < MIN_PREFIX_TOKENS:
+                reading.append(index)
+                continue
+            copying.append(index)
+            reader = wanting[reading[lengths.index(shared)]][0]
+            proposals[index] = partial(lookahead.propose, ids, most, reader, shared)
+        errors: list[BaseException | None] = [None] * len(wanting)
+        for turn in (reading, copying):
+            proposing = [runner.coroutines.add(proposals[index]) for index in turn]
+            while waiting := [coroutine for coroutine in proposing if not coroutine.dead]:
+                runner.run(waiting)
+            for index, coroutine in zip(turn, proposing, strict=True):
+                errors[index] = coroutine.error
+        return errors
 
     def learn(self, lookaheads: Sequence[Lookahead], rows: int, seconds: float) -> None:
         """Take in the pass that is over: the drafts of its sequences, its rows and its time."""

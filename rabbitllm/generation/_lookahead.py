@@ -116,8 +116,16 @@ class Lookahead:
         self._wanted = self._width.choose(most - len(self._forced), self._unread, rows, sequences)
         return len(self._forced) + self._wanted
 
-    def propose(self, ids: Sequence[int], most: int) -> None:
-        """Draft up to `most` tokens after `ids`, as `choose` has said."""
+    def propose(self, ids: Sequence[int], most: int, reader: Lookahead | None = None, shared: int = 0) -> None:
+        """Draft up to `most` tokens after `ids`, as `choose` has said.
+
+        If `reader` has the same first `shared` tokens, with a copy of what its source has read of them.
+        """
+        beside = None if reader is None or reader.beside is None else reader.beside.copied(shared)
+        if beside is not None:
+            self._track.cache.beside, self._track.tokens = beside, shared  # a pass sets this again
+            self._proposals = self._begin()
+            self._unread -= self._proposals.tokens
         forced = self._forced
         self.tokens = tuple(forced)  # also if the source fails
         if most == len(forced):

@@ -35,6 +35,8 @@ HEAD_TOKENS = 8
 """The same of a head that is used again for each token; several propose one token each."""
 BRANCHES = 8
 """The most tokens that may follow one of a tree."""
+_SHARPER = 0.7
+"""The temperature of a tree's probabilities if the model takes what is most probable, of which they say too little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ class FromModel:
         self._device = draft.device
         self._processors = processors
         self._samples = config.do_sample and not branches  # else the random numbers are those of `generate`
+        self._temperature = 1.0 if config.do_sample else _SHARPER
         ends = config.eos_token_id
         self._ends = {ends} if isinstance(ends, int) else {*(ends or ())}
         own = draft.generation_config
@@ -194,7 +197,8 @@ class FromModel:
         last = _TreeToken(1.0, -1, None)
         while True:
             path = torch.cat((ids, ids.new_tensor([last.tokens()])), dim=1)
-            best = self._processors(path, logits)[0].softmax(dim=-1).topk(min(BRANCHES, logits.shape[-1]))
+            scores = self._processors(path, logits)[0] / self._temperature
+            best = scores.softmax(dim=-1).topk(min(BRANCHES, logits.shape[-1]))
             for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                 if probability:  # processors exclude tokens
                     nodes.append(_TreeToken(last.probability * probability, token, last))

@@ -166,6 +166,22 @@ def test_a_second_question_continues_a_drafts_cache(
         assert batch.stats.kept_tokens > 400
 
 
+@pytest.mark.parametrize(("name", "readers"), [("llama", 1), ("qwen3_next", 3)])
+def test_requests_that_begin_together_share_what_a_draft_reads(
+    tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, name: str, readers: int
+) -> None:
+    """Where its cache can be cut after the tokens that they have in common."""
+    folder = endless(tmp_path / "model", name)
+    plain, _ = open_batch(replace(NONE, chunk=256), folder=folder, budget=None)
+    draft = proposing(folder)
+    batch, _ = open_batch(Limits(chunk=256, draft=draft), folder=folder, budget=None)
+    rows = rows_read(monkeypatch, draft)
+    asked = [Request((*prompt(40, 7), last), NEW_TOKENS) for last in (3, 4, 5)]  # none waits for another's KV cache
+    same(answered_together(batch, asked), answered(plain, asked))
+    assert sum(read > 20 for read, _ in rows) == readers
+    assert batch.stats.accepted_tokens
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "llama"])
 def test_the_beginning_of_a_drafts_cache_takes_its_share_of_memory(
     tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, name: str

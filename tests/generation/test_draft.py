@@ -11,6 +11,8 @@ import torch
 
 from rabbitllm import AutoModel
 from rabbitllm.errors import CheckpointError, OptionError
+from rabbitllm.generation._proposals import FromModel
+from rabbitllm.generation._width import Width
 from rabbitllm.generation.draft import Drafting, free_draft, prepare_draft
 from rabbitllm.generation.request import FinishReason, Request, Result, Sampling
 from rabbitllm.generation.session import Session, answer
@@ -52,6 +54,32 @@ def test_any_draft_gives_the_models_answer(folder: Path, tmp_path: Path, vocabul
     assert logits.shape[-1] == VOCABULARY_SIZE
     if vocabulary < VOCABULARY_SIZE:  # it never proposes a token that it does not have
         assert logits[..., vocabulary:].max() < 2 * logits[..., :vocabulary].min() < 0
+
+
+@pytest.mark.parametrize(("sampling", "temperature"), [(Sampling(), 0.7), (Sampling(1.0, seed=4), 1.0)])
+def test_a_tree_is_surer_where_the_most_probable_token_is_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, sampling: Sampling, temperature: float
+) -> None:
+    model, draft = load(split(folder), 0), load(split(folder))
+    prepare_draft(model, draft)
+    trees, tree, worth = list[tuple[torch.Tensor, list[Any]]](), FromModel._tree, Width.worth
+
+    def growing(self: FromModel, ids: torch.Tensor, logits: torch.Tensor, most: int) -> Any:
+        trees.append((logits, []))
+        return tree(self, ids, logits, most)
+
+    def counting(self: Width, probabilities: Any) -> int:
+        trees[-1][1].append(probabilities)
+        return worth(self, probabilities)
+
+    monkeypatch.setattr(FromModel, "_tree", growing)
+    monkeypatch.setattr(Width, "worth", counting)
+    asked(model, draft, sampling=sampling)
+    assert trees
+    for logits, (first, *_) in trees:
+        best = (logits[0] / temperature).softmax(dim=-1).topk(8).values
+        ratios = [probability / first[0] for probability in first]  # only the most probable tokens can be drawn
+        assert ratios == pytest.approx((best / best[0]).tolist(), rel=1e-4)
 
 
 @pytest.mark.parametrize("draft_type", ["model", "ngram"])
