@@ -19,12 +19,13 @@ def norm(data):  # type: ignore[no-untyped-def]
     """`weight * (x / rms(x))`, in place too.
 
     After the own address those of x, of the weight and of the results; whether these are bfloat16, else float32; rows
-    and columns; torch's lanes, negative for the factor `1 + weight`; and the bits of epsilon.
+    and columns; torch's lanes, negative for the factor `1 + weight`; the bits of epsilon; and the divisor of the sum of
+    squares, which is 1 for rows of length 1.
 
     Every step is rounded as torch rounds it: to float32, and with bfloat16 the product again, and the quotient unless
     the factor is `1 + weight`.
     """
-    given = to_array(data, 9)
+    given = to_array(data, 10)
     is_bfloat, rows, columns, lanes, is_shifted = given[4], given[5], given[6], abs(given[7]), given[7] < 0
     epsilon_bits = np.empty(1, np.uint32)
     epsilon_bits[0] = np.uint32(given[8])
@@ -86,7 +87,7 @@ def norm(data):  # type: ignore[no-untyped-def]
             total += values[i] * values[i]
         for i in range(lanes):
             total += sums[0, i]
-        inverse = one / np.sqrt(total / np.float32(columns) + epsilon)
+        inverse = one / np.sqrt(total / np.float32(given[9]) + epsilon)
         if is_bfloat:
             for i in range(columns):
                 values[i] *= inverse

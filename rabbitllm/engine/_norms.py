@@ -18,7 +18,7 @@ from rabbitllm.engine._fusing import Forward, forward_in, fuse, kind_of, trial_o
 from rabbitllm.engine._gates import every_bfloat
 from rabbitllm.engine._siblings import is_plain
 from rabbitllm.engine.transformers_api import ACT2FN
-from rabbitllm.quant.joint import Place, Program, Words, float_bits
+from rabbitllm.quant.joint import Place, Program, float_bits
 
 LANES = (8, 16, -8, -16)
 """Elements of the vectors that torch may add squares with; negative for norms that multiply by `1 + weight`."""
@@ -127,16 +127,18 @@ def add_norm(
     norm: tuple[int, float],
     columns: int,
     x: Place,
-    weight: Place,
+    weight: Place | int,
     out: Place,
     rows: int = 1,
     *,
     is_bfloat: bool = True,
+    is_mean: bool = True,
 ) -> None:
-    """Add a norm, given by its lanes and epsilon, to a program."""
+    """Add a norm, given by its lanes and epsilon, to a program; of the mean of squares, or of their sum."""
     from rabbitllm.engine import _norm_kernels  # numba comes with it
 
-    words: Words = [x, weight, out, int(is_bfloat), rows, columns, norm[0], float_bits(norm[1])]
+    words: list[int | Place] = [x, weight, out, int(is_bfloat), rows, columns, norm[0], float_bits(norm[1])]
+    words += [columns if is_mean else 1]
     program.add(_norm_kernels.norm, words)
 
 
@@ -181,13 +183,34 @@ def _gated_norm(
 
 @functools.lru_cache(1024)
 def _gated_program(lanes: int, activation: str, rows: int, columns: int, epsilon: float) -> Program:
-    from rabbitllm.engine import _layer_kernels  # numba comes with it
-
     program = Program(4)
     x, weight, out, gate = (program.address(index) for index in range(4))
-    add_norm(program, (lanes, epsilon), columns, x, weight, out, rows)
-    program.add(_layer_kernels.gate_widely, [_tables[activation].data_ptr(), gate, out, rows * columns])
+    add_gated_norm(program, (lanes, epsilon), activation, columns, x, weight, out, gate, rows)
     return program
+
+
+def gated_lanes_of(module: nn.Module) -> int:
+    """The lanes with which `fuse_norms` lets a norm with a gate compute; 0 if it does not."""
+    function = forward_in(module)
+    return function.args[0] if getattr(function, "func", None) is _gated_forward else 0
+
+
+def add_gated_norm(
+    program: Program,
+    norm: tuple[int, float],
+    activation: str,
+    columns: int,
+    x: Place,
+    weight: Place,
+    out: Place,
+    gate: Place,
+    rows: int,
+) -> None:
+    """Add a norm that `fuse_norms` has replaced, times an activation of its gate, to a program."""
+    from rabbitllm.engine import _layer_kernels  # numba comes with it
+
+    add_norm(program, norm, columns, x, weight, out, rows)
+    program.add(_layer_kernels.gate_widely, [_tables[activation].data_ptr(), gate, out, rows * columns])
 
 
 @torch.no_grad()

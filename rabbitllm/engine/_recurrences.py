@@ -19,13 +19,10 @@ import torch
 from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
-from rabbitllm.engine._fusing import fuse, with_globals
+from rabbitllm.engine._delta_layers import MAX_ROWS, RUN, WORTH_A_THREAD, DeltaForm, delta_forward
+from rabbitllm.engine._fusing import Forward, fuse, with_globals
 from rabbitllm.engine.transformers_api import ACT2FN
 
-MAX_ROWS, RUN = 256, 16
-"""Rows of a state up to which torch's order of adding them is followed, and of which they are a multiple."""
-WORTH_A_THREAD = 1 << 15
-"""Values of states for which a further thread pays."""
 MAX_TOKENS = 32
 """Tokens that continue a text and are computed one after the other, where longer ones are computed in chunks."""
 _TRIED = 2
@@ -47,7 +44,12 @@ def fuse_recurrences(model: nn.Module, prompts: bool = False) -> int:
     Returns:
         How many layers these are.
     """
-    return fuse(model, type, lambda _, kind: _forward_of(kind, prompts))
+
+    def forward_of(module: nn.Module, key: tuple[type[nn.Module], DeltaForm | None]) -> Forward:
+        ordinary, form = _forward_of(key[0], prompts), key[1]
+        return ordinary if ordinary is None or form is None else delta_forward(module, form, ordinary)
+
+    return fuse(model, lambda module: (type(module), DeltaForm.of(module)), forward_of)
 
 
 def _forward_of(kind: type[nn.Module], prompts: bool) -> Callable[..., Any] | None:
@@ -388,6 +390,6 @@ def _run(kernel: str, values: int, sizes: Sequence[int], tensors: Sequence[torch
 
     team = torchs_team()
     assert team is not None
-    words = array("q", [*sizes, *(x.data_ptr() for x in tensors)])
+    words = array("q", [0, *sizes, *(x.data_ptr() for x in tensors)])
     threads = min(torch.get_num_threads(), -(-values // WORTH_A_THREAD))
     team.run(address_of(getattr(_recurrent_kernels, kernel)), words.buffer_info()[0], threads)

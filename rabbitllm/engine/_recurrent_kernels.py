@@ -25,7 +25,7 @@ from rabbitllm.engine._layer_kernels import nearest
 RUN = 16
 """Rows that are added in a run."""
 DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS, SELECTIVE_WORDS = 14, 11, 10, 9
-"""Of each function:
+"""Of each function, after the own address:
 
 - sequences, tokens, heads, the heads that share a query and a key, rows and columns of a state, whether each row has a
   decay of its own; addresses of the states, queries, keys, values, decays, betas and results, float32 without gaps;
@@ -62,7 +62,7 @@ def _words(address, count):  # type: ignore[no-untyped-def]
 
 def delta_step(data, start, end, parts):  # type: ignore[no-untyped-def]
     """The tokens of a head one after the other, while its state is in the cache."""
-    words = to_array(data, DELTA_WORDS)
+    words = to_array(data, 1 + DELTA_WORDS)[1:]
     sequences, tokens, heads, shared = words[0], words[1], words[2], words[3]
     rows, columns, by_row = words[4], words[5], words[6]
     of_heads, of_keys = sequences * heads, sequences * tokens * heads // shared * rows
@@ -136,7 +136,7 @@ def _convolve(float_of, value_of, values_at, words, start, end, parts):  # type:
 
 def convolution_step(data, start, end, parts):  # type: ignore[no-untyped-def]
     """Sums from the oldest token on; the state loses its oldest token."""
-    words = to_array(data, CONVOLUTION_WORDS)
+    words = to_array(data, 1 + CONVOLUTION_WORDS)[1:]
     if words[4]:
         _convolve(wide, _rounded, _words, words, start, end, parts)
     else:
@@ -145,7 +145,7 @@ def convolution_step(data, start, end, parts):  # type: ignore[no-untyped-def]
 
 def state_space_step(data, start, end, parts):  # type: ignore[no-untyped-def]
     """S = S * decay + (step size * B) * x, whose products are rounded to bfloat16."""
-    words = to_array(data, STATE_SPACE_WORDS)
+    words = to_array(data, 1 + STATE_SPACE_WORDS)[1:]
     heads, shared, width, size = words[0], words[1], words[2], words[3]
     states, decays, steps = _floats(words[4], heads * width * size), _floats(words[5], heads), _floats(words[6], heads)
     inputs, values = _floats(words[7], heads // shared * size), _floats(words[8], heads * width)
@@ -174,7 +174,7 @@ def state_space_step(data, start, end, parts):  # type: ignore[no-untyped-def]
 
 def selective_step(data, start, end, parts):  # type: ignore[no-untyped-def]
     """S = S * decay + step size * B * x, with a decay for each value."""
-    words = to_array(data, SELECTIVE_WORDS)
+    words = to_array(data, 1 + SELECTIVE_WORDS)[1:]
     sequences, channels, size = words[0], words[1], words[2]
     rows = sequences * channels
     states, decays, steps = _floats(words[3], rows * size), _floats(words[4], rows * size), _floats(words[5], rows)
@@ -199,3 +199,40 @@ def selective_step(data, start, end, parts):  # type: ignore[no-untyped-def]
             state[i] = product[i]
         for i in range(count * size):
             result[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+
+
+def part_heads(data):  # type: ignore[no-untyped-def]
+    """Bring queries, keys, values and gates, which lie side by side for each head of keys, apart.
+
+    After the own address those of all, of the first three, and of the gates; heads, the width of a query and of a key,
+    and that of the values of a head of keys.
+    """
+    given = to_array(data, 7)
+    heads, rows, width = given[4], given[5], given[6]
+    step, count = 2 * (rows + width), heads * rows
+    words, gates = _words(given[1], heads * step), _words(given[3], heads * width)
+    results = _words(given[2], 2 * count + heads * width)
+    for head in range(heads):
+        begin = head * step
+        for i in range(rows):
+            results[head * rows + i] = words[begin + i]
+            results[count + head * rows + i] = words[begin + rows + i]
+        for i in range(width):
+            results[2 * count + head * width + i] = words[begin + 2 * rows + i]
+            gates[head * width + i] = words[begin + 2 * rows + width + i]
+
+
+def look_up(data):  # type: ignore[no-untyped-def]
+    """`table[x]` in float32: after the own address those of the table, of x and of the results, and their count."""
+    given = to_array(data, 5)
+    table, x, results = _words(given[1], 1 << 16), _words(given[2], given[4]), _floats(given[3], given[4])
+    for i in range(given[4]):
+        results[i] = wide(table[x[i]])
+
+
+def divide(data):  # type: ignore[no-untyped-def]
+    """Quotients in place: after the own address that of float32s, their count, and the bits of the divisor."""
+    given = to_array(data, 4)
+    x, divisor = _floats(given[1], given[2]), np.uint32(given[3]).view(np.float32)
+    for i in range(given[2]):
+        x[i] /= divisor

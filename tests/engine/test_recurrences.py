@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 from collections.abc import Callable
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.engine import _recurrences
+from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._recurrences import (
     MAX_ROWS,
     MAX_TOKENS,
@@ -303,6 +307,87 @@ def test_a_model_has_the_logits_of_transformers(
     assert {key: vars(module)[key] for key in own} == own  # other models of the process keep them
     calls.clear()
     load(split(folder, None), budget, exact=True).generate(prompts, attention_mask=mask, **how)
+    assert calls == []
+
+
+def delta_layer(name: str, **sizes: int) -> tuple[nn.Module, DynamicCache]:
+    """A layer of the gated delta rule, and a cache with the states of five tokens."""
+    settings = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
+    kind = {"qwen3_next": "Qwen3Next", "qwen3_5": "Qwen3_5"}[name]
+    config_class = getattr(settings, f"{kind}TextConfig", None) or getattr(settings, f"{kind}Config")
+    config = config_class(hidden_size=64, layer_types=["linear_attention"], num_hidden_layers=1, **sizes)
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    layer = getattr(module, f"{kind}GatedDeltaNet")(config, 0).bfloat16().eval()
+    torch.nn.init.uniform_(layer.norm.weight, 0.5, 1.5)
+    cache = DynamicCache(config=config)
+    layer(hidden_states=torch.randn(1, 5, 64).bfloat16(), cache=cache)
+    return layer, cache
+
+
+class Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize(("keys", "heads", "rows", "columns"), [(16, 32, 128, 128), (2, 4, 32, 64), (2, 2, 64, 96)])
+@torch.no_grad()
+def test_a_layer_of_the_delta_rule_has_the_bits_of_its_class(
+    name: str, keys: int, heads: int, rows: int, columns: int, calls: list[str]
+) -> None:
+    sizes = {"linear_num_key_heads": keys, "linear_num_value_heads": heads}
+    widths = {"linear_key_head_dim": rows, "linear_value_head_dim": columns}
+    plain, cache = delta_layer(name, **sizes, **widths)
+    fused, other = copy.deepcopy(plain), copy.deepcopy(cache)
+    fuse_norms(fused)
+    assert fuse_recurrences(fused) == 1
+    for scale in (1, 30, torch.inf, 1):
+        x, operations = torch.randn(1, 1, 64).bfloat16() * scale, Operations()
+        expected = plain(hidden_states=x, cache=cache)
+        with operations:
+            result = fused(hidden_states=x, cache=other)
+        assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
+        for states in ("get_recurrent_state", "get_conv_state"):
+            state, own = (getattr(both, states)(0) for both in (other, cache))
+            assert torch.equal(state.nan_to_num(7), own.nan_to_num(7))
+        assert operations.count <= 35
+    assert calls == []  # of the functions within: all is one call
+
+
+@torch.no_grad()
+def test_a_layer_of_the_delta_rule_leaves_the_rest_to_its_class(calls: list[str]) -> None:
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32}
+    plain, cache = delta_layer("qwen3_next", **sizes, linear_value_head_dim=64)
+    fused = copy.deepcopy(plain)
+    fuse_norms(fused)
+    fuse_recurrences(fused)
+    x = torch.randn(1, 1, 64).bfloat16()
+
+    def both(x: torch.Tensor, **named: Any) -> list[torch.Tensor]:
+        return [layer(hidden_states=x, cache=copy.deepcopy(cache), **named) for layer in (plain, fused)]
+
+    for values, named in (
+        (torch.cat([x, x], 1), {}),
+        (x, {"attention_mask": torch.zeros(1, 1)}),
+    ):
+        calls.clear()
+        assert torch.equal(*both(values, **named))
+        assert calls
+    calls.clear()
+    seen = list[Any]()
+    fused.norm.register_forward_hook(lambda *given: seen.append(given))
+    assert torch.equal(*both(x))
+    assert len(seen) == 1
+    assert calls
+    fused.norm._forward_hooks.clear()
+    for layer in (plain, fused):
+        layer.norm.weight.data.mul_(2)  # read in each step
+        layer.A_log.data.add_(1)
+    calls.clear()
+    assert torch.equal(*both(x))
     assert calls == []
 
 

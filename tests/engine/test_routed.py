@@ -364,7 +364,7 @@ def test_a_decode_step_takes_few_operations(
     assert [tokens for tokens, _ in calls] == [1, 1]
     products += [name for name in operations.names if "mm" in name]
     assert 3 * len(layers) < len(products) + len(calls) <= 10 * len(layers), products
-    assert len(operations.names) <= (105 if compression is None else 55) * len(layers), operations.names
+    assert len(operations.names) <= (92 if compression is None else 42) * len(layers), operations.names
 
 
 @pytest.mark.parametrize(("family", "settings"), [("llama", {}), ("gemma3", GEMMA), ("phi3", PHI)])

@@ -1,0 +1,231 @@
+"""A layer of the gated delta rule for one token: all between its products by one call, with the bits of its class.
+
+transformers takes some seventy operations of torch there. What a class computes is tried when a model is loaded, with
+random values of its sizes. Anything else, several tokens, a hook or a state of another form, is left to the class.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from rabbitllm.engine._fusing import trial_of
+from rabbitllm.engine._gates import every_bfloat, sigmoids
+from rabbitllm.engine._norms import add_gated_norm, add_norm, epsilon_of, gated_lanes_of
+from rabbitllm.engine._siblings import has_hooks, is_plain
+from rabbitllm.engine.transformers_api import ACT2FN
+from rabbitllm.quant.joint import Place, Program, Words, float_bits
+
+MAX_ROWS, RUN = 256, 16
+"""Rows of a state up to which torch's order of adding them is followed, and of which they are a multiple."""
+WORTH_A_THREAD = 1 << 15
+"""Values of states for which a further thread pays."""
+_WORTH_CHANNELS = 1 << 12
+"""The same of channels of its convolution."""
+_PRODUCTS = ("in_proj_qkvz", "in_proj_ba"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+"""Names of the first Linears: of all that belongs to a head of keys, or of queries, keys and values, and of others."""
+_SIZES = "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size"
+_READ = frozenset({"hidden_states", "cache", "position_ids", "use_cache", "output_router_logits"})
+"""Arguments that a step uses or does not depend on; others are left to the class unless they are None."""
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class DeltaForm:
+    """Heads of keys and of values, their widths, the tokens of the convolution, activations of it and of the norm's
+    gate, the norm's lanes and epsilon, and the names of the first Linears."""
+
+    keys: int
+    heads: int
+    rows: int
+    columns: int
+    taps: int
+    activations: tuple[str, str]
+    norm: tuple[int, float]
+    products: tuple[str, ...]
+
+    @classmethod
+    def of(cls, module: Any) -> DeltaForm | None:
+        """The form that a module may have; None if it has another."""
+        parts, own = module._modules, vars(module)
+        names = next((names for names in _PRODUCTS if parts.keys() == {*names, "conv1d", "norm", "out_proj"}), ())
+        sizes = [own.get(name) for name in _SIZES]
+        if not names or module._parameters.keys() != {"A_log", "dt_bias"} or sigmoids() is None:
+            return None
+        if not all(isinstance(size, int) and size > 0 for size in sizes) or not isinstance(own.get("layer_idx"), int):
+            return None
+        keys, heads, rows, columns, taps = sizes
+        norm, act = parts["norm"], own.get("activation")
+        lanes = gated_lanes_of(norm)
+        if not lanes or act not in ACT2FN or heads % keys or rows % RUN or rows > MAX_ROWS or rows < lanes:
+            return None
+        return cls(keys, heads, rows, columns, taps, (act, norm.activation), (lanes, epsilon_of(norm)), names)
+
+    @property
+    def values(self) -> int:
+        """Values of a token."""
+        return self.heads * self.columns
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values of a token."""
+        return 2 * self.keys * self.rows + self.values
+
+    def has(self, kept: Any, state: Any, taps: Any, weight: Any) -> bool:
+        """Whether states and parameters are tensors of these sizes, in memory without gaps."""
+        of_heads = 1, self.heads, self.rows, self.columns
+        shapes = (1, self.channels, self.taps), of_heads, (self.channels, 1, self.taps), (self.columns,)
+        for x, shape in zip((kept, state, taps, weight), shapes, strict=True):
+            if type(x) not in (torch.Tensor, nn.Parameter) or x.shape != shape or not x.is_cpu or not x.is_contiguous():
+                return False
+            if x.dtype is not (torch.float32 if x is state else torch.bfloat16):
+                return False
+        return True
+
+
+def delta_forward(module: Any, form: DeltaForm, ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of modules like this one: steps of one token by one call, if that has the bits of the class."""
+    return functools.partial(_forward, form, ordinary) if _has_bits(module, form) else ordinary
+
+
+def _forward(form: DeltaForm, ordinary: Callable[..., Any], module: Any, *args: Any, **named: Any) -> Any:
+    x: Any = named.get("hidden_states")
+    cache: Any = named.get("cache")
+    is_step = not args and cache is not None and is_plain(x) and x.shape[:2] == (1, 1)
+    if is_step and all(value is None or name in _READ for name, value in named.items()):
+        result = _step(form, module, x, cache)
+        if result is not None:
+            return result
+    return ordinary(module, *args, **named)
+
+
+def _step(form: DeltaForm, module: Any, x: torch.Tensor, cache: Any) -> torch.Tensor | None:
+    """The result for one token, with changed states; None if that is left to the class."""
+    parts, index = module._modules, module.layer_idx
+    kept, state = cache.get_conv_state(index, state_idx=0), cache.get_recurrent_state(index, state_idx=0)
+    convolution, norm = parts["conv1d"], parts["norm"]
+    taps, weight = (part._parameters["weight"] for part in (convolution, norm))
+    if convolution._parameters["bias"] is not None or not form.has(kept, state, taps, weight):
+        return None
+    if cache.is_recording_past(index) or has_hooks(convolution) or has_hooks(norm):
+        return None
+    first, *others = (parts[name](x) for name in form.products)
+    z, b, a = others if len(others) > 1 else (first, *others[0].view(form.keys, 2, -1).transpose(0, 1).unbind())
+    if not all(map(is_plain, (first, z, *others))):
+        return None
+    rates, b = nn.functional.softplus(a.reshape(-1).float() + module.dt_bias), b.reshape(-1)
+    decays = torch.exp(-module.A_log.float().exp() * rates)
+    out = torch.empty(1, 1, form.values, dtype=x.dtype)
+    tensors = first, z, b, decays, kept, taps, state, weight, out
+    _program(form, torch.get_num_threads())(*[tensor.data_ptr() for tensor in tensors])
+    cache.update_recurrent_state(state, index)
+    return parts["out_proj"](out)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _table(activation: str) -> torch.Tensor:
+    """The activation's results for every number of bfloat16."""
+    table: torch.Tensor = ACT2FN[activation](every_bfloat())
+    return table
+
+
+@functools.cache
+def _ones(count: int) -> torch.Tensor:
+    return torch.ones(count)
+
+
+@functools.lru_cache(64)
+def _program(form: DeltaForm, threads: int) -> Program:
+    from rabbitllm.engine import _recurrent_kernels as kernels  # numba comes with them
+    from rabbitllm.quant import _joint_kernels
+
+    program, table, (act, gate) = Program(9), sigmoids(), form.activations
+    assert table is not None
+    first, z, b, decays, kept, taps, state, weight, out = (program.address(index) for index in range(9))
+    if len(form.products) == len(_PRODUCTS[0]):
+        first, z, of_heads = program.room(2 * form.channels), program.room(2 * form.values), first
+        program.add(kernels.part_heads, [of_heads, first, z, form.keys, form.rows, form.values // form.keys])
+    mixed, betas = program.room(2 * form.channels), program.room(4 * form.heads)
+    queries, result = program.room(4 * form.channels), program.room(4 * form.values)
+    count = form.keys * form.rows
+    keys, values = _after(queries, 4 * count), _after(queries, 8 * count)
+    convolved: Words = [1, form.channels, form.taps, form.taps, 1, 0, first, kept, taps, taps, mixed]
+    program.add(kernels.convolution_step, convolved, min(threads, -(-form.channels // _WORTH_CHANNELS)))
+    program.add(kernels.look_up, [_table(act).data_ptr(), mixed, queries, form.channels])
+    program.add(kernels.look_up, [table.data_ptr(), b, betas, form.heads])
+    norm, ones = (abs(form.norm[0]), _EPSILON), _ones(form.rows).data_ptr()
+    add_norm(program, norm, form.rows, queries, ones, queries, 2 * form.keys, is_bfloat=False, is_mean=False)
+    program.add(kernels.divide, [queries, count, float_bits(form.rows**0.5)])
+    sizes = 1, 1, form.heads, form.heads // form.keys, form.rows, form.columns, 0
+    words: Words = [*sizes, state, queries, keys, values, decays, betas, result]
+    program.add(kernels.delta_step, words, min(threads, -(-form.values * form.rows // WORTH_A_THREAD)))
+    program.add(_joint_kernels.narrow, [result, out, form.values])
+    add_gated_norm(program, form.norm, gate, form.columns, out, weight, out, z, form.heads)
+    return program
+
+
+def _after(place: Place, nbytes: int) -> Place:
+    return place[0], place[1] + nbytes
+
+
+class _States:
+    """A cache with the states of one layer."""
+
+    def __init__(self, form: DeltaForm) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.kept = torch.randn(1, form.channels, form.taps, generator=generator).bfloat16()
+        self.state = torch.randn(1, form.heads, form.rows, form.columns, generator=generator)
+
+    def get_conv_state(self, *args: Any, **named: Any) -> torch.Tensor:
+        return self.kept
+
+    def get_recurrent_state(self, *args: Any, **named: Any) -> torch.Tensor:
+        return self.state
+
+    def is_recording_past(self, *args: Any) -> bool:
+        return False
+
+    def update_recurrent_state(self, state: torch.Tensor, *args: Any) -> None:
+        self.state.copy_(state)
+
+
+@torch.no_grad()
+def _has_bits(module: Any, form: DeltaForm) -> bool:
+    """Whether a module's class has the same result and states, with other products and parameters."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    def with_weight(part: Any, weight: torch.Tensor) -> Any:
+        trial = trial_of(part, _parameters={**dict.fromkeys(part._parameters), "weight": nn.Parameter(weight)})
+        vars(trial).pop("forward", None)  # a method of the module itself
+        return trial
+
+    own, x = module._modules, torch.zeros(1, 1, 1, dtype=torch.bfloat16)
+    parts: dict[str, Any] = {"out_proj": lambda value: value}
+    parts["conv1d"] = with_weight(own["conv1d"], drawn(form.channels, 1, form.taps))
+    parts["norm"] = with_weight(own["norm"], drawn(form.columns))
+    dtypes = {name: parameter.dtype for name, parameter in module._parameters.items()}
+    numbers = {name: nn.Parameter(drawn(form.heads).to(dtype)) for name, dtype in dtypes.items()}
+    like = trial_of(module, _modules=parts, _parameters=numbers)
+    for scale in (1, 8):
+        for name in form.products:
+            row = drawn(1, 1, own[name].out_features) * scale
+            parts[name] = lambda value, row=row: row.clone()
+        states, expected_states = _States(form), _States(form)
+        try:
+            expected = type(module).forward(like, hidden_states=x, cache=expected_states, attention_mask=None)
+        except (TypeError, AttributeError, RuntimeError, KeyError, ValueError):  # it has other arguments or parts
+            return False
+        if (result := _step(form, like, x, states)) is None:
+            return False
+        pairs = (result, expected), (states.kept, expected_states.kept), (states.state, expected_states.state)
+        if not all(torch.equal(ours, own_result) for ours, own_result in pairs):
+            return False
+    return True
