@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from rabbitllm.base.options import ShardPolicy, SplitOptions, check_transfer, expand, parse_size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
@@ -259,7 +259,7 @@ def config_folder(source: Source) -> Iterator[Path]:
         yield files.folder
 
 
-class SmallFiles:
+class SmallFiles(contextlib.AbstractContextManager["SmallFiles"]):
     """A scratch folder with the config and tokenizer of a model; a context manager, which deletes it unless it is kept.
 
     Args:
@@ -287,9 +287,6 @@ class SmallFiles:
         if self._scratch is not None:
             weakref.finalize(user, self._scratch.remove)
             self._scratch = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._scratch is not None:

@@ -132,30 +132,6 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 Totals = Mapping[str, Total]
 
 
-def as_record(
-    title: str,
-    stages: Totals,
-    layers: Mapping[str, Totals],
-    passes: Sequence[Pass],
-    sums: Mapping[str, PassSums],
-    in_place: Mapping[str, int],
-    before: Sequence[dict[str, Any]],
-    drafts: Drafts | None,
-) -> dict[str, Any]:
-    """See the module."""
-    return {
-        "title": title,
-        "bottleneck": limit_of(stages),
-        "stages": _totals(stages),
-        "layers": {layer: _totals(totals) for layer, totals in layers.items()},
-        "passes": [_pass(step) for step in passes],
-        "sums": {kind: _sums(kind, total, passes) for kind, total in sums.items()},
-        "in_place_bytes": dict(in_place),
-        "drafts": drafts_record(drafts),
-        "before": list(before),
-    }
-
-
 def drafts_record(drafts: Drafts | None) -> dict[str, Any] | None:
     """See the module."""
     if drafts is None:
@@ -170,7 +146,7 @@ def drafts_record(drafts: Drafts | None) -> dict[str, Any] | None:
     }
 
 
-def _totals(totals: Totals) -> dict[str, dict[str, float]]:
+def totals_record(totals: Totals) -> dict[str, dict[str, float]]:
     return {
         stage: {
             "seconds": total.seconds,
@@ -184,7 +160,7 @@ def _totals(totals: Totals) -> dict[str, dict[str, float]]:
     }
 
 
-def _pass(step: Pass) -> dict[str, Any]:
+def pass_record(step: Pass) -> dict[str, Any]:
     return {
         "number": step.number,
         "kind": step.kind,
@@ -198,7 +174,7 @@ def _pass(step: Pass) -> dict[str, Any]:
     }
 
 
-def _sums(kind: str, total: PassSums, passes: Sequence[Pass]) -> dict[str, Any]:
+def sums_record(kind: str, total: PassSums, passes: Sequence[Pass]) -> dict[str, Any]:
     return {
         "passes": total.passes,
         "seconds": total.wall,
@@ -216,5 +192,5 @@ def _measured(measured: Pass | PassSums) -> dict[str, Any]:
         "copied_bytes": measured.copied_bytes,
         "overlap": measured.overlap,
         "bottleneck": measured.bottleneck,
-        "stages": _totals(measured.stages),
+        "stages": totals_record(measured.stages),
     }
