@@ -28,13 +28,7 @@ from rabbitllm.checkpoints.hub import (
     download_all,
     open_repository,
 )
-from rabbitllm.checkpoints.index import (
-    META_PARAMETERS,
-    gguf_entry,
-    gguf_named,
-    is_gguf_file,
-    is_meta,
-)
+from rabbitllm.checkpoints.index import META_PARAMETERS, gguf_entry, gguf_named, is_gguf_file, is_meta
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, names_a_model
 from rabbitllm.checkpoints.naming import naming_by_block

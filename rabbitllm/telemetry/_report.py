@@ -79,22 +79,12 @@ def wait_table(layers: Mapping[str, Mapping[str, Total]]) -> list[str]:
 
 def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str]:
     """A line for prefill passes and one for decode passes."""
-    rows = [("passes", "n", "median s", "tokens", "made", "read", "copied", "overlap", "limit")]
+    rows: list[Sequence[str]] = [("passes", "n", "median s", "tokens", "made", "read", "copied", "overlap", "limit")]
     for kind, total in sums.items():
-        made = total.made_per_pass
-        rows.append(
-            (
-                _NAMES[kind == PROMPT],
-                str(total.passes),
-                f"{median_of(passes, kind):.3f}",
-                f"{total.tokens / total.passes:.1f}",
-                "" if made is None else f"{made:.2f}",
-                amount(total.disk_bytes / total.passes),
-                amount(total.copied_bytes / total.passes),
-                f"{total.overlap:.0%}",
-                total.bottleneck or "",
-            )
-        )
+        counts = str(total.passes), f"{median_of(passes, kind):.3f}", f"{total.tokens / total.passes:.1f}"
+        made = "" if total.made_per_pass is None else f"{total.made_per_pass:.2f}"
+        moved = amount(total.disk_bytes / total.passes), amount(total.copied_bytes / total.passes)
+        rows.append((_NAMES[kind == PROMPT], *counts, made, *moved, f"{total.overlap:.0%}", total.bottleneck or ""))
     return _aligned(rows) if sums else []
 
 
