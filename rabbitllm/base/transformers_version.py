@@ -18,6 +18,14 @@ TESTED = f"transformers~={TRANSFORMERS[1]}.0"
 """The newest tested version, as pip reads it."""
 
 
+def version_of(package: str) -> str | None:
+    """The installed version of a package, which is not imported; None if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def installed_version() -> str:
     """The installed version of transformers, which is not imported."""
     return metadata.version("transformers")

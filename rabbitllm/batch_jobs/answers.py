@@ -24,13 +24,7 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.batch_jobs._requests import (
-    PreparedItem,
-    RequestBuilder,
-    call_line,
-    refused_answer,
-    unreadable_answer,
-)
+from rabbitllm.batch_jobs._requests import PreparedItem, RequestBuilder, call_line, refused_answer, unreadable_answer
 from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Choose, Embed, Item, JobLimits, Key, ScoreItem
 from rabbitllm.engine.devices import OutOfDeviceMemory

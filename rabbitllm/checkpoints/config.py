@@ -22,10 +22,15 @@ from rabbitllm.formats.bounded import read_json
 NAMES = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_topk", "moe_k")
 
 
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part about the text model in the content of a config.json; empty if all of it is about that."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else {}
+
+
 def experts_a_token(config: Mapping[str, Any]) -> int | None:
     """Experts per token by the content of a config.json; None for models without experts, and if absent."""
-    text = config.get("text_config")
-    return (_first(text.get) if isinstance(text, Mapping) else None) or _first(config.get)
+    return _first(text_config(config).get) or _first(config.get)
 
 
 def picked_by(config: object) -> int | None:
@@ -39,8 +44,7 @@ def _first(value_of: Callable[[str], object]) -> int | None:
 
 def predicts_more(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint has layers for multi-token prediction behind those of the model."""
-    text = config.get("text_config")
-    settings = {**config, **(text if isinstance(text, Mapping) else {})}
+    settings = {**config, **text_config(config)}
     return any(("nextn" in name or "mtp" in name) and bool(value) for name, value in settings.items())
 
 
@@ -114,8 +118,7 @@ def separate_settings(folder: Path) -> Mapping[str, Any] | None:
 
 def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The quantization settings in a config; None for plain weights."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else {}):
+    for part in (config, text_config(config)):
         settings = part.get("quantization_config")
         if isinstance(settings, Mapping) and settings and method_of(settings) != LEFTOVER:
             return settings

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import error_line, listed
 from rabbitllm.checkpoints._meta_llama import as_json
-from rabbitllm.checkpoints.gguf_model import ORIGINAL, OUTLINE, GgufModel, Target, read_gguf_model
+from rabbitllm.checkpoints.gguf_model import ORIGINAL, OUTLINE, GgufModel, read_gguf_model
 from rabbitllm.checkpoints.gguf_rotary import FACTOR_TENSORS, rope_parameters
 from rabbitllm.checkpoints.index import GGUF_TYPE, CheckpointIndex, gguf_number
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, GENERATION_NAME, TOKENIZER_NAMES, check_pair_bytes
@@ -130,7 +130,7 @@ class GgufCheckpoint:
         """
         specs, left_out = [], []
         for stored in header.tensors:
-            targets = self._model.targets(stored.name, stored.shape)
+            targets = self.model.targets(stored.name, stored.shape)
             specs += [target.spec(stored, self.dtype, may_stay=self._keeps_blocks) for target in targets]
             # divisors of rotary frequencies are in the config
             left_out += [] if targets or stored.name in FACTOR_TENSORS else [LeftOut(stored.name, stored.extent)]
@@ -138,19 +138,6 @@ class GgufCheckpoint:
             _warn_of(shard, tuple(tensor.name for tensor in left_out))
         about = {GGUF_TYPE: self._type_name} if shard == self._first and self._type_name else {}
         return Header(tuple(specs), about, header.data_start, header.comes_first, tuple(left_out))
-
-    @property
-    def config(self) -> Any:
-        """The config of transformers that the metadata describe."""
-        return self._model.config
-
-    def targets(self, name: str, shape: tuple[int, ...]) -> tuple[Target, ...]:
-        """The tensors of the model that a tensor of a file becomes; none if the model has no use for it.
-
-        Raises:
-            UnknownArchitectureError, UnreadableFormatError, CorruptShardError: transformers cannot read it.
-        """
-        return self._model.targets(name, shape)
 
     def index(self) -> CheckpointIndex:
         """The index of all files that exist."""
@@ -170,7 +157,7 @@ class GgufCheckpoint:
         # twice the memory and, where pairs of bfloat16 are multiplied, twice the time.
         is_quantized = self._number("general.file_type", -1) not in _DTYPES
         computed = "BF16" if is_quantized and self._keeps_blocks else self.dtype
-        files = {CONFIG_NAME: as_json(self._model.config_json(computed))}
+        files = {CONFIG_NAME: as_json(self.model.config_json(computed))}
         files[GENERATION_NAME] = as_json(self._generation())
         if "tokenizer.ggml.model" in self.metadata and not (
             set(TOKENIZER_NAMES) & set(sidecars) and self._tokenizer_is_unknown()
@@ -243,7 +230,7 @@ class GgufCheckpoint:
 
         # AutoTokenizer first reads the whole vocabulary by slower code, to choose a class that, of decoders, makes the
         # same tokenizer.json: 45 of 55 seconds for the 262,000 tokens of Gemma 3
-        tokenizer_class = AutoTokenizer if self._model.config.is_encoder_decoder else PreTrainedTokenizerFast
+        tokenizer_class = AutoTokenizer if self.model.config.is_encoder_decoder else PreTrainedTokenizerFast
         with self._outline() as folder, ScratchFolder() as output:
             try:
                 tokenizer_class.from_pretrained(folder, gguf_file=OUTLINE).save_pretrained(output)
@@ -292,7 +279,12 @@ class GgufCheckpoint:
             yield folder
 
     @functools.cached_property
-    def _model(self) -> GgufModel:
+    def model(self) -> GgufModel:
+        """The model of transformers that the metadata describe.
+
+        Raises:
+            UnknownArchitectureError, UnreadableFormatError, CorruptShardError: transformers cannot read it.
+        """
         model: GgufModel = _cached((self._key, "model"), self._read_model)
         return model
 

@@ -14,7 +14,7 @@ from rabbitllm.cli.arguments import (
     JsonOption,
     ModelArgument,
     ModelOptions,
-    put_json,
+    put_result,
     with_model_options,
 )
 
@@ -71,7 +71,4 @@ def bench_command(
         measured.placement.plot(plot_tiers, headline(measured))
     if trace is not None:
         measured.trace.write(trace)
-    if as_json:
-        put_json(as_record(measured))
-    else:
-        show(measured, Console(highlight=False))
+    put_result(as_json, lambda: as_record(measured), lambda console: show(measured, console))

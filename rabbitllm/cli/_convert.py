@@ -87,12 +87,8 @@ def convert_command(
         return
     console = Console(highlight=False)
     put(console, Text(str(result.folder), "bold"))
-    put_fact(
-        console,
-        "tensors",
-        f"{result.tensors:,}, {size(result.nbytes)}, "
-        f"in {counted(result.shards, 'shard' if to == 'safetensors' else 'file')}",
-    )
+    files = counted(result.shards, "shard" if to == "safetensors" else "file")
+    put_fact(console, "tensors", f"{result.tensors:,}, {size(result.nbytes)}, in {files}")
     if result.beside:
         put_fact(console, "other files", ", ".join(map(harmless, result.beside)))
     if to == "safetensors" and "config.json" not in result.beside:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rabbitllm.cli import exit_codes
-from rabbitllm.cli.arguments import JsonOption, put_json
+from rabbitllm.cli.arguments import JsonOption, put_result
 
 
 def doctor_command(
@@ -36,9 +36,6 @@ def doctor_command(
 
     with Console(stderr=True).status("checking …") as status:
         report = examine(quick=quick, every=every, on_probe=lambda name: status.update(f"checking {name} …"))
-    if as_json:
-        put_json(as_record(report))
-    else:
-        show(report, Console(highlight=False), every=every)
+    put_result(as_json, lambda: as_record(report), lambda console: show(report, console, every=every))
     if not report.can_run:
         raise typer.Exit(exit_codes.ERROR)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rabbitllm.cli.arguments import JsonOption, ModelArgument, RevisionOption, put_json
+from rabbitllm.cli.arguments import JsonOption, ModelArgument, RevisionOption, put_result
 
 
 def inspect_command(
@@ -51,10 +51,7 @@ def inspect_command(
     if limit is None and console.is_terminal and not as_json:
         limit = ON_A_TERMINAL
     choice = RowChoice(name, skip, limit or None)
-    if as_json:
-        put_json(as_record(inspection, choice))
-    else:
-        show(inspection, choice, console)
+    put_result(as_json, lambda: as_record(inspection, choice), lambda console: show(inspection, choice, console))
     if inspection.refusal is not None:
         sys.stdout.flush()
         raise inspection.refusal

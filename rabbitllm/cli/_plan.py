@@ -16,7 +16,7 @@ from rabbitllm.cli.arguments import (
     ModelOptions,
     complete_model,
     limits_of,
-    put_json,
+    put_result,
     with_model_options,
 )
 
@@ -86,7 +86,4 @@ def plan_command(
         )
     if plot is not None:
         draw_plan(estimate, plot)
-    if as_json:
-        put_json(as_record(estimate))
-    else:
-        show(estimate, Console(highlight=False))
+    put_result(as_json, lambda: as_record(estimate), lambda console: show(estimate, console))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -17,7 +18,7 @@ from rabbitllm.cli.arguments import (
     ModelArgument,
     ModelOptions,
     RayOption,
-    put_json,
+    put_result,
     with_model_options,
 )
 from rabbitllm.cli.help import hosts_option, shards_option
@@ -82,14 +83,11 @@ def pull_command(
         loads=False,
         of_split={"min_free_disk": min_free_disk, "shard_transfer": shard_transfer, "fit_scales": fit_scales},
     )
-    console = Console(highlight=False)
     if dry_run:
         with Console(stderr=True).status("reading headers …"):
             result = pulling.dry_run(request)
-        if as_json:
-            put_json(pulling.dry_run_record(result))
-        else:
-            pulling.show_dry_run(result, request, console)
+        show_run = partial(pulling.show_dry_run, result, request)
+        put_result(as_json, lambda: pulling.dry_run_record(result), show_run)
         raise typer.Exit(0 if result.fits else 1)
     with contextlib.redirect_stdout(sys.stderr), pictured(plot), shown():
         if ray is None:
@@ -98,7 +96,4 @@ def pull_command(
             from rabbitllm.ray.shards import pull_on
 
             pulled = pull_on(ray, request, ray_tasks)
-    if as_json:
-        put_json(pulling.pulled_record(pulled))
-    else:
-        pulling.show_pulled(pulled, request, console)
+    put_result(as_json, lambda: pulling.pulled_record(pulled), partial(pulling.show_pulled, pulled, request))

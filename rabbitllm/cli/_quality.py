@@ -14,7 +14,7 @@ from rabbitllm.cli.arguments import (
     ModelArgument,
     ModelOptions,
     limits_of,
-    put_json,
+    put_result,
     with_model_options,
 )
 
@@ -76,7 +76,4 @@ def quality_command(
             verify_checksums=not options.no_verify_checksums,
             say=lambda text: status.update(f"{text} …"),
         )
-    if as_json:
-        put_json(result.as_json())
-    else:
-        show(result, Console(highlight=False))
+    put_result(as_json, result.as_json, lambda console: show(result, console))

@@ -85,8 +85,7 @@ def serve_command(
         int | None, limits_option(help="Maximum requests of one API key in a pass; others of it wait.", min=1)
     ] = None,
     key_waiting: Annotated[
-        int | None,
-        limits_option(help="Maximum waiting requests of one API key; further ones get status 429.", min=1),
+        int | None, limits_option(help="Maximum waiting requests of one API key; further ones get status 429.", min=1)
     ] = None,
     max_new_tokens: Annotated[
         int,

@@ -10,7 +10,15 @@ from typing import Annotated
 import typer
 
 from rabbitllm.cli import exit_codes
-from rabbitllm.cli.arguments import FolderOption, JsonOption, ModelArgument, RevisionOption, WhichSplitOption, put_json
+from rabbitllm.cli.arguments import (
+    FolderOption,
+    JsonOption,
+    ModelArgument,
+    RevisionOption,
+    WhichSplitOption,
+    put_json,
+    put_result,
+)
 from rabbitllm.store.layer_store import Verification, verify
 
 
@@ -28,8 +36,6 @@ def ls_command(
       rabbitllm ls
       rabbitllm ls . --json
     """
-    from rich.console import Console
-
     from rabbitllm.base.options import expand
     from rabbitllm.models.library import NEAR_DEPTH, as_record, below, known
     from rabbitllm.models.library_report import put_entries
@@ -37,10 +43,8 @@ def ls_command(
     entries = {entry.folder.resolve(): entry for entry in (*known(), *below(Path.cwd(), NEAR_DEPTH))}
     for folder in folders or ():
         entries |= {entry.folder.resolve(): entry for entry in below(expand(folder))}
-    if as_json:
-        put_json([as_record(entry) for entry in entries.values()])
-    else:
-        put_entries([*entries.values()], Console(highlight=False))
+    splits = [*entries.values()]
+    put_result(as_json, lambda: [as_record(entry) for entry in splits], lambda console: put_entries(splits, console))
 
 
 def show_command(
@@ -63,10 +67,7 @@ def show_command(
     disable_progress_bars()  # at most a config is fetched
     with Console(stderr=True).status("reading headers …"):
         shown = show(model, folder, revision)
-    if as_json:
-        put_json(shown_record(shown))
-    else:
-        put_shown(shown, Console(highlight=False))
+    put_result(as_json, lambda: shown_record(shown), lambda console: put_shown(shown, console))
 
 
 def verify_command(
@@ -187,10 +188,9 @@ def rm_command(
             put(errors, Text("Nothing was removed."))
             raise typer.Exit(exit_codes.ERROR)
     freed = remove(removal)
-    if as_json:
-        put_json({"folder": str(removal.entry.folder), "freed_bytes": freed})
-    else:
-        put(Console(highlight=False), Text(f"Removed {removal.entry.folder}: {size(freed)} freed."))
+    record = {"folder": str(removal.entry.folder), "freed_bytes": freed}
+    text = Text(f"Removed {removal.entry.folder}: {size(freed)} freed.")
+    put_result(as_json, lambda: record, lambda console: put(console, text))
 
 
 def has_terminal() -> bool:

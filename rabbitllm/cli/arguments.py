@@ -19,6 +19,8 @@ from rabbitllm.cli.help import answer_option, hosts_option, model_option, rare_o
 from rabbitllm.generation.reasoning import Effort, Thinking
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from rabbitllm.auto_model import LoadRequest
     from rabbitllm.base.options import Hosts, ShardPolicy
     from rabbitllm.generation.draft import Draft
@@ -419,3 +421,13 @@ def put_json(record: Any) -> None:
     """One object on stdout."""
     json.dump(record, sys.stdout, indent=1)
     print()
+
+
+def put_result(as_json: bool, record: Callable[[], Any], show: Callable[[Console], object]) -> None:
+    """The result of a command on stdout: one object, or text for people."""
+    from rich.console import Console
+
+    if as_json:
+        put_json(record())
+    else:
+        show(Console(highlight=False))

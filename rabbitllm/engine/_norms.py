@@ -87,23 +87,12 @@ def _has_rows(x: torch.Tensor) -> bool:
     return x.is_contiguous() or (x.stride(-1) == 1 and torch.empty_like(x).is_contiguous())
 
 
-def _forward_by_8(module: Any, *args: Any, **named: Any) -> Any:
-    return _forward(8, module, *args, **named)
+def _by(forward: Callable[..., Any], lanes: int) -> Callable[..., Any]:
+    """A forward with these lanes; a function, since `torch.compile` takes no `partial` for the forward of a module."""
+    return lambda module, *args, **named: forward(lanes, module, *args, **named)
 
 
-def _forward_by_16(module: Any, *args: Any, **named: Any) -> Any:
-    return _forward(16, module, *args, **named)
-
-
-def _shifted_by_8(module: Any, *args: Any, **named: Any) -> Any:
-    return _forward(-8, module, *args, **named)
-
-
-def _shifted_by_16(module: Any, *args: Any, **named: Any) -> Any:
-    return _forward(-16, module, *args, **named)
-
-
-_FORWARDS = {8: _forward_by_8, 16: _forward_by_16, -8: _shifted_by_8, -16: _shifted_by_16}
+_FORWARDS = {lanes: _by(_forward, lanes) for lanes in LANES}
 """Lanes -> forward of a norm; functions, since torch.compile reads their source."""
 
 
@@ -234,5 +223,5 @@ def _gated_by(module: Any, columns: int, dtype: torch.dtype, epsilon: float) -> 
             return None
         result = _gated_norm(lanes, activation, x, gate, weight, epsilon)
         if isinstance(expected, torch.Tensor) and torch.equal(result, expected):
-            return functools.partial(_gated_forward, lanes)
+            return _by(_gated_forward, lanes)
     return None

@@ -382,8 +382,7 @@ def _checked(
         shape = tuple(expected[name].shape) if name in expected else None
         if shape != tuple(tensor.shape):
             raise IncompleteSplitError(
-                f"the tensor for {name} has shape {tuple(tensor.shape)}; the config needs {shape}.",
-                _DIFFERENT,
+                f"the tensor for {name} has shape {tuple(tensor.shape)}; the config needs {shape}.", _DIFFERENT
             )
     return replace(recipe, targets=tuple(tensors))
 

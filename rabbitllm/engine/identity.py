@@ -8,12 +8,12 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rabbitllm.base.transformers_version import version_of
 from rabbitllm.engine.transformers_api import attention_of, has_adapter
 from rabbitllm.version import __version__
 
@@ -54,17 +54,13 @@ def _conditions(model: StreamedModel) -> Iterator[Any]:
     yield manifest.compression
     yield [(layer.file, layer.size, layer.crc32, (layer.blocks or b"").hex()) for layer in manifest.layers]
     config = json.dumps(model.config.to_dict(), default=str)
-    yield [
-        type(model).__qualname__,
-        json.loads(config, object_pairs_hook=_without_path),
-        str(model.dtype),
-        attention_of(model.config),
-    ]
+    anywhere = json.loads(config, object_pairs_hook=_without_path)
+    yield [type(model).__qualname__, anywhere, str(model.dtype), attention_of(model.config)]
     yield [options.exact, options.fast_bfloat16]
     yield [_source_of(kind.__module__) for kind in type(model).__mro__ if kind.__module__.startswith(_REMOTE_CODE)]
-    yield [__version__, sys.version_info[:2], *map(_version_of, _PACKAGES)]
+    yield [__version__, sys.version_info[:2], *(version_of(package) or "" for package in _PACKAGES)]
     devices = dict.fromkeys(placed.device for placed in model.placement.units)
-    yield [(device, _name_of(torch.device(device))) for device in devices]
+    yield [(name, torch.cuda.get_device_name(name) if name.startswith("cuda") else "") for name in devices]
     yield [(placed.unit, placed.device) for placed in model.placement.units] if len(devices) > 1 else []
     yield [torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), platform.machine(), _features()]
     yield sorted(item for item in os.environ.items() if item[0].startswith(_INSTRUCTIONS))
@@ -79,17 +75,6 @@ def _source_of(module: str) -> str:
     """Digest of the source of a module of a checkpoint's own code."""
     path = getattr(sys.modules.get(module), "__file__", None)
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path is not None else ""
-
-
-def _version_of(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 def _features() -> str:

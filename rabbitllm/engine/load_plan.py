@@ -92,10 +92,7 @@ class ModelPart:
     budgets: Mapping[str, int]
 
 
-PartChooser = Callable[
-    [Any, Mapping[str, UnitSource], Sequence[UnitCost], WeightFiles, Mapping[str, int]],
-    ModelPart,
-]
+PartChooser = Callable[[Any, Mapping[str, UnitSource], Sequence[UnitCost], WeightFiles, Mapping[str, int]], ModelPart]
 """Chooses the part that this process computes, before any weight is read. Arguments: the skeleton, its units in the
 order of a pass, the memory cost of each in the same order, the weights, and device -> bytes for weights if this process
 computed the whole model. Raises `RabbitLLMError` if the model cannot be divided, or other processes are missing or
@@ -395,11 +392,7 @@ def _have_same_layout(first: WeightFiles, second: WeightFiles) -> bool:
 
 
 def _plan_of(
-    bare: BareModel,
-    weights: WeightMap | None,
-    store: WeightFiles,
-    options: RunOptions,
-    devices: Sequence[Device],
+    bare: BareModel, weights: WeightMap | None, store: WeightFiles, options: RunOptions, devices: Sequence[Device]
 ) -> LoadPlan:
     """The plan of a skeleton with these files; `weights` are the recipes, if they are known."""
     model = bare.model

@@ -20,14 +20,7 @@ from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import RunOptions, SplitOptions
 from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained, resolve_devices
 from rabbitllm.engine.heads import placed_beside, plan_heads
-from rabbitllm.engine.load_plan import (
-    LoadPlan,
-    cache_room,
-    held_bytes,
-    make_load_plan,
-    place_units,
-    too_little_memory,
-)
+from rabbitllm.engine.load_plan import LoadPlan, cache_room, held_bytes, make_load_plan, place_units, too_little_memory
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, stays_cached
 from rabbitllm.engine.units import UnitSource, input_embedding

@@ -237,18 +237,14 @@ def _show_estimate(console: Console, plan: SplitEstimate, estimate: CompressionE
 
 
 def _row(plan: SplitEstimate, estimate: CompressionEstimate, route: Route) -> Text:
-    lacks = f"no, {size_rounded_up(missing_bytes(route))} {'over' if _is_limited(route) else 'short'}"
+    is_limited = route.lacking is not None and route.lacking.limited  # by max_disk, rather than the free disk
+    lacks = f"no, {size_rounded_up(missing_bytes(route))} {'over' if is_limited else 'short'}"
     verdict, style = ("fits", "green") if route.fits else (lacks, "red")
     time = "?" if route.seconds is None else "under 1 s" if route.seconds < 1 else duration(route.seconds)
     lead = _columns(
         _route_name(estimate, route), size_rounded_up(route.disk_bytes), size_rounded_up(route.created_bytes)
     )
     return Text.assemble(lead, (f"{verdict:<20}", style), f"{time:>11}")
-
-
-def _is_limited(route: Route) -> bool:
-    """Whether the route exceeds max_disk, rather than the free disk."""
-    return route.lacking is not None and route.lacking.limited
 
 
 def _route_name(estimate: CompressionEstimate, route: Route) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.options import BIG_LAYER_BYTES
 from rabbitllm.base.plain_json import plain
-from rabbitllm.checkpoints.config import quantized_as
+from rabbitllm.checkpoints.config import quantized_as, text_config
 from rabbitllm.checkpoints.hub import HubFile, HubRepository
 from rabbitllm.errors import MissingPackageError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
@@ -144,8 +144,7 @@ def _grouped(specs: Iterable[tuple[str, TensorSpec]]) -> tuple[TensorGroup, ...]
 def _is_tied(specs: Iterable[TensorSpec], config: Mapping[str, Any]) -> bool | None:
     if any(_HEAD.search(spec.name) for spec in specs):
         return False
-    text = config.get("text_config")
-    declared = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    declared = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
     return True if declared is True else None
 
 

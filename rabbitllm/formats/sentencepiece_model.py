@@ -417,9 +417,8 @@ class SentencePieceModel:
 
 
 _MODEL = {
-    1: SchemaField(
-        "pieces", FieldKind.SPAN, repeated=True
-    ),  # only those of another wire type reach this, and are refused
+    # only pieces of another wire type reach this, and are refused
+    1: SchemaField("pieces", FieldKind.SPAN, repeated=True),
     2: SchemaField("trainer_spec", FieldKind.SPAN),
     3: SchemaField("normalizer_spec", FieldKind.SPAN),
     4: SchemaField("self_test_data", FieldKind.SPAN),

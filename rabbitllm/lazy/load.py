@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rabbitllm.lazy._tensor import LazyTensor
 
 
-class LazyCheckpoint(Mapping[str, "LazyTensor"]):
+class LazyCheckpoint(Mapping[str, "LazyTensor"], contextlib.AbstractContextManager["LazyCheckpoint"]):
     """Tensor names -> lazy tensors, a new one at each look-up. A context manager.
 
     Look-ups, iteration and `len` read nothing. The files stay open until `close`, or until this object and all of its
@@ -78,9 +78,6 @@ class LazyCheckpoint(Mapping[str, "LazyTensor"]):
         """Close the files. Tensors that have not been read cannot be read any more."""
         for file in self._files.values():
             file.close()
-
-    def __enter__(self) -> LazyCheckpoint:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -12,6 +12,7 @@ from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions, SplitOptions, expand
 from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity
+from rabbitllm.checkpoints.config import text_config
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import (
     INDEX_NAME,
@@ -309,8 +310,7 @@ def dtype_of(stored: StoredTensor, home: Path) -> str:
     if stored.quantized is not None and stored.quantized.dtype is not None:
         return names[stored.quantized.dtype]
     config = read_json(home / CONFIG_NAME) if (home / CONFIG_NAME).exists() else {}
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
+    for part in (config, text_config(config)):
         dtype = part.get("dtype", part.get("torch_dtype"))
         if isinstance(dtype, str) and dtype in names:
             return names[dtype]

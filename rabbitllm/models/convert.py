@@ -13,7 +13,7 @@ once all files it names are durable; a folder that holds anything else is not to
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +107,7 @@ def sidecars_of(folder: Path) -> dict[str, Path]:
 
 def converted_from(source: SourceIdentity, dtype: str = AUTO) -> dict[str, Any]:
     """The index metadata that records the source of the shards; `origin_of` reads it back."""
-    origin = {
-        "kind": source.kind,
-        "name": source.name,
-        "commit": source.commit,
-        "fingerprints": dict(source.fingerprints),
-    }
+    origin = asdict(source)
     return {"converted_from": origin if dtype == AUTO else {**origin, "dtype": dtype}}
 
 

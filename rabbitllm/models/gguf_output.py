@@ -481,7 +481,7 @@ def _of_model(folder: Path, name: str, tensors: Mapping[str, SourceTensor]) -> _
     head, offsets, end = metadata.header(drafts)
     data = {} if factors is None else {offsets[0]: factors.tobytes()}
     checkpoint = _as_read(head, data, end)
-    _gguf_metadata.require_same_config(config, checkpoint.config, name)
+    _gguf_metadata.require_same_config(config, checkpoint.model.config, name)
     if tokenizer is not None:
         with durable.ScratchFolder() as scratch:
             _gguf_metadata.warn_of_other_ids(tokenizer, checkpoint.derived(()), scratch, name)
@@ -522,7 +522,7 @@ def _with_tensors(
     """
     in_file, used, problems = [], set[str](), []
     for gguf_name, shape in model.shapes.items():
-        targets = model.checkpoint.targets(gguf_name, shape)
+        targets = model.checkpoint.model.targets(gguf_name, shape)
         for target in targets:
             used.add(target.name)
             tensor = tensors.get(target.name)
@@ -537,7 +537,7 @@ def _with_tensors(
             if any(not part.keeps_blocks(stored) for part in parts) and stored.dtype is None:
                 stored = TENSOR_TYPES["F16"] if outtype == AUTO else stored
             in_file.append(TensorInFile(gguf_name, shape, type_of(gguf_name, shape, stored, outtype), parts))
-    tied = {"lm_head.weight"} if model.checkpoint.config.tie_word_embeddings else set[str]()
+    tied = {"lm_head.weight"} if model.checkpoint.model.config.tie_word_embeddings else set[str]()
     unused = sorted(key for key in tensors.keys() - used - tied if not key.endswith("rotary_emb.inv_freq"))
     problems += [f"{key} has no place in a GGUF file" for key in unused]
     if problems:

@@ -29,7 +29,7 @@ from rabbitllm.formats.bounded import open_regular, read_json
 from rabbitllm.formats.pickle_reader import MAX_LISTED, MAX_PICKLE_BYTES, list_opcodes
 from rabbitllm.formats.sentencepiece_model import SentencePieceModel, read_model
 from rabbitllm.formats.shard_header import HEAD_BYTES, TORCH, Weights, read_shard_header, recognise
-from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec
+from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec, is_contiguous
 from rabbitllm.formats.torch_file import PICKLE, TorchTensor, pickle_of, read_legacy_torch, read_torch_zip
 from rabbitllm.splitter.plan import tensors_by_shard
 from rabbitllm.splitter.request import require_shards
@@ -116,7 +116,7 @@ class Tensors:
     @property
     def strided(self) -> int:
         """Number of tensors that are not row-major."""
-        return sum(tensor.elements > 0 and not is_row_major(tensor.shape, tensor.strides) for tensor in self.tensors)
+        return sum(not is_contiguous(tensor.shape, tensor.strides) for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +213,6 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
     return tuple(strides)
-
-
-def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a tensor is contiguous; strides of dimensions of size 1 do not count."""
-    return all(size == 1 or a == b for size, a, b in zip(shape, strides, row_major(shape), strict=True))
 
 
 MAX_PICKLES = 8

@@ -25,7 +25,6 @@ from rabbitllm.base.terminal import (
     shortened,
     size,
 )
-from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.index import gguf_label, gguf_named
 from rabbitllm.models.convert import outtype_of
 from rabbitllm.models.library import DAMAGED, HALF_REMOVED, UNFINISHED, WHOLE, SplitEntry
@@ -107,7 +106,9 @@ def resume_command(entry: SplitEntry) -> str:
     folder, source = locations.spelled_out(entry.folder), entry.source
     around, model = folder.parent, locations.model_of(folder, entry.compression)
     is_hub = source is not None and source.kind == "hub"
-    is_inside = not is_hub and (around.resolve().name == entry.name or _has_any_shard(around, source))
+    shards = source.fingerprints if source is not None else ()
+    has_any = any((around / shard).is_file() for shard in shards)
+    is_inside = not is_hub and (around.resolve().name == entry.name or has_any)
     place = str(around) if is_inside else entry.name if is_hub else f"PATH/TO/{entry.name}"
     if (outtype := outtype_of(around)) is not None:
         words = ["rabbitllm", "convert", place, "-o", str(around.parent), "--outtype", outtype]
@@ -120,10 +121,6 @@ def resume_command(entry: SplitEntry) -> str:
     if not is_inside and not entry.folder.is_relative_to(locations.home()):
         words += ["--dir", str(around)]
     return harmless(shlex.join(words), 400)
-
-
-def _has_any_shard(folder: Path, source: SourceIdentity | None) -> bool:
-    return source is not None and any((folder / shard).is_file() for shard in source.fingerprints)
 
 
 def put_shown(shown: Shown, console: Console) -> None:

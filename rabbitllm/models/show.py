@@ -15,7 +15,7 @@ from typing import Any
 from rabbitllm import prepare
 from rabbitllm.base.options import expand
 from rabbitllm.base.plain_json import plain as plain_record
-from rabbitllm.checkpoints.config import experts_a_token, quantized_as, read_config
+from rabbitllm.checkpoints.config import experts_a_token, quantized_as, read_config, text_config
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import is_gguf_file
 from rabbitllm.errors import InvalidIndexError, RabbitLLMError
@@ -57,8 +57,7 @@ class ConfigSummary:
 
 def config_summary(config: Mapping[str, Any]) -> ConfigSummary:
     """The summary of a `config.json`; a multimodal model has its values in `text_config`."""
-    inner = config.get("text_config")
-    text: Mapping[str, Any] = inner if isinstance(inner, dict) else {}
+    text = text_config(config)
 
     def first(value_type: type, names: Sequence[str], parts: Sequence[Mapping[str, Any]] = (text, config)) -> Any:
         value = next((part[name] for name in names for part in parts if part.get(name) is not None), None)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from rabbitllm.base.options import ShardPolicy, SplitOptions, check_transfer, expand, parse_size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
@@ -28,13 +28,7 @@ from rabbitllm.checkpoints.hub import (
     download_all,
     open_repository,
 )
-from rabbitllm.checkpoints.index import (
-    META_PARAMETERS,
-    gguf_entry,
-    gguf_named,
-    is_gguf_file,
-    is_meta,
-)
+from rabbitllm.checkpoints.index import META_PARAMETERS, gguf_entry, gguf_named, is_gguf_file, is_meta
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, names_a_model
 from rabbitllm.checkpoints.naming import naming_by_block
@@ -259,7 +253,7 @@ def config_folder(source: Source) -> Iterator[Path]:
         yield files.folder
 
 
-class SmallFiles:
+class SmallFiles(contextlib.AbstractContextManager["SmallFiles"]):
     """A scratch folder with the config and tokenizer of a model; a context manager, which deletes it unless it is kept.
 
     Args:
@@ -287,9 +281,6 @@ class SmallFiles:
         if self._scratch is not None:
             weakref.finalize(user, self._scratch.remove)
             self._scratch = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._scratch is not None:

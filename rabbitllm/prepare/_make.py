@@ -118,11 +118,7 @@ def with_memory(
 
 @contextlib.contextmanager
 def acceptance(
-    source: Source,
-    options: RunOptions,
-    devices: Sequence[Device] | None = None,
-    *,
-    too_little: TooLittle = "warn",
+    source: Source, options: RunOptions, devices: Sequence[Device] | None = None, *, too_little: TooLittle = "warn"
 ) -> Iterator[LoadPlanner]:
     """Yield the check that refuses what loading would refuse: of planned layer files, and of finished ones.
 
@@ -220,14 +216,10 @@ def _check_budget(source: Source, manifest: Manifest, options: SplitOptions) -> 
 def _refuse_without_evidence(source: Source, manifest: Manifest, metadata: list[ShardMetadata]) -> None:
     """Refuse a split that lies elsewhere and whose model has another name, if none of its shards is in the folder."""
     split_source = manifest.source
-    if (
-        source.local is None
-        or metadata
-        or split_source.kind != "local"
-        or source.split_folder.is_relative_to(source.local)
-    ):
+    if source.local is None or metadata or split_source.kind != "local":
         return
-    if split_source.name != source.local.resolve().name:
+    lies_inside = source.split_folder.is_relative_to(source.local)
+    if not lies_inside and split_source.name != source.local.resolve().name:
         raise SplitMismatchError(
             f"{source.split_folder} was split from a folder named {split_source.name!r}, and {source.local} has none "
             "of the shards that were split.",
@@ -305,9 +297,8 @@ def ensure_split(
                 return Profiler(enabled=options.profiling)
     with system_errors_by_name(folder), locked(folder), reporting_interrupts(folder), contextlib.ExitStack() as locks:
         split_lock.revoke(source.split_folder)  # of a run that died and whose workers may still be running
-        if is_complete(
-            folder, source.local, source.entry
-        ):  # checked again: the previous holder of the lock may have finished it
+        # checked again: the previous holder of the lock may have finished it
+        if is_complete(folder, source.local, source.entry):
             if options.shards.deletes_rest:
                 locks.enter_context(lock_source(source, options))
             check_finished(source, options, accept)

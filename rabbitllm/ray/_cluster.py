@@ -21,6 +21,7 @@ from typing import Any
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import expand
+from rabbitllm.base.transformers_version import version_of
 from rabbitllm.errors import ClusterError, OptionError, RabbitLLMError, missing_package
 from rabbitllm.splitter.lock import LEASE_NAME, Lease
 from rabbitllm.version import __version__
@@ -217,7 +218,7 @@ def _check(host: str, facts: Mapping[str, Any], lease: Lease | None, *, quantize
             f"{host} has rabbitllm {facts['version']}; this machine has {__version__}.",
             "Install the same version on all machines.",
         )
-    if quantizes and facts["quantizer"] != (ours := quantizer_version()):
+    if quantizes and facts["quantizer"] != (ours := version_of("bitsandbytes")):
         raise ClusterError(
             f"{host} has bitsandbytes {facts['quantizer']}; this machine has {ours}.",
             "Install the same version on all machines, so that all quantize to the same bytes.",
@@ -232,16 +233,6 @@ def _check(host: str, facts: Mapping[str, Any], lease: Lease | None, *, quantize
             f"{host} does not see {facts['missing'][0]}, where the source is.",
             "Put the source into a folder that all machines share under the same path, or use a repository.",
         )
-
-
-def quantizer_version() -> str | None:
-    """The version of bitsandbytes here; None where it is not installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("bitsandbytes")
-    except PackageNotFoundError:
-        return None
 
 
 def _inspect_all(nodes: Sequence[Node], lease: Lease | None, required: Sequence[Path]) -> list[dict[str, Any]]:

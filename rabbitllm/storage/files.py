@@ -34,7 +34,7 @@ _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "lin
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class PositionalFile:
+class PositionalFile(contextlib.AbstractContextManager["PositionalFile"]):
     """A file open for reading at any offset. A context manager.
 
     Args:
@@ -145,9 +145,6 @@ class PositionalFile:
     def close(self) -> None:
         """Close the descriptor."""
         os.close(self._descriptor)
-
-    def __enter__(self) -> PositionalFile:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -50,7 +50,7 @@ class FolderKind(enum.Enum):
     SPLIT = "this call would replace or remove its layer files"
 
 
-class FolderLock:
+class FolderLock(contextlib.AbstractContextManager["FolderLock"]):
     """A lock, held until `close`, until the last reference to it is gone, or until the process ends.
 
     As a context manager it closes itself at the end of the context, unless `keep_for` was called.
@@ -72,9 +72,6 @@ class FolderLock:
         """Hold the lock until `user` is garbage collected, also after the end of the context."""
         self._kept = True
         weakref.finalize(user, self.close)
-
-    def __enter__(self) -> FolderLock:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if not self._kept:

@@ -104,9 +104,7 @@ research.google.com/colaboratory/faq.html, huggingface.co/docs/hub/spaces-overvi
 codespaces).
 """
 _CONTAINER = Host(
-    "a container",
-    ("free space is the host's, without the container's quota; limit splits with max_disk",),
-    {},
+    "a container", ("free space is the host's, without the container's quota; limit splits with max_disk",), {}
 )
 
 

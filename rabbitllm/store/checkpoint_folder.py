@@ -79,7 +79,7 @@ def in_memory(stored: StoredTensor, memory: torch.Tensor) -> PlainTensor:
     return PlainTensor(stored, TensorToWrite(stored.name, dtype_name(memory.dtype), tuple(memory.shape)), memory)
 
 
-class PlainReader:
+class PlainReader(contextlib.AbstractContextManager["PlainReader"]):
     """Reads tensors of a store; a context manager.
 
     Args:
@@ -205,9 +205,6 @@ class PlainReader:
         if self._open is not None:
             self._open[1].close()
             self._open = None
-
-    def __enter__(self) -> PlainReader:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -191,17 +191,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         }
         for r in manifest.layers
     ]
-    source = manifest.source
     checksums = {shard: f"{crc:08x}" for shard, crc in manifest.source_checksums.items()}
     content = {
         "format": "rabbitllm split directory",
         "format_version": manifest.format_version,
         "written_by": f"rabbitllm {__version__}",
         "source": {
-            "kind": source.kind,
-            "name": source.name,
-            "commit": source.commit,
-            "fingerprints": dict(source.fingerprints),
+            **asdict(manifest.source),
             **({"crc32": checksums} if checksums else {}),
             **({"metadata": manifest.source_metadata} if manifest.source_metadata else {}),
         },

@@ -79,22 +79,12 @@ def wait_table(layers: Mapping[str, Mapping[str, Total]]) -> list[str]:
 
 def pass_table(sums: Mapping[str, PassSums], passes: Sequence[Pass]) -> list[str]:
     """A line for prefill passes and one for decode passes."""
-    rows = [("passes", "n", "median s", "tokens", "made", "read", "copied", "overlap", "limit")]
+    rows: list[Sequence[str]] = [("passes", "n", "median s", "tokens", "made", "read", "copied", "overlap", "limit")]
     for kind, total in sums.items():
-        made = total.made_per_pass
-        rows.append(
-            (
-                _NAMES[kind == PROMPT],
-                str(total.passes),
-                f"{median_of(passes, kind):.3f}",
-                f"{total.tokens / total.passes:.1f}",
-                "" if made is None else f"{made:.2f}",
-                amount(total.disk_bytes / total.passes),
-                amount(total.copied_bytes / total.passes),
-                f"{total.overlap:.0%}",
-                total.bottleneck or "",
-            )
-        )
+        counts = str(total.passes), f"{median_of(passes, kind):.3f}", f"{total.tokens / total.passes:.1f}"
+        made = "" if total.made_per_pass is None else f"{total.made_per_pass:.2f}"
+        moved = amount(total.disk_bytes / total.passes), amount(total.copied_bytes / total.passes)
+        rows.append((_NAMES[kind == PROMPT], *counts, made, *moved, f"{total.overlap:.0%}", total.bottleneck or ""))
     return _aligned(rows) if sums else []
 
 
@@ -132,30 +122,6 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 Totals = Mapping[str, Total]
 
 
-def as_record(
-    title: str,
-    stages: Totals,
-    layers: Mapping[str, Totals],
-    passes: Sequence[Pass],
-    sums: Mapping[str, PassSums],
-    in_place: Mapping[str, int],
-    before: Sequence[dict[str, Any]],
-    drafts: Drafts | None,
-) -> dict[str, Any]:
-    """See the module."""
-    return {
-        "title": title,
-        "bottleneck": limit_of(stages),
-        "stages": _totals(stages),
-        "layers": {layer: _totals(totals) for layer, totals in layers.items()},
-        "passes": [_pass(step) for step in passes],
-        "sums": {kind: _sums(kind, total, passes) for kind, total in sums.items()},
-        "in_place_bytes": dict(in_place),
-        "drafts": drafts_record(drafts),
-        "before": list(before),
-    }
-
-
 def drafts_record(drafts: Drafts | None) -> dict[str, Any] | None:
     """See the module."""
     if drafts is None:
@@ -170,7 +136,7 @@ def drafts_record(drafts: Drafts | None) -> dict[str, Any] | None:
     }
 
 
-def _totals(totals: Totals) -> dict[str, dict[str, float]]:
+def totals_record(totals: Totals) -> dict[str, dict[str, float]]:
     return {
         stage: {
             "seconds": total.seconds,
@@ -184,7 +150,7 @@ def _totals(totals: Totals) -> dict[str, dict[str, float]]:
     }
 
 
-def _pass(step: Pass) -> dict[str, Any]:
+def pass_record(step: Pass) -> dict[str, Any]:
     return {
         "number": step.number,
         "kind": step.kind,
@@ -198,7 +164,7 @@ def _pass(step: Pass) -> dict[str, Any]:
     }
 
 
-def _sums(kind: str, total: PassSums, passes: Sequence[Pass]) -> dict[str, Any]:
+def sums_record(kind: str, total: PassSums, passes: Sequence[Pass]) -> dict[str, Any]:
     return {
         "passes": total.passes,
         "seconds": total.wall,
@@ -216,5 +182,5 @@ def _measured(measured: Pass | PassSums) -> dict[str, Any]:
         "copied_bytes": measured.copied_bytes,
         "overlap": measured.overlap,
         "bottleneck": measured.bottleneck,
-        "stages": _totals(measured.stages),
+        "stages": totals_record(measured.stages),
     }

@@ -21,7 +21,17 @@ from rabbitllm.base.forks import own_lock
 from rabbitllm.base.terminal import Printed
 from rabbitllm.errors import OptionError
 from rabbitllm.storage.durable import require_kind, write_whole
-from rabbitllm.telemetry._report import as_record, expert_table, pass_table, slowest_layers, stage_table, wait_table
+from rabbitllm.telemetry._report import (
+    drafts_record,
+    expert_table,
+    pass_record,
+    pass_table,
+    slowest_layers,
+    stage_table,
+    sums_record,
+    totals_record,
+    wait_table,
+)
 from rabbitllm.telemetry.passes import NOTHING, Drafts, Pass, PassInput, PassSums, Total, limit_of, sums_of
 
 MAX_EVENTS = 100_000
@@ -353,7 +363,15 @@ class Profiler(Printed):
 
     def as_json(self) -> dict[str, Any]:
         """All records as one object for `json.dumps`; its fields are described in `telemetry/_report.py`."""
-        before = [profile.as_json() for profile in self.before]
-        return as_record(
-            self.title, self.stages, self.layers, self.passes, self.sums, self.in_place, before, self.drafts
-        )
+        passes = self.passes
+        return {
+            "title": self.title,
+            "bottleneck": self.bottleneck,
+            "stages": totals_record(self.stages),
+            "layers": {layer: totals_record(totals) for layer, totals in self.layers.items()},
+            "passes": [pass_record(step) for step in passes],
+            "sums": {kind: sums_record(kind, total, passes) for kind, total in self.sums.items()},
+            "in_place_bytes": dict(self.in_place),
+            "drafts": drafts_record(self.drafts),
+            "before": [profile.as_json() for profile in self.before],
+        }

@@ -99,6 +99,10 @@ def test_compilers_and_transforms_get_the_class() -> None:
     x = torch.randn(2, 3, 64).bfloat16()
     assert torch.equal(torch.compile(fused, backend="eager")(x), plain(x))
     assert torch.equal(torch.func.vmap(fused)(x), plain(x))
+    gated, gate = norm(Qwen3NextRMSNormGated, 64, torch.bfloat16), torch.randn(2, 3, 64).bfloat16()
+    fused = copy.deepcopy(gated)
+    assert fuse_norms(fused) == 1
+    assert torch.equal(torch.compile(fused, backend="eager")(x, gate), gated(x, gate))
 
 
 def test_a_norm_that_may_divide_by_zero_is_left_to_its_class() -> None:

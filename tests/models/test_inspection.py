@@ -35,7 +35,6 @@ from rabbitllm.models.inspection import (
     Tensors,
     Vocabulary,
     WeightlessFile,
-    is_row_major,
     kind_of,
     list_pickles,
     look_at_file,
@@ -322,5 +321,3 @@ def test_opcodes_match_by_name_and_argument() -> None:
 
 def test_strides() -> None:
     assert [row_major(shape) for shape in ((), (3,), (2, 3, 4), (2, 0, 4))] == [(), (1,), (12, 4, 1), (4, 4, 1)]
-    assert is_row_major((2, 1, 3), (3, 99, 1))
-    assert not is_row_major((2, 3), (1, 2))

@@ -218,7 +218,7 @@ def test_every_machine_is_checked_first(
 def test_versions_of_bitsandbytes_must_agree_where_its_schemes_are_used(
     cluster: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "quantizer_version", lambda: "0.1")
+    monkeypatch.setattr(cluster_module, "version_of", lambda package: "0.1")
     with pytest.raises(ClusterError, match=r"has bitsandbytes .*; this machine has 0\.1"):
         pull_on(cluster, asked(source, "4bit", folder=tmp_path / "4bit"))
     pulled = pull_on(cluster, asked(source, "q8_0", folder=tmp_path / "blocks"))

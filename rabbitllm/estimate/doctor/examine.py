@@ -23,7 +23,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from rabbitllm.base.forks import DaemonThread
 from rabbitllm.base.terminal import size, speed
-from rabbitllm.base.transformers_version import TESTED, newer_than_tested
+from rabbitllm.base.transformers_version import TESTED, newer_than_tested, version_of
 from rabbitllm.engine.free_memory import available_ram, group_limits, has_nvidia_driver, process_limits
 from rabbitllm.estimate import outline
 from rabbitllm.estimate.cost_model import Speed
@@ -227,10 +227,7 @@ def probe_packages(*, load: bool = True) -> tuple[Package, ...]:
 def _package(name: str, use: str, accepted: str, uses: Mapping[str, str], load: bool) -> Package:
     from packaging.specifiers import SpecifierSet
 
-    try:
-        version: str | None = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        version = None
+    version = version_of(name)
     fits = version is not None and (not accepted or SpecifierSet(accepted).contains(version, prereleases=True))
     problem = None
     if load and version is not None and name in _LOADED:
