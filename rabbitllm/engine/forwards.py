@@ -1,9 +1,10 @@
-"""Forwards that replace a model's: Llama 4's experts, bfloat16 products; and hooks that keep float16 finite."""
+"""Forwards that replace a model's: Llama 4's experts, bfloat16 products, and what float16 needs."""
 
 from __future__ import annotations
 
 import functools
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,22 @@ def keep_finite(layers: Iterable[nn.Module]) -> None:
         for module in layer.modules():
             if "Norm" in type(module).__name__:
                 module.register_forward_pre_hook(lambda module, args: clamp(args))
+
+
+def widen_inputs(model: PreTrainedModel) -> None:
+    """Let linear layers that transformers keeps in float32 at float16 take float16, and return it.
+
+    The forwards of most models convert what these get; that of DeepSeek-V4 does not, and torch refuses the product.
+    """
+
+    def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        wide = x.dtype == torch.float16 and module.weight.dtype == torch.float32
+        return nn.Linear.forward(module, x.float()).half() if wide else nn.Linear.forward(module, x)
+
+    for name, module in model.named_modules():
+        is_kept = any(part in name for part in model._keep_in_fp32_modules or ())
+        if is_kept and type(module) is nn.Linear and "forward" not in vars(module):
+            module.forward = MethodType(linear, module)  # type: ignore[method-assign]
 
 
 def route_llama4(model: nn.Module) -> None:

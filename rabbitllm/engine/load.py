@@ -29,7 +29,7 @@ from rabbitllm.engine._weights import check_unused
 from rabbitllm.engine.devices import Device, budget_of, memory_explained, resolve_devices
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import bind_experts
-from rabbitllm.engine.forwards import RowProducts, keep_finite, repeat_keys_on
+from rabbitllm.engine.forwards import RowProducts, keep_finite, repeat_keys_on, widen_inputs
 from rabbitllm.engine.heads import Heads, plan_heads
 from rabbitllm.engine.load_plan import (
     SCALES_IN_PLACE,
@@ -218,6 +218,8 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     for device in devices:
         if not device.has_bf16:
             repeat_keys_on(device.torch_device)
+    if model.dtype == torch.float16:
+        widen_inputs(model)
     if plan.is_narrowed:
         keep_finite(source.unit.module for source in plan.sources.values() if source.unit.is_layer)
     if plan.quantizer is not None:  # as transformers' own loading does

@@ -87,5 +87,6 @@ class InputRows(NamedTuple):
 
     def of(self, row: int) -> tuple[int, int]:
         """The addresses of a row's inputs and of its others; the second is 0 without any."""
-        addresses = (0 if rows is None else rows.data_ptr() + row * rows.stride(0) * rows.itemsize for rows in self)
-        return next(addresses), next(addresses)
+        both = (0 if rows is None else rows.data_ptr() + row * rows.stride(0) * rows.itemsize for rows in self)
+        inputs, others = both
+        return inputs, others

@@ -45,7 +45,7 @@ _KINDS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 _LARGEST_BITS = int(np.float32(LARGEST).view(np.uint32))
 
 
-_SEARCHES = {
+_SEARCHES: dict[str, tuple[Any, ...]] = {
     "IQ4_NL": (4, (-135, -95, 6), (95, 135, 6)),
     "IQ4_XS": (4, (-135, -95, 6), (95, 135, 6)),
     "Q5_0": (4, (-17, -13.5, 6), (13.5, 17, 6)),

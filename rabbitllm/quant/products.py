@@ -262,7 +262,7 @@ class KernelMatrix(ABC):
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
-        product = GroupedProduct(x, self)
+        product = GroupedProduct(x, self, torch.empty if method == CODES else torch.zeros)
         if len(x):
             product.run(method, width, [(self, 0, len(x))])
         return product.out
@@ -374,7 +374,7 @@ def _rounded_to_bytes(x: torch.Tensor) -> InputRows:
 def _layout(scheme: str) -> InputLayout:
     from rabbitllm.quant import _block_kernels, _integers  # numba comes with them
 
-    return (_block_kernels.LAYOUTS if scheme in BLOCK_TYPES else _integers.SEGMENT_LAYOUTS)[scheme]
+    return _block_kernels.LAYOUTS[scheme] if scheme in BLOCK_TYPES else _integers.OWN_STEPS[scheme].layout
 
 
 @functools.lru_cache(maxsize=1024)
@@ -392,14 +392,15 @@ class GroupedProduct:
     Args:
         x: (S, K), of a floating dtype.
         like: a matrix of the form, (N, K).
+        make: makes `out`, which kernels by codes fill, and others add to.
 
     Attributes:
         out: the products, (S, N), float32.
     """
 
-    def __init__(self, x: torch.Tensor, like: KernelMatrix) -> None:
+    def __init__(self, x: torch.Tensor, like: KernelMatrix, make: Callable[..., torch.Tensor] = torch.zeros) -> None:
         self._x = x
-        self.out = torch.zeros(len(x), like.form.shape[0])
+        self.out = make(len(x), like.form.shape[0])
         self._inputs: dict[int, InputRows] = {}
 
     def multiply(self, matrices: Sequence[KernelMatrix], groups: Sequence[tuple[int, int]]) -> None:

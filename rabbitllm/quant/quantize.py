@@ -288,7 +288,7 @@ def dequantize(
         return _in_runs(form, payload, absmax, table, dtype)
     if form.scheme == "4bit" and payload.device != torch.device("cpu"):
         whole = replace(form, shape=_in_whole_blocks(form.shape))
-        result = functional().dequantize_4bit(payload, _nf4_quant_state(whole, absmax, table))
+        result: torch.Tensor = functional().dequantize_4bit(payload, _nf4_quant_state(whole, absmax, table))
     else:
         rounded = dtype if form.dtype is None else getattr(torch, form.dtype)
         result = _times_scales(payload, absmax, table, SCHEMES[form.scheme].block, elements, rounded)

@@ -27,7 +27,7 @@ from tests.support.kernel_rows import kernel_rows as kernel_rows
 from tests.support.long_generation import assert_same_trail, continued, prompts
 from tests.support.picture_models import add_image_outputs
 from tests.support.rounding import assert_as_near, exact_logits
-from tests.support.tiny_models import ALL, INPUT, dequantized, load, plain_model, run, split
+from tests.support.tiny_models import ALL, INPUT, assert_same, dequantized, load, plain_model, run, split
 
 EXPERTS = 8
 
@@ -208,6 +208,26 @@ def test_without_fast_bfloat16_logits_equal_transformers(checkpoint: Path, kerne
     with torch.inference_mode():
         assert torch.equal(model(INPUT).logits, plain_model(checkpoint)(INPUT).logits)
     assert not kernel_rows
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+def test_linear_layers_that_transformers_keeps_in_float32(tmp_path: Path, compression: str | None) -> None:
+    """Those of DeepSeek-V4's compressors at float16, in which plain transformers gives them float16 and fails."""
+    folder = plain = build_checkpoint(tmp_path / "model", HYBRIDS["deepseek_v4"], dtype=torch.float16, shards=2)
+    if compression is not None:
+        plain = dequantized(folder, tmp_path / "reference", compression, torch.float16)
+    reference = plain_model(plain, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="same dtype"), torch.inference_mode():
+        reference(INPUT)
+    for linear in reference.modules():
+        if isinstance(linear, nn.Linear) and linear.weight.dtype == torch.float32:
+            linear.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+            linear.register_forward_hook(lambda module, args, output: output.half())
+    expected = run(reference)
+    assert expected.logits.isfinite().all()
+    for budget in (ALL, 0):
+        assert_same(run(load(split(folder, compression), budget)), expected)
+    assert run(load(split(folder, compression), exact=False)).logits.isfinite().all()
 
 
 def test_llama4_with_pictures(tmp_path: Path) -> None:
