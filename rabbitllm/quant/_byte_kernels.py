@@ -1,11 +1,11 @@
 """Kernels that multiply many rows of input, rounded to 8 bits, with codes that stand for integers of 8 bits.
 
-They are kernels by panels, but of bytes. A lane of a vector is a row of the matrix: four consecutive codes, which
-are multiplied with four inputs in all lanes. VPDPBUSD, of AVX-512 VNNI and AVX-VNNI, does that in one instruction. On
-AVX2 VPMADDUBSW sums products in 16 bits, which is enough for codes of 4 bits, not for others. The sum of a step of 32
+They are kernels by panels, but of bytes. A lane of a vector is a row of the matrix: four consecutive codes, which are
+multiplied with four inputs in all lanes. VPDPBUSD, of AVX-512 VNNI and AVX-VNNI, does that in one instruction. On AVX2
+VPMADDUBSW sums products in 16 bits, which is enough for codes of 4 bits, not for others. The sum of a step of 32
 elements, or of each half of it, is multiplied by the scales of the inputs and of the rows, and the rows' minima by the
-sum of the inputs. Codes are not negative; what they are off by is part of the minimum. Integers are exact, and steps are
-added one after the other, so the results have the same bits on every processor.
+sum of the inputs. Codes are not negative; what they are off by is part of the minimum. Sums of integers are exact, and
+steps are added one after the other, so a product has the same bits on every processor that has its kernel.
 """
 
 from __future__ import annotations
@@ -63,15 +63,17 @@ def _multiplies_fours() -> bool:
 
 
 def types() -> frozenset[str]:
-    """The schemes that have a kernel on this processor.
-
-    With AMX torch's product of bfloat16 is faster; so are panels of float32 with AVX-512 without VNNI.
-    """
-    from rabbitllm.quant import _vectors
-
-    if "amx-tile" in features() or (_vectors.lanes() == 16 and not _multiplies_fours()):
-        return frozenset()
+    """The schemes that have a kernel on this processor."""
     return _FOUR_BITS | _LOOKED_UP if _multiplies_fours() else _FOUR_BITS
+
+
+@functools.cache
+def pays() -> bool:
+    """Whether these kernels are the fastest here.
+
+    With AMX torch's product of bfloat16 is faster, with AVX-512 without VNNI panels of float32 are as fast.
+    """
+    return "amx-tile" not in features() and (_multiplies_fours() or "avx512f" not in features())
 
 
 def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:

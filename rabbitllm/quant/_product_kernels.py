@@ -305,8 +305,8 @@ def panel_kernel(
     tall: int = ROWS,
     **others: Any,
 ) -> Callable[[Any], None]:
-    """A kernel by panels: of intrinsics like those of `_fill` and `_panel_dot`, for tiles of so many inputs; a step of
-    a panel and of inputs has twice so many bytes."""
+    """A kernel by panels: of intrinsics like those of `_fill` and `_panel_dot`, for tiles of so many inputs, and
+    of `tall` rows or vectors of rows; a step of a panel and of inputs has twice so many bytes."""
     single, column, square = (dot(*shape) for shape in ((1, 1), (tall, 1), (tall, tokens)))
     constants = {"ONE": single, "TALL": column, "SQUARE": square, "AT_ONCE": tokens, "VECTOR": vector_bytes, **others}
     return named(_by_panels, name, FILL=fill, **constants)

@@ -1,7 +1,7 @@
 """Products with a matrix that is stored at 4bit, 8bit or in blocks of GGUF, without dequantizing the whole matrix.
 
 On the CPU, for few inputs each code is decoded in registers for every few of them, to integers (`_integers.py`). For
-more inputs a few rows at a time are decoded once for all of them, a panel: with AVX2 blocks of at most 4 bits to bytes,
+more inputs a few rows at a time are decoded once for all of them, a panel: without AMX codes of at most 4 bits to bytes,
 which are multiplied with inputs of 8 bits (`_byte_kernels.py`), all others to float32. For very many of these a few
 rows at a time are dequantized into the cache, and multiplied by torch; so are matrices with code values that no kernel
 has a table for (times: benchmarks/NOTES.md).
@@ -289,7 +289,7 @@ class Matrix(QuantizedMatrix, KernelMatrix):
             return CODES, INTEGERS
         from rabbitllm.quant import _vectors
 
-        if self._takes_bytes():
+        if count > self.max_inputs and self._takes_bytes():
             return BYTES, BYTE_WIDTH
         lanes = _vectors.lanes()
         if count <= max_panel_inputs(lanes, dtype) and self.table_for(lanes) and agrees(PANELS, scheme, lanes):
@@ -303,8 +303,8 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         """Whether there is a kernel for more rows by bytes, and whether it is the fastest."""
         from rabbitllm.quant import _byte_kernels
 
-        has_kernel = self.form.scheme in _byte_kernels.types() and self.table_for(BYTE_WIDTH)
-        return bool(has_kernel) and agrees(BYTES, self.form.scheme, BYTE_WIDTH)
+        has_kernel = self.form.scheme in _byte_kernels.types() and bool(self.table_for(BYTE_WIDTH))
+        return _byte_kernels.pays() and has_kernel and agrees(BYTES, self.form.scheme, BYTE_WIDTH)
 
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
         if width == BYTE_WIDTH:
