@@ -123,8 +123,9 @@ def slower_when_busy(runs: Sequence[SpeedRun], case: InstructionsCase) -> Spread
 
 @contextlib.contextmanager
 def busy_cores() -> Iterator[None]:
-    """A process on each core that never waits."""
-    busy = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+    """A process on each core that never waits, of ordinary priority."""
+    busy = "import os, sys; os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))\n"
+    busy += "os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
     processes = [subprocess.Popen([sys.executable, "-S", "-c", busy, str(core)]) for core in os.sched_getaffinity(0)]
     try:
         yield

@@ -1,177 +1,273 @@
-"""Kernels that multiply many rows of input, rounded to 8 bits, with blocks whose codes have at most 4 bits.
+"""Kernels that multiply many rows of input, rounded to 8 bits, with codes that stand for integers of 8 bits.
 
-They are kernels by panels, but of bytes: one instruction of AVX2 (VPMADDUBSW) multiplies 32 codes, which are not
-negative, with 32 inputs, where one in float32 multiplies 8. A step of 256 elements is 8 lanes of 32, and a lane two
-parts, each with a scale of its inputs. Vector v of a step, of 8, has bytes 4 v to 4 v + 3 of each lane. So vectors v =
-0 to 3, the first parts, are summed in 16 bits; the sums of 8 lanes are multiplied by scales at once, and their minima
-by the sums of inputs. Vectors have 256 bits on every processor, so the results have the same bits on all.
+They are kernels by panels, but of bytes. A lane of a vector is a row of the matrix: four consecutive codes, which are
+multiplied with four inputs in all lanes. VPDPBUSD, of AVX-512 VNNI and AVX-VNNI, does that in one instruction. On AVX2
+VPMADDUBSW sums products in 16 bits, which is enough for codes of 4 bits, not for others. The sum of a step of 32
+elements, or of each half of it, is multiplied by the scales of the inputs and of the rows, and the rows' minima by the
+sum of the inputs. Codes are not negative; what they are off by is part of the minimum. Sums of integers are exact, and
+steps are added one after the other, so a product has the same bits on every processor that has its kernel.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from llvmlite import ir
+import numpy as np
+import numpy.typing as npt
+from llvmlite import binding, ir
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant import _block_kernels, _product_kernels
+from rabbitllm.quant import _block_kernels, _integers, _product_kernels
 from rabbitllm.quant._block_formats import FORMATS
-from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, number
+from rabbitllm.quant._kernel_interface import BYTE_STEP as STEP
+from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, features, number
+from rabbitllm.quant.schemes import NF4_BLOCK
 
-STEP = 256
-"""Elements of a step."""
+STEP_BYTES = STEP + 4 * 4
+"""Of a step of a row in a panel: codes, then a scale and a negated minimum, float32, of each group of 16 or 32. Of a
+step of inputs: integers, then their scale, the sum of all, and those of both halves."""
+ROWS = 32
+"""Rows of the matrix that are computed together, as far as registers hold."""
 INPUTS = "inputs"
 """In place of a scheme: the kernel that rounds inputs, which are float32 and in place of codes."""
-_LANES = 8
-_PART = STEP // _LANES // 2
-STEP_BYTES = STEP + 4 * 4 * _LANES
-"""Of a step in a panel: codes, then scales and negated minima of both parts of all lanes, float32. Of a step of inputs:
-integers, then scales and sums."""
 _LARGEST, _NEAREST, _NEAREST_BITS = 127.0, float(3 << 22), 0x4B400000
 """The largest integer of inputs; a float32 that, added to a small one, leaves the nearest integer in its last bits."""
-_BYTES, _WORDS = ir.VectorType(I8, 32), ir.VectorType(I16, 16)
-_TOKENS = 2
-TYPES = tuple(
+_WORDS = ir.VectorType(I16, 16)
+_OFFSET = 128
+"""What is added to values that may be negative."""
+_PANEL_STEPS = 16
+"""Steps of a panel, of which a tile's rows fit the smallest cache."""
+_FOUR_BITS = frozenset(
     name
     for name, form in FORMATS.items()
     if form.values is None and form.halves and sum(plane.bits for plane in form.planes) <= 4
 )
-"""The types that have such a kernel: eight products of a code and an input fit 16 bits."""
+"""Types of blocks whose 16 products of a code and an input fit 16 bits."""
+_LOOKED_UP = frozenset(name for name, form in FORMATS.items() if form.values) | {"4bit"}
+
+
+@functools.cache
+def lanes() -> int:
+    """Rows of the matrix in a vector: 16 or 8."""
+    return 16 if {"avx512f", "avx512bw", "avx512vnni"} <= features() else 8
+
+
+@functools.cache
+def _multiplies_fours() -> bool:
+    """Whether there is an instruction for four bytes at a time."""
+    return lanes() == 16 or "avxvnni" in features()
+
+
+def types() -> frozenset[str]:
+    """The schemes that have a kernel on this processor."""
+    return _FOUR_BITS | _LOOKED_UP if _multiplies_fours() else _FOUR_BITS
+
+
+@functools.cache
+def pays() -> bool:
+    """Whether these kernels are the fastest here.
+
+    With AMX torch's product of bfloat16 is faster, with AVX-512 without VNNI panels of float32 are as fast.
+    """
+    return "amx-tile" not in features() and (_multiplies_fours() or "avx512f" not in features())
 
 
 def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
-    """As `_product_kernels.kernel`, by `BYTES`, of any width; the scheme is one of `TYPES`, or `INPUTS`."""
-    name = f"{method}_{scheme}"
+    """As `_product_kernels.kernel`, by `BYTES`, of any width; the scheme is one of `types`, or `INPUTS`."""
+    name, width = f"{method}_{scheme}", lanes()
     if scheme == INPUTS:
-        return _product_kernels.rows_kernel(name, emitted(_round, _LANES), STEP_BYTES)
-    return _product_kernels.panel_kernel(name, _fill(scheme), _dot, _TOKENS, STEP_BYTES // 2)
+        return _product_kernels.rows_kernel(name, emitted(_round, width), STEP_BYTES)
+    fill = _fill_nibbles if scheme == "4bit" else _fill_blocks(scheme)
+    panel = {"GROUP": width, "ROWS": 2 * width, "PANEL_COLUMNS": _PANEL_STEPS * STEP_BYTES // 4}
+    tokens = 6 if width == 16 else 3 if _multiplies_fours() else 2  # as registers allow
+    dot = functools.partial(_dot, 16 if scheme in FORMATS and FORMATS[scheme].group == 16 else STEP)
+    return _product_kernels.panel_kernel(name, emitted(fill, width), dot, tokens, STEP_BYTES // 2, 2, **panel)
 
 
-def _store_bytes(emit: Emitter, place: Any, lanes: Sequence[Any]) -> None:
-    """Store the 32 bytes of each lane as vectors: a matrix of 8 x 8 ints is transposed, in blocks of 1, 2 and 4."""
-    vectors = [emit.b.bitcast(lane, emit.ints) for lane in lanes]
-    for size in (1, 2, 4):
-        left = [k if not k & size else _LANES + k - size for k in range(_LANES)]
-        for v in range(_LANES):
-            if not v & size:
-                pair = vectors[v], vectors[v + size]
-                vectors[v], vectors[v + size] = emit.pick(*pair, left), emit.pick(*pair, [k + size for k in left])
-    for v, vector in enumerate(vectors):
-        emit.store(vector, emit.add(place, 32 * v), 4)
+@functools.cache
+def table_of(scheme: str, levels: bytes) -> npt.NDArray[np.uint8] | None:
+    """The table of 4bit, from the float32 values of its codes: 16 bytes, and the factor of an integer, float32.
+
+    The factor is that of 112 to 127 steps to the largest value which is off least.
+    """
+    if scheme != "4bit":
+        return None
+    values = np.frombuffer(levels, np.float32).astype(np.float64)
+    most = np.abs(values).max()
+    if not np.isfinite(most) or not most:
+        return None
+
+    def off(steps: float) -> float:
+        return float(np.square(np.rint(values / most * steps) / steps - values / most).sum())
+
+    steps = min(np.arange(112.0, 127.25, 0.25), key=off)
+    integers = np.rint(values / most * steps) + _OFFSET
+    return np.concatenate([integers.astype(np.uint8), np.array([most / steps], np.float32).view(np.uint8)])
 
 
-def _store_pair(emit: Emitter, step: Any, lane: int, part: int, pair: Sequence[Any]) -> None:
-    """Store a scale and what belongs to it, of a part of a lane."""
-    for offset, value in zip(_offsets(part), pair, strict=True):
-        emit.store(value, emit.add(step, offset + 4 * lane), 4)
+def _store_step(emit: Emitter, place: Any, codes: Any, groups: list[tuple[Any, Any]]) -> None:
+    """Store a row's step, which begins at a lane: 32 bytes, and a scale and what is added of each group."""
+    fours = emit.b.bitcast(codes, ir.VectorType(I32, 8))
+    values = [emit.b.extract_element(fours, ir.Constant(I32, v)) for v in range(8)]
+    for v, value in enumerate([*values, *(value for pair in groups for value in pair)]):
+        emit.store(value, emit.add(place, 4 * emit.width * v), 4)
 
 
-def _offsets(part: int) -> tuple[int, int]:
-    """Where a step has the scales, and the minima or sums, of a part of all lanes."""
-    return STEP + 4 * _LANES * part, STEP + 4 * _LANES * (part + 2)
-
-
-def _fill(scheme: str) -> Any:
+def _fill_blocks(scheme: str) -> Any:
     """See `_product_kernels._fill`."""
     block, stored = BLOCK_TYPES[scheme], FORMATS[scheme]
     form = replace(stored, least=0)  # codes as they are stored
-    step_bytes = block.row_bytes(STEP)
+    offset = -_OFFSET if stored.values else stored.least
+    steps_of_block = max(block.elements // STEP, 1)
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
         b = emit.b
-        start = emit.add(codes, b.mul(row, row_bytes), b.mul(first, number(step_bytes)))
-        with emit.loop(steps) as index:
-            step, lanes = emit.add(panel, b.mul(index, number(STEP_BYTES))), []
-            for lane in range(_LANES):
-                blocks, begin = divmod(2 * _PART * lane, block.elements)
-                if begin == 0:
-                    base = emit.add(start, b.mul(index, number(step_bytes)), blocks * block.nbytes)
-                    halves = _block_kernels.halves_of(emit, form, base)
-                    # what is loaded again after a store, LLVM loads again
-                    load = functools.cache(lambda offset, kind, base=base: emit.load(emit.add(base, offset), kind, 1))
-                runs = range(begin, begin + 2 * _PART, form.run)
-                lanes.append(emit.joined(*(_block_kernels.codes_of(emit, form, load, run) for run in runs)))
-                for part in range(2):
-                    group = (begin + part * _PART) // form.group
+        first, count = (b.udiv(step, number(steps_of_block)) for step in (first, steps))
+        start = emit.add(codes, b.mul(row, row_bytes), b.mul(first, number(block.nbytes)))
+        with emit.loop(count) as index:
+            base = emit.add(start, b.mul(index, number(block.nbytes)))
+            place = emit.add(panel, b.mul(index, number(steps_of_block * STEP_BYTES * emit.width)))
+            halves = _block_kernels.halves_of(emit, form, base)
+            # what is loaded again after a store, LLVM loads again
+            load = functools.cache(lambda offset, ir_type, base=base: emit.load(emit.add(base, offset), ir_type, 1))
+            for begin in range(0, block.elements, STEP):
+                runs = range(begin, begin + STEP, form.run)
+                code = emit.joined(*(_block_kernels.codes_of(emit, form, load, run) for run in runs))
+                if form.values:
+                    code = b.xor(code, every(code.type, _OFFSET))
+                groups = []
+                for group in range(begin // form.group, max((begin + STEP) // form.group, begin // form.group + 1)):
                     scale, *least = _block_kernels.scale_and_minimum(emit, form, base, halves, group)
-                    added = b.fneg(*least) if least else b.fmul(scale, ir.Constant(F32, float(stored.least)))
-                    _store_pair(emit, step, lane, part, (scale, added))
-            _store_bytes(emit, step, lanes)
+                    added = b.fneg(*least) if least else b.fmul(scale, ir.Constant(F32, float(offset)))
+                    groups.append((scale, added))
+                _store_step(emit, emit.add(place, begin // STEP * STEP_BYTES * emit.width), code, groups)
 
-    return emitted(fill, _LANES)
+    return fill
 
 
-def _dot(rows: int, tokens: int) -> Any:
-    """See `_product_kernels._panel_dot`."""
+def _fill_nibbles(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
+    """The same of 4bit; two steps have one scale."""
+    b, block_bytes, half = emit.b, NF4_BLOCK // 2, ir.VectorType(I8, STEP)
+    values = emit.load(table, ir.VectorType(I8, 16), 1)
+    factor = emit.load(emit.add(table, 16), F32, 1)
+    start = emit.add(codes, b.mul(row, row_bytes))
+    before = b.mul(row, b.udiv(all_steps, number(2)))
+    first, count = (b.udiv(step, number(2)) for step in (first, steps))
+    with emit.loop(count) as index:
+        block = emit.add(first, index)
+        bytes_ = emit.load(emit.add(start, b.mul(block, number(block_bytes))), half, 1)
+        nibbles = b.lshr(bytes_, every(half, 4)), b.and_(bytes_, every(half, 15))  # the first is in the high half
+        code = emit.pick(*nibbles, [i // 2 + i % 2 * STEP for i in range(2 * STEP)])
+        code = _integers.look_up(emit, values, code)
+        scale = emit.load(emit.add(scales, b.mul(emit.add(before, block), number(4))), F32, 4)
+        scale = b.fmul(scale, factor)
+        group = scale, b.fmul(scale, ir.Constant(F32, float(-_OFFSET)))
+        for part in range(2):
+            place = emit.add(panel, b.mul(index, number(2 * STEP_BYTES * emit.width)), part * STEP_BYTES * emit.width)
+            _store_step(emit, place, emit.pick(code, code, range(part * STEP, (part + 1) * STEP)), [group])
 
-    def dot(emit, panel, inputs, out, steps, panel_bytes, input_bytes, all_rows):  # type: ignore[no-untyped-def]
-        b = emit.b
-        multiply = emit.function("llvm.x86.avx2.pmadd.ub.sw", _WORDS, _BYTES, _BYTES)
-        add_pairs = emit.function("llvm.x86.avx2.pmadd.wd", emit.ints, _WORDS, _WORDS)
-        sums = [[emit.variable() for _ in range(tokens)] for _ in range(rows)]
 
-        def pair(step: Any, part: int) -> list[Any]:
-            return [emit.load(emit.add(step, offset), emit.floats, 4) for offset in _offsets(part)]
+def _dot(group: int, vectors: int, tokens: int) -> Any:
+    """See `_product_kernels._panel_dot`: of the rows of so many vectors, and groups of so many elements.
 
+    With one vector there may be fewer rows left.
+    """
+
+    def dot(emit, panel, inputs, out, steps, panel_bytes, input_bytes, all_rows, left):  # type: ignore[no-untyped-def]
+        b, width = emit.b, emit.width
+        sums = [[emit.variable() for _ in range(tokens)] for _ in range(vectors)]
         with emit.loop(steps) as index:
-            before = b.mul(index, number(STEP_BYTES))
-            matrix = [emit.add(panel, b.mul(panel_bytes, number(r)), before) for r in range(rows)]
-            given = [emit.add(inputs, b.mul(input_bytes, number(t)), before) for t in range(tokens)]
-            for part in range(2):
-                products: list[list[Any]] = [[every(_WORDS, 0)] * tokens for _ in range(rows)]
-                for offset in range(part * STEP // 2, (part + 1) * STEP // 2, 32):
-                    values = [emit.load(emit.add(step, offset), _BYTES, 4) for step in given]
-                    for step, of_row in zip(matrix, products, strict=True):
-                        codes = emit.load(emit.add(step, offset), _BYTES, 4)
-                        of_row[:] = [
-                            b.add(total, b.call(multiply, [codes, value]))
-                            for total, value in zip(of_row, values, strict=True)
-                        ]
-                of_inputs = [pair(step, part) for step in given]
-                for step, of_row, totals in zip(matrix, products, sums, strict=True):
-                    scale, least = pair(step, part)
-                    for product, (input_scale, input_sum), total in zip(of_row, of_inputs, totals, strict=True):
-                        ints = b.call(add_pairs, [product, every(_WORDS, 1)])
-                        value = emit.fma(b.fmul(b.sitofp(ints, emit.floats), input_scale), scale, b.load(total))
-                        b.store(emit.fma(least, input_sum, value), total)
-        _product_kernels.add_sums(emit, sums, out, all_rows)
+            place = emit.add(panel, b.mul(index, number(STEP_BYTES * width)))
+            matrix = [emit.add(place, b.mul(panel_bytes, number(width * r))) for r in range(vectors)]
+            place = emit.add(inputs, b.mul(index, number(STEP_BYTES)))
+            of_tokens = [emit.add(place, b.mul(input_bytes, number(t))) for t in range(tokens)]
 
-    return emitted(dot, _LANES)
+            def in_lanes(offset: int, of_tokens: list[Any] = of_tokens) -> list[Any]:
+                return [emit.spread(emit.load(emit.add(at, offset), F32, 4)) for at in of_tokens]
+
+            for part in range(STEP // group):
+                products: list[list[Any]] = [[None] * tokens for _ in range(vectors)]
+                for offset in range(part * group, (part + 1) * group, 4):
+                    fours = in_lanes(offset)
+                    for at, of_row in zip(matrix, products, strict=True):
+                        codes = emit.load(emit.add(at, offset * width), emit.floats, 4)
+                        of_row[:] = [_add_products(emit, *pair, codes) for pair in zip(of_row, fours, strict=True)]
+                input_scales = in_lanes(STEP)
+                input_sums = in_lanes(STEP + 4 if group == STEP else STEP + 8 + 4 * part)
+                for at, of_row, totals in zip(matrix, products, sums, strict=True):
+                    places = (emit.add(at, (STEP + 8 * part + offset) * width) for offset in (0, 4))
+                    scale, added = (emit.load(place, emit.floats, 4) for place in places)
+                    of_inputs = zip(of_row, input_scales, input_sums, totals, strict=True)
+                    for product, input_scale, input_sum, total in of_inputs:
+                        value = b.fmul(b.sitofp(_in_ints(emit, product), emit.floats), input_scale)
+                        value = emit.fma(value, scale, b.load(total))
+                        b.store(emit.fma(added, input_sum, value), total)
+        for (r, of_row), t in itertools.product(enumerate(sums), range(tokens)):
+            to, total = emit.add(out, 4 * width * r, b.mul(all_rows, number(4 * t))), b.load(of_row[t])
+            if vectors > 1:
+                emit.store(b.fadd(emit.load(to, emit.floats, 4), total), to, 4)
+                continue
+            for lane in range(width):
+                with b.if_then(b.icmp_signed("<", number(lane), left)):
+                    place, value = emit.add(to, 4 * lane), b.extract_element(total, ir.Constant(I32, lane))
+                    emit.store(b.fadd(emit.load(place, F32, 4), value), place, 4)
+
+    return emitted(dot, lanes())
+
+
+def _add_products(emit: Emitter, total: Any, inputs: Any, codes: Any) -> Any:
+    """`total`, which is nothing at first, and the products of four codes and four inputs in each lane."""
+    b, of_bytes = emit.b, ir.VectorType(I8, 4 * emit.width)
+    if _multiplies_fours():
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * emit.width}"
+        taken = of_bytes if binding.llvm_version_info >= (22,) else emit.ints
+        multiply = emit.function(name, emit.ints, emit.ints, taken, taken)
+        return b.call(multiply, [total or emit.every(0), b.bitcast(codes, taken), b.bitcast(inputs, taken)])
+    multiply = emit.function("llvm.x86.avx2.pmadd.ub.sw", _WORDS, of_bytes, of_bytes)
+    products = b.call(multiply, [b.bitcast(codes, of_bytes), b.bitcast(inputs, of_bytes)])
+    return b.add(total, products) if total else products
+
+
+def _in_ints(emit: Emitter, total: Any) -> Any:
+    """Sums of products in 32 bits."""
+    if _multiplies_fours():
+        return total
+    return emit.b.call(emit.function("llvm.x86.avx2.pmadd.wd", emit.ints, _WORDS, _WORDS), [total, every(_WORDS, 1)])
 
 
 def _round(emit, x, scales, table, out, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
     """Rounds a row of inputs, as a row of a matrix is decoded."""
-    b, ints, floats = emit.b, ir.VectorType(I32, _PART), ir.VectorType(F32, _PART)
+    b, ints, floats = emit.b, ir.VectorType(I32, STEP), ir.VectorType(F32, STEP)
 
     def reduced(vector: Any, join: Callable[[Any, Any], Any]) -> Any:
         """The only lane of a vector whose halves are joined until it has one."""
-        for count in (8, 4, 2, 1):
-            vector = join(*(emit.pick(vector, vector, range(begin, begin + count)) for begin in (0, count)))
+        while (count := vector.type.count // 2) > 0:
+            vector = join(*halves(vector, count))
         return b.extract_element(vector, ir.Constant(I32, 0))
+
+    def halves(vector: Any, count: int) -> list[Any]:
+        return [emit.pick(vector, vector, range(begin, begin + count)) for begin in (0, count)]
 
     def larger(one: Any, other: Any) -> Any:
         return b.select(b.icmp_signed(">", one, other), one, other)
 
     start = emit.add(x, b.mul(row, row_bytes))
     with emit.loop(steps) as index:
-        place = emit.add(start, b.mul(index, number(4 * STEP)))
         step = emit.add(out, b.mul(index, number(STEP_BYTES)))
-        parts = []
-        for number_of_part in range(2 * _LANES):
-            lane, part = divmod(number_of_part, 2)
-            bits = emit.load(emit.add(place, 4 * _PART * number_of_part), ints, 4)
-            size = b.and_(bits, every(ints, 0x7FFFFFFF))  # ordered as the floats are
-            largest = b.bitcast(reduced(size, larger), F32)
-            factor = b.fdiv(ir.Constant(F32, _LARGEST), largest)
-            is_small = b.fcmp_ordered("<", largest, ir.Constant(F32, 1e-30))
-            factor = emit.spread(b.select(is_small, ir.Constant(F32, 0.0), factor), _PART)
-            moved = b.fadd(b.fmul(b.bitcast(bits, floats), factor), every(floats, _NEAREST))
-            integers = b.sub(b.bitcast(moved, ints), every(ints, _NEAREST_BITS))
-            scale = b.fmul(largest, ir.Constant(F32, 1 / _LARGEST))
-            total = b.fmul(b.sitofp(reduced(integers, b.add), F32), scale)
-            _store_pair(emit, step, lane, part, (scale, total))
-            parts.append(b.trunc(integers, ir.VectorType(I8, _PART)))
-        _store_bytes(emit, step, [emit.joined(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)])
+        bits = emit.load(emit.add(start, b.mul(index, number(4 * STEP))), ints, 4)
+        largest = b.bitcast(reduced(b.and_(bits, every(ints, 0x7FFFFFFF)), larger), F32)  # ordered as the floats are
+        factor = b.fdiv(ir.Constant(F32, _LARGEST), largest)
+        is_small = b.fcmp_ordered("<", largest, ir.Constant(F32, 1e-30))
+        factor = emit.spread(b.select(is_small, ir.Constant(F32, 0.0), factor), STEP)
+        moved = b.fadd(b.fmul(b.bitcast(bits, floats), factor), every(floats, _NEAREST))
+        integers = b.sub(b.bitcast(moved, ints), every(ints, _NEAREST_BITS))
+        emit.store(b.trunc(integers, ir.VectorType(I8, STEP)), step, 4)
+        scale = b.fmul(largest, ir.Constant(F32, 1 / _LARGEST))
+        sums = [reduced(half, b.add) for half in halves(integers, STEP // 2)]
+        values = [b.fmul(b.sitofp(total, F32), scale) for total in (b.add(*sums), *sums)]
+        for place, value in enumerate([scale, *values]):
+            emit.store(value, emit.add(step, STEP + 4 * place), 4)

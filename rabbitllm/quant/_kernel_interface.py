@@ -27,8 +27,8 @@ INTEGERS = 64
 """Value of `width` for kernels that multiply integers (`_integers.py`)."""
 PAIRS = 32
 """Value of `width` for kernels that multiply pairs of bfloat16, inputs and the values of FP8 (VDPBF16PS)."""
-BYTE_WIDTH = 128
-"""Value of `width` by `BYTES`: half the elements of a step."""
+BYTE_WIDTH, BYTE_STEP = 128, 32
+"""Value of `width` by `BYTES`, and the elements of its steps."""
 BFLOAT16 = "bfloat16"
 """The scheme of a plain matrix of bfloat16, whose codes are its values."""
 SEGMENT = 64

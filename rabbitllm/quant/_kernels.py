@@ -68,7 +68,7 @@ def kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, int]
         function = _byte_kernels.kernel(method, scheme, width)
     else:
         function = (_block_kernels if scheme in BLOCK_TYPES else _product_kernels).kernel(method, scheme, width)
-    return address_of(function), _product_kernels.ROWS
+    return address_of(function), (_byte_kernels if method == BYTES else _product_kernels).ROWS
 
 
 @functools.cache

@@ -170,7 +170,7 @@ def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) ->
     Values of `scheme`, `BFLOAT16`, are widened in registers: then the matrix itself is the panel.
     """
 
-    def dot(emit, panel, inputs, out, steps, panel_bytes, input_bytes, all_rows):  # type: ignore[no-untyped-def]
+    def dot(emit, panel, inputs, out, steps, panel_bytes, input_bytes, all_rows, left):  # type: ignore[no-untyped-def]
         """All arguments are int64: addresses of the first row, the first input and the first sum; steps of two vectors;
         bytes from one row to the next, and from one input to the next; rows of the whole matrix."""
         b, nbytes = emit.b, 4 * width
@@ -200,7 +200,7 @@ def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) ->
 
 ONE: Any = None
 TALL = WIDE = SQUARE = LEAST = TILE = FILL = AT_ONCE = VECTOR = ONE
-IN_PLACE = False
+IN_PLACE, GROUP = False, 1
 
 
 def _by_codes(data, start, end, parts):  # type: ignore[no-untyped-def]
@@ -257,7 +257,8 @@ def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
                     panel, panel_bytes = codes + top * row_bytes + step * VECTOR, row_bytes
                 else:
                     for row in range(top, bottom):
-                        place = panel + (row - top) * panel_bytes
+                        lane = (row - top) % GROUP
+                        place = panel + (row - top - lane) * panel_bytes + 4 * lane
                         FILL(codes, scales, table, place, row_bytes, steps, shift, row, step, count)
                 for begin in range(0, tokens, many_inputs):
                     end = min(begin + many_inputs, tokens)
@@ -269,15 +270,15 @@ def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
                             of_token = inputs + token * input_bytes + step * step_bytes
                             to = out + (token * rows + row) * 4
                             if is_tall and token + AT_ONCE <= end:
-                                SQUARE(here, of_token, to, count, panel_bytes, input_bytes, rows)
+                                SQUARE(here, of_token, to, count, panel_bytes, input_bytes, rows, bottom - row)
                                 token += AT_ONCE
                             elif is_tall:
-                                TALL(here, of_token, to, count, panel_bytes, input_bytes, rows)
+                                TALL(here, of_token, to, count, panel_bytes, input_bytes, rows, bottom - row)
                                 token += 1
                             else:
-                                ONE(here, of_token, to, count, panel_bytes, input_bytes, rows)
+                                ONE(here, of_token, to, count, panel_bytes, input_bytes, rows, bottom - row)
                                 token += 1
-                        row += ROWS if is_tall else 1
+                        row += ROWS if is_tall else GROUP
 
 
 def named(template: Any, name: str, **constants: Any) -> Callable[[Any], None]:
@@ -296,12 +297,18 @@ def filling_kernel(method: str, scheme: str, width: int, fill: Any) -> Callable[
 
 
 def panel_kernel(
-    name: str, fill: Any, dot: Callable[[int, int], Any], tokens: int, vector_bytes: int, **others: Any
+    name: str,
+    fill: Any,
+    dot: Callable[[int, int], Any],
+    tokens: int,
+    vector_bytes: int,
+    tall: int = ROWS,
+    **others: Any,
 ) -> Callable[[Any], None]:
-    """A kernel by panels: of intrinsics like those of `_fill` and `_panel_dot`, for tiles of so many inputs; a step of
-    a panel and of inputs has twice so many bytes."""
-    single, tall, square = (dot(*shape) for shape in ((1, 1), (ROWS, 1), (ROWS, tokens)))
-    constants = {"ONE": single, "TALL": tall, "SQUARE": square, "AT_ONCE": tokens, "VECTOR": vector_bytes, **others}
+    """A kernel by panels: of intrinsics like those of `_fill` and `_panel_dot`, for tiles of so many inputs, and
+    of `tall` rows or vectors of rows; a step of a panel and of inputs has twice so many bytes."""
+    single, column, square = (dot(*shape) for shape in ((1, 1), (tall, 1), (tall, tokens)))
+    constants = {"ONE": single, "TALL": column, "SQUARE": square, "AT_ONCE": tokens, "VECTOR": vector_bytes, **others}
     return named(_by_panels, name, FILL=fill, **constants)
 
 

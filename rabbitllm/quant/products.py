@@ -1,7 +1,7 @@
 """Products with a matrix that is stored at 4bit, 8bit or in blocks of GGUF, without dequantizing the whole matrix.
 
 On the CPU, for few inputs each code is decoded in registers for every few of them, to integers (`_integers.py`). For
-more inputs a few rows at a time are decoded once for all of them, a panel: with AVX2 blocks of at most 4 bits to bytes,
+more inputs a few rows at a time are decoded once for all of them, a panel: without AMX codes of at most 4 bits to bytes,
 which are multiplied with inputs of 8 bits (`_byte_kernels.py`), all others to float32. For very many of these a few
 rows at a time are dequantized into the cache, and multiplied by torch; so are matrices with code values that no kernel
 has a table for (times: benchmarks/NOTES.md).
@@ -27,6 +27,7 @@ from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
 from rabbitllm.quant._kernel_interface import (
     BFLOATS,
+    BYTE_STEP,
     BYTE_WIDTH,
     BYTES,
     CODES,
@@ -288,7 +289,7 @@ class Matrix(QuantizedMatrix, KernelMatrix):
             return CODES, INTEGERS
         from rabbitllm.quant import _vectors
 
-        if self._takes_bytes():
+        if count > self.max_inputs and self._takes_bytes():
             return BYTES, BYTE_WIDTH
         lanes = _vectors.lanes()
         if count <= max_panel_inputs(lanes, dtype) and self.table_for(lanes) and agrees(PANELS, scheme, lanes):
@@ -299,11 +300,11 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         return _layout(self.form.scheme)
 
     def _takes_bytes(self) -> bool:
-        """Whether there is a kernel for more rows by bytes; with 16 lanes of float32 it is no faster than panels."""
-        from rabbitllm.quant import _byte_kernels, _vectors
+        """Whether there is a kernel for more rows by bytes, and whether it is the fastest."""
+        from rabbitllm.quant import _byte_kernels
 
-        has_kernel = self.form.scheme in _byte_kernels.TYPES and not self.form.shape[1] % _byte_kernels.STEP
-        return has_kernel and _vectors.lanes() == 8 and agrees(BYTES, self.form.scheme, BYTE_WIDTH)
+        has_kernel = self.form.scheme in _byte_kernels.types() and bool(self.table_for(BYTE_WIDTH))
+        return _byte_kernels.pays() and has_kernel and agrees(BYTES, self.form.scheme, BYTE_WIDTH)
 
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
         if width == BYTE_WIDTH:
@@ -313,7 +314,7 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         return InputRows(x.float().contiguous() if self.form.scheme in BLOCK_TYPES else _kernels.interleaved(width, x))
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
-        step = _layout(self.form.scheme).step if width == INTEGERS else 2 * width
+        step = self.layout().step if width == INTEGERS else BYTE_STEP if width == BYTE_WIDTH else 2 * width
         sizes = _sizes(self.form.scheme, self.form.shape[1], step)
         return self.payload.data_ptr(), self.absmax.data_ptr(), self.table_for(width), *sizes
 
@@ -348,9 +349,9 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         if self.form.scheme in BLOCK_TYPES:
             return _NO_TABLE
         if width not in self._tables:  # the array is kept in the cache of `table_of`
-            from rabbitllm.quant import _integers, _vectors
+            from rabbitllm.quant import _byte_kernels, _integers, _vectors
 
-            tables = _integers if width == INTEGERS else _vectors
+            tables = {INTEGERS: _integers, BYTE_WIDTH: _byte_kernels}.get(width, _vectors)
             values = ctypes.string_at(self.table.data_ptr(), self.table.nbytes)
             table = tables.table_of(self.form.scheme, values)
             self._tables[width] = 0 if table is None else table.ctypes.data
@@ -359,10 +360,10 @@ class Matrix(QuantizedMatrix, KernelMatrix):
 
 def _rounded_to_bytes(x: torch.Tensor) -> InputRows:
     """Rows (T, K) of any floating dtype as kernels by bytes take them; K is a whole number of their steps."""
-    from rabbitllm.quant._byte_kernels import INPUTS, STEP, STEP_BYTES  # numba comes with it
+    from rabbitllm.quant._byte_kernels import INPUTS, STEP_BYTES  # numba comes with it
 
     x = x.float().contiguous()
-    steps = x.shape[1] // STEP
+    steps = x.shape[1] // BYTE_STEP
     rounded = torch.empty(len(x), steps * STEP_BYTES, dtype=torch.uint8)
     work = x.data_ptr(), 0, 0, 0, 0, rounded.data_ptr(), x.stride(0) * x.itemsize, steps, 0, 1, len(x)
     _kernels.run(BYTES, INPUTS, 0, [work], x.nbytes)

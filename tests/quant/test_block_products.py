@@ -77,8 +77,8 @@ def test_many_shapes(scheme: str, rows: int, blocks: int, count: int, seed: int)
     x = inputs(count, columns)
     assert_products(of.times_by(CODES, width_of(CODES), x), rounded_inputs(scheme, x), meant(of))
     assert_products(of.times_by(PANELS, width_of(PANELS), x), x, meant(of))
-    if scheme == "Q4_K":
-        assert_products(of.times_by(BYTES, width_of(BYTES), x), in_steps(16, x, 127), meant(of))
+    if scheme in _byte_kernels.types():
+        assert_products(of.times_by(BYTES, width_of(BYTES), x), in_steps(32, x, 127), meant(of))
 
 
 @pytest.mark.parametrize("scheme", ALL)
@@ -128,26 +128,25 @@ def test_each_code_of_a_block_is_multiplied_with_its_input(scheme: str) -> None:
     expected = meant(of)
     blocks = expected.view(3, -1, gguf_blocks.BLOCK_TYPES[scheme].elements)
     largest = blocks.abs().amax(-1, keepdim=True)  # a weight may be the small difference of code and minimum
-    for method in (CODES, BYTES) if scheme in _byte_kernels.TYPES else (CODES,):
+    for method in (CODES, BYTES) if scheme in _byte_kernels.types() else (CODES,):
         result = of.times_by(method, width_of(method), ones).T.double()
         assert bool(((result - expected).view_as(blocks).abs() <= 4e-7 * largest).all())
 
 
 @pytest.mark.parametrize(
-    ("scheme", "columns", "lanes", "many", "more"),
+    ("scheme", "columns", "pays", "many", "more"),
     [
-        ("Q4_K", 512, 16, PANELS, DEQUANTIZED),
-        ("Q8_0", 512, 8, PANELS, DEQUANTIZED),
-        ("Q4_K", 512, 8, BYTES, BYTES),
-        ("Q4_0", 64, 8, PANELS, DEQUANTIZED),  # no whole step of bytes
+        ("Q4_K", 512, False, PANELS, DEQUANTIZED),
+        ("Q8_0", 512, True, PANELS, DEQUANTIZED),
+        ("Q4_K", 512, True, BYTES, BYTES),
+        ("Q4_0", 192, True, BYTES, BYTES),
     ],
 )
 def test_methods_by_the_number_of_inputs(
-    scheme: str, columns: int, lanes: int, many: str, more: str, monkeypatch: pytest.MonkeyPatch
+    scheme: str, columns: int, pays: bool, many: str, more: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if lanes > _vectors.lanes():
-        pytest.skip("needs other vectors")
-    monkeypatch.setattr(_vectors, "lanes", lambda: lanes)
+    monkeypatch.setattr(_byte_kernels, "pays", lambda: pays)
+    lanes = _vectors.lanes()
     of, limit = matrix(scheme, 7, columns), products.MAX_PANEL_INPUTS[lanes]
     methods = [of.method_for(count, torch.float32)[0] for count in (1, 16, 17, limit, limit + 1)]
     assert methods == [CODES, CODES, many, many, more]
@@ -163,7 +162,7 @@ def test_nan_and_infinity_stay_in_their_row_by_bytes() -> None:
     assert bool(result[2].isnan().all())
     assert not bool(result[5].isfinite().any())
     rest = [row for row in range(20) if row not in (2, 5)]
-    assert_products(result[rest], in_steps(16, x[rest], 127), meant(of))
+    assert_products(result[rest], in_steps(32, x[rest], 127), meant(of))
     assert not bool(result[7].any())
 
 

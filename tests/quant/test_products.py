@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import _kernels, _vectors, bfloat_products, products, quantize
-from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PANELS
+from rabbitllm.quant import _byte_kernels, _kernels, _vectors, bfloat_products, products, quantize
+from rabbitllm.quant._kernel_interface import BYTE_WIDTH, BYTES, CODES, DEQUANTIZED, INTEGERS, PANELS
 from rabbitllm.quant.products import (
     MAX_CODE_INPUTS,
     MAX_GROUPED,
@@ -65,11 +65,12 @@ def meant(parts: Parts) -> torch.Tensor:
 def assert_product(
     result: torch.Tensor, x: torch.Tensor, of: Parts | Matrix, bias: torch.Tensor | None = None, rounded: Any = None
 ) -> None:
-    """`linear` gave the product; by codes that of integers, but for the rounding of sums."""
+    """`linear` gave the product; by codes and by bytes that of integers, but for the rounding of sums."""
     of = of if isinstance(of, Matrix) else Matrix(*of)
     flat = x.reshape(-1, x.shape[-1])
-    if integer_products.is_by_codes(of, x):
-        x, weight, rounded = integer_products.rounded_inputs(of.form.scheme, flat), integer_products.meant(of), None
+    method, _ = of.method_for(len(flat), x.dtype)
+    if method in (CODES, BYTES):
+        x, weight, rounded = integer_products.as_multiplied(of, flat), integer_products.meant(of, method), None
     else:
         x, weight = flat, meant((of.form, of.payload, of.absmax, of.table))
     assert_products(result.view(len(flat), -1), x, weight, bias, weights=rounded)
@@ -102,8 +103,11 @@ def test_any_number_of_inputs_and_rows(scheme: str, count: int, rows: int, colum
 @given(st.integers(1, 70), st.integers(1, 40), st.integers(1, 20), st.integers(0, 1 << 30))
 def test_many_shapes(scheme: str, rows: int, segments: int, count: int, seed: int) -> None:
     parts = matrix(scheme, rows, 64 * segments, seed, torch.float32)
-    x = inputs(count, 64 * segments)
-    assert_product(Matrix(*parts).linear(x, None), x, parts)
+    of, x = Matrix(*parts), inputs(count, 64 * segments)
+    assert_product(of.linear(x, None), x, parts)
+    if scheme in _byte_kernels.types():
+        result = of.times_by(BYTES, BYTE_WIDTH, x)
+        assert_products(result, integer_products.in_steps(32, x, 127), integer_products.meant(of, BYTES))
 
 
 @needs_kernel
@@ -117,6 +121,9 @@ def test_integers_lose_a_small_part_of_what_the_scheme_loses(scheme: str) -> Non
     of_scheme = error(x.double() @ meant(parts).T, x.double() @ values.bfloat16().double().T)
     of_integers = error(Matrix(*parts).times_by(CODES, INTEGERS, x), x.double() @ meant(parts).T)
     assert of_integers < 0.03 * of_scheme
+    if scheme in _byte_kernels.types():
+        of_bytes = error(Matrix(*parts).times_by(BYTES, BYTE_WIDTH, x), x.double() @ meant(parts).T)
+        assert of_bytes < 0.15 * of_scheme  # errors are independent: 2 % more
 
 
 def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,6 +353,7 @@ def test_kernels_compiled_by_separate_processes_load_together(tmp_path: Path) ->
 def test_bfloat16_without_bfloat16_instructions(scheme: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts are multiplied in float32; the result is rounded once."""
     monkeypatch.setattr(bfloat_products, "max_rows", lambda: bfloat_products.ALL_ROWS)
+    monkeypatch.setattr(_byte_kernels, "pays", lambda: False)
     multiplied: list[torch.dtype] = []
     ordinary = torch.nn.functional.linear
 
@@ -428,6 +436,7 @@ def test_panels_are_used_for_their_number_of_inputs(
 ) -> None:
     counts: list[int] = []
     ordinary = Matrix.times_by
+    monkeypatch.setattr(_byte_kernels, "pays", lambda: False)
 
     def counted(self: Matrix, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         if method == PANELS:

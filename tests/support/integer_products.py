@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from rabbitllm.quant import _vectors, products
+from rabbitllm.quant import _byte_kernels, _vectors, products
 from rabbitllm.quant._integers import LARGEST_CODE, LARGEST_INPUT
 from rabbitllm.quant._kernel_interface import BYTE_WIDTH, BYTES, CODES, INTEGERS
 from rabbitllm.quant.products import Matrix
@@ -28,9 +28,13 @@ def in_steps(step: int, x: torch.Tensor, largest_integer: int = LARGEST_INPUT) -
     return (integers * (largest / most).double()).view(x.shape)
 
 
-def integer_values(scheme: str, table: torch.Tensor) -> torch.Tensor:
-    """What the codes of our own schemes stand for then, float64."""
+def integer_values(scheme: str, table: torch.Tensor, method: str = CODES) -> torch.Tensor:
+    """What the codes of our own schemes stand for by codes or by bytes, float64."""
     most = float(table.abs().max())
+    if method == BYTES:
+        stored = _byte_kernels.table_of(scheme, table.numpy().tobytes())
+        assert stored is not None
+        return (torch.from_numpy(stored[:16]).double() - 128) * float(stored[16:].view("<f4")[0])
     if scheme == "4bit":
         return (table.double() / most * LARGEST_CODE).round() * (most / LARGEST_CODE)
     unit = most / 16000
@@ -43,20 +47,20 @@ def integer_values(scheme: str, table: torch.Tensor) -> torch.Tensor:
     return torch.cat([-half[1:128].flip(0), half])
 
 
-def meant(of: Matrix) -> torch.Tensor:
-    """Code value times scale of a matrix of ours by indexing, with values as integers; (N, K), float64."""
+def meant(of: Matrix, method: str = CODES) -> torch.Tensor:
+    """Code value times scale of a matrix of ours by indexing, with a method's integers; (N, K), float64."""
     scheme, codes = of.form.scheme, of.payload.view(-1)
     if scheme == "4bit":
         codes = torch.stack([codes >> 4, codes & 15], 1).view(-1)
     scales = of.absmax.double().repeat_interleave(SCHEMES[scheme].block)[: math.prod(of.form.shape)]
-    return (integer_values(scheme, of.table)[codes.long()] * scales).view(of.form.shape)
+    return (integer_values(scheme, of.table, method)[codes.long()] * scales).view(of.form.shape)
 
 
 def as_multiplied(of: Matrix, x: torch.Tensor) -> torch.Tensor:
     """Rows (T, K) as blocks are multiplied with them: rounded to 16 or to 8 bits, or as they are."""
     if is_by_codes(of, x):
         return rounded_inputs(of.form.scheme, x)
-    return in_steps(16, x, 127) if of.method_for(len(x), x.dtype) == (BYTES, BYTE_WIDTH) else x
+    return in_steps(32, x, 127) if of.method_for(len(x), x.dtype) == (BYTES, BYTE_WIDTH) else x
 
 
 def is_by_codes(of: Matrix, x: torch.Tensor) -> bool:
