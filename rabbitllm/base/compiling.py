@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import time
 from collections.abc import Callable
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -43,13 +45,19 @@ event.register("numba:run_pass", _Telling())  # type: ignore[no-untyped-call]
 
 @functools.cache
 def digest_of(package: str) -> str | None:
-    """A digest of the sources of all modules of a package: 32 hexadecimal digits; None if there are no sources."""
+    """A digest of the sources of all modules of a package: 32 hexadecimal digits.
+
+    None if there are no sources, or if some changed since this process began: others may have been imported before.
+    """
     paths = sorted((path for path in files(package).iterdir() if path.name.endswith(".py")), key=lambda path: path.name)
+    if any(path.stat().st_ctime > _BEGAN for path in paths if isinstance(path, Path)):
+        return None
     contents = [(path.name, path.read_bytes()) for path in paths]
     summed = hashlib.sha256(b"".join(f"{name} {len(content)}\n".encode() + content for name, content in contents))
     return summed.hexdigest()[:32] if contents else None
 
 
+_BEGAN = time.time()
 to_array: Any = getattr(numba, "carray")  # noqa: B009 - numba does not say that it exports it
 
 

@@ -173,7 +173,7 @@ def _after(place: Place, nbytes: int) -> Place:
     return place[0], place[1] + nbytes
 
 
-class _States:
+class _TrialStates:
     """A cache with the states of one layer."""
 
     def __init__(self, form: DeltaForm) -> None:
@@ -218,7 +218,7 @@ def _has_bits(module: Any, form: DeltaForm) -> bool:
         for name in form.products:
             row = drawn(1, 1, own[name].out_features) * scale
             parts[name] = lambda value, row=row: row.clone()
-        states, expected_states = _States(form), _States(form)
+        states, expected_states = _TrialStates(form), _TrialStates(form)
         try:
             expected = type(module).forward(like, hidden_states=x, cache=expected_states, attention_mask=None)
         except (TypeError, AttributeError, RuntimeError, KeyError, ValueError):  # it has other arguments or parts

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rabbitllm.engine.transformers_api import group_keys_if
+from rabbitllm.engine.transformers_api import group_keys_if, kept_in_float32
 from rabbitllm.quant import bfloat_products
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def widen_inputs(model: PreTrainedModel) -> None:
         return nn.Linear.forward(module, x.float()).half() if wide else nn.Linear.forward(module, x)
 
     for name, module in model.named_modules():
-        is_kept = any(part in name for part in model._keep_in_fp32_modules or ())
+        is_kept = any(part in name for part in kept_in_float32(model))
         if is_kept and type(module) is nn.Linear and "forward" not in vars(module):
             module.forward = MethodType(linear, module)  # type: ignore[method-assign]
 

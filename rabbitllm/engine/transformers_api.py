@@ -254,3 +254,8 @@ def expert_bits(settings: Any) -> int:
     from transformers.integrations.compressed_tensors import get_experts_scheme
 
     return int(get_experts_scheme(settings).weights.num_bits)
+
+
+def kept_in_float32(model: Any) -> tuple[str, ...]:
+    """Parts of the names of modules that a model's class keeps in float32 at float16."""
+    return tuple(model._keep_in_fp32_modules or ())

@@ -132,8 +132,11 @@ def test_changed_sources_recompile_a_kernel(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
 
-    def of_a_new_process(factor: int) -> tuple[int, bool, int, bool]:
+    def of_a_new_process(factor: int, began: bool = True) -> tuple[int, bool, int, bool]:
+        monkeypatch.setattr(compiling, "_BEGAN", time.time())
         (package / "numbers.py").write_text(f"FACTOR = {factor}\n")
+        if began:
+            monkeypatch.setattr(compiling, "_BEGAN", time.time() + 1)
         compiling.digest_of.cache_clear()
         for name in [name for name in sys.modules if name.partition(".")[0] == "made_with"]:
             monkeypatch.delitem(sys.modules, name)
@@ -150,6 +153,9 @@ def test_changed_sources_recompile_a_kernel(tmp_path: Path, monkeypatch: pytest.
     assert of_a_new_process(2) == (2, True, 2, True)
     assert of_a_new_process(3) == (3, False, 3, False)
     assert of_a_new_process(2) == (2, True, 2, True)
+    # what was imported before the sources changed is not kept as theirs
+    assert of_a_new_process(4, began=False) == (4, False, 4, False)
+    assert of_a_new_process(4) == (4, False, 4, False)
 
 
 def test_kernels_use_only_modules_of_their_package() -> None:
