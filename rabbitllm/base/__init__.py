@@ -10,6 +10,7 @@ __all__ = [
     "options",
     "parts",
     "plain_json",
+    "programs",
     "progress",
     "rounding",
     "terminal",

@@ -162,7 +162,7 @@ words_at = _emitted(
 )
 """The pointer to words of 16 bits at an address."""
 STEP: Any = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
-"""The signature of the functions of a `quant.joint.Program`."""
+"""The signature of the functions of a `programs.Program`."""
 PARTS: Any = types.void(types.CPointer(types.int64), *[types.int64] * 3)  # type: ignore[no-untyped-call]
 """That of those which compute some parts, as `call_parts` calls them; it may call the others, too."""
 

@@ -89,6 +89,21 @@ def run_parts(data, function, given, threads):  # type: ignore[no-untyped-def]
         share(team + 8 * OWNER, 0)
 
 
+def run_program(data):  # type: ignore[no-untyped-def]
+    """Set the words that are addresses, and call each function; see `programs.Program`."""
+    head = to_array(data, 7)
+    begin, places, calls, team, each = head[2], head[3], head[4], head[5], head[6]
+    words = to_array(data, head[1])
+    end = begin + 3 * places
+    for i in range(begin, end, 3):
+        words[words[i]] = words[words[i + 1]] + words[i + 2]
+    for i in range(end, end + 3 * calls, 3):
+        if words[i + 2] > 1:
+            call_parts(shared(team + 8 * RUN), team, words[i], words[i + 1], words[i + 2])
+        else:
+            call_parts(words[i], words[i + 1], 0, each, each)
+
+
 def help_with_parts(data):  # type: ignore[no-untyped-def]
     """Compute parts of what comes, until there are other helpers or none."""
     words = to_array(data, WORDS)

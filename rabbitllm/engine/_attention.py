@@ -21,13 +21,14 @@ import torch
 from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
+from rabbitllm.base.programs import Place, Program, Words, float_bits
 from rabbitllm.engine._fusing import Forward, forward_in, fuse, kind_of, trial_of
 from rabbitllm.engine._gates import ActKind, OneCall, act_of, is_one_call, mlp_weights, names_in, sigmoids
 from rabbitllm.engine._norms import add_norm, epsilon_of, lanes_of, with_weight
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
 from rabbitllm.engine.transformers_api import attention_of
-from rabbitllm.quant.joint import JointProduct, Place, Program, Words, float_bits
+from rabbitllm.quant.joint import JointProduct
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj")
 """Names of the Linears of attentions."""

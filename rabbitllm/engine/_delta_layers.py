@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rabbitllm.base.programs import Place, Program, Words, float_bits
 from rabbitllm.engine._fusing import trial_of
 from rabbitllm.engine._gates import every_bfloat, sigmoids
 from rabbitllm.engine._norms import add_gated_norm, add_norm, epsilon_of, gated_lanes_of
 from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.transformers_api import ACT2FN
-from rabbitllm.quant.joint import Place, Program, Words, float_bits
 
 MAX_ROWS, RUN = 256, 16
 """Rows of a state up to which torch's order of adding them is followed, and of which they are a multiple."""
@@ -142,7 +142,7 @@ def _ones(count: int) -> torch.Tensor:
 @functools.lru_cache(64)
 def _program(form: DeltaForm, threads: int) -> Program:
     from rabbitllm.engine import _recurrent_kernels as kernels  # numba comes with them
-    from rabbitllm.quant import _joint_kernels
+    from rabbitllm.quant import joint_kernels
 
     program, table, (act, gate) = Program(9), sigmoids(), form.activations
     assert table is not None
@@ -164,7 +164,7 @@ def _program(form: DeltaForm, threads: int) -> Program:
     sizes = 1, 1, form.heads, form.heads // form.keys, form.rows, form.columns, 0
     words: Words = [*sizes, state, queries, keys, values, decays, betas, result]
     program.add(kernels.delta_step, words, min(threads, -(-form.values * form.rows // WORTH_A_THREAD)))
-    program.add(_joint_kernels.narrow, [result, out, form.values])
+    program.add(joint_kernels.narrow, [result, out, form.values])
     add_gated_norm(program, form.norm, gate, form.columns, out, weight, out, z, form.heads)
     return program
 

@@ -17,10 +17,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from rabbitllm.base.programs import Place, Program
 from rabbitllm.engine._fusing import forward_in, fuse, kind_of, trial_of
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
 from rabbitllm.engine.weight_tensors import QuantizedWeight
-from rabbitllm.quant.joint import JointProduct, Place, Program
+from rabbitllm.quant.joint import JointProduct
 
 MULTIPLE = 64
 """Elements that torch computes at once with any of its vectors; it computes a rest in another way."""

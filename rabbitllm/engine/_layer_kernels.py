@@ -147,7 +147,7 @@ def add_bias(data):  # type: ignore[no-untyped-def]
 def add_biases(data):  # type: ignore[no-untyped-def]
     """Add to rows in place the biases of the experts that computed them.
 
-    After the own address those of the chosen experts (see `_joint_kernels.ROUTED_WORDS`; each has its number), of the
+    After the own address those of the chosen experts (see `joint_kernels.ROUTED_WORDS`; each has its number), of the
     biases of all experts, and of the rows, and their width.
     """
     given = to_array(data, 5)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rabbitllm.base.programs import Program
 from rabbitllm.engine._fusing import fuse, with_globals
-from rabbitllm.quant.joint import Program
 
 NAME = "apply_rotary_pos_emb"
 MAX_ELEMENTS = 1 << 15

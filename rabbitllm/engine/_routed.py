@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rabbitllm.base.programs import Place, Program, Words
 from rabbitllm.engine._fusing import Forward, fuse, kind_of, trial_of
 from rabbitllm.engine._gates import (
     MULTIPLE,
@@ -38,7 +39,7 @@ from rabbitllm.engine._siblings import is_plain
 from rabbitllm.engine.experts import ExpertStack, ResidentExperts
 from rabbitllm.engine.transformers_api import experts_implementation_of
 from rabbitllm.engine.weight_tensors import QuantizedWeight
-from rabbitllm.quant.joint import Place, Program, RoutedProduct, Words
+from rabbitllm.quant.joint import RoutedProduct
 from rabbitllm.quant.products import MAX_GROUPED
 
 _MATRICES, _BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig, LogitsProcessorList
 
+from rabbitllm.generation._coroutines import Coroutine
 from rabbitllm.generation._lookahead import Lookahead
 from rabbitllm.generation._model_runner import ModelRunner
 from rabbitllm.generation._mtp import PackedHeads
@@ -113,14 +114,12 @@ class BatchDrafts:
             copying.append(index)
             reader = wanting[reading[lengths.index(shared)]][0]
             proposals[index] = partial(lookahead.propose, ids, most, reader, shared)
-        errors: list[BaseException | None] = [None] * len(wanting)
+        proposing = dict[int, Coroutine]()
         for turn in (reading, copying):
-            proposing = [runner.coroutines.add(proposals[index]) for index in turn]
-            while waiting := [coroutine for coroutine in proposing if not coroutine.dead]:
+            proposing |= {index: runner.coroutines.add(proposals[index]) for index in turn}
+            while waiting := [coroutine for coroutine in proposing.values() if not coroutine.dead]:
                 runner.run(waiting)
-            for index, coroutine in zip(turn, proposing, strict=True):
-                errors[index] = coroutine.error
-        return errors
+        return [proposing[index].error for index in range(len(wanting))]
 
     def learn(self, lookaheads: Sequence[Lookahead], rows: int, seconds: float) -> None:
         """Take in the pass that is over: the drafts of its sequences, its rows and its time."""

@@ -7,6 +7,7 @@ __all__ = [
     "dequantize_kernels",
     "gguf_blocks",
     "joint",
+    "joint_kernels",
     "products",
     "quantize",
     "quantize_kernels",

@@ -82,10 +82,10 @@ def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     if scheme == INPUTS:
         return _product_kernels.rows_kernel(name, emitted(_round, width), STEP_BYTES)
     fill = _fill_nibbles if scheme == "4bit" else _fill_blocks(scheme)
-    panel = {"GROUP": width, "ROWS": 2 * width, "PANEL_COLUMNS": _PANEL_STEPS * STEP_BYTES // 4}
-    tokens = 6 if width == 16 else 3 if _multiplies_fours() else 2  # as registers allow
-    dot = functools.partial(_dot, 16 if scheme in FORMATS and FORMATS[scheme].group == 16 else STEP)
-    return _product_kernels.panel_kernel(name, emitted(fill, width), dot, tokens, STEP_BYTES // 2, 2, **panel)
+    dot = functools.partial(_dot, min(FORMATS[scheme].group, STEP) if scheme in FORMATS else STEP)
+    tile = 2, 6 if width == 16 else 3 if _multiplies_fours() else 2  # as registers allow
+    others = {"GROUP": width, "MAX_STEPS": _PANEL_STEPS}
+    return _product_kernels.panel_kernel(name, emitted(fill, width), dot, tile, STEP_BYTES, **others)
 
 
 @functools.cache
@@ -100,20 +100,17 @@ def table_of(scheme: str, levels: bytes) -> npt.NDArray[np.uint8] | None:
     most = np.abs(values).max()
     if not np.isfinite(most) or not most:
         return None
-
-    def off(steps: float) -> float:
-        return float(np.square(np.rint(values / most * steps) / steps - values / most).sum())
-
-    steps = min(np.arange(112.0, 127.25, 0.25), key=off)
-    integers = np.rint(values / most * steps) + _OFFSET
-    return np.concatenate([integers.astype(np.uint8), np.array([most / steps], np.float32).view(np.uint8)])
+    values /= most
+    steps = min(np.arange(112.0, 127.25, 0.25), key=lambda n: np.square(np.rint(values * n) / n - values).sum())
+    integers = (np.rint(values * steps) + _OFFSET).astype(np.uint8)
+    return np.concatenate([integers, np.array([most / steps], np.float32).view(np.uint8)])
 
 
 def _store_step(emit: Emitter, place: Any, codes: Any, groups: list[tuple[Any, Any]]) -> None:
     """Store a row's step, which begins at a lane: 32 bytes, and a scale and what is added of each group."""
-    fours = emit.b.bitcast(codes, ir.VectorType(I32, 8))
-    values = [emit.b.extract_element(fours, ir.Constant(I32, v)) for v in range(8)]
-    for v, value in enumerate([*values, *(value for pair in groups for value in pair)]):
+    fours = emit.b.bitcast(codes, ir.VectorType(I32, STEP // 4))
+    values = [emit.b.extract_element(fours, ir.Constant(I32, v)) for v in range(STEP // 4)]
+    for v, value in enumerate(itertools.chain(values, *groups)):
         emit.store(value, emit.add(place, 4 * emit.width * v), 4)
 
 
@@ -122,7 +119,7 @@ def _fill_blocks(scheme: str) -> Any:
     block, stored = BLOCK_TYPES[scheme], FORMATS[scheme]
     form = replace(stored, least=0)  # codes as they are stored
     offset = -_OFFSET if stored.values else stored.least
-    steps_of_block = max(block.elements // STEP, 1)
+    steps_of_block = block.elements // STEP
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
         b = emit.b
@@ -140,8 +137,8 @@ def _fill_blocks(scheme: str) -> Any:
                 if form.values:
                     code = b.xor(code, every(code.type, _OFFSET))
                 groups = []
-                for group in range(begin // form.group, max((begin + STEP) // form.group, begin // form.group + 1)):
-                    scale, *least = _block_kernels.scale_and_minimum(emit, form, base, halves, group)
+                for element in range(begin, begin + STEP, form.group):
+                    scale, *least = _block_kernels.scale_and_minimum(emit, form, base, halves, element // form.group)
                     added = b.fneg(*least) if least else b.fmul(scale, ir.Constant(F32, float(offset)))
                     groups.append((scale, added))
                 _store_step(emit, emit.add(place, begin // STEP * STEP_BYTES * emit.width), code, groups)

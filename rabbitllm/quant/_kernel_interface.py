@@ -68,12 +68,6 @@ def _parts_function(function: int) -> Callable[[int, int, int, int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[ctypes.c_int64] * 3)(function)
 
 
-@functools.cache
-def python_function(function: int) -> Callable[[int], None]:
-    """A function of Python for a compiled one."""
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
-
-
 class InputRows(NamedTuple):
     """Rows (T, K) as a kernel reads them.
 

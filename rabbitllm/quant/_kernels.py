@@ -37,7 +37,7 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
     A piece is `_kernel_interface.ARGUMENTS`; all have the same number of rows.
     """
     function, tile = kernel(method, scheme, width)
-    threads, rows = min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method])), work[0][-1]
+    threads, rows = threads_for(method, nbytes), work[0][-1]
     words = [value for piece in work for value in piece]
     data = array("q", [rows_of_part(rows, threads, tile), len(work), *words])
     if threads == 1:
@@ -49,6 +49,11 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
         call(function, data)
         for future in futures:
             future.result()
+
+
+def threads_for(method: str, nbytes: int) -> int:
+    """Threads that compute a product with codes of so many bytes."""
+    return min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method]))
 
 
 def rows_of_part(rows: int, threads: int, tile: int) -> int:
@@ -78,9 +83,9 @@ def _threads() -> Workers:
 
 # Trials of a kernel before it is used: the samples, and the tolerated error.
 
-TOLERANCE, INTEGER_TOLERANCE, BFLOAT_TOLERANCE, BYTE_TOLERANCE = 1e-5, 3e-4, 4e-3, 1e-2
+TOLERANCE, INTEGER_TOLERANCE, BFLOAT_TOLERANCE, BYTE_TOLERANCE, NO_TOLERANCE = 1e-5, 3e-4, 4e-3, 1e-2, 1e-30
 """Maximum error relative to the norm of a product: float32 sums of thousands of terms, in another order; integers of 16
-bits; weights that are rounded to bfloat16; inputs of 8 bits."""
+bits; weights that are rounded to bfloat16; inputs of 8 bits; no difference."""
 
 
 def agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float = TOLERANCE) -> bool:

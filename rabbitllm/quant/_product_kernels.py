@@ -199,7 +199,7 @@ def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) ->
 # uses is global. So each kernel is a template with a name and globals of its own.
 
 ONE: Any = None
-TALL = WIDE = SQUARE = LEAST = TILE = FILL = AT_ONCE = VECTOR = ONE
+TALL = WIDE = SQUARE = LEAST = TILE = FILL = AT_ONCE = NBYTES = MAX_STEPS = ONE
 IN_PLACE, GROUP = False, 1
 
 
@@ -234,27 +234,25 @@ def _by_numbers(data, start, end, parts):  # type: ignore[no-untyped-def]
         codes, scales, _, _, table, out, row_bytes, steps, shift, _, rows = arguments(words, piece)
         first, last = own_rows(words, start, end, rows)
         for row in range(first, last):
-            FILL(codes, scales, table, out + row * steps * VECTOR, row_bytes, steps, shift, row, 0, steps)
+            FILL(codes, scales, table, out + row * steps * NBYTES, row_bytes, steps, shift, row, 0, steps)
 
 
 def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
     """The loops over panels, over inputs that fit the cache, and over tiles of rows and inputs."""
     panel = stack_panel()
-    step_bytes = 2 * VECTOR
-    max_steps = PANEL_COLUMNS * 4 // step_bytes
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(words, piece)
         first, last = own_rows(words, start, stop, rows)
-        input_bytes = steps * step_bytes
+        input_bytes = steps * NBYTES
         for top in range(first, last, PANEL_ROWS):
             bottom = min(top + PANEL_ROWS, last)
-            for step in range(0, steps, max_steps):
-                count = min(max_steps, steps - step)
-                panel_bytes = count * step_bytes
+            for step in range(0, steps, MAX_STEPS):
+                count = min(MAX_STEPS, steps - step)
+                panel_bytes = count * NBYTES
                 many_inputs = max(INPUT_BYTES // panel_bytes // AT_ONCE, 1) * AT_ONCE
                 if IN_PLACE:
-                    panel, panel_bytes = codes + top * row_bytes + step * VECTOR, row_bytes
+                    panel, panel_bytes = codes + top * row_bytes + step * NBYTES // 2, row_bytes
                 else:
                     for row in range(top, bottom):
                         lane = (row - top) % GROUP
@@ -265,9 +263,9 @@ def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
                     row = top
                     while row < bottom:
                         here, token = panel + (row - top) * panel_bytes, begin
-                        is_tall = row + ROWS <= bottom
+                        is_tall = row + TILE <= bottom
                         while token < end:
-                            of_token = inputs + token * input_bytes + step * step_bytes
+                            of_token = inputs + token * input_bytes + step * NBYTES
                             to = out + (token * rows + row) * 4
                             if is_tall and token + AT_ONCE <= end:
                                 SQUARE(here, of_token, to, count, panel_bytes, input_bytes, rows, bottom - row)
@@ -278,7 +276,7 @@ def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
                             else:
                                 ONE(here, of_token, to, count, panel_bytes, input_bytes, rows, bottom - row)
                                 token += 1
-                        row += ROWS if is_tall else GROUP
+                        row += TILE if is_tall else GROUP
 
 
 def named(template: Any, name: str, **constants: Any) -> Callable[[Any], None]:
@@ -292,29 +290,25 @@ def filling_kernel(method: str, scheme: str, width: int, fill: Any) -> Callable[
     """The kernel by panels that `fill` decodes, an intrinsic like that of `_fill`, or of the numbers."""
     if method != PANELS:
         return rows_kernel(f"{method}_{scheme}_{width}", fill, step_size(method, width))
-    dot = functools.partial(_panel_dot, width)
-    return panel_kernel(f"{PANELS}_{scheme}_{width}", fill, dot, PANEL_TOKENS[width], 4 * width)
+    dot, tile = functools.partial(_panel_dot, width), (ROWS, PANEL_TOKENS[width])
+    return panel_kernel(f"{PANELS}_{scheme}_{width}", fill, dot, tile, step_size(method, width))
 
 
 def panel_kernel(
-    name: str,
-    fill: Any,
-    dot: Callable[[int, int], Any],
-    tokens: int,
-    vector_bytes: int,
-    tall: int = ROWS,
-    **others: Any,
+    name: str, fill: Any, dot: Callable[[int, int], Any], tile: tuple[int, int], step_bytes: int, **others: Any
 ) -> Callable[[Any], None]:
-    """A kernel by panels: of intrinsics like those of `_fill` and `_panel_dot`, for tiles of so many inputs, and
-    of `tall` rows or vectors of rows; a step of a panel and of inputs has twice so many bytes."""
-    single, column, square = (dot(*shape) for shape in ((1, 1), (tall, 1), (tall, tokens)))
-    constants = {"ONE": single, "TALL": column, "SQUARE": square, "AT_ONCE": tokens, "VECTOR": vector_bytes, **others}
-    return named(_by_panels, name, FILL=fill, **constants)
+    """A kernel by panels: of intrinsics like those of `_fill` and `_panel_dot`, for tiles of so many rows, or groups of
+    `GROUP` rows, and inputs; a step of a panel and of inputs has so many bytes."""
+    rows, tokens = tile
+    single, tall, square = (dot(*shape) for shape in ((1, 1), (rows, 1), tile))
+    constants = {"ONE": single, "TALL": tall, "SQUARE": square, "AT_ONCE": tokens, "FILL": fill, "NBYTES": step_bytes}
+    sizes = {"TILE": rows * others.get("GROUP", GROUP), "MAX_STEPS": PANEL_COLUMNS * 4 // step_bytes}
+    return named(_by_panels, name, **{**constants, **sizes, **others})
 
 
 def rows_kernel(name: str, fill: Any, step_bytes: int) -> Callable[[Any], None]:
     """A kernel that stores what `fill` makes of each row, which has so many bytes a step."""
-    return named(_by_numbers, name, FILL=fill, VECTOR=step_bytes)
+    return named(_by_numbers, name, FILL=fill, NBYTES=step_bytes)
 
 
 def code_kernel(
@@ -334,6 +328,7 @@ def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     name = f"{method}_{scheme}_{width}"
     if scheme == BFLOAT16:
         dot = functools.partial(_panel_dot, width, scheme=scheme)
-        return panel_kernel(name, _fill(PANELS, scheme, width), dot, 1, 4 * width, IN_PLACE=True, PANEL_ROWS=ROWS)
+        fill = _fill(PANELS, scheme, width)
+        return panel_kernel(name, fill, dot, (ROWS, 1), step_size(PANELS, width), IN_PLACE=True, PANEL_ROWS=ROWS)
     least = LEAST_SLOW if scheme == "8bit" else LEAST_WIDE
     return code_kernel(name, OWN_STEPS[scheme], width, least)

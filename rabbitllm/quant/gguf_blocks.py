@@ -8,8 +8,8 @@ package, on the CPU. The results equal those of that package bit for bit, in flo
 from __future__ import annotations
 
 import functools
-import logging
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -18,8 +18,6 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _kernels
 from rabbitllm.quant._block_formats import FORMATS, BlockFormat, Field, Fields
 from rabbitllm.quant._kernel_interface import NUMBERS
-
-logger = logging.getLogger(__name__)
 
 WORTH_A_KERNEL = 1 << 16
 """Elements; fewer are dequantized by torch before a kernel is compiled."""
@@ -100,16 +98,15 @@ def sample(name: str, elements: int, generator: torch.Generator) -> torch.Tensor
 @functools.cache
 def _kernel_agrees(name: str) -> bool:
     """Whether this processor has a kernel whose numbers are those of torch, bit for bit."""
-    if not lanes_for(name):
-        return False
-    some = sample(name, 64 * 256, torch.Generator().manual_seed(0)).view(-1, BLOCK_TYPES[name].nbytes)
-    results, expected = (torch.empty(len(some), BLOCK_TYPES[name].elements) for _ in range(2))
-    _by_kernel(name, some, results)
-    _by_torch(name, some, expected)
-    agrees = torch.equal(results, expected)
-    if not agrees:
-        logger.warning("The kernel that dequantizes %s is wrong here and is not used.", name)
-    return agrees
+
+    def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        blocks = sample(name, 64 * 256, torch.Generator().manual_seed(0)).view(-1, BLOCK_TYPES[name].nbytes)
+        results = torch.empty(2, len(blocks), BLOCK_TYPES[name].elements)
+        _by_kernel(name, blocks, results[0])
+        _by_torch(name, blocks, results[1])
+        yield results[0], results[1]
+
+    return bool(lanes_for(name)) and _kernels.agrees(f"by {NUMBERS} at {name}", trials(), _kernels.NO_TOLERANCE)
 
 
 def _by_kernel(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:

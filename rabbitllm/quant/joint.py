@@ -8,97 +8,19 @@ have the bits of separate products.
 
 from __future__ import annotations
 
-import functools
-import struct
-import threading
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rabbitllm.base.openmp import torchs_team
-from rabbitllm.base.rounding import round_up
+from rabbitllm.base.programs import Place, Program, Words
 from rabbitllm.quant import _kernels, bfloat_products
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, PAIRS, python_function
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, PAIRS
 
 if TYPE_CHECKING:
     from rabbitllm.quant.products import FusedMatrix, KernelMatrix
-
-Place = tuple[int, int]
-"""A place in memory: which of the addresses of a call of a `Program`, and bytes from there on."""
-Words = Sequence[int | Place]
-"""Int64s; a place is replaced by its address."""
-OWN, SCRATCH, FIRST = 0, 6, 7
-"""The words of a program with its own address, with that of the scratch memory, and with the first one of a call."""
-KEPT_BYTES = 1 << 20
-"""Bytes of scratch memory that a thread keeps for its next product."""
-_ALIGNMENT = 64
-
-
-def float_bits(value: float) -> int:
-    """The bits of a number in float32."""
-    return int.from_bytes(struct.pack("<f", value), "little")
-
-
-class Program:
-    """Compiled functions that one call, which is given so many addresses, runs one after the other.
-
-    Each gets the address of int64s, of which the first is that address itself.
-    """
-
-    def __init__(self, addresses: int) -> None:
-        self._addresses = addresses
-        self._nbytes = 0
-        self._steps: list[tuple[Callable[..., None], Words, int]] = []
-        self._words: array[int] | None = None
-
-    def address(self, index: int) -> Place:
-        """The place of an address that a call is given."""
-        return FIRST + index, 0
-
-    def room(self, nbytes: int) -> Place:
-        """A place in scratch memory."""
-        begin, self._nbytes = self._nbytes, round_up(self._nbytes + nbytes, _ALIGNMENT)
-        return SCRATCH, begin
-
-    def add(self, function: Callable[..., None], words: Words, threads: int = 1) -> None:
-        """Add a function, which is compiled, the int64s after the first that it gets, and how many threads call it."""
-        self._steps.append((function, words, threads))
-
-    def __call__(self, *addresses: int) -> None:
-        """Run it."""
-        if self._words is None:
-            self._words = self._joined()
-        data = self._words[:]
-        data[OWN] = own = data.buffer_info()[0]
-        scratch = _scratch(self._nbytes)
-        data[SCRATCH] = scratch.data_ptr()
-        for index, address in enumerate(addresses, FIRST):
-            data[index] = address
-        _compiled()(own)
-
-    def _joined(self) -> array[int]:
-        """All words: those of `_joint_kernels.py`, the addresses of a call, places, functions, and their words."""
-        from rabbitllm.base.compiling import address_of  # numba comes with it
-
-        begin = FIRST + self._addresses
-        count = 2 * len(self._steps) + sum(isinstance(word, tuple) for _, step, _ in self._steps for word in step)
-        of_calls = begin + 3 * count
-        first = of_calls + 3 * len(self._steps)
-        places, calls, words = list[int](), list[int](), list[int]()
-        for function, step, threads in self._steps:
-            place = OWN, 8 * (first + len(words))
-            places += [of_calls + len(calls) + 1, *place]
-            calls += [address_of(function), 0, threads]
-            for word in (place, *step):
-                if isinstance(word, tuple):
-                    places += [first + len(words), *word]
-                words.append(0 if isinstance(word, tuple) else word)
-        of_team = team.address if (team := torchs_team()) is not None else 0
-        head = [0, first + len(words), begin, count, len(self._steps), of_team, *[0] * (1 + self._addresses)]
-        return array("q", [*head, *places, *calls, *words])
 
 
 class JointProduct:
@@ -158,12 +80,12 @@ class JointProduct:
 
     def add_to(self, program: Program, rows: int, dtype: torch.dtype, x: Place, results: Sequence[Place]) -> None:
         """Add it to a program: for so many rows of a dtype at a place, with the results at others."""
-        from rabbitllm.quant import _integers, _joint_kernels  # numba comes with them
+        from rabbitllm.quant import _integers, joint_kernels  # numba comes with them
 
         is_bfloat, columns = dtype == torch.bfloat16, self._columns
         operands, inputs = [matrix.operands(INTEGERS) for matrix in self.matrices], dict[object, list[Place]]()
         nbytes = sum(count * row_bytes for count, (*_, row_bytes, _, _) in zip(self._rows, operands, strict=True))
-        threads = min(torch.get_num_threads(), -(-nbytes // _kernels.WORTH_A_THREAD[CODES]))
+        threads = _kernels.threads_for(CODES, nbytes)
         products, sums = list[int | Place](), list[Words]()
         for index, (matrix, (codes, scales, table, *sizes)) in enumerate(zip(self.matrices, operands, strict=True)):
             layout, rows_of, out = matrix.layout(), self._rows[index], results[index]
@@ -179,9 +101,9 @@ class JointProduct:
             function, tile = _kernels.kernel(CODES, matrix.kernel, INTEGERS)
             products += [function, _kernels.rows_of_part(rows_of, threads, tile), 1]
             products += [codes, scales, *inputs[layout], table, out, *sizes, rows, rows_of]
-        program.add(_joint_kernels.multiply, [len(self.matrices), *products], threads)
+        program.add(joint_kernels.multiply, [len(self.matrices), *products], threads)
         for words in sums:
-            program.add(_joint_kernels.narrow, words)
+            program.add(joint_kernels.narrow, words)
 
 
 @dataclass(frozen=True)
@@ -229,7 +151,7 @@ class RoutedProduct:
     def _preparation(self) -> tuple[Any, tuple[int, ...], int, int]:
         """The function that prepares a row of inputs, three of its words, and bytes of these and of what is with
         them."""
-        from rabbitllm.quant import _integers, _joint_kernels  # numba comes with them
+        from rabbitllm.quant import _integers, joint_kernels  # numba comes with them
 
         columns, layout = self.shape[1], self.layout
         if layout is not None:
@@ -237,10 +159,10 @@ class RoutedProduct:
             others = 4 * (columns // layout.step) * (1 + layout.groups)
             return _integers.round_inputs, numbers, 2 * columns, others
         if self.width == PAIRS:
-            return _joint_kernels.widen_inputs, (columns, 0, 0), 2 * columns, 0
+            return joint_kernels.widen_inputs, (columns, 0, 0), 2 * columns, 0
         if self.scheme == BFLOAT16:
-            return _joint_kernels.widen_inputs, (2 * self.width, 1, 0), 4 * columns, 0
-        return _joint_kernels.widen_inputs, (columns, 1, 0), 2 * columns, 2 * columns
+            return joint_kernels.widen_inputs, (2 * self.width, 1, 0), 4 * columns, 0
+        return joint_kernels.widen_inputs, (columns, 1, 0), 2 * columns, 2 * columns
 
     def add_to(
         self, program: Program, rows: int, x: Place, chosen: Place, out: Place, sources: int | Place, number: int
@@ -250,50 +172,23 @@ class RoutedProduct:
         Args:
             rows: of all results, bfloat16 at `out`.
             x: bfloat16 rows of input.
-            chosen: see `_joint_kernels.ROUTED_WORDS`.
+            chosen: see `joint_kernels.ROUTED_WORDS`.
             sources: the number of each row's input, int64; 0 for the row's own; -1 if all have one input.
             number: of the matrix whose words a chosen one has: 0, 1, ...
         """
         from rabbitllm.base.compiling import address_of  # numba comes with it
-        from rabbitllm.quant import _joint_kernels
+        from rabbitllm.quant import joint_kernels
 
         team, (count, columns) = torchs_team(), self.shape
         assert team is not None
-        threads = min(torch.get_num_threads(), -(-rows * self.nbytes // _kernels.WORTH_A_THREAD[CODES]))
+        threads = _kernels.threads_for(CODES, rows * self.nbytes)
         function, tile = _kernels.kernel(CODES, self.scheme, self.width)
         rounded = 1 if sources == -1 else rows
         prepare, numbers, input_bytes, other_bytes = self._preparation()
-        of_work = 8 * (_joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS))
+        of_work = 8 * (joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS))
         sizes = input_bytes * rounded, other_bytes * rounded, 4 * count * rows, of_work
         words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
         words += [function, team.address, threads, _kernels.rows_of_part(count, threads, tile)]
         words += [address_of(prepare), columns, *numbers, input_bytes, other_bytes]
         words += [rounded, rows, count, number * len(ARGUMENTS)]
-        program.add(_joint_kernels.routed, words)
-
-
-@functools.cache
-def _compiled() -> Callable[[int], None]:
-    """A function of Python that runs the words of a program."""
-    from rabbitllm.base.compiling import address_of
-    from rabbitllm.quant import _joint_kernels
-
-    return python_function(address_of(_joint_kernels.run_program))
-
-
-class _Kept(threading.local):
-    memory: torch.Tensor | None = None
-
-
-_kept = _Kept()
-
-
-def _scratch(nbytes: int) -> torch.Tensor:
-    """Memory for one product of this thread."""
-    kept = _kept.memory
-    if kept is not None and len(kept) >= nbytes:
-        return kept
-    memory = torch.empty(nbytes, dtype=torch.uint8)
-    if nbytes <= KEPT_BYTES:
-        _kept.memory = memory
-    return memory
+        program.add(joint_kernels.routed, words)

@@ -21,7 +21,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rabbitllm.base.progress import BytesDone, LayerDone, ShardDone, ShardStarted, SplitStarted, tell
 from rabbitllm.checkpoints.checkpoint import Disposal, Release
@@ -52,7 +51,7 @@ class Completion:
     Args:
         work: the split.
         mover: the threads.
-        filler: opens unfinished files.
+        filler: names files, and opens unfinished ones.
         profiler: records how long layers have waited for their shards.
     """
 
@@ -66,7 +65,7 @@ class Completion:
 
     def is_final(self, layout: LayerLayout) -> bool:
         """Whether a layer has its final name."""
-        return self._path(layout).exists() and not self._path(layout, durable.PART_SUFFIX).exists()
+        return self._filler.path(layout).exists() and not self._filler.path(layout, durable.PART_SUFFIX).exists()
 
     def begun(self, layers: Iterable[str]) -> None:
         """Record that data for these layers is about to arrive."""
@@ -125,7 +124,7 @@ class Completion:
                 logger.warning("Layer %s of an earlier run was unfinished; it is finished now.", layer)
                 self._finish_layer(layout)
             self._drop_scratch([layout])
-        markers = [self._path(layout, DONE_SUFFIX) for layout in self._plan.layouts.values()]
+        markers = [self._filler.path(layout, DONE_SUFFIX) for layout in self._plan.layouts.values()]
         unmarked = [marker for marker in markers if not marker.exists()]
         for marker in unmarked:
             durable.touch(marker)
@@ -143,31 +142,30 @@ class Completion:
         """Move the pieces from a synced scratch file to their offsets in the layer file, and complete and sync that."""
         layout = target.layout
         work = moves_of((layout.layer.id, form) for form in layout.joins)
-        self._mover.from_file(self._path(layout, SCRATCH_SUFFIX), {layout.layer.id: target}, work, lambda end: None)
+        self._mover.from_file(
+            self._filler.path(layout, SCRATCH_SUFFIX), {layout.layer.id: target}, work, lambda end: None
+        )
         self._settle([target])
         self._write_fixed(target)
         self._mover.sync([target])
 
     def _settle(self, targets: Iterable[FillTarget]) -> None:
-        self._mover.settle((target, self._path(target.layout, SCRATCH_SUFFIX)) for target in targets)
+        self._mover.settle((target, self._filler.path(target.layout, SCRATCH_SUFFIX)) for target in targets)
 
     def _drop_scratch(self, layouts: Iterable[LayerLayout]) -> None:
         """Remove scratch files of layers that have their final names, durably; an earlier run may have left some."""
-        paths = [self._path(layout, SCRATCH_SUFFIX) for layout in layouts if layout.scratch_bytes]
+        paths = [self._filler.path(layout, SCRATCH_SUFFIX) for layout in layouts if layout.scratch_bytes]
         existing = [path for path in paths if path.exists()]
         for path in existing:
             durable.remove(path)
         if existing:
             durable.sync_folder(self._folder)
 
-    def _path(self, layout: LayerLayout, suffix: str = "") -> Path:
-        return self._folder / (layout.file_name + suffix)
-
     def _finish_layer(self, layout: LayerLayout) -> None:
-        part = self._path(layout, durable.PART_SUFFIX)
+        part = self._filler.path(layout, durable.PART_SUFFIX)
         if part.exists():
             # removed once the layer file has all of it; scales alone are there before the last shard counts as used up
-            joined = not (layout.joins and self._path(layout, SCRATCH_SUFFIX).exists())
+            joined = not (layout.joins and self._filler.path(layout, SCRATCH_SUFFIX).exists())
             target = (
                 FillTarget(layout, durable.GrowingFile(part, layout.size)) if joined else self._filler.target(layout)
             )
@@ -184,8 +182,8 @@ class Completion:
     def _name_layers(self, layouts: list[LayerLayout]) -> None:
         """Give synced layer files their final names and their markers, and make all names durable."""
         for layout in layouts:
-            durable.rename(self._path(layout, durable.PART_SUFFIX), self._path(layout))
-            durable.touch(self._path(layout, DONE_SUFFIX))
+            durable.rename(self._filler.path(layout, durable.PART_SUFFIX), self._filler.path(layout))
+            durable.touch(self._filler.path(layout, DONE_SUFFIX))
         durable.sync_folder(self._folder)
         for layout in layouts:
             spans = len(self._plan.layer_map.layer_to_shards[layout.layer.id]) > 1

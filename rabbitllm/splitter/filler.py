@@ -359,15 +359,15 @@ class Filler:
         return FillTarget(layout, file, scratch)
 
     def _open(self, layout: LayerLayout, suffix: str, size: int) -> durable.GrowingFile:
-        return durable.GrowingFile(self._path(layout, suffix), size, write_back=True, files=self._files)
+        return durable.GrowingFile(self.path(layout, suffix), size, write_back=True, files=self._files)
 
     def require_filled(self, shard: PlannedShard, layers: Iterable[str]) -> None:
         """Check that files filled elsewhere are here; a file that is created again would have holes instead."""
         for layer in layers:
             layout = self._plan.layouts[layer]
-            expected = [(self._path(layout, durable.PART_SUFFIX), layout.size)]
+            expected = [(self.path(layout, durable.PART_SUFFIX), layout.size)]
             if layout.scratch_bytes:
-                expected.append((self._path(layout, SCRATCH_SUFFIX), layout.scratch_bytes))
+                expected.append((self.path(layout, SCRATCH_SUFFIX), layout.scratch_bytes))
             for path, size in expected:
                 if not path.exists() or path.stat().st_size != size:
                     raise IncompleteSplitError(
@@ -454,7 +454,8 @@ class Filler:
             "shards may be deleted already."
         )
 
-    def _path(self, layout: LayerLayout, suffix: str) -> Path:
+    def path(self, layout: LayerLayout, suffix: str = "") -> Path:
+        """The path of a layer's file, or of another one of the layer."""
         return self._work.folder / (layout.file_name + suffix)
 
 

@@ -36,13 +36,19 @@ MAX_GAP_BYTES = 16 << 20
 
 def has_small_gaps(tensors: Iterable[TensorSpec], size: int) -> bool:
     """Whether a file of `size` bytes consists of these tensors in order, and little else."""
-    end = unused = 0
+    tensors = tuple(tensors)
+    lengths = [end - begin for begin, end in _gaps(tensors, size)]
+    is_plain = all(tensor.strides is None for tensor in tensors)
+    return is_plain and min(lengths) >= 0 and sum(lengths) <= MAX_GAP_BYTES
+
+
+def _gaps(tensors: Iterable[TensorSpec], size: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each gap in a shard of `size` bytes; its length is negative where tensors overlap."""
+    end = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
-        if tensor.strides is not None or tensor.offset < end:
-            return False
-        unused += tensor.offset - end
+        yield end, tensor.offset
         end = tensor.offset + tensor.nbytes
-    return end <= size and unused + size - end <= MAX_GAP_BYTES
+    yield end, size
 
 
 class Gaps:
@@ -54,19 +60,9 @@ class Gaps:
     """
 
     def __init__(self, tensors: Iterable[TensorSpec], size: int) -> None:
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-        end = 0
-        for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
-            self._add(end, tensor.offset)
-            end = tensor.offset + tensor.nbytes
-        self._add(end, size)
-        self._kept = [bytearray() for _ in self._begins]
-
-    def _add(self, begin: int, end: int) -> None:
-        if begin < end:
-            self._begins.append(begin)
-            self._ends.append(end)
+        gaps = [(begin, end) for begin, end in _gaps(tensors, size) if begin < end]
+        self._begins, self._ends = [begin for begin, _ in gaps], [end for _, end in gaps]
+        self._kept = [bytearray() for _ in gaps]
 
     def watching(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the same chunks, all bytes of the shard in order, keeping the bytes in gaps."""

@@ -8,7 +8,6 @@ models, and of devices other than the one that quantizes.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import itertools
 import logging
@@ -296,7 +295,7 @@ def _begin(request: SplitRequest) -> SplitWork:
             logger.warning("Layer %s has %s; streaming it needs that much memory at once.", layer, size(layout.size))
     if request.options.verify_source:
         plan = with_checksums(plan, request.checkpoint)
-        work = dataclasses.replace(work, plan=plan)
+        work = replace(work, plan=plan)
     durable.make_folder(request.folder)
     try:
         small_files = _small_files(request.checkpoint)
@@ -358,7 +357,7 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     _warn_of_left_out(plan.shards, plan.source, request.options.shards, checkpoint)
     disk_budget = resumed_disk_budget(disk_budget_of(request, plan), earlier.used)
     work = _make_work(request, plan, disk_budget, earlier.checksums, earlier.quantizer)
-    work = dataclasses.replace(work, source_checksums=earlier.source_checksums)
+    work = replace(work, source_checksums=earlier.source_checksums)
     journal.settle(request.folder)
     if work.shard_transfer is ShardTransfer.STREAM:  # parts of shards that were fetched are fetched again
         durable.remove_folder(request.folder / STAGING_NAME, durable.PART_SUFFIX)

@@ -117,9 +117,7 @@ class Sums:
         sources = {form.source.name: whole_sum(stored[form.source.name][0]) for form in forms if form.scheme is None}
         for form in forms:
             if (read := self._sources.pop(form.source.name, None)) is not None:
-                _require_whole(
-                    ((begin, nbytes) for begin, nbytes, _ in sorted(read)), form.source.name, form.source.nbytes
-                )
+                _require_whole(sorted(read), form.source.name, form.source.nbytes)
                 sources[form.source.name] = combine_all((crc, nbytes) for _, nbytes, crc in sorted(read))
         return ShardChecksums(stored, sources)
 
@@ -149,17 +147,17 @@ class _Part:
     def sums(self, part: TensorToWrite) -> PartSums:
         """Combine the sums of its pieces, which must be complete."""
         origin, pieces = self.offset or 0, sorted(self.pieces)
-        _require_whole(((begin, nbytes) for begin, nbytes, _ in pieces), part.name, part.nbytes)
+        _require_whole(pieces, part.name, part.nbytes)
         runs = [run for begin, nbytes, sums in pieces for run in _runs(origin + begin, nbytes, sums)]
         if self.offset is None:
             return part_sums(combine_all((crc, nbytes) for _, nbytes, crc in runs))
         return _part_sums(runs)
 
 
-def _require_whole(pieces: Iterable[tuple[int, int]], name: str, expected: int) -> None:
-    """Check that sorted pieces leave no gap and do not overlap: shards are deleted because of this."""
+def _require_whole(pieces: Iterable[tuple[int, int, object]], name: str, expected: int) -> None:
+    """Check that sorted pieces (offset, bytes, and their sums) are all: shards are deleted because of this."""
     end = 0
-    for begin, nbytes in pieces:
+    for begin, nbytes, _ in pieces:
         if begin != end:
             raise AssertionError(f"{name} was written up to byte {end} of {expected}, and then from byte {begin}")
         end += nbytes

@@ -15,10 +15,10 @@ from transformers.models.cohere.modeling_cohere import CohereAttention, CohereCo
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
+from rabbitllm.base.programs import Program
 from rabbitllm.engine import _attention, kv_room
 from rabbitllm.engine._attention import _AttentionForm, _cached, _plain, fuse_attention, fuse_layers, relative_error
 from rabbitllm.quant import _vectors
-from rabbitllm.quant.joint import Program
 from tests.engine.test_siblings import PROMPT, checkpoint
 from tests.support.builders import DELTA, Family
 from tests.support.tiny_models import ALL, load

@@ -16,12 +16,13 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from rabbitllm.base.programs import Program
 from rabbitllm.engine import _routed
 from rabbitllm.engine._attention import relative_error
 from rabbitllm.engine._gates import OneCall
 from rabbitllm.engine.experts import ExpertStack, MappedExperts, ResidentExperts
 from rabbitllm.quant import _kernels, _vectors
-from rabbitllm.quant.joint import JointProduct, Program
+from rabbitllm.quant.joint import JointProduct
 from tests.engine.test_attention import GEMMA, PHI
 from tests.engine.test_siblings import SIZES, assert_same_logits, checkpoint
 from tests.support import quantized

@@ -1,4 +1,4 @@
-"""What the programs of `joint.py` call as compiled code: the loop over their functions, and parts of a product."""
+"""What the programs of `joint.py` call as compiled code: parts of products, and the rounding of their results."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from rabbitllm.base.compiling import call_parts, to_array, words_at
+from rabbitllm.base.compiling import call_parts, shared, to_array, words_at
 from rabbitllm.base.openmp import PARTS
 from rabbitllm.base.parts import RUN
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
-from rabbitllm.quant._vectors import I16, I32, Emitter, emitted, inlined, narrowed, number
+from rabbitllm.quant._vectors import I16, I32, Emitter, emitted, narrowed, number
 
 PRODUCT_WORDS = 1 + BEFORE_WORK + len(ARGUMENTS)
 """The address of a kernel, and its int64s for one piece of work."""
@@ -28,12 +28,6 @@ def _emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
 
 
 _NARROW = emitted(_emit_narrow, 16)
-
-
-@inlined
-def _in_team(team, function, given, threads):  # type: ignore[no-untyped-def]
-    """See `base.parts.run_parts`."""
-    call_parts(to_array(words_at(team + 8 * RUN), 4).view(np.int64)[0], team, function, given, threads)
 
 
 def multiply(data, first, end, parts):  # type: ignore[no-untyped-def]
@@ -117,22 +111,7 @@ def routed(data):  # type: ignore[no-untyped-def]
         work[piece + _EVEN], work[piece + _ODD] = inputs + input_bytes * source, others + other_bytes * source
         work[piece + _OUT], work[piece + _TOKENS] = sums + 4 * width * begin, tokens
     if head[11] > 1:
-        _in_team(head[10], head[9], work_at, head[11])
+        call_parts(shared(head[10] + 8 * RUN), head[10], head[9], work_at, head[11])  # see `parts.run_parts`
     else:
         call_parts(head[9], work_at, 0, PARTS, PARTS)
     _NARROW(sums, head[4], rows * width)
-
-
-def run_program(data):  # type: ignore[no-untyped-def]
-    """Set the words that are addresses, and call each function; see `joint.Program`."""
-    head = to_array(data, 6)
-    begin, places, calls, team = head[2], head[3], head[4], head[5]
-    words = to_array(data, head[1])
-    end = begin + 3 * places
-    for i in range(begin, end, 3):
-        words[words[i]] = words[words[i + 1]] + words[i + 2]
-    for i in range(end, end + 3 * calls, 3):
-        if words[i + 2] > 1:
-            _in_team(team, words[i], words[i + 1], words[i + 2])
-        else:
-            call_parts(words[i], words[i + 1], 0, PARTS, PARTS)

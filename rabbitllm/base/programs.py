@@ -1,0 +1,121 @@
+"""Programs: compiled functions that one call from Python runs one after the other.
+
+A call of a compiled function takes Python some microseconds, as long as a small operation. What does not depend on the
+tensors of a call is prepared once: places in memory, scratch memory among them, and numbers. Needs no numba until a
+program runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rabbitllm.base.openmp import PARTS, torchs_team
+from rabbitllm.base.rounding import round_up
+
+Place = tuple[int, int]
+"""A place in memory: which of the addresses of a call of a `Program`, and bytes from there on."""
+Words = Sequence[int | Place]
+"""Int64s; a place is replaced by its address."""
+OWN, SCRATCH, FIRST = 0, 7, 8
+"""The words of a program with its own address, with that of the scratch memory, and with the first one of a call."""
+KEPT_BYTES = 1 << 20
+"""Bytes of scratch memory that a thread keeps for its next call."""
+_ALIGNMENT = 64
+
+
+def float_bits(value: float) -> int:
+    """The bits of a number in float32."""
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+class Program:
+    """Compiled functions that one call, which is given so many addresses, runs one after the other.
+
+    Each gets the address of int64s, of which the first is that address itself.
+    """
+
+    def __init__(self, addresses: int) -> None:
+        self._addresses = addresses
+        self._nbytes = 0
+        self._steps: list[tuple[Callable[..., None], Words, int]] = []
+        self._words: array[int] | None = None
+
+    def address(self, index: int) -> Place:
+        """The place of an address that a call is given."""
+        return FIRST + index, 0
+
+    def room(self, nbytes: int) -> Place:
+        """A place in scratch memory."""
+        begin, self._nbytes = self._nbytes, round_up(self._nbytes + nbytes, _ALIGNMENT)
+        return SCRATCH, begin
+
+    def add(self, function: Callable[..., None], words: Words, threads: int = 1) -> None:
+        """Add a function, which is compiled, the int64s after the first that it gets, and how many threads call it."""
+        self._steps.append((function, words, threads))
+
+    def __call__(self, *addresses: int) -> None:
+        """Run it."""
+        if self._words is None:
+            self._words = self._joined()
+        data = self._words[:]
+        data[OWN] = own = data.buffer_info()[0]
+        scratch = _scratch(self._nbytes)
+        data[SCRATCH] = scratch.data_ptr()
+        for index, address in enumerate(addresses, FIRST):
+            data[index] = address
+        _compiled()(own)
+
+    def _joined(self) -> array[int]:
+        """All words: those of `parts.run_program`, the addresses of a call, places, functions, and their words."""
+        from rabbitllm.base.compiling import address_of  # numba comes with it
+
+        begin = FIRST + self._addresses
+        count = 2 * len(self._steps) + sum(isinstance(word, tuple) for _, step, _ in self._steps for word in step)
+        of_calls = begin + 3 * count
+        first = of_calls + 3 * len(self._steps)
+        places, calls, words = list[int](), list[int](), list[int]()
+        for function, step, threads in self._steps:
+            place = OWN, 8 * (first + len(words))
+            places += [of_calls + len(calls) + 1, *place]
+            calls += [address_of(function), 0, threads]
+            for word in (place, *step):
+                if isinstance(word, tuple):
+                    places += [first + len(words), *word]
+                words.append(0 if isinstance(word, tuple) else word)
+        of_team = team.address if (team := torchs_team()) is not None else 0
+        head = [0, first + len(words), begin, count, len(self._steps), of_team, PARTS, *[0] * (1 + self._addresses)]
+        return array("q", [*head, *places, *calls, *words])
+
+
+@functools.cache
+def _compiled() -> Callable[[int], None]:
+    """A function of Python that runs the words of a program."""
+    from rabbitllm.base.compiling import address_of
+    from rabbitllm.base.parts import run_program
+
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address_of(run_program))
+
+
+class _Kept(threading.local):
+    memory: torch.Tensor | None = None
+
+
+_kept = _Kept()
+
+
+def _scratch(nbytes: int) -> torch.Tensor:
+    """Memory for one call of a program by this thread."""
+    kept = _kept.memory
+    if kept is not None and len(kept) >= nbytes:
+        return kept
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    if nbytes <= KEPT_BYTES:
+        _kept.memory = memory
+    return memory
