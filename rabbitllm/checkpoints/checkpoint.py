@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from rabbitllm.checkpoints.index import CheckpointIndex
+from rabbitllm.checkpoints.index import CheckpointIndex, gguf_models
 from rabbitllm.errors import OptionError
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.storage.files import PositionalFile
@@ -143,6 +143,11 @@ class SourceIdentity:
     name: str
     commit: str | None
     fingerprints: Mapping[str, str]
+
+    @property
+    def title(self) -> str:
+        """The name in messages: that of a local GGUF file, whose folder may hold other models, else `name`."""
+        return next(iter(gguf_models(self.fingerprints)), self.name) if self.kind == "local" else self.name
 
     def is_named_like(self, other: SourceIdentity) -> bool:
         """Whether both are local folders with the same name, so that a difference is probably an edit."""

@@ -35,6 +35,7 @@ from rabbitllm.checkpoints.index import (
     check_inside,
     entry_of,
     gguf_files,
+    gguf_models,
     index_of,
     is_gguf,
     is_gguf_file,
@@ -44,7 +45,7 @@ from rabbitllm.checkpoints.index import (
     read_index,
     remark_on,
 )
-from rabbitllm.checkpoints.meta_checkpoint import MetaCheckpoint, ranks_of, read_meta
+from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, TOKENIZER_NAMES, MetaCheckpoint, ranks_of, read_meta
 from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError, MissingShardError
 from rabbitllm.formats.gguf import read_gguf
 from rabbitllm.formats.shard_header import read_shard_header
@@ -256,6 +257,8 @@ class LocalCheckpoint(Checkpoint):
 
     def sidecars(self) -> Mapping[str, Path]:
         paths = sidecars_in(self.folder)
+        if gguf_models(self.index.shards) and not {CONFIG_NAME, *TOKENIZER_NAMES} & paths.keys():
+            return {}  # a folder of downloads, whose texts belong to no model
         weights = [self.folder / shard for shard in self.index.shards if self._is_link(shard)]
         linked_folders = {weight.resolve().parent for weight in weights}
         for path in paths.values():

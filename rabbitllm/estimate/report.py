@@ -169,7 +169,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
 
 def _title(plan: SplitEstimate) -> str:
-    name = plan.source if plan.kind == "hub" else plan.label
+    name = plan.label if plan.kind == "split" else plan.source
     return name if plan.commit is None else f"{name} at commit {plan.commit}"
 
 

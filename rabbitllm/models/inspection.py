@@ -440,7 +440,7 @@ def _look_at_split(folder: Path) -> Inspection:
         layers = {tensor: record.id for record in store.manifest.layers for tensor in record.tensors}
         order = tuple(record.id for record in store.manifest.layers)
     content = Tensors(tuple(_of_stored(tensor, layers[tensor.name]) for tensor in store.tensors.values()), order)
-    origin = "RabbitLLM 1.1's" if store.manifest is None else f"of {store.manifest.source.name}"
+    origin = "RabbitLLM 1.1's" if store.manifest is None else f"of {store.manifest.source.title}"
     made = store.manifest
     gguf = gguf_label(made.source.fingerprints, made.source_metadata) if made is not None else None
     title = f"a split directory, {store.compression or gguf or 'uncompressed'}, {origin}"

@@ -184,7 +184,7 @@ class RequestLog:
 
 def no_such_path(path: str) -> APIError:
     """The error for a path that other servers have; it names those that are here."""
-    paths = [endpoint for endpoint in ENDPOINTS if endpoint.startswith("/v1/")]
+    paths = [endpoint for endpoint in ENDPOINTS if endpoint.startswith("/api/" if path.startswith("/api") else "/v1/")]
     names = f"{', '.join(paths[:-1])} and {paths[-1]}"
     return APIError(NOT_FOUND, f"There is no {harmless(path, 80)} here. This server has {names}.", code="not_found")
 

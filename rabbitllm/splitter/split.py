@@ -559,6 +559,6 @@ def _refuse_another_source(plan: SplitPlan, manifest: Manifest, folder: Path, ne
         why = "its layer files would differ"
     if why is not None:
         raise SplitMismatchError(
-            f"{folder} cannot be repaired from {plan.source.name}: {why}.",
+            f"{folder} cannot be repaired from {plan.source.title}: {why}.",
             "Split again into another folder (--dir, layer_shards_saving_path).",
         )

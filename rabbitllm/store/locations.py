@@ -351,7 +351,8 @@ def _folder_of(file: Path) -> Path:
         if file.name.endswith(WEIGHT_SUFFIXES):
             raise
         raise CheckpointNotFoundError(
-            f"{file} is no file of weights: those are GGUF, safetensors and files of torch.save.", error.remedy
+            f"{file} is no file of weights: those are GGUF, safetensors and files of torch.save.",
+            "Use the folder or file that holds the weights, or a repository id.",
         ) from error
     if not _belongs(file, entry):
         raise CheckpointNotFoundError(

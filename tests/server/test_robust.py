@@ -578,6 +578,17 @@ def test_unknown_path_lists_the_endpoints(served: Running, path: str) -> None:
     )
 
 
+@pytest.mark.parametrize("path", ["/api/pull", "/api"])
+def test_unknown_path_of_ollama_lists_its_endpoints(served: Running, path: str) -> None:
+    with served.http as client:
+        response = client.post(path, json={})
+    assert response.status_code == 404
+    assert (
+        "This server has /api/chat, /api/generate, /api/embed, /api/embeddings, /api/tags, /api/ps, /api/show and "
+        "/api/version." in response.text
+    )
+
+
 def test_request_ids_are_returned(served: Running) -> None:
     with served.http as client:
         assert client.get("/health", headers={"x-request-id": "a-1"}).headers["x-request-id"] == "a-1"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import rabbitllm
 from rabbitllm.cli.main import app
-from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, MissingShardError
+from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, MissingShardError, NotEnoughSpaceException
 from rabbitllm.store.layer_store import verify
 from tests.support.crashes import KILLED, CrashServer
 from tests.support.gguf_files import CONVERTED, write_converted, write_gguf
@@ -267,6 +267,27 @@ def test_a_damaged_layer_is_made_again_from_the_files(
     ran = CliRunner().invoke(app, ["verify", str(folder), "--repair"])
     assert ran.exit_code == 0, ran.output
     assert layer_files(folder) == expected[None]
+
+
+def test_a_file_in_a_folder_of_downloads(tmp_path: Path) -> None:
+    """Texts beside it are no part of the model, and messages name the file, since the folder may hold others."""
+    (tmp_path / "downloads").mkdir()
+    file = write_gguf(tmp_path / "downloads" / "model.gguf")
+    (file.parent / "diary.txt").write_text("private")
+    (file.parent / "script.py").write_text("print()")
+    for compression in ("4bit", "auto"):
+        with pytest.raises(NotEnoughSpaceException) as refused:
+            split(file, compression=compression, max_disk=1000, sequential=False)
+        assert " model.gguf " in refused.value.problem
+        assert "downloads " not in refused.value.problem
+    folder = split(file, sequential=False)
+    assert not {"diary.txt", "script.py"} & set(names_in(folder, "*"))
+    assert {"config.json", "tokenizer.json"} <= set(names_in(folder, "*"))
+    assert CliRunner().invoke(app, ["inspect", str(folder)]).stdout.count("of model.gguf") == 1
+    plan = CliRunner().invoke(app, ["plan", str(file)])
+    assert plan.stdout.lstrip().startswith(str(file)[:60])
+    (file.parent / "tokenizer_config.json").write_text("{}")  # a tokenizer that the user put beside it, with its files
+    assert "diary.txt" in names_in(split(file, compression="8bit", sequential=False), "*")
 
 
 def test_inspect_and_plan(tmp_path: Path) -> None:

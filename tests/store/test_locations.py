@@ -241,5 +241,11 @@ def test_a_file_that_is_no_model_is_named_itself(tmp_path: Path) -> None:
     """Not its folder, which the user did not name."""
     file = tmp_path / "README.md"
     file.write_text("# A model\n")
-    with pytest.raises(CheckpointNotFoundError, match=r"README\.md is no file of weights: those are GGUF, safetensors"):
-        resolve_name(str(file))
+    for others in ((), ("a.gguf", "b.gguf")):  # with two models the folder's own error asks to name one
+        for name in others:
+            (tmp_path / name).touch()
+        with pytest.raises(
+            CheckpointNotFoundError, match=r"README\.md is no file of weights: those are GGUF"
+        ) as caught:
+            resolve_name(str(file))
+        assert caught.value.remedy == "Use the folder or file that holds the weights, or a repository id."
