@@ -89,6 +89,8 @@ def convert_command(
     put(console, Text(str(result.folder), "bold"))
     files = counted(result.shards, "shard" if to == "safetensors" else "file")
     put_fact(console, "tensors", f"{result.tensors:,}, {size(result.nbytes)}, in {files}")
+    if result.matrices:
+        put_fact(console, "matrices", result.matrices)
     if result.beside:
         put_fact(console, "other files", ", ".join(map(harmless, result.beside)))
     if to == "safetensors" and "config.json" not in result.beside:

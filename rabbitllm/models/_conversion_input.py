@@ -59,6 +59,7 @@ class Conversion:
         nbytes: bytes of all tensors.
         beside: names of config, tokenizer and similar files that were copied.
         before: whether it was complete before this call.
+        matrices: types of the matrices of a GGUF file, as text; "" for a folder.
     """
 
     folder: Path
@@ -67,6 +68,7 @@ class Conversion:
     nbytes: int
     beside: tuple[str, ...]
     before: bool = False
+    matrices: str = ""
 
 
 def input_of(name: str, access: HubAccess, work: Path) -> ModelInput | WeightsInput:

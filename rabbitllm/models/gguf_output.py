@@ -15,6 +15,7 @@ blocks of the requested type are copied, not decoded.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hashlib
@@ -111,11 +112,13 @@ class SourceTensor:
         kind: its type as stored.
         chunks: its bytes in row-major order, as `kind` or, with True, as values: of the same dtype if that is plain, of
             float32 otherwise.
+        decoded: the scheme, if it is stored in one of which GGUF has no type.
     """
 
     shape: tuple[int, ...]
     kind: TensorType
     chunks: Callable[[bool], Iterator[memoryview]]
+    decoded: str = ""
 
 
 def _kind_of(spec: TensorSpec) -> TensorType:
@@ -204,7 +207,9 @@ def _tensor_of_split(store: LayerStore, stored: StoredTensor, dtype: str) -> Sou
         assert form is not None
         return SourceTensor(stored.shape, TENSOR_TYPES[form.scheme], chunks)
     spec = stored.parts[0]._replace(name=stored.name)
-    return SourceTensor(stored.shape, _kind_of(spec) if form is None else TENSOR_TYPES[dtype], chunks)
+    if form is None:
+        return SourceTensor(stored.shape, _kind_of(spec), chunks)
+    return SourceTensor(stored.shape, TENSOR_TYPES[dtype], chunks, form.scheme)
 
 
 # The layout: what each tensor of the file is made of.
@@ -605,7 +610,18 @@ class _PlannedFile:
 
     def conversion(self, file: Path, *, before: bool = False) -> Conversion:
         """The result, once the file is written."""
-        return Conversion(file, 1, len(self.tensors), sum(tensor.nbytes for tensor in self.tensors), (), before)
+        nbytes = sum(tensor.nbytes for tensor in self.tensors)
+        return Conversion(file, 1, len(self.tensors), nbytes, (), before, self._matrices())
+
+    def _matrices(self) -> str:
+        """Types of the matrices, and the scheme that they had before: a file of 4bit is larger than its source."""
+        found = collections.Counter(
+            (tensor.kind.name, next(filter(None, (self.sources[part.source].decoded for part in tensor.parts)), ""))
+            for tensor in self.tensors
+            if len(tensor.shape) > 1
+        )
+        said = (f"{n} {kind}" + (f" (decoded from {scheme})" if scheme else "") for (kind, scheme), n in found.items())
+        return ", ".join(said)
 
 
 @system_errors_by_name()

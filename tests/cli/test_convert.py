@@ -351,6 +351,16 @@ def test_split_of_rabbitllm_1_without_some_tensors_is_refused(tmp_path: Path, to
     assert not target.exists()
 
 
+def test_a_4bit_split_says_what_it_becomes_as_gguf(tmp_path: Path) -> None:
+    """A type of GGUF that holds its codes does not exist, so the file is several times as large."""
+    tiny_llama(hidden=128, intermediate=256).save_pretrained(tmp_path / "model")
+    directory = split(tmp_path / "model", sequential=False, compression="4bit")
+    (line,) = re.findall("matrices +(.*)", run(directory, "-o", tmp_path / "new.gguf", "--to", "gguf"))
+    matrices = [tensor for tensor in gguf.GGUFReader(tmp_path / "new.gguf").tensors if len(tensor.shape) > 1]
+    assert {tensor.tensor_type.name for tensor in matrices} == {"BF16"}
+    assert line.rstrip() == f"{len(matrices)} BF16 (decoded from 4bit)"
+
+
 @pytest.mark.parametrize("compression", ["none", "8bit"])
 def test_a_directory_of_rabbitllm_1_1(tmp_path: Path, compression: str) -> None:
     """It has no config; that is in the folder whose split it was."""
