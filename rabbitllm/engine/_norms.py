@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,8 +53,17 @@ def _key_of(module: nn.Module, name: str = "RMSNorm") -> tuple[object, int, torc
 
 def lanes_of(module: nn.Module) -> int:
     """The lanes with which `fuse_norms` lets a norm compute; 0 if it does not."""
+    return _lanes_in(_FORWARDS, module)
+
+
+def gated_lanes_of(module: nn.Module) -> int:
+    """The same of a norm with a gate."""
+    return _lanes_in(_GATED_FORWARDS, module)
+
+
+def _lanes_in(forwards: Mapping[int, Callable[..., Any]], module: nn.Module) -> int:
     function = forward_in(module)
-    return next((lanes for lanes, forward in _FORWARDS.items() if forward is function), 0)
+    return next((lanes for lanes, forward in forwards.items() if forward is function), 0)
 
 
 def with_weight(module: nn.Module, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -161,6 +170,9 @@ def _gated_forward(lanes: int, module: Any, *args: Any, **named: Any) -> Any:
     return type(module).forward(module, *args, **named)
 
 
+_GATED_FORWARDS = {lanes: _by(_gated_forward, lanes) for lanes in LANES}
+
+
 def _gated_norm(
     lanes: int, activation: str, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
@@ -176,12 +188,6 @@ def _gated_program(lanes: int, activation: str, rows: int, columns: int, epsilon
     x, weight, out, gate = (program.address(index) for index in range(4))
     add_gated_norm(program, (lanes, epsilon), activation, columns, x, weight, out, gate, rows)
     return program
-
-
-def gated_lanes_of(module: nn.Module) -> int:
-    """The lanes with which `fuse_norms` lets a norm with a gate compute; 0 if it does not."""
-    function = forward_in(module)
-    return function.args[0] if getattr(function, "func", None) is _gated_forward else 0
 
 
 def add_gated_norm(
@@ -223,5 +229,5 @@ def _gated_by(module: Any, columns: int, dtype: torch.dtype, epsilon: float) -> 
             return None
         result = _gated_norm(lanes, activation, x, gate, weight, epsilon)
         if isinstance(expected, torch.Tensor) and torch.equal(result, expected):
-            return _by(_gated_forward, lanes)
+            return _GATED_FORWARDS[lanes]
     return None

@@ -24,7 +24,7 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _block_kernels, _integers, _product_kernels
 from rabbitllm.quant._block_formats import FORMATS
 from rabbitllm.quant._kernel_interface import BYTE_STEP as STEP
-from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, features, number
+from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, features, number, on_stack
 from rabbitllm.quant.schemes import NF4_BLOCK
 
 STEP_BYTES = STEP + 4 * 4
@@ -41,6 +41,7 @@ _OFFSET = 128
 """What is added to values that may be negative."""
 _PANEL_STEPS = 16
 """Steps of a panel, of which a tile's rows fit the smallest cache."""
+_stack_panel: Any = on_stack(_product_kernels.PANEL_ROWS * _PANEL_STEPS * STEP_BYTES)
 _FOUR_BITS = frozenset(
     name
     for name, form in FORMATS.items()
@@ -83,6 +84,7 @@ def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
         return _product_kernels.rows_kernel(name, emitted(_round, width), STEP_BYTES)
     fill = _fill_nibbles if scheme == "4bit" else _fill_blocks(scheme)
     panel = {"GROUP": width, "ROWS": 2 * width, "PANEL_COLUMNS": _PANEL_STEPS * STEP_BYTES // 4}
+    panel["stack_panel"] = _stack_panel
     tokens = 6 if width == 16 else 3 if _multiplies_fours() else 2  # as registers allow
     dot = functools.partial(_dot, 16 if scheme in FORMATS and FORMATS[scheme].group == 16 else STEP)
     return _product_kernels.panel_kernel(name, emitted(fill, width), dot, tokens, STEP_BYTES // 2, 2, **panel)
