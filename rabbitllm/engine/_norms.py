@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rabbitllm.base.programs import Place, Program, float_bits
 from rabbitllm.engine._fusing import Forward, forward_in, fuse, kind_of, trial_of
 from rabbitllm.engine._gates import every_bfloat
 from rabbitllm.engine._siblings import is_plain
 from rabbitllm.engine.transformers_api import ACT2FN
+from rabbitllm.quant.joint import Place, Program, float_bits
 
 LANES = (8, 16, -8, -16)
 """Elements of the vectors that torch may add squares with; negative for norms that multiply by `1 + weight`."""
@@ -53,10 +53,15 @@ def _key_of(module: nn.Module, name: str = "RMSNorm") -> tuple[object, int, torc
 
 def lanes_of(module: nn.Module) -> int:
     """The lanes with which `fuse_norms` lets a norm compute; 0 if it does not."""
-    return _lanes_in(module, _FORWARDS)
+    return _lanes_in(_FORWARDS, module)
 
 
-def _lanes_in(module: nn.Module, forwards: Mapping[int, Callable[..., Any]]) -> int:
+def gated_lanes_of(module: nn.Module) -> int:
+    """The same of a norm with a gate."""
+    return _lanes_in(_GATED_FORWARDS, module)
+
+
+def _lanes_in(forwards: Mapping[int, Callable[..., Any]], module: nn.Module) -> int:
     function = forward_in(module)
     return next((lanes for lanes, forward in forwards.items() if forward is function), 0)
 
@@ -165,7 +170,7 @@ def _gated_forward(lanes: int, module: Any, *args: Any, **named: Any) -> Any:
     return type(module).forward(module, *args, **named)
 
 
-_GATED = {lanes: _by(_gated_forward, lanes) for lanes in LANES}
+_GATED_FORWARDS = {lanes: _by(_gated_forward, lanes) for lanes in LANES}
 
 
 def _gated_norm(
@@ -183,11 +188,6 @@ def _gated_program(lanes: int, activation: str, rows: int, columns: int, epsilon
     x, weight, out, gate = (program.address(index) for index in range(4))
     add_gated_norm(program, (lanes, epsilon), activation, columns, x, weight, out, gate, rows)
     return program
-
-
-def gated_lanes_of(module: nn.Module) -> int:
-    """The lanes with which `fuse_norms` lets a norm with a gate compute; 0 if it does not."""
-    return _lanes_in(module, _GATED)
 
 
 def add_gated_norm(
@@ -229,5 +229,5 @@ def _gated_by(module: Any, columns: int, dtype: torch.dtype, epsilon: float) -> 
             return None
         result = _gated_norm(lanes, activation, x, gate, weight, epsilon)
         if isinstance(expected, torch.Tensor) and torch.equal(result, expected):
-            return _GATED[lanes]
+            return _GATED_FORWARDS[lanes]
     return None

@@ -46,8 +46,13 @@ def fuse_recurrences(model: nn.Module, prompts: bool = False) -> int:
     """
 
     def forward_of(module: nn.Module, key: tuple[type[nn.Module], DeltaForm | None]) -> Forward:
-        ordinary, form = _forward_of(key[0], prompts), key[1]
-        return ordinary if ordinary is None or form is None else delta_forward(module, form, ordinary)
+        own, form = key
+        if (function := _forward_of(own, prompts)) is None:
+            return None
+        if form is not None:
+            function = delta_forward(module, form, function)
+        # torch.compile cannot follow it
+        return lambda *args, **named: (own.forward if torch.compiler.is_compiling() else function)(*args, **named)
 
     return fuse(model, lambda module: (type(module), DeltaForm.of(module)), forward_of)
 

@@ -24,7 +24,7 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _block_kernels, _integers, _product_kernels
 from rabbitllm.quant._block_formats import FORMATS
 from rabbitllm.quant._kernel_interface import BYTE_STEP as STEP
-from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, features, number
+from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, features, number, on_stack
 from rabbitllm.quant.schemes import NF4_BLOCK
 
 STEP_BYTES = STEP + 4 * 4
@@ -41,6 +41,7 @@ _OFFSET = 128
 """What is added to values that may be negative."""
 _PANEL_STEPS = 16
 """Steps of a panel, of which a tile's rows fit the smallest cache."""
+_stack_panel: Any = on_stack(_product_kernels.PANEL_ROWS * _PANEL_STEPS * STEP_BYTES)
 _FOUR_BITS = frozenset(
     name
     for name, form in FORMATS.items()
@@ -84,7 +85,7 @@ def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     fill = _fill_nibbles if scheme == "4bit" else _fill_blocks(scheme)
     dot = functools.partial(_dot, min(FORMATS[scheme].group, STEP) if scheme in FORMATS else STEP)
     tile = 2, 6 if width == 16 else 3 if _multiplies_fours() else 2  # as registers allow
-    others = {"GROUP": width, "MAX_STEPS": _PANEL_STEPS}
+    others = {"GROUP": width, "MAX_STEPS": _PANEL_STEPS, "stack_panel": _stack_panel}
     return _product_kernels.panel_kernel(name, emitted(fill, width), dot, tile, STEP_BYTES, **others)
 
 

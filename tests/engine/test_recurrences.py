@@ -369,6 +369,8 @@ def test_a_layer_of_the_delta_rule_leaves_the_rest_to_its_class(calls: list[str]
     def both(x: torch.Tensor, **named: Any) -> list[torch.Tensor]:
         return [layer(hidden_states=x, cache=copy.deepcopy(cache), **named) for layer in (plain, fused)]
 
+    compiled = torch.compile(fused, backend="eager")
+    assert torch.equal(compiled(hidden_states=x, cache=copy.deepcopy(cache)), both(x)[0])
     for values, named in (
         (torch.cat([x, x], 1), {}),
         (x, {"attention_mask": torch.zeros(1, 1)}),
