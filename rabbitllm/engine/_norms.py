@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from rabbitllm.base.programs import Place, Program, float_bits
 from rabbitllm.engine._fusing import Forward, forward_in, fuse, kind_of, trial_of
 from rabbitllm.engine._gates import every_bfloat
 from rabbitllm.engine._siblings import is_plain
 from rabbitllm.engine.transformers_api import ACT2FN
-from rabbitllm.quant.joint import Place, Program, float_bits
 
 LANES = (8, 16, -8, -16)
 """Elements of the vectors that torch may add squares with; negative for norms that multiply by `1 + weight`."""
