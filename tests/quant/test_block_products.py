@@ -200,6 +200,20 @@ for product in products:
     assert len(outputs) == 1
 
 
+def test_bytes_need_little_stack() -> None:
+    code = """
+import threading
+from tests.quant.test_block_products import BYTES, inputs, matrix, width_of
+multiply = lambda: matrix("Q4_K", 130, 1024).times_by(BYTES, width_of(BYTES), inputs(7, 1024))
+multiply()
+threading.stack_size(256 << 10)
+thread = threading.Thread(target=multiply)
+thread.start()
+thread.join()
+"""
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+
+
 def test_row_groups_with_separate_matrices() -> None:
     """As experts are multiplied."""
     matrices, x = [matrix("Q4_K", 40, 512, seed) for seed in range(3)], inputs(12, 512, torch.bfloat16)
