@@ -461,17 +461,17 @@ def _number(value: Mapping[str, Any], name: str, default: Any) -> Any:
 
 def _of_tokens(value: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a line that are no numbers."""
-    given = {name: value[name] for name in ("logit_bias", "ignore_eos") if value.get(name) is not None}
-    if not isinstance(given.get("ignore_eos", True), bool):
-        raise LineError(f"ignore_eos is {_type_name(given['ignore_eos'])}; expected true or false")
-    if "logit_bias" in given:
-        if not isinstance(biases := given["logit_bias"], Mapping):
+    options = {name: value[name] for name in ("logit_bias", "ignore_eos") if value.get(name) is not None}
+    if not isinstance(options.get("ignore_eos", True), bool):
+        raise LineError(f"ignore_eos is {_type_name(options['ignore_eos'])}; expected true or false")
+    if "logit_bias" in options:
+        if not isinstance(biases := options["logit_bias"], Mapping):
             raise LineError(f"logit_bias is {_type_name(biases)}; expected an object")
         try:
-            given["logit_bias"] = biases_of({name: bias for name, bias in biases.items() if bias is not None})
+            options["logit_bias"] = biases_of({name: bias for name, bias in biases.items() if bias is not None})
         except ValueError as error:
             raise LineError(f"logit_bias: {error}") from None
-    return given
+    return options
 
 
 def _type_name(value: Any) -> str:

@@ -185,19 +185,19 @@ def _dot(group: int, vectors: int, tokens: int) -> Any:
             of_tokens = [emit.add(place, b.mul(input_bytes, number(t))) for t in range(tokens)]
 
             def in_lanes(offset: int, of_tokens: list[Any] = of_tokens) -> list[Any]:
-                return [emit.spread(emit.load(emit.add(at, offset), F32, 4)) for at in of_tokens]
+                return [emit.spread(emit.load(emit.add(token, offset), F32, 4)) for token in of_tokens]
 
             for part in range(STEP // group):
                 products: list[list[Any]] = [[None] * tokens for _ in range(vectors)]
                 for offset in range(part * group, (part + 1) * group, 4):
                     fours = in_lanes(offset)
-                    for at, of_row in zip(matrix, products, strict=True):
-                        codes = emit.load(emit.add(at, offset * width), emit.floats, 4)
+                    for row, of_row in zip(matrix, products, strict=True):
+                        codes = emit.load(emit.add(row, offset * width), emit.floats, 4)
                         of_row[:] = [_add_products(emit, *pair, codes) for pair in zip(of_row, fours, strict=True)]
                 input_scales = in_lanes(STEP)
                 input_sums = in_lanes(STEP + 4 if group == STEP else STEP + 8 + 4 * part)
-                for at, of_row, totals in zip(matrix, products, sums, strict=True):
-                    places = (emit.add(at, (STEP + 8 * part + offset) * width) for offset in (0, 4))
+                for row, of_row, totals in zip(matrix, products, sums, strict=True):
+                    places = (emit.add(row, (STEP + 8 * part + offset) * width) for offset in (0, 4))
                     scale, added = (emit.load(place, emit.floats, 4) for place in places)
                     of_inputs = zip(of_row, input_scales, input_sums, totals, strict=True)
                     for product, input_scale, input_sum, total in of_inputs:
@@ -222,9 +222,9 @@ def _add_products(emit: Emitter, total: Any, inputs: Any, codes: Any) -> Any:
     b, of_bytes = emit.b, ir.VectorType(I8, 4 * emit.width)
     if _multiplies_fours():
         name = f"llvm.x86.avx512.vpdpbusd.{32 * emit.width}"
-        taken = of_bytes if binding.llvm_version_info >= (22,) else emit.ints
-        multiply = emit.function(name, emit.ints, emit.ints, taken, taken)
-        return b.call(multiply, [total or emit.every(0), b.bitcast(codes, taken), b.bitcast(inputs, taken)])
+        operand = of_bytes if binding.llvm_version_info >= (22,) else emit.ints
+        multiply = emit.function(name, emit.ints, emit.ints, operand, operand)
+        return b.call(multiply, [total or emit.every(0), b.bitcast(codes, operand), b.bitcast(inputs, operand)])
     multiply = emit.function("llvm.x86.avx2.pmadd.ub.sw", _WORDS, of_bytes, of_bytes)
     products = b.call(multiply, [b.bitcast(codes, of_bytes), b.bitcast(inputs, of_bytes)])
     return b.add(total, products) if total else products

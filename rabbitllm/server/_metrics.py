@@ -209,11 +209,9 @@ _OF_BATCH = (
 
 
 def _batch_families(stats: BatchStats) -> list[Family]:
-    families = [
-        Family(
-            f"rabbitllm_{name}", ("gauge", "counter")[name.endswith("_total")], text, [("", {}, getattr(stats, key))]
-        )
-        for key, name, text in _OF_BATCH
-    ]
+    families = []
+    for key, name, text in _OF_BATCH:
+        type_name = "counter" if name.endswith("_total") else "gauge"
+        families.append(Family(f"rabbitllm_{name}", type_name, text, [("", {}, getattr(stats, key))]))
     ended = [("", {"reason": reason}, float(count)) for reason, count in stats.ended.items()]
     return [*families, Family("rabbitllm_generations_total", "counter", "Finished requests, by reason.", ended)]

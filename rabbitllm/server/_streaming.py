@@ -312,14 +312,11 @@ async def frames(
     yield b"".join(chunks(choices.begin(choice)) for choice in range(len(submission.finished)))
     try:
         async for events in submission.events(heartbeat_seconds):
-            yield (
-                b"".join(
-                    chunks(choices.more(choice, item) if isinstance(item, Delta) else choices.end(choice, item))
-                    for choice, item in events
-                )
-                if events
-                else dialect.idle()
+            written = (
+                chunks(choices.more(choice, item) if isinstance(item, Delta) else choices.end(choice, item))
+                for choice, item in events
             )
+            yield b"".join(written) if events else dialect.idle()
     except Exception as error:  # the response has begun, so the error is sent as an event
         api_error = api_error_of_batch(error)
         submission.error = api_error.code
