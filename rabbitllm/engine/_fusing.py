@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import nn
 
+MAX_ELEMENTS = 1 << 15
+"""Elements from which torch computes in several threads."""
 Key = TypeVar("Key")
 Forward: TypeAlias = Callable[..., Any] | None
 """A forward as a function, whose first argument is the module; None for that of the class."""
@@ -55,6 +58,19 @@ def trial_of(module: nn.Module, **attributes: Any) -> Any:
     copied = copy.copy(module)
     copied.__dict__.update(attributes)
     return copied
+
+
+def class_result(module: Any, *args: Any, **named: Any) -> Any:
+    """What the forward of a module's class returns; None if it has other arguments, or uses other parts."""
+    try:
+        return type(module).forward(module, *args, **named)
+    except (TypeError, AttributeError, RuntimeError, KeyError, ValueError):
+        return None
+
+
+def is_result(tensor: torch.Tensor, expected: Any) -> bool:
+    """Whether a tensor has the bits of what a class returned, which may be no tensor."""
+    return isinstance(expected, torch.Tensor) and torch.equal(tensor, expected)
 
 
 def with_globals(function: Any, values: Mapping[str, object]) -> Any:
