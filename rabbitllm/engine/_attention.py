@@ -124,9 +124,9 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _cached(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, ...]:
     """Addresses of keys and values (1, heads, tokens, width), their tokens, and bytes to the next head and token."""
-    _, of_head, of_token, one = keys.stride()
+    _, of_head, of_token, of_key = keys.stride()
     _, of_value_head, of_value_token, of_value = values.stride()
-    assert one == of_value == 1
+    assert of_key == of_value == 1
     steps = 2 * of_head, 2 * of_token, 2 * of_value_head, 2 * of_value_token
     return keys.data_ptr(), values.data_ptr(), keys.shape[2], *steps
 
@@ -453,15 +453,15 @@ def _are_rows(*tensors: Any, width: int | None = None) -> bool:
 
 
 class _Past:
-    """A cache with the keys and values of some tokens, which notes those that it is given."""
+    """A cache with the keys and values of some tokens, which notes those that are added."""
 
     def __init__(self, form: _AttentionForm, generator: torch.Generator) -> None:
         self._past = [torch.randn(1, form.keys, _PAST, form.width, generator=generator).bfloat16() for _ in range(2)]
-        self.given: tuple[torch.Tensor, ...] = ()
+        self.added: tuple[torch.Tensor, ...] = ()
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **named: Any) -> tuple[torch.Tensor, ...]:
-        self.given = keys, values
-        return tuple(torch.cat(pair, 2) for pair in zip(self._past, self.given, strict=True))
+        self.added = keys, values
+        return tuple(torch.cat(pair, 2) for pair in zip(self._past, self.added, strict=True))
 
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -493,12 +493,12 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
         result = class_result(like, **named)
         if type(result) is not tuple:
             return False
-        expected, given = result[0], past.given
+        expected, added = result[0], past.added
         before, after = Program(3 + len(weights)), Program(9)
-        at, at_cos, at_sin, *others = (before.address(index) for index in range(3 + len(weights)))
-        form.add_rotation(before, at, at_cos, at_sin, others)
+        place, of_cos, of_sin, *others = (before.address(index) for index in range(3 + len(weights)))
+        form.add_rotation(before, place, of_cos, of_sin, others)
         before(*[tensor.data_ptr() for tensor in (heads, cos, sin, *weights)])
-        if not all(map(torch.equal, given, form.split(heads))):
+        if not all(map(torch.equal, added, form.split(heads))):
             return False
         form.add_attention(after, after.address(0), after.address(1), 2)
         out = torch.empty(1, 1, form.queries * form.width, dtype=torch.bfloat16)

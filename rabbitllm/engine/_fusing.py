@@ -87,6 +87,6 @@ def with_globals(function: Any, values: Mapping[str, object]) -> Any:
         if changed is None or not places:
             return None
         cells = tuple(CellType(changed) if index in places else cell for index, cell in enumerate(cells))
-    made = FunctionType(function.__code__, variables, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(made, function)
+    changed_function = FunctionType(function.__code__, variables, function.__name__, function.__defaults__, cells)
+    changed_function.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(changed_function, function)

@@ -47,9 +47,9 @@ def integers(address, count):  # type: ignore[no-untyped-def]
 @numba.njit(nogil=True, inline="always")
 def float_of(bits):  # type: ignore[no-untyped-def]
     """The float32 of such bits, as `programs.float_bits` gives them."""
-    one = np.empty(1, np.uint32)
-    one[0] = np.uint32(bits)
-    return one.view(np.float32)[0]
+    word = np.empty(1, np.uint32)
+    word[0] = np.uint32(bits)
+    return word.view(np.float32)[0]
 
 
 @numba.njit(nogil=True, inline="always")

@@ -166,9 +166,9 @@ def _forward_of(module: Any, key: tuple[object, int, torch.dtype, float, str | N
     generator = torch.Generator().manual_seed(0)
     samples = list[tuple[torch.Tensor, torch.Tensor, int, Any, Any]]()
 
-    def add(rows: int, scale: float, kind: torch.dtype, *gate: torch.Tensor) -> None:
-        x = (torch.randn(rows, columns, generator=generator) * scale).to(kind)
-        weight = (torch.rand(columns, generator=generator) + 0.5).to(kind)
+    def add(rows: int, scale: float, dtype: torch.dtype, *gate: torch.Tensor) -> None:
+        x = (torch.randn(rows, columns, generator=generator) * scale).to(dtype)
+        weight = (torch.rand(columns, generator=generator) + 0.5).to(dtype)
         like = trial_of(module, _parameters={"weight": nn.Parameter(weight)})
         samples.append((x, weight, rows, gate, class_result(like, x, *gate)))
 
@@ -178,9 +178,9 @@ def _forward_of(module: Any, key: tuple[object, int, torch.dtype, float, str | N
         rows = len(gates) // columns
         add(rows, 3, dtype, gates[: rows * columns].view(rows, columns))
     else:
-        for kind in (dtype, torch.float32):
+        for computed in (dtype, torch.float32):
             for rows in (1, 3, max(MAX_ELEMENTS // columns // 2, 1)):
-                add(rows, 10.0 ** (rows % 3), kind)
+                add(rows, 10.0 ** (rows % 3), computed)
     for lanes in LANES:
         form = lanes, epsilon, activation
         results = (is_result(_norm(x, w, rows, form, *gate), y) for x, w, rows, gate, y in samples)

@@ -111,15 +111,15 @@ def _convolve(float_of, value_of, values_at, words, start, end, parts):  # type:
     results = values_at(words[10], sequences * channels)
     for sequence in range(sequences):
         for channel in range(start * channels // parts, end * channels // parts):
-            at, weight = sequence * channels + channel, channel * taps
-            old = at * tokens
+            place, weight = sequence * channels + channel, channel * taps
+            old = place * tokens
             total = float_of(bias[channel]) if has_bias else np.float32(0)
             for tap in range(taps - 1):
                 total = _fma(float_of(states[old + tokens - taps + 1 + tap]), float_of(weights[weight + tap]), total)
-            results[at] = value_of(_fma(float_of(inputs[at]), float_of(weights[weight + taps - 1]), total))
+            results[place] = value_of(_fma(float_of(inputs[place]), float_of(weights[weight + taps - 1]), total))
             for token in range(tokens - 1):
                 states[old + token] = states[old + token + 1]
-            states[old + tokens - 1] = inputs[at]
+            states[old + tokens - 1] = inputs[place]
 
 
 def convolution_step(data, start, end, parts):  # type: ignore[no-untyped-def]
