@@ -3,6 +3,7 @@
 __all__ = [
     "collection",
     "compiling",
+    "contexts",
     "forks",
     "interrupts",
     "logs",

@@ -77,6 +77,14 @@ class DaemonThread(threading.Thread):  # noqa: TID251
         super().start()
 
 
+def fulfil(future: Future[Any], work: Callable[..., Any], *args: Any) -> None:
+    """Give a future the result of some work, or its error."""
+    try:
+        future.set_result(work(*args))
+    except BaseException as error:
+        future.set_exception(error)
+
+
 class ForkGuard:
     """Stores its owner: the process that created it."""
 

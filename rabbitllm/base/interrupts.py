@@ -6,27 +6,23 @@ takes seconds more to take them down again. Nothing is lost: a command that was 
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+
+from rabbitllm.base.contexts import assigned
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, by the convention of shells."""
 _line = contextvars.ContextVar("line", default="interrupted")
 
 
-@contextlib.contextmanager
-def resumable() -> Iterator[None]:
+def resumable() -> AbstractContextManager[None]:
     """Say after Ctrl-C that the same command resumes, while the context is open."""
-    before = _line.set("interrupted; run the same command to resume")
-    try:
-        yield
-    finally:
-        _line.reset(before)
+    return assigned(_line, "interrupted; run the same command to resume")
 
 
 def answer_interrupts() -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rabbitllm.base.forks import DaemonThread
+from rabbitllm.base.forks import DaemonThread, fulfil
 from rabbitllm.errors import HubError
 from rabbitllm.storage import durable
 
@@ -54,10 +54,8 @@ def side_by_side(call: Callable[[Item], Result], items: Iterable[Item], threads:
                 return
             if not future.set_running_or_notify_cancel():
                 continue
-            try:
-                future.set_result(call(item))
-            except BaseException as error:
-                future.set_exception(error)
+            fulfil(future, call, item)
+            if future.exception() is not None:
                 for _, unstarted in tasks:
                     unstarted.cancel()
 

@@ -22,9 +22,9 @@ from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words, float_bits
-from rabbitllm.engine._fusing import Forward, forward_in, fuse, kind_of, trial_of
+from rabbitllm.engine._fusing import Forward, class_result, forward_in, fuse, is_result, kind_of, trial_of
 from rabbitllm.engine._gates import ActKind, OneCall, act_of, is_one_call, mlp_weights, names_in, sigmoids
-from rabbitllm.engine._norms import add_norm, epsilon_of, lanes_of, with_weight
+from rabbitllm.engine._norms import NormForm, norm_form, with_weight
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
 from rabbitllm.engine.transformers_api import attention_of
@@ -55,8 +55,8 @@ _PAST = 37
 
 @dataclass(frozen=True)
 class _AttentionForm:
-    """The form of an attention: heads of queries and of keys, their width and how much of it is rotated, the norms'
-    lanes and numbers, the names of its Linears, and whether the first one also computes a gate beside each head of
+    """The form of an attention: heads of queries and of keys, their width and how much of it is rotated, the
+    norms, the names of its Linears, and whether the first one also computes a gate beside each head of
     queries, whose sigmoid multiplies what was attended to."""
 
     queries: int
@@ -64,7 +64,7 @@ class _AttentionForm:
     width: int
     rotated: int
     scaling: float
-    norms: tuple[tuple[int, float], ...] = ()
+    norms: tuple[NormForm, ...] = ()
     linears: tuple[str, ...] = _LINEARS[0]
     is_gated: bool = False
 
@@ -94,7 +94,7 @@ class _AttentionForm:
             program.add(_layer_kernels.part, [heads, self.queries, self.width])
         begin = heads = self._queries_in(heads)
         for rows, norm, weight in zip((self.queries, self.keys), self.norms, weights, strict=False):
-            add_norm(program, norm, self.width, begin, weight, begin, rows)
+            norm.add_to(program, self.width, begin, weight, begin, rows)
             begin = begin[0], begin[1] + 2 * rows * self.width
         program.add(_layer_kernels.rotate, [heads, cos, sin, self.queries + self.keys, self.rotated, self.width])
 
@@ -124,19 +124,19 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _cached(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, ...]:
     """Addresses of keys and values (1, heads, tokens, width), their tokens, and bytes to the next head and token."""
-    _, of_head, of_token, one = keys.stride()
+    _, of_head, of_token, of_key = keys.stride()
     _, of_value_head, of_value_token, of_value = values.stride()
-    assert one == of_value == 1
+    assert of_key == of_value == 1
     steps = 2 * of_head, 2 * of_token, 2 * of_value_head, 2 * of_value_token
     return keys.data_ptr(), values.data_ptr(), keys.shape[2], *steps
 
 
 @dataclass(frozen=True)
 class _Around:
-    """What a decoder layer computes around its attention: norms (see `_AROUND`), by lanes and epsilon, and an MLP, by
-    the kind of its activation; None if its module is called."""
+    """What a decoder layer computes around its attention: norms (see `_AROUND`), and an MLP, by the kind of its
+    activation; None if its module is called."""
 
-    norms: Sequence[tuple[int, float]]
+    norms: Sequence[NormForm]
     act: ActKind | None
 
 
@@ -221,7 +221,7 @@ class _TwoCalls:
         source, product = x, out
         if around is not None:
             source, product = before.room(2 * columns), after.room(2 * columns)
-            add_norm(before, norms[0], columns, x, before.address(4 + count), source)
+            norms[0].add_to(before, columns, x, before.address(4 + count), source)
         self._add_heads(first, before, source, heads, others)
         form.add_rotation(before, heads, cos, sin, others)
         form.add_attention(after, after.address(0), attended, 2)
@@ -231,13 +231,13 @@ class _TwoCalls:
             normed = after.address(9 + len(norms)) if self.calls_mlp else product
             is_double = len(norms) == len(_AROUND[1])
             if is_double:
-                add_norm(after, norms[1], columns, product, after.address(10), product)
+                norms[1].add_to(after, columns, product, after.address(10), product)
             after.add(_layer_kernels.add, [after.address(9), product, summed, columns])
-            add_norm(after, norms[1 + is_double], columns, summed, after.address(10 + is_double), normed)
+            norms[1 + is_double].add_to(after, columns, summed, after.address(10 + is_double), normed)
             if not self.calls_mlp:
                 self._mlp.add_to(after, 1, product, of_mlp)
                 if is_double:
-                    add_norm(after, norms[3], columns, of_mlp, after.address(12), of_mlp)
+                    norms[3].add_to(after, columns, of_mlp, after.address(12), of_mlp)
                 after.add(_layer_kernels.add, [summed, of_mlp, out, columns])
         both = self._programs[torch.get_num_threads()] = before, after
         return both
@@ -320,15 +320,12 @@ def _is_around(layer: Any) -> bool:
         weight = (torch.rand(width, generator=generator) + 0.5).bfloat16()
         parts[name] = with_weight(layer._modules[name], weight)
     like = trial_of(layer, _modules=parts, training=False)
-    try:
-        result = type(layer).forward(like, x, attention_mask=None, position_embeddings=None, position_ids=None)
-        of_attention = parts[names[0]](x).roll(1, -1)
-        summed = x + (parts[names[1]](of_attention) if len(names) == 4 else of_attention)
-        of_mlp = parts[names[len(names) // 2]](summed).flip(-1)
-        expected = summed + (parts[names[3]](of_mlp) if len(names) == 4 else of_mlp)
-    except (TypeError, AttributeError, RuntimeError, KeyError, ValueError):  # it has other arguments or parts
-        return False
-    return isinstance(result, torch.Tensor) and torch.equal(result, expected)
+    of_attention = parts[names[0]](x).roll(1, -1)
+    summed = x + (parts[names[1]](of_attention) if len(names) == 4 else of_attention)
+    of_mlp = parts[names[len(names) // 2]](summed).flip(-1)
+    result = summed + (parts[names[3]](of_mlp) if len(names) == 4 else of_mlp)
+    named = dict.fromkeys(("attention_mask", "position_embeddings", "position_ids"))
+    return is_result(result, class_result(like, x, **named))
 
 
 def _form_of(module: Any) -> _AttentionForm | None:
@@ -344,14 +341,12 @@ def _form_of(module: Any) -> _AttentionForm | None:
     *sizes, queries = (*(linear.out_features for linear in linears[:-1]), linears[-1].in_features)
     is_gated = len(sizes) == len(_LINEARS[0]) - 1 and sizes[0] == 2 * queries
     keys = (sum(sizes) - queries * (1 + is_gated)) // 2
-    norms = [(lanes_of(norm), norm) for name in _NORMS if (norm := parts.get(name)) is not None]
-    if keys <= 0 or queries % keys or keys % width or not all(lanes for lanes, _ in norms):
+    norms = [norm for name in _NORMS if (norm := parts.get(name)) is not None]
+    of_norms = tuple(own for norm in norms if (own := norm_form(norm)) is not None and norm.weight.shape == (width,))
+    if keys <= 0 or queries % keys or keys % width or len(of_norms) < len(norms):
         return None
     if is_gated and sigmoids() is None:
         return None
-    if any(norm.weight.shape != (width,) for _, norm in norms):
-        return None
-    of_norms = tuple((lanes, epsilon_of(norm)) for lanes, norm in norms)
     share = (getattr(module.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
     numbers = queries // width, keys // width, width, int(width * share), scaling
     form = _AttentionForm(*numbers, of_norms, names, is_gated)
@@ -425,14 +420,17 @@ def _prepared(form: _AttentionForm, module: Any, layer: Any) -> _TwoCalls | None
             return None
         if any(dropout.training for dropout in dropouts):
             return None
-        around = _Around([(lanes_of(norm), epsilon_of(norm)) for norm in outer], act_of(layer.mlp) if of_mlp else None)
+        forms = [own for norm in outer if (own := norm_form(norm)) is not None]
+        if len(forms) < len(outer):
+            return None
+        around = _Around(forms, act_of(layer.mlp) if of_mlp else None)
         norms += outer
         facts += [(layer, name) for name in layer._modules]
         if of_mlp:
             weights += of_mlp
             linears += [layer.mlp._modules[name] for name in names_in(layer.mlp)[:-1]]
             facts += [(layer.mlp, name) for name in layer.mlp._modules]
-    if any(has_hooks(norm) or not lanes_of(norm) for norm in norms):
+    if any(map(has_hooks, norms)):
         return None
     tables = [(table, "bias") for table in firsts if table["bias"] is not None]
     tables += [(norm._parameters, "weight") for norm in norms]
@@ -455,15 +453,15 @@ def _are_rows(*tensors: Any, width: int | None = None) -> bool:
 
 
 class _Past:
-    """A cache with the keys and values of some tokens, which notes those that it is given."""
+    """A cache with the keys and values of some tokens, which notes those that are added."""
 
     def __init__(self, form: _AttentionForm, generator: torch.Generator) -> None:
         self._past = [torch.randn(1, form.keys, _PAST, form.width, generator=generator).bfloat16() for _ in range(2)]
-        self.given: tuple[torch.Tensor, ...] = ()
+        self.added: tuple[torch.Tensor, ...] = ()
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **named: Any) -> tuple[torch.Tensor, ...]:
-        self.given = keys, values
-        return tuple(torch.cat(pair, 2) for pair in zip(self._past, self.given, strict=True))
+        self.added = keys, values
+        return tuple(torch.cat(pair, 2) for pair in zip(self._past, self.added, strict=True))
 
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -491,16 +489,16 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
         for name, part in zip(form.linears, torch.split(heads, form.heads, 1), strict=False):
             row = part.reshape(1, 1, -1).clone()
             parts[name] = lambda value, row=row: row if value is x else value
-        try:
-            named = {"hidden_states": x, "position_embeddings": (cos, sin), "attention_mask": None, name_of_cache: past}
-            expected, given = type(module).forward(like, **named)[0], past.given
-        except (TypeError, AttributeError, RuntimeError, KeyError, ValueError):  # it has other arguments or parts
+        named = {"hidden_states": x, "position_embeddings": (cos, sin), "attention_mask": None, name_of_cache: past}
+        result = class_result(like, **named)
+        if type(result) is not tuple:
             return False
+        expected, added = result[0], past.added
         before, after = Program(3 + len(weights)), Program(9)
-        at, at_cos, at_sin, *others = (before.address(index) for index in range(3 + len(weights)))
-        form.add_rotation(before, at, at_cos, at_sin, others)
+        place, of_cos, of_sin, *others = (before.address(index) for index in range(3 + len(weights)))
+        form.add_rotation(before, place, of_cos, of_sin, others)
         before(*[tensor.data_ptr() for tensor in (heads, cos, sin, *weights)])
-        if not all(map(torch.equal, given, form.split(heads))):
+        if not all(map(torch.equal, added, form.split(heads))):
             return False
         form.add_attention(after, after.address(0), after.address(1), 2)
         out = torch.empty(1, 1, form.queries * form.width, dtype=torch.bfloat16)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from rabbitllm.base.programs import Place, Program, Words, float_bits
-from rabbitllm.engine._fusing import trial_of
-from rabbitllm.engine._gates import every_bfloat, sigmoids
-from rabbitllm.engine._norms import add_gated_norm, add_norm, epsilon_of, gated_lanes_of
+from rabbitllm.engine._fusing import class_result, is_result, trial_of
+from rabbitllm.engine._gates import sigmoids, table_of
+from rabbitllm.engine._norms import NormForm, norm_form
 from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.transformers_api import ACT2FN
 
@@ -37,16 +38,16 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class DeltaForm:
-    """Heads of keys and of values, their widths, the tokens of the convolution, activations of it and of the norm's
-    gate, the norm's lanes and epsilon, and the names of the first Linears."""
+    """Heads of keys and of values, their widths, the tokens of the convolution, its activation, the norm, and the
+    names of the first Linears."""
 
     keys: int
     heads: int
     rows: int
     columns: int
     taps: int
-    activations: tuple[str, str]
-    norm: tuple[int, float]
+    activation: str
+    norm: NormForm
     products: tuple[str, ...]
 
     @classmethod
@@ -60,11 +61,12 @@ class DeltaForm:
         if not all(isinstance(size, int) and size > 0 for size in sizes) or not isinstance(own.get("layer_idx"), int):
             return None
         keys, heads, rows, columns, taps = sizes
-        norm, act = parts["norm"], own.get("activation")
-        lanes = gated_lanes_of(norm)
-        if not lanes or act not in ACT2FN or heads % keys or rows % RUN or rows > MAX_ROWS or rows < lanes:
+        norm, act = norm_form(parts["norm"], vars(parts["norm"]).get("activation")), own.get("activation")
+        if norm is None or norm.activation is None or act not in ACT2FN:
             return None
-        return cls(keys, heads, rows, columns, taps, (act, norm.activation), (lanes, epsilon_of(norm)), names)
+        if heads % keys or rows % RUN or rows > MAX_ROWS or rows < norm.lanes:
+            return None
+        return cls(keys, heads, rows, columns, taps, act, norm, names)
 
     @property
     def values(self) -> int:
@@ -128,13 +130,6 @@ def _step(form: DeltaForm, module: Any, x: torch.Tensor, cache: Any) -> torch.Te
 
 
 @functools.cache
-def _table(activation: str) -> torch.Tensor:
-    """The activation's results for every number of bfloat16."""
-    table: torch.Tensor = ACT2FN[activation](every_bfloat())
-    return table
-
-
-@functools.cache
 def _ones(count: int) -> torch.Tensor:
     return torch.ones(count)
 
@@ -144,7 +139,7 @@ def _program(form: DeltaForm, threads: int) -> Program:
     from rabbitllm.engine import _recurrent_kernels as kernels  # numba comes with them
     from rabbitllm.quant import joint_kernels
 
-    program, table, (act, gate) = Program(9), sigmoids(), form.activations
+    program, table = Program(9), sigmoids()
     assert table is not None
     first, z, b, decays, kept, taps, state, weight, out = (program.address(index) for index in range(9))
     if len(form.products) == len(_PRODUCTS[0]):
@@ -156,16 +151,16 @@ def _program(form: DeltaForm, threads: int) -> Program:
     keys, values = _after(queries, 4 * count), _after(queries, 8 * count)
     convolved: Words = [1, form.channels, form.taps, form.taps, 1, 0, first, kept, taps, taps, mixed]
     program.add(kernels.convolution_step, convolved, min(threads, -(-form.channels // _WORTH_CHANNELS)))
-    program.add(kernels.look_up, [_table(act).data_ptr(), mixed, queries, form.channels])
+    program.add(kernels.look_up, [table_of(form.activation).data_ptr(), mixed, queries, form.channels])
     program.add(kernels.look_up, [table.data_ptr(), b, betas, form.heads])
-    norm, ones = (abs(form.norm[0]), _EPSILON), _ones(form.rows).data_ptr()
-    add_norm(program, norm, form.rows, queries, ones, queries, 2 * form.keys, is_bfloat=False, is_mean=False)
+    norm, ones = NormForm(abs(form.norm.lanes), _EPSILON), _ones(form.rows).data_ptr()
+    norm.add_to(program, form.rows, queries, ones, queries, 2 * form.keys, is_bfloat=False, is_mean=False)
     program.add(kernels.divide, [queries, count, float_bits(form.rows**0.5)])
     sizes = 1, 1, form.heads, form.heads // form.keys, form.rows, form.columns, 0
     words: Words = [*sizes, state, queries, keys, values, decays, betas, result]
     program.add(kernels.delta_step, words, min(threads, -(-form.values * form.rows // WORTH_A_THREAD)))
     program.add(joint_kernels.narrow, [result, out, form.values])
-    add_gated_norm(program, form.norm, gate, form.columns, out, weight, out, z, form.heads)
+    form.norm.add_to(program, form.columns, out, weight, out, form.heads, z)
     return program
 
 
@@ -173,25 +168,14 @@ def _after(place: Place, nbytes: int) -> Place:
     return place[0], place[1] + nbytes
 
 
-class _TrialStates:
+def _trial_cache(kept: torch.Tensor, state: torch.Tensor) -> Any:
     """A cache with the states of one layer."""
-
-    def __init__(self, form: DeltaForm) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.kept = torch.randn(1, form.channels, form.taps, generator=generator).bfloat16()
-        self.state = torch.randn(1, form.heads, form.rows, form.columns, generator=generator)
-
-    def get_conv_state(self, *args: Any, **named: Any) -> torch.Tensor:
-        return self.kept
-
-    def get_recurrent_state(self, *args: Any, **named: Any) -> torch.Tensor:
-        return self.state
-
-    def is_recording_past(self, *args: Any) -> bool:
-        return False
-
-    def update_recurrent_state(self, state: torch.Tensor, *args: Any) -> None:
-        self.state.copy_(state)
+    return SimpleNamespace(
+        get_conv_state=lambda *args, **named: kept,
+        get_recurrent_state=lambda *args, **named: state,
+        is_recording_past=lambda index: False,
+        update_recurrent_state=lambda new, *args, **named: state.copy_(new),
+    )
 
 
 @torch.no_grad()
@@ -218,14 +202,11 @@ def _has_bits(module: Any, form: DeltaForm) -> bool:
         for name in form.products:
             row = drawn(1, 1, own[name].out_features) * scale
             parts[name] = lambda value, row=row: row.clone()
-        states, expected_states = _TrialStates(form), _TrialStates(form)
-        try:
-            expected = type(module).forward(like, hidden_states=x, cache=expected_states, attention_mask=None)
-        except (TypeError, AttributeError, RuntimeError, KeyError, ValueError):  # it has other arguments or parts
-            return False
-        if (result := _step(form, like, x, states)) is None:
-            return False
-        pairs = (result, expected), (states.kept, expected_states.kept), (states.state, expected_states.state)
-        if not all(torch.equal(ours, own_result) for ours, own_result in pairs):
+        state = torch.randn(1, form.heads, form.rows, form.columns, generator=generator)
+        states = drawn(1, form.channels, form.taps), state
+        own_states = [tensor.clone() for tensor in states]
+        expected = class_result(like, hidden_states=x, cache=_trial_cache(*own_states), attention_mask=None)
+        result = _step(form, like, x, _trial_cache(*states))
+        if result is None or not is_result(result, expected) or not all(map(torch.equal, states, own_states)):
             return False
     return True

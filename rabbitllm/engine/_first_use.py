@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rabbitllm.base.forks import DaemonThread, Workers, fail_unfinished, in_child
+from rabbitllm.base.forks import DaemonThread, Workers, fail_unfinished, fulfil, in_child
 from rabbitllm.base.options import usable_cores
 from rabbitllm.engine import span_reader
 from rabbitllm.engine._embedding_rows import check_rows
@@ -111,12 +111,7 @@ def _check(
     stop: threading.Event,
 ) -> None:
     for unit, spans in iter(ready.get, None):
-        try:
-            _compare(spans, checks, stop)
-        except Exception as error:
-            results[unit].set_exception(error)
-        else:
-            results[unit].set_result(None)
+        fulfil(results[unit], _compare, spans, checks, stop)
 
 
 def _compare(spans: Sequence[FileSpan], checks: LayerChecks, stop: threading.Event) -> None:

@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import nn
 
+MAX_ELEMENTS = 1 << 15
+"""Elements from which torch computes in several threads."""
 Key = TypeVar("Key")
 Forward: TypeAlias = Callable[..., Any] | None
 """A forward as a function, whose first argument is the module; None for that of the class."""
@@ -57,6 +60,19 @@ def trial_of(module: nn.Module, **attributes: Any) -> Any:
     return copied
 
 
+def class_result(module: Any, *args: Any, **named: Any) -> Any:
+    """What the forward of a module's class returns; None if it has other arguments, or uses other parts."""
+    try:
+        return type(module).forward(module, *args, **named)
+    except (TypeError, AttributeError, RuntimeError, KeyError, ValueError):
+        return None
+
+
+def is_result(tensor: torch.Tensor, expected: Any) -> bool:
+    """Whether a tensor has the bits of what a class returned, which may be no tensor."""
+    return isinstance(expected, torch.Tensor) and torch.equal(tensor, expected)
+
+
 def with_globals(function: Any, values: Mapping[str, object]) -> Any:
     """The same function, and the functions around it, for which names of its module mean other values.
 
@@ -71,6 +87,6 @@ def with_globals(function: Any, values: Mapping[str, object]) -> Any:
         if changed is None or not places:
             return None
         cells = tuple(CellType(changed) if index in places else cell for index, cell in enumerate(cells))
-    made = FunctionType(function.__code__, variables, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(made, function)
+    changed_function = FunctionType(function.__code__, variables, function.__name__, function.__defaults__, cells)
+    changed_function.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(changed_function, function)

@@ -18,15 +18,14 @@ import torch
 from torch import nn
 
 from rabbitllm.base.programs import Place, Program
-from rabbitllm.engine._fusing import forward_in, fuse, kind_of, trial_of
+from rabbitllm.engine._fusing import MAX_ELEMENTS, class_result, forward_in, fuse, is_result, kind_of, trial_of
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
+from rabbitllm.engine.transformers_api import ACT2FN
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
 
 MULTIPLE = 64
 """Elements that torch computes at once with any of its vectors; it computes a rest in another way."""
-MAX_ELEMENTS = 1 << 15
-"""Elements from which torch computes in several threads."""
 _PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn"), ("gate_up_proj", "down_proj", "activation_fn")
 """Names of the parts of MLPs, in the order of computation; gate and up may be one matrix."""
 _SHARED = ("gate", "experts", "shared_expert", "shared_expert_gate")
@@ -104,6 +103,13 @@ def _takes_one(forward: Callable[..., Any]) -> bool:
 def every_bfloat() -> torch.Tensor:
     """Every number of bfloat16, in the order of its bits."""
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+@functools.cache
+def table_of(activation: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """The results of an activation, by transformers' name, for every number of bfloat16, computed in this dtype."""
+    table: torch.Tensor = ACT2FN[activation](every_bfloat().to(dtype))
+    return table
 
 
 def is_tabled(act: Any) -> bool:
@@ -267,31 +273,19 @@ def _has_shared_bits(module: Any) -> bool:
     generator, width, rows = torch.Generator().manual_seed(0), MULTIPLE, 3
     x, others, result = (torch.randn(rows, width, generator=generator).bfloat16() for _ in range(3))
     gates, routing = torch.randn(rows, 1, generator=generator).bfloat16() * 4, (object(), object(), object())
-    results = {
-        "gate": lambda value: routing,
-        "experts": lambda value, index, weights: others if (weights, index) == routing[1:] else None,
-        "shared_expert": lambda value: result,
-        "shared_expert_gate": lambda value: gates,
-    }
-    seen = list[torch.Tensor]()
 
-    def noted(name: str) -> Any:
-        def called(value: torch.Tensor, *more: Any) -> Any:
-            seen.append(value)
-            return results[name](value, *more)  # type: ignore[operator]
+    def part(answer: Any, *expected: object) -> Callable[..., Any]:
+        """What returns an answer, but None for another input than x, or for others after it than expected."""
+        return lambda value, *more: answer if torch.equal(value, x) and more == expected else None
 
-        return called
-
-    try:
-        expected = type(module).forward(trial_of(module, _modules={name: noted(name) for name in _SHARED}), x[None])
-    except (TypeError, AttributeError, RuntimeError, ValueError):  # it has other arguments or parts
-        return False
-    if sigmoids() is None or len(seen) != len(_SHARED) or not all(torch.equal(value, x) for value in seen):
+    answers = part(routing), part(others, *reversed(routing[1:])), part(result), part(gates)
+    expected = class_result(trial_of(module, _modules=dict(zip(_SHARED, answers, strict=True))), x[None])
+    if sigmoids() is None:
         return False
     program, out = Program(4), torch.empty_like(x)
     _add_shared(program, [program.address(index) for index in range(4)], rows, width)
     program(*(tensor.data_ptr() for tensor in (result, gates, others, out)))
-    return isinstance(expected, torch.Tensor) and torch.equal(out[None], expected)
+    return is_result(out[None], expected)
 
 
 def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -330,12 +324,9 @@ def _has_bits(module: nn.Module) -> bool:
     like = trial_of(module, _modules={**parts, name: act})
     for rows in (1, 3, 100):
         x = torch.randn(1, rows, MULTIPLE, generator=generator).bfloat16() * 10.0 ** (rows % 3)
-        try:
-            expected = type(module).forward(like, x)
-        except (TypeError, AttributeError, RuntimeError):  # it has other arguments or parts
-            return False
+        expected = class_result(like, x)
         gate, up = torch.cat([part(x) for part in first], -1).chunk(2, -1)
         result = down(gated(act, gate.contiguous(), up.contiguous()))
-        if not isinstance(expected, torch.Tensor) or not torch.equal(result, expected):
+        if not is_result(result, expected):
             return False
     return has_every_gate(act)

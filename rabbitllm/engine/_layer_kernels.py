@@ -26,39 +26,76 @@ def nearest(bits):  # type: ignore[no-untyped-def]
     return np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
 
 
+@numba.njit(nogil=True, inline="always")
+def bfloats(address, count):  # type: ignore[no-untyped-def]
+    """The bits of bfloat16 values at an address."""
+    return to_array(words_at(address), count)
+
+
+@numba.njit(nogil=True, inline="always")
+def floats(address, count):  # type: ignore[no-untyped-def]
+    """The float32 values at an address."""
+    return to_array(words_at(address), 2 * count).view(np.float32)
+
+
+@numba.njit(nogil=True, inline="always")
+def integers(address, count):  # type: ignore[no-untyped-def]
+    """The int64s at an address."""
+    return to_array(words_at(address), 4 * count).view(np.int64)
+
+
+@numba.njit(nogil=True, inline="always")
+def float_of(bits):  # type: ignore[no-untyped-def]
+    """The float32 of such bits, as `programs.float_bits` gives them."""
+    word = np.empty(1, np.uint32)
+    word[0] = np.uint32(bits)
+    return word.view(np.float32)[0]
+
+
+@numba.njit(nogil=True, inline="always")
+def round_values(values):  # type: ignore[no-untyped-def]
+    """Round float32 values in place to those of bfloat16."""
+    bits = values.view(np.uint32)
+    for i in range(len(bits)):
+        bits[i] = nearest(bits[i]) & np.uint32(0xFFFF0000)
+
+
+@numba.njit(nogil=True, inline="always")
+def store_rounded(values, results):  # type: ignore[no-untyped-def]
+    """Write float32 values as bfloat16, rounded."""
+    bits = values.view(np.uint32)
+    for i in range(len(bits)):
+        results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+
+
 def rotate(data):  # type: ignore[no-untyped-def]
     """`x * cos + rotate_half(x) * sin` in place.
 
     After the own address those of heads, cosines and sines, the number of heads, the width of what is rotated, and that
     of a head.
     """
-    given = to_array(data, 7)
-    heads, width, step = given[4], given[5], given[6]
+    words = to_array(data, 7)
+    heads, width, step = words[4], words[5], words[6]
     half = width // 2
     cos, sin = np.empty(width, np.float32), np.empty(width, np.float32)
     x, turned = np.empty(width, np.float32), np.empty(width, np.float32)
-    cos_bits, sin_bits = cos.view(np.uint32), sin.view(np.uint32)
-    bits, turned_bits = x.view(np.uint32), turned.view(np.uint32)
-    words = to_array(words_at(given[1]), heads * step)
-    cos_words, sin_words = to_array(words_at(given[2]), width), to_array(words_at(given[3]), width)
+    cos_bits, sin_bits = bfloats(words[2], width), bfloats(words[3], width)
     for i in range(width):
-        cos_bits[i] = np.uint32(cos_words[i]) << np.uint32(16)
-        sin_bits[i] = np.uint32(sin_words[i]) << np.uint32(16)
-    for begin in range(0, heads * step, step):
+        cos[i], sin[i] = wide(cos_bits[i]), wide(sin_bits[i])
+    for head in range(heads):
+        bits = bfloats(words[1] + 2 * step * head, width)
         for i in range(width):
-            bits[i] = np.uint32(words[begin + i]) << np.uint32(16)
+            x[i] = wide(bits[i])
         for i in range(half):
             turned[i] = -x[half + i] * sin[i]
             turned[half + i] = x[i] * sin[half + i]
         for i in range(width):
             x[i] *= cos[i]
-        for i in range(width):
-            bits[i] = nearest(bits[i]) & np.uint32(0xFFFF0000)
-            turned_bits[i] = nearest(turned_bits[i]) & np.uint32(0xFFFF0000)
+        round_values(x)
+        round_values(turned)
         for i in range(width):
             x[i] += turned[i]
-        for i in range(width):
-            words[begin + i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+        store_rounded(x, bits)
 
 
 def part(data):  # type: ignore[no-untyped-def]
@@ -66,32 +103,27 @@ def part(data):  # type: ignore[no-untyped-def]
 
     After the own address that of both, how many heads there are, and their width.
     """
-    given = to_array(data, 4)
-    heads, width = given[2], given[3]
-    words = to_array(words_at(given[1]), 2 * heads * width)
-    both = words.copy()
+    words = to_array(data, 4)
+    heads, width = words[2], words[3]
+    bits = bfloats(words[1], 2 * heads * width)
+    both = bits.copy()
     for head in range(heads):
         for i in range(width):
-            words[head * width + i] = both[(2 * head + 1) * width + i]
-            words[(heads + head) * width + i] = both[2 * head * width + i]
+            bits[head * width + i] = both[(2 * head + 1) * width + i]
+            bits[(heads + head) * width + i] = both[2 * head * width + i]
 
 
 def gate(data):  # type: ignore[no-untyped-def]
     """`table[gates] * factors`: after the own address those of table, gates, factors and results, and their count."""
     words = to_array(data, 6)
     count = words[5]
-    table, gates = to_array(words_at(words[1]), 1 << 16), to_array(words_at(words[2]), count)
-    factors, results = to_array(words_at(words[3]), count), to_array(words_at(words[4]), count)
-    product, factor = np.empty(count, np.float32), np.empty(count, np.float32)
-    bits, factor_bits = product.view(np.uint32), factor.view(np.uint32)
+    table, gates, factors = bfloats(words[1], 1 << 16), bfloats(words[2], count), bfloats(words[3], count)
+    product = np.empty(count, np.float32)
     for i in range(count):
-        bits[i] = np.uint32(table[gates[i]]) << np.uint32(16)
+        product[i] = wide(table[gates[i]])
     for i in range(count):
-        factor_bits[i] = np.uint32(factors[i]) << np.uint32(16)
-    for i in range(count):
-        product[i] *= factor[i]
-    for i in range(count):
-        results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+        product[i] *= wide(factors[i])
+    store_rounded(product, bfloats(words[4], count))
 
 
 def add_gated(data):  # type: ignore[no-untyped-def]
@@ -99,49 +131,38 @@ def add_gated(data):  # type: ignore[no-untyped-def]
 
     After the own address those of the table, of terms, gates, others and results; rows and their width.
     """
-    given = to_array(data, 8)
-    rows, width = given[6], given[7]
-    table, gates = to_array(words_at(given[1]), 1 << 16), to_array(words_at(given[3]), rows)
-    terms, others = to_array(words_at(given[2]), rows * width), to_array(words_at(given[4]), rows * width)
-    results, values = to_array(words_at(given[5]), rows * width), np.empty(width, np.float32)
-    bits = values.view(np.uint32)
+    words = to_array(data, 8)
+    rows, width = words[6], words[7]
+    table, gates, values = bfloats(words[1], 1 << 16), bfloats(words[3], rows), np.empty(width, np.float32)
     for row in range(rows):
-        begin, factor = row * width, wide(table[gates[row]])
+        begin, factor = 2 * row * width, wide(table[gates[row]])
+        terms, others = bfloats(words[2] + begin, width), bfloats(words[4] + begin, width)
         for i in range(width):
-            values[i] = wide(terms[begin + i]) * factor
+            values[i] = wide(terms[i]) * factor
+        round_values(values)
         for i in range(width):
-            bits[i] = nearest(bits[i]) & np.uint32(0xFFFF0000)
-        for i in range(width):
-            values[i] += wide(others[begin + i])
-        for i in range(width):
-            results[begin + i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+            values[i] += wide(others[i])
+        store_rounded(values, bfloats(words[5] + begin, width))
 
 
 def add(data):  # type: ignore[no-untyped-def]
     """Sums: after the own address those of two terms and of the results, and their count."""
-    given = to_array(data, 5)
-    count = given[4]
-    first, second = to_array(words_at(given[1]), count), to_array(words_at(given[2]), count)
-    results, values = to_array(words_at(given[3]), count), np.empty(count, np.float32)
-    bits = values.view(np.uint32)
+    words = to_array(data, 5)
+    count = words[4]
+    first, second, values = bfloats(words[1], count), bfloats(words[2], count), np.empty(count, np.float32)
     for i in range(count):
         values[i] = wide(first[i]) + wide(second[i])
-    for i in range(count):
-        results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+    store_rounded(values, bfloats(words[3], count))
 
 
 def add_bias(data):  # type: ignore[no-untyped-def]
     """Sums plus a bias: after the own address those of sums in float32, bias and results, and their count."""
-    given = to_array(data, 5)
-    count = given[4]
-    sums = to_array(words_at(given[1]), 2 * count).view(np.float32)
-    bias, results = to_array(words_at(given[2]), count), to_array(words_at(given[3]), count)
-    values = np.empty(count, np.float32)
-    bits = values.view(np.uint32)
+    words = to_array(data, 5)
+    count = words[4]
+    sums, bias, values = floats(words[1], count), bfloats(words[2], count), np.empty(count, np.float32)
     for i in range(count):
         values[i] = sums[i] + wide(bias[i])
-    for i in range(count):
-        results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+    store_rounded(values, bfloats(words[3], count))
 
 
 def add_biases(data):  # type: ignore[no-untyped-def]
@@ -150,49 +171,41 @@ def add_biases(data):  # type: ignore[no-untyped-def]
     After the own address those of the chosen experts (see `joint_kernels.ROUTED_WORDS`; each has its number), of the
     biases of all experts, and of the rows, and their width.
     """
-    given = to_array(data, 5)
-    width = given[4]
-    count = to_array(words_at(given[1]), 4).view(np.int64)[0]
-    chosen = to_array(words_at(given[1] + 8), 16 * count).view(np.int64)
-    values = np.empty(width, np.float32)
-    bits = values.view(np.uint32)
+    words = to_array(data, 5)
+    width = words[4]
+    count = integers(words[1], 1)[0]
+    chosen, values = integers(words[1] + 8, 4 * count), np.empty(width, np.float32)
     for i in range(count):
-        bias = to_array(words_at(given[2] + 2 * width * chosen[4 * i + 3]), width)
+        bias = bfloats(words[2] + 2 * width * chosen[4 * i + 3], width)
         for row in range(chosen[4 * i + 1], chosen[4 * i + 1] + chosen[4 * i + 2]):
-            results = to_array(words_at(given[3] + 2 * width * row), width)
+            results = bfloats(words[3] + 2 * width * row, width)
             for j in range(width):
                 values[j] = wide(results[j]) + wide(bias[j])
-            for j in range(width):
-                results[j] = np.uint16(nearest(bits[j]) >> np.uint32(16))
+            store_rounded(values, results)
 
 
 def gate_widely(data):  # type: ignore[no-untyped-def]
     """`factors * table[gates]` in float32, rounded once: after the own address those of the table in float32, of gates,
     of factors and results in one place, and their count."""
-    given = to_array(data, 5)
-    count = given[4]
-    table, gates = to_array(words_at(given[1]), 1 << 17).view(np.float32), to_array(words_at(given[2]), count)
-    results, product = to_array(words_at(given[3]), count), np.empty(count, np.float32)
-    bits = product.view(np.uint32)
+    words = to_array(data, 5)
+    count = words[4]
+    table, gates, results = floats(words[1], 1 << 16), bfloats(words[2], count), bfloats(words[3], count)
+    product = np.empty(count, np.float32)
     for i in range(count):
         product[i] = wide(results[i]) * table[gates[i]]
-    for i in range(count):
-        results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+    store_rounded(product, results)
 
 
 def gate_pairs(data):  # type: ignore[no-untyped-def]
     """`table[gate] * other[factor]` of pairs of a gate and a factor: after the own address those of both tables, of
     pairs and of results, and their count."""
-    given = to_array(data, 6)
-    count = given[5]
-    table, other = to_array(words_at(given[1]), 1 << 16), to_array(words_at(given[2]), 1 << 16)
-    pairs, results = to_array(words_at(given[3]), 2 * count), to_array(words_at(given[4]), count)
+    words = to_array(data, 6)
+    count = words[5]
+    table, other, pairs = bfloats(words[1], 1 << 16), bfloats(words[2], 1 << 16), bfloats(words[3], 2 * count)
     product = np.empty(count, np.float32)
-    bits = product.view(np.uint32)
     for i in range(count):
         product[i] = wide(table[pairs[2 * i]]) * wide(other[pairs[2 * i + 1]])
-    for i in range(count):
-        results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+    store_rounded(product, bfloats(words[4], count))
 
 
 def combine(data):  # type: ignore[no-untyped-def]
@@ -201,30 +214,25 @@ def combine(data):  # type: ignore[no-untyped-def]
     After the own address those of rows, of their weights, of int64 numbers of rows, and of the results; the tokens, the
     rows of each, their width, and whether weights are float32; if not, products are rounded too.
     """
-    given = to_array(data, 9)
-    tokens, used, width, is_wide = given[5], given[6], given[7], given[8]
-    places = to_array(words_at(given[3]), 4 * tokens * used).view(np.int64)
-    values, total = np.empty(width, np.float32), np.empty(width, np.float32)
-    bits, total_bits, one = values.view(np.uint32), total.view(np.uint32), np.empty(1, np.float32)
+    words = to_array(data, 9)
+    tokens, used, width, is_wide = words[5], words[6], words[7], words[8]
+    indices = integers(words[3], tokens * used)
+    values, total, factor = np.empty(width, np.float32), np.empty(width, np.float32), np.float32(0)
     for token in range(tokens):
         total[:] = 0
         for i in range(token * used, (token + 1) * used):
             if is_wide:
-                one[0] = to_array(words_at(given[2] + 4 * i), 2).view(np.float32)[0]
+                factor = floats(words[2] + 4 * i, 1)[0]
             else:
-                one[0] = wide(to_array(words_at(given[2] + 2 * i), 1)[0])
-            factor = one[0]
-            row = to_array(words_at(given[1] + 2 * width * places[i]), width)
+                factor = wide(bfloats(words[2] + 2 * i, 1)[0])
+            row = bfloats(words[1] + 2 * width * indices[i], width)
             for j in range(width):
                 values[j] = wide(row[j]) * factor
             if not is_wide:
-                for j in range(width):
-                    bits[j] = nearest(bits[j]) & np.uint32(0xFFFF0000)
+                round_values(values)
             for j in range(width):
                 total[j] += values[j]
-        results = to_array(words_at(given[4] + 2 * width * token), width)
-        for j in range(width):
-            results[j] = np.uint16(nearest(total_bits[j]) >> np.uint32(16))
+        store_rounded(total, bfloats(words[4] + 2 * width * token, width))
 
 
 @numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
@@ -241,14 +249,14 @@ def _add_rows(total, begin, step, shares, count, width):  # type: ignore[no-unty
     token = 0
     while token + 4 <= count:
         first = begin + token * step
-        a, b = to_array(words_at(first), width), to_array(words_at(first + step), width)
-        c, d = to_array(words_at(first + 2 * step), width), to_array(words_at(first + 3 * step), width)
+        a, b = bfloats(first, width), bfloats(first + step, width)
+        c, d = bfloats(first + 2 * step, width), bfloats(first + 3 * step, width)
         p, q, r, s = shares[token], shares[token + 1], shares[token + 2], shares[token + 3]
         for i in range(width):
             total[i] += p * wide(a[i]) + q * wide(b[i]) + r * wide(c[i]) + s * wide(d[i])
         token += 4
     while token < count:
-        a, p = to_array(words_at(begin + token * step), width), shares[token]
+        a, p = bfloats(begin + token * step, width), shares[token]
         for i in range(width):
             total[i] += p * wide(a[i])
         token += 1
@@ -261,23 +269,20 @@ def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
     a token to the next, of keys and of values; heads, heads for each of the keys', their width, and the bits of the
     factor of scores.
     """
-    given = to_array(data, 14)
-    tokens, heads, group, width = given[5], given[10], given[11], given[12]
-    one = np.empty(1, np.uint32)
-    one[0] = np.uint32(given[13])
-    factor = one.view(np.float32)[0] * _LOG2_E
+    words = to_array(data, 14)
+    tokens, heads, group, width = words[5], words[10], words[11], words[12]
+    factor = float_of(words[13]) * _LOG2_E
     query, total = np.empty(width, np.float32), np.empty(width, np.float32)
-    total_bits = total.view(np.uint32)
     scores, powers = np.empty(tokens, np.float32), np.empty(tokens, np.int32)
     exponents = powers.view(np.float32)
     for head in range(start * heads // parts, end * heads // parts):
-        words = to_array(words_at(given[1] + 2 * head * width), width)
+        bits = bfloats(words[1] + 2 * head * width, width)
         for i in range(width):
-            query[i] = wide(words[i]) * factor
-        keys, values = given[2] + head // group * given[6], given[3] + head // group * given[8]
+            query[i] = wide(bits[i]) * factor
+        keys, values = words[2] + head // group * words[6], words[3] + head // group * words[8]
         most, summed = np.float32(-np.inf), np.float32(0)
         for token in range(tokens):
-            score = _dot(query, to_array(words_at(keys + token * given[7]), width), width)
+            score = _dot(query, bfloats(keys + token * words[7], width), width)
             scores[token] = score
             most = max(most, score)
             summed += score * np.float32(0)  # NaN for a score that is NaN or infinite
@@ -292,9 +297,7 @@ def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
         for token in range(tokens):
             summed += scores[token]
         total[:] = 0
-        _add_rows(total, values, given[9], scores, tokens, width)
-        results = to_array(words_at(given[4] + 2 * head * width), width)
+        _add_rows(total, values, words[9], scores, tokens, width)
         for i in range(width):
             total[i] /= summed
-        for i in range(width):
-            results[i] = np.uint16(nearest(total_bits[i]) >> np.uint32(16))
+        store_rounded(total, bfloats(words[4] + 2 * head * width, width))

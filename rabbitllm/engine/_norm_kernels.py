@@ -7,12 +7,27 @@ are added, then the lanes. The same order is followed here. A class's own result
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 
-from rabbitllm.base.compiling import to_array, words_at
+from rabbitllm.base.compiling import to_array, wide
+from rabbitllm.engine._layer_kernels import bfloats, float_of, floats, round_values, store_rounded
 
 _VECTORS, _LEVELS = 4, 4
 """Vectors that are added to side by side, and levels of runs."""
+
+
+@numba.njit(inline="always")
+def _load(address, is_bfloat, values):  # type: ignore[no-untyped-def]
+    """Read values at an address, bfloat16 or float32."""
+    if is_bfloat:
+        bits = bfloats(address, len(values))
+        for i in range(len(values)):
+            values[i] = wide(bits[i])
+    else:
+        singles = floats(address, len(values))
+        for i in range(len(values)):
+            values[i] = singles[i]
 
 
 def norm(data):  # type: ignore[no-untyped-def]
@@ -25,20 +40,10 @@ def norm(data):  # type: ignore[no-untyped-def]
     Every step is rounded as torch rounds it: to float32, and with bfloat16 the product again, and the quotient unless
     the factor is `1 + weight`.
     """
-    given = to_array(data, 10)
-    is_bfloat, rows, columns, lanes, is_shifted = given[4], given[5], given[6], abs(given[7]), given[7] < 0
-    epsilon_bits = np.empty(1, np.uint32)
-    epsilon_bits[0] = np.uint32(given[8])
-    epsilon = epsilon_bits.view(np.float32)[0]
-    one, width = np.float32(1), _VECTORS * lanes
-    words, factor_words, result_words = words_at(given[1]), words_at(given[2]), words_at(given[3])
-    singles = to_array(words, 2 * rows * columns).view(np.float32)
-    factors = to_array(factor_words, 2 * columns).view(np.float32)
-    results = to_array(result_words, 2 * rows * columns).view(np.float32)
-    words, factor_words = to_array(words, rows * columns).view(np.int16), to_array(factor_words, columns).view(np.int16)
-    result_words = to_array(result_words, rows * columns).view(np.int16)
+    words = to_array(data, 10)
+    is_bfloat, rows, columns, lanes, is_shifted = words[4], words[5], words[6], abs(words[7]), words[7] < 0
+    epsilon, one, width = float_of(words[8]), np.float32(1), _VECTORS * lanes
     values, factor = np.empty(columns, np.float32), np.empty(columns, np.float32)
-    bits, factor_bits = values.view(np.int32), factor.view(np.int32)
     sums = np.empty((_LEVELS, width), np.float32)
     vectors = columns // lanes
     steps = vectors // _VECTORS
@@ -46,21 +51,12 @@ def norm(data):  # type: ignore[no-untyped-def]
     while (1 << power) < steps:
         power += 1
     power = max(4, power // _LEVELS)
-    for i in range(columns):
-        if is_bfloat:
-            factor_bits[i] = np.int32(factor_words[i]) << 16
-        else:
-            factor[i] = factors[i]
+    _load(words[2], is_bfloat, factor)
     if is_shifted:
-        for i in range(columns):
-            factor[i] += one
+        factor += one
     for row in range(rows):
-        begin = row * columns
-        for i in range(columns):
-            if is_bfloat:
-                bits[i] = np.int32(words[begin + i]) << 16
-            else:
-                values[i] = singles[begin + i]
+        begin = row * columns * (2 if is_bfloat else 4)
+        _load(words[1] + begin, is_bfloat, values)
         sums[:] = 0
         for step in range(steps):
             for i in range(width):
@@ -87,17 +83,14 @@ def norm(data):  # type: ignore[no-untyped-def]
             total += values[i] * values[i]
         for i in range(lanes):
             total += sums[0, i]
-        inverse = one / np.sqrt(total / np.float32(given[9]) + epsilon)
+        inverse = one / np.sqrt(total / np.float32(words[9]) + epsilon)
+        for i in range(columns):
+            values[i] *= inverse
+        if is_bfloat and not is_shifted:
+            round_values(values)
+        for i in range(columns):
+            values[i] *= factor[i]
         if is_bfloat:
-            for i in range(columns):
-                values[i] *= inverse
-            if not is_shifted:
-                for i in range(columns):
-                    bits[i] = (bits[i] + 0x7FFF + ((bits[i] >> 16) & 1)) & -0x10000
-            for i in range(columns):
-                values[i] *= factor[i]
-            for i in range(columns):
-                result_words[begin + i] = np.int16((bits[i] + 0x7FFF + ((bits[i] >> 16) & 1)) >> 16)
+            store_rounded(values, bfloats(words[3] + begin, columns))
         else:
-            for i in range(columns):
-                results[begin + i] = factor[i] * (values[i] * inverse)
+            floats(words[3] + begin, columns)[:] = values

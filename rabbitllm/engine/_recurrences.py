@@ -31,6 +31,8 @@ MAX_TAPS = 16
 """Tokens of a short convolution up to which it is computed by one call."""
 _EPSILON = 1e-6
 _NO_LIMIT = (0.0, math.inf)
+_Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Of a step: its result and the next state."""
 _STATE_SPACE_STEP = "mamba2_selective_state_update"
 _DTYPES = torch.bfloat16, torch.float32
 
@@ -99,11 +101,11 @@ class _Recurrence:
             self._tried[key] = all(map(torch.equal, expected, self._computed(named, samples)))
         return self._tried[key]
 
-    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
         """The result and the next state, by the ordinary function."""
         raise NotImplementedError
 
-    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
         """The same by one call, which changes the state in place, as caches of transformers are changed."""
         raise NotImplementedError
 
@@ -127,18 +129,9 @@ class DeltaStep(_Recurrence):
         self._by_token = module[_BY_TOKEN[ordinary.__name__]] if ordinary.__name__ in _BY_TOKEN else ordinary
 
     def __call__(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        g: Any = None,
-        beta: Any = None,
-        initial_state: Any = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        **more: Any,
+        self, query: Any, key: Any, value: Any, g: Any = None, beta: Any = None, initial_state: Any = None, **more: Any
     ) -> Any:
-        is_whole = output_final_state and use_qk_l2norm_in_kernel and all(more.get(name) is None for name in _PACKED)
+        is_whole = more.get("output_final_state") and more.get("use_qk_l2norm_in_kernel") and not _is_packed(more)
         state, tokens = initial_state, key.shape[1]
         if is_whole and state is None and self._prompts:
             state = torch.zeros(len(key), value.shape[2], key.shape[-1], value.shape[-1])
@@ -147,7 +140,6 @@ class DeltaStep(_Recurrence):
             few = of_tokens if tokens <= _TRIED else [x[:, :_TRIED] for x in of_tokens]
             if self._fits(key, value, state) and self._has_bits(None, (*few, state)):
                 return self._computed(None, (*of_tokens, state))
-        more |= {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         return self._ordinary(query, key, value, g=g, beta=beta, initial_state=initial_state, **more)
 
     @staticmethod
@@ -156,15 +148,13 @@ class DeltaStep(_Recurrence):
         has_form = state.dtype is torch.float32 and state.shape == (count, heads, rows, columns)
         return has_form and state.is_contiguous() and heads % keys == 0 and rows % RUN == 0 and 0 < rows <= MAX_ROWS
 
-    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
         *of_tokens, g, beta, state = operands
         options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        result: tuple[torch.Tensor, torch.Tensor] = self._by_token(
-            *of_tokens, g=g, beta=beta, initial_state=state, **options
-        )
+        result: _Results = self._by_token(*of_tokens, g=g, beta=beta, initial_state=state, **options)
         return result
 
-    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
         query, key, value, g, beta, state = operands
         (count, tokens, heads, columns), rows, has_rows = value.shape, key.shape[-1], g.dim() == 4
         both = torch.cat((query, key)).float()
@@ -194,11 +184,11 @@ class ConvolutionStep(_Recurrence):
         has_tokens = state.shape[:2] == x.shape[:2] and weight.shape[-1] <= state.shape[-1] + 1 <= MAX_TAPS
         return is_alike and has_tokens and x.dtype in _DTYPES and state.is_contiguous()
 
-    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
         x, state, weight, *bias = operands
         return self._ordinary(x, state, weight, bias[0] if bias else None, named), state
 
-    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
         x, state, weight, *bias = operands
         out, is_bfloat = torch.empty(x.shape, dtype=x.dtype), x.dtype is torch.bfloat16
         sizes = len(x), x.shape[1], state.shape[-1], weight.shape[-1], is_bfloat, bool(bias)
@@ -207,13 +197,8 @@ class ConvolutionStep(_Recurrence):
         return out if named is None else _activation(named)(out), state
 
 
-class StateSpaceStep(_Recurrence):
-    """A step of Mamba-2 in bfloat16.
-
-    States are (B, H, P, N) in float32, inputs (B, H, P); groups of heads share a B and a C, (B, G, N).
-
-    Step sizes, their biases and A are numbers of heads, which transformers expands to all dimensions.
-    """
+class _StateStep(_Recurrence):
+    """A step of Mamba in bfloat16, whose states are float32."""
 
     def __call__(
         self,
@@ -229,29 +214,48 @@ class StateSpaceStep(_Recurrence):
         z: Any = None,
         **more: Any,
     ) -> Any:
-        expanded = state, hidden_states, dt, A, B, C, D, dt_bias
-        if dt_softplus and z is None and self._fits(*expanded) and all(more.get(name) is None for name in _PACKED):
-            operands = state, hidden_states, dt[..., 0], A[:, 0, 0], B, C, D[:, 0], dt_bias[:, 0]
-            if self._has_bits(None, operands):
-                return self._computed(None, operands)[0]
-        return self._ordinary(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **more)
+        whole = state, hidden_states, dt, A, B, C, D, dt_bias
+        operands = self._operands(*whole, z) if dt_softplus and not _is_packed(more) and state.is_contiguous() else None
+        if operands is not None and self._has_bits(None, operands):
+            return self._computed(None, operands)[0]
+        return self._ordinary(*whole, dt_softplus, z, **more)
 
     @staticmethod
-    def _fits(state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, bias: Any) -> bool:
-        if d is None or bias is None or (x.dim(), dt.dim(), a.dim(), d.dim(), bias.dim()) != (3, 3, 3, 2, 2):
-            return False
+    def _operands(
+        state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, bias: Any, z: Any
+    ) -> tuple[torch.Tensor, ...] | None:
+        """The tensors that one call computes with; None if they have another form."""
+        raise NotImplementedError
+
+
+class StateSpaceStep(_StateStep):
+    """A step of Mamba-2.
+
+    States are (B, H, P, N), inputs (B, H, P); groups of heads share a B and a C, (B, G, N). Step sizes, their biases
+    and A are numbers of heads, which transformers expands to all dimensions.
+    """
+
+    @staticmethod
+    def _operands(
+        state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, bias: Any, z: Any
+    ) -> tuple[torch.Tensor, ...] | None:
+        is_whole = d is not None and bias is not None and z is None
+        if not is_whole or (x.dim(), dt.dim(), a.dim(), d.dim(), bias.dim()) != (3, 3, 3, 2, 2):
+            return None
         of_heads = dt.stride(2), a.stride(1), a.stride(2), d.stride(1), bias.stride(1)
         has_types = state.dtype is torch.float32 and {y.dtype for y in (x, dt, b, c, bias)} == {torch.bfloat16}
-        return not any(of_heads) and has_types and state.is_contiguous()
+        if any(of_heads) or not has_types:
+            return None
+        return state, x, dt[..., 0], a[:, 0, 0], b, c, d[:, 0], bias[:, 0]
 
-    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
         state, x, dt, a, b, c, d, bias = operands
         width = x.shape[-1]
         a = a[:, None, None].expand(-1, width, state.shape[-1])
         dt, d, bias = dt[..., None].expand(-1, -1, width), d[:, None].expand(-1, width), bias[:, None].expand(-1, width)
         return self._ordinary(state, x, dt, a, b, c, d, bias, True), state
 
-    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
         state, x, dt, a, b, c, d, bias = operands
         (count, heads, width, size), groups = state.shape, b.shape[1]
         steps = nn.functional.softplus(dt + bias)
@@ -264,47 +268,31 @@ class StateSpaceStep(_Recurrence):
         return (out + x * d[:, None]).to(out.dtype).to(x.dtype), state
 
 
-class SelectiveStep(_Recurrence):
-    """A step of Mamba-1 in bfloat16.
+class SelectiveStep(_StateStep):
+    """A step of Mamba-1.
 
-    States are (B, C, N) in float32, inputs, step sizes and gates (B, C); channels share a B and a C, (B, N). A is
-    (C, N), in float32.
+    States are (B, C, N), inputs, step sizes and gates (B, C); channels share a B and a C, (B, N). A is (C, N), in
+    float32.
     """
 
-    def __call__(
-        self,
-        state: Any,
-        hidden_states: Any,
-        dt: Any,
-        A: Any,
-        B: Any,
-        C: Any,
-        D: Any = None,
-        dt_bias: Any = None,
-        dt_softplus: bool = False,
-        z: Any = None,
-        **more: Any,
-    ) -> Any:
-        operands = state, hidden_states, dt, A, B, C, D, dt_bias, z
-        if dt_softplus and not more and self._fits(*operands) and self._has_bits(None, operands):
-            return self._computed(None, operands)[0]
-        return self._ordinary(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **more)
-
     @staticmethod
-    def _fits(state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, bias: Any, z: Any) -> bool:
-        if d is None or bias is None or z is None or state.dim() != 3 or not state.is_contiguous():
-            return False
+    def _operands(
+        state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, bias: Any, z: Any
+    ) -> tuple[torch.Tensor, ...] | None:
+        if d is None or bias is None or z is None or state.dim() != 3:
+            return None
         count, channels, size = state.shape
         are_alike = x.shape == dt.shape == z.shape == (count, channels) and b.shape == c.shape == (count, size)
-        has_types = state.dtype is a.dtype is torch.float32 and {y.dtype for y in (x, dt, b, c, d, z)} == {
-            torch.bfloat16
-        }
-        return are_alike and has_types and a.shape == (channels, size) and d.shape == bias.shape == (channels,)
+        of_channels = a.shape == (channels, size) and d.shape == bias.shape == (channels,)
+        are_bfloats = {y.dtype for y in (x, dt, b, c, d, z)} == {torch.bfloat16}
+        if not (are_alike and of_channels and are_bfloats and state.dtype is a.dtype is torch.float32):
+            return None
+        return state, x, dt, a, b, c, d, bias, z
 
-    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
         return self._ordinary(*operands[:-1], True, operands[-1]), operands[0]
 
-    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
         state, x, dt, a, b, c, d, bias, z = operands
         steps = nn.functional.softplus(dt + bias.to(dt.dtype)).float()
         decays, rounded = (steps[..., None] * a).exp_(), torch.empty(state.shape, dtype=x.dtype)
@@ -339,28 +327,18 @@ class StateSpaceChunk:
         return torch.stack(outputs, dim=1), state
 
     @staticmethod
-    def _fits(
-        x: Any,
-        *,
-        initial_states: Any = None,
-        D: Any = None,
-        dt_bias: Any = None,
-        dt_softplus: bool = False,
-        dt_limit: Any = _NO_LIMIT,
-        return_final_states: bool = False,
-        z: Any = None,
-        **more: Any,
-    ) -> bool:
-        is_whole = dt_softplus and return_final_states and z is None and tuple(dt_limit) == _NO_LIMIT
-        if not is_whole or initial_states is None or D is None or dt_bias is None or D.dim() != 1 or dt_bias.dim() != 1:
+    def _fits(x: Any, **named: Any) -> bool:
+        state, d, bias = (named.get(name) for name in ("initial_states", "D", "dt_bias"))
+        is_whole = named.get("dt_softplus") and named.get("return_final_states") and named.get("z") is None
+        if not is_whole or tuple(named.get("dt_limit", _NO_LIMIT)) != _NO_LIMIT or _is_packed(named):
             return False
-        is_kept = initial_states.dtype is torch.float32 and initial_states.is_contiguous() and initial_states.is_cpu
-        return is_kept and x.shape[1] <= MAX_TOKENS and all(more.get(name) is None for name in _PACKED)
+        if state is None or d is None or bias is None or d.dim() != 1 or bias.dim() != 1:
+            return False
+        is_kept = state.dtype is torch.float32 and state.is_contiguous() and state.is_cpu
+        return is_kept and x.shape[1] <= MAX_TOKENS
 
 
 _Steps: TypeAlias = DeltaStep | ConvolutionStep | StateSpaceStep | SelectiveStep | StateSpaceChunk
-_PACKED = "cu_seqlens", "seq_idx"
-"""Arguments that say where sequences of one row begin."""
 _BY_TOKEN = {
     "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
     "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
@@ -376,6 +354,11 @@ _STEPS: Mapping[str, type[_Steps]] = {
     "mamba2_chunk_scan": StateSpaceChunk,
 }
 """transformers' names for functions -> ours."""
+
+
+def _is_packed(arguments: Mapping[str, Any]) -> bool:
+    """Whether arguments say where sequences of one row begin."""
+    return any(arguments.get(name) is not None for name in ("cu_seqlens", "seq_idx"))
 
 
 def _is_plain(x: torch.Tensor) -> bool:

@@ -19,8 +19,8 @@ import numpy as np
 from numba import types
 from numba.core.extending import intrinsic
 
-from rabbitllm.base.compiling import to_array, wide, words_at
-from rabbitllm.engine._layer_kernels import nearest
+from rabbitllm.base.compiling import to_array, wide
+from rabbitllm.engine._layer_kernels import bfloats, float_of, floats, nearest, round_values, store_rounded
 
 RUN = 16
 """Rows that are added in a run."""
@@ -48,28 +48,16 @@ _fma: Any = intrinsic(_multiplied)
 """`a * b + c`, rounded once."""
 
 
-@numba.njit(inline="always")
-def _floats(address, count):  # type: ignore[no-untyped-def]
-    """The float32 values at an address."""
-    return to_array(words_at(address), 2 * count).view(np.float32)
-
-
-@numba.njit(inline="always")
-def _words(address, count):  # type: ignore[no-untyped-def]
-    """The bfloat16 values at an address."""
-    return to_array(words_at(address), count)
-
-
 def delta_step(data, start, end, parts):  # type: ignore[no-untyped-def]
     """The tokens of a head one after the other, while its state is in the cache."""
     words = to_array(data, 1 + DELTA_WORDS)[1:]
     sequences, tokens, heads, shared = words[0], words[1], words[2], words[3]
     rows, columns, by_row = words[4], words[5], words[6]
     of_heads, of_keys = sequences * heads, sequences * tokens * heads // shared * rows
-    states, values = _floats(words[7], of_heads * rows * columns), _floats(words[10], of_heads * tokens * columns)
-    queries, keys = _floats(words[8], of_keys), _floats(words[9], of_keys)
-    decays = _floats(words[11], of_heads * tokens * (rows if by_row else 1))
-    betas, results = _floats(words[12], of_heads * tokens), _floats(words[13], of_heads * tokens * columns)
+    states, values = floats(words[7], of_heads * rows * columns), floats(words[10], of_heads * tokens * columns)
+    queries, keys = floats(words[8], of_keys), floats(words[9], of_keys)
+    decays = floats(words[11], of_heads * tokens * (rows if by_row else 1))
+    betas, results = floats(words[12], of_heads * tokens), floats(words[13], of_heads * tokens * columns)
     run, total = np.empty(columns, np.float32), np.empty(columns, np.float32)
     for of_head in range(start * of_heads // parts, end * of_heads // parts):
         for token in range(tokens):
@@ -123,53 +111,47 @@ def _convolve(float_of, value_of, values_at, words, start, end, parts):  # type:
     results = values_at(words[10], sequences * channels)
     for sequence in range(sequences):
         for channel in range(start * channels // parts, end * channels // parts):
-            at, weight = sequence * channels + channel, channel * taps
-            old = at * tokens
+            place, weight = sequence * channels + channel, channel * taps
+            old = place * tokens
             total = float_of(bias[channel]) if has_bias else np.float32(0)
             for tap in range(taps - 1):
                 total = _fma(float_of(states[old + tokens - taps + 1 + tap]), float_of(weights[weight + tap]), total)
-            results[at] = value_of(_fma(float_of(inputs[at]), float_of(weights[weight + taps - 1]), total))
+            results[place] = value_of(_fma(float_of(inputs[place]), float_of(weights[weight + taps - 1]), total))
             for token in range(tokens - 1):
                 states[old + token] = states[old + token + 1]
-            states[old + tokens - 1] = inputs[at]
+            states[old + tokens - 1] = inputs[place]
 
 
 def convolution_step(data, start, end, parts):  # type: ignore[no-untyped-def]
     """Sums from the oldest token on; the state loses its oldest token."""
     words = to_array(data, 1 + CONVOLUTION_WORDS)[1:]
     if words[4]:
-        _convolve(wide, _rounded, _words, words, start, end, parts)
+        _convolve(wide, _rounded, bfloats, words, start, end, parts)
     else:
-        _convolve(_same, _same, _floats, words, start, end, parts)
+        _convolve(_same, _same, floats, words, start, end, parts)
 
 
 def state_space_step(data, start, end, parts):  # type: ignore[no-untyped-def]
     """S = S * decay + (step size * B) * x, whose products are rounded to bfloat16."""
     words = to_array(data, 1 + STATE_SPACE_WORDS)[1:]
     heads, shared, width, size = words[0], words[1], words[2], words[3]
-    states, decays, steps = _floats(words[4], heads * width * size), _floats(words[5], heads), _floats(words[6], heads)
-    inputs, values = _floats(words[7], heads // shared * size), _floats(words[8], heads * width)
-    rounded = _words(words[9], heads * width * size)
+    states, decays, steps = floats(words[4], heads * width * size), floats(words[5], heads), floats(words[6], heads)
+    inputs, values = floats(words[7], heads // shared * size), floats(words[8], heads * width)
+    rounded = bfloats(words[9], heads * width * size)
     scaled, product = np.empty(size, np.float32), np.empty(size, np.float32)
-    scaled_bits, bits = scaled.view(np.uint32), product.view(np.uint32)
     for head in range(start * heads // parts, end * heads // parts):
         own = inputs[head // shared * size : (head // shared + 1) * size]
         for i in range(size):
             scaled[i] = steps[head] * own[i]
-        for i in range(size):
-            scaled_bits[i] = nearest(scaled_bits[i]) & np.uint32(0xFFFF0000)
+        round_values(scaled)
         for row in range(head * width, (head + 1) * width):
             state, result = states[row * size : (row + 1) * size], rounded[row * size : (row + 1) * size]
             for i in range(size):
                 product[i] = scaled[i] * values[row]
-            for i in range(size):
-                bits[i] = nearest(bits[i]) & np.uint32(0xFFFF0000)
+            round_values(product)
             for i in range(size):
                 state[i] = state[i] * decays[head] + product[i]
-            for i in range(size):
-                product[i] = state[i]
-            for i in range(size):
-                result[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+            store_rounded(state, result)
 
 
 def selective_step(data, start, end, parts):  # type: ignore[no-untyped-def]
@@ -177,11 +159,10 @@ def selective_step(data, start, end, parts):  # type: ignore[no-untyped-def]
     words = to_array(data, 1 + SELECTIVE_WORDS)[1:]
     sequences, channels, size = words[0], words[1], words[2]
     rows = sequences * channels
-    states, decays, steps = _floats(words[3], rows * size), _floats(words[4], rows * size), _floats(words[5], rows)
-    inputs, values = _floats(words[6], sequences * size), _floats(words[7], rows)
-    rounded, last = _words(words[8], rows * size), end * rows // parts
+    states, decays, steps = floats(words[3], rows * size), floats(words[4], rows * size), floats(words[5], rows)
+    inputs, values = floats(words[6], sequences * size), floats(words[7], rows)
+    rounded, last = bfloats(words[8], rows * size), end * rows // parts
     product, own = np.empty(RUN * size, np.float32), np.empty(size, np.float32)
-    bits = product.view(np.uint32)
     for first in range(start * rows // parts, last, RUN):
         count = min(last - first, RUN)
         for row in range(count):
@@ -194,11 +175,8 @@ def selective_step(data, start, end, parts):  # type: ignore[no-untyped-def]
         begin, end = first * size, (first + count) * size
         state, decay, result = states[begin:end], decays[begin:end], rounded[begin:end]
         for i in range(count * size):
-            product[i] += state[i] * decay[i]
-        for i in range(count * size):
-            state[i] = product[i]
-        for i in range(count * size):
-            result[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+            state[i] = state[i] * decay[i] + product[i]
+        store_rounded(state, result)
 
 
 def part_heads(data):  # type: ignore[no-untyped-def]
@@ -207,32 +185,32 @@ def part_heads(data):  # type: ignore[no-untyped-def]
     After the own address those of all, of the first three, and of the gates; heads, the width of a query and of a key,
     and that of the values of a head of keys.
     """
-    given = to_array(data, 7)
-    heads, rows, width = given[4], given[5], given[6]
+    words = to_array(data, 7)
+    heads, rows, width = words[4], words[5], words[6]
     step, count = 2 * (rows + width), heads * rows
-    words, gates = _words(given[1], heads * step), _words(given[3], heads * width)
-    results = _words(given[2], 2 * count + heads * width)
+    both, gates = bfloats(words[1], heads * step), bfloats(words[3], heads * width)
+    results = bfloats(words[2], 2 * count + heads * width)
     for head in range(heads):
         begin = head * step
         for i in range(rows):
-            results[head * rows + i] = words[begin + i]
-            results[count + head * rows + i] = words[begin + rows + i]
+            results[head * rows + i] = both[begin + i]
+            results[count + head * rows + i] = both[begin + rows + i]
         for i in range(width):
-            results[2 * count + head * width + i] = words[begin + 2 * rows + i]
-            gates[head * width + i] = words[begin + 2 * rows + width + i]
+            results[2 * count + head * width + i] = both[begin + 2 * rows + i]
+            gates[head * width + i] = both[begin + 2 * rows + width + i]
 
 
 def look_up(data):  # type: ignore[no-untyped-def]
     """`table[x]` in float32: after the own address those of the table, of x and of the results, and their count."""
-    given = to_array(data, 5)
-    table, x, results = _words(given[1], 1 << 16), _words(given[2], given[4]), _floats(given[3], given[4])
-    for i in range(given[4]):
+    words = to_array(data, 5)
+    table, x, results = bfloats(words[1], 1 << 16), bfloats(words[2], words[4]), floats(words[3], words[4])
+    for i in range(words[4]):
         results[i] = wide(table[x[i]])
 
 
 def divide(data):  # type: ignore[no-untyped-def]
     """Quotients in place: after the own address that of float32s, their count, and the bits of the divisor."""
-    given = to_array(data, 4)
-    x, divisor = _floats(given[1], given[2]), np.uint32(given[3]).view(np.float32)
-    for i in range(given[2]):
+    words = to_array(data, 4)
+    x, divisor = floats(words[1], words[2]), float_of(words[3])
+    for i in range(words[2]):
         x[i] /= divisor

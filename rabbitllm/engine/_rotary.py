@@ -16,11 +16,9 @@ import torch
 from torch import nn
 
 from rabbitllm.base.programs import Program
-from rabbitllm.engine._fusing import fuse, with_globals
+from rabbitllm.engine._fusing import MAX_ELEMENTS, fuse, with_globals
 
 NAME = "apply_rotary_pos_emb"
-MAX_ELEMENTS = 1 << 15
-"""Elements from which torch computes in several threads."""
 _WIDTHS = (32, 32), (128, 128), (128, 96)
 """Of heads, and of what is rotated, with which functions are tried."""
 _PLAIN = 4

@@ -282,6 +282,11 @@ class Placement(Printed):
     pools: tuple[Pool, ...] = ()
     copies: Copies | None = None
 
+    @property
+    def hosts(self) -> set[str]:
+        """The devices that compute with mapped layer files."""
+        return {budget.device for budget in self.budgets if budget.is_host}
+
     def of(self, unit: str) -> PlacedUnit:
         """The placement of one unit.
 
@@ -324,8 +329,7 @@ class Placement(Printed):
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that weights take between two passes, mapped files included."""
-        hosts = {budget.device for budget in self.budgets if budget.is_host}
-        kept = (Tier.RESIDENT, Tier.PACKED)
+        hosts, kept = self.hosts, (Tier.RESIDENT, Tier.PACKED)
         units = sum(p.counted for p in self.units if p.tier is Tier.PINNED or (p.device in hosts and p.tier in kept))
         mapped = sum(p.stored for p in self.experts if p.tier is not Tier.ROUTED)
         copies = self.copies.nbytes if self.copies is not None else 0
@@ -365,8 +369,7 @@ class Placement(Printed):
     @property
     def bars(self) -> tuple[Bar, ...]:
         """The stored bytes of each unit by their location, in the order of a pass."""
-        hosts = {budget.device for budget in self.budgets if budget.is_host}
-        shares = {pool.device: pool.shares for pool in self.pools}
+        hosts, shares = self.hosts, {pool.device: pool.shares for pool in self.pools}
         experts: dict[str, list[PlacedUnit]] = {}
         units = {placed.unit for placed in self.units}
         for placed in self.experts:
@@ -722,8 +725,7 @@ _COUNTING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED, Tier.STREAMED, Tier.ROWS, 
 
 def _counted_once(placement: Placement, shared: Mapping[str, Sequence[SharedTensor]]) -> tuple[PlacedUnit, ...]:
     """The units, each with the bytes of its tensors that are counted at another unit of its device."""
-    hosts = {budget.device for budget in placement.budgets if budget.is_host}
-    tied: dict[str, int] = {}
+    hosts, tied = placement.hosts, dict[str, int]()
     counted: set[tuple[str, str]] = set()
     for tier in _COUNTING:
         for placed in (placed for placed in placement.units if placed.tier is tier and placed.unit in shared):

@@ -210,7 +210,7 @@ class UnitWork:
 def work_of(plan: LoadPlan) -> tuple[UnitWork, ...]:
     """Return the work of a pass, unit by unit, in its order."""
     picked, encoder = picked_by(plan.model.config.get_text_config()), _encoder_path(plan.model)
-    hosts = {budget.device for budget in plan.placement.budgets if budget.is_host}
+    hosts = plan.placement.hosts
     alike: dict[int, tuple[tuple[Product, ...], int]] = {}  # in an outline one source is of many layers
     work = []
     for placed in plan.placement.units:
@@ -352,8 +352,7 @@ class RoutedWork:
 def routed_work(plan: LoadPlan) -> tuple[RoutedWork, ...]:
     """Return the work of a pass with experts, module by module, in its order."""
     sources = {source.name: source for source in plan.experts}
-    pools = {pool.device: pool for pool in plan.placement.pools}
-    hosts = {budget.device for budget in plan.placement.budgets if budget.is_host}
+    hosts, pools = plan.placement.hosts, {pool.device: pool for pool in plan.placement.pools}
     work = []
     for placed in plan.placement.experts:
         source = sources[placed.unit]

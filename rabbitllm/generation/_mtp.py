@@ -13,6 +13,7 @@ The heads of several sequences are computed as one call where a test covers thei
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -154,6 +155,7 @@ class HeadTrack:
             level.kept = None
 
 
+@dataclass(eq=False, slots=True)
 class _Level:
     """A head.
 
@@ -163,12 +165,9 @@ class _Level:
         kept: the state to go back to, while tokens are proposed.
     """
 
-    __slots__ = ("kept", "rows", "states")
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.states: torch.Tensor | None = None
-        self.kept: torch.Tensor | None = None
+    rows: int = 0
+    states: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
     def add(self, begin: int, states: torch.Tensor) -> None:
         """Add the states of the tokens from `begin` on; those that it has are replaced."""

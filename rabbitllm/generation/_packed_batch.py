@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 
+from rabbitllm.base.contexts import assigned
 from rabbitllm.engine.kv_room import append
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.generation._cache_file import NO_MEMORY, CacheFile
@@ -296,18 +297,13 @@ def attention_by_sequence(configs: Iterable[Any]) -> Iterator[None]:
             name_attention(config, name)
 
 
-@contextlib.contextmanager
-def sequences_of(cache: PackedCache) -> Iterator[None]:
+def sequences_of(cache: PackedCache) -> contextlib.AbstractContextManager[None]:
     """Set the sequences of this greenlet's packed batch inside the context.
 
     Args:
         cache: cache of the packed forward.
     """
-    token = _active.set(cache)
-    try:
-        yield
-    finally:
-        _active.reset(token)
+    return assigned(_active, cache)
 
 
 def _attention(

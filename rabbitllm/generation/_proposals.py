@@ -133,6 +133,8 @@ class FromModel:
         of: the model that checks the proposals, and its cache, beside which the draft's stays; None if it does not.
     """
 
+    _usual = MODEL_TOKENS
+
     def __init__(
         self,
         draft: StreamedModel,
@@ -143,6 +145,7 @@ class FromModel:
         track: Rewindable | HeadTrack,
         of: Rewindable | None = None,
     ) -> None:
+        self._draft = draft
         self._track: Any = track
         self._of = of
         self._width = width
@@ -155,7 +158,7 @@ class FromModel:
         ends = config.eos_token_id
         self._ends = {ends} if isinstance(ends, int) else {*(ends or ())}
         own = draft.generation_config
-        self._most = own.num_assistant_tokens or MODEL_TOKENS
+        self._most = own.num_assistant_tokens or self._usual
         threshold = own.assistant_confidence_threshold
         self._goes_on = width.goes_on if threshold is None else float(threshold).__le__
         self._deepens = width.deepens if threshold is None else lambda right, depth: right >= threshold
@@ -280,18 +283,7 @@ class FromItself(FromModel):
     `FromModel`; `track` is the one of that pass.
     """
 
-    def __init__(
-        self,
-        model: StreamedModel,
-        processors: LogitsProcessorList,
-        config: GenerationConfig,
-        width: Width,
-        branches: bool,
-        track: Rewindable,
-    ) -> None:
-        super().__init__(model, processors, config, width, branches, track)
-        self._drafting = model.streamer.drafting
-        self._is_prompt = True
+    _is_prompt = True
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, (1, tokens); none after a prompt, which is read first."""
@@ -300,7 +292,7 @@ class FromItself(FromModel):
             return Proposal(ids[:, :0])
         begin = self._track.tokens
         try:
-            with self._drafting():
+            with self._draft.streamer.drafting():
                 return super().propose(ids, most)
         finally:
             self._track.settle(begin)
@@ -316,35 +308,20 @@ class FromItself(FromModel):
 
 
 class FromHead(FromModel):
-    """Proposes the tokens that the model's own head predicts.
+    """Proposes the tokens that the model's own heads predict: `draft` is the model itself, `track` is of its heads."""
 
-    Args:
-        model: loaded with its heads.
-        processors, config, width, of: see `FromModel`.
-    """
-
-    def __init__(
-        self,
-        model: StreamedModel,
-        processors: LogitsProcessorList,
-        config: GenerationConfig,
-        width: Width,
-        of: Rewindable,
-    ) -> None:
-        self._head = HeadTrack(model, of.cache)
-        self._head.resume(_earlier(of), of.tokens)
-        super().__init__(model, processors, config, width, branches=False, track=self._head, of=of)
-        assert model.heads is not None
-        own = model.generation_config.num_assistant_tokens or HEAD_TOKENS
-        self._most = own if model.heads.count == 1 else min(own, model.heads.count)
+    _usual = HEAD_TOKENS
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, (1, tokens); none before the model's first pass."""
-        return super().propose(ids, most if self._head.is_ready(ids) else 0)
+        heads = self._draft.heads
+        assert heads is not None
+        most = most if heads.count == 1 else min(most, heads.count)
+        return super().propose(ids, most if self._track.is_ready(ids) else 0)
 
     def close(self, continues: bool) -> None:
         """Take no more hidden states."""
-        self._head.close()
+        self._track.close()
         super().close(continues)
 
 
@@ -374,7 +351,9 @@ def proposals_of(
     if draft == NGRAM:
         return FromText()
     if draft == MTP:
-        return FromHead(model, processors, config, width, track)
+        heads = HeadTrack(model, track.cache)
+        heads.resume(_earlier(track), track.tokens)
+        return FromHead(model, processors, config, width, False, heads, track)
     trees = trees and takes_trees(model)
     if draft == SELF:
         return FromItself(model, processors, config, width, trees, track)

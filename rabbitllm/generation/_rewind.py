@@ -22,6 +22,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
+from rabbitllm.base.contexts import assigned
 from rabbitllm.engine.kv_room import keeps_every_token
 from rabbitllm.engine.transformers_api import DummyLayer, attention_of
 from rabbitllm.generation.kv_cache import (
@@ -181,11 +182,8 @@ class Rewindable:
             inputs["logits_to_keep"] = count  # some models set another number
         if any(parent != index - 1 for index, parent in enumerate(parents)):
             inputs |= self._as_tree(ids, parents, arguments)
-        before = _BY_ROWS.set(not is_first)
-        try:
+        with assigned(_BY_ROWS, not is_first):
             output = self._model(**inputs, return_dict=True)
-        finally:
-            _BY_ROWS.reset(before)
         self.cache = output.get(self._traits.argument, self.cache)
         if self._traits.is_own and is_first:
             for index, layer in enumerate(layers_of(self.cache)):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from rabbitllm.generation._coroutines import Coroutine, Coroutines
 from rabbitllm.generation._lookahead import Lookahead
@@ -290,7 +290,7 @@ class Sequence:
 
     def _generate(self, chunk: int | None) -> None:
         arguments = generate_arguments(self._model, self.request, self.tokens, self.cache, self.grammar)
-        arguments["stopping_criteria"] = StoppingCriteriaList([_EachToken(self._take)])
+        arguments["stopping_criteria"] = StoppingCriteriaList([self._take])
         arguments |= {"prefill_chunk_size": chunk, "custom_generate": self._choose_tokens}
         try:
             self._model.generate(**arguments)
@@ -311,8 +311,9 @@ class Sequence:
             self._processors = LogitsProcessorList([*before, *logits_processor])
         return sample(model, input_ids, logits_processor=self._processors, **options)
 
-    def _take(self, token: int) -> None:
-        """Take a token, report the text that it completes, and leave `generate` if it was the last one."""
+    def _take(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """A stopping criterion that takes each token, reports the text that it completes, and leaves after the last."""
+        token = int(input_ids[0, -1])
         if self._first is None:
             self._first = time.monotonic()
         chosen = TokenLogprob(token)
@@ -325,6 +326,7 @@ class Sequence:
                 self._add_all(forced, self.grammar)
         if self.finish_reason is not None:
             raise _Over
+        return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
 
     def _add_all(self, forced: list[int], grammar: GrammarState) -> None:
         """Add the last tokens of an answer, which need no pass."""
@@ -356,17 +358,6 @@ class Sequence:
         elif state is not None:
             self._random = torch.get_rng_state()
             torch.set_rng_state(state)
-
-
-class _EachToken(StoppingCriteria):  # type: ignore[misc]
-    """Passes every token on."""
-
-    def __init__(self, take: Callable[[int], None]) -> None:
-        self._take = take
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self._take(int(input_ids[0, -1]))
-        return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
 
 
 class _Logprobs(LogitsProcessor):  # type: ignore[misc]

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import ChatError, OptionError
@@ -65,18 +65,6 @@ class Stopped(Exception):
     """Raised between two layers to end the pass of an answer that was stopped."""
 
 
-class _AtStopString(StoppingCriteria):  # type: ignore[misc]
-    """Stops a generation whose text has reached a stop string."""
-
-    def __init__(self, stream: TextStream) -> None:
-        self._stream = stream
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        # called before the streamer receives the token, so one more than needed is generated
-        is_over = self._stream.stop is not None
-        return torch.full((input_ids.shape[0],), is_over, device=input_ids.device, dtype=torch.bool)
-
-
 def generate(
     model: StreamedModel,
     request: Request,
@@ -120,7 +108,7 @@ def generate(
     else:
         drafting = None
     if stops:
-        arguments["stopping_criteria"] = StoppingCriteriaList([_AtStopString(stream)])
+        arguments["stopping_criteria"] = StoppingCriteriaList([partial(_is_at_stop_string, stream)])
     before = model.profiler.sums
     start = time.perf_counter()
     finish = None
@@ -147,6 +135,11 @@ def generate(
         reasoning_tokens=stream.reasoning_tokens,
         forced_tokens=grammar.saved if grammar is not None else 0,
     )
+
+
+def _is_at_stop_string(stream: TextStream, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    """A stopping criterion; it is asked before the stream gets a token, so one more than needed is generated."""
+    return torch.full((len(input_ids),), stream.stop is not None, device=input_ids.device, dtype=torch.bool)
 
 
 def answer(

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from transformers import Cache
 
-from rabbitllm.base.forks import DaemonThread, ForkGuard
+from rabbitllm.base.forks import DaemonThread, ForkGuard, fulfil
 from rabbitllm.errors import HostGoneError, HostsError
 from rabbitllm.pipeline._caches import CacheRecorder, MirroredCaches, lengths_of, stand_in
 from rabbitllm.pipeline._frames import Frame, FrameType, Packer, unpack
@@ -170,10 +170,7 @@ class _HostChannel:
                 self._stop()
                 return
             records, future = job
-            try:
-                future.set_result(self._exchange(partial(self._send_pass, records)))
-            except BaseException as error:
-                future.set_exception(error)
+            fulfil(future, self._exchange, partial(self._send_pass, records))
             del job, records, future  # the next job may come much later
 
     def _exchange(self, do: Callable[[], T]) -> T:

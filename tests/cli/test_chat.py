@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import select
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -19,7 +14,9 @@ from typer.testing import CliRunner
 
 from rabbitllm.cli.main import app
 from rabbitllm.errors import OptionError
+from tests.support import terminals
 from tests.support.demo_models import demo_model, endless_model
+from tests.support.terminals import Terminal
 
 OF_AN_ANSWER = r"(?<![\d\[?;])(1[2-9]|[2-9]\d)"
 """Digits that are neither a count of the model's 11 units, while it is waited for, nor part of an escape sequence."""
@@ -38,20 +35,14 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return endless_model(tmp_path_factory.mktemp("chat") / "endless")
 
 
+def command(folder: Path, *options: str) -> list[str]:
+    fixed = "chat", str(folder), "--device", "cpu", "--temperature", "0"
+    return [sys.executable, "-m", "rabbitllm", *fixed, *options]
+
+
 def piped(folder: Path, lines: str, *options: str) -> subprocess.CompletedProcess[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "rabbitllm",
-        "chat",
-        str(folder),
-        "--device",
-        "cpu",
-        "--temperature",
-        "0",
-        *options,
-    ]
-    return subprocess.run(command, input=lines.encode(), capture_output=True, timeout=PATIENCE, check=False)
+    line = command(folder, *options)
+    return subprocess.run(line, input=lines.encode(), capture_output=True, timeout=PATIENCE, check=False)
 
 
 @pytest.mark.long
@@ -69,67 +60,8 @@ def test_lines_over_a_pipe(demo: Path, tmp_path: Path) -> None:
     assert (demo / "model-00001-of-00012.safetensors").exists()
 
 
-class Terminal:
-    """A process at a terminal of 80 columns, of which this is the other end."""
-
-    def __init__(self, process: subprocess.Popen[bytes], descriptor: int) -> None:
-        self.process = process
-        self._descriptor = descriptor
-        self.text = ""
-
-    def send(self, text: str) -> None:
-        os.write(self._descriptor, text.encode())
-
-    def until(self, pattern: str) -> str:
-        """Wait for a text (a pattern), and return what came since the last one up to its end."""
-        limit = time.monotonic() + PATIENCE
-        while (match := re.search(pattern, self.text)) is None:
-            ready, _, _ = select.select([self._descriptor], [], [], max(limit - time.monotonic(), 0))
-            assert ready, f"{pattern!r} did not come in {self.text!r}"
-            try:
-                data = os.read(self._descriptor, 4096)
-            except OSError:  # the process has ended
-                data = b""
-            assert data, f"it ended before {pattern!r}: {self.text!r}"
-            self.text += data.decode(errors="replace")
-        came, self.text = self.text[: match.end()], self.text[match.end() :]
-        return came
-
-    def interrupt_until(self, pattern: str) -> None:
-        """Press Ctrl-C, and again if it was in the instant in which `input` is there and does not wait yet."""
-        for _ in range(PATIENCE // 2):
-            self.send("\x03")
-            limit = time.monotonic() + 2
-            while time.monotonic() < limit and not re.search(pattern, self.text):
-                if select.select([self._descriptor], [], [], 0.1)[0]:
-                    self.text += os.read(self._descriptor, 4096).decode(errors="replace")
-            if re.search(pattern, self.text):
-                break
-        self.until(pattern)
-
-
-@contextlib.contextmanager
-def at_a_terminal(folder: Path, *options: str) -> Iterator[Terminal]:
-    pty, fcntl, termios = (pytest.importorskip(name) for name in ("pty", "fcntl", "termios"))
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, b"\x1e\x00\x50\x00\x00\x00\x00\x00")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rabbitllm", "chat", str(folder), "--device", "cpu", "--temperature", "0", *options],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"},
-    )
-    os.close(theirs)
-    try:
-        yield Terminal(process, ours)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-        process.wait()
-        os.close(ours)
+def at_a_terminal(folder: Path, *options: str) -> AbstractContextManager[Terminal]:
+    return terminals.at_a_terminal(command(folder, *options), PATIENCE)
 
 
 @pytest.mark.long

@@ -17,7 +17,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
 from rabbitllm.engine import _norms
-from rabbitllm.engine._norms import MAX_ELEMENTS, fuse_norms
+from rabbitllm.engine._fusing import MAX_ELEMENTS
+from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.quant import _vectors
 from tests.engine.test_siblings import assert_same_logits, checkpoint
 from tests.support.tiny_models import ALL
@@ -133,12 +134,12 @@ def test_a_model_has_the_same_logits(
 @torch.no_grad()
 def test_norms_with_a_gate(norm_type: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All have the results of their class; those that round between norm and gate by one call."""
-    calls, compute = list[int](), _norms._gated_norm
+    calls, compute = list[int](), _norms._norm
     for columns in (64, 128):
         plain = norm(norm_type, columns, torch.bfloat16)
         fused = copy.deepcopy(plain)
         assert fuse_norms(fused) == (norm_type is not KimiLinearRMSNormGated)
-        monkeypatch.setattr(_norms, "_gated_norm", lambda *given: calls.append(len(given[2])) or compute(*given))
+        monkeypatch.setattr(_norms, "_norm", lambda *given: calls.append(given[2]) or compute(*given))
         for rows in (1, 32):
             x, gate = (torch.randn(rows, columns).bfloat16() * 4 for _ in range(2))
             assert torch.equal(fused(x, gate), plain(x, gate))

@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.phi3 import modeling_phi3
 
 from rabbitllm.engine import _rotary
-from rabbitllm.engine._rotary import MAX_ELEMENTS, fuse_rotary
+from rabbitllm.engine._fusing import MAX_ELEMENTS
+from rabbitllm.engine._rotary import fuse_rotary
 from rabbitllm.quant import _vectors
 from tests.engine.test_siblings import assert_same_logits, checkpoint
 from tests.support.tiny_models import ALL

@@ -16,19 +16,17 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.storage import leases
 from rabbitllm.storage.durable import Step
-from tests.support.crashes import import_everything
+from tests.support.crashes import ForkServer, import_everything
 from tests.support.splitting import Call, Counter
 from tests.support.ticks import observe_ticks
 
@@ -62,38 +60,19 @@ class Ended:
     said: str
 
 
-class WithoutFlock:
+class WithoutFlock(ForkServer):
     """The server process; a context manager."""
 
-    def __enter__(self) -> WithoutFlock:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.without_flock"],
-            cwd=_ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+    def __init__(self) -> None:
+        super().__init__("tests.support.without_flock")
 
     def run(self, call: Call | Sequence[Call], *actors: Actor) -> list[Ended]:
         """Make a call in a process for each actor, or each its own, and return when all have ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         calls = [call] * len(actors) if isinstance(call, Call) else call
         wanted = [
             (dataclasses.asdict(one), dataclasses.asdict(actor)) for one, actor in zip(calls, actors, strict=True)
         ]
-        self._process.stdin.write(json.dumps(wanted) + "\n")
-        self._process.stdin.flush()
-        return [Ended(*entry) for entry in json.loads(self._process.stdout.readline())]
+        return [Ended(*entry) for entry in self.answer(wanted)]
 
 
 def refuse_locks(code: int = errno.ENOLCK) -> None:

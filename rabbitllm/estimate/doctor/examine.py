@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from rabbitllm.base.forks import DaemonThread
+from rabbitllm.base.forks import DaemonThread, fulfil
 from rabbitllm.base.terminal import size, speed
 from rabbitllm.base.transformers_version import TESTED, newer_than_tested, version_of
 from rabbitllm.engine.free_memory import available_ram, group_limits, has_nvidia_driver, process_limits
@@ -303,15 +303,8 @@ class Probes:
     def begin(self, name: str, probe: Callable[[], Found], seconds: float) -> Callable[[], Found | None]:
         """Begin a probe that may not return; the returned function waits for it until `seconds` from now at most."""
         answer: Future[Found] = Future()
-
-        def work() -> None:
-            try:
-                answer.set_result(probe())
-            except Exception as error:
-                answer.set_exception(error)
-
         until = time.perf_counter() + seconds
-        thread = DaemonThread(work, f"probe-{name}")
+        thread = DaemonThread(fulfil, f"probe-{name}", answer, probe)
         thread.start()
 
         def wait() -> Found:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from rabbitllm.base.contexts import assigned
 from rabbitllm.engine.streamed_model import refuse_overflow
 from rabbitllm.errors import ScoringError
 from rabbitllm.generation._packed_batch import (
@@ -310,8 +311,7 @@ class ScoringForward:
         targets = {} if self._keep is not None else _wanted(batch, rows)
         keeps = self._keep is not None or any(request.pooling for task in batch.tasks for request in task.asked)
         cut = _Cut(torch.tensor(list(targets), device=ids.device) if targets and not self._whole else None, keeps)
-        token = _active.set(cut)
-        try:
+        with assigned(_active, cut):
             if batch.segments is None:
                 chances = self._chances(cut, {"input_ids": ids, "use_cache": False, **_RETURN}, targets)
             else:
@@ -320,8 +320,6 @@ class ScoringForward:
                 with sequences_of(cache):
                     chances = self._chances(cut, _packed_inputs(batch.segments, ids, cache), targets)
                 cache.finish()
-        finally:
-            _active.reset(token)
         requests = [(indices[r.number], r, rows[text]) for text, task in enumerate(batch.tasks) for r in task.asked]
         if self._keep is None:
             return [_scored(index, request, text_rows, chances, cut.states) for index, request, text_rows in requests]
@@ -344,14 +342,11 @@ class ScoringForward:
         cut = _Cut(None, keeps=False)
         cut.is_reached, cut.chosen, cut.part = True, states, slice(None)
         cut.output = _RowsAlone()
-        token = _active.set(cut)
-        try:
+        with assigned(_active, cut):
             ids = torch.zeros((1, len(states)), dtype=torch.long, device=self._model.device)
             logits: torch.Tensor = self._model.forward(input_ids=ids, use_cache=False, **_RETURN).logits
             refuse_overflow(logits, "logits")
             return logits[0]
-        finally:
-            _active.reset(token)
 
     def _chances(self, cut: _Cut, inputs: dict[str, Any], targets: dict[int, list[int]]) -> _Chances:
         if not targets:

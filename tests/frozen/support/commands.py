@@ -8,7 +8,6 @@ import json
 import os
 import re
 import runpy
-import select
 import signal
 import socket
 import subprocess
@@ -16,13 +15,13 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
+from tests.support import terminals
+from tests.support.terminals import Terminal
 
 PATIENCE = 600.0
 """Seconds until a test gives up on a process; many times what an idle machine takes."""
@@ -81,57 +80,9 @@ def begin(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
-class Terminal:
-    """A process at a terminal of 80 columns, of which this is the other end."""
-
-    def __init__(self, process: subprocess.Popen[bytes], descriptor: int) -> None:
-        self.process = process
-        self.text = ""
-        self._descriptor = descriptor
-
-    def send(self, text: str) -> None:
-        """Type; a line ends with a carriage return."""
-        os.write(self._descriptor, text.encode())
-
-    def until(self, wanted: str) -> str:
-        """Wait for a pattern, and return what came since the last one up to its end."""
-        limit = time.monotonic() + PATIENCE
-        while (found := re.search(wanted, self.text)) is None:
-            ready, _, _ = select.select([self._descriptor], [], [], max(limit - time.monotonic(), 0))
-            assert ready, f"{wanted!r} did not come in {self.text!r}"
-            try:
-                data = os.read(self._descriptor, 4096)
-            except OSError:  # the process has ended
-                data = b""
-            assert data, f"it ended before {wanted!r}: {self.text!r}"
-            self.text += data.decode(errors="replace")
-        came, self.text = self.text[: found.end()], self.text[found.end() :]
-        return came
-
-
-@contextlib.contextmanager
-def at_a_terminal(*arguments: object) -> Iterator[Terminal]:
+def at_a_terminal(*arguments: object) -> contextlib.AbstractContextManager[Terminal]:
     """The command at a terminal, where Ctrl-C reaches it; killed at the end if it still runs."""
-    pty, fcntl, termios = (pytest.importorskip(name) for name in ("pty", "fcntl", "termios"))
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, b"\x1e\x00\x50\x00\x00\x00\x00\x00")
-    process = subprocess.Popen(
-        command(*arguments),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        env={**ENVIRONMENT, "TERM": "xterm-256color", "COLUMNS": "80"},
-    )
-    os.close(theirs)
-    try:
-        yield Terminal(process, ours)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-        process.wait()
-        os.close(ours)
+    return terminals.at_a_terminal(command(*arguments), PATIENCE, ENVIRONMENT)
 
 
 class Server:
