@@ -75,9 +75,10 @@ def arguments(words, i):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def own_rows(words, start, end, rows):  # type: ignore[no-untyped-def]
-    """The first row of some parts and the one after their last."""
-    return start * words[0], min(end * words[0], rows)
+def own_rows(words, start, end, parts, rows):  # type: ignore[no-untyped-def]
+    """The first row of some of so many parts, which are as even as whole tiles allow, and the one after their last."""
+    last = rows if end == parts else rows * end // parts // words[0] * words[0]
+    return rows * start // parts // words[0] * words[0], last
 
 
 def add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> None:
@@ -200,7 +201,7 @@ def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) ->
 
 ONE: Any = None
 TALL = WIDE = SQUARE = LEAST = TILE = FILL = AT_ONCE = NBYTES = MAX_STEPS = ONE
-IN_PLACE, GROUP = False, 1
+IN_PLACE, GROUP, TURN = False, 1, emitted(lambda emit, rows, panel, row_bytes: None, 8)
 
 
 def _by_codes(data, start, end, parts):  # type: ignore[no-untyped-def]
@@ -209,7 +210,7 @@ def _by_codes(data, start, end, parts):  # type: ignore[no-untyped-def]
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         work = arguments(words, piece)
         tokens = work[9]
-        first, last = own_rows(words, start, end, work[10])
+        first, last = own_rows(words, start, end, parts, work[10])
         for top in range(first, last, NEAR_ROWS):
             bottom, token = min(top + NEAR_ROWS, last), 0
             while token < tokens:
@@ -232,7 +233,7 @@ def _by_numbers(data, start, end, parts):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, _, _, table, out, row_bytes, steps, shift, _, rows = arguments(words, piece)
-        first, last = own_rows(words, start, end, rows)
+        first, last = own_rows(words, start, end, parts, rows)
         for row in range(first, last):
             FILL(codes, scales, table, out + row * steps * NBYTES, row_bytes, steps, shift, row, 0, steps)
 
@@ -243,7 +244,7 @@ def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, start, stop, rows)
+        first, last = own_rows(words, start, stop, parts, rows)
         input_bytes = steps * NBYTES
         for top in range(first, last, PANEL_ROWS):
             bottom = min(top + PANEL_ROWS, last)
@@ -256,8 +257,12 @@ def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
                 else:
                     for row in range(top, bottom):
                         lane = (row - top) % GROUP
-                        place = panel + (row - top - lane) * panel_bytes + 4 * lane
+                        group = panel + (row - top - lane) * panel_bytes
+                        rows_of_group = panel + PANEL_ROWS * MAX_STEPS * NBYTES if GROUP > 1 else group
+                        place = rows_of_group + lane * panel_bytes
                         FILL(codes, scales, table, place, row_bytes, steps, shift, row, step, count)
+                        if GROUP > 1 and (lane == GROUP - 1 or row == bottom - 1):
+                            TURN(rows_of_group, group, panel_bytes)
                 for begin in range(0, tokens, many_inputs):
                     end = min(begin + many_inputs, tokens)
                     row = top

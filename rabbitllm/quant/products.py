@@ -36,6 +36,7 @@ from rabbitllm.quant._kernel_interface import (
     PAIRS,
     PANELS,
     SEGMENT,
+    WORD_WIDTH,
     CodeKernel,
     InputRows,
 )
@@ -58,6 +59,8 @@ MAX_PANEL_INPUTS = {16: 256, 8: 512}
 """Lanes -> rows of input up to which panels are faster than torch."""
 MAX_PANEL_BFLOATS = 32
 """The same of bfloat16 where torch has instructions for it; measured with AMX."""
+MAX_WORD_BFLOATS = 128
+"""The same of codes of two bytes; measured with AVX-512 on a Zen 5."""
 MAX_GROUPED = 512
 """Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 22
@@ -81,8 +84,12 @@ def multiplies(form: Quantized) -> bool:
 
 def max_panel_inputs(lanes: int, dtype: torch.dtype) -> int:
     """Rows of input of a dtype up to which panels are faster than torch; 0 if there are none."""
-    limit, is_bfloat = MAX_PANEL_INPUTS.get(lanes, 0), dtype is torch.bfloat16
-    return min(limit, MAX_PANEL_BFLOATS) if is_bfloat and bfloat_products.torch_has_instructions() else limit
+    limit = MAX_PANEL_INPUTS.get(lanes, 0)
+    return min(limit, MAX_PANEL_BFLOATS) if _torch_is_fast(dtype) else limit
+
+
+def _torch_is_fast(dtype: torch.dtype) -> bool:
+    return dtype is torch.bfloat16 and bfloat_products.torch_has_instructions()
 
 
 def can_multiply(form: Quantized) -> bool:
@@ -289,8 +296,8 @@ class Matrix(QuantizedMatrix, KernelMatrix):
             return CODES, INTEGERS
         from rabbitllm.quant import _vectors
 
-        if count > self.max_inputs and self._takes_bytes():
-            return BYTES, BYTE_WIDTH
+        if count > self.max_inputs and (width := self._byte_width(count, dtype)):
+            return BYTES, width
         lanes = _vectors.lanes()
         if count <= max_panel_inputs(lanes, dtype) and self.table_for(lanes) and agrees(PANELS, scheme, lanes):
             return PANELS, lanes
@@ -299,22 +306,24 @@ class Matrix(QuantizedMatrix, KernelMatrix):
     def layout(self) -> InputLayout:
         return _layout(self.form.scheme)
 
-    def _takes_bytes(self) -> bool:
-        """Whether there is a kernel for more rows by bytes, and whether it is the fastest."""
+    def _byte_width(self, count: int, dtype: torch.dtype) -> int:
+        """The width of the kernel by bytes for so many rows; 0 if there is none, or another method is faster."""
         from rabbitllm.quant import _byte_kernels
 
-        has_kernel = self.form.scheme in _byte_kernels.types() and bool(self.table_for(BYTE_WIDTH))
-        return _byte_kernels.pays() and has_kernel and agrees(BYTES, self.form.scheme, BYTE_WIDTH)
+        width = _byte_kernels.width_of(self.form.scheme) if _byte_kernels.pays() else 0
+        if width == WORD_WIDTH and count > MAX_WORD_BFLOATS and _torch_is_fast(dtype):
+            return 0
+        return width if width and self.table_for(width) and agrees(BYTES, self.form.scheme, width) else 0
 
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
-        if width == BYTE_WIDTH:
-            return _rounded_to_bytes(x)
+        if width in _BYTE_WIDTHS:
+            return _rounded(width, x)
         if width == INTEGERS:
             return _layout(self.form.scheme).inputs(x)
         return InputRows(x.float().contiguous() if self.form.scheme in BLOCK_TYPES else _kernels.interleaved(width, x))
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
-        step = self.layout().step if width == INTEGERS else BYTE_STEP if width == BYTE_WIDTH else 2 * width
+        step = self.layout().step if width == INTEGERS else BYTE_STEP if width in _BYTE_WIDTHS else 2 * width
         sizes = _sizes(self.form.scheme, self.form.shape[1], step)
         return self.payload.data_ptr(), self.absmax.data_ptr(), self.table_for(width), *sizes
 
@@ -351,22 +360,24 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         if width not in self._tables:  # the array is kept in the cache of `table_of`
             from rabbitllm.quant import _byte_kernels, _integers, _vectors
 
-            tables = {INTEGERS: _integers, BYTE_WIDTH: _byte_kernels}.get(width, _vectors)
-            values = ctypes.string_at(self.table.data_ptr(), self.table.nbytes)
-            table = tables.table_of(self.form.scheme, values)
+            values = self.form.scheme, ctypes.string_at(self.table.data_ptr(), self.table.nbytes)
+            if width in _BYTE_WIDTHS:
+                table = _byte_kernels.table_of(*values, width)
+            else:
+                table = (_integers if width == INTEGERS else _vectors).table_of(*values)
             self._tables[width] = 0 if table is None else table.ctypes.data
         return self._tables[width]
 
 
-def _rounded_to_bytes(x: torch.Tensor) -> InputRows:
+def _rounded(width: int, x: torch.Tensor) -> InputRows:
     """Rows (T, K) of any floating dtype as kernels by bytes take them; K is a whole number of their steps."""
-    from rabbitllm.quant._byte_kernels import INPUTS, STEP_BYTES  # numba comes with it
+    from rabbitllm.quant import _byte_kernels  # numba comes with it
 
     x = x.float().contiguous()
     steps = x.shape[1] // BYTE_STEP
-    rounded = torch.empty(len(x), steps * STEP_BYTES, dtype=torch.uint8)
+    rounded = torch.empty(len(x), steps * _byte_kernels.step_bytes(width), dtype=torch.uint8)
     work = x.data_ptr(), 0, 0, 0, 0, rounded.data_ptr(), x.stride(0) * x.itemsize, steps, 0, 1, len(x)
-    _kernels.run(BYTES, INPUTS, 0, [work], x.nbytes)
+    _kernels.run(BYTES, _byte_kernels.INPUTS, width, [work], x.nbytes)
     return InputRows(rounded)
 
 
@@ -487,7 +498,8 @@ def agrees(method: str, scheme: Any, width: int, sample_of: Callable[..., Any] =
             product = matrix.times_by(method, width, x) if is_product else x @ matrix.bfloats(width).float().T
             yield product, x.float() @ matrix.dequantized(torch.float32).T
 
-    tolerances = {INTEGERS: _kernels.INTEGER_TOLERANCE, BYTE_WIDTH: _kernels.BYTE_TOLERANCE}
+    of_integers, of_bytes = _kernels.INTEGER_TOLERANCE, _kernels.BYTE_TOLERANCE
+    tolerances = {INTEGERS: of_integers, WORD_WIDTH: of_integers, BYTE_WIDTH: of_bytes}
     tolerance = _kernels.BFLOAT_TOLERANCE if method == BFLOATS else tolerances.get(width, _kernels.TOLERANCE)
     name = scheme if isinstance(scheme, str) else " ".join(map(str, scheme))
     return _kernels.agrees(f"by {method} at {name}", trials(), tolerance)
@@ -500,5 +512,6 @@ _TRIALS = {
     BFLOATS: ((7, 70, 4096),),
 }
 """The products of a kernel's trial: inputs, rows, columns."""
+_BYTE_WIDTHS = BYTE_WIDTH, WORD_WIDTH
 _NO_TABLE = -1
 """In place of the address of a table, for kernels whose values are in their code."""

@@ -11,13 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import _byte_kernels, _kernels, _vectors, bfloat_products, products, quantize
-from rabbitllm.quant._kernel_interface import BYTE_WIDTH, BYTES, CODES, DEQUANTIZED, INTEGERS, PANELS
+from rabbitllm.base.openmp import PARTS
+from rabbitllm.quant import _byte_kernels, _kernels, _product_kernels, _vectors, bfloat_products, products, quantize
+from rabbitllm.quant._kernel_interface import BYTES, CODES, DEQUANTIZED, INTEGERS, PANELS
 from rabbitllm.quant.products import (
     MAX_CODE_INPUTS,
     MAX_GROUPED,
@@ -105,9 +107,9 @@ def test_many_shapes(scheme: str, rows: int, segments: int, count: int, seed: in
     parts = matrix(scheme, rows, 64 * segments, seed, torch.float32)
     of, x = Matrix(*parts), inputs(count, 64 * segments)
     assert_product(of.linear(x, None), x, parts)
-    if scheme in _byte_kernels.types():
-        result = of.times_by(BYTES, BYTE_WIDTH, x)
-        assert_products(result, integer_products.in_steps(32, x, 127), integer_products.meant(of, BYTES))
+    if width := integer_products.width_of(BYTES, scheme):
+        result = of.times_by(BYTES, width, x)
+        assert_products(result, integer_products.rounded_to_bytes(scheme, x), integer_products.meant(of, BYTES))
 
 
 @needs_kernel
@@ -121,9 +123,23 @@ def test_integers_lose_a_small_part_of_what_the_scheme_loses(scheme: str) -> Non
     of_scheme = error(x.double() @ meant(parts).T, x.double() @ values.bfloat16().double().T)
     of_integers = error(Matrix(*parts).times_by(CODES, INTEGERS, x), x.double() @ meant(parts).T)
     assert of_integers < 0.03 * of_scheme
-    if scheme in _byte_kernels.types():
-        of_bytes = error(Matrix(*parts).times_by(BYTES, BYTE_WIDTH, x), x.double() @ meant(parts).T)
+    if width := integer_products.width_of(BYTES, scheme):
+        of_bytes = error(Matrix(*parts).times_by(BYTES, width, x), x.double() @ meant(parts).T)
         assert of_bytes < 0.15 * of_scheme  # errors are independent: 2 % more
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_get_the_same_share_of_rows_but_for_a_tile(threads: int) -> None:
+    parts = threads * PARTS
+    for rows, tile in itertools.product((1, 31, 192, 576, 1537, 8960), (4, 16, 32)):
+        bounds = [
+            _product_kernels.own_rows(np.array([tile]), part, part + PARTS, parts, rows)
+            for part in range(0, parts, PARTS)
+        ]
+        assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+        assert bounds[-1][1] == rows
+        assert all(begin % tile == 0 and abs(end - begin - rows / threads) < tile for begin, end in bounds)
 
 
 def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
