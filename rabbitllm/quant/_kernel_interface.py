@@ -19,8 +19,8 @@ import torch
 from rabbitllm.base.openmp import PARTS
 
 CODES, PANELS, BYTES, DEQUANTIZED = "codes", "panels", "bytes", "dequantized"
-"""Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; the same as bytes,
-with inputs rounded to 8 bits; no kernel, but torch's product with a few rows at a time."""
+"""Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; the same, as
+integers of one or two bytes, to which inputs are rounded; no kernel, but torch's product with a few rows at a time."""
 NUMBERS, BFLOATS = "numbers", "bfloats"
 """Dequantization, which is no product: to float32, and to bfloat16."""
 INTEGERS = 64

@@ -1,10 +1,10 @@
 """Products with a matrix that is stored at 4bit, 8bit or in blocks of GGUF, without dequantizing the whole matrix.
 
 On the CPU, for few inputs each code is decoded in registers for every few of them, to integers (`_integers.py`). For
-more inputs a few rows at a time are decoded once for all of them, a panel: where it pays codes of at most 4 bits to
-bytes, multiplied with inputs of 8 bits (`_byte_kernels.py`), all others to float32. For very many of these a few rows
-at a time are dequantized into the cache, and multiplied by torch; so are matrices with code values that no kernel has a
-table for (times: benchmarks/NOTES.md).
+more inputs a few rows at a time are decoded once for all of them, a panel: where it pays to integers of 8 or 16 bits
+(`_byte_kernels.py`), else to float32. For very many inputs a few rows at a time are dequantized into the cache, and
+multiplied by torch, where that is faster; so are matrices with code values that no kernel has a table for (times:
+benchmarks/NOTES.md).
 
 On a device for which bitsandbytes has kernels, `matmul_4bit` multiplies: from the codes, or with the dequantized matrix
 if its own tables say so; then with some rows of the matrix at a time, so that these need little memory.
