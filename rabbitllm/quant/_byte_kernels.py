@@ -25,12 +25,12 @@ import numpy.typing as npt
 from llvmlite import binding, ir
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant import _block_kernels, _integers, _product_kernels
+from rabbitllm.quant import _block_kernels, _product_kernels, _vectors
 from rabbitllm.quant._block_formats import FORMATS
 from rabbitllm.quant._kernel_interface import BYTE_STEP as STEP
 from rabbitllm.quant._kernel_interface import BYTE_WIDTH, WORD_WIDTH
-from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, features, number, on_stack
-from rabbitllm.quant.schemes import NF4_BLOCK
+from rabbitllm.quant._vectors import CODEBOOKS, F32, I8, I16, I32, Emitter, emitted, every, features, number, on_stack
+from rabbitllm.quant.schemes import SCHEMES
 
 SIZES = {BYTE_WIDTH: 1, WORD_WIDTH: 2}
 """Width -> bytes of a code in a panel, and of an input."""
@@ -69,10 +69,8 @@ def _multiplies_fours() -> bool:
 
 
 def width_of(scheme: str) -> int:
-    """The width of a scheme's kernel on this processor, a key of `SIZES`; 0 if it has none."""
-    if scheme in (_FOUR_BITS | _LOOKED_UP if _multiplies_fours() else _FOUR_BITS):
-        return BYTE_WIDTH
-    return WORD_WIDTH if scheme in FORMATS or scheme == "4bit" else 0
+    """The width of a scheme's kernel on this processor, a key of `SIZES`."""
+    return BYTE_WIDTH if scheme in (_FOUR_BITS | _LOOKED_UP if _multiplies_fours() else _FOUR_BITS) else WORD_WIDTH
 
 
 def step_bytes(width: int) -> int:
@@ -100,8 +98,7 @@ def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     name, size, nbytes = f"{method}_{scheme}_{width}_{lanes()}", SIZES[width], step_bytes(width)
     if scheme == INPUTS:
         return _product_kernels.rows_kernel(name, emitted(_round(width), lanes()), nbytes)
-    fill = _fill_nibbles(width) if scheme == "4bit" else _fill_blocks(scheme, width)
-    group, is_moved = STEP, size == 1
+    fill, group, is_moved = (_fill_blocks if scheme in FORMATS else _fill_own)(scheme, width), STEP, size == 1
     if scheme in FORMATS:
         group, is_moved = min(FORMATS[scheme].group, STEP), is_moved or len(FORMATS[scheme].halves) == 2
     dot = functools.partial(_dot, width, group, is_moved)
@@ -113,23 +110,24 @@ def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
 
 
 @functools.cache
-def table_of(scheme: str, levels: bytes, width: int) -> npt.NDArray[np.uint8] | None:
-    """The table of 4bit, from the float32 values of its codes: the lower bytes of 16 integers, the upper ones if codes
-    have two, and the factor of an integer, float32.
+def table_of(scheme: str, levels: bytes, width: int) -> npt.NDArray[Any] | None:
+    """The table of a scheme of ours, from the float32 values of its codes; None if these do not fit.
 
-    Integers of a byte have the number of steps to the largest value, 112 to 127, for which values are off least.
+    At 4bit it has the lower bytes of 16 integers, the upper ones if codes have two, and the factor of an integer,
+    float32; integers of a byte have the number of steps to the largest value, 112 to 127, for which values are off
+    least. At 8bit it is that of `_vectors`, for codes of two bytes, which are computed.
     """
-    if scheme != "4bit":
-        return None
     values = np.frombuffer(levels, np.float32).astype(np.float64)
     most = np.abs(values).max()
-    if not np.isfinite(most) or not most:
+    if not np.isfinite(most) or not most or (scheme == "8bit" and most > 1):
         return None
+    if scheme == "8bit":
+        return _vectors.table_of(scheme, levels)
     values /= most
     numbers = np.arange(112.0, 127.25, 0.25) if SIZES[width] == 1 else [float(_LARGEST_CODE)]
     steps = min(numbers, key=lambda n: np.square(np.rint(values * n) / n - values).sum())
-    integers = np.rint(values * steps).astype(np.int16) + (_OFFSET if SIZES[width] == 1 else 0)
-    planes = [integers.astype(np.int16).view(np.uint8)[part::2] for part in range(SIZES[width])]
+    integers = (np.rint(values * steps) + (_OFFSET if SIZES[width] == 1 else 0)).astype(np.int16)
+    planes = [integers.view(np.uint8)[part::2] for part in range(SIZES[width])]
     return np.concatenate([*planes, np.array([most / steps], np.float32).view(np.uint8)])
 
 
@@ -194,34 +192,60 @@ def _fill_blocks(scheme: str, width: int) -> Any:
     return fill
 
 
-def _fill_nibbles(width: int) -> Any:
-    """The same of 4bit; two steps have one scale."""
-    size, nbytes = SIZES[width], step_bytes(width)
-    block_bytes, half = NF4_BLOCK // 2, ir.VectorType(I8, STEP)
+def _fill_own(scheme: str, width: int) -> Any:
+    """The same of a scheme of ours."""
+    size, nbytes, code_bytes = SIZES[width], step_bytes(width), STEP // SCHEMES[scheme].codes_a_byte
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
         b = emit.b
-        values = [emit.load(emit.add(table, 16 * part), ir.VectorType(I8, 16), 1) for part in range(size)]
-        factor = emit.load(emit.add(table, 16 * size), F32, 1)
-        start = emit.add(codes, b.mul(row, row_bytes))
-        before = b.mul(row, b.udiv(all_steps, number(2)))
-        first, count = (b.udiv(step, number(2)) for step in (first, steps))
-        with emit.loop(count) as index:
-            block = emit.add(first, index)
-            bytes_ = emit.load(emit.add(start, b.mul(block, number(block_bytes))), half, 1)
-            nibbles = b.lshr(bytes_, every(half, 4)), b.and_(bytes_, every(half, 15))  # the first is in the high half
-            code = emit.pick(*nibbles, [i // 2 + i % 2 * STEP for i in range(2 * STEP)])
-            planes = [_integers.look_up(emit, some, code) for some in values]
-            scale = emit.load(emit.add(scales, b.mul(emit.add(before, block), number(4))), F32, 4)
-            scale = b.fmul(scale, factor)
-            group = scale, b.fmul(scale, ir.Constant(F32, float(-_OFFSET if size == 1 else 0)))
-            for part in range(2):
-                place = emit.add(panel, b.mul(index, number(2 * nbytes)), part * nbytes)
-                order = [i + 2 * STEP * plane for i in range(part * STEP, (part + 1) * STEP) for plane in range(size)]
-                some = emit.pick(planes[0], planes[-1], order)
-                _store_step(emit, place, b.bitcast(some, ir.VectorType(ir.IntType(8 * size), STEP)), [group])
+        decode, factor = (_nibbles if scheme == "4bit" else _ramps)(emit, table, size)
+        start = emit.add(codes, b.mul(row, row_bytes), b.mul(first, number(code_bytes)))
+        before = emit.add(b.mul(row, all_steps), first)
+        with emit.loop(steps) as index:
+            code = decode(emit.add(start, b.mul(index, number(code_bytes))))
+            block = b.lshr(emit.add(before, index), shift)
+            scale = b.fmul(emit.load(emit.add(scales, b.mul(block, number(4))), F32, 4), factor)
+            added = b.fmul(scale, ir.Constant(F32, float(-_OFFSET if size == 1 else 0)))
+            _store_step(emit, emit.add(panel, b.mul(index, number(nbytes))), code, [(scale, added)])
 
     return fill
+
+
+def _nibbles(emit: Emitter, table: Any, size: int) -> tuple[Callable[[Any], Any], Any]:
+    """What looks up a step of 4bit codes at an address, the first of a byte in its high half; and their factor."""
+    b, half, whole = emit.b, ir.VectorType(I8, STEP // 2), ir.VectorType(I8, STEP)
+    values = [emit.load(emit.add(table, 16 * part), half, 1) for part in range(size)]
+
+    def decode(address: Any) -> Any:
+        both = emit.load(address, half, 1)
+        nibbles = b.lshr(both, every(half, 4)), b.and_(both, every(half, 15))
+        index = emit.pick(*nibbles, [i // 2 + i % 2 * STEP // 2 for i in range(STEP)])
+        look_up = emit.function("llvm.x86.avx2.pshuf.b", whole, whole, whole)
+        planes = [b.call(look_up, [emit.joined(plane, plane), index]) for plane in values]
+        order = [i + STEP * plane for i in range(STEP) for plane in range(size)]
+        return b.bitcast(emit.pick(planes[0], planes[-1], order), ir.VectorType(ir.IntType(8 * size), STEP))
+
+    return decode, emit.load(emit.add(table, 16 * size), F32, 1)
+
+
+def _ramps(emit: Emitter, table: Any, size: int) -> tuple[Callable[[Any], Any], Any]:
+    """The same for 8bit codes, as words."""
+    b, weights = emit.b, CODEBOOKS["8bit"](emit, table)
+
+    def decode(address: Any) -> Any:
+        pairs = [weights(emit.add(address, offset)) for offset in range(0, STEP, 2 * emit.width)]
+        even, odd = (emit.joined(*(pair[parity] for pair in pairs)) for parity in (0, 1))
+        value = emit.pick(even, odd, [i // 2 + i % 2 * STEP // 2 for i in range(STEP)])
+        return b.trunc(_nearest(emit, value, every(value.type, _LARGEST_CODE)), _WORDS)
+
+    return decode, ir.Constant(F32, 1 / _LARGEST_CODE)
+
+
+def _nearest(emit: Emitter, values: Any, factor: Any) -> Any:
+    """The integers nearest to float32 times a factor, which are small."""
+    b, ints = emit.b, ir.VectorType(I32, values.type.count)
+    moved = b.fadd(b.fmul(values, factor), every(values.type, _NEAREST))
+    return b.sub(b.bitcast(moved, ints), every(ints, _NEAREST_BITS))
 
 
 def _dot(width: int, group: int, is_moved: bool, vectors: int, tokens: int) -> Any:
@@ -331,8 +355,7 @@ def _round(width: int) -> Any:
             factor = b.fdiv(ir.Constant(F32, largest_input), largest)
             is_small = b.fcmp_ordered("<", largest, ir.Constant(F32, 1e-30))
             factor = emit.spread(b.select(is_small, ir.Constant(F32, 0.0), factor), STEP)
-            moved = b.fadd(b.fmul(b.bitcast(bits, floats), factor), every(floats, _NEAREST))
-            integers = b.sub(b.bitcast(moved, ints), every(ints, _NEAREST_BITS))
+            integers = _nearest(emit, b.bitcast(bits, floats), factor)
             emit.store(b.trunc(integers, ir.VectorType(ir.IntType(8 * size), STEP)), step, 4)
             scale = b.fmul(largest, ir.Constant(F32, 1 / largest_input))
             sums = [reduced(half, b.add) for half in halves(integers, STEP // 2)]

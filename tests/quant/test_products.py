@@ -107,9 +107,8 @@ def test_many_shapes(scheme: str, rows: int, segments: int, count: int, seed: in
     parts = matrix(scheme, rows, 64 * segments, seed, torch.float32)
     of, x = Matrix(*parts), inputs(count, 64 * segments)
     assert_product(of.linear(x, None), x, parts)
-    if width := integer_products.width_of(BYTES, scheme):
-        result = of.times_by(BYTES, width, x)
-        assert_products(result, integer_products.rounded_to_bytes(scheme, x), integer_products.meant(of, BYTES))
+    result = of.times_by(BYTES, integer_products.width_of(BYTES, scheme), x)
+    assert_products(result, integer_products.rounded_to_bytes(scheme, x), integer_products.meant(of, BYTES))
 
 
 @needs_kernel
@@ -123,9 +122,10 @@ def test_integers_lose_a_small_part_of_what_the_scheme_loses(scheme: str) -> Non
     of_scheme = error(x.double() @ meant(parts).T, x.double() @ values.bfloat16().double().T)
     of_integers = error(Matrix(*parts).times_by(CODES, INTEGERS, x), x.double() @ meant(parts).T)
     assert of_integers < 0.03 * of_scheme
-    if width := integer_products.width_of(BYTES, scheme):
-        of_bytes = error(Matrix(*parts).times_by(BYTES, width, x), x.double() @ meant(parts).T)
-        assert of_bytes < 0.15 * of_scheme  # errors are independent: 2 % more
+    of_bytes = error(
+        Matrix(*parts).times_by(BYTES, integer_products.width_of(BYTES, scheme), x), x.double() @ meant(parts).T
+    )
+    assert of_bytes < 0.15 * of_scheme  # errors are independent: 2 % more
 
 
 @needs_kernel

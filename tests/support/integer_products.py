@@ -32,6 +32,8 @@ def integer_values(scheme: str, table: torch.Tensor, method: str = CODES) -> tor
     """What the codes of our own schemes stand for by codes or by bytes, float64."""
     most = float(table.abs().max())
     if method == BYTES:
+        if scheme == "8bit":
+            return (table.double() * 4095).round() / 4095
         width = width_of(BYTES, scheme)
         stored = _byte_kernels.table_of(scheme, table.numpy().tobytes(), width)
         assert stored is not None
@@ -77,5 +79,5 @@ def is_by_codes(of: Matrix, x: torch.Tensor) -> bool:
 
 
 def width_of(method: str, scheme: str = "Q4_K") -> int:
-    """The width of the kernel of a method and a scheme on this processor; 0 if it has none."""
+    """The width of the kernel of a method and a scheme on this processor."""
     return _byte_kernels.width_of(scheme) if method == BYTES else INTEGERS if method == CODES else _vectors.lanes()
