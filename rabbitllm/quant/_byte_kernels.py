@@ -59,13 +59,13 @@ _LOOKED_UP = frozenset(name for name, form in FORMATS.items() if form.values) | 
 @functools.cache
 def lanes() -> int:
     """Rows of the matrix in a vector: 16 or 8."""
-    return 16 if {"avx512f", "avx512bw", "avx512vnni"} <= features() else 8
+    return 16 if {"avx512f", "avx512bw"} <= features() else 8
 
 
 @functools.cache
 def _multiplies_fours() -> bool:
     """Whether there is an instruction for four bytes at a time."""
-    return lanes() == 16 or "avxvnni" in features()
+    return ("avx512vnni" if lanes() == 16 else "avxvnni") in features()
 
 
 def width_of(scheme: str) -> int:
@@ -77,15 +77,6 @@ def step_bytes(width: int) -> int:
     """Bytes of a step of a row in a panel: codes, then a scale and a negated minimum, float32, of each group of 16 or
     32. And of a step of inputs: integers, then their scale, the sum of all, and those of both halves."""
     return STEP * SIZES[width] + 4 * 4
-
-
-@functools.cache
-def pays() -> bool:
-    """Whether these kernels are the fastest here.
-
-    With AMX torch's product of bfloat16 is faster, with AVX-512 without VNNI panels of float32 are as fast.
-    """
-    return "amx-tile" not in features() and (_multiplies_fours() or "avx512f" not in features())
 
 
 def rows_of_tile() -> int:
@@ -309,7 +300,8 @@ def _add_products(emit: Emitter, size: int, total: Any, inputs: Any, codes: Any)
         multiply = emit.function(name, emit.ints, emit.ints, operand, operand)
         return b.call(multiply, [total or emit.every(0), b.bitcast(codes, operand), b.bitcast(inputs, operand)])
     else:
-        multiply = emit.function("llvm.x86.avx2.pmadd.ub.sw", words, bytes_, bytes_)
+        name = "llvm.x86.avx512.pmaddubs.w.512" if emit.width == 16 else "llvm.x86.avx2.pmadd.ub.sw"
+        multiply = emit.function(name, words, bytes_, bytes_)
         products = b.call(multiply, [b.bitcast(codes, bytes_), b.bitcast(inputs, bytes_)])
     return b.add(total, products) if total else products
 

@@ -1,10 +1,9 @@
 """Products with a matrix that is stored at 4bit, 8bit or in blocks of GGUF, without dequantizing the whole matrix.
 
 On the CPU, for few inputs each code is decoded in registers for every few of them, to integers (`_integers.py`). For
-more inputs a few rows at a time are decoded once for all of them, a panel: where it pays to integers of 8 or 16 bits
-(`_byte_kernels.py`), else to float32. For very many inputs a few rows at a time are dequantized into the cache, and
-multiplied by torch, where that is faster; so are matrices with code values that no kernel has a table for (times:
-benchmarks/NOTES.md).
+more inputs a few rows at a time are decoded once for all of them, a panel (`_byte_kernels.py`). For very many inputs of
+bfloat16 a few rows at a time are dequantized into the cache, and multiplied by torch, where that is faster; so are
+matrices with code values that no kernel has a table for (times: benchmarks/NOTES.md).
 
 On a device for which bitsandbytes has kernels, `matmul_4bit` multiplies: from the codes, or with the dequantized matrix
 if its own tables say so; then with some rows of the matrix at a time, so that these need little memory.
@@ -15,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,6 @@ from rabbitllm.quant._kernel_interface import (
     DEQUANTIZED,
     INTEGERS,
     PAIRS,
-    PANELS,
     SEGMENT,
     WORD_WIDTH,
     CodeKernel,
@@ -55,12 +54,8 @@ if TYPE_CHECKING:
 
 MAX_CODE_INPUTS = {"8bit": 5}
 """Rows of input up to which codes are decoded for every few of them; 16 for other schemes than these."""
-MAX_PANEL_INPUTS = {16: 256, 8: 512}
-"""Lanes -> rows of input up to which panels are faster than torch."""
-MAX_PANEL_BFLOATS = 32
-"""The same of bfloat16 where torch has instructions for it; measured with AMX."""
-MAX_WORD_BFLOATS = 128
-"""The same of codes of two bytes; measured with AVX-512 on a Zen 5."""
+MAX_AMX_INPUTS, MAX_WORD_INPUTS = 32, 128
+"""Rows of bfloat16 up to which panels are faster than torch with AMX, and with AVX512-BF16 as integers of two bytes."""
 MAX_GROUPED = 512
 """Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 22
@@ -82,14 +77,13 @@ def multiplies(form: Quantized) -> bool:
     return not form.shape[1] % SEGMENT and bool(_vectors.lanes()) and agrees(CODES, form.scheme, INTEGERS)
 
 
-def max_panel_inputs(lanes: int, dtype: torch.dtype) -> int:
-    """Rows of input of a dtype up to which panels are faster than torch; 0 if there are none."""
-    limit = MAX_PANEL_INPUTS.get(lanes, 0)
-    return min(limit, MAX_PANEL_BFLOATS) if _torch_is_fast(dtype) else limit
-
-
-def _torch_is_fast(dtype: torch.dtype) -> bool:
-    return dtype is torch.bfloat16 and bfloat_products.torch_has_instructions()
+def max_panel_inputs(width: int, dtype: torch.dtype) -> int:
+    """Rows of input of a dtype up to which panels of a width are faster than torch."""
+    if dtype is not torch.bfloat16 or not bfloat_products.torch_has_instructions():
+        return sys.maxsize
+    if torch.cpu._is_amx_tile_supported():
+        return MAX_AMX_INPUTS
+    return MAX_WORD_INPUTS if width == WORD_WIDTH else sys.maxsize
 
 
 def can_multiply(form: Quantized) -> bool:
@@ -294,33 +288,20 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         # a few types of blocks are smaller than the steps of the kernel by codes
         if count <= self.max_inputs and self.table_for(INTEGERS) and not self.form.shape[1] % _layout(scheme).step:
             return CODES, INTEGERS
-        from rabbitllm.quant import _vectors
+        from rabbitllm.quant import _byte_kernels
 
-        if count > self.max_inputs and (width := self._byte_width(count, dtype)):
+        width = _byte_kernels.width_of(scheme)
+        if count <= max_panel_inputs(width, dtype) and self.table_for(width) and agrees(BYTES, scheme, width):
             return BYTES, width
-        lanes = _vectors.lanes()
-        if count <= max_panel_inputs(lanes, dtype) and self.table_for(lanes) and agrees(PANELS, scheme, lanes):
-            return PANELS, lanes
         return DEQUANTIZED, 0
 
     def layout(self) -> InputLayout:
         return _layout(self.form.scheme)
 
-    def _byte_width(self, count: int, dtype: torch.dtype) -> int:
-        """The width of the kernel by bytes for so many rows; 0 if there is none, or another method is faster."""
-        from rabbitllm.quant import _byte_kernels
-
-        width = _byte_kernels.width_of(self.form.scheme) if _byte_kernels.pays() else 0
-        if width == WORD_WIDTH and count > MAX_WORD_BFLOATS and _torch_is_fast(dtype):
-            return 0
-        return width if width and self.table_for(width) and agrees(BYTES, self.form.scheme, width) else 0
-
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
         if width in _BYTE_WIDTHS:
             return _rounded(width, x)
-        if width == INTEGERS:
-            return _layout(self.form.scheme).inputs(x)
-        return InputRows(x.float().contiguous() if self.form.scheme in BLOCK_TYPES else _kernels.interleaved(width, x))
+        return _layout(self.form.scheme).inputs(x)
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
         step = self.layout().step if width == INTEGERS else BYTE_STEP if width in _BYTE_WIDTHS else 2 * width
@@ -507,8 +488,7 @@ def agrees(method: str, scheme: Any, width: int, sample_of: Callable[..., Any] =
 
 _TRIALS = {
     CODES: ((1, 7, 768), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
-    PANELS: ((7, 5, 768), (13, 70, 4096)),  # the last by several threads, with two panels for each row
-    BYTES: ((7, 5, 768), (13, 70, 4096)),
+    BYTES: ((7, 5, 768), (13, 70, 4096)),  # the last by several threads, with several panels for each row
     BFLOATS: ((7, 70, 4096),),
 }
 """The products of a kernel's trial: inputs, rows, columns."""

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import _byte_kernels, _kernels, _vectors, gguf_blocks, products
+from rabbitllm.quant import _kernels, _vectors, gguf_blocks, products
 from rabbitllm.quant._block_formats import FORMATS
-from rabbitllm.quant._kernel_interface import BYTES, CODES, DEQUANTIZED, PANELS
+from rabbitllm.quant._kernel_interface import BYTES, CODES, DEQUANTIZED
 from rabbitllm.quant.gguf_blocks import sample
 from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import Quantized
@@ -76,7 +76,6 @@ def test_many_shapes(scheme: str, rows: int, blocks: int, count: int, seed: int)
     of = matrix(scheme, rows, columns, seed)
     x = inputs(count, columns)
     assert_products(of.times_by(CODES, width_of(CODES), x), rounded_inputs(scheme, x), meant(of))
-    assert_products(of.times_by(PANELS, width_of(PANELS), x), x, meant(of))
     assert_products(of.times_by(BYTES, width_of(BYTES, scheme), x), rounded_to_bytes(scheme, x), meant(of))
 
 
@@ -98,7 +97,7 @@ def test_other_inputs_and_a_bias(scheme: str, dtype: torch.dtype) -> None:
         assert_product(result, x, of, bias, dtype if dequantized else None)
 
 
-@pytest.mark.parametrize(("scheme", "method"), [*itertools.product(FEW, (CODES, PANELS, BYTES))])
+@pytest.mark.parametrize(("scheme", "method"), [*itertools.product(FEW, (CODES, BYTES))])
 @pytest.mark.parametrize("team", [True, False])
 def test_a_row_has_the_same_bits_in_any_batch_and_thread_count(
     scheme: str, method: str, team: bool, monkeypatch: pytest.MonkeyPatch
@@ -132,26 +131,12 @@ def test_each_code_of_a_block_is_multiplied_with_its_input(scheme: str) -> None:
         assert bool(((result - expected).view_as(blocks).abs() <= 4e-7 * largest).all())
 
 
-@pytest.mark.parametrize(
-    ("scheme", "columns", "pays", "many", "more"),
-    [
-        ("Q4_K", 512, False, PANELS, DEQUANTIZED),
-        ("Q8_0", 512, True, BYTES, BYTES),
-        ("Q4_K", 512, True, BYTES, BYTES),
-        ("Q4_0", 192, True, BYTES, BYTES),
-    ],
-)
-def test_methods_by_the_number_of_inputs(
-    scheme: str, columns: int, pays: bool, many: str, more: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_byte_kernels, "pays", lambda: pays)
-    lanes = _vectors.lanes()
-    of, limit = matrix(scheme, 7, columns), products.MAX_PANEL_INPUTS[lanes]
-    methods = [of.method_for(count, torch.float32)[0] for count in (1, 16, 17, limit, limit + 1)]
-    assert methods == [CODES, CODES, many, many, more]
-    if many == BYTES:
-        x = inputs(17, columns, torch.bfloat16)
-        assert_product(of.linear(x, None), x, of)
+@pytest.mark.parametrize(("scheme", "columns"), [("Q4_K", 512), ("Q8_0", 512), ("Q4_0", 192)])
+def test_methods_by_the_number_of_inputs(scheme: str, columns: int) -> None:
+    of, counts = matrix(scheme, 7, columns), (1, 16, 17, 1000)
+    assert [of.method_for(count, torch.float32)[0] for count in counts] == [CODES, CODES, BYTES, BYTES]
+    x = inputs(17, columns, torch.bfloat16)
+    assert_product(of.linear(x, None), x, of)
 
 
 @pytest.mark.parametrize("scheme", ["Q4_K", "Q8_0"])
@@ -166,10 +151,10 @@ def test_nan_and_infinity_stay_in_their_row_by_bytes(scheme: str) -> None:
     assert not bool(result[7].any())
 
 
-def test_a_row_with_a_partial_step_is_multiplied_by_panels() -> None:
+def test_a_row_with_a_partial_step_is_multiplied_by_bytes() -> None:
     of, x = matrix("Q4_0", 7, 96), inputs(2, 96, torch.bfloat16)
-    assert of.method_for(2, torch.float32)[0] == PANELS
-    assert_products(of.linear(x, None), x, meant(of))
+    assert of.method_for(2, torch.float32)[0] == BYTES
+    assert_product(of.linear(x, None), x, of)
 
 
 def test_inputs_that_are_slices() -> None:
