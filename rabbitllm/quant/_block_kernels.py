@@ -1,7 +1,7 @@
 """Kernels for blocks of GGUF files: the tables of `_block_formats.py` as code for vectors.
 
 They are those of `_product_kernels.py`. By codes, minima are multiplied by the sums of the inputs, which are the same
-for all rows. Panels have elements in their own order. Numbers have the bits of `gguf_blocks.dequantize`.
+for all rows. Numbers have the bits of `gguf_blocks.dequantize`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
         least = _product_kernels.LEAST_SLOW if scheme == "Q8_0" else _product_kernels.LEAST_WIDE
         steps = functools.partial(_BlockSteps, scheme)
         return _product_kernels.code_kernel(f"{method}_{scheme}_{width}", steps, width, least, rows=1)
-    return _product_kernels.filling_kernel(method, scheme, width, _fill(method, scheme, width))
+    nbytes = _product_kernels.step_size(method, width)
+    return _product_kernels.rows_kernel(f"{method}_{scheme}_{width}", _fill(method, scheme, width), nbytes)
 
 
-# Numbers and panels.
+# Numbers.
 
 
 def halves_of(emit: Emitter, form: BlockFormat, base: Any) -> list[Any]:

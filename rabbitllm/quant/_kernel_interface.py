@@ -19,22 +19,22 @@ import torch
 from rabbitllm.base.openmp import PARTS
 
 CODES, PANELS, BYTES, DEQUANTIZED = "codes", "panels", "bytes", "dequantized"
-"""Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; the same as bytes,
-with inputs rounded to 8 bits; no kernel, but torch's product with a few rows at a time."""
+"""Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; the same, as
+integers of one or two bytes, to which inputs are rounded; no kernel, but torch's product with a few rows at a time."""
 NUMBERS, BFLOATS = "numbers", "bfloats"
 """Dequantization, which is no product: to float32, and to bfloat16."""
 INTEGERS = 64
 """Value of `width` for kernels that multiply integers (`_integers.py`)."""
 PAIRS = 32
 """Value of `width` for kernels that multiply pairs of bfloat16, inputs and the values of FP8 (VDPBF16PS)."""
-BYTE_WIDTH, BYTE_STEP = 128, 32
-"""Value of `width` by `BYTES`, and the elements of its steps."""
+BYTE_WIDTH, WORD_WIDTH, BYTE_STEP = 128, 256, 32
+"""Values of `width` by `BYTES`, for codes and inputs of one byte and of two, and the elements of their steps."""
 BFLOAT16 = "bfloat16"
 """The scheme of a plain matrix of bfloat16, whose codes are its values."""
 SEGMENT = 64
 """Codes of all schemes but blocks that are summed before their scale is applied."""
 BEFORE_WORK = 2
-"""Number of int64s before the pieces of work: the rows of each part, and the number of pieces."""
+"""Number of int64s before the pieces of work: the rows of a tile, which no part divides, and the number of pieces."""
 ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "steps", "shift", "tokens", "rows")
 """The arguments of a piece of work: addresses up to `out` (`even` is that of all inputs where even and odd ones are not
 apart); bytes of codes in a row, steps of the kernel in a row, the logarithm of steps in a block, inputs, and rows of
@@ -57,10 +57,10 @@ class CodeKernel(NamedTuple):
     group: int
 
 
-def call(function: int, words: Iterable[int], part: int = 0) -> None:
-    """Call a compiled function, by its address, with that of int64s, for the parts of a thread from this one on."""
+def call(function: int, words: Iterable[int], thread: int = 0, threads: int = 1) -> None:
+    """Call a compiled function, by its address, with that of int64s, for the parts of one of so many threads."""
     data = array("q", words)
-    _parts_function(function)(data.buffer_info()[0], part, part + PARTS, part + PARTS)
+    _parts_function(function)(data.buffer_info()[0], PARTS * thread, PARTS * (thread + 1), PARTS * threads)
 
 
 @functools.cache

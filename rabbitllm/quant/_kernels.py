@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from rabbitllm.base.forks import Workers
-from rabbitllm.base.openmp import PARTS, torchs_team
-from rabbitllm.base.rounding import round_up
+from rabbitllm.base.openmp import torchs_team
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant._kernel_interface import BFLOATS, BYTES, CODES, NUMBERS, PANELS, CodeKernel, call
 
@@ -36,17 +35,15 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
 
     A piece is `_kernel_interface.ARGUMENTS`; all have the same number of rows.
     """
-    function, tile = kernel(method, scheme, width)
-    threads, rows = threads_for(method, nbytes), work[0][-1]
-    words = [value for piece in work for value in piece]
-    data = array("q", [rows_of_part(rows, threads, tile), len(work), *words])
+    (function, tile), threads = kernel(method, scheme, width), threads_for(method, nbytes)
+    data = array("q", [tile, len(work), *(value for piece in work for value in piece)])
     if threads == 1:
         call(function, data)
     elif (team := torchs_team()) is not None:
         team.run(function, data.buffer_info()[0], threads)
     else:
-        futures = [_threads().submit(call, function, data, PARTS * thread) for thread in range(1, threads)]
-        call(function, data)
+        futures = [_threads().submit(call, function, data, thread, threads) for thread in range(1, threads)]
+        call(function, data, 0, threads)
         for future in futures:
             future.result()
 
@@ -54,11 +51,6 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
 def threads_for(method: str, nbytes: int) -> int:
     """Threads that compute a product with codes of so many bytes."""
     return min(torch.get_num_threads(), -(-nbytes // WORTH_A_THREAD[method]))
-
-
-def rows_of_part(rows: int, threads: int, tile: int) -> int:
-    """Rows of a matrix in each part of those that so many threads compute; no tile is divided."""
-    return round_up(-(-rows // (threads * PARTS)), tile)
 
 
 @functools.cache
@@ -73,7 +65,7 @@ def kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, int]
         function = _byte_kernels.kernel(method, scheme, width)
     else:
         function = (_block_kernels if scheme in BLOCK_TYPES else _product_kernels).kernel(method, scheme, width)
-    return address_of(function), (_byte_kernels if method == BYTES else _product_kernels).ROWS
+    return address_of(function), _byte_kernels.rows_of_tile() if method == BYTES else _product_kernels.ROWS
 
 
 @functools.cache

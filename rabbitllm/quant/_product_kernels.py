@@ -5,13 +5,14 @@ products by their scales, summed in float32. Fills out[token, row], float32.
 
 **Numbers.** Fills out[row, column], float32 or bfloat16.
 
-**By panels.** A panel, a few rows of the matrix or parts of long ones, is decoded to float32 once, in memory that stays
-in a core's cache, and multiplied with all inputs before the next panel. Its steps are two vectors, one of the values at
-even indices and one at odd ones, as codes are separated; inputs have the same order. Adds to out[token, row], float32.
+**By panels.** A panel, a few rows of the matrix or parts of long ones, is decoded once, to integers
+(`_byte_kernels.py`), or bfloat16 to float32, in memory that stays in a core's cache, and multiplied with all inputs
+before the next panel. Adds to out[token, row], float32.
 
 **bfloat16**, for processors that have no instructions for that type: the upper half of a float32. 32 bits are two
-values: shifted up they are the even one, with the lower half cleared the odd one. For many inputs panels are made of
-them; for few the matrix is the panel, and they are widened in registers.
+values: shifted up they are the even one, with the lower half cleared the odd one. Steps are two vectors, one of each;
+inputs have the same order. For many inputs panels are made of them; for few the matrix is the panel, and they are
+widened in registers.
 
 Every sum adds its products in the same order, for any number of inputs and any tile: a row of the result is the same
 bit for bit alone and among others. Functions release the interpreter lock, and take addresses, not tensors.
@@ -27,7 +28,7 @@ from typing import Any
 
 from rabbitllm.base.compiling import to_array
 from rabbitllm.quant._integers import OWN_STEPS, CodeSteps
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, CODES, PANELS
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, PANELS
 from rabbitllm.quant._vectors import CODEBOOKS, F32, Emitter, emitted, inlined, narrowed, number, on_stack
 
 ROWS, CODE_ROWS = 4, 2
@@ -75,9 +76,10 @@ def arguments(words, i):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def own_rows(words, start, end, rows):  # type: ignore[no-untyped-def]
-    """The first row of some parts and the one after their last."""
-    return start * words[0], min(end * words[0], rows)
+def own_rows(words, start, end, parts, rows):  # type: ignore[no-untyped-def]
+    """The first row of some of so many parts, which are as even as whole tiles allow, and the one after their last."""
+    last = rows if end == parts else rows * end // parts // words[0] * words[0]
+    return rows * start // parts // words[0] * words[0], last
 
 
 def add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> None:
@@ -136,9 +138,10 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, 
 stack_panel: Any = on_stack(PANEL_ROWS * PANEL_COLUMNS * 4)
 
 
-def _fill(method: str, scheme: str, width: int) -> Any:
-    """An intrinsic that decodes a part of one row of the matrix, to float32, or to bfloat16 by `BFLOATS`."""
-    step_bytes = width * STEP_BYTES[scheme]
+def _fill(scheme: str, width: int) -> Any:
+    """An intrinsic that decodes a part of one row of the matrix, to bfloat16, or `BFLOAT16` to float32."""
+    step_bytes, is_coded = width * STEP_BYTES[scheme], scheme != BFLOAT16
+    nbytes = step_size(BFLOATS if is_coded else PANELS, width)
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
         """All arguments are int64: addresses, `panel` that of a row in the panel; bytes of a row, steps in a row and
@@ -149,17 +152,16 @@ def _fill(method: str, scheme: str, width: int) -> Any:
         decode = CODEBOOKS[scheme](emit, table)
         with emit.loop(steps) as index:
             both = decode(emit.add(base, builder.mul(index, number(step_bytes))))
-            if scheme != BFLOAT16:
+            if is_coded:
                 block = builder.lshr(emit.add(before, index), shift)
                 scale = emit.spread(emit.load(emit.add(scales, builder.mul(block, number(4))), F32, 4))
                 both = builder.fmul(both[0], scale), builder.fmul(both[1], scale)
-            if method == BFLOATS:
                 even, odd = (narrowed(builder, builder.bitcast(value, emit.ints)) for value in both)
                 upper = builder.and_(odd, emit.every(-(1 << 16)))
                 stored = builder.or_(upper, builder.lshr(even, emit.every(16)))  # two bfloat16, in their order
             else:
                 stored = emit.joined(*both)
-            emit.store(stored, emit.add(panel, builder.mul(index, number(step_size(method, width)))), 2)
+            emit.store(stored, emit.add(panel, builder.mul(index, number(nbytes))), 2)
 
     return emitted(fill, width)
 
@@ -200,7 +202,7 @@ def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) ->
 
 ONE: Any = None
 TALL = WIDE = SQUARE = LEAST = TILE = FILL = AT_ONCE = NBYTES = MAX_STEPS = ONE
-IN_PLACE, GROUP = False, 1
+IN_PLACE, GROUP, TURN = False, 1, emitted(lambda emit, rows, panel, row_bytes: None, 8)
 
 
 def _by_codes(data, start, end, parts):  # type: ignore[no-untyped-def]
@@ -209,7 +211,7 @@ def _by_codes(data, start, end, parts):  # type: ignore[no-untyped-def]
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         work = arguments(words, piece)
         tokens = work[9]
-        first, last = own_rows(words, start, end, work[10])
+        first, last = own_rows(words, start, end, parts, work[10])
         for top in range(first, last, NEAR_ROWS):
             bottom, token = min(top + NEAR_ROWS, last), 0
             while token < tokens:
@@ -232,7 +234,7 @@ def _by_numbers(data, start, end, parts):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, _, _, table, out, row_bytes, steps, shift, _, rows = arguments(words, piece)
-        first, last = own_rows(words, start, end, rows)
+        first, last = own_rows(words, start, end, parts, rows)
         for row in range(first, last):
             FILL(codes, scales, table, out + row * steps * NBYTES, row_bytes, steps, shift, row, 0, steps)
 
@@ -243,7 +245,7 @@ def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(words, piece)
-        first, last = own_rows(words, start, stop, rows)
+        first, last = own_rows(words, start, stop, parts, rows)
         input_bytes = steps * NBYTES
         for top in range(first, last, PANEL_ROWS):
             bottom = min(top + PANEL_ROWS, last)
@@ -256,8 +258,12 @@ def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
                 else:
                     for row in range(top, bottom):
                         lane = (row - top) % GROUP
-                        place = panel + (row - top - lane) * panel_bytes + 4 * lane
+                        group = panel + (row - top - lane) * panel_bytes
+                        rows_of_group = panel + PANEL_ROWS * MAX_STEPS * NBYTES if GROUP > 1 else group
+                        place = rows_of_group + lane * panel_bytes
                         FILL(codes, scales, table, place, row_bytes, steps, shift, row, step, count)
+                        if GROUP > 1 and (lane == GROUP - 1 or row == bottom - 1):
+                            TURN(rows_of_group, group, panel_bytes)
                 for begin in range(0, tokens, many_inputs):
                     end = min(begin + many_inputs, tokens)
                     row = top
@@ -284,14 +290,6 @@ def named(template: Any, name: str, **constants: Any) -> Callable[[Any], None]:
     kernel = FunctionType(template.__code__, {**template.__globals__, **constants}, name)
     kernel.__qualname__, kernel.__module__ = name, template.__module__
     return kernel
-
-
-def filling_kernel(method: str, scheme: str, width: int, fill: Any) -> Callable[[Any], None]:
-    """The kernel by panels that `fill` decodes, an intrinsic like that of `_fill`, or of the numbers."""
-    if method != PANELS:
-        return rows_kernel(f"{method}_{scheme}_{width}", fill, step_size(method, width))
-    dot, tile = functools.partial(_panel_dot, width), (ROWS, PANEL_TOKENS[width])
-    return panel_kernel(f"{PANELS}_{scheme}_{width}", fill, dot, tile, step_size(method, width))
 
 
 def panel_kernel(
@@ -323,12 +321,14 @@ def code_kernel(
 
 def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     """The kernel of a method and a scheme of ours or `BFLOAT16`, with so many lanes; by codes `INTEGERS` of ours."""
-    if method != CODES:
-        return filling_kernel(method, scheme, width, _fill(method, scheme, width))
     name = f"{method}_{scheme}_{width}"
+    if method == BFLOATS:
+        return rows_kernel(name, _fill(scheme, width), step_size(method, width))
     if scheme == BFLOAT16:
-        dot = functools.partial(_panel_dot, width, scheme=scheme)
-        fill = _fill(PANELS, scheme, width)
+        fill, dot, tile = _fill(scheme, width), functools.partial(_panel_dot, width), (ROWS, PANEL_TOKENS[width])
+        if method == PANELS:
+            return panel_kernel(name, fill, dot, tile, step_size(PANELS, width))
+        dot = functools.partial(dot, scheme=scheme)
         return panel_kernel(name, fill, dot, (ROWS, 1), step_size(PANELS, width), IN_PLACE=True, PANEL_ROWS=ROWS)
     least = LEAST_SLOW if scheme == "8bit" else LEAST_WIDE
     return code_kernel(name, OWN_STEPS[scheme], width, least)

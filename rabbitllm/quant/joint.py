@@ -99,8 +99,7 @@ class JointProduct:
                 out = program.room(4 * rows * rows_of)
                 sums.append([out, results[index], rows * rows_of])
             function, tile = _kernels.kernel(CODES, matrix.kernel, INTEGERS)
-            products += [function, _kernels.rows_of_part(rows_of, threads, tile), 1]
-            products += [codes, scales, *inputs[layout], table, out, *sizes, rows, rows_of]
+            products += [function, tile, 1, codes, scales, *inputs[layout], table, out, *sizes, rows, rows_of]
         program.add(joint_kernels.multiply, [len(self.matrices), *products], threads)
         for words in sums:
             program.add(joint_kernels.narrow, words)
@@ -188,7 +187,7 @@ class RoutedProduct:
         of_work = 8 * (joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS))
         sizes = input_bytes * rounded, other_bytes * rounded, 4 * count * rows, of_work
         words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
-        words += [function, team.address, threads, _kernels.rows_of_part(count, threads, tile)]
+        words += [function, team.address, threads, tile]
         words += [address_of(prepare), columns, *numbers, input_bytes, other_bytes]
         words += [rounded, rows, count, number * len(ARGUMENTS)]
         program.add(joint_kernels.routed, words)

@@ -1,10 +1,9 @@
 """Products with a matrix that is stored at 4bit, 8bit or in blocks of GGUF, without dequantizing the whole matrix.
 
 On the CPU, for few inputs each code is decoded in registers for every few of them, to integers (`_integers.py`). For
-more inputs a few rows at a time are decoded once for all of them, a panel: where it pays codes of at most 4 bits to
-bytes, multiplied with inputs of 8 bits (`_byte_kernels.py`), all others to float32. For very many of these a few rows
-at a time are dequantized into the cache, and multiplied by torch; so are matrices with code values that no kernel has a
-table for (times: benchmarks/NOTES.md).
+more inputs a few rows at a time are decoded once for all of them, a panel (`_byte_kernels.py`). For very many inputs of
+bfloat16 a few rows at a time are dequantized into the cache, and multiplied by torch, where that is faster; so are
+matrices with code values that no kernel has a table for (times: benchmarks/NOTES.md).
 
 On a device for which bitsandbytes has kernels, `matmul_4bit` multiplies: from the codes, or with the dequantized matrix
 if its own tables say so; then with some rows of the matrix at a time, so that these need little memory.
@@ -15,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,8 +34,8 @@ from rabbitllm.quant._kernel_interface import (
     DEQUANTIZED,
     INTEGERS,
     PAIRS,
-    PANELS,
     SEGMENT,
+    WORD_WIDTH,
     CodeKernel,
     InputRows,
 )
@@ -54,10 +54,8 @@ if TYPE_CHECKING:
 
 MAX_CODE_INPUTS = {"8bit": 5}
 """Rows of input up to which codes are decoded for every few of them; 16 for other schemes than these."""
-MAX_PANEL_INPUTS = {16: 256, 8: 512}
-"""Lanes -> rows of input up to which panels are faster than torch."""
-MAX_PANEL_BFLOATS = 32
-"""The same of bfloat16 where torch has instructions for it; measured with AMX."""
+MAX_AMX_INPUTS, MAX_WORD_INPUTS = 32, 128
+"""Rows of bfloat16 up to which panels are faster than torch with AMX, and with AVX512-BF16 as integers of two bytes."""
 MAX_GROUPED = 512
 """Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
 CHUNK_ELEMENTS = 1 << 22
@@ -79,10 +77,13 @@ def multiplies(form: Quantized) -> bool:
     return not form.shape[1] % SEGMENT and bool(_vectors.lanes()) and agrees(CODES, form.scheme, INTEGERS)
 
 
-def max_panel_inputs(lanes: int, dtype: torch.dtype) -> int:
-    """Rows of input of a dtype up to which panels are faster than torch; 0 if there are none."""
-    limit, is_bfloat = MAX_PANEL_INPUTS.get(lanes, 0), dtype is torch.bfloat16
-    return min(limit, MAX_PANEL_BFLOATS) if is_bfloat and bfloat_products.torch_has_instructions() else limit
+def max_panel_inputs(width: int, dtype: torch.dtype) -> int:
+    """Rows of input of a dtype up to which panels of a width are faster than torch."""
+    if dtype is not torch.bfloat16 or not bfloat_products.torch_has_instructions():
+        return sys.maxsize
+    if torch.cpu._is_amx_tile_supported():
+        return MAX_AMX_INPUTS
+    return MAX_WORD_INPUTS if width == WORD_WIDTH else sys.maxsize
 
 
 def can_multiply(form: Quantized) -> bool:
@@ -287,34 +288,23 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         # a few types of blocks are smaller than the steps of the kernel by codes
         if count <= self.max_inputs and self.table_for(INTEGERS) and not self.form.shape[1] % _layout(scheme).step:
             return CODES, INTEGERS
-        from rabbitllm.quant import _vectors
+        from rabbitllm.quant import _byte_kernels
 
-        if count > self.max_inputs and self._takes_bytes():
-            return BYTES, BYTE_WIDTH
-        lanes = _vectors.lanes()
-        if count <= max_panel_inputs(lanes, dtype) and self.table_for(lanes) and agrees(PANELS, scheme, lanes):
-            return PANELS, lanes
+        width = _byte_kernels.width_of(scheme)
+        if count <= max_panel_inputs(width, dtype) and self.table_for(width) and agrees(BYTES, scheme, width):
+            return BYTES, width
         return DEQUANTIZED, 0
 
     def layout(self) -> InputLayout:
         return _layout(self.form.scheme)
 
-    def _takes_bytes(self) -> bool:
-        """Whether there is a kernel for more rows by bytes, and whether it is the fastest."""
-        from rabbitllm.quant import _byte_kernels
-
-        has_kernel = self.form.scheme in _byte_kernels.types() and bool(self.table_for(BYTE_WIDTH))
-        return _byte_kernels.pays() and has_kernel and agrees(BYTES, self.form.scheme, BYTE_WIDTH)
-
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
-        if width == BYTE_WIDTH:
-            return _rounded_to_bytes(x)
-        if width == INTEGERS:
-            return _layout(self.form.scheme).inputs(x)
-        return InputRows(x.float().contiguous() if self.form.scheme in BLOCK_TYPES else _kernels.interleaved(width, x))
+        if width in _BYTE_WIDTHS:
+            return _rounded(width, x)
+        return _layout(self.form.scheme).inputs(x)
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
-        step = self.layout().step if width == INTEGERS else BYTE_STEP if width == BYTE_WIDTH else 2 * width
+        step = self.layout().step if width == INTEGERS else BYTE_STEP if width in _BYTE_WIDTHS else 2 * width
         sizes = _sizes(self.form.scheme, self.form.shape[1], step)
         return self.payload.data_ptr(), self.absmax.data_ptr(), self.table_for(width), *sizes
 
@@ -351,22 +341,24 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         if width not in self._tables:  # the array is kept in the cache of `table_of`
             from rabbitllm.quant import _byte_kernels, _integers, _vectors
 
-            tables = {INTEGERS: _integers, BYTE_WIDTH: _byte_kernels}.get(width, _vectors)
-            values = ctypes.string_at(self.table.data_ptr(), self.table.nbytes)
-            table = tables.table_of(self.form.scheme, values)
+            values = self.form.scheme, ctypes.string_at(self.table.data_ptr(), self.table.nbytes)
+            if width in _BYTE_WIDTHS:
+                table = _byte_kernels.table_of(*values, width)
+            else:
+                table = (_integers if width == INTEGERS else _vectors).table_of(*values)
             self._tables[width] = 0 if table is None else table.ctypes.data
         return self._tables[width]
 
 
-def _rounded_to_bytes(x: torch.Tensor) -> InputRows:
+def _rounded(width: int, x: torch.Tensor) -> InputRows:
     """Rows (T, K) of any floating dtype as kernels by bytes take them; K is a whole number of their steps."""
-    from rabbitllm.quant._byte_kernels import INPUTS, STEP_BYTES  # numba comes with it
+    from rabbitllm.quant import _byte_kernels  # numba comes with it
 
     x = x.float().contiguous()
     steps = x.shape[1] // BYTE_STEP
-    rounded = torch.empty(len(x), steps * STEP_BYTES, dtype=torch.uint8)
+    rounded = torch.empty(len(x), steps * _byte_kernels.step_bytes(width), dtype=torch.uint8)
     work = x.data_ptr(), 0, 0, 0, 0, rounded.data_ptr(), x.stride(0) * x.itemsize, steps, 0, 1, len(x)
-    _kernels.run(BYTES, INPUTS, 0, [work], x.nbytes)
+    _kernels.run(BYTES, _byte_kernels.INPUTS, width, [work], x.nbytes)
     return InputRows(rounded)
 
 
@@ -487,7 +479,8 @@ def agrees(method: str, scheme: Any, width: int, sample_of: Callable[..., Any] =
             product = matrix.times_by(method, width, x) if is_product else x @ matrix.bfloats(width).float().T
             yield product, x.float() @ matrix.dequantized(torch.float32).T
 
-    tolerances = {INTEGERS: _kernels.INTEGER_TOLERANCE, BYTE_WIDTH: _kernels.BYTE_TOLERANCE}
+    of_integers, of_bytes = _kernels.INTEGER_TOLERANCE, _kernels.BYTE_TOLERANCE
+    tolerances = {INTEGERS: of_integers, WORD_WIDTH: of_integers, BYTE_WIDTH: of_bytes}
     tolerance = _kernels.BFLOAT_TOLERANCE if method == BFLOATS else tolerances.get(width, _kernels.TOLERANCE)
     name = scheme if isinstance(scheme, str) else " ".join(map(str, scheme))
     return _kernels.agrees(f"by {method} at {name}", trials(), tolerance)
@@ -495,10 +488,10 @@ def agrees(method: str, scheme: Any, width: int, sample_of: Callable[..., Any] =
 
 _TRIALS = {
     CODES: ((1, 7, 768), (6, 5, 4096), (1, 64, 4096)),  # the last by several threads
-    PANELS: ((7, 5, 768), (13, 70, 4096)),  # the last by several threads, with two panels for each row
-    BYTES: ((7, 5, 768), (13, 70, 4096)),
+    BYTES: ((7, 5, 768), (13, 70, 4096)),  # the last by several threads, with several panels for each row
     BFLOATS: ((7, 70, 4096),),
 }
 """The products of a kernel's trial: inputs, rows, columns."""
+_BYTE_WIDTHS = BYTE_WIDTH, WORD_WIDTH
 _NO_TABLE = -1
 """In place of the address of a table, for kernels whose values are in their code."""

@@ -17,7 +17,7 @@ from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.draft import prepare_draft
 from rabbitllm.generation.session import Session
-from rabbitllm.quant import _byte_kernels, block_encoders, gguf_blocks
+from rabbitllm.quant import block_encoders, gguf_blocks, products
 from rabbitllm.quant.schemes import ROW_ELEMENTS, type_for_rows
 from rabbitllm.telemetry.passes import FURTHER, READ
 from tests.chat.talkers import characters, talker_folder
@@ -81,7 +81,7 @@ def test_a_compressed_model_is_its_own_draft(tmp_path: Path, compression: str) -
 def test_drafts_compute_with_the_encoded_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain model with the decoded blocks in its streamed layers has the logits of a draft, and others than the model
     itself, whose own are the same before and after, also if the draft was interrupted."""
-    monkeypatch.setattr(_byte_kernels, "pays", lambda: False)  # they round inputs to 8 bits
+    monkeypatch.setattr(products, "max_panel_inputs", lambda width, dtype: 0)  # they round inputs to 8 bits
     folder = checkpoint(tmp_path / "model", "llama", hidden_size=256, intermediate_size=512)
     model, plain = load_with_copies(split(folder)), plain_model(folder)
     before, kind = model(IDS).logits, model.placement.copies.kind

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import _byte_kernels, _kernels, _vectors, gguf_blocks, products
+from rabbitllm.quant import _kernels, _vectors, gguf_blocks, products
 from rabbitllm.quant._block_formats import FORMATS
-from rabbitllm.quant._kernel_interface import BYTES, CODES, DEQUANTIZED, PANELS
+from rabbitllm.quant._kernel_interface import BYTES, CODES, DEQUANTIZED
 from rabbitllm.quant.gguf_blocks import sample
 from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import Quantized
-from tests.support.integer_products import as_multiplied, in_steps, rounded_inputs, width_of
+from tests.support.integer_products import as_multiplied, rounded_inputs, rounded_to_bytes, width_of
 from tests.support.rounding import assert_products
 
 pytestmark = pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used here")
@@ -76,9 +76,7 @@ def test_many_shapes(scheme: str, rows: int, blocks: int, count: int, seed: int)
     of = matrix(scheme, rows, columns, seed)
     x = inputs(count, columns)
     assert_products(of.times_by(CODES, width_of(CODES), x), rounded_inputs(scheme, x), meant(of))
-    assert_products(of.times_by(PANELS, width_of(PANELS), x), x, meant(of))
-    if scheme in _byte_kernels.types():
-        assert_products(of.times_by(BYTES, width_of(BYTES), x), in_steps(32, x, 127), meant(of))
+    assert_products(of.times_by(BYTES, width_of(BYTES, scheme), x), rounded_to_bytes(scheme, x), meant(of))
 
 
 @pytest.mark.parametrize("scheme", ALL)
@@ -99,12 +97,12 @@ def test_other_inputs_and_a_bias(scheme: str, dtype: torch.dtype) -> None:
         assert_product(result, x, of, bias, dtype if dequantized else None)
 
 
-@pytest.mark.parametrize(("scheme", "method"), [*itertools.product(FEW, (CODES, PANELS)), ("Q4_K", BYTES)])
+@pytest.mark.parametrize(("scheme", "method"), [*itertools.product(FEW, (CODES, BYTES))])
 @pytest.mark.parametrize("team", [True, False])
 def test_a_row_has_the_same_bits_in_any_batch_and_thread_count(
     scheme: str, method: str, team: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of, x, width = matrix(scheme, 131, 2048), inputs(13, 2048), width_of(method)
+    of, x, width = matrix(scheme, 131, 2048), inputs(13, 2048), width_of(method, scheme)
     monkeypatch.setitem(_kernels.WORTH_A_THREAD, method, 1 << 30)
     together = of.times_by(method, width, x)
     for begin, end in ((0, 1), (1, 3), (2, 5), (3, 10), (12, 13)):
@@ -128,48 +126,35 @@ def test_each_code_of_a_block_is_multiplied_with_its_input(scheme: str) -> None:
     expected = meant(of)
     blocks = expected.view(3, -1, gguf_blocks.BLOCK_TYPES[scheme].elements)
     largest = blocks.abs().amax(-1, keepdim=True)  # a weight may be the small difference of code and minimum
-    for method in (CODES, BYTES) if scheme in _byte_kernels.types() else (CODES,):
-        result = of.times_by(method, width_of(method), ones).T.double()
+    for method in (CODES, BYTES):
+        result = of.times_by(method, width_of(method, scheme), ones).T.double()
         assert bool(((result - expected).view_as(blocks).abs() <= 4e-7 * largest).all())
 
 
-@pytest.mark.parametrize(
-    ("scheme", "columns", "pays", "many", "more"),
-    [
-        ("Q4_K", 512, False, PANELS, DEQUANTIZED),
-        ("Q8_0", 512, True, PANELS, DEQUANTIZED),
-        ("Q4_K", 512, True, BYTES, BYTES),
-        ("Q4_0", 192, True, BYTES, BYTES),
-    ],
-)
-def test_methods_by_the_number_of_inputs(
-    scheme: str, columns: int, pays: bool, many: str, more: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_byte_kernels, "pays", lambda: pays)
-    lanes = _vectors.lanes()
-    of, limit = matrix(scheme, 7, columns), products.MAX_PANEL_INPUTS[lanes]
-    methods = [of.method_for(count, torch.float32)[0] for count in (1, 16, 17, limit, limit + 1)]
-    assert methods == [CODES, CODES, many, many, more]
-    if many == BYTES:
-        x = inputs(17, columns, torch.bfloat16)
-        assert_product(of.linear(x, None), x, of)
+@pytest.mark.parametrize(("scheme", "columns"), [("Q4_K", 512), ("Q8_0", 512), ("Q4_0", 192)])
+def test_methods_by_the_number_of_inputs(scheme: str, columns: int) -> None:
+    of, counts = matrix(scheme, 7, columns), (1, 16, 17, 1000)
+    assert [of.method_for(count, torch.float32)[0] for count in counts] == [CODES, CODES, BYTES, BYTES]
+    x = inputs(17, columns, torch.bfloat16)
+    assert_product(of.linear(x, None), x, of)
 
 
-def test_nan_and_infinity_stay_in_their_row_by_bytes() -> None:
-    of, x = matrix("Q4_K", 20, 512), inputs(20, 512)
+@pytest.mark.parametrize("scheme", ["Q4_K", "Q8_0"])
+def test_nan_and_infinity_stay_in_their_row_by_bytes(scheme: str) -> None:
+    of, x = matrix(scheme, 20, 512), inputs(20, 512)
     x[2, 3], x[5, 300], x[7] = torch.nan, -torch.inf, 0.0
-    result = of.times_by(BYTES, width_of(BYTES), x)
+    result = of.times_by(BYTES, width_of(BYTES, scheme), x)
     assert bool(result[2].isnan().all())
     assert not bool(result[5].isfinite().any())
     rest = [row for row in range(20) if row not in (2, 5)]
-    assert_products(result[rest], in_steps(32, x[rest], 127), meant(of))
+    assert_products(result[rest], rounded_to_bytes(scheme, x[rest]), meant(of))
     assert not bool(result[7].any())
 
 
-def test_a_row_with_a_partial_step_is_multiplied_by_panels() -> None:
+def test_a_row_with_a_partial_step_is_multiplied_by_bytes() -> None:
     of, x = matrix("Q4_0", 7, 96), inputs(2, 96, torch.bfloat16)
-    assert of.method_for(2, torch.float32)[0] == PANELS
-    assert_products(of.linear(x, None), x, meant(of))
+    assert of.method_for(2, torch.float32)[0] == BYTES
+    assert_product(of.linear(x, None), x, of)
 
 
 def test_inputs_that_are_slices() -> None:
@@ -187,7 +172,7 @@ from tests.quant import test_coded, test_products
 matrices = [matrix(name, 37, 1024) for name in FEW]
 matrices += [test_products.Matrix(*test_products.matrix(name, 37, 1024)) for name in test_products.SCHEMES]
 products = [of.times_by(CODES, width_of(CODES), inputs(5, 1024)) for of in matrices]
-products.append(matrix("Q4_K", 37, 1024).times_by(BYTES, width_of(BYTES), inputs(7, 1024)))
+products += [matrix(name, 37, 1024).times_by(BYTES, width_of(BYTES, name), inputs(7, 1024)) for name in FEW]
 products.append(test_coded.matrix("fp4 U8 1x32", 37, 1024).times_by(CODES, 64, inputs(5, 1024)))
 for product in products:
     print(hashlib.sha256(product.numpy().tobytes()).hexdigest())
@@ -204,7 +189,7 @@ def test_bytes_need_little_stack() -> None:
     code = """
 import threading
 from tests.quant.test_block_products import BYTES, inputs, matrix, width_of
-multiply = lambda: matrix("Q4_K", 130, 1024).times_by(BYTES, width_of(BYTES), inputs(7, 1024))
+multiply = lambda: matrix("Q8_0", 130, 1024).times_by(BYTES, width_of(BYTES, "Q8_0"), inputs(7, 1024))
 multiply()
 threading.stack_size(256 << 10)
 thread = threading.Thread(target=multiply)

@@ -11,17 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import _byte_kernels, _kernels, _vectors, bfloat_products, products, quantize
-from rabbitllm.quant._kernel_interface import BYTE_WIDTH, BYTES, CODES, DEQUANTIZED, INTEGERS, PANELS
+from rabbitllm.base.openmp import PARTS
+from rabbitllm.quant import _kernels, _product_kernels, _vectors, bfloat_products, products, quantize
+from rabbitllm.quant._kernel_interface import BYTES, CODES, DEQUANTIZED, INTEGERS, WORD_WIDTH
 from rabbitllm.quant.products import (
-    MAX_CODE_INPUTS,
+    MAX_AMX_INPUTS,
     MAX_GROUPED,
-    MAX_PANEL_INPUTS,
+    MAX_WORD_INPUTS,
     FusedMatrix,
     Matrix,
     can_multiply,
@@ -105,9 +107,8 @@ def test_many_shapes(scheme: str, rows: int, segments: int, count: int, seed: in
     parts = matrix(scheme, rows, 64 * segments, seed, torch.float32)
     of, x = Matrix(*parts), inputs(count, 64 * segments)
     assert_product(of.linear(x, None), x, parts)
-    if scheme in _byte_kernels.types():
-        result = of.times_by(BYTES, BYTE_WIDTH, x)
-        assert_products(result, integer_products.in_steps(32, x, 127), integer_products.meant(of, BYTES))
+    result = of.times_by(BYTES, integer_products.width_of(BYTES, scheme), x)
+    assert_products(result, integer_products.rounded_to_bytes(scheme, x), integer_products.meant(of, BYTES))
 
 
 @needs_kernel
@@ -121,9 +122,24 @@ def test_integers_lose_a_small_part_of_what_the_scheme_loses(scheme: str) -> Non
     of_scheme = error(x.double() @ meant(parts).T, x.double() @ values.bfloat16().double().T)
     of_integers = error(Matrix(*parts).times_by(CODES, INTEGERS, x), x.double() @ meant(parts).T)
     assert of_integers < 0.03 * of_scheme
-    if scheme in _byte_kernels.types():
-        of_bytes = error(Matrix(*parts).times_by(BYTES, BYTE_WIDTH, x), x.double() @ meant(parts).T)
-        assert of_bytes < 0.15 * of_scheme  # errors are independent: 2 % more
+    of_bytes = error(
+        Matrix(*parts).times_by(BYTES, integer_products.width_of(BYTES, scheme), x), x.double() @ meant(parts).T
+    )
+    assert of_bytes < 0.15 * of_scheme  # errors are independent: 2 % more
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_get_the_same_share_of_rows_but_for_a_tile(threads: int) -> None:
+    parts = threads * PARTS
+    for rows, tile in itertools.product((1, 31, 192, 576, 1537, 8960), (4, 16, 32)):
+        bounds = [
+            _product_kernels.own_rows(np.array([tile]), part, part + PARTS, parts, rows)
+            for part in range(0, parts, PARTS)
+        ]
+        assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+        assert bounds[-1][1] == rows
+        assert all(begin % tile == 0 and abs(end - begin - rows / threads) < tile for begin, end in bounds)
 
 
 def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,11 +365,11 @@ def test_kernels_compiled_by_separate_processes_load_together(tmp_path: Path) ->
 
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("count", [1, MAX_PANEL_INPUTS.get(_vectors.lanes(), 0) + 1])
+@pytest.mark.parametrize("count", [1, 300])
 def test_bfloat16_without_bfloat16_instructions(scheme: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long prompts are multiplied in float32; the result is rounded once."""
+    """What no kernel multiplies is multiplied in float32; the result is rounded once."""
     monkeypatch.setattr(bfloat_products, "max_rows", lambda: bfloat_products.ALL_ROWS)
-    monkeypatch.setattr(_byte_kernels, "pays", lambda: False)
+    monkeypatch.setattr(products, "max_panel_inputs", lambda width, dtype: 0)
     multiplied: list[torch.dtype] = []
     ordinary = torch.nn.functional.linear
 
@@ -369,25 +385,15 @@ def test_bfloat16_without_bfloat16_instructions(scheme: str, count: int, monkeyp
     assert_product(result, x, parts, bias, torch.bfloat16 if count > 1 else None)
 
 
-BY_PANELS = [*itertools.product(SCHEMES, (16, 8))]
-
-
-def by_panels(scheme: str, width: int, rows: int, columns: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product, and the matrix."""
-    if _vectors.lanes() < width:
-        pytest.skip("needs other vectors")
-    parts = matrix(scheme, rows, columns, dtype=torch.float32)
-    return Matrix(*parts).times_by(PANELS, width, x), meant(parts)
-
-
-@pytest.mark.parametrize(("scheme", "width"), BY_PANELS)
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("count", [1, 5, 6, 7, 13, 64])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 192), (37, 2048), (130, 2112), (70, 5632)])
-def test_any_number_of_inputs_rows_and_columns(scheme: str, width: int, count: int, rows: int, columns: int) -> None:
-    x = inputs(count, columns)
-    result, weight = by_panels(scheme, width, rows, columns, x)
+def test_any_number_of_inputs_rows_and_columns_by_bytes(scheme: str, count: int, rows: int, columns: int) -> None:
+    of, x = Matrix(*matrix(scheme, rows, columns, dtype=torch.float32)), inputs(count, columns)
+    result = of.times_by(BYTES, integer_products.width_of(BYTES, scheme), x)
     assert result.shape == (count, rows)
-    assert_products(result, x, weight)
+    assert_products(result, integer_products.rounded_to_bytes(scheme, x), integer_products.meant(of, BYTES))
 
 
 @needs_kernel
@@ -399,66 +405,54 @@ def test_a_row_has_the_same_bits_in_any_batch_by_codes(scheme: str) -> None:
         assert torch.equal(of.times_by(CODES, INTEGERS, x[begin:end]), together[begin:end])
 
 
-@pytest.mark.parametrize(("scheme", "width"), BY_PANELS)
-def test_a_row_has_the_same_bits_in_any_batch(scheme: str, width: int) -> None:
-    x = inputs(41, 4160)
-    together, _ = by_panels(scheme, width, 70, 4160, x)
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_row_has_the_same_bits_in_any_batch_by_bytes(scheme: str) -> None:
+    of, x, width = Matrix(*matrix(scheme, 70, 4160)), inputs(41, 4160), integer_products.width_of(BYTES, scheme)
+    together = of.times_by(BYTES, width, x)
     for begin, end in ((0, 1), (3, 10), (40, 41)):
-        alone, _ = by_panels(scheme, width, 70, 4160, x[begin:end])
-        assert torch.equal(alone, together[begin:end])
+        assert torch.equal(of.times_by(BYTES, width, x[begin:end]), together[begin:end])
 
 
-@pytest.mark.parametrize(("scheme", "width"), BY_PANELS)
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("team", [True, False])
-def test_any_number_of_threads_gives_the_same_bits_by_panels(
-    scheme: str, width: int, team: bool, monkeypatch: pytest.MonkeyPatch
+def test_any_number_of_threads_gives_the_same_bits_by_bytes(
+    scheme: str, team: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = inputs(9, 2048)
-    monkeypatch.setitem(_kernels.WORTH_A_THREAD, PANELS, 1 << 30)
-    alone, _ = by_panels(scheme, width, 131, 2048, x)
-    monkeypatch.setitem(_kernels.WORTH_A_THREAD, PANELS, 1 << 10)
+    of, x, width = Matrix(*matrix(scheme, 131, 2048)), inputs(9, 2048), integer_products.width_of(BYTES, scheme)
+    monkeypatch.setitem(_kernels.WORTH_A_THREAD, BYTES, 1 << 30)
+    alone = of.times_by(BYTES, width, x)
+    monkeypatch.setitem(_kernels.WORTH_A_THREAD, BYTES, 1 << 10)
     if not team:
         monkeypatch.setattr(_kernels, "torchs_team", lambda: None)
     threads = torch.get_num_threads()
     try:
         for count in (2, 3, 5):
             torch.set_num_threads(count)
-            assert torch.equal(by_panels(scheme, width, 131, 2048, x)[0], alone)
+            assert torch.equal(of.times_by(BYTES, width, x), alone)
     finally:
         torch.set_num_threads(threads)
 
 
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_panels_are_used_for_their_number_of_inputs(
-    scheme: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("limit", [MAX_AMX_INPUTS, MAX_WORD_INPUTS])
+def test_torch_multiplies_many_rows_where_it_is_faster(
+    scheme: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts: list[int] = []
-    ordinary = Matrix.times_by
-    monkeypatch.setattr(_byte_kernels, "pays", lambda: False)
-
-    def counted(self: Matrix, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
-        if method == PANELS:
-            counts.append(len(x))
-        return ordinary(self, method, width, x)
-
-    products.agrees(PANELS, scheme, _vectors.lanes())  # whose trial multiplies too
-    monkeypatch.setattr(Matrix, "times_by", counted)
-    parts, limit = matrix(scheme, 70, 512), products.max_panel_inputs(_vectors.lanes(), dtype)
-    least = MAX_CODE_INPUTS.get(scheme, 16) + 1
-    for count in (least - 1, least, limit, limit + 1):
-        x = inputs(count, 512, dtype)
-        result = Matrix(*parts).linear(x, None)
-        assert result.dtype == dtype
-        if count <= limit:
-            assert_product(result, x, parts)
-    assert counts == [least, limit]
+    monkeypatch.setattr(bfloat_products, "torch_has_instructions", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: limit == MAX_AMX_INPUTS)
+    of = Matrix(*matrix(scheme, 70, 512))
+    is_limited = limit == MAX_AMX_INPUTS or integer_products.width_of(BYTES, scheme) == WORD_WIDTH
+    for count, dtype in itertools.product((limit, limit + 1, 10_000), (torch.bfloat16, torch.float16, torch.float32)):
+        is_by_torch = dtype is torch.bfloat16 and is_limited and count > limit
+        assert of.method_for(count, dtype)[0] == (DEQUANTIZED if is_by_torch else BYTES)
 
 
 @needs_kernel
 @pytest.mark.parametrize("count", [8, 20])
-def test_nan_and_infinity_are_kept_by_panels(count: int) -> None:
+def test_nan_and_infinity_of_few_and_of_many_inputs_are_kept(count: int) -> None:
     x = inputs(count, 256)
     x[2, 3] = torch.nan
     x[5, 6] = torch.inf

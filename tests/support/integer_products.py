@@ -8,7 +8,7 @@ import torch
 
 from rabbitllm.quant import _byte_kernels, _vectors, products
 from rabbitllm.quant._integers import LARGEST_CODE, LARGEST_INPUT
-from rabbitllm.quant._kernel_interface import BYTE_WIDTH, BYTES, CODES, INTEGERS
+from rabbitllm.quant._kernel_interface import BYTE_WIDTH, BYTES, CODES, INTEGERS, WORD_WIDTH
 from rabbitllm.quant.products import Matrix
 from rabbitllm.quant.schemes import SCHEMES
 
@@ -32,9 +32,14 @@ def integer_values(scheme: str, table: torch.Tensor, method: str = CODES) -> tor
     """What the codes of our own schemes stand for by codes or by bytes, float64."""
     most = float(table.abs().max())
     if method == BYTES:
-        stored = _byte_kernels.table_of(scheme, table.numpy().tobytes())
+        if scheme == "8bit":
+            return (table.double() * 4095).round() / 4095
+        width = width_of(BYTES, scheme)
+        stored = _byte_kernels.table_of(scheme, table.numpy().tobytes(), width)
         assert stored is not None
-        return (torch.from_numpy(stored[:16]).double() - 128) * float(stored[16:].view("<f4")[0])
+        low, *high = torch.from_numpy(stored[:-4]).view(-1, 16)
+        integers = high[0].view(torch.int8).double() * 256 + low.double() if high else low.double() - 128
+        return integers * float(stored[-4:].view("<f4")[0])
     if scheme == "4bit":
         return (table.double() / most * LARGEST_CODE).round() * (most / LARGEST_CODE)
     unit = most / 16000
@@ -60,7 +65,12 @@ def as_multiplied(of: Matrix, x: torch.Tensor) -> torch.Tensor:
     """Rows (T, K) as blocks are multiplied with them: rounded to 16 or to 8 bits, or as they are."""
     if is_by_codes(of, x):
         return rounded_inputs(of.form.scheme, x)
-    return in_steps(32, x, 127) if of.method_for(len(x), x.dtype) == (BYTES, BYTE_WIDTH) else x
+    return rounded_to_bytes(of.form.scheme, x) if of.method_for(len(x), x.dtype)[0] == BYTES else x
+
+
+def rounded_to_bytes(scheme: str, x: torch.Tensor) -> torch.Tensor:
+    """The same by bytes: to as many as the scheme has on this processor."""
+    return in_steps(32, x, {BYTE_WIDTH: 127, WORD_WIDTH: 16383}[width_of(BYTES, scheme)])
 
 
 def is_by_codes(of: Matrix, x: torch.Tensor) -> bool:
@@ -68,6 +78,6 @@ def is_by_codes(of: Matrix, x: torch.Tensor) -> bool:
     return of.method_for(x.shape[:-1].numel(), x.dtype) == (CODES, INTEGERS)
 
 
-def width_of(method: str) -> int:
-    """The width of a method's kernels on this processor."""
-    return {CODES: INTEGERS, BYTES: BYTE_WIDTH}.get(method) or _vectors.lanes()
+def width_of(method: str, scheme: str = "Q4_K") -> int:
+    """The width of the kernel of a method and a scheme on this processor."""
+    return _byte_kernels.width_of(scheme) if method == BYTES else INTEGERS if method == CODES else _vectors.lanes()
