@@ -105,7 +105,7 @@ CATALOGUE: Mapping[str, Benchmark] = {
     "quality": Benchmark(
         "divergence against bytes: this project's compressions, bitsandbytes, llama.cpp",
         ("llama.cpp from PyPI, compiled",),
-        "19 formats of each model",
+        "33 formats of each model",
     ),
     "scale": Benchmark("a model of 1 to 1,000 machines, computed from published rates", (), "20 seconds"),
     "scale.pipeline": Benchmark(

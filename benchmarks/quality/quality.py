@@ -5,17 +5,18 @@ distributions from those of the checkpoint (docs/guides/compression.md), and the
 of inputs is in the row of bitsandbytes' LLM.int8, but not in those of llama.cpp; notes below the table compare its own
 program with the same file.
 
-    python -m benchmarks quality --model NAME=FOLDER [--model …] [--text NAME=FILE] [--tokens N] [--work DIR]
+    python -m benchmarks quality --model NAME=FOLDER [--model …] [--text NAME=FILE] [--tokens N] [--only TEXT …]
 
 Without --model it takes the bundled one. A text is a file; the default is the held-out problems, and held-out prose for
 a model with the name `larger`. RabbitLLM's rows go through the engine, others through transformers.
+
+Of the checkpoint's logits only the states in front of its head are kept: 4 bytes for each of a token's channels.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from benchmarks.lib.measure import fresh_folder
 from benchmarks.lib.process import PeerError
 from benchmarks.quality.llama_cpp import PLAIN, PRESETS, next_tokens, quantized, serving, tool, types
 from rabbitllm import AutoModel
+from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.evaluation.compare import Summary, compare_logits, summarize
@@ -43,8 +45,8 @@ ASKED = 32
 """Texts in the middle of which llama.cpp's own program predicts the next token."""
 AUTO, OURS, BITSANDBYTES, LLAMA_CPP = "RabbitLLM auto", "RabbitLLM", "bitsandbytes", "llama.cpp"
 COMPRESSED = ("8bit", "4bit", "4bit-double", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "iq4_xs")
-BUDGETS = (0.285, 0.31, 0.335, 0.36, 0.385, 0.41, 0.46, 0.51, 0.535, 0.57)
-"""Of `auto`: shares of the checkpoint's bytes."""
+BUDGETS = (0.22, 0.25, 0.285, 0.31, 0.335, 0.36, 0.385, 0.41, 0.46, 0.51, 0.535, 0.57)
+"""Of `auto`: shares of the weights' bytes; config and tokenizer are added."""
 _RESULTS = command_line.RESULTS / "quality"
 _WORK = command_line.WORK / "quality"
 
@@ -72,11 +74,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Extent:
-    """The number of bundled problems or of tokens of prose, and the budgets of `auto`."""
+    """The number of bundled problems or of tokens of prose, the budgets of `auto`, and words of the rows to compute."""
 
     problems: int = PROBLEMS
     tokens: int = TOKENS
     budgets: Sequence[float] = BUDGETS
+    only: Sequence[str] = ("",)
+
+    def has(self, maker: str, name: str) -> bool:
+        """Whether a row is computed."""
+        return any(words in f"{maker} {name}" for words in self.only)
 
 
 WHOLE = Extent()
@@ -106,9 +113,20 @@ class Subject:
         )
         self.targets = [torch.tensor(text.continuation) for text in self.texts]
         self.plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.logits = list(self._logits(self.plain))
+        self.states = self._states()
         self.weights = sum(weight.numel() for weight in self.plain.parameters())
         self.nbytes = 2 * self.weights
+
+    @torch.inference_mode()
+    def _states(self) -> list[torch.Tensor]:
+        """The inputs of the checkpoint's head for each text: logits would take a hundred times as much."""
+        states: list[torch.Tensor] = []
+        head = self.plain.get_output_embeddings()
+        with head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])):
+            first, *_ = [rows[0].clone() for rows in self._logits(self.plain)]
+        if not torch.equal(head(states[0])[0, -len(self.targets[0])], first):
+            raise SystemExit(f"{self.folder}: logits are not just the product of the head; use another model.")
+        return states
 
     @torch.inference_mode()
     def _logits(self, model: Any) -> Iterator[torch.Tensor]:
@@ -117,10 +135,13 @@ class Subject:
             ids = torch.tensor([[*text.context, *text.continuation[:-1]]])
             yield model(input_ids=ids, use_cache=False).logits[0, len(text.context) - 1 :]
 
+    @torch.inference_mode()
     def summary(self, model: Any) -> Summary:
-        """Of a model of transformers."""
-        found = zip(self.logits, self._logits(model), self.targets, strict=True)
-        return summarize([compare_logits(true, other, targets) for true, other, targets in found])
+        """Of a model of transformers, text by text."""
+        head, parts = self.plain.get_output_embeddings(), []
+        for states, other, targets in zip(self.states, self._logits(model), self.targets, strict=True):
+            parts.append(compare_logits(head(states)[0, -len(targets) :], other, targets))
+        return summarize(parts)
 
     def middles(self) -> list[tuple[list[int], int]]:
         """Some texts up to their middle, and the next token."""
@@ -136,20 +157,22 @@ class Subject:
 
 def ours(subject: Subject, work: Path) -> Iterator[Row]:
     """Every compression, and `auto` at several budgets."""
+    beside = sum(file.stat().st_size for file in LocalCheckpoint(subject.folder).sidecars().values())
     wishes: list[tuple[str, str, dict[str, Any]]] = [(OURS, name, {"compression": name}) for name in COMPRESSED]
     for share in subject.extent.budgets:
-        wishes.append((AUTO, f"{share:.1%}", {"compression": "auto", "max_disk": int(subject.nbytes * share)}))
-    yield Row(subject.name, OURS, "none", subject.nbytes, subject.summary(subject.plain))
+        wishes.append((AUTO, f"{share:.1%}", {"compression": "auto", "max_disk": beside + int(subject.nbytes * share)}))
+    if subject.extent.has(OURS, "none"):
+        yield Row(subject.name, OURS, "none", subject.nbytes, subject.summary(subject.plain))
     for maker, name, wish in wishes:
+        if not subject.extent.has(maker, name):
+            continue
         try:
             with fresh_folder(work / "split") as folder:
-                source = folder / "model"  # a copy, so that nothing is written next to the checkpoint
-                shutil.copytree(subject.folder, source, ignore=shutil.ignore_patterns("splitted_model*"))
                 model = AutoModel.from_pretrained(
-                    source,
+                    subject.folder,
                     device="cpu",
                     dtype="float32",
-                    layer_shards_saving_path=folder / "out",
+                    layer_shards_saving_path=folder,
                     show_layer_progress=False,
                     **wish,
                 )
@@ -172,6 +195,8 @@ def of_bitsandbytes(subject: Subject) -> Iterator[Row]:
     }
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of rounded inputs at each product
     for name, wish in wishes.items():
+        if not subject.extent.has(BITSANDBYTES, name):
+            continue
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 subject.folder, dtype=torch.float32, device_map="cpu", quantization_config=BitsAndBytesConfig(**wish)
@@ -198,11 +223,14 @@ def _bytes(*tensors: torch.Tensor) -> int:
 
 def of_llama_cpp(subject: Subject, work: Path) -> Iterator[Row]:
     """llama.cpp's formats, made by its tool from the checkpoint's GGUF file, the first row; all norms are float32."""
+    presets = [preset for preset in (PLAIN, *PRESETS) if subject.extent.has(LLAMA_CPP, preset)]
+    if not presets:
+        return
     try:
         program = tool(work.parent)
         with fresh_folder(work / "gguf") as folder:
             plain = llama.write_file(subject.folder, folder / f"{PLAIN}.gguf", PLAIN)
-            for preset in (PLAIN, *PRESETS):
+            for preset in presets:
                 path = plain if preset == PLAIN else quantized(program, plain, folder / f"{preset}.gguf", preset)
                 with fresh_folder(folder / "split") as split:
                     model = AutoModel.from_pretrained(
@@ -268,11 +296,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", action="append", default=[], metavar="NAME=FOLDER", help="a model")
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="its text")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="predicted tokens of each text")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="compute rows with this in their names")
     parser.add_argument("--work", type=Path, default=_WORK, help="for temporary files")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="file to write, without suffix")
     options = command_line.parsed(parser, arguments)
-    extent = Extent(4, 2 * WINDOW, BUDGETS[3:4]) if options.smallest else Extent(tokens=options.tokens)
+    extent = Extent(tokens=options.tokens, only=options.only)
     if options.smallest:
+        extent = Extent(4, 2 * WINDOW, BUDGETS[5:6], options.only)
         print(f"{LLAMA_CPP} is left out: it would have to be built first.")
     bundled = f"bundled={Path(rabbitllm.demo.__file__).parent / 'model'}"
     folders = dict(one.split("=", 1) for one in options.model or [bundled])
@@ -286,6 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subject = Subject(name, Path(folder), Path(texts[name]) if name in texts else None, extent)
         others = () if options.smallest else of_llama_cpp(subject, options.work)
         rows = [*ours(subject, options.work), *of_bitsandbytes(subject), *others]
+        if not rows:
+            raise SystemExit(f"No row of {name} has {' or '.join(options.only)} in its name.")
         positions, perplexity = rows[0].summary.positions, rows[0].summary.reference_perplexity
         tables[
             f"{name}: {subject.weights / 1e6:.1f} million weights, {positions:,} positions, perplexity {perplexity:.4f}"
