@@ -197,6 +197,17 @@ def test_sampling_is_the_models_but_for_the_options(
     assert re.search(rf"^sampling +{said}$", result.stderr, re.MULTILINE), result.stderr
 
 
+def test_least_tokens_and_ends_that_are_ignored(checkpoint: Path) -> None:
+    """With a model that wants to end at once."""
+    end = json.loads((checkpoint / "config.json").read_text())["eos_token_id"]
+    ending = ["--temperature", "0", "--logit-bias", f"{end}=100", "--raw", "--json"]
+    counts = [
+        json.loads(run(str(checkpoint), PROMPT, *SHORT, *ending, *options).stdout)["new_tokens"]
+        for options in ([], ["--min-tokens", "3"], ["--ignore-eos"])
+    ]
+    assert counts == [1, 4, 8]
+
+
 def test_sampled_answers_differ_without_a_seed(recommending: Path) -> None:
     torch.manual_seed(3)
     texts = {run(str(recommending), PROMPT, "--raw", *SHORT).stdout for _ in range(4)}
