@@ -318,6 +318,7 @@ def test_no_prompt_is_a_wrong_call(checkpoint: Path) -> None:
         (["--temperature", "-1"], "temperature=-1.0 is out of range"),
         (["--min-p", "2"], "min_p=2.0 is out of range"),
         (["--repeat-penalty", "0"], "repetition_penalty=0.0 is out of range"),
+        (["--repeat-penalty", "1e-300"], "repetition_penalty=1e-300 is out of range"),
         (["--presence-penalty", "3"], "presence_penalty=3.0 is out of range"),
         (["--logit-bias", "9=500"], "--logit-bias: expected biases from -100 to 100, found 500"),
         (["--logit-bias", "9"], "--logit-bias: could not convert"),
