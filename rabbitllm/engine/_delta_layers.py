@@ -136,7 +136,7 @@ def _table(activation: str) -> torch.Tensor:
 
 @functools.cache
 def _ones(count: int) -> torch.Tensor:
-    return torch.ones(count)
+    return torch.ones(count, dtype=torch.float32)
 
 
 @functools.lru_cache(64)
@@ -179,7 +179,7 @@ class _TrialStates:
     def __init__(self, form: DeltaForm) -> None:
         generator = torch.Generator().manual_seed(1)
         self.kept = torch.randn(1, form.channels, form.taps, generator=generator).bfloat16()
-        self.state = torch.randn(1, form.heads, form.rows, form.columns, generator=generator)
+        self.state = torch.randn(1, form.heads, form.rows, form.columns, dtype=torch.float32, generator=generator)
 
     def get_conv_state(self, *args: Any, **named: Any) -> torch.Tensor:
         return self.kept
