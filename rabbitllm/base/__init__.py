@@ -1,6 +1,7 @@
 """Foundations: options, events of a split, forks, interrupts, logs, text."""
 
 __all__ = [
+    "building",
     "collection",
     "compiling",
     "contexts",

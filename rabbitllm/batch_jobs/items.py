@@ -21,7 +21,7 @@ from typing import Any
 
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.reasoning import Thinking
-from rabbitllm.generation.request import MAX_CHOICES, POOLINGS, SEEDS, Pooling, Sampling, biases_of
+from rabbitllm.generation.request import MAX_CHOICES, PENALTIES, POOLINGS, SEEDS, Pooling, Sampling, biases_of
 
 Key = str | int
 """The identity of a line in the output: its `id`, its `custom_id`, else its number in the input, from 1."""
@@ -439,7 +439,7 @@ _NUMBERS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
     "seed": (int, lambda n: -SEEDS <= n <= SEEDS, "one of 64 bits"),
     "top_k": (int, lambda n: 0 <= n <= SEEDS, "a whole number from 0"),
     "min_p": (float, lambda n: 0 <= n <= 1, "a number from 0 to 1"),
-    "repetition_penalty": (float, lambda n: 0 < n <= 100, "more than 0 and at most 100"),
+    "repetition_penalty": (float, lambda n: PENALTIES[0] <= n <= PENALTIES[1], "a number from 0.01 to 100"),
     **dict.fromkeys(
         ("presence_penalty", "frequency_penalty"), (float, lambda n: -2 <= n <= 2, "a number from -2 to 2")
     ),

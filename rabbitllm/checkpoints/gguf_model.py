@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rabbitllm.base.forks import own_lock
+from rabbitllm.base.building import BUILDING
 from rabbitllm.base.terminal import error_line
 from rabbitllm.errors import CorruptShardError, UnknownArchitectureError, UnreadableFormatError
 from rabbitllm.formats.bounded import short
@@ -36,7 +35,6 @@ MAX_PROBE = 1 << 24
 MAX_RUNS = 1024
 """Pieces of a tensor whose rows are in another order, such as the heads of keys and values."""
 ORIGINAL = "Use the model's original weights (safetensors), which RabbitLLM splits and compresses itself."
-_BUILDING = own_lock(threading.RLock())
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +286,7 @@ class GgufModel:
         self._operations = operations
         self._file = file
         self._class = _class_of(config)
-        with _BUILDING:
+        with BUILDING:
             self._experts = self._read_names()
         self._found: dict[tuple[str, tuple[int, ...]], tuple[Target, ...]] = {}
 
@@ -441,7 +439,7 @@ class GgufModel:
 def _without_warnings(name: str) -> Iterator[None]:
     """Silence a logger meanwhile."""
     silenced, refuse = logging.getLogger(name), lambda record: False
-    with _BUILDING:
+    with BUILDING:
         silenced.addFilter(refuse)
         try:
             yield

@@ -320,6 +320,12 @@ class AnswerOptions:
         sampling_option(metavar="TOKEN=N", help="Added to the score of a token, by its id; -100 to 100; repeatable."),
     ] = None
     seed: Annotated[int | None, sampling_option(help="Random seed.")] = None
+    min_tokens: Annotated[
+        int | None, sampling_option(help="Tokens before which an answer does not end by itself.", min=0)
+    ] = None
+    ignore_eos: Annotated[
+        bool | None, sampling_option("--ignore-eos", help="Go on after an end token, up to the limit of tokens.")
+    ] = None
     stop: Annotated[list[str] | None, answer_option(help="Stop text; an answer ends before it; repeatable.")] = None
     context: Annotated[
         int | None, answer_option(help="Maximum tokens of prompt and answer; by default the model's context.", min=1)
@@ -350,7 +356,8 @@ class AnswerOptions:
             biases = biases_of({token: float(bias) for token, _, bias in pairs}) or None
         except ValueError as error:
             raise OptionError(f"--logit-bias: {error}.", "Use TOKEN=N, such as 1917=-100.") from None
-        return Sampling(self.temperature, self.top_p, self.seed, self.top_k, self.min_p, *penalties, biases)
+        numbers = self.temperature, self.top_p, self.seed, self.top_k, self.min_p
+        return Sampling(*numbers, *penalties, biases, self.min_tokens, self.ignore_eos)
 
     @property
     def thoughts(self) -> Thinking:

@@ -109,7 +109,7 @@ def _copied(weight: torch.Tensor, kind: str, dtype: torch.dtype, entry: Paramete
     values = weight.whole() if isinstance(weight, QuantizedWeight) else weight.detach()
     values = values if values.dtype in _ENCODED_FROM else values.float()
     form = Quantized(blocks, tuple(weight.shape), str(dtype).removeprefix("torch."))
-    none = torch.empty(0)
+    none = torch.empty(0, dtype=torch.float32)
     matrix = Matrix(form, block_encoders.encode(blocks, values).view(-1), none, none)
     return QuantizedWeight(matrix, dtype, None if entry is None else entry.sibling)
 

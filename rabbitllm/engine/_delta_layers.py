@@ -131,7 +131,7 @@ def _step(form: DeltaForm, module: Any, x: torch.Tensor, cache: Any) -> torch.Te
 
 @functools.cache
 def _ones(count: int) -> torch.Tensor:
-    return torch.ones(count)
+    return torch.ones(count, dtype=torch.float32)
 
 
 @functools.lru_cache(64)
@@ -202,7 +202,7 @@ def _has_bits(module: Any, form: DeltaForm) -> bool:
         for name in form.products:
             row = drawn(1, 1, own[name].out_features) * scale
             parts[name] = lambda value, row=row: row.clone()
-        state = torch.randn(1, form.heads, form.rows, form.columns, generator=generator)
+        state = torch.randn(1, form.heads, form.rows, form.columns, dtype=torch.float32, generator=generator)
         states = drawn(1, form.channels, form.taps), state
         own_states = [tensor.clone() for tensor in states]
         expected = class_result(like, hidden_states=x, cache=_trial_cache(*own_states), attention_mask=None)

@@ -186,7 +186,7 @@ class TableRows:
         count, width = len(ids), form.shape[1]
         block, payload = STORED[form.scheme].block, self._mapped(stored.parts[0])
         if STORED[form.scheme].block_bytes:
-            codes, empty = payload.view(form.shape[0], -1).index_select(0, ids), torch.empty(0)
+            codes, empty = payload.view(form.shape[0], -1).index_select(0, ids), torch.empty(0, dtype=torch.float32)
             return dequantize(Quantized(form.scheme, (count, width), form.dtype), codes, empty, empty, self._dtype)
         scale_dtype = torch_dtype(stored.parts[1].dtype)
         scales = self._mapped(stored.parts[1]).view(-1, scale_dtype.itemsize)

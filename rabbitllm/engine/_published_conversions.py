@@ -112,7 +112,7 @@ def _weight(
     if not on_cpu:
         codes = _integers(packed, bits, 1).flatten(0, 1) if order is None else _awq_integers(packed)  # (K, N)
         return ((codes - zeros[group]).float() * scales[group].float()).t().contiguous().to(dtype)
-    matrix = torch.empty(outputs, inputs)
+    matrix = torch.empty(outputs, inputs, dtype=torch.float32)
     arrays = (zeros.int().contiguous().numpy(), scales.float().contiguous().numpy(), group.contiguous().numpy())
     turns = order.numpy() if order is not None else None
     integers(packed.contiguous().numpy(), bits, *arrays, turns, matrix.numpy(), torch.get_num_threads())
@@ -383,7 +383,7 @@ def fp4_matrix(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
     rows, inputs = codes.shape[0], 2 * codes.shape[1]
     if scales.dim() != 2 or scales.shape[0] != rows or inputs % (2 * scales.shape[1]):
         raise ValueError(f"codes of shape {tuple(codes.shape)} and scales of shape {tuple(scales.shape)}")
-    packed, table = codes.view(torch.uint8), torch.tensor(FP4_VALUES, device=codes.device)
+    packed, table = codes.view(torch.uint8), torch.tensor(FP4_VALUES, dtype=torch.float32, device=codes.device)
     if codes.device == CPU and dtype in (torch.bfloat16, torch.float32):
         matrix = torch.empty(rows, inputs, dtype=dtype)
         arrays = (packed.contiguous().numpy(), table.numpy(), scales.contiguous().numpy())

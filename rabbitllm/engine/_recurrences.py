@@ -96,7 +96,7 @@ class _Recurrence:
         key = named, *((x.shape, x.dtype) for x in operands)
         if key not in self._tried:
             generator = torch.Generator().manual_seed(0)
-            samples = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in operands]
+            samples = [torch.randn(x.shape, dtype=torch.float32, generator=generator).to(x.dtype) for x in operands]
             expected = self._expected(named, [x.clone() for x in samples])
             self._tried[key] = all(map(torch.equal, expected, self._computed(named, samples)))
         return self._tried[key]
@@ -134,7 +134,8 @@ class DeltaStep(_Recurrence):
         is_whole = more.get("output_final_state") and more.get("use_qk_l2norm_in_kernel") and not _is_packed(more)
         state, tokens = initial_state, key.shape[1]
         if is_whole and state is None and self._prompts:
-            state = torch.zeros(len(key), value.shape[2], key.shape[-1], value.shape[-1])
+            shape = len(key), value.shape[2], key.shape[-1], value.shape[-1]
+            state = torch.zeros(shape, dtype=torch.float32)
         if is_whole and state is not None and (self._prompts or tokens <= MAX_TOKENS):
             of_tokens = query, key, value, g, beta
             few = of_tokens if tokens <= _TRIED else [x[:, :_TRIED] for x in of_tokens]
@@ -160,7 +161,7 @@ class DeltaStep(_Recurrence):
         both = torch.cat((query, key)).float()
         queries, keys = self._normalized(both, dim=-1, eps=_EPSILON).split(count)
         queries = queries * (1 / rows**0.5) if has_rows else queries / rows**0.5
-        out = torch.empty(value.shape)
+        out = torch.empty(value.shape, dtype=torch.float32)
         inputs = queries, keys, *(x.contiguous() for x in (value.float(), g.float().exp(), beta.float()))
         sizes = count, tokens, heads, heads // key.shape[2], rows, columns, has_rows
         _run("delta_step", state.numel(), sizes, (state, *inputs, out))

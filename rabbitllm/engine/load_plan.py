@@ -620,7 +620,7 @@ def _operands(to: torch.device, form: Quantized, dtype: torch.dtype) -> tuple[to
     payload = torch.randint(0, 256, (distinct * columns // 2, 1), dtype=torch.uint8, generator=generator).to(to)
     table, scales = (
         torch.frombuffer(bytearray(nf4_map()), dtype=torch.float32).to(to),
-        torch.rand(blocks, generator=generator),
+        torch.rand(blocks, dtype=torch.float32, generator=generator),
     )
     nested = None
     if form.offset is not None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rabbitllm.base.forks import own_lock
+from rabbitllm.base.building import BUILDING
 from rabbitllm.base.terminal import error_line
 from rabbitllm.base.transformers_version import installed_version
 from rabbitllm.checkpoints.config import newer_transformers, picked_by, separate_settings
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
     from rabbitllm.engine.transformers_api import HfQuantizer
 
 logger = logging.getLogger(__name__)
-_BUILDING = own_lock(threading.RLock())
-"""While it builds and initialises a model, transformers changes torch's default dtype and the functions of
-`torch.nn.init` for the whole process; two threads at the same time would leave them changed."""
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -234,7 +230,7 @@ def build_skeleton(
         options["attn_implementation"] = attn_implementation
     architecture = model_class(config)
     try:
-        with _BUILDING, torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             model: PreTrainedModel = build_model(architecture, config, trust_remote_code, **options)
         if quantizer is not None:
             change_modules(model, quantizer, dtype)
@@ -277,7 +273,7 @@ def build_heads(
         if getattr(config, name, None) is not None and getattr(config, f"mtp_{name}", None) is None:
             setattr(config, f"mtp_{name}", [kind] * count)
     config.num_mtp_layers = count
-    with _BUILDING, torch.device("meta"):
+    with BUILDING, torch.device("meta"):
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
@@ -435,7 +431,7 @@ def materialise_buffers(model: PreTrainedModel, device_of: Any, absent: frozense
     mark_initialized(model, absent)
     for name in (*(name for name, _ in model.named_non_persistent_buffers()), *absent):
         _put_empty(model, name, device=device_of(name.rpartition(".")[0]))
-    with _BUILDING:
+    with BUILDING:
         initialize_rest(model)
 
 

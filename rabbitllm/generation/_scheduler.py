@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from rabbitllm.base.building import BUILDING
 from rabbitllm.base.forks import own_lock
 from rabbitllm.base.terminal import size
 from rabbitllm.engine.devices import OutOfDeviceMemory
@@ -363,7 +364,8 @@ class Scheduler:
     def _run(self, coroutines: list[Coroutine]) -> None:
         """Run one pass; an error outside of the coroutines ends those of this pass, and none that come later."""
         try:
-            self._runner.run(coroutines)
+            with BUILDING.a_pass():
+                self._runner.run(coroutines)
         except Exception as error:
             logger.exception("a pass has failed")
             for coroutine in coroutines:

@@ -258,7 +258,7 @@ def _chosen(
     else:
         guess = proposal.tokens[:, followers[0] : followers[0] + 1]
         ours, theirs = scores.softmax(dim=-1), proposal.probabilities[followers[0] : followers[0] + 1].to(scores.device)
-        if torch.rand((), device=scores.device) * theirs[0, guess[0, 0]] < ours[0, guess[0, 0]]:
+        if torch.rand((), dtype=torch.float32, device=scores.device) * theirs[0, guess[0, 0]] < ours[0, guess[0, 0]]:
             return guess, followers[0]
         rest = (ours - theirs).clamp(min=0)
         return torch.multinomial(rest if rest.any() else ours, 1), None

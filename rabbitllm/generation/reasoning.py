@@ -28,6 +28,7 @@ PAIRS = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("<longcat_think>", "</longcat_think>"),
+    ("<mm:think>", "</mm:think>"),
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|inner_prefix|>", "<|inner_suffix|>"),
@@ -191,11 +192,14 @@ class _Marks:
                 self._pending = self._pending.lstrip("\n").removeprefix(self._closing)
                 self._closing, self._has_reasoned = None, True
             lead = self._pending.lstrip()
-            opening = next((mark for mark in self._closing_of if lead.startswith(mark)), None)
-            if opening is not None:
-                self._closing, self._begins = self._closing_of[opening], True
-                self._pending = lead.removeprefix(opening)
-            elif any(mark.startswith(lead) for mark in self._closing_of):
+            # a closing mark alone ends reasoning that is empty, as MiniMax M3 writes it
+            marks = (*self._closing_of, *(() if self._has_reasoned else self._closing_of.values()))
+            mark = next((mark for mark in marks if lead.startswith(mark)), "")
+            if mark:
+                self._closing, self._begins = self._closing_of.get(mark), True
+                self._has_reasoned = self._has_reasoned or self._closing is None
+                self._pending = lead.removeprefix(mark)
+            elif any(mark.startswith(lead) for mark in marks):
                 return reasoning, ""  # perhaps a mark, or nothing yet
             else:
                 self._is_over = True

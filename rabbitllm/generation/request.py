@@ -48,6 +48,8 @@ _OF_SAMPLES = ("temperature", "top_p", "top_k", "min_p")
 """Fields of `Sampling` that have no effect on greedy decoding."""
 _OF_ANSWERS = ("presence_penalty", "frequency_penalty")
 """Those that look at the answer alone."""
+PENALTIES = (0.01, 100)
+"""Range of `Sampling.repetition_penalty`: far beyond it scores become infinite."""
 MAX_CHOICES = 128
 """The most answers to one prompt."""
 Pooling = Literal["last", "mean"]
@@ -116,10 +118,10 @@ class Sampling:
             raise OptionError(f"top_k={self.top_k} is out of range.", "Use a whole number; 0 is for all tokens.")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise OptionError(f"min_p={self.min_p} is out of range.", "It must be from 0 to 1.")
-        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
-            raise OptionError(
-                f"repetition_penalty={self.repetition_penalty} is out of range.", "Use 1 for none, or another above 0."
-            )
+        least, most = PENALTIES
+        if self.repetition_penalty is not None and not least <= self.repetition_penalty <= most:
+            problem = f"repetition_penalty={self.repetition_penalty} is out of range."
+            raise OptionError(problem, f"Use 1 for none, or another from {least} to {most}.")
         for name in _OF_ANSWERS:
             if not -2 <= (getattr(self, name) or 0) <= 2:
                 raise OptionError(f"{name}={getattr(self, name)} is out of range.", "It must be from -2 to 2.")

@@ -67,7 +67,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ W.T` by the kernels of `width` lanes: (T, K) and (N, K) -> (T, N), float32."""
     columns, rows = x.shape[1], len(weight)
-    out = torch.zeros(len(x), rows)
+    out = torch.zeros(len(x), rows, dtype=torch.float32)
     for begin in range(0, len(x), MAX_INPUTS):
         inputs = _kernels.interleaved(width, x[begin : begin + MAX_INPUTS])
         shape = 2 * columns, columns // (2 * width), 0, len(inputs), rows

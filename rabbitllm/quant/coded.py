@@ -168,7 +168,7 @@ class CodedMatrix(KernelMatrix):
             return self.layout().inputs(x)
         if width == PAIRS:
             return InputRows(x.contiguous())
-        even_and_odd = torch.empty(2, len(x), x.shape[1] // 2)
+        even_and_odd = torch.empty(2, len(x), x.shape[1] // 2, dtype=torch.float32)
         return InputRows(*even_and_odd.copy_(x.view(len(x), -1, 2).permute(2, 0, 1)))
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:

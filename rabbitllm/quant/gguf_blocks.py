@@ -101,7 +101,7 @@ def _kernel_agrees(name: str) -> bool:
 
     def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         blocks = sample(name, 64 * 256, torch.Generator().manual_seed(0)).view(-1, BLOCK_TYPES[name].nbytes)
-        results = torch.empty(2, len(blocks), BLOCK_TYPES[name].elements)
+        results = torch.empty(2, len(blocks), BLOCK_TYPES[name].elements, dtype=torch.float32)
         _by_kernel(name, blocks, results[0])
         _by_torch(name, blocks, results[1])
         yield results[0], results[1]
@@ -113,7 +113,7 @@ def _by_kernel(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     """Write the numbers of blocks (n, bytes) to `out` (n, elements)."""
     block, width = BLOCK_TYPES[name], lanes_for(name)
     blocks = blocks.contiguous()
-    values = out if out.dtype == torch.float32 else torch.empty(out.shape)
+    values = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)
     if len(blocks):
         steps = block.elements // (2 * width)
         shape = (block.nbytes, steps, 0, 1, len(blocks))

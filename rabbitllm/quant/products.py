@@ -392,7 +392,7 @@ class GroupedProduct:
 
     def __init__(self, x: torch.Tensor, like: KernelMatrix, make: Callable[..., torch.Tensor] = torch.zeros) -> None:
         self._x = x
-        self.out = make(len(x), like.form.shape[0])
+        self.out = make(len(x), like.form.shape[0], dtype=torch.float32)
         self._inputs: dict[int, InputRows] = {}
 
     def multiply(self, matrices: Sequence[KernelMatrix], groups: Sequence[tuple[int, int]]) -> None:
@@ -455,11 +455,11 @@ def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> M
     """A matrix with random codes and scales; its rows are whole segments or blocks."""
     elements = math.prod(shape)
     if scheme in BLOCK_TYPES:
-        blocks, empty = gguf_blocks.sample(scheme, elements, generator), torch.empty(0)
+        blocks, empty = gguf_blocks.sample(scheme, elements, generator), torch.empty(0, dtype=torch.float32)
         return Matrix(Quantized(scheme, shape, None), blocks, empty, empty)
     entry = SCHEMES[scheme]
     codes = torch.randint(0, 256, (elements // entry.codes_a_byte,), dtype=torch.uint8, generator=generator)
-    scales = torch.rand(-(-elements // entry.block), generator=generator)
+    scales = torch.rand(-(-elements // entry.block), dtype=torch.float32, generator=generator)
     return Matrix(Quantized(scheme, shape, "float32"), codes, scales, code_values(scheme))
 
 

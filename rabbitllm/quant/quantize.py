@@ -250,7 +250,8 @@ def operands(
         read: a part -> its tensor.
     """
     if STORED[form.scheme].block_bytes:
-        return form, read(parts[0]), torch.empty(0), torch.empty(0)
+        absmax, table = torch.empty(2, 0, dtype=torch.float32)
+        return form, read(parts[0]), absmax, table
     codes, payload, absmax, table, nested = nested_operands(form, parts, read)
     return codes, payload, absmax if nested is None else nested.expanded(absmax), table
 

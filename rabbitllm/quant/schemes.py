@@ -241,7 +241,7 @@ def code_values(scheme: str) -> torch.Tensor:
     import torch
 
     values = bytearray(STORED[scheme].values())
-    return torch.frombuffer(values, dtype=torch.float32) if values else torch.empty(0)
+    return torch.frombuffer(values, dtype=torch.float32) if values else torch.empty(0, dtype=torch.float32)
 
 
 def check_compression(compression: str | None) -> None:

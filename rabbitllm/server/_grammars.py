@@ -289,4 +289,23 @@ def json_type(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     return "string" if "string" in names else next(iter(names), "")
 
 
+def types_of(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """Each parameter -> its type, and those within it: `c.d` in an object, `c.item` in a list.
+
+    Args:
+        parameters: a schema.
+    """
+    types, waiting = dict[str, str](), [("", parameters)]
+    while waiting and len(types) < _MOST_BRANCHES:
+        path, schema = waiting.pop(0)
+        for branch in _branches(schema, parameters):
+            inner = branch.get("properties")
+            named = {"item": branch.get("items"), **(inner if isinstance(inner, Mapping) else {})}
+            for name, value in named.items():
+                if isinstance(value, Mapping):
+                    types.setdefault(f"{path}{name}", json_type(value, parameters))
+                    waiting.append((f"{path}{name}.", value))
+    return types
+
+
 _LAZY = json.dumps({"lark_grammar": 'start[lazy]: TEXT "\\n</parameter>\\n"\nTEXT: /(.|\\n)*/'})

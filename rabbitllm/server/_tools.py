@@ -5,7 +5,7 @@ Models write a call in the form that their chat template shows: in a block (`FOR
     [TOOL_CALLS][{"name": …, "arguments": {…}}, …]                                    Mistral
     [TOOL_CALLS]NAME{…}    [TOOL_CALLS]NAME[ARGS]{…}                                  Mistral, later ones
     {"name": …, "parameters": {…}}    <|python_tag|>{…}                               Llama 3
-    ```json {"name": …, "arguments": {…}} ```    {{"name": …}}                        Qwen 2.5 Coder
+    {{"name": …, "arguments": {…}}}                                                   Qwen 2.5 Coder
 
 Text before a call belongs to the answer; so does text that looks like a call but is not (invalid JSON, no name), and a
 call between marks of reasoning, which the model only considered. Independent of tokenizers: the text has the markers,
@@ -29,7 +29,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
 ARGUMENTS = "[ARGS]"
 PYTHON = "<|python_tag|>"
-FENCE = "```json"
+_KEYS = ({"name", "arguments"}, {"name", "parameters"})
+_SPACE = " \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class CallForm:
         argument: finds an argument in the body, with its `key` and `value`, and whether it is a `string`: "true" or
             "false", else the tool's schema says that; empty where the body is JSON.
         quote: the mark around strings in JSON whose keys have no quotes; empty for usual JSON.
+        tag: the mark before each tag of a body whose arguments are elements named after them; empty elsewhere.
+        is_strict: whether text has such marks too: a call is then nothing but JSON of name and arguments of a tool.
         special: further marks that may be special tokens, and so missing from decoded text.
     """
 
@@ -51,9 +54,12 @@ class CallForm:
     call: str = ""
     argument: str = ""
     quote: str = ""
+    tag: str = ""
+    is_strict: bool = False
     special: tuple[str, ...] = ()
 
 
+_NS = "]<]minimax[>["
 _NAME = r"(?P<name>[\w.\-]+)"
 _DSML = CallForm(
     "<\uff5cDSML\uff5cfunction_calls>",
@@ -78,12 +84,21 @@ FORMS: Mapping[str, CallForm] = {
         special=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
     "Hermes, Qwen 2.5 and 3": CallForm(OPEN, CLOSE),
+    "Qwen 2.5 Coder": CallForm("<tools>", "</tools>", is_strict=True),
+    "Qwen 2.5 Coder, fenced": CallForm("```json", "\n```", is_strict=True),
     "MiniMax M1": CallForm("<tool_calls>", "</tool_calls>"),
     "MiniMax M2": CallForm(
         "<minimax:tool_call>",
         "</minimax:tool_call>",
         r'<invoke name="?(?P<name>[^">]+)"?>(?P<body>.*?)</invoke>',
         r'<parameter name="?(?P<key>[^">]+)"?>(?P<value>.*?)</parameter>',
+    ),
+    "MiniMax M3": CallForm(
+        _NS + OPEN,
+        _NS + CLOSE,
+        rf'{re.escape(_NS)}<invoke name="(?P<name>[^"]+)">(?P<body>.*?){re.escape(_NS)}</invoke>',
+        tag=_NS,
+        special=(_NS,),
     ),
     "DeepSeek V3, R1, V3.1": CallForm(
         "<\uff5ctool▁calls▁begin\uff5c>",
@@ -112,14 +127,22 @@ FORMS: Mapping[str, CallForm] = {
 """Models -> their form. Of those with the same marks the first that finds a call is taken."""
 _OPENINGS = tuple(dict.fromkeys(form.opening for form in FORMS.values()))
 _BLOCKS = {form.opening: form.closing for form in FORMS.values()}
-MARKERS = (*_OPENINGS, MISTRAL, PYTHON)
-"""Markers that begin a call."""
+_STRICT = tuple(form.opening for form in FORMS.values() if form.is_strict)
+MARKERS = (*(opening for opening in _OPENINGS if opening not in _STRICT), MISTRAL, PYTHON)
+"""Markers that begin a call wherever they are."""
 SPECIAL = frozenset(
-    {*MARKERS, *_BLOCKS.values(), ARGUMENTS, "[CALL_ID]", *(mark for form in FORMS.values() for mark in form.special)}
+    {
+        *MARKERS,
+        *_BLOCKS,
+        *_BLOCKS.values(),
+        ARGUMENTS,
+        "[CALL_ID]",
+        *(mark for form in FORMS.values() for mark in form.special),
+    }
 )
 """Markers that may be special tokens, and so missing from decoded text."""
-_UNREAD = ("]<]minimax[>[", "<|open|>call")
-"""Marks of forms that are not read though parts of them look like others: MiniMax M3, Kimi K3."""
+_UNREAD = "<|open|>call"
+"""The mark of a form that is not read though parts of it look like others: Kimi K3."""
 _BARE = re.compile(r"""["']name["'].{0,400}["'](?:parameters|arguments)["']""", re.DOTALL)
 _NAMED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)")
 
@@ -150,7 +173,7 @@ def is_known(template: str, tokens: Collection[str] = ()) -> bool:
         tokens: names of the tokens that were added to its vocabulary.
     """
     text = "\n".join([template, *tokens])
-    if any(mark in text for mark in _UNREAD):
+    if _UNREAD in text:
         return False
     return any(marker in text for marker in (*MARKERS, CHANNEL)) or _BARE.search(template) is not None
 
@@ -194,11 +217,8 @@ class CallReader:
             lead = self._pending.lstrip()
             if not lead:
                 return ""
-            is_json = lead[0] in "{[" and not lead.startswith(MISTRAL[: len(lead)])
-            if is_json or lead.startswith(FENCE):  # perhaps a call without a marker
+            if lead[0] in "{[" and not lead.startswith(MISTRAL[: len(lead)]):  # perhaps a call without a marker
                 self._calling = True
-                return ""
-            if FENCE.startswith(lead):
                 return ""
             self._begun = True
         out = ""
@@ -215,7 +235,11 @@ class CallReader:
             position, mark = next_mark(self._pending, (self._closing,))
             self._closing = None if mark else self._closing
             return position + len(mark)
-        position, mark = next_mark(self._pending, (*MARKERS, *self._closing_of))
+        position, mark = next_mark(self._pending, (*MARKERS, *_STRICT, *self._closing_of))
+        if mark in _STRICT:
+            inside, closed, _ = self._pending[position + len(mark) :].partition(_BLOCKS[mark])
+            self._calling = bool(closed and self._block(mark + inside))
+            return position if self._calling or (not closed and _may_call(inside)) else position + len(mark)
         if mark in MARKERS:
             self._calling = True
             return position
@@ -228,7 +252,7 @@ class CallReader:
         return self._split(text)
 
     def _split(self, pending: str) -> tuple[str, tuple[ParsedToolCall, ...]]:
-        lead = pending.strip().removeprefix(FENCE).lstrip()
+        lead = pending.strip()
         for marker in (PYTHON, ""):
             if lead.startswith(marker or ("{", "[")):
                 calls = tuple(self._bare(lead.removeprefix(marker)))
@@ -279,14 +303,23 @@ class CallReader:
         return ()
 
     def _read(self, form: CallForm, inside: str) -> Iterator[ParsedToolCall]:
+        if form.is_strict:
+            values, end = _values(inside)
+            calls = [call for value in values for call in _calls_of(value)]
+            is_whole = not inside[end:].removesuffix(form.closing.strip()).strip("}" + _SPACE)
+            if is_whole and all(isinstance(value, dict) and value.keys() in _KEYS for value in values):
+                yield from calls if all(call.name in self._tools for call in calls) else ()
+            return
         if not form.call:
             yield from (call for value in _values(inside)[0] for call in _calls_of(value))
             return
         for match in re.finditer(form.call, inside, re.DOTALL):
             name, body = match["name"].strip(), match["body"]
             arguments: Any = {}
-            if form.argument:
-                types = self._types.get(name, {})
+            types = self._types.get(name, {})
+            if form.tag:
+                arguments = _elements(body, form.tag, types)
+            elif form.argument:
                 for found in re.finditer(form.argument, body, re.DOTALL):
                     key, stated = found["key"].strip(), found.groupdict().get("string")
                     kind = {"true": "string", "false": "json", None: types.get(key, "")}[stated]
@@ -300,6 +333,40 @@ class CallReader:
         values, end = _values(text)
         if not self._closes(text[end:]):
             yield from (call for value in values for call in _calls_of(value) if call.name in self._tools)
+
+
+def _may_call(inside: str) -> bool:
+    """Whether a text may become JSON of a call, by its first key."""
+    lead = inside.lstrip("{" + _SPACE)
+    return any(key.startswith(lead[: len(key)]) for key in ('"name"', '"arguments"', '"parameters"'))
+
+
+def _elements(body: str, mark: str, types: Mapping[str, str]) -> Any:
+    """Elements within each other: a list of those named `item`, an object of others; None if the tags do not match.
+
+    Args:
+        body: the text.
+        mark: the mark before each tag.
+        types: path of an element -> its type.
+    """
+    pieces = re.split(rf"{re.escape(mark)}<(/?)([^>]*)>", body)
+    open_elements: list[tuple[str, list[tuple[str, Any]], str]] = [("", [], "")]
+    for slash, name, text in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+        if not slash:
+            open_elements.append((f"{open_elements[-1][0]}.{name}", [], text))
+            continue
+        path, inner, value = open_elements.pop()
+        if not open_elements or path != f"{open_elements[-1][0]}.{name}":
+            return None
+        json_type = types.get(path[1:], "")
+        content: Any = dict(inner)
+        if not inner:
+            is_empty = json_type in ("object", "array") and not value.strip()
+            content = {"object": {}, "array": []}[json_type] if is_empty else _value(value, json_type)
+        elif json_type != "object" and content.keys() == {"item"}:
+            content = [item for _, item in inner]
+        open_elements[-1][1].append((name, content))
+    return dict(open_elements[0][1]) if len(open_elements) == 1 else None
 
 
 def _values(text: str) -> tuple[list[Any], int]:

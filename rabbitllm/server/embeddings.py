@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rabbitllm.base.building import BUILDING
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.bounded import decode_json, read_json
 from rabbitllm.generation.request import ModelLimits
@@ -137,7 +138,7 @@ class Embedder:
         tokens = torch.zeros(len(inputs), longest, dtype=torch.long)
         for row, ids in zip(tokens, inputs, strict=True):
             row[: len(ids)] = torch.tensor(list(ids))
-        with self._model.joint_pass(PassInput(len(inputs), longest, None, None)):
+        with BUILDING.a_pass(), self._model.joint_pass(PassInput(len(inputs), longest, None, None)):
             states = self._model.base_model(input_ids=tokens.to(self._model.device), use_cache=False).last_hidden_state
         return [self._pooled(hidden[: len(ids)].float()) for hidden, ids in zip(states, inputs, strict=True)]
 

@@ -14,7 +14,7 @@ from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.reasoning import Thoughts
 from rabbitllm.generation.request import MAX_CHOICES, ModelLimits, Prompt, Request, Sampling, ThinkingBudget
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.server._grammars import answer_grammar, json_type, must_call
+from rabbitllm.server._grammars import answer_grammar, must_call, types_of
 from rabbitllm.server._tools import FORMS, call_tokens
 from rabbitllm.server.api_error import (
     BAD_MEDIA,
@@ -51,7 +51,7 @@ class CheckedCall:
         requests: one for each choice.
         top_logprobs: see `Request`; None for no probabilities.
         tools: names of the tools in the prompt; empty for none.
-        types: tool -> parameter -> its type in JSON schema.
+        types: tool -> parameter -> its type; see `types_of`.
         most_calls: how many tool calls of an answer count; None for all.
         echoes: the prompt's text that each completion begins with; empty if `echo` is off.
         candidates: answers to each prompt, of which the `n` most likely ones are returned.
@@ -147,7 +147,7 @@ def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, se
     form = partial(replace, shown=shown, thoughts=thoughts, thinking_budget=budget, grammar=grammar)
     requests = tuple(form(request) for request in requests)
     functions = [tool.function for tool in tools]
-    types = {function.name: _types(function.parameters) for function in functions}
+    types = {function.name: types_of(function.parameters or {}) for function in functions}
     names = tuple(function.name for function in functions)
     most_calls, cut = 1 if body.parallel_tool_calls is False else None, _cut(max_tokens, [new_tokens])
     return CheckedCall(requests, top_logprobs, names, types, most_calls, candidates=n, max_tokens=cut)
@@ -290,14 +290,6 @@ def _arguments(arguments: str | dict[str, Any] | None) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
-
-
-def _types(parameters: dict[str, Any] | None) -> dict[str, str]:
-    properties = (parameters or {}).get("properties")
-    if not isinstance(properties, dict):
-        return {}
-    root = parameters or {}
-    return {str(name): json_type(schema, root) for name, schema in properties.items() if isinstance(schema, dict)}
 
 
 def checked_completion(

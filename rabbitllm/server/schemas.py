@@ -14,7 +14,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, C
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.base.validation import problem_of
-from rabbitllm.generation.request import MAX_CHOICES, SEEDS, biases_of
+from rabbitllm.generation.request import MAX_CHOICES, PENALTIES, SEEDS, biases_of
 from rabbitllm.server.api_error import bad, unsupported
 
 MAX_STOPS = 64
@@ -79,7 +79,7 @@ class GenerationBody(_Strict):
     top_k: Annotated[Whole, Field(ge=-1, le=SEEDS), AfterValidator(lambda count: max(count, 0))] | None = None
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(
-        None, gt=0, allow_inf_nan=False, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+        None, ge=PENALTIES[0], le=PENALTIES[1], validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)

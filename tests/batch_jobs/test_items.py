@@ -86,7 +86,7 @@ def test_a_line_keeps_the_options_that_it_does_not_set() -> None:
         ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias: expected biases from -100 to 100, found 101"),
         ({"prompt": "a", "logit_bias": {"1": True}}, "logit_bias: expected biases from -100 to 100, found True"),
         ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is a number; expected true or false"),
-        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty is 0; expected more than 0 and at most 100"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty is 0; expected a number from 0.01 to 100"),
         ({"prompt": "a", "min_p": 1.2}, "min_p is 1.2; expected a number from 0 to 1"),
         ({"prompt": "a", "tools": [{}]}, "tools is not supported here"),
         ([], "The line is a list; expected an object"),

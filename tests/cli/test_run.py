@@ -197,6 +197,17 @@ def test_sampling_is_the_models_but_for_the_options(
     assert re.search(rf"^sampling +{said}$", result.stderr, re.MULTILINE), result.stderr
 
 
+def test_least_tokens_and_ends_that_are_ignored(checkpoint: Path) -> None:
+    """With a model that wants to end at once."""
+    end = json.loads((checkpoint / "config.json").read_text())["eos_token_id"]
+    ending = ["--temperature", "0", "--logit-bias", f"{end}=100", "--raw", "--json"]
+    counts = [
+        json.loads(run(str(checkpoint), PROMPT, *SHORT, *ending, *options).stdout)["new_tokens"]
+        for options in ([], ["--min-tokens", "3"], ["--ignore-eos"])
+    ]
+    assert counts == [1, 4, 8]
+
+
 def test_sampled_answers_differ_without_a_seed(recommending: Path) -> None:
     torch.manual_seed(3)
     texts = {run(str(recommending), PROMPT, "--raw", *SHORT).stdout for _ in range(4)}
@@ -307,6 +318,7 @@ def test_no_prompt_is_a_wrong_call(checkpoint: Path) -> None:
         (["--temperature", "-1"], "temperature=-1.0 is out of range"),
         (["--min-p", "2"], "min_p=2.0 is out of range"),
         (["--repeat-penalty", "0"], "repetition_penalty=0.0 is out of range"),
+        (["--repeat-penalty", "1e-300"], "repetition_penalty=1e-300 is out of range"),
         (["--presence-penalty", "3"], "presence_penalty=3.0 is out of range"),
         (["--logit-bias", "9=500"], "--logit-bias: expected biases from -100 to 100, found 500"),
         (["--logit-bias", "9"], "--logit-bias: could not convert"),

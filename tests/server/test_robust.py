@@ -85,6 +85,7 @@ def idle(served: Running) -> None:
         (CHAT, {"messages": HELLO, "min_p": 1.1}, "min_p"),
         (CHAT, {"messages": HELLO, "repetition_penalty": 0}, "repetition_penalty"),
         (CHAT, {"messages": HELLO, "repeat_penalty": 0}, "repeat_penalty"),
+        (CHAT, {"messages": HELLO, "temperature": 1, "repetition_penalty": 1e-308}, "repetition_penalty"),
         (CHAT, {"messages": HELLO, "temperature": "1"}, "temperature"),
         (CHAT, {"messages": HELLO, "n": 129}, "n"),
         (CHAT, {"messages": HELLO, "stop": ["a"] * 65}, "stop"),

@@ -118,7 +118,7 @@ def streamed(chunks: Any) -> tuple[str, str, list[Any], str | None]:
         ("<ponder>", f"Perhaps {CONSIDERED}?", "No tool."),
         ("<think>", f"Perhaps {CONSIDERED}?", "No tool."),  # the prompt ends inside
         ("<forever>", f"Perhaps {CONSIDERED} or not", ""),
-        ("<end>", "", "</think>No tool."),
+        ("<end>", "", "No tool."),
     ],
 )
 def test_call_inside_reasoning_is_ignored(scripted: Running, word: str, reasoning: str, text: str, tools: Any) -> None:

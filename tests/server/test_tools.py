@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rabbitllm.server._grammars import types_of
 from rabbitllm.server._tools import FORMS as TABLE
 from rabbitllm.server._tools import MARKERS, CallReader, ParsedToolCall, is_known
 from tests.server.serving import PATIENT
@@ -77,6 +78,35 @@ FORMS = {
         "",
         (WEATHER,),
     ),
+    "qwen 2.5 coder, fenced after text, a fence in its arguments": (
+        'I call it:\n\n```json\n{\n  "name": "weather",\n  "arguments": {"city": "```x```"}\n}\n```\n',
+        "I call it:",
+        (ParsedToolCall("weather", '{"city": "```x```"}'),),
+    ),
+    "qwen 2.5 coder, signatures' marks": (
+        'So.\n<tools>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tools>\n'
+        '<tools>{{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}}</tools>',
+        "So.",
+        (WEATHER, ADD),
+    ),
+    "signatures' marks, no end": ('<tools>\n{"name": "weather", "arguments": {"city": "Köln"}}', "", (WEATHER,)),
+    **{
+        f"signatures' marks, {what}": (f"Here: <tools>{text}</tools> are all.",) * 2 + ((),)
+        for what, text in {
+            "the name of no tool": '{"name": "somebody", "arguments": {"city": "Köln"}}',
+            "no arguments": '{"name": "weather"}',
+            "more than a call": '{"name": "weather", "arguments": {}, "id": 7}',
+            "a call and text": '{"name": "weather", "arguments": {}} is what I write',
+            "a signature": '{"type": "function", "function": {"name": "weather", "parameters": {}}}',
+            "a list": '[{"name": "weather", "arguments": {}}]',
+            "arguments of another kind": '{"name": "weather", "arguments": [1]}',
+        }.items()
+    },
+    "a fence that calls nothing, then a call": (
+        '```json\n{"name": "weather", "city": 1}\n```\n<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}',
+        '```json\n{"name": "weather", "city": 1}\n```',
+        (WEATHER,),
+    ),
     "a fence that calls nothing": ('```json\n{"name": "Bo"}\n```', '```json\n{"name": "Bo"}\n```', ()),
     "a fence of another language": ("```js\n1```", "```js\n1```", ()),
     "the beginning of a fence": ("```j", "```j", ()),
@@ -87,6 +117,7 @@ FORMS = {
     "spaces": ("  \n", "  \n", ()),
 }
 BAR = "\uff5c"
+NS = "]<]minimax[>["
 FULL = {"a": 1, "b": 'x "y"\nz', "c": [1, "two", True], "d": {"e": None}}
 JSON = json.dumps(FULL)
 PUBLISHED = {
@@ -115,6 +146,12 @@ PUBLISHED = {
         '<parameter name="b">x "y"\nz</parameter>\n<parameter name="c">[1, "two", true]</parameter>\n'
         '<parameter name="d">{"e": null}</parameter>\n</invoke>\n<invoke name="full">\n'
         '<parameter name="a">2</parameter>\n</invoke>\n</minimax:tool_call>',
+    ),
+    "MiniMax M3": (
+        "MiniMax M3",
+        '\n#<tool_call>\n#<invoke name="full">#<a>1#</a>#<b>x "y"\nz#</b>#<c>#<item>1#</item>#<item>two#</item>'
+        '#<item>true#</item>#</c>#<d>#<e>#</e>#</d>#</invoke>\n#<invoke name="full">#<a>2#</a>#</invoke>\n'
+        "#</tool_call>".replace("#", NS),
     ),
     "DeepSeek R1": (
         "DeepSeek V3, R1, V3.1",
@@ -153,6 +190,8 @@ PUBLISHED = {
     ),
 }
 """Template that was published -> its form, and what it makes of two calls after the text of an answer."""
+UNTYPED = {"MiniMax M3": {"c": ["1", "two", "true"], "d": {"e": ""}}}
+"""Arguments that are texts where no schema says more."""
 TYPES = {
     "full": {"a": "integer", "b": "string", "c": "array", "d": "object"},
     "add": {"a": "integer", "b": "array"},
@@ -181,7 +220,8 @@ def test_forms_of_published_templates(name: str) -> None:
     for pieces in ([f"Text.{written}"], list(f"Text.{written}")):
         text, calls = read(pieces)
         assert text.rstrip() == "Text."
-        assert [(call.name, json.loads(call.arguments)) for call in calls] == [("full", FULL), ("full", {"a": 2})]
+        arguments = FULL | UNTYPED.get(name, {})
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == [("full", arguments), ("full", {"a": 2})]
     opening = TABLE[form].opening
     assert is_known(f"{{% if tools %}}{opening}")
     for length in range(len(opening), written.index("two") - written.index(opening)):
@@ -191,10 +231,60 @@ def test_forms_of_published_templates(name: str) -> None:
 
 
 def test_forms_in_the_table_are_all_published() -> None:
-    assert {form for form, _ in PUBLISHED.values()} | {"Hermes, Qwen 2.5 and 3", "Qwen 3 Coder, 3.5"} == set(TABLE)
+    others = {"Hermes, Qwen 2.5 and 3", "Qwen 3 Coder, 3.5", "Qwen 2.5 Coder", "Qwen 2.5 Coder, fenced"}
+    assert {form for form, _ in PUBLISHED.values()} | others == set(TABLE)
     assert not is_known("{% for tool in tools %}{{ tool }}{% endfor %}[add(a=1)]")
-    assert not is_known("{% if tools %}]<]minimax[>[<tool_call>")
+    assert not is_known("{% for tool in tools %}<tools>{{ tool }}</tools>{% endfor %}```json")
+    assert not is_known("{% if tools %}<|open|>call tool=<tool_call>")
     assert is_known('{{ tools }} Respond as {"name": function, "parameters": {}}')
+
+
+def test_elements_within_each_other_have_the_types_of_the_schema() -> None:
+    """Also behind references, which may go round; tags that do not match are no call."""
+    node = {"type": "object", "properties": {"n": {"type": "number"}, "next": {"$ref": "#/$defs/node"}}}
+    schema = {
+        "$defs": {"node": node},
+        "properties": {
+            "a.b": {"type": "string"},
+            "a": {"$ref": "#/$defs/node"},
+            "flags": {"type": "array", "items": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}},
+            "none": {"type": "array"},
+            "free": {"type": "object"},
+        },
+    }
+    types = {"add": types_of(schema)}
+    written = (
+        '#<tool_call>#<invoke name="add">#<a>#<n>1.5#</n>#<next>#<n>2#</n>#</next>#</a>#<a.b>7#</a.b>'
+        "#<flags>#<item>true#</item>#<item>null#</item>#</flags>#<none>#</none>#<free>#<item>x#</item>#</free>"
+        "#</invoke>#</tool_call>"
+    ).replace("#", NS)
+    reader = CallReader(TOOLS, types)
+    assert reader.feed(written) == ""
+    _, (call,) = reader.end()
+    assert json.loads(call.arguments) == {
+        "a": {"n": 1.5, "next": {"n": 2}},
+        "a.b": "7",
+        "flags": [True, None],
+        "none": [],
+        "free": {"item": "x"},
+    }
+    for broken in ("</next>", "<next>", "<free>"):
+        wrong = written.replace(broken, "<other>")
+        reader = CallReader(TOOLS, types)
+        assert (reader.feed(wrong), reader.end()) == ("", (wrong, ()))
+
+
+def test_a_fence_is_held_back_only_while_it_may_be_a_call() -> None:
+    reader = CallReader(TOOLS)
+    assert reader.feed("So:\n```json\n{") == "So:\n"
+    assert reader.feed('\n  "city": 1') == '```json\n{\n  "city": 1'
+    assert reader.feed(', "x": 2}\n```\n') == ', "x": 2}\n```\n'
+    assert reader.feed("<tools> are ") == "<tools> are "
+    assert reader.feed('```json\n{"name": "weather", "age": 7}') == ""
+    assert reader.feed("\n```\n") == '```json\n{"name": "weather", "age": 7}\n```\n'
+    assert reader.feed('```json\n{"name": "weather", "arguments": {"city": "Köln"}}') == ""
+    assert reader.feed("\n``` Done.") == ""
+    assert reader.end() == (" Done.", (WEATHER,))
 
 
 @PATIENT
@@ -206,7 +296,17 @@ def test_result_is_independent_of_chunking(form: str, cuts: list[int]) -> None:
 
 
 @PATIENT
-@given(st.text(alphabet='<>tool_ca/|[]{}"namergus:,TOL_CS 1\n', max_size=80))
+@given(
+    st.one_of(
+        st.text(alphabet='<>tool_ca/|[]{}"namergus:,TOL_CS 1\n', max_size=80),
+        st.lists(
+            st.sampled_from(
+                ["<tools>", "</tools>", "```json", "\n```", '{"name": ', '"add"', ', "arguments": ', "{}", "}", "x"]
+            ),
+            max_size=12,
+        ).map("".join),
+    )
+)
 def test_text_without_calls_is_unchanged(written: str) -> None:
     """Whatever it begins like."""
     text, calls = read(list(written))

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rabbitllm.base.building import BUILDING
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import READY, Tier
@@ -320,7 +321,7 @@ def token_logprobs(model: StreamedModel, ids: Sequence[int], count: int) -> list
     forward = ScoringForward(model, keep=lambda _, states: kept.append(states.clone()))
     batch = MicroBatch((Task(tuple(ids[:-1]), (TextRequest(0, 0, tuple(ids[1:]), None),)),))
     rows = max(LOGITS_BYTES // (4 * ModelLimits.of(model).vocabulary), 1)
-    with forward.installed(), model.joint_pass(PassInput(1, len(ids) - 1, None, None)):
+    with BUILDING.a_pass(), forward.installed(), model.joint_pass(PassInput(1, len(ids) - 1, None, None)):
         forward(batch, forward.ids(batch), [0])
         for begin in range(0, len(kept[0]), rows):
             logprobs = torch.log_softmax(forward.logits(kept[0][begin : begin + rows]).float(), -1)

@@ -1,0 +1,32 @@
+"""Results do not depend on torch's default dtype, which any thread may change, such as one that builds a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.support.builders import build_checkpoint
+from tests.support.fresh_process import in_a_fresh_process
+from tests.support.tiny_models import load, split
+
+SCHEMES = (None, "4bit", "8bit", "q4_k", "q8_0")
+
+
+def compare(folder: Path) -> None:
+    ids = torch.arange(40)[None] % 97 + 3
+    for scheme in SCHEMES:
+        model = load(split(folder, compression=scheme), 1 << 30, dtype="bfloat16", exact=False)
+        results = []
+        for default in (torch.float32, torch.bfloat16, torch.float32):
+            torch.set_default_dtype(default)
+            results.append([model(input_ids=ids[:, :count]).logits for count in (1, 5, 40)])
+        for expected, found in zip(*results[:2], strict=True):
+            assert torch.equal(expected, found), scheme
+
+
+def test_passes_have_the_same_bits(tmp_path: Path) -> None:
+    """In a process of its own: kernels that wrote behind a buffer's end would take this one along."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, **sizes)
+    in_a_fresh_process(compare, folder)
