@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from rabbitllm.auto_model import LoadRequest, Prepared, load_draft, prepare_model
-from rabbitllm.base.options import RunOptions
+from rabbitllm.base.options import RunOptions, expand
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.free_memory import PROMISES, Promise
 from rabbitllm.engine.load_plan import make_load_plan
@@ -41,6 +41,7 @@ from rabbitllm.server.embeddings import Embedder, PoolingRecipe, recipe_in
 from rabbitllm.server.requests import CheckedCall
 from rabbitllm.server.settings import Settings
 from rabbitllm.store.layer_store import LayerStore, UnsplitStore
+from rabbitllm.store.locations import resolve_name
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel

@@ -380,8 +380,7 @@ def choose_shard_transfer(
     short = shortage(plan, disk_budget, options, transfers[-1])
     assert short is not None
     raise NotEnoughSpaceException(
-        f"Splitting {plan.source.title} into {disk_budget.folder} needs {short.needed} at its peak; "
-        f"{short.found}.",
+        f"Splitting {plan.source.title} into {disk_budget.folder} needs {short.needed} at its peak; {short.found}.",
         _suggest_remedy(plan, disk_budget, options, short),
     )
 
