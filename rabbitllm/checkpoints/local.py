@@ -96,6 +96,7 @@ class LocalCheckpoint(Checkpoint):
         self._snapshot = hub_cache.snapshot_of(folder)
         self._missing_from = missing_from
         self._fetched: set[str] = set()
+        self._warned_of_links = False
         self._entry: str | None = entry
         if index is not None:
             self.index = index
@@ -235,7 +236,9 @@ class LocalCheckpoint(Checkpoint):
         if self._snapshot is not None:
             return hub_cache.release_file(self._snapshot, shard)
         if self._is_link(shard):
-            logger.warning("%s is kept: nothing behind a link is deleted, and it or another shard is one.", path)
+            if not self._warned_of_links:  # once, not for each of a hundred shards
+                logger.warning("%s is kept, as all such shards are: nothing behind a link is deleted.", path)
+            self._warned_of_links = True
             return Release(shard, Disposal.LINK)
         try:
             durable.remove(path)
