@@ -142,11 +142,13 @@ class Column:
         name: its head.
         right: whether its values are right-aligned.
         rank: if not all columns fit, those with the lowest ranks are shown; one of 0 is always shown.
+        least: width in columns of the terminal to which longer values may be cut in their middle; 0 for not at all.
     """
 
     name: str
     right: bool = False
     rank: int = 0
+    least: int = 0
 
 
 def put_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
@@ -158,28 +160,42 @@ def put_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequen
         rows: a value for each column, harmless already.
 
     Returns:
-        The names of the columns that were left out.
+        The names of the columns that were left out or cut.
     """
     cells = [*zip(*([column.name for column in columns], *rows), strict=True)]
     widths = [max(map(_columns, column)) for column in cells]
     shown = _fitting(columns, widths, console.width if console.is_terminal else None)
     left_aligned = [place for place, index in enumerate(shown) if not columns[index].right]
-    head, *lines = aligned([*zip(*(cells[index] for index in shown), strict=True)], left_aligned)
+    texts = [[_cut(cell, width) for cell in cells[index]] for index, width in shown.items()]
+    head, *lines = aligned([*zip(*texts, strict=True)], left_aligned)
     console.print(Text(head, "dim"), soft_wrap=True)
     console.file.writelines(line + "\n" for line in lines)  # not through rich, which takes seconds for a vocabulary
-    return tuple(column.name for index, column in enumerate(columns) if index not in shown)
+    return tuple(column.name for index, column in enumerate(columns) if shown.get(index, 0) < widths[index])
 
 
-def _fitting(columns: Sequence[Column], widths: Sequence[int], room: int | None) -> list[int]:
-    """Return the indices of the columns that are shown, from left to right."""
-    shown: list[int] = []
-    used = -len(GAP)
+def _fitting(columns: Sequence[Column], widths: Sequence[int], room: int | None) -> dict[int, int]:
+    """Return index -> width of the columns that are shown, from left to right."""
+    left = sum(widths) + len(GAP) * len(widths) if room is None else room + len(GAP)
+    shown: dict[int, int] = {}
     for index in sorted(range(len(columns)), key=lambda index: columns[index].rank):
-        needed = widths[index] + len(GAP)
-        if room is None or not columns[index].rank or used + needed <= room:
-            shown.append(index)
-            used += needed
-    return sorted(shown)
+        width = min(widths[index], columns[index].least or widths[index])
+        if not columns[index].rank or width + len(GAP) <= left:
+            shown[index] = width
+            left -= width + len(GAP)
+    for index, width in shown.items():  # what is left goes to those that are cut
+        more = min(widths[index] - width, max(left, 0))
+        shown[index] += more
+        left -= more
+    return dict(sorted(shown.items()))
+
+
+def _cut(text: str, width: int) -> str:
+    """Return the text, with its end and some of its beginning only where it is wider than this."""
+    cut, kept = text, len(text)
+    while _columns(cut) > width:
+        kept -= 1
+        cut = f"{text[: kept // 3]}…{text[len(text) - kept + kept // 3 :]}"
+    return cut
 
 
 def _columns(text: str) -> int:

@@ -48,7 +48,7 @@ class Disposal(enum.Enum):
     READ_ONLY = "kept: the source is read-only"
     SHARED = "kept: another revision in the hub cache uses the same file"
     CHANGED = "kept: it has changed since it was split"
-    LINK = "kept: it is a link, and nothing behind a link is deleted"
+    LINK = "kept: nothing behind a link is deleted"
     LEAVES_OUT = "kept: the split leaves tensors of it out"
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from pathlib import Path
 
@@ -95,6 +96,7 @@ class LocalCheckpoint(Checkpoint):
         self._snapshot = hub_cache.snapshot_of(folder)
         self._missing_from = missing_from
         self._fetched: set[str] = set()
+        self._warned_of_links = False
         self._entry: str | None = entry
         if index is not None:
             self.index = index
@@ -148,8 +150,17 @@ class LocalCheckpoint(Checkpoint):
         check_path(self.folder / shard, self.folder, self._snapshot)
 
     def _is_link(self, shard: str) -> bool:
-        """Whether a shard, or its subfolder, is a link: it may be the only copy of another folder's file."""
-        return (self.folder / shard).resolve() != self.folder.resolve() / shard
+        """Whether a shard, or its subfolder, is a link, or the file that another shard's link leads to.
+
+        It may be the only copy of another folder's file, or of the tensors that the index puts into the other shard.
+        """
+        own = self.folder.resolve() / shard
+        return (self.folder / shard).resolve() != own or self._files[own] > 1
+
+    @functools.cached_property
+    def _files(self) -> Counter[Path]:
+        """The number of shards that lead to each file."""
+        return Counter((self.folder / shard).resolve() for shard in self.index.shards)
 
     @property
     def deletable(self) -> bool:
@@ -225,7 +236,9 @@ class LocalCheckpoint(Checkpoint):
         if self._snapshot is not None:
             return hub_cache.release_file(self._snapshot, shard)
         if self._is_link(shard):
-            logger.warning("%s is kept: it is a link, and nothing behind a link is deleted.", path)
+            if not self._warned_of_links:  # once, not for each of a hundred shards
+                logger.warning("%s is kept, as all such shards are: nothing behind a link is deleted.", path)
+            self._warned_of_links = True
             return Release(shard, Disposal.LINK)
         try:
             durable.remove(path)

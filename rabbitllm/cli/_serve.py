@@ -159,6 +159,7 @@ def serve_command(
     from rabbitllm.base.options import parse_size
     from rabbitllm.errors import OptionError
     from rabbitllm.generation.request import Limits
+    from rabbitllm.store import locations
 
     body_bytes = parse_size(max_body, "--max-body")
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
@@ -170,7 +171,7 @@ def serve_command(
     if (key_running or key_waiting) and not api_key:
         raise OptionError("--key-running and --key-waiting need API keys.", "Set --api-key KEY,KEY.")
     prompt_bytes = 0 if prompt_cache is None else parse_size(prompt_cache, "--prompt-cache")
-    named = dict(map(_named, models))
+    named = {name or locations.served_name(model): model for name, model in map(name_and_model, models)}
     if len(named) < len(models):
         raise OptionError(f"Two models have one name ({', '.join(named)}).", "Name them: NAME=MODEL.")
     if served_name is not None:
@@ -212,14 +213,10 @@ def serve_command(
         os._exit(code)
 
 
-def _named(word: str) -> tuple[str, str]:
-    """`NAME=MODEL` or `MODEL` -> the name in requests, and the model."""
-    from rabbitllm.server.service import served_name
-
+def name_and_model(word: str) -> tuple[str, str]:
+    """`NAME=MODEL` or `MODEL` -> the name in requests, "" for the model's own, and the model."""
     name, equals, model = word.partition("=")
-    if equals and name and model and "/" not in name and not expand(word).exists():
-        return name, model
-    return served_name(word), word
+    return (name, model) if equals and name and model and "/" not in name and not expand(word).exists() else ("", word)
 
 
 def _refuse_for_several(models: Sequence[str], values: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from rabbitllm.cli._plan import plan_command
 from rabbitllm.cli._pull import pull_command
 from rabbitllm.cli._quality import quality_command
 from rabbitllm.cli._run import run_command
-from rabbitllm.cli._serve import serve_command
+from rabbitllm.cli._serve import name_and_model, serve_command
 from rabbitllm.cli._splits import ls_command, rm_command, show_command, verify_command
 from rabbitllm.cli._start import shown
 from rabbitllm.cli._worker import worker_command
@@ -90,10 +90,18 @@ STARTING = "loading torch and transformers …"
 
 
 def _needs_torch(function: Callable[..., None]) -> Callable[..., None]:
-    """A command that says that it starts, or refuses to where the system would end the process without a word."""
+    """A command that says that it starts. It refuses where no model has the name that it is given, before the slow
+    imports, and where the system would end the process without a word.
+    """
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> None:
+        from rabbitllm.store.locations import require_place
+
+        with system_errors_by_name():
+            models = [model for _, model in map(name_and_model, kwargs.get("models") or ())]
+            for name in filter(None, (kwargs.get("model"), *models, kwargs.get("draft"))):
+                require_place(name)
         swap = swap_bytes()
         limits = [("control group", group.limit, group.room + swap, TORCH_BYTES) for group in group_limits()]
         for cap in process_limits():

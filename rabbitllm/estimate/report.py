@@ -302,7 +302,7 @@ def _nothing_fits(plan: Plan) -> str:
     lacking = route.lacking
     return (
         f"Nothing fits. The smallest is {plan.called(estimate.compression)}, {_route_name(estimate, route)}: it needs "
-        f"{lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}. {lacking.advice}, or use a "
+        f"{lacking.needed} at its peak; {lacking.found}. {lacking.advice}, or use a "
         "folder on another disk (--dir, layer_shards_saving_path)."
     )
 

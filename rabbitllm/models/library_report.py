@@ -41,9 +41,9 @@ _COLUMNS = (
     Column("size", right=True, rank=1),
     Column("layer files", right=True, rank=3),
     Column("state", rank=1),
-    Column("commit", rank=5),
-    Column("changed", rank=4),
-    Column("folder", rank=6),
+    Column("commit", rank=6),
+    Column("changed", rank=5),
+    Column("folder", rank=4, least=20),
 )
 COMMIT_CHARACTERS = 8
 

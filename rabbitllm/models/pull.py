@@ -330,5 +330,5 @@ def _verdict(outcome: DryRun) -> Text:
         return Text("The split cannot be made this way: `rabbitllm plan` shows other ways.", "bold red")
     lacking = outcome.routes[-1].lacking
     assert lacking is not None
-    text = f"The split does not fit: it needs {lacking.needed} at its peak; {size(lacking.have)} is {lacking.where}."
+    text = f"The split does not fit: it needs {lacking.needed} at its peak; {lacking.found}."
     return Text(f"{text} `rabbitllm plan` shows other ways.", "bold red")

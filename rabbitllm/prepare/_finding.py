@@ -345,12 +345,8 @@ def find(spec: ModelSpec, *, only_look: bool = False) -> Source:
 
 def _find_elsewhere(spec: ModelSpec, repo_id: str, quantization: str, *, only_look: bool) -> Source:
     """Find the source for a name that is not a local folder."""
+    locations.require_place(spec.name)
     try:
-        if not locations.is_repo_id(repo_id):
-            raise CheckpointNotFoundError(
-                f"There is no folder {spec.name!r}, and it is not a repository id.",
-                "Use an existing folder, or a repository as 'organisation/name'.",
-            )
         named = dataclasses.replace(spec, name=repo_id)
         source = _find_repository(named, only_look=only_look, quantization=quantization or None)
         return dataclasses.replace(source, name=spec.name)

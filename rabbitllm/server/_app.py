@@ -42,6 +42,7 @@ from rabbitllm.server._guards import (
 )
 from rabbitllm.server._metrics import CONTENT_TYPE, text_format
 from rabbitllm.server._models import Entry, Models
+from rabbitllm.server._service import Service
 from rabbitllm.server._streaming import Dialect, EventStream, Inbox, Submission, frames, unless_disconnected, whole
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder
 from rabbitllm.server.api_error import (
@@ -73,7 +74,6 @@ from rabbitllm.server.schemas import (
     TokenizeBody,
     parsed,
 )
-from rabbitllm.server.service import Service
 from rabbitllm.version import __version__
 
 ChatForm = Callable[[Any, ChatTemplate], dict[str, Any]]

@@ -30,9 +30,9 @@ from rabbitllm.base.terminal import harmless, listed
 from rabbitllm.engine.free_memory import trimming
 from rabbitllm.errors import BusyError, RabbitLLMError
 from rabbitllm.server._metrics import Metrics
+from rabbitllm.server._service import Service
 from rabbitllm.server._streaming import NO_RETRY, api_error_of_batch
 from rabbitllm.server.api_error import BROKEN, NOT_FOUND, TOO_LATE, APIError, closing
-from rabbitllm.server.service import Service
 from rabbitllm.server.settings import Settings
 
 logger = logging.getLogger(__name__)

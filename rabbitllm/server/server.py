@@ -40,9 +40,9 @@ from rabbitllm.generation.request import BatchStats, Limits
 from rabbitllm.server._app import create_app
 from rabbitllm.server._metrics import Metrics
 from rabbitllm.server._models import KEEP_ALIVE, Loader, Models
+from rabbitllm.server._service import Service
 from rabbitllm.server._tools import is_known
 from rabbitllm.server.embeddings import NO_RECIPE
-from rabbitllm.server.service import Service
 from rabbitllm.server.settings import Settings, address_of, is_local, listen
 
 if TYPE_CHECKING:

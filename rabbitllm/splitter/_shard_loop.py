@@ -230,6 +230,7 @@ class ShardLoop:
         self.checksums = dict(work.checksums)
         self.source_checksums = dict(work.source_checksums)
         self._deletes = work.options.shards.deletes_used and work.checkpoint.deletable
+        self._is_read_only = False
         self._journal = journal.SplitJournal(work.folder)
         self._mover = Mover(work.options.threads, profiler, watch, fitted=work.fitted)
         self._filler = Filler(work, self._mover, profiler)
@@ -384,8 +385,11 @@ class ShardLoop:
         if shard.is_kept(self.plan.source, self.work.options.shards):
             return Release(shard.name, Disposal.LEAVES_OUT)
         release = release_if_same(self.work.checkpoint, shard, self.source_checksums.get(shard.name))
-        if release.disposal is Disposal.READ_ONLY:
-            logger.warning("%s is used but cannot be deleted: its folder is read-only.", shard.name)
+        if release.disposal is Disposal.READ_ONLY and not self._is_read_only:  # once, not for each of a hundred shards
+            logger.warning(
+                "Used shards of %s cannot be deleted: their folder is read-only.", self.work.checkpoint.label
+            )
+            self._is_read_only = True
         return release
 
     def _source_left(self) -> int:

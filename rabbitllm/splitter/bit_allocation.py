@@ -599,7 +599,7 @@ def _shortage_error(limits: _SizeLimits, least: BitChoice) -> NotEnoughSpaceExce
     assert short is not None
     return NotEnoughSpaceException(
         f"compression='auto' finds no bits for {limits.bare.source.title} that fit in {limits.disk_budget.folder}: the "
-        f"smallest split needs {short.needed} at its peak; {size(short.have)} is {short.where}.",
+        f"smallest split needs {short.needed} at its peak; {short.found}.",
         f"{short.advice}, or use a folder on another disk (--dir, layer_shards_saving_path).",
     )
 

@@ -284,11 +284,11 @@ class Shortage:
 
     Attributes:
         need: bytes that `max_disk`, or the free disk, must have at least.
-        have: bytes that it has.
+        have: bytes that it has; of the free disk also those of the reserve.
         where: which of the two, as text.
         limited: True for `max_disk`, which bounds everything that the split creates; False for the free disk, to which
             deleted shards add.
-        below_reserve: bytes of the reserve (`min_free`) that the free disk does not even have.
+        reserve: bytes of the free disk that must stay free (`min_free`).
         besides: the lack of free disk, where `max_disk` is too small too.
     """
 
@@ -296,19 +296,21 @@ class Shortage:
     have: int
     where: str
     limited: bool = False
-    below_reserve: int = 0
+    reserve: int = 0
     besides: Shortage | None = None
 
     @property
     def missing(self) -> int:
         """Bytes by which the limit must rise, or that must be freed."""
-        return self.need - self.have + self.below_reserve
+        return self.need - self.have + self.reserve
 
     @property
     def advice(self) -> str:
         """What makes it fit, as the beginning of a sentence."""
         if not self.limited:
-            return f"Free {size_rounded_up(self.missing)} there{', or lower min_free_disk' * bool(self.below_reserve)}"
+            besides = f" and free {size_rounded_up(self.need - self.have)}" if self.need > self.have else ""
+            lower = f", or lower min_free_disk (rabbitllm pull --min-free-disk){besides}" if self.reserve else ""
+            return f"Free {size_rounded_up(self.missing)} there{lower}"
         freed = self.besides and size_rounded_up(self.besides.missing)
         return f"Set max_disk to {self.need}" + (f" and free {freed} of the disk" if freed else "")
 
@@ -316,6 +318,11 @@ class Shortage:
     def needed(self) -> str:
         """The need as text, rounded up: a limit with this value is large enough."""
         return f"{size_rounded_up(self.need)} ({self.need:,} bytes) of {'max_disk' if self.limited else 'free disk'}"
+
+    @property
+    def found(self) -> str:
+        """What there is, as a sentence without its end."""
+        return f"{size(self.have)} is {self.where}"
 
     def record(self) -> dict[str, int | str]:
         """For `json.dumps`."""
@@ -373,8 +380,7 @@ def choose_shard_transfer(
     short = shortage(plan, disk_budget, options, transfers[-1])
     assert short is not None
     raise NotEnoughSpaceException(
-        f"Splitting {plan.source.title} into {disk_budget.folder} needs {short.needed} at its peak; "
-        f"{size(short.have)} is {short.where}.",
+        f"Splitting {plan.source.title} into {disk_budget.folder} needs {short.needed} at its peak; {short.found}.",
         _suggest_remedy(plan, disk_budget, options, short),
     )
 
@@ -397,9 +403,8 @@ def _lack_of_free_disk(use: DiskUse, disk_budget: DiskBudget, options: SplitOpti
         free = shutil.disk_usage(folder).free
         free += disk_budget.lock_bytes if folder == existing(disk_budget.folder) else 0
         if need and need + options.min_free > free:
-            reserve = f", without the {size(options.min_free)} to keep free (min_free_disk)" if options.min_free else ""
-            have, where = free - options.min_free, f"free on the disk of {folder}{reserve}"
-            return Shortage(need, max(have, 0), where, below_reserve=max(-have, 0))
+            reserve = f", of which {size(options.min_free)} must stay free (min_free_disk)" if options.min_free else ""
+            return Shortage(need, free, f"free on the disk of {folder}{reserve}", reserve=options.min_free)
     return None
 
 

@@ -105,6 +105,16 @@ def _announce(step: Step) -> None:
     require_guards(step.path)  # last: between the check and the step is no wait
 
 
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in errors of calls that know its descriptor alone: several disks may be in use."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 class GrowingFile:
     """A file that is filled in place, in any order, by several threads.
 
@@ -145,7 +155,8 @@ class GrowingFile:
         with self._files.using(self):
             _announce(Step("write", self.path, offset, data))
             try:
-                self._write(data, offset, aligned)
+                with _naming(self.path):
+                    self._write(data, offset, aligned)
             finally:  # last, since a sync that another thread began before does not cover this write
                 self._is_written, self._is_synced = True, False
 
@@ -192,7 +203,8 @@ class GrowingFile:
             _announce(Step("sync", self.path))
             self._is_written, self._is_synced = False, True  # first, since another thread may write meanwhile
             try:
-                os.fsync(self._descriptor)
+                with _naming(self.path):
+                    os.fsync(self._descriptor)
             except BaseException:
                 self._is_written, self._is_synced = True, False
                 raise
@@ -224,7 +236,8 @@ class GrowingFile:
         try:
             status = os.fstat(descriptor)
             if self._inode is None and status.st_size != self._size:
-                os.ftruncate(descriptor, self._size)
+                with _naming(self.path):
+                    os.ftruncate(descriptor, self._size)
             elif self._inode not in (None, (status.st_dev, status.st_ino)):
                 raise OSError(errno.ESTALE, "the file was replaced", str(self.path))
         except BaseException:
@@ -267,10 +280,11 @@ class Log:
         """Append `line` and a newline, and sync."""
         data = memoryview((line + "\n").encode())
         _announce(Step("write", self.path, os.fstat(self._descriptor).st_size, data))
-        while data:
-            data = data[os.write(self._descriptor, data) :]
-        _announce(Step("sync", self.path))
-        os.fsync(self._descriptor)
+        with _naming(self.path):
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+            _announce(Step("sync", self.path))
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -143,13 +143,15 @@ def require_room(
     """
     location = existing(path.absolute())
     need = nbytes + _LATER_BYTES
-    have = shutil.disk_usage(location).free + reusable - min_free
-    where = f"free on the disk of {location}" + (f", of which {size(min_free)} must stay free" if min_free else "")
+    free = shutil.disk_usage(location).free + reusable
+    have = free - min_free
+    reserve = f", of which {size(min_free)} must stay free (min_free_disk)" if min_free else ""
+    found = f"{size(free)} are free on the disk of {location}{reserve}"
     if max_disk is not None and max_disk < have:
-        have, where = max_disk, "allowed by max_disk"
+        have, found = max_disk, f"{size(max_disk)} are allowed by max_disk"
     if need > have:
         raise NotEnoughSpaceException(
-            f"{writing} needs {size(need)} of disk; {size(max(have, 0))} are {where}.",
+            f"{writing} needs {size(need)} of disk; {found}.",
             f"Free {size(need - have)}, or use another disk. Nothing was written.",
         )
 

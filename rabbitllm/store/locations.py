@@ -241,6 +241,49 @@ def one_of_several(name: str) -> tuple[str, str]:
     return name, ""
 
 
+def require_place(name: str) -> None:
+    """Refuse a name that no model can have: nothing of it is on this machine, and it is no repository id.
+
+    Raises:
+        CheckpointNotFoundError: it is one.
+        OptionError, InvalidIndexError, UnsafePathError, IncompleteSplitError, SplitMismatchError: as in `resolve_name`.
+    """
+    resolved = resolve_name(name)
+    place, _ = one_of_several(resolved)
+    if not is_repo_id(place) and not (place and expand(place).is_dir()):
+        error = CheckpointNotFoundError(
+            f"There is no folder {resolved!r}, and it is not a repository id.",
+            "Use an existing folder, or a repository as 'organisation/name'.",
+        )
+        raise with_near_names(error, resolved)
+
+
+def served_name(name: str) -> str:
+    """The name in requests to a server: the id of a repository, the name of a GGUF model, or a folder's.
+
+    A split directory without a name of its own has its model's.
+
+    Args:
+        name: the name as the user wrote it.
+    """
+    if is_gguf_file(expand(name)):
+        return gguf_stem(expand(name).name)
+    resolved = resolve_name(name)
+    path = expand(resolved)
+    if not path.is_dir():
+        return resolved
+    path = path.resolve()
+    with contextlib.suppress(RabbitLLMError):  # of a damaged split; the load says so
+        manifest = read_manifest(path) if path.name.startswith(SPLIT_DIRECTORY) else None
+        if manifest is not None and manifest.source.kind == "hub":
+            return ":".join(filter(None, (manifest.source.name, model_of(path, manifest.compression))))
+        if manifest is not None and gguf_models([manifest.source.title]):
+            return gguf_stem(manifest.source.title)
+    while path.name.startswith(SPLIT_DIRECTORY) and path.parent.name:
+        path = path.parent
+    return path.name or "model"
+
+
 def base_for(model: str, saving_path: Path | None, base: str = SPLIT_DIRECTORY) -> str:
     """The base name of the split directories of one of several models; a folder that the user chose is for one."""
     return f"{base}-{model}" if model and saving_path is None else base

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import unicodedata
 from pathlib import Path
 
@@ -125,6 +126,23 @@ def test_table_shows_columns_that_fit() -> None:
     assert all(cell_len(line) <= 20 for line in printed(narrow).splitlines())
     assert put_table(console(12), COLUMNS, ROWS) == ("middle", "wide")
     assert put_table(console(3), COLUMNS, ROWS) == ("middle", "number", "wide")
+
+
+def test_table_cuts_what_may_be_cut_where_there_is_room_for_some_of_it() -> None:
+    columns, rows = (
+        [Column("name"), Column("folder", rank=1, least=9)],
+        [("x", "~/cache/동동/model-4bit"), ("y", "~/a")],
+    )
+    for width in range(2, 40):
+        output = console(width)
+        narrow = put_table(output, columns, rows)
+        head, first, second = printed(output).splitlines()
+        assert ("folder" in head) == (width >= len("name") + 2 + 9)
+        assert narrow == (() if "model-4bit" in first and "…" not in first else ("folder",))
+        assert max(map(cell_len, (head, first, second))) <= max(width, len("name"))
+        if "folder" in head:
+            assert second == "y     ~/a"
+            assert re.fullmatch(r"x     ~/(cache/동동/model-4bit|.*….*bit)", first)
 
 
 def test_numbers_in_words() -> None:

@@ -226,7 +226,9 @@ def test_shard_name_outside_is_refused(folder: Path, tmp_path: Path, name: str, 
 
 
 @pytest.mark.parametrize("target", ["file", "folder", "single", "index", "all"])
-def test_weights_on_another_disk_are_read_and_never_deleted(folder: Path, tmp_path: Path, target: str) -> None:
+def test_weights_on_another_disk_are_read_and_never_deleted(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str
+) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     moved = {"index": [INDEX_NAME], "all": names_in(folder)}.get(target, [SECOND])
@@ -251,6 +253,7 @@ def test_weights_on_another_disk_are_read_and_never_deleted(folder: Path, tmp_pa
     for shard in shards:
         expected = Disposal.DELETED if is_own[shard] else Disposal.LINK
         assert checkpoint.release(shard).disposal is expected
+    assert caplog.text.count("nothing behind a link is deleted") == (not all(is_own.values()))
     assert contents(disk) == before
     assert paths - set(names_in(folder)) == {shard for shard in shards if is_own[shard]}
 

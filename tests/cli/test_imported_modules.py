@@ -17,6 +17,7 @@ from rabbitllm.cli.main import app
 from tests.support.demo_models import demo_model
 
 COMMANDS = [command.name or "" for command in app.registered_commands]
+WITH_A_MODEL = sorted({*COMMANDS} - {"demo", "doctor", "ls"})
 RUN = """
 import atexit, gc, sys
 sys.argv[0] = "rabbitllm"
@@ -39,13 +40,13 @@ AutoModelForCausalLM.from_pretrained(folder).generate(**ids, max_new_tokens=2)
 """
 
 
-def imported(tmp_path: Path, code: str, *arguments: str) -> set[str]:
+def imported(tmp_path: Path, code: str, *arguments: str, exit_code: int = 0) -> set[str]:
     """The modules of a process at its end; "on" if it collects garbage then, "collection" if it did while importing."""
     to = tmp_path / "modules"
     command = [sys.executable, "-c", RUN.format(to=str(to)) + code, *arguments]
     environment = os.environ | {"RABBITLLM_HOME": str(tmp_path / "home"), "HF_HOME": str(tmp_path / "hub")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == exit_code, done.stderr
     return set(to.read_text().split())
 
 
@@ -59,6 +60,20 @@ def heavy(modules: set[str]) -> set[str]:
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["ls"], *([name, "--help"] for name in COMMANDS)])
 def test_help_and_lists_need_no_torch(tmp_path: Path, arguments: list[str]) -> None:
     assert heavy(imported(tmp_path, RABBITLLM, *arguments)) == set()
+
+
+FURTHER = {"batch": ["questions.jsonl", "-o", "answers.jsonl"], "convert": ["-o", "new"]}
+
+
+@pytest.mark.parametrize("name", WITH_A_MODEL)
+def test_a_path_without_a_model_is_refused_before_the_slow_imports(tmp_path: Path, name: str) -> None:
+    arguments = (name, str(tmp_path / "nothing"), *FURTHER.get(name, ()))
+    assert heavy(imported(tmp_path, RABBITLLM, *arguments, exit_code=1)) == set()
+
+
+def test_a_path_without_a_draft_is_refused_before_the_slow_imports(tmp_path: Path) -> None:
+    arguments = ("run", str(demo_model(tmp_path / "model")), "Hello", "--draft", str(tmp_path / "nothing"))
+    assert heavy(imported(tmp_path, RABBITLLM, *arguments, exit_code=1)) == set()
 
 
 @pytest.fixture(scope="module")

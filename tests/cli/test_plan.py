@@ -307,7 +307,7 @@ def test_free_disk_and_min_free_disk(folder: Path, monkeypatch: pytest.MonkeyPat
     assert [disk.free_bytes for disk in forecast.disks] == free
     lacking = routes(plan(folder, min_free_disk=1001), "8bit")["standard"].lacking
     assert lacking is not None
-    assert (lacking.need, lacking.have) == (need, need - 1)
+    assert (lacking.need, lacking.have, lacking.missing) == (need, need + 1000, 1)
     assert "min_free_disk" in lacking.where
 
 

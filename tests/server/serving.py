@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, settings
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import Limits
 from rabbitllm.server._models import Models
+from rabbitllm.server._service import EmbeddingsOnly, Service, batch_of
 from rabbitllm.server.embeddings import Embedder
 from rabbitllm.server.server import Server
-from rabbitllm.server.service import EmbeddingsOnly, Service, batch_of
 from rabbitllm.server.settings import LOCAL, Settings, address_of, bound
 from tests.support.tiny_models import load
 

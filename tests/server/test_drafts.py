@@ -9,7 +9,7 @@ from rich.console import Console
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.generation.request import Limits
-from rabbitllm.server.service import ServedModel
+from rabbitllm.server._service import ServedModel
 from tests.server.serving import NAME, Running, running
 from tests.server.test_metrics import samples
 from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself

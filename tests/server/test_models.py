@@ -26,7 +26,7 @@ from rabbitllm.engine.free_memory import PROMISES
 from rabbitllm.generation.request import Limits
 from rabbitllm.server._metrics import Metrics
 from rabbitllm.server._models import Models
-from rabbitllm.server.service import Service
+from rabbitllm.server._service import Service
 from rabbitllm.server.settings import LOCAL, Settings, address_of, bound
 from rabbitllm.storage import durable
 from tests.server.serving import LIMITS, PATIENCE, in_a_thread

@@ -19,11 +19,8 @@ from rabbitllm.errors import OptionError
 from rabbitllm.server import server
 from rabbitllm.server._guards import name_of
 from rabbitllm.server.server import put_greeting
-from rabbitllm.server.service import served_name
 from rabbitllm.server.settings import bound, check_guarded, hosts_of, is_local
 from tests.server.serving import Running
-from tests.support.builders import build_checkpoint
-from tests.support.gguf_files import write_gguf
 
 
 def said(served: Running, split: tuple[bool, Path] | None, *, is_local: bool = True) -> str:
@@ -87,18 +84,6 @@ def test_public_address_needs_a_key_or_insecure() -> None:
 )
 def test_names_of_hosts(host: str, name: str) -> None:
     assert name_of(host) == name
-
-
-def test_served_name(tmp_path: Path) -> None:
-    folder = build_checkpoint(tmp_path / "my-model", "llama")
-    (folder / "splitted_model.4bit").mkdir()
-    for name in (folder, folder / "splitted_model.4bit", folder / "model.safetensors"):
-        assert served_name(str(name)) == "my-model"
-    assert served_name("org/name") == served_name("hf://org/name") == "org/name"
-    (tmp_path / "files").mkdir()
-    write_gguf(tmp_path / "files" / "Tiny-Q4_K_M.gguf")
-    assert served_name(str(tmp_path / "files" / "Tiny-Q4_K_M.gguf")) == "Tiny-Q4_K_M"
-    assert served_name("org/name:Q4_K_M") == "org/name:Q4_K_M"
 
 
 BLOCK, COUNT = 16 << 10, 12_000

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.base.options import ShardPolicy, SplitOptions, parse_size
-from rabbitllm.base.terminal import size_rounded_up
+from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import NotEnoughSpaceException, OptionError, SplitError
 from rabbitllm.formats.tensor_spec import TensorSpec
@@ -247,8 +247,9 @@ def test_min_free_disk_is_not_used(tmp_path: Path, free: list[int]) -> None:
     free[0] = need + 50 * MIB
     choose(plan, tmp_path, None, deletes=False, min_free=50 * MIB)
     free[0] -= 1
-    with pytest.raises(NotEnoughSpaceException, match=r"without the 52.43 MB to keep free \(min_free_disk\)"):
+    with pytest.raises(NotEnoughSpaceException, match=r"must stay free \(min_free_disk\)") as refusal:
         choose(plan, tmp_path, None, deletes=False, min_free=50 * MIB)
+    assert f"{size(free[0])} is free on the disk of {tmp_path}, of which 52.43 MB" in str(refusal.value)
 
 
 def refused(plan: SplitPlan, folder: Path, max_disk: int | None, min_free: int) -> str:
@@ -268,11 +269,15 @@ def test_what_is_to_be_freed_is_the_true_figure_also_below_the_reserve(tmp_path:
     free[0] = 60 * MIB
     remedy = refused(plan, tmp_path, None, 10**13)
     assert remedy.startswith("Free 9999.")  # GB: 10 TB and what the split needs, less what is free
-    assert "or lower min_free_disk" in remedy
+    assert "or lower min_free_disk (rabbitllm pull --min-free-disk)," in remedy
+    choose(plan, tmp_path, None, deletes=False, min_free=0)
     free[0] += freed_by(remedy)
     choose(plan, tmp_path, None, deletes=False, min_free=10**13)
-    free[0] = 10**13 + 1
-    assert "lower min_free_disk" not in refused(plan, tmp_path, None, 10**13)
+    free[0] = MIB
+    lower, more = refused(plan, tmp_path, None, 10**9).split(", or lower min_free_disk")
+    assert freed_by(lower) > 10**9
+    free[0] += freed_by(more)
+    choose(plan, tmp_path, None, deletes=False, min_free=0)
 
 
 def test_advice_that_is_followed_once_is_enough(tmp_path: Path, free: list[int]) -> None:

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import snapshot_download
 from typer.testing import CliRunner
 
 from rabbitllm import AutoModel, prepare
 from rabbitllm.base import progress
 from rabbitllm.checkpoints.checkpoint import WHOLE_BYTES
+from rabbitllm.checkpoints.index import INDEX_NAME
 from rabbitllm.cli.main import app
 from rabbitllm.errors import (
     CorruptShardError,
@@ -635,3 +637,28 @@ def test_options(tmp_path: Path) -> None:
         assert "--verify-source" in CliRunner().invoke(app, [command[0], "--help"]).output
     with pytest.raises(OptionError, match="verify_source=True works only while splitting"):
         AutoModel.from_pretrained(folder, verify_source=True, split=False, device="cpu")
+
+
+@pytest.mark.parametrize("how", ["link", "hard link", "hub cache"])
+def test_shards_that_are_one_file_lose_no_tensor(tmp_path: Path, hub_environment: HubEnvironment, how: str) -> None:
+    """The index puts half of a shard's tensors into another name of its file, which is needed later."""
+    shards = cut(llama_tensors(), 3)
+    name = min(shards)
+    folder = write_shards(tmp_path / "hub" / "org" / "model", shards)
+    expected = layer_files(Call(str(folder), str(tmp_path / "expected"), sequential=False).make())
+    index = json.loads((folder / INDEX_NAME).read_text())
+    second = [tensor for tensor, shard in index["weight_map"].items() if shard == name][::2]
+    index["weight_map"] |= dict.fromkeys(second, f"z-{name}")
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    if how == "link":
+        (folder / f"z-{name}").symlink_to(name)
+    else:
+        os.link(folder / name, folder / f"z-{name}")
+    source = str(folder)
+    if how == "hub cache":
+        source = "org/model"
+        snapshot_download(source)
+    made = Call(source, str(tmp_path / "made")).make()
+    assert layer_files(made) == expected
+    if how != "hub cache":
+        assert (folder / name).exists() == (how == "link")

@@ -23,6 +23,7 @@ from rabbitllm.storage.durable import GrowingFile, Log, Step, observe_steps
 from rabbitllm.storage.files import DIRECT_ALIGNMENT, OpenFiles, page_aligned, write_back_call
 from tests.support.forked import in_a_fork
 from tests.support.leftovers import open_files
+from tests.support.small_disk import small_disk
 from tests.support.splitting import failing
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -324,6 +325,17 @@ def test_file_that_cannot_get_its_size_is_closed(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="No space left"):
         GrowingFile(tmp_path / "a", 3)
     assert not list(open_files(tmp_path))
+
+
+def test_full_disk_names_the_file(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        log = disk.path / "log"
+        log.touch()
+        disk.leave(0)
+        for write in (lambda: durable.write_whole(disk.path / "a", bytes(5000)), lambda: Log(log).append("x" * 5000)):
+            with pytest.raises(OSError, match="No space left") as full:
+                write()
+            assert full.value.filename in (str(disk.path / "a.part"), str(log))
 
 
 # Lines

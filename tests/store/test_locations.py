@@ -14,8 +14,9 @@ import pytest
 from rabbitllm import prepare
 from rabbitllm.errors import CheckpointNotFoundError, HubError, OptionError
 from rabbitllm.store import locations
-from rabbitllm.store.locations import resolve_name, similar_names
+from rabbitllm.store.locations import resolve_name, served_name, similar_names
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards, write_torch
+from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.splitting import Call, interrupted
 
@@ -249,3 +250,29 @@ def test_a_file_that_is_no_model_is_named_itself(tmp_path: Path) -> None:
         ) as caught:
             resolve_name(str(file))
         assert caught.value.remedy == "Use the folder or file that holds the weights, or a repository id."
+
+
+def test_served_name(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "my-model", "llama")
+    (folder / "splitted_model.4bit").mkdir()
+    for name in (folder, folder / "splitted_model.4bit", folder / "model.safetensors"):
+        assert served_name(str(name)) == "my-model"
+    assert served_name("org/name") == served_name("hf://org/name") == "org/name"
+    (tmp_path / "files").mkdir()
+    write_gguf(tmp_path / "files" / "Tiny-Q4_K_M.gguf")
+    assert served_name(str(tmp_path / "files" / "Tiny-Q4_K_M.gguf")) == "Tiny-Q4_K_M"
+    assert served_name("org/name:Q4_K_M") == "org/name:Q4_K_M"
+
+
+def test_split_directories_are_served_as_their_models(tmp_path: Path, hub_environment: HubEnvironment) -> None:
+    (tmp_path / "files").mkdir()
+    for file in (tmp_path / "files" / "Tiny-Q4_0.gguf", tmp_path / "hub" / "acme" / "tiny" / "Tiny-Q4_0.gguf"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_gguf(file)
+    write_shards(tmp_path / "hub" / "acme" / "plain", cut(llama_tensors(), 2))
+    names, splits = (str(tmp_path / "files" / "Tiny-Q4_0.gguf"), "acme/tiny:Q4_0", "acme/plain"), []
+    for name in names:
+        source = prepare.find(prepare.ModelSpec(name))
+        prepare.ensure_split(source, prepare.split_options(None, min_free_disk=0))
+        splits.append(source.split_folder)
+    assert [served_name(str(folder)) for folder in splits] == ["Tiny-Q4_0", "acme/tiny:Q4_0", "acme/plain"]

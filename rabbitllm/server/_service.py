@@ -14,7 +14,6 @@ from rich.console import Console
 
 from rabbitllm.auto_model import LoadRequest, Prepared, load_draft, prepare_model
 from rabbitllm.base.options import RunOptions, expand
-from rabbitllm.checkpoints.index import gguf_stem, is_gguf_file
 from rabbitllm.engine.devices import resolve_devices
 from rabbitllm.engine.free_memory import PROMISES, Promise
 from rabbitllm.engine.load_plan import make_load_plan
@@ -116,24 +115,6 @@ def _placement(prepared: Prepared, run: RunOptions) -> Placement:
     checkpoint, lock = whole_checkpoint(prepared.source)
     with lock, SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as files:
         return make_load_plan(UnsplitStore(checkpoint), run, files.folder, devices).placement
-
-
-def served_name(name: str) -> str:
-    """The model name in requests: the id of a repository, or the last part of the path of a folder or a GGUF file.
-
-    Args:
-        name: the name as the user wrote it.
-    """
-    if is_gguf_file(expand(name)):
-        return gguf_stem(expand(name).name)
-    resolved = resolve_name(name)
-    path = expand(resolved)
-    if not path.is_dir():
-        return resolved
-    path = path.resolve()
-    while path.name.startswith("splitted_model") and path.parent.name:
-        path = path.parent
-    return path.name or "model"
 
 
 WRITE_SECONDS = 2.0
