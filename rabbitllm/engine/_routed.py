@@ -293,6 +293,7 @@ class _Kept:
         self._hidden, self._width = (width, hidden) if form.is_turned else (hidden, width)
         self._experts = dict[int, _Expert]()  # those that stay in memory
         self._sums = dict[tuple[Any, ...], _ExpertSums | None]()
+        self._programs = dict[tuple[Any, ...], Program]()
 
     def sums(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threads: int) -> _ExpertSums | None:
         """How the results of such tensors are added; None if they are left to the class."""
@@ -305,6 +306,15 @@ class _Kept:
             is_fit = is_fit and _is_even(tokens * used * self._width) and _adds_alike(sums, threads)
             self._sums[key] = sums if is_fit else None
         return self._sums[key]
+
+    def program(
+        self, expert: _Expert, rows: int, sums: _ExpertSums, is_whole: bool, has_one_input: bool, threads: int
+    ) -> Program:
+        """See `_program`; an expert's matrices have the form of all."""
+        key = rows, sums, is_whole, has_one_input, threads
+        if (program := self._programs.get(key)) is None:
+            program = self._programs[key] = _program(expert.products, self.form, *key)
+        return program
 
     def batches(
         self, stack: ExpertStack, left: Sequence[int]
@@ -370,7 +380,7 @@ def _computed(
         if results is None and not is_whole:
             results = x.new_empty(rows, x.shape[1])
         assert experts[0] is not None
-        program = _program(experts[0].products, form, len(sources), sums, is_whole, has_one_input, threads)
+        program = kept.program(experts[0], len(sources), sums, is_whole, has_one_input, threads)
         to = out.data_ptr() if results is None else results.data_ptr() + 2 * x.shape[1] * begin
         arrays = array("q", chosen), array("q", sources), places
         at_chosen, at_sources, at_places = (values.buffer_info()[0] for values in arrays)
