@@ -38,8 +38,9 @@ from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.experts import ExpertStack, ResidentExperts
 from rabbitllm.engine.transformers_api import experts_implementation_of
 from rabbitllm.engine.weight_tensors import QuantizedWeight
-from rabbitllm.quant.joint import RoutedProduct
+from rabbitllm.quant.joint import routed_product
 from rabbitllm.quant.products import MAX_GROUPED
+from rabbitllm.quant.routed import RoutedProduct
 
 _MATRICES, _BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
 _WEIGHTS = torch.bfloat16, torch.float32
@@ -141,7 +142,7 @@ def fuse_experts(model: nn.Module) -> int:
 
 
 class _Expert(NamedTuple):
-    """What a call needs of an expert; the weight of its gate keeps it if that is quantized, `_Kept` if it stays.
+    """What a call needs of an expert; the weight of its gate keeps it if that is quantized, `_KeptExperts` if it stays.
 
     Attributes:
         matrices: of gate and up, and of down.
@@ -167,7 +168,7 @@ class _Expert(NamedTuple):
         kept: _Expert | None = gate_up.calls if is_coded else None
         if kept is not None and kept.matrices[0] is matrices[0] and kept.matrices[1] is matrices[1]:
             return kept
-        first, second = RoutedProduct.of(matrices[0]), RoutedProduct.of(matrices[1])
+        first, second = routed_product(matrices[0]), routed_product(matrices[1])
         if first is None or second is None:
             return None
         words, most = array("q", [*first[1], *second[1]]), min(first[0].max_inputs, second[0].max_inputs)
@@ -277,7 +278,7 @@ def _stack(weight: Any) -> ExpertStack | None:
     return stack
 
 
-class _Kept:
+class _KeptExperts:
     """What the stack of gates and factors keeps between calls, since each search for it, and a stack's shape or dtype,
     takes as long as a small operation.
 
@@ -350,9 +351,9 @@ def _computed(
 ) -> torch.Tensor | None:
     """The result of a module; None if it is left to the class."""
     stack, down = stacks
-    kept: _Kept | None = stack.kept
+    kept: _KeptExperts | None = stack.kept
     if kept is None or kept.form is not form or kept.down is not down:
-        kept = stack.kept = _Kept(form, stack, down)
+        kept = stack.kept = _KeptExperts(form, stack, down)
     threads = torch.get_num_threads()
     sums = kept.sums(x, index, weights, threads)
     if sums is None or not weights.is_contiguous() or not form.is_of(module):

@@ -18,6 +18,7 @@ from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Program
 from rabbitllm.quant import _kernels
 from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, PANELS
+from rabbitllm.quant.routed import RoutedProduct
 
 FEW_ROWS = 4
 """Rows up to which values are widened in registers for each of them, and not once in a panel. On a processor with
@@ -78,8 +79,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 @functools.lru_cache(1024)
 def _few(width: int, count: int, columns: int, rows: int, threads: int) -> Program:
     """The product of a few rows with a matrix, in one call: addresses of rows, of the chosen matrix, and of results."""
-    from rabbitllm.quant.joint import RoutedProduct
-
     program = Program(3)
     product = RoutedProduct(BFLOAT16, width, None, (count, columns), 2 * count * columns, FEW_ROWS)
     x, chosen, out = (program.address(index) for index in range(3))
