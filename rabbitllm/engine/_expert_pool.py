@@ -551,6 +551,10 @@ class PooledExperts:
         self._pool = pool
         self._module = module
 
+    def stays(self, leaf: str) -> bool:
+        """See `experts.ExpertProvider`."""
+        return False
+
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """See `experts.ExpertProvider`."""
         return self._pool.each(self._module, leaf, experts)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -33,14 +33,14 @@ from rabbitllm.engine._gates import (
     every_bfloat,
     gated,
     has_every_gate,
-    is_tabled,
 )
-from rabbitllm.engine._siblings import is_plain
+from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.experts import ExpertStack, ResidentExperts
 from rabbitllm.engine.transformers_api import experts_implementation_of
 from rabbitllm.engine.weight_tensors import QuantizedWeight
-from rabbitllm.quant.joint import RoutedProduct
+from rabbitllm.quant.joint import routed_product
 from rabbitllm.quant.products import MAX_GROUPED
+from rabbitllm.quant.routed import RoutedProduct
 
 _MATRICES, _BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
 _WEIGHTS = torch.bfloat16, torch.float32
@@ -90,7 +90,7 @@ class _ExpertsForm:
         if self.act is None:
             return bool((module.alpha, module.limit) == self.limited)
         act = module._modules["act_fn"]
-        return act_kind(act) == self.act and is_tabled(act)
+        return act_kind(act) == self.act and not has_hooks(act)
 
     def add_gates(self, program: Program, both: Place, out: Place, rows: int, width: int) -> None:
         """Add the activation of gates times factors to a program, for rows of both."""
@@ -142,7 +142,7 @@ def fuse_experts(model: nn.Module) -> int:
 
 
 class _Expert(NamedTuple):
-    """What a call needs of an expert; the weight of its gate keeps it if that is quantized, the stack if it stays.
+    """What a call needs of an expert; the weight of its gate keeps it if that is quantized, `_KeptExperts` if it stays.
 
     Attributes:
         matrices: of gate and up, and of down.
@@ -159,30 +159,22 @@ class _Expert(NamedTuple):
     most: int
 
     @classmethod
-    def of(cls, gate_up: Any, down: Any, known: dict[int, _Expert] | None, number: int) -> _Expert | None:
-        """An expert by its weights and number; None if there is no kernel for them.
-
-        Args:
-            known: experts of the module whose matrices stay in memory, by number; None if they may not.
-        """
+    def of(cls, gate_up: Any, down: Any) -> _Expert | None:
+        """An expert by its weights; None if there is no kernel for them."""
         is_coded = type(gate_up) is QuantizedWeight
         if is_coded is not (type(down) is QuantizedWeight):
             return None
-        if is_coded:
-            matrices, kept = (gate_up.matrix, down.matrix), gate_up.calls
-        else:
-            matrices, kept = (gate_up, down), known.get(number) if known is not None else None
+        matrices = (gate_up.matrix, down.matrix) if is_coded else (gate_up, down)
+        kept: _Expert | None = gate_up.calls if is_coded else None
         if kept is not None and kept.matrices[0] is matrices[0] and kept.matrices[1] is matrices[1]:
-            return kept  # type: ignore[no-any-return]
-        first, second = RoutedProduct.of(matrices[0]), RoutedProduct.of(matrices[1])
+            return kept
+        first, second = routed_product(matrices[0]), routed_product(matrices[1])
         if first is None or second is None:
             return None
         words, most = array("q", [*first[1], *second[1]]), min(first[0].max_inputs, second[0].max_inputs)
         expert = cls(matrices, (first[0], second[0]), words, words.buffer_info()[0], most)
         if is_coded:
             gate_up.calls = expert
-        elif known is not None:
-            known[number] = expert
         return expert
 
 
@@ -282,9 +274,71 @@ def _stack(weight: Any) -> ExpertStack | None:
     if (kept := _resident.get(weight)) is not None and kept[0] == address:
         return kept[1]  # type: ignore[no-any-return]
     stack = ExpertStack(ResidentExperts(all=weight.detach()), "all", weight.shape, weight.dtype, weight.device)
-    stack.known = {}
     _resident[weight] = address, stack
     return stack
+
+
+class _KeptExperts:
+    """What the stack of gates and factors keeps between calls, since each search for it, and a stack's shape or dtype,
+    takes as long as a small operation.
+
+    Attributes:
+        form, down: the form and the other stack that it is for.
+    """
+
+    def __init__(self, form: _ExpertsForm, stack: ExpertStack, down: ExpertStack) -> None:
+        self.form, self.down = form, down
+        self._stays = stack.supply.stays(stack.leaf) and down.supply.stays(down.leaf)
+        self._is_fit = stack.transposed is down.transposed is form.is_turned and stack.dtype is torch.bfloat16
+        (self._count, *_), (hidden, width) = stack.shape, down.shape[1:]
+        self._hidden, self._width = (width, hidden) if form.is_turned else (hidden, width)
+        self._experts = dict[int, _Expert]()  # those that stay in memory
+        self._sums = dict[tuple[Any, ...], _ExpertSums | None]()
+        self._programs = dict[tuple[Any, ...], Program]()
+
+    def sums(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threads: int) -> _ExpertSums | None:
+        """How the results of such tensors are added; None if they are left to the class."""
+        key = x.shape, index.shape, weights.shape, weights.dtype, threads
+        if key not in self._sums:
+            tokens, used = index.shape
+            sums = _ExpertSums(tokens, used, self._hidden, weights.dtype is torch.float32)
+            is_fit = self._is_fit and x.shape == (tokens, self._hidden) and weights.shape == index.shape
+            is_fit = is_fit and weights.dtype in _WEIGHTS and self._width % MULTIPLE == 0
+            is_fit = is_fit and _is_even(tokens * used * self._width) and _adds_alike(sums, threads)
+            self._sums[key] = sums if is_fit else None
+        return self._sums[key]
+
+    def program(
+        self, expert: _Expert, rows: int, sums: _ExpertSums, is_whole: bool, has_one_input: bool, threads: int
+    ) -> Program:
+        """See `_program`; an expert's matrices have the form of all."""
+        key = rows, sums, is_whole, has_one_input, threads
+        if (program := self._programs.get(key)) is None:
+            program = self._programs[key] = _program(expert.products, self.form, *key)
+        return program
+
+    def batches(
+        self, stack: ExpertStack, left: Sequence[int]
+    ) -> Iterator[tuple[Sequence[int], Sequence[_Expert | None]]]:
+        """Experts that are multiplied together, as they come into memory, and what a call needs of each; None for what
+        is left to the class."""
+        experts: list[_Expert | None] = [*map(self._experts.get, left)]
+        if None not in experts:
+            yield left, experts
+            return
+        down, are_within = self.down, 0 <= left[0] <= left[-1] < self._count
+        while left:
+            filled, pending, others = stack.supply.order(left) if are_within else ([], [], left)
+            if others:
+                yield left, [None]
+                return
+            batch = [left[position] for position in filled or pending[:1]]
+            of_down = [*down.supply.each(down.leaf, batch)]
+            experts = [*map(_Expert.of, stack.supply.each(stack.leaf, batch), of_down)]
+            if self._stays:
+                self._experts |= {number: expert for number, expert in zip(batch, experts, strict=True) if expert}
+            yield batch, experts
+            left = [expert for expert in left if expert not in batch]
 
 
 def _computed(
@@ -297,57 +351,43 @@ def _computed(
 ) -> torch.Tensor | None:
     """The result of a module; None if it is left to the class."""
     stack, down = stacks
-    if stack.transposed is not form.is_turned or down.transposed is not form.is_turned:
-        return None
-    if stack.dtype is not x.dtype or weights.dtype not in _WEIGHTS or not weights.is_contiguous():
-        return None
-    if weights.shape != index.shape or not form.is_of(module):
+    kept: _KeptExperts | None = stack.kept
+    if kept is None or kept.form is not form or kept.down is not down:
+        kept = stack.kept = _KeptExperts(form, stack, down)
+    threads = torch.get_num_threads()
+    sums = kept.sums(x, index, weights, threads)
+    if sums is None or not weights.is_contiguous() or not form.is_of(module):
         return None
     biases = [module._parameters[name] for name in _BIASES] if form.is_biased else []
     if any(type(bias) is not nn.Parameter or bias.dtype is not x.dtype for bias in biases):
         return None
-    tokens, used = index.shape
-    rows, width = tokens * used, down.shape[1 if form.is_turned else 2]
-    sums = _ExpertSums(tokens, used, x.shape[1], weights.dtype is torch.float32)
-    if not _is_even(rows * width) or width % MULTIPLE:
-        return None
+    used, rows = sums.used, sums.tokens * sums.used
     groups = dict[int, list[int]]()
-    for row, expert in enumerate(itertools.chain.from_iterable(index.tolist())):
-        groups.setdefault(expert, []).append(row)
-    has_one_input = tokens == 1 and len(groups) == rows  # an expert may be chosen twice, as by hashes
-    left = sorted(groups)
-    if left[0] < 0 or left[-1] >= stack.shape[0] or not _adds_alike(sums, torch.get_num_threads()):
-        return None
+    for row, number in enumerate(itertools.chain.from_iterable(index.tolist())):
+        groups.setdefault(number, []).append(row)
+    has_one_input = sums.tokens == 1 and len(groups) == rows  # an expert may be chosen twice, as by hashes
     places, out, results, begin = array("q", bytes(8 * rows)), torch.empty_like(x), None, 0
-    while left:
-        filled, pending, others = stack.supply.order(left)
-        if others:
-            return None
-        batch = filled or pending[:1]
-        experts = [left[position] for position in batch]
-        chosen, sources = array("q", [len(experts)]), array("q")
-        kept = list[_Expert]()  # the call is given addresses of their words
-        of_down = [*down.supply.each(down.leaf, experts)]
-        for expert, gate_up, other in zip(experts, stack.supply.each(stack.leaf, experts), of_down, strict=True):
-            words, members = _Expert.of(gate_up, other, stack.known, expert), groups[expert]
-            if words is None or len(members) > words.most:
+    for numbers, experts in kept.batches(stack, sorted(groups)):
+        chosen, sources = [len(numbers)], list[int]()
+        for number, expert in zip(numbers, experts, strict=False):
+            members = groups[number]
+            if expert is None or len(members) > expert.most:
                 return None
-            kept.append(words)
-            chosen.extend((words.address, len(sources), len(members), expert))
+            chosen += expert.address, len(sources), len(members), number
             for row in members:
                 places[row] = begin + len(sources)
                 sources.append(row // used)
         is_whole = len(sources) == rows
         if results is None and not is_whole:
             results = x.new_empty(rows, x.shape[1])
-        threads = torch.get_num_threads()
-        program = _program(kept[0].products, form, len(sources), sums, is_whole, has_one_input, threads)
+        assert experts[0] is not None
+        program = kept.program(experts[0], len(sources), sums, is_whole, has_one_input, threads)
         to = out.data_ptr() if results is None else results.data_ptr() + 2 * x.shape[1] * begin
-        addresses = (values.buffer_info()[0] for values in (chosen, sources))
+        arrays = array("q", chosen), array("q", sources), places
+        at_chosen, at_sources, at_places = (values.buffer_info()[0] for values in arrays)
         of_biases = (bias.data_ptr() for bias in biases)
-        program(x.data_ptr(), *addresses, to, weights.data_ptr(), places.buffer_info()[0], *of_biases)
+        program(x.data_ptr(), at_chosen, at_sources, to, weights.data_ptr(), at_places, *of_biases)
         begin += len(sources)
-        left = [expert for expert in left if expert not in experts]
     return out if results is None else sums(results, weights, places)
 
 

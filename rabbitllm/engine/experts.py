@@ -36,6 +36,9 @@ from rabbitllm.telemetry.profiler import Profiler
 class ExpertProvider(Protocol):
     """Provides the weights of experts."""
 
+    def stays(self, leaf: str) -> bool:
+        """Whether the weights of a leaf, once provided, stay in memory."""
+
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """The weights of these experts in this order; each is valid until the next one is requested."""
 
@@ -60,13 +63,13 @@ class ExpertStack(WeightStandIn):
         transposed: whether the last two dimensions are exchanged.
 
     Attributes:
-        known: what is kept of experts by number, if all stay in memory.
+        kept: what is kept of it between calls; see `_routed`.
     """
 
     supply: ExpertProvider
     leaf: str
     transposed: bool
-    known: dict[int, Any] | None = None
+    kept: Any = None
     _whole_shape: torch.Size
     _why = "experts are read from the disk, or by their codes"
 
@@ -232,6 +235,10 @@ class ResidentExperts:
         self._stacks = stacks
         self._ready: dict[tuple[str, int], torch.Tensor] = {}
 
+    def stays(self, leaf: str) -> bool:
+        """See `experts.ExpertProvider`."""
+        return True
+
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """See `experts.ExpertProvider`."""
         for expert in experts:
@@ -280,6 +287,11 @@ class MappedExperts(ResidentExperts):
         inner = torch.empty(chosen.shape, device="meta").stride()
         return flat.view(chosen.entry.dtype).as_strided((experts, *chosen.shape), (step // itemsize, *inner))
 
+    def stays(self, leaf: str) -> bool:
+        """See `experts.ExpertProvider`."""
+        chosen = self._source.leaves[leaf]
+        return chosen.is_view or chosen.matrix_type is not None
+
     def _weight(self, leaf: str, expert: int) -> torch.Tensor:
         chosen = self._source.leaves[leaf]
 
@@ -290,7 +302,7 @@ class MappedExperts(ResidentExperts):
         weight = self._ready.get((leaf, expert))
         if weight is None:
             weight = chosen.weight(self._model, bytes_of, expert)
-            if chosen.is_view or chosen.matrix_type:
+            if self.stays(leaf):
                 self._ready[leaf, expert] = weight
         return weight
 

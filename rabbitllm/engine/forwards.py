@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rabbitllm.engine._fusing import with_globals
 from rabbitllm.engine.transformers_api import group_keys_if, kept_in_float32
 from rabbitllm.quant import bfloat_products
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from transformers import PreTrainedModel
 
@@ -168,7 +169,7 @@ def _multiplied(experts: Any, chosen: torch.Tensor, inputs: torch.Tensor) -> tor
 
 
 class RowProducts:
-    """Uses the fastest bfloat16 product on this machine (`quant/bfloat_products.py`) in linear layers, until closed.
+    """Uses the fastest bfloat16 product here (`quant/bfloat_products.py`) in linear layers and routers, until closed.
 
     Without `fast_bfloat16=True` a single sequence uses torch's own product, so that its logits equal those of
     transformers bit for bit. Packed batches always use the product here: torch's results depend on the number of rows.
@@ -179,19 +180,18 @@ class RowProducts:
 
     def __init__(self, model: PreTrainedModel) -> None:
         make_kernels(model)
-        self._linears = [
-            module
-            for module in model.modules()
-            if type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
-        ]
-        for module in self._linears:
-            module.forward = functools.partial(_forward, module)
+        self._modules = []
+        for module in model.modules():
+            forward = _row_forward(module.__class__) if "forward" not in vars(module) else None
+            if forward is not None:
+                module.forward = functools.partial(forward, module)
+                self._modules.append(module)
 
     def close(self) -> None:
-        """Restore the forward of each layer."""
-        for module in self._linears:
+        """Restore the forward of each module."""
+        for module in self._modules:
             del module.forward
-        self._linears = []
+        self._modules = []
 
 
 def make_kernels(model: PreTrainedModel) -> None:
@@ -203,9 +203,32 @@ def make_kernels(model: PreTrainedModel) -> None:
         bfloat_products.max_rows()
 
 
+class _Functional:
+    """`torch.nn.functional` with another `linear`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn.functional, name)
+
+    @staticmethod
+    def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See `RowProducts`."""
+        # the kernels have no backward pass: a gradient would be missing, and others would be wrong without an error
+        trains = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+        if not trains and bfloat_products.multiplies(input, weight):
+            return bfloat_products.linear(input, weight, bias)
+        return nn.functional.linear(input, weight, bias)
+
+
 def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
-    # the kernels have no backward pass: a gradient would be missing, and others would be wrong without an error
-    trains = torch.is_grad_enabled() and (input.requires_grad or module.weight.requires_grad)
-    if not trains and bfloat_products.multiplies(input, module.weight):
-        return bfloat_products.linear(input, module.weight, module.bias)
-    return nn.functional.linear(input, module.weight, module.bias)
+    return _Functional.linear(input, module.weight, module.bias)
+
+
+@functools.cache
+def _row_forward(kind: type[nn.Module]) -> Callable[..., Any] | None:
+    """The forward of a class with the products of `RowProducts`; None if it is neither a Linear nor a router, which
+    multiplies by its own weight."""
+    if kind.forward is nn.Linear.forward:
+        return _forward
+    code, names = getattr(kind.forward, "__code__", None), getattr(kind.forward, "__globals__", {})
+    is_router = code is not None and {"F", "linear", "weight", "topk"} <= {*code.co_names}
+    return with_globals(kind.forward, {"F": _Functional()}) if is_router and names["F"] is nn.functional else None

@@ -11,5 +11,6 @@ __all__ = [
     "products",
     "quantize",
     "quantize_kernels",
+    "routed",
     "schemes",
 ]

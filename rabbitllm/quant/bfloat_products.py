@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import functools
 import sys
+from array import array
 from collections.abc import Iterator
 
 import torch
 
+from rabbitllm.base.openmp import torchs_team
+from rabbitllm.base.programs import Program
 from rabbitllm.quant import _kernels
 from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, PANELS
+from rabbitllm.quant.routed import RoutedProduct
 
 FEW_ROWS = 4
 """Rows up to which values are widened in registers for each of them, and not once in a panel. On a processor with
@@ -57,11 +61,29 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """`x @ W.T + bias`, for which `multiplies` holds: (..., K), (N, K) and (N,) -> (..., N), all bfloat16."""
     from rabbitllm.quant import _vectors
 
-    flat = x.reshape(-1, x.shape[-1])
-    result = times(_vectors.lanes(), flat, weight)
+    flat, width, (count, columns) = x.reshape(-1, x.shape[-1]), _vectors.lanes(), weight.shape
+    if bias is None and 0 < (rows := len(flat)) <= FEW_ROWS and torchs_team() is not None:
+        flat, out = flat.contiguous(), x.new_empty(*x.shape[:-1], count)
+        matrix = weight.data_ptr(), 0, 0, 0, 0, 0, 2 * columns, columns // (2 * width), 0, 0, count
+        words = array("q", [1, 0, 0, rows, 0, *matrix])  # see `joint_kernels.ROUTED_WORDS`
+        begin = words.buffer_info()[0]
+        words[1] = begin + 8 * (len(words) - len(matrix))
+        _few(width, count, columns, rows, torch.get_num_threads())(flat.data_ptr(), begin, out.data_ptr())
+        return out
+    result = times(width, flat, weight)
     if bias is not None:
         result += bias
-    return result.to(x.dtype).view(*x.shape[:-1], len(weight))
+    return result.to(x.dtype).view(*x.shape[:-1], count)
+
+
+@functools.lru_cache(1024)
+def _few(width: int, count: int, columns: int, rows: int, threads: int) -> Program:
+    """The product of a few rows with a matrix, in one call: addresses of rows, of the chosen matrix, and of results."""
+    program = Program(3)
+    product = RoutedProduct(BFLOAT16, width, None, (count, columns), 2 * count * columns, FEW_ROWS)
+    x, chosen, out = (program.address(index) for index in range(3))
+    product.add_to(program, rows, x, chosen, out, 0, 0)
+    return program
 
 
 def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

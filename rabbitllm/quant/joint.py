@@ -9,7 +9,6 @@ have the bits of separate products.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,8 @@ import torch
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words
 from rabbitllm.quant import _kernels, bfloat_products
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, PAIRS
+from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, INTEGERS
+from rabbitllm.quant.routed import RoutedProduct
 
 if TYPE_CHECKING:
     from rabbitllm.quant.products import FusedMatrix, KernelMatrix
@@ -105,89 +105,24 @@ class JointProduct:
             program.add(joint_kernels.narrow, words)
 
 
-@dataclass(frozen=True)
-class RoutedProduct:
-    """A product of matrices of one form that are chosen for each call, each with rows of its own.
+def routed_product(matrix: Any) -> tuple[RoutedProduct, tuple[int, ...]] | None:
+    """That of a `KernelMatrix` or a tensor of bfloat16, with its words, which a call takes; None without a kernel."""
+    from rabbitllm.quant.products import KernelMatrix
 
-    Attributes:
-        scheme, width: of the kernel by codes.
-        layout: of its inputs as integers; None if it takes others.
-        shape: (N, K) of each matrix.
-        nbytes: of the codes of each.
-        max_inputs: rows of a matrix up to which this is the fastest method.
-    """
-
-    scheme: Any
-    width: int
-    layout: Any
-    shape: tuple[int, ...]
-    nbytes: int
-    max_inputs: int
-
-    @classmethod
-    def of(cls, matrix: Any) -> tuple[RoutedProduct, tuple[int, ...]] | None:
-        """Of a `KernelMatrix` or a tensor of bfloat16, with its words, which a call takes; None without a kernel."""
-        from rabbitllm.quant.products import KernelMatrix
-
-        width, is_coded = 0, isinstance(matrix, KernelMatrix)
-        if is_coded:
-            method, width = matrix.method_for(1, torch.bfloat16)
-            width = width if method == CODES else 0
-        elif isinstance(matrix, torch.Tensor):
-            width = bfloat_products.width_for(matrix)
-        if not width or torchs_team() is None:
-            return None
-        if is_coded:
-            shape, most, scheme = tuple(matrix.form.shape), matrix.max_inputs, matrix.kernel
-            codes, scales, table, *sizes = matrix.operands(width)
-        else:
-            shape, most, scheme = tuple(matrix.shape), bfloat_products.FEW_ROWS, BFLOAT16
-            codes, scales, table, *sizes = matrix.data_ptr(), 0, 0, 2 * shape[1], shape[1] // (2 * width), 0
-        layout = matrix.layout() if width == INTEGERS else None
-        words = codes, scales, 0, 0, table, 0, *sizes, 0, shape[0]
-        return cls(scheme, width, layout, shape, shape[0] * sizes[0], most), words
-
-    def _preparation(self) -> tuple[Any, tuple[int, ...], int, int]:
-        """The function that prepares a row of inputs, three of its words, and bytes of these and of what is with
-        them."""
-        from rabbitllm.quant import _integers, joint_kernels  # numba comes with them
-
-        columns, layout = self.shape[1], self.layout
-        if layout is not None:
-            numbers = layout.step, layout.group, layout.order_address
-            others = 4 * (columns // layout.step) * (1 + layout.groups)
-            return _integers.round_inputs, numbers, 2 * columns, others
-        if self.width == PAIRS:
-            return joint_kernels.widen_inputs, (columns, 0, 0), 2 * columns, 0
-        if self.scheme == BFLOAT16:
-            return joint_kernels.widen_inputs, (2 * self.width, 1, 0), 4 * columns, 0
-        return joint_kernels.widen_inputs, (columns, 1, 0), 2 * columns, 2 * columns
-
-    def add_to(
-        self, program: Program, rows: int, x: Place, chosen: Place, out: Place, sources: int | Place, number: int
-    ) -> None:
-        """Add it to a program.
-
-        Args:
-            rows: of all results, bfloat16 at `out`.
-            x: bfloat16 rows of input.
-            chosen: see `joint_kernels.ROUTED_WORDS`.
-            sources: the number of each row's input, int64; 0 for the row's own; -1 if all have one input.
-            number: of the matrix whose words a chosen one has: 0, 1, ...
-        """
-        from rabbitllm.base.compiling import address_of  # numba comes with it
-        from rabbitllm.quant import joint_kernels
-
-        team, (count, columns) = torchs_team(), self.shape
-        assert team is not None
-        threads = _kernels.threads_for(CODES, rows * self.nbytes)
-        function, tile = _kernels.kernel(CODES, self.scheme, self.width)
-        rounded = 1 if sources == -1 else rows
-        prepare, numbers, input_bytes, other_bytes = self._preparation()
-        of_work = 8 * (joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS))
-        sizes = input_bytes * rounded, other_bytes * rounded, 4 * count * rows, of_work
-        words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
-        words += [function, team.address, threads, tile]
-        words += [address_of(prepare), columns, *numbers, input_bytes, other_bytes]
-        words += [rounded, rows, count, number * len(ARGUMENTS)]
-        program.add(joint_kernels.routed, words)
+    width, is_coded = 0, isinstance(matrix, KernelMatrix)
+    if is_coded:
+        method, width = matrix.method_for(1, torch.bfloat16)
+        width = width if method == CODES else 0
+    elif isinstance(matrix, torch.Tensor):
+        width = bfloat_products.width_for(matrix)
+    if not width or torchs_team() is None:
+        return None
+    if is_coded:
+        shape, most, scheme = tuple(matrix.form.shape), matrix.max_inputs, matrix.kernel
+        codes, scales, table, *sizes = matrix.operands(width)
+    else:
+        shape, most, scheme = tuple(matrix.shape), bfloat_products.FEW_ROWS, BFLOAT16
+        codes, scales, table, *sizes = matrix.data_ptr(), 0, 0, 2 * shape[1], shape[1] // (2 * width), 0
+    layout = matrix.layout() if width == INTEGERS else None
+    words = codes, scales, 0, 0, table, 0, *sizes, 0, shape[0]
+    return RoutedProduct(scheme, width, layout, shape, shape[0] * sizes[0], most), words

@@ -177,6 +177,34 @@ def test_every_linear_layer_uses_the_kernel_and_is_as_close_as_torchs(
     assert_as_near(actual, torchs, exact_logits(checkpoint, INPUT))
 
 
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_moe", "Qwen3MoeTopKRouter"), ("gpt_oss", "GptOssTopKRouter")])
+@torch.no_grad()
+def test_routers_use_the_kernel(tmp_path: Path, kernel_rows: list[int], family: str, kind: str) -> None:
+    """A class's forward has another product and nothing else; copies compute with their own weight."""
+    folder = build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16, hidden_size=128)
+    model = load(split(folder), fast_bfloat16=True, exact=False)
+    router, x = (
+        next(module for module in model.modules() if type(module).__name__ == kind),
+        inputs(1, torch.bfloat16, 128),
+    )
+    logits, weights, chosen = router(x[0])
+    assert kernel_rows == [1]
+    exact = x[0].double() @ router.weight.double().T + getattr(router, "bias", torch.zeros(1))
+    assert_as_near(logits, type(router).forward(router, x[0])[0], exact)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "linear", lambda *given: logits)
+        _, expected, others = type(router).forward(router, x[0])
+    assert torch.equal(weights, expected)
+    assert torch.equal(chosen, others)
+    copied = copy.deepcopy(router)
+    copied.weight = nn.Parameter(torch.zeros_like(router.weight))
+    assert not copied(x[0])[0].equal(logits)
+    assert router(x[0])[0].equal(logits)
+    del kernel_rows[:]
+    load(split(folder), exact=False)(INPUT)
+    assert not kernel_rows
+
+
 def test_cpu_with_bfloat16_products_uses_torchs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bfloat_products, "max_rows", lambda: 0)
     folder = split(checkpoint)

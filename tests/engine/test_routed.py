@@ -137,6 +137,43 @@ def test_no_other_expert_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert asked == [("down_proj", 2, 7, 19), ("gate_up_proj", 2, 7, 19)]
 
 
+@pytest.mark.parametrize("compression", ["4bit", None])
+@torch.no_grad()
+def test_experts_that_stay_are_asked_for_once(
+    tmp_path: Path, compression: str | None, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then their matrices may be replaced."""
+    folder = UNCOMPRESSED["bfloat16"](tmp_path / "model")
+    first, second = experts_of(load(split(folder, compression), exact=False))
+    weights, x = torch.rand(2, 3).bfloat16(), torch.randn(2, 256).bfloat16()
+    index = torch.tensor([[7, 2, 19], [2, 7, 8]])
+    expected = first(x, index, weights)
+    with monkeypatch.context() as patch:
+        for name in ("each", "order"):
+            patch.setattr(ResidentExperts, name, None)
+        assert torch.equal(first(x, index, weights), expected)
+        assert torch.equal(first(x[1:], index[1:], weights[1:]), expected[1:])
+        with pytest.raises(TypeError):  # of 23 nothing is known
+            first(x, index + 4, weights)
+    assert calls == [(2, 1), (2, 1), (1, 1)]
+    for name in ("down_proj", "gate_up_proj"):
+        first._parameters[name] = second._parameters[name]
+        result = first(x, index, weights)
+        assert not torch.equal(result, expected)
+        expected = result
+    assert torch.equal(result, second(x, index, weights))
+    assert len(calls) == 6
+
+
+@torch.no_grad()
+def test_rows_of_another_width_are_refused_as_by_the_class(tmp_path: Path, calls: list[tuple[int, int]]) -> None:
+    module = experts_of(load(checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY), exact=False))[0]
+    for x in (torch.ones(1, 128).bfloat16(), torch.ones(1, 512).bfloat16()):
+        with pytest.raises(RuntimeError):
+            module(x, torch.tensor([[7, 2, 19]]), torch.ones(1, 3))
+    assert not calls
+
+
 @torch.no_grad()
 def test_what_is_left_to_the_class(tmp_path: Path, calls: list[tuple[int, int]]) -> None:
     model = load(checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY), exact=False)
