@@ -163,10 +163,10 @@ def test_wrong_options_are_refused(checkpoint: Path, arguments: list[str], messa
         CliRunner().invoke(app, ["bench", str(checkpoint), *SHORT, *arguments], catch_exceptions=False)
 
 
-def test_a_plot_without_matplotlib_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot_without_matplotlib_is_refused_before_loading(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingPackageError, match=r"\.\[plot\]"):
-        CliRunner().invoke(app, ["bench", str(tmp_path / "nowhere"), "--plot", "a.png"], catch_exceptions=False)
+        CliRunner().invoke(app, ["bench", str(checkpoint), "--plot", "a.png"], catch_exceptions=False)
 
 
 def test_help_names_the_written_files() -> None:
@@ -182,7 +182,7 @@ def test_no_shard_is_replaced(checkpoint: Path, tmp_path: Path, option: str) -> 
     target = tmp_path / "file.png"
     target.symlink_to(shard)
     with pytest.raises(OptionError, match="it was not changed"):
-        bench(str(tmp_path / "no model"), option, str(target))
+        bench(str(checkpoint), option, str(target))
     assert shard.read_bytes() == before
 
 

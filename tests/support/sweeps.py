@@ -66,7 +66,7 @@ PARTS: Mapping[str, int] = {
     "quant/test_compression.py::test_dequantized_values_are_those_of_bitsandbytes": 6,
     "quant/test_fitting.py::test_numba_and_numpy_agree": 6,
     "quant/test_nested_scales.py::test_dequantized_values_are_those_of_bitsandbytes": 6,
-    "quant/test_products.py::test_any_number_of_inputs_rows_and_columns": 6,
+    "quant/test_products.py::test_any_number_of_inputs_rows_and_columns_by_bytes": 6,
     "store/test_checkpoint_folder.py::test_chunks_make_the_whole_tensor": 6,
     "pipeline/test_spread.py::test_generated_tokens_equal_transformers": 4,
     "estimate/test_outline.py::test_an_outline_has_the_estimate_of_its_model": 8,
