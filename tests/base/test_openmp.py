@@ -121,7 +121,7 @@ def test_products_have_the_same_bits_with_helpers(helped: openmp.Team, monkeypat
     found = []
     for least in (1 << 40, 1 << 10):
         monkeypatch.setattr(_kernels, "WORTH_A_THREAD", dict.fromkeys(_kernels.WORTH_A_THREAD, least))
-        for method, rows in (("codes", 2), ("panels", 20)):
+        for method, rows in (("codes", 2), ("bytes", 20)):
             product = method, width_of(method), inputs(rows, 1024)
             found.append(Matrix(*matrix("4bit", 777, 1024)).times_by(*product))
     assert all(map(torch.equal, found[:2], found[2:]))

@@ -180,7 +180,7 @@ def test_data_of_another_form_at_the_same_address(tmp_path: Path, calls: list[tu
     assert calls == [(1, 1)] * 2
 
 
-class Doubled(nn.Module):
+class DoubledWeight(nn.Module):
     """A parametrization, as an adapter's."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
@@ -198,7 +198,7 @@ def test_a_parametrized_weight_is_used(tmp_path: Path, compression: str | None, 
     given = (x, *more) if path == "experts" else (x,)
     name = "down_proj" if path == "experts" else "weight"
     plain = module(*given)
-    nn.utils.parametrize.register_parametrization(module, name, Doubled())
+    nn.utils.parametrize.register_parametrization(module, name, DoubledWeight())
     for _ in range(2):
         assert relative_error(module(*given), plain * 2) < 1 / 64
 
