@@ -111,7 +111,7 @@ def _step(form: DeltaForm, module: Any, x: torch.Tensor, cache: Any) -> torch.Te
     parts, index = module._modules, module.layer_idx
     kept, state = cache.get_conv_state(index, state_idx=0), cache.get_recurrent_state(index, state_idx=0)
     convolution, norm = parts["conv1d"], parts["norm"]
-    taps, weight = (part._parameters["weight"] for part in (convolution, norm))
+    taps, weight = (part._parameters.get("weight") for part in (convolution, norm))
     if convolution._parameters["bias"] is not None or not form.has(kept, state, taps, weight):
         return None
     if cache.is_recording_past(index) or has_hooks(convolution) or has_hooks(norm):

@@ -104,7 +104,7 @@ def epsilon_of(module: nn.Module) -> Any:
 
 
 def _forward(lanes: int, activation: str | None, module: Any, *args: Any, **named: Any) -> Any:
-    weight = module._parameters["weight"]
+    weight = module._parameters.get("weight")  # None where it is parametrized
     is_step = len(args) == 1 + (activation is not None) and not named and type(weight) is nn.Parameter
     if is_step and not torch.compiler.is_compiling() and type(x := args[0]) is torch.Tensor:
         count, columns, dtype = x.numel(), weight.shape[0], x.dtype

@@ -48,7 +48,7 @@ _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _GRAIN = 1 << 15
 """Elements for which torch computes in a further thread (GRAIN_SIZE)."""
 _resident: Any = WeakTensorKeyDictionary()
-"""Parameter with all experts of a module -> their stack."""
+"""Parameter with all experts of a module -> where they are, and their stack."""
 _pairs = dict[tuple[float, float], tuple[torch.Tensor, torch.Tensor]]()
 """Numbers of `_ExpertsForm.limited` -> what gates and factors become."""
 
@@ -245,7 +245,7 @@ def _program(
 def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch.Tensor:
     own = module
     if len(args) == 3 and not named and _takes_few(module, *args[:2]):
-        stacks = [_stack(module._parameters[name]) for name in _MATRICES]
+        stacks = [_stack(module._parameters.get(name)) for name in _MATRICES]
         if all(stack is not None for stack in stacks):  # `in` would compare stacks
             result = _computed(form, module, stacks, *args) if is_plain(args[0]) else None
             if result is not None:
@@ -270,11 +270,11 @@ def _stack(weight: Any) -> ExpertStack | None:
         return weight
     if type(weight) is not nn.Parameter or weight.dim() != 3 or weight.dtype not in _FLOATS or not weight.is_cpu:
         return None
-    address, stack = weight.data_ptr(), None
-    if (kept := _resident.get(weight)) is not None and kept[0] == address:
+    place = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype  # all of them change with its `data`
+    if (kept := _resident.get(weight)) is not None and kept[0] == place:
         return kept[1]  # type: ignore[no-any-return]
     stack = ExpertStack(ResidentExperts(all=weight.detach()), "all", weight.shape, weight.dtype, weight.device)
-    _resident[weight] = address, stack
+    _resident[weight] = place, stack
     return stack
 
 
@@ -358,7 +358,7 @@ def _computed(
     sums = kept.sums(x, index, weights, threads)
     if sums is None or not weights.is_contiguous() or not form.is_of(module):
         return None
-    biases = [module._parameters[name] for name in _BIASES] if form.is_biased else []
+    biases = [module._parameters.get(name) for name in _BIASES] if form.is_biased else []
     if any(type(bias) is not nn.Parameter or bias.dtype is not x.dtype for bias in biases):
         return None
     used, rows = sums.used, sums.tokens * sums.used

@@ -142,7 +142,7 @@ class Sibling:
 
     def weight(self) -> QuantizedWeight | None:
         """Its weight, if that is the one that it was made for, and in memory."""
-        weight: Any = self.module._parameters["weight"]
+        weight: Any = self.module._parameters.get("weight")  # None where it is parametrized
         return weight if isinstance(weight, QuantizedWeight) and weight.sibling is self else None
 
     def lead(self, other: Sibling) -> None:
@@ -158,9 +158,9 @@ class Sibling:
 
 
 def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
-    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     is_plain = type(weight) is QuantizedWeight and type(input) is torch.Tensor and weight.sibling is not None
-    is_plain = is_plain and not torch.compiler.is_compiling()
+    is_plain = is_plain and not torch.compiler.is_compiling() and "bias" in module._parameters
     if not is_plain or (torch.is_grad_enabled() and (input.requires_grad or bias is not None)):
         return nn.functional.linear(input, module.weight, module.bias)
     return weight.sibling.linear(input, weight, bias)  # type: ignore[no-any-return]

@@ -110,7 +110,7 @@ def table_of(scheme: str, levels: bytes, width: int) -> npt.NDArray[Any] | None:
     """
     values = np.frombuffer(levels, np.float32).astype(np.float64)
     most = np.abs(values).max()
-    if not np.isfinite(most) or not most or (scheme == "8bit" and most > 1):
+    if not np.isfinite(most) or not most or (scheme == "8bit" and most != 1):  # by its factor
         return None
     if scheme == "8bit":
         return _vectors.table_of(scheme, levels)

@@ -166,6 +166,44 @@ def test_experts_that_stay_are_asked_for_once(
 
 
 @torch.no_grad()
+def test_data_of_another_form_at_the_same_address(tmp_path: Path, calls: list[tuple[int, int]]) -> None:
+    """As what leaves out every other expert sets it."""
+    folder = UNCOMPRESSED["bfloat16"](tmp_path / "model")
+    module = experts_of(load(split(folder, None), exact=False))[0]
+    x, index, weights = torch.randn(1, 256).bfloat16(), torch.tensor([[7, 2, 9]]), torch.rand(1, 3).bfloat16()
+    weight = module._parameters["gate_up_proj"]
+    twice = torch.randn(2 * len(weight), *weight.shape[1:]).bfloat16() / 16
+    for data in (twice[: len(weight)], twice[::2]):
+        weight.data = data
+        expected = type(module).forward(module, x, index, weights)
+        assert relative_error(module(x, index, weights), expected) < 1 / 256
+    assert calls == [(1, 1)] * 2
+
+
+class DoubledWeight(nn.Module):
+    """A parametrization, as an adapter's."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+@pytest.mark.parametrize(("compression", "path"), [(None, "experts"), ("4bit", "q_proj"), ("4bit", "norm")])
+@torch.no_grad()
+def test_a_parametrized_weight_is_used(tmp_path: Path, compression: str | None, path: str) -> None:
+    folder = UNCOMPRESSED["bfloat16"](tmp_path / "model")
+    model = load(split(folder, compression), exact=False)
+    layer = model.model.layers[0]
+    module = {"experts": layer.mlp.experts, "q_proj": layer.self_attn.q_proj, "norm": layer.input_layernorm}[path]
+    x, more = torch.randn(1, 256).bfloat16(), (torch.tensor([[7, 2, 9]]), torch.rand(1, 3).bfloat16())
+    given = (x, *more) if path == "experts" else (x,)
+    name = "down_proj" if path == "experts" else "weight"
+    plain = module(*given)
+    nn.utils.parametrize.register_parametrization(module, name, DoubledWeight())
+    for _ in range(2):
+        assert relative_error(module(*given), plain * 2) < 1 / 64
+
+
+@torch.no_grad()
 def test_rows_of_another_width_are_refused_as_by_the_class(tmp_path: Path, calls: list[tuple[int, int]]) -> None:
     module = experts_of(load(checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY), exact=False))[0]
     for x in (torch.ones(1, 128).bfloat16(), torch.ones(1, 512).bfloat16()):

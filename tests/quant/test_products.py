@@ -286,6 +286,15 @@ def test_unknown_tables_are_dequantized() -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("largest", [2.0**-10, 2.0**-100, 2.0])
+def test_tables_of_8bit_with_another_largest_value(largest: float) -> None:
+    """Integers of two bytes are parts of 1: of smaller values nothing would be left."""
+    form, payload, absmax, table = matrix("8bit", 64, 256)
+    of, x = Matrix(form, payload, absmax, table * largest), inputs(40, 256)
+    assert error(of.linear(x, None), x.double() @ meant((form, payload, absmax, table * largest)).T) < 1e-3
+
+
+@needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_kernel_rounds_the_matrix_once(scheme: str) -> None:
     parts = matrix(scheme, 70, 192)
