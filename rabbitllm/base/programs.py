@@ -115,7 +115,7 @@ def _scratch(nbytes: int) -> torch.Tensor:
     kept = _kept.memory
     if kept is not None and len(kept) >= nbytes:
         return kept
-    memory = torch.empty(nbytes, dtype=torch.uint8)
+    memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     if nbytes <= KEPT_BYTES:
         _kept.memory = memory
     return memory

@@ -311,13 +311,13 @@ def _layer_forward(layer: Any, *args: Any, **named: Any) -> Any:
 def _is_around(layer: Any) -> bool:
     """Whether a layer's class adds its attention of the first norm, and its MLP of the next one, or norms of these."""
     generator, width = torch.Generator().manual_seed(0), 64
-    x = torch.randn(1, 1, width, generator=generator).bfloat16()
+    x = torch.randn(1, 1, width, generator=generator, device="cpu").bfloat16()
     parts: dict[str, Any] = {name: nn.Identity() for name in layer._modules}  # of dropouts, which do nothing
     parts["mlp"] = lambda value: value.flip(-1)
     parts["self_attn"] = lambda hidden_states, **named: (hidden_states.roll(1, -1), None)
     names = _norms_in(layer)
     for name in names:
-        weight = (torch.rand(width, generator=generator) + 0.5).bfloat16()
+        weight = (torch.rand(width, generator=generator, device="cpu") + 0.5).bfloat16()
         parts[name] = with_weight(layer._modules[name], weight)
     like = trial_of(layer, _modules=parts, training=False)
     of_attention = parts[names[0]](x).roll(1, -1)
@@ -390,7 +390,7 @@ def _step(
         return None
     others, after = weights[: calls.before], [x, *weights[calls.before :]] if layer is not None else []
     after += [normed := torch.empty_like(x)] if calls.calls_mlp else []
-    heads, out = torch.empty((1, form.total, 1, form.width), dtype=torch.bfloat16), torch.empty_like(x)
+    heads, out = torch.empty((1, form.total, 1, form.width), dtype=torch.bfloat16, device="cpu"), torch.empty_like(x)
     programs[0](*[tensor.data_ptr() for tensor in (x, *angles, heads, *others)])
     keys, values = map(_plain, updated(cache, *form.split(heads), module.layer_idx))
     programs[1](heads.data_ptr(), out.data_ptr(), *_cached(keys, values), *[tensor.data_ptr() for tensor in after])
@@ -456,7 +456,9 @@ class _Past:
     """A cache with the keys and values of some tokens, which notes those that are added."""
 
     def __init__(self, form: _AttentionForm, generator: torch.Generator) -> None:
-        self._past = [torch.randn(1, form.keys, _PAST, form.width, generator=generator).bfloat16() for _ in range(2)]
+        self._past = [
+            torch.randn(1, form.keys, _PAST, form.width, generator=generator, device="cpu").bfloat16() for _ in range(2)
+        ]
         self.added: tuple[torch.Tensor, ...] = ()
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **named: Any) -> tuple[torch.Tensor, ...]:
@@ -477,15 +479,15 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
     if attention_of(module.config) != "sdpa" or not name_of_cache:
         return False
     generator = torch.Generator().manual_seed(0)
-    x, past = torch.zeros(1, 1, form.width, dtype=torch.bfloat16), _Past(form, generator)
-    cos, sin = (torch.randn(1, 1, form.rotated, generator=generator).bfloat16() for _ in range(2))
-    weights = [(torch.rand(form.width, generator=generator) + 0.5).bfloat16() for _ in form.norms]
+    x, past = torch.zeros(1, 1, form.width, dtype=torch.bfloat16, device="cpu"), _Past(form, generator)
+    cos, sin = (torch.randn(1, 1, form.rotated, generator=generator, device="cpu").bfloat16() for _ in range(2))
+    weights = [(torch.rand(form.width, generator=generator, device="cpu") + 0.5).bfloat16() for _ in form.norms]
     parts: dict[str, Any] = {"o_proj": lambda value: value}
     for name, weight in zip(_NORMS, weights, strict=False):
         parts[name] = with_weight(module._modules[name], weight)
     like = trial_of(module, _modules=parts, training=False)
     for scale in (1, 4):
-        heads = (torch.randn(1, form.total, 1, form.width, generator=generator) * scale).bfloat16()
+        heads = (torch.randn(1, form.total, 1, form.width, generator=generator, device="cpu") * scale).bfloat16()
         for name, part in zip(form.linears, torch.split(heads, form.heads, 1), strict=False):
             row = part.reshape(1, 1, -1).clone()
             parts[name] = lambda value, row=row: row if value is x else value
@@ -501,7 +503,7 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
         if not all(map(torch.equal, added, form.split(heads))):
             return False
         form.add_attention(after, after.address(0), after.address(1), 2)
-        out = torch.empty(1, 1, form.queries * form.width, dtype=torch.bfloat16)
+        out = torch.empty(1, 1, form.queries * form.width, dtype=torch.bfloat16, device="cpu")
         keys, values = past.update(*form.split(heads))
         after(heads.data_ptr(), out.data_ptr(), *_cached(keys, values))
         is_near = out.shape == expected.shape and relative_error(out, expected) < _TOLERANCE

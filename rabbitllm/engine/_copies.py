@@ -109,7 +109,7 @@ def _copied(weight: torch.Tensor, kind: str, dtype: torch.dtype, entry: Paramete
     values = weight.whole() if isinstance(weight, QuantizedWeight) else weight.detach()
     values = values if values.dtype in _ENCODED_FROM else values.float()
     form = Quantized(blocks, tuple(weight.shape), str(dtype).removeprefix("torch."))
-    none = torch.empty(0, dtype=torch.float32)
+    none = torch.empty(0, dtype=torch.float32, device="cpu")
     matrix = Matrix(form, block_encoders.encode(blocks, values).view(-1), none, none)
     return QuantizedWeight(matrix, dtype, None if entry is None else entry.sibling)
 
@@ -181,7 +181,7 @@ class WeightCopies:
 
 
 def _of_unit(model: PreTrainedModel, source: UnitSource, copies: Copies, disk: SpanReader) -> Iterator[_Copy]:
-    buffer = torch.empty(source.buffer_bytes, dtype=torch.uint8)
+    buffer = torch.empty(source.buffer_bytes, dtype=torch.uint8, device="cpu")
     disk.read(source.spans, bytes_of(buffer))
     for entry, weight in source.parameters(model, source.part_of(buffer)):
         kind = copies.kind if entry.is_linear_weight else ""
@@ -193,7 +193,7 @@ def _of_unit(model: PreTrainedModel, source: UnitSource, copies: Copies, disk: S
 
 def _of_experts(model: PreTrainedModel, source: ExpertSource, copies: Copies, disk: SpanReader) -> Iterator[_Copy]:
     weights: dict[tuple[str, int], torch.Tensor] = {}
-    buffer = torch.empty(source.nbytes, dtype=torch.uint8)
+    buffer = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu")
 
     def part_of(part: ExpertPart) -> torch.Tensor:
         return buffer[part.at : part.at + part.nbytes]

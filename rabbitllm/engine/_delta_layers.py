@@ -122,7 +122,7 @@ def _step(form: DeltaForm, module: Any, x: torch.Tensor, cache: Any) -> torch.Te
         return None
     rates, b = nn.functional.softplus(a.reshape(-1).float() + module.dt_bias), b.reshape(-1)
     decays = torch.exp(-module.A_log.float().exp() * rates)
-    out = torch.empty(1, 1, form.values, dtype=x.dtype)
+    out = torch.empty(1, 1, form.values, dtype=x.dtype, device="cpu")
     tensors = first, z, b, decays, kept, taps, state, weight, out
     _program(form, torch.get_num_threads())(*[tensor.data_ptr() for tensor in tensors])
     cache.update_recurrent_state(state, index)
@@ -131,7 +131,7 @@ def _step(form: DeltaForm, module: Any, x: torch.Tensor, cache: Any) -> torch.Te
 
 @functools.cache
 def _ones(count: int) -> torch.Tensor:
-    return torch.ones(count, dtype=torch.float32)
+    return torch.ones(count, dtype=torch.float32, device="cpu")
 
 
 @functools.lru_cache(64)
@@ -184,14 +184,14 @@ def _has_bits(module: Any, form: DeltaForm) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).bfloat16()
+        return torch.randn(*shape, generator=generator, device="cpu").bfloat16()
 
     def with_weight(part: Any, weight: torch.Tensor) -> Any:
         trial = trial_of(part, _parameters={**dict.fromkeys(part._parameters), "weight": nn.Parameter(weight)})
         vars(trial).pop("forward", None)  # a method of the module itself
         return trial
 
-    own, x = module._modules, torch.zeros(1, 1, 1, dtype=torch.bfloat16)
+    own, x = module._modules, torch.zeros(1, 1, 1, dtype=torch.bfloat16, device="cpu")
     parts: dict[str, Any] = {"out_proj": lambda value: value}
     parts["conv1d"] = with_weight(own["conv1d"], drawn(form.channels, 1, form.taps))
     parts["norm"] = with_weight(own["norm"], drawn(form.columns))
@@ -202,7 +202,9 @@ def _has_bits(module: Any, form: DeltaForm) -> bool:
         for name in form.products:
             row = drawn(1, 1, own[name].out_features) * scale
             parts[name] = lambda value, row=row: row.clone()
-        state = torch.randn(1, form.heads, form.rows, form.columns, dtype=torch.float32, generator=generator)
+        state = torch.randn(
+            1, form.heads, form.rows, form.columns, dtype=torch.float32, generator=generator, device="cpu"
+        )
         states = drawn(1, form.channels, form.taps), state
         own_states = [tensor.clone() for tensor in states]
         expected = class_result(like, hidden_states=x, cache=_trial_cache(*own_states), attention_mask=None)

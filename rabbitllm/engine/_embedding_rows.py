@@ -152,7 +152,7 @@ class TableRows:
         """
         if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < self._begins[-1]:
             raise IndexError("index out of range in self")  # as torch's
-        ends = torch.searchsorted(ids, torch.tensor(self._begins)).tolist()
+        ends = torch.searchsorted(ids, torch.tensor(self._begins, device="cpu")).tolist()
         spans = zip(self._stored, self._begins, itertools.pairwise(ends), strict=False)
         tables = [(stored, ids[first:last] - begin) for stored, begin, (first, last) in spans if first < last]
         tables = tables or [(self._stored[0], ids)]
@@ -182,23 +182,28 @@ class TableRows:
             rows = self._mapped(stored.parts[0]).view(stored.shape[0], -1).index_select(0, ids)
             return rows.view(torch_dtype(stored.parts[0].dtype)).to(self._dtype)
         if not len(ids):
-            return torch.empty(0, form.shape[1], dtype=self._dtype)
+            return torch.empty(0, form.shape[1], dtype=self._dtype, device="cpu")
         count, width = len(ids), form.shape[1]
         block, payload = STORED[form.scheme].block, self._mapped(stored.parts[0])
         if STORED[form.scheme].block_bytes:
-            codes, empty = payload.view(form.shape[0], -1).index_select(0, ids), torch.empty(0, dtype=torch.float32)
+            codes, empty = (
+                payload.view(form.shape[0], -1).index_select(0, ids),
+                torch.empty(0, dtype=torch.float32, device="cpu"),
+            )
             return dequantize(Quantized(form.scheme, (count, width), form.dtype), codes, empty, empty, self._dtype)
         scale_dtype = torch_dtype(stored.parts[1].dtype)
         scales = self._mapped(stored.parts[1]).view(-1, scale_dtype.itemsize)
         table, *nested = (self._mapped(part).clone().view(torch_dtype(part.dtype)) for part in stored.parts[2:5])
         # whole blocks around each row, as many for each: those beyond the last element are not used
         first, several = ids * width // block, 1 if block % width == 0 else -(-width // block) + bool(width % block)
-        within = (first[:, None] + torch.arange(several)).clamp(max=len(scales) - 1)
+        within = (first[:, None] + torch.arange(several, device="cpu")).clamp(max=len(scales) - 1)
         scales = scales[within.view(-1)].view(scale_dtype).view(-1)
         if form.offset is not None:
             scales = scales_at(scales, nested[0], nested[1], form.offset, within.view(-1) // NESTED_BLOCK)
         nbytes = block // STORED[form.scheme].codes_a_byte
-        codes = payload[(first[:, None] * nbytes + torch.arange(several * nbytes)).clamp(max=len(payload) - 1)]
+        codes = payload[
+            (first[:, None] * nbytes + torch.arange(several * nbytes, device="cpu")).clamp(max=len(payload) - 1)
+        ]
         blocks = Quantized(form.codes.scheme, (count, several * block), form.dtype)
         values = dequantize(blocks, codes.view(-1, 1) if blocks.scheme == "4bit" else codes, scales, table, self._dtype)
-        return values.gather(1, (ids * width % block)[:, None] + torch.arange(width))
+        return values.gather(1, (ids * width % block)[:, None] + torch.arange(width, device="cpu"))

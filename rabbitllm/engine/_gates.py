@@ -102,7 +102,7 @@ def _takes_one(forward: Callable[..., Any]) -> bool:
 
 def every_bfloat() -> torch.Tensor:
     """Every number of bfloat16, in the order of its bits."""
-    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    return torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
 
 
 @functools.cache
@@ -271,8 +271,11 @@ def _add_shared(program: Program, places: Sequence[Place], rows: int, width: int
 def _has_shared_bits(module: Any) -> bool:
     """Whether a mixture's class adds these, and calls its parts so."""
     generator, width, rows = torch.Generator().manual_seed(0), MULTIPLE, 3
-    x, others, result = (torch.randn(rows, width, generator=generator).bfloat16() for _ in range(3))
-    gates, routing = torch.randn(rows, 1, generator=generator).bfloat16() * 4, (object(), object(), object())
+    x, others, result = (torch.randn(rows, width, generator=generator, device="cpu").bfloat16() for _ in range(3))
+    gates, routing = (
+        torch.randn(rows, 1, generator=generator, device="cpu").bfloat16() * 4,
+        (object(), object(), object()),
+    )
 
     def part(answer: Any, *expected: object) -> Callable[..., Any]:
         """What returns an answer, but None for another input than x, or for others after it than expected."""
@@ -318,12 +321,12 @@ def _has_bits(module: nn.Module) -> bool:
         # on the meta device a Linear draws no weights from torch's random state, which is the program's
         count = MULTIPLE * (gates if linear != linears[-1] else 1)
         part = nn.Linear(MULTIPLE, count, bias=False, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
-        part.weight.copy_(torch.randn(count, MULTIPLE, generator=generator))
+        part.weight.copy_(torch.randn(count, MULTIPLE, generator=generator, device="cpu"))
         parts[linear] = part
     *first, down = parts.values()
     like = trial_of(module, _modules={**parts, name: act})
     for rows in (1, 3, 100):
-        x = torch.randn(1, rows, MULTIPLE, generator=generator).bfloat16() * 10.0 ** (rows % 3)
+        x = torch.randn(1, rows, MULTIPLE, generator=generator, device="cpu").bfloat16() * 10.0 ** (rows % 3)
         expected = class_result(like, x)
         gate, up = torch.cat([part(x) for part in first], -1).chunk(2, -1)
         result = down(gated(act, gate.contiguous(), up.contiguous()))

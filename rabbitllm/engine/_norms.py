@@ -167,8 +167,8 @@ def _forward_of(module: Any, key: tuple[object, int, torch.dtype, float, str | N
     samples = list[tuple[torch.Tensor, torch.Tensor, int, Any, Any]]()
 
     def add(rows: int, scale: float, dtype: torch.dtype, *gate: torch.Tensor) -> None:
-        x = (torch.randn(rows, columns, generator=generator) * scale).to(dtype)
-        weight = (torch.rand(columns, generator=generator) + 0.5).to(dtype)
+        x = (torch.randn(rows, columns, generator=generator, device="cpu") * scale).to(dtype)
+        weight = (torch.rand(columns, generator=generator, device="cpu") + 0.5).to(dtype)
         like = trial_of(module, _parameters={"weight": nn.Parameter(weight)})
         samples.append((x, weight, rows, gate, class_result(like, x, *gate)))
 

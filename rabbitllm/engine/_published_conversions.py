@@ -62,7 +62,7 @@ def awq_weight(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor
     if len(qweight) % len(scales):
         raise ValueError(f"{len(qweight)} inputs in {len(scales)} groups")
     group = torch.arange(len(qweight), device=qweight.device) // (len(qweight) // len(scales))
-    return _weight(qweight, 4, _awq_integers(qzeros), scales, group, torch.tensor(_AWQ_ORDER), dtype)
+    return _weight(qweight, 4, _awq_integers(qzeros), scales, group, torch.tensor(_AWQ_ORDER, device="cpu"), dtype)
 
 
 def gptq_weight(
@@ -112,7 +112,7 @@ def _weight(
     if not on_cpu:
         codes = _integers(packed, bits, 1).flatten(0, 1) if order is None else _awq_integers(packed)  # (K, N)
         return ((codes - zeros[group]).float() * scales[group].float()).t().contiguous().to(dtype)
-    matrix = torch.empty(outputs, inputs, dtype=torch.float32)
+    matrix = torch.empty(outputs, inputs, dtype=torch.float32, device="cpu")
     arrays = (zeros.int().contiguous().numpy(), scales.float().contiguous().numpy(), group.contiguous().numpy())
     turns = order.numpy() if order is not None else None
     integers(packed.contiguous().numpy(), bits, *arrays, turns, matrix.numpy(), torch.get_num_threads())
@@ -363,7 +363,7 @@ def blocks(
         for dim in (0, 1):
             scales = scales.repeat_interleave(size[dim], dim).narrow(dim, 0, codes.shape[dim])
         return (codes.float() * scales).to(dtype)
-    matrix = torch.empty(codes.shape, dtype=dtype)
+    matrix = torch.empty(codes.shape, dtype=dtype, device="cpu")
     arrays = (codes.contiguous().view(torch.uint8).numpy(), _values(codes.dtype), scales.contiguous().numpy())
     kernels.blocks(*arrays, size, _as_unsigned(matrix), torch.get_num_threads())
     return matrix
@@ -385,7 +385,7 @@ def fp4_matrix(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
         raise ValueError(f"codes of shape {tuple(codes.shape)} and scales of shape {tuple(scales.shape)}")
     packed, table = codes.view(torch.uint8), torch.tensor(FP4_VALUES, dtype=torch.float32, device=codes.device)
     if codes.device == CPU and dtype in (torch.bfloat16, torch.float32):
-        matrix = torch.empty(rows, inputs, dtype=dtype)
+        matrix = torch.empty(rows, inputs, dtype=dtype, device="cpu")
         arrays = (packed.contiguous().numpy(), table.numpy(), scales.contiguous().numpy())
         size = 1, inputs // scales.shape[1]
         kernels.blocks(*arrays, size, _as_unsigned(matrix), torch.get_num_threads(), 0)
@@ -410,7 +410,7 @@ class QuickMxfp4(Mxfp4Dequantize):  # type: ignore[misc]
                 dict(input_dict), model=model, full_layer_name=full_layer_name, **options
             )
         experts, outputs, groups = scales.shape
-        matrices = torch.empty(experts, 32 * groups, outputs, dtype=dtype)
+        matrices = torch.empty(experts, 32 * groups, outputs, dtype=dtype, device="cpu")
         for codes, factors, out in zip(blocks.numpy(), scales.numpy(), _as_unsigned(matrices), strict=True):
             kernels.nibbles(codes, factors, _table(dtype), out, torch.get_num_threads())
         return {full_layer_name: matrices}
@@ -428,14 +428,14 @@ def _as_unsigned(tensor: torch.Tensor) -> Any:
 @functools.cache
 def _values(dtype: torch.dtype) -> Any:
     """The value of each byte, float32 (256,)."""
-    return torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().numpy()
 
 
 @functools.cache
 def _table(dtype: torch.dtype) -> Any:
     """The value of each pair of scale and code of MXFP4, (256, 16), computed by transformers itself."""
-    codes = torch.arange(16, dtype=torch.uint8).expand(1, 256, 1, 16)
-    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1)
+    codes = torch.arange(16, dtype=torch.uint8, device="cpu").expand(1, 256, 1, 16)
+    scales = torch.arange(256, dtype=torch.uint8, device="cpu").view(1, 256, 1)
     products = mxfp4.convert_moe_packed_tensors(codes.contiguous(), scales, dtype=dtype)  # (1, 32, 256)
     return _as_unsigned(products[0, ::2].t().contiguous())
 
@@ -539,7 +539,7 @@ def _decompressed(
         form = infer_module_format(torch.nn.Linear, scheme)
     if "weight_packed" in parts and parts["weight_packed"].dtype == torch.int32 and "weight_shape" not in parts:
         rows, words = parts["weight_packed"].shape
-        parts = {**parts, "weight_shape": torch.tensor([rows, words * 32 // scheme.weights.num_bits])}
+        parts = {**parts, "weight_shape": torch.tensor([rows, words * 32 // scheme.weights.num_bits], device="cpu")}
     matrix: torch.Tensor = BaseCompressor.get_value_from_registry(form).decompress(dict(parts), scheme)["weight"]
     return matrix.to(dtype)
 

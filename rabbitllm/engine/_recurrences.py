@@ -96,7 +96,10 @@ class _Recurrence:
         key = named, *((x.shape, x.dtype) for x in operands)
         if key not in self._tried:
             generator = torch.Generator().manual_seed(0)
-            samples = [torch.randn(x.shape, dtype=torch.float32, generator=generator).to(x.dtype) for x in operands]
+            samples = [
+                torch.randn(x.shape, dtype=torch.float32, generator=generator, device="cpu").to(x.dtype)
+                for x in operands
+            ]
             expected = self._expected(named, [x.clone() for x in samples])
             self._tried[key] = all(map(torch.equal, expected, self._computed(named, samples)))
         return self._tried[key]
@@ -135,7 +138,7 @@ class DeltaStep(_Recurrence):
         state, tokens = initial_state, key.shape[1]
         if is_whole and state is None and self._prompts:
             shape = len(key), value.shape[2], key.shape[-1], value.shape[-1]
-            state = torch.zeros(shape, dtype=torch.float32)
+            state = torch.zeros(shape, dtype=torch.float32, device="cpu")
         if is_whole and state is not None and (self._prompts or tokens <= MAX_TOKENS):
             of_tokens = query, key, value, g, beta
             few = of_tokens if tokens <= _TRIED else [x[:, :_TRIED] for x in of_tokens]
@@ -161,7 +164,7 @@ class DeltaStep(_Recurrence):
         both = torch.cat((query, key)).float()
         queries, keys = self._normalized(both, dim=-1, eps=_EPSILON).split(count)
         queries = queries * (1 / rows**0.5) if has_rows else queries / rows**0.5
-        out = torch.empty(value.shape, dtype=torch.float32)
+        out = torch.empty(value.shape, dtype=torch.float32, device="cpu")
         inputs = queries, keys, *(x.contiguous() for x in (value.float(), g.float().exp(), beta.float()))
         sizes = count, tokens, heads, heads // key.shape[2], rows, columns, has_rows
         _run("delta_step", state.numel(), sizes, (state, *inputs, out))
@@ -191,7 +194,7 @@ class ConvolutionStep(_Recurrence):
 
     def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
         x, state, weight, *bias = operands
-        out, is_bfloat = torch.empty(x.shape, dtype=x.dtype), x.dtype is torch.bfloat16
+        out, is_bfloat = torch.empty(x.shape, dtype=x.dtype, device="cpu"), x.dtype is torch.bfloat16
         sizes = len(x), x.shape[1], state.shape[-1], weight.shape[-1], is_bfloat, bool(bias)
         tensors = x.contiguous(), state, weight.contiguous(), *(bias or [weight]), out
         _run("convolution_step", state.numel(), sizes, tensors)
@@ -261,7 +264,7 @@ class StateSpaceStep(_StateStep):
         (count, heads, width, size), groups = state.shape, b.shape[1]
         steps = nn.functional.softplus(dt + bias)
         decays = torch.exp(steps.float() * a.float())
-        rounded = torch.empty(state.shape, dtype=x.dtype)
+        rounded = torch.empty(state.shape, dtype=x.dtype, device="cpu")
         inputs = state, decays, steps.float().contiguous(), b.float().contiguous(), x.float().contiguous(), rounded
         _run("state_space_step", state.numel(), (count * heads, heads // groups, width, size), inputs)
         shared = c.repeat_interleave(heads // groups, dim=1).reshape(count * heads, size, 1)
@@ -296,7 +299,7 @@ class SelectiveStep(_StateStep):
     def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
         state, x, dt, a, b, c, d, bias, z = operands
         steps = nn.functional.softplus(dt + bias.to(dt.dtype)).float()
-        decays, rounded = (steps[..., None] * a).exp_(), torch.empty(state.shape, dtype=x.dtype)
+        decays, rounded = (steps[..., None] * a).exp_(), torch.empty(state.shape, dtype=x.dtype, device="cpu")
         inputs = state, decays, steps.contiguous(), b.float().contiguous(), x.float().contiguous(), rounded
         _run("selective_step", state.numel(), state.shape, inputs)
         out = torch.matmul(rounded, c.unsqueeze(-1)).squeeze(-1)

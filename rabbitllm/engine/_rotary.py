@@ -83,7 +83,7 @@ def _has_bits(ordinary: Callable[..., Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
     for width, rotated in _WIDTHS:
         forms = (1, 4, 1, width), (1, 2, 1, width), (1, 1, rotated), (1, 1, rotated)
-        q, k, cos, sin = (torch.randn(form, generator=generator).bfloat16() for form in forms)
+        q, k, cos, sin = (torch.randn(form, generator=generator, device="cpu").bfloat16() for form in forms)
         try:
             expected = ordinary(q, k, cos, sin)
         except (TypeError, RuntimeError):  # it has other arguments, or rotates whole heads only

@@ -195,7 +195,7 @@ class _ExpertSums(NamedTuple):
 
     def __call__(self, products: torch.Tensor, weights: torch.Tensor, places: array[int]) -> torch.Tensor:
         """They themselves, (tokens, width), for rows in some order, and the number of each expert's row in it."""
-        out = torch.empty(self.tokens, self.width, dtype=torch.bfloat16)
+        out = torch.empty(self.tokens, self.width, dtype=torch.bfloat16, device="cpu")
         _sums(self)(products.data_ptr(), weights.data_ptr(), places.buffer_info()[0], out.data_ptr())
         return out
 
@@ -404,11 +404,12 @@ def _adds_alike(sums: _ExpertSums, threads: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     shape = sums.tokens, sums.used, sums.width
     values = (
-        torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-12, 13, shape, generator=generator)
+        torch.randn(shape, generator=generator, device="cpu")
+        * 2.0 ** torch.randint(-12, 13, shape, generator=generator, device="cpu")
     ).bfloat16()
     values[:, -1] = -values[:, :-1].float().sum(1)
-    values = values[:, torch.randperm(sums.used, generator=generator)].contiguous()
-    weights = torch.ones(shape[:2], dtype=torch.float32 if sums.is_wide else torch.bfloat16)
+    values = values[:, torch.randperm(sums.used, generator=generator, device="cpu")].contiguous()
+    weights = torch.ones(shape[:2], dtype=torch.float32 if sums.is_wide else torch.bfloat16, device="cpu")
     expected = (values * weights.unsqueeze(-1)).sum(1).bfloat16()
     places = array("q", range(sums.tokens * sums.used))
     return torch.equal(sums(values, weights, places), expected)
@@ -421,7 +422,7 @@ def _has_bits(form: _ExpertsForm, module: Any) -> bool:
     hidden, width, experts = MULTIPLE, 2 * MULTIPLE, 4
 
     def drawn(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) / 4).bfloat16()
+        return (torch.randn(shape, generator=generator, device="cpu") / 4).bfloat16()
 
     first, last = drawn(experts, 2 * width, hidden), drawn(experts, hidden, width)
     biases = [drawn(experts, 2 * width), drawn(experts, hidden)] if form.is_biased else []
@@ -432,13 +433,13 @@ def _has_bits(form: _ExpertsForm, module: Any) -> bool:
     like.num_experts = experts
     like.config = SimpleNamespace(_experts_implementation="grouped_mm")
     for index, dtype in (([[2, 0]], torch.bfloat16), ([[1, 3], [0, 2]], torch.float32)):
-        x = torch.randn(len(index), hidden, generator=generator).bfloat16()
-        weights = torch.rand(len(index), 2, generator=generator).to(dtype)
+        x = torch.randn(len(index), hidden, generator=generator, device="cpu").bfloat16()
+        weights = torch.rand(len(index), 2, generator=generator, device="cpu").to(dtype)
         try:
-            expected = type(module).forward(like, x, torch.tensor(index), weights)
+            expected = type(module).forward(like, x, torch.tensor(index, device="cpu"), weights)
         except (TypeError, AttributeError, RuntimeError, KeyError):  # it has other arguments or parts
             return False
-        rows = [torch.empty(0, hidden, dtype=torch.bfloat16)]
+        rows = [torch.empty(0, hidden, dtype=torch.bfloat16, device="cpu")]
         for token, chosen in enumerate(index):
             for expert in chosen:
                 both = x[token : token + 1] @ first[expert].T

@@ -569,7 +569,7 @@ class Streamer:
         pinned = self.executors[device.name].pinned
         host = pinned.units.get(source.unit.name) if pinned is not None else None
         if host is None:
-            host = torch.empty(source.buffer_bytes, dtype=torch.uint8)
+            host = torch.empty(source.buffer_bytes, dtype=torch.uint8, device="cpu")
             reader = SpanReader(self._store, THROUGH_THE_CACHE, self._store.checks)
             reader.read(source.spans, bytes_of(host))
         ticket = device.upload(host, buffer, device.leave())

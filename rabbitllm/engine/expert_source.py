@@ -126,7 +126,7 @@ class Block:
     def absmax(self, bytes_of: BytesOf, expert: int) -> torch.Tensor:
         """One expert's scales, float32 (blocks,); a new tensor if they are quantized, empty for blocks of GGUF."""
         if self.scales is None:  # they are in the blocks
-            return torch.empty(0, dtype=torch.float32)
+            return torch.empty(0, dtype=torch.float32, device="cpu")
         stored = typed(bytes_of(self.scales), retyped(self.scales, self.scales.shape))
         return stored if self.nesting is None else self.nesting.expanded(stored, expert)
 

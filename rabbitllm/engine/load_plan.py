@@ -617,20 +617,24 @@ def _operands(to: torch.device, form: Quantized, dtype: torch.dtype) -> tuple[to
     (rows, columns), generator = form.shape, torch.Generator().manual_seed(0)
     distinct = min(rows, DISTINCT_ROWS)
     times, blocks = math.ceil(rows / distinct), distinct * columns // NF4_BLOCK
-    payload = torch.randint(0, 256, (distinct * columns // 2, 1), dtype=torch.uint8, generator=generator).to(to)
+    payload = torch.randint(
+        0, 256, (distinct * columns // 2, 1), dtype=torch.uint8, generator=generator, device="cpu"
+    ).to(to)
     table, scales = (
         torch.frombuffer(bytearray(nf4_map()), dtype=torch.float32).to(to),
-        torch.rand(blocks, dtype=torch.float32, generator=generator),
+        torch.rand(blocks, dtype=torch.float32, generator=generator, device="cpu"),
     )
     nested = None
     if form.offset is not None:
-        absmax = torch.randint(0, 256, (blocks,), dtype=torch.uint8, generator=generator).to(to)
+        absmax = torch.randint(0, 256, (blocks,), dtype=torch.uint8, generator=generator, device="cpu").to(to)
         scales = scales[: math.ceil(blocks / NESTED_BLOCK)].to(to)
-        nested = NestedScales(scales, torch.linspace(-1, 1, 256).to(to), torch.tensor(form.offset).to(to))
+        nested = NestedScales(
+            scales, torch.linspace(-1, 1, 256, device="cpu").to(to), torch.tensor(form.offset, device="cpu").to(to)
+        )
     else:
         absmax = scales.to(to)
     sample = FusedMatrix(replace(form.codes, shape=(distinct, columns)), payload, absmax, table, nested)
-    x = torch.randn(max(TRIED), columns, generator=generator).to(dtype).to(to)
+    x = torch.randn(max(TRIED), columns, generator=generator, device="cpu").to(dtype).to(to)
     product = torch.nn.functional.linear(x, sample.dequantized(dtype)).repeat(1, times)[:, :rows]
     matrix = replace(
         sample,

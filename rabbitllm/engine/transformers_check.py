@@ -69,7 +69,7 @@ def _try() -> None:
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16, "head_dim": 8}
     counts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4}
     config = Qwen3MoeConfig(**sizes, **counts, num_experts_per_tok=2, max_position_embeddings=32)
-    ids = torch.arange(8)[None]
+    ids = torch.arange(8, device="cpu")[None]
     with torch.random.fork_rng(devices=[]), torch.no_grad(), ScratchFolder() as folder:
         reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         with redirect_stderr(io.StringIO()):  # a progress bar

@@ -402,7 +402,7 @@ def mapped_part(store: WeightFiles, *, reads_ahead: bool = True) -> PartReader:
 
     def read(spec: TensorSpec) -> torch.Tensor:
         if not spec.nbytes:
-            return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+            return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu")
         data = store.mapped(spec.file).bytes_of(spec)
         if not reads_ahead:
             expect_random_reads(data)

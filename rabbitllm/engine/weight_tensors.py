@@ -256,7 +256,7 @@ def untrainable(output: Any, *, training: bool) -> Any:
     def refusing(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.is_inference() or not value.is_floating_point():
             return value
-        return _Untrainable.apply(value, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+        return _Untrainable.apply(value, torch.zeros((), requires_grad=True, device="cpu"))  # type: ignore[no-untyped-call]
 
     if isinstance(output, dict):
         for name in [*output] if training else [name for name in output if name == "loss"]:

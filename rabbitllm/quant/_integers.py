@@ -74,8 +74,8 @@ class InputLayout:
             x = x.contiguous()
         count, columns = x.shape
         steps = columns // self.step
-        integers = torch.empty(count, columns, dtype=torch.int16)
-        floats = torch.empty(count, steps * (1 + self.groups), dtype=torch.float32)
+        integers = torch.empty(count, columns, dtype=torch.int16, device="cpu")
+        floats = torch.empty(count, steps * (1 + self.groups), dtype=torch.float32, device="cpu")
         sizes = x.dtype == torch.bfloat16, count, steps, x.stride(0), self.step, self.group
         given = x.data_ptr(), *sizes, self.order_address, integers.data_ptr(), floats.data_ptr()
         call(address_of(round_inputs), [0, *given])

@@ -26,7 +26,7 @@ work, while starting a second thread takes 2."""
 
 def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:
     """Rows (T, K) of any floating dtype as float32 (T, K / 2 / width, 2, width): in each step the even ones first."""
-    ready = torch.empty(len(x), x.shape[1] // (2 * width), 2, width, dtype=torch.float32)
+    ready = torch.empty(len(x), x.shape[1] // (2 * width), 2, width, dtype=torch.float32, device="cpu")
     return ready.copy_(x.view(len(x), -1, width, 2).transpose(2, 3))
 
 

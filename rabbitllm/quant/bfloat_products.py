@@ -89,7 +89,7 @@ def _few(width: int, count: int, columns: int, rows: int, threads: int) -> Progr
 def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ W.T` by the kernels of `width` lanes: (T, K) and (N, K) -> (T, N), float32."""
     columns, rows = x.shape[1], len(weight)
-    out = torch.zeros(len(x), rows, dtype=torch.float32)
+    out = torch.zeros(len(x), rows, dtype=torch.float32, device="cpu")
     for begin in range(0, len(x), MAX_INPUTS):
         inputs = _kernels.interleaved(width, x[begin : begin + MAX_INPUTS])
         shape = 2 * columns, columns // (2 * width), 0, len(inputs), rows
@@ -140,7 +140,9 @@ def _agrees(width: int) -> bool:
 
     def products() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for count, rows, columns in ((1, 70, 64), (4, 5, 2048), (7, 70, 4096)):  # the last by several threads
-            x, weight = (torch.randn(size, columns, generator=generator).bfloat16() for size in (count, rows))
+            x, weight = (
+                torch.randn(size, columns, generator=generator, device="cpu").bfloat16() for size in (count, rows)
+            )
             yield times(width, x, weight), x.float() @ weight.float().T
 
     return _kernels.agrees("of bfloat16", products())

@@ -106,9 +106,9 @@ def encode(name: str, values: torch.Tensor | npt.NDArray[Any], threads: int | No
 
 def not_a_number(name: str) -> torch.Tensor:
     """A block whose elements are not numbers: uint8 (bytes,)."""
-    block = torch.zeros(BLOCK_TYPES[name].nbytes, dtype=torch.uint8)
+    block = torch.zeros(BLOCK_TYPES[name].nbytes, dtype=torch.uint8, device="cpu")
     offset = FORMATS[name].halves[0]
-    block[offset : offset + 2] = torch.tensor([torch.nan], dtype=torch.float16).view(torch.uint8)
+    block[offset : offset + 2] = torch.tensor([torch.nan], dtype=torch.float16, device="cpu").view(torch.uint8)
     return block
 
 

@@ -168,7 +168,7 @@ class CodedMatrix(KernelMatrix):
             return self.layout().inputs(x)
         if width == PAIRS:
             return InputRows(x.contiguous())
-        even_and_odd = torch.empty(2, len(x), x.shape[1] // 2, dtype=torch.float32)
+        even_and_odd = torch.empty(2, len(x), x.shape[1] // 2, dtype=torch.float32, device="cpu")
         return InputRows(*even_and_odd.copy_(x.view(len(x), -1, 2).permute(2, 0, 1)))
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
@@ -214,7 +214,7 @@ def _values(codes: str) -> Any:
     import numpy as np
 
     if codes == FP8:
-        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+        return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float().numpy()
     return np.array(FP4_VALUES if codes == FP4 else [code - 8 for code in range(16)], np.float32)
 
 
@@ -230,12 +230,12 @@ def sample(kernel: CodeKernel, shape: tuple[int, int], generator: torch.Generato
     name = next(name for name, scale_type in SCALES.items() if scale_type == kernel.scales)
     is_fp8 = kernel.codes == "float8"
     form = CodedForm(FP8 if is_fp8 else FP4, name, (1, kernel.group), shape)
-    payload = torch.randint(0, 256, (shape[0] * form.row_bytes,), dtype=torch.uint8, generator=generator)
+    payload = torch.randint(0, 256, (shape[0] * form.row_bytes,), dtype=torch.uint8, generator=generator, device="cpu")
     if is_fp8:
         payload[payload & 127 == 127] = 0  # NaN
     count = form.grid[0] * form.grid[1]
     if kernel.scales == "power":
-        scales = torch.randint(120, 134, (count,), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(120, 134, (count,), dtype=torch.uint8, generator=generator, device="cpu")
     else:
-        scales = (torch.rand(count, generator=generator) + 0.5).to(torch_dtype(name)).view(torch.uint8)
+        scales = (torch.rand(count, generator=generator, device="cpu") + 0.5).to(torch_dtype(name)).view(torch.uint8)
     return CodedMatrix(form, payload, scales, 0.5)

@@ -34,7 +34,7 @@ _WORDS = 16
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, Bits]:
     """A tensor to fill, of bfloat16 if that is `dtype` and else of float32, and its bits, uint16 or uint32."""
     is_half = dtype == torch.bfloat16
-    made = torch.empty(shape, dtype=torch.bfloat16 if is_half else torch.float32)
+    made = torch.empty(shape, dtype=torch.bfloat16 if is_half else torch.float32, device="cpu")
     bits: Any = made.view(torch.int16 if is_half else torch.int32).numpy()
     return made, bits.view(np.uint16 if is_half else np.uint32)
 

@@ -85,13 +85,15 @@ def lanes_for(name: str) -> int:
 def sample(name: str, elements: int, generator: torch.Generator) -> torch.Tensor:
     """Random blocks with scales of usual size: uint8 (bytes,)."""
     block = BLOCK_TYPES[name]
-    blocks = torch.randint(0, 256, (elements // block.elements, block.nbytes), dtype=torch.uint8, generator=generator)
+    blocks = torch.randint(
+        0, 256, (elements // block.elements, block.nbytes), dtype=torch.uint8, generator=generator, device="cpu"
+    )
     halves = FORMATS[name].halves
     for offset in halves:
-        some = ((torch.rand(len(blocks), 1, generator=generator) + 0.5) / 1024).half()
+        some = ((torch.rand(len(blocks), 1, generator=generator, device="cpu") + 0.5) / 1024).half()
         blocks[:, offset : offset + 2] = some.view(torch.uint8)
     if not halves:  # MXFP4: an exponent
-        blocks[:, 0] = torch.randint(120, 128, (len(blocks),), dtype=torch.uint8, generator=generator)
+        blocks[:, 0] = torch.randint(120, 128, (len(blocks),), dtype=torch.uint8, generator=generator, device="cpu")
     return blocks.view(-1)
 
 
@@ -101,7 +103,7 @@ def _kernel_agrees(name: str) -> bool:
 
     def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         blocks = sample(name, 64 * 256, torch.Generator().manual_seed(0)).view(-1, BLOCK_TYPES[name].nbytes)
-        results = torch.empty(2, len(blocks), BLOCK_TYPES[name].elements, dtype=torch.float32)
+        results = torch.empty(2, len(blocks), BLOCK_TYPES[name].elements, dtype=torch.float32, device="cpu")
         _by_kernel(name, blocks, results[0])
         _by_torch(name, blocks, results[1])
         yield results[0], results[1]
@@ -113,7 +115,7 @@ def _by_kernel(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     """Write the numbers of blocks (n, bytes) to `out` (n, elements)."""
     block, width = BLOCK_TYPES[name], lanes_for(name)
     blocks = blocks.contiguous()
-    values = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)
+    values = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device="cpu")
     if len(blocks):
         steps = block.elements // (2 * width)
         shape = (block.nbytes, steps, 0, 1, len(blocks))

@@ -74,7 +74,7 @@ class JointProduct:
     def _forms(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Tensors like the results, of one element each: `torch.empty` takes twice the time of `torch.empty_like`."""
         return [
-            torch.empty((), dtype=torch.float32 if is_wide else x.dtype).expand(*x.shape[:-1], count)
+            torch.empty((), dtype=torch.float32 if is_wide else x.dtype, device="cpu").expand(*x.shape[:-1], count)
             for count, is_wide in zip(self._rows, self._is_wide, strict=True)
         ]
 

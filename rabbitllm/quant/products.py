@@ -328,7 +328,7 @@ class Matrix(QuantizedMatrix, KernelMatrix):
 
     def bfloats(self, width: int) -> torch.Tensor:
         """The dequantized matrix in bfloat16, by a kernel of `width` lanes, rounded once."""
-        out = torch.empty(self.form.shape, dtype=torch.bfloat16)
+        out = torch.empty(self.form.shape, dtype=torch.bfloat16, device="cpu")
         codes, scales, table, *sizes = self.operands(width)
         work = codes, scales, 0, 0, table, out.data_ptr(), *sizes, 1, len(out)
         _kernels.run(BFLOATS, self.form.scheme, width, [work], self.payload.numel())
@@ -356,7 +356,7 @@ def _rounded(width: int, x: torch.Tensor) -> InputRows:
 
     x = x.float().contiguous()
     steps = x.shape[1] // BYTE_STEP
-    rounded = torch.empty(len(x), steps * _byte_kernels.step_bytes(width), dtype=torch.uint8)
+    rounded = torch.empty(len(x), steps * _byte_kernels.step_bytes(width), dtype=torch.uint8, device="cpu")
     work = x.data_ptr(), 0, 0, 0, 0, rounded.data_ptr(), x.stride(0) * x.itemsize, steps, 0, 1, len(x)
     _kernels.run(BYTES, _byte_kernels.INPUTS, width, [work], x.nbytes)
     return InputRows(rounded)
@@ -455,11 +455,16 @@ def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> M
     """A matrix with random codes and scales; its rows are whole segments or blocks."""
     elements = math.prod(shape)
     if scheme in BLOCK_TYPES:
-        blocks, empty = gguf_blocks.sample(scheme, elements, generator), torch.empty(0, dtype=torch.float32)
+        blocks, empty = (
+            gguf_blocks.sample(scheme, elements, generator),
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+        )
         return Matrix(Quantized(scheme, shape, None), blocks, empty, empty)
     entry = SCHEMES[scheme]
-    codes = torch.randint(0, 256, (elements // entry.codes_a_byte,), dtype=torch.uint8, generator=generator)
-    scales = torch.rand(-(-elements // entry.block), dtype=torch.float32, generator=generator)
+    codes = torch.randint(
+        0, 256, (elements // entry.codes_a_byte,), dtype=torch.uint8, generator=generator, device="cpu"
+    )
+    scales = torch.rand(-(-elements // entry.block), dtype=torch.float32, generator=generator, device="cpu")
     return Matrix(Quantized(scheme, shape, "float32"), codes, scales, code_values(scheme))
 
 
@@ -474,7 +479,7 @@ def agrees(method: str, scheme: Any, width: int, sample_of: Callable[..., Any] =
         generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if width == PAIRS else torch.float32
         for inputs, rows, columns in _TRIALS[method]:
             matrix = sample_of(scheme, (rows, columns), generator)
-            x = torch.randn(inputs, columns, generator=generator).to(dtype)
+            x = torch.randn(inputs, columns, generator=generator, device="cpu").to(dtype)
             is_product = method != BFLOATS
             product = matrix.times_by(method, width, x) if is_product else x @ matrix.bfloats(width).float().T
             yield product, x.float() @ matrix.dequantized(torch.float32).T

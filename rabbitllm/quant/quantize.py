@@ -104,7 +104,7 @@ def _compiled_kernels_agree(scheme: str) -> bool:
     from rabbitllm.quant import quantize_kernels
 
     generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(8 * INT8_BLOCK + 33, generator=generator) * 0.02
+    sample = torch.randn(8 * INT8_BLOCK + 33, generator=generator, device="cpu") * 0.02
     sample[:NF4_BLOCK] = 0
     for dtype in ("BF16", "F16", "F32"):
         data = _bytes_of(sample.to(torch_dtype(dtype)).view(torch.uint8))
@@ -250,7 +250,7 @@ def operands(
         read: a part -> its tensor.
     """
     if STORED[form.scheme].block_bytes:
-        absmax, table = torch.empty(2, 0, dtype=torch.float32)
+        absmax, table = torch.empty(2, 0, dtype=torch.float32, device="cpu")
         return form, read(parts[0]), absmax, table
     codes, payload, absmax, table, nested = nested_operands(form, parts, read)
     return codes, payload, absmax if nested is None else nested.expanded(absmax), table

@@ -241,7 +241,9 @@ def code_values(scheme: str) -> torch.Tensor:
     import torch
 
     values = bytearray(STORED[scheme].values())
-    return torch.frombuffer(values, dtype=torch.float32) if values else torch.empty(0, dtype=torch.float32)
+    return (
+        torch.frombuffer(values, dtype=torch.float32) if values else torch.empty(0, dtype=torch.float32, device="cpu")
+    )
 
 
 def check_compression(compression: str | None) -> None:

@@ -38,7 +38,7 @@ from rabbitllm.quant.schemes import Quantized
 assert quantize._compiled_kernels_agree("4bit")
 assert products.multiplies(Quantized("4bit", (64, 64), "float32")) == bool(_vectors.lanes())
 if width := _vectors.lanes():
-    assert _kernels.kernel("panels", "4bit", width)[0]
+    assert _kernels.kernel("bytes", "4bit", 256)[0]
 print("compiled")
 """
 
@@ -62,7 +62,7 @@ warnings.simplefilter("error", NumbaWarning)
 from rabbitllm.quant import _kernels, _vectors
 if width := _vectors.lanes():
     for scheme in ("4bit", "8bit"):
-        for method, lanes in (("codes", 64), ("panels", width), ("bfloats", width)):
+        for method, lanes in (("codes", 64), ("bytes", 256), ("bfloats", width)):
             _kernels.kernel(method, scheme, lanes)
     for method in ("codes", "panels"):
         _kernels.kernel(method, "bfloat16", width)

@@ -1,4 +1,5 @@
-"""Results do not depend on torch's default dtype, which any thread may change, such as one that builds a model."""
+"""Results do not depend on torch's default dtype, which any thread may change, such as one that builds a model, nor on
+its default device."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ def compare(folder: Path) -> None:
     for scheme in SCHEMES:
         model = load(split(folder, compression=scheme), 1 << 30, dtype="bfloat16", exact=False)
         results = []
-        for default in (torch.float32, torch.bfloat16, torch.float32):
-            torch.set_default_dtype(default)
+        for dtype, device in ((torch.float32, None), (torch.bfloat16, None), (torch.float32, "meta")):
+            torch.set_default_dtype(dtype)
+            torch.set_default_device(device)
             results.append([model(input_ids=ids[:, :count]).logits for count in (1, 5, 40)])
-        for expected, found in zip(*results[:2], strict=True):
-            assert torch.equal(expected, found), scheme
+            torch.set_default_device(None)
+        for expected, *others in zip(*results, strict=True):
+            assert all(torch.equal(expected, logits) for logits in others), scheme
 
 
 def test_passes_have_the_same_bits(tmp_path: Path) -> None:
