@@ -392,7 +392,7 @@ class GroupedProduct:
 
     def __init__(self, x: torch.Tensor, like: KernelMatrix, make: Callable[..., torch.Tensor] = torch.zeros) -> None:
         self._x = x
-        self.out = make(len(x), like.form.shape[0], dtype=torch.float32)
+        self.out = make(len(x), like.form.shape[0], dtype=torch.float32, device="cpu")
         self._inputs: dict[int, InputRows] = {}
 
     def multiply(self, matrices: Sequence[KernelMatrix], groups: Sequence[tuple[int, int]]) -> None:

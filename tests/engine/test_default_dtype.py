@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from rabbitllm.quant import products
 from tests.support.builders import build_checkpoint
 from tests.support.fresh_process import in_a_fresh_process
 from tests.support.tiny_models import load, split
@@ -26,6 +27,22 @@ def compare(folder: Path) -> None:
             torch.set_default_device(None)
         for expected, *others in zip(*results, strict=True):
             assert all(torch.equal(expected, logits) for logits in others), scheme
+
+
+def compare_products() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for scheme in ("4bit", "8bit", "Q4_K", "Q8_0"):
+        matrix, x = products.sample(scheme, (64, 512), generator), torch.randn(40, 512, generator=generator)
+        expected = [matrix.linear(x[:rows], None) for rows in (1, 40)]
+        torch.set_default_device("meta")
+        results = [matrix.linear(x[:rows], None) for rows in (1, 40)]
+        torch.set_default_device(None)
+        assert all(map(torch.equal, results, expected)), scheme
+
+
+def test_products_have_the_same_bits() -> None:
+    """As of experts, which are multiplied without a call of torch that leaves the default device aside."""
+    in_a_fresh_process(compare_products)
 
 
 def test_passes_have_the_same_bits(tmp_path: Path) -> None:
