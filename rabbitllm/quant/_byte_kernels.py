@@ -247,11 +247,11 @@ def _dot(width: int, group: int, is_moved: bool, vectors: int, tokens: int) -> A
     size, nbytes = SIZES[width], step_bytes(width)
 
     def dot(emit, panel, inputs, out, steps, panel_bytes, input_bytes, all_rows, left):  # type: ignore[no-untyped-def]
-        b, width = emit.b, emit.width
+        b, all_lanes = emit.b, emit.width
         sums = [[emit.variable() for _ in range(tokens)] for _ in range(vectors)]
         with emit.loop(steps) as index:
-            place = emit.add(panel, b.mul(index, number(nbytes * width)))
-            matrix = [emit.add(place, b.mul(panel_bytes, number(width * r))) for r in range(vectors)]
+            place = emit.add(panel, b.mul(index, number(nbytes * all_lanes)))
+            matrix = [emit.add(place, b.mul(panel_bytes, number(all_lanes * r))) for r in range(vectors)]
             place = emit.add(inputs, b.mul(index, number(nbytes)))
             of_tokens = [emit.add(place, b.mul(input_bytes, number(t))) for t in range(tokens)]
 
@@ -263,13 +263,13 @@ def _dot(width: int, group: int, is_moved: bool, vectors: int, tokens: int) -> A
                 for offset in range(part * group * size, (part + 1) * group * size, 4):
                     values = in_lanes(offset)
                     for row, of_row in zip(matrix, products, strict=True):
-                        codes = emit.load(emit.add(row, offset * width), emit.floats, 4)
+                        codes = emit.load(emit.add(row, offset * all_lanes), emit.floats, 4)
                         pairs = zip(of_row, values, strict=True)
                         of_row[:] = [_add_products(emit, size, total, value, codes) for total, value in pairs]
                 input_scales = in_lanes(STEP * size)
                 input_sums = in_lanes(STEP * size + (4 if group == STEP else 8 + 4 * part))
                 for row, of_row, totals in zip(matrix, products, sums, strict=True):
-                    places = (emit.add(row, (STEP * size + 8 * part + offset) * width) for offset in (0, 4))
+                    places = (emit.add(row, (STEP * size + 8 * part + offset) * all_lanes) for offset in (0, 4))
                     scale, least = (emit.load(place, emit.floats, 4) for place in places)
                     of_inputs = zip(of_row, input_scales, input_sums, totals, strict=True)
                     for product, input_scale, input_sum, total in of_inputs:
@@ -277,11 +277,11 @@ def _dot(width: int, group: int, is_moved: bool, vectors: int, tokens: int) -> A
                         value = emit.fma(value, scale, b.load(total))
                         b.store(emit.fma(least, input_sum, value) if is_moved else value, total)
         for (r, of_row), t in itertools.product(enumerate(sums), range(tokens)):
-            to, total = emit.add(out, 4 * width * r, b.mul(all_rows, number(4 * t))), b.load(of_row[t])
+            to, total = emit.add(out, 4 * all_lanes * r, b.mul(all_rows, number(4 * t))), b.load(of_row[t])
             if vectors > 1:
                 emit.store(b.fadd(emit.load(to, emit.floats, 4), total), to, 4)
                 continue
-            for lane in range(width):
+            for lane in range(all_lanes):
                 with b.if_then(b.icmp_signed("<", number(lane), left)):
                     place, value = emit.add(to, 4 * lane), b.extract_element(total, ir.Constant(I32, lane))
                     emit.store(b.fadd(emit.load(place, F32, 4), value), place, 4)
