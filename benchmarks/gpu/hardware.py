@@ -78,7 +78,7 @@ def _quantized(gpu: Any, values: torch.Tensor) -> Iterator[Row]:
 def _dequantized(gpu: Any, values: torch.Tensor) -> Iterator[Row]:
     """On both sides, from the same codes."""
     from rabbitllm.quant import gguf_blocks
-    from rabbitllm.quant.quantize import dequantize, expand_scales, quantize_blocks
+    from rabbitllm.quant.quantize import NestedScales, dequantize, quantize_blocks
     from rabbitllm.quant.schemes import Quantized, code_values
 
     def compared(form: str, dtype: torch.dtype, sides: list[torch.Tensor]) -> Row:
@@ -89,8 +89,8 @@ def _dequantized(gpu: Any, values: torch.Tensor) -> Iterator[Row]:
 
     generator, places = torch.Generator().manual_seed(0), (torch.device("cpu"), gpu.torch_device)
     codes, nothing = torch.randint(0, 256, (4096,), dtype=torch.uint8, generator=generator), torch.empty(0)
-    nested, table = torch.rand(16, generator=generator), code_values("8bit")
-    scales = [expand_scales(codes.to(where), nested.to(where), table.to(where), 0.1) for where in places]
+    nested = torch.rand(16, generator=generator), code_values("8bit"), torch.tensor(0.1)
+    scales = [NestedScales(*(part.to(where) for part in nested)).expanded(codes.to(where)) for where in places]
     yield compared("nested scales", torch.float32, scales)
     data = values.view(torch.uint8).numpy().data.cast("B")
     for scheme in FORMS:
