@@ -16,6 +16,7 @@ import torch
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Program
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.quant import _kernels
 from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, PANELS
 from rabbitllm.quant.routed import RoutedProduct
@@ -141,13 +142,11 @@ def widens() -> bool:
 @functools.cache
 def _agrees(width: int) -> bool:
     """Whether a kernel's result on a sample agrees with float32."""
-    generator = torch.Generator().manual_seed(0)
+    random = RandomTensors()
 
     def products() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for count, rows, columns in ((1, 70, 64), (4, 5, 2048), (7, 70, 4096)):  # the last by several threads
-            x, weight = (
-                torch.randn(size, columns, generator=generator, device="cpu").bfloat16() for size in (count, rows)
-            )
+            x, weight = random.normal(count, columns), random.normal(rows, columns)
             yield times(width, x, weight), x.float() @ weight.float().T
 
     return _kernels.agrees("of bfloat16", products())

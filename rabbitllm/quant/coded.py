@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
 from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PAIRS, SEGMENT, CodeKernel, InputRows
 from rabbitllm.quant.products import KernelMatrix, agrees, dense_product
@@ -216,17 +217,17 @@ def _table(codes: str, kernel: CodeKernel, width: int, factor: float) -> Any:
     return _code_kernels.table_of(kernel, width, _values(codes).numpy(), factor)
 
 
-def sample(kernel: CodeKernel, shape: tuple[int, int], generator: torch.Generator) -> CodedMatrix:
+def sample(kernel: CodeKernel, shape: tuple[int, int], random: RandomTensors) -> CodedMatrix:
     """A matrix that a kernel multiplies, with random codes and scales."""
     name = next(name for name, scale_type in SCALES.items() if scale_type == kernel.scales)
     is_fp8 = kernel.codes == "float8"
     form = CodedForm(FP8 if is_fp8 else FP4, name, (1, kernel.group), shape)
-    payload = torch.randint(0, 256, (shape[0] * form.row_bytes,), dtype=torch.uint8, generator=generator, device="cpu")
+    payload = random.integers(0, 256, shape[0] * form.row_bytes)
     if is_fp8:
         payload[payload & 127 == 127] = 0  # NaN
     count = form.grid[0] * form.grid[1]
     if kernel.scales == "power":
-        scales = torch.randint(120, 134, (count,), dtype=torch.uint8, generator=generator, device="cpu")
+        scales = random.integers(120, 134, count)
     else:
-        scales = (torch.rand(count, generator=generator, device="cpu") + 0.5).to(torch_dtype(name)).view(torch.uint8)
+        scales = random.positive(count, dtype=torch_dtype(name)).view(torch.uint8)
     return CodedMatrix(form, payload, scales, 0.5)

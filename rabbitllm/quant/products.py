@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from rabbitllm.base.openmp import torchs_team
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
@@ -461,15 +462,14 @@ def dense_product(
     return out
 
 
-def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> Matrix:
+def sample(scheme: str, shape: tuple[int, int], random: RandomTensors) -> Matrix:
     """A matrix with random codes and scales; its rows are whole segments or blocks."""
     entry, elements = STORED[scheme], math.prod(shape)
     if entry.block_bytes:
-        blocks = gguf_blocks.sample(scheme, elements, generator)
+        blocks = gguf_blocks.sample(scheme, elements, random)
         return Matrix(Quantized(scheme, shape, None), blocks, NO_SCALES, NO_SCALES)
-    nbytes = entry.payload_bytes(elements)
-    codes = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device="cpu")
-    scales = torch.rand(-(-elements // entry.block), dtype=torch.float32, generator=generator, device="cpu")
+    codes = random.integers(0, 256, entry.payload_bytes(elements))
+    scales = random.positive(-(-elements // entry.block), least=0, dtype=torch.float32)
     return Matrix(Quantized(scheme, shape, "float32"), codes, scales, code_values(scheme))
 
 
@@ -477,14 +477,14 @@ def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> M
 def agrees(method: str, scheme: Any, width: int, sample_of: Callable[..., Any] = sample) -> bool:
     """Whether a kernel's products with samples agree with the dequantized matrix and float32.
 
-    `sample_of` makes a matrix of the scheme, of a shape, by a generator.
+    `sample_of` makes a matrix of the scheme, of a shape, by `RandomTensors`.
     """
 
     def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if width == PAIRS else torch.float32
+        random, dtype = RandomTensors(), torch.bfloat16 if width == PAIRS else torch.float32
         for inputs, rows, columns in _TRIALS[method]:
-            matrix = sample_of(scheme, (rows, columns), generator)
-            x = torch.randn(inputs, columns, generator=generator, device="cpu").to(dtype)
+            matrix = sample_of(scheme, (rows, columns), random)
+            x = random.normal(inputs, columns, dtype=dtype)
             is_product = method != BFLOATS
             product = matrix.times_by(method, width, x) if is_product else x @ matrix.bfloats(width).float().T
             yield product, x.float() @ matrix.dequantized(torch.float32).T

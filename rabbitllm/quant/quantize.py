@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
@@ -104,8 +105,7 @@ def _compiled_kernels_agree(scheme: str) -> bool:
     """Whether our kernels agree with the installed bitsandbytes: another version, or on ARM, may round differently."""
     from rabbitllm.quant import quantize_kernels
 
-    generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(8 * INT8_BLOCK + 33, generator=generator, device="cpu") * 0.02
+    sample = RandomTensors().normal(8 * INT8_BLOCK + 33, dtype=torch.float32) * 0.02
     sample[:NF4_BLOCK] = 0
     for dtype in ("BF16", "F16", "F32"):
         data = _bytes_of(sample.to(torch_dtype(dtype)).view(torch.uint8))
