@@ -77,8 +77,9 @@ def _quantized(gpu: Any, values: torch.Tensor) -> Iterator[Row]:
 
 def _dequantized(gpu: Any, values: torch.Tensor) -> Iterator[Row]:
     """On both sides, from the same codes."""
+    from rabbitllm.base.random_tensors import RandomTensors
     from rabbitllm.quant import gguf_blocks
-    from rabbitllm.quant.quantize import dequantize, expand_scales, quantize_blocks
+    from rabbitllm.quant.quantize import NestedScales, dequantize, quantize_blocks
     from rabbitllm.quant.schemes import Quantized, code_values
 
     def compared(form: str, dtype: torch.dtype, sides: list[torch.Tensor]) -> Row:
@@ -87,10 +88,10 @@ def _dequantized(gpu: Any, values: torch.Tensor) -> Iterator[Row]:
         named = {"dequantized": form, "to": str(dtype).removeprefix("torch.")}
         return named | {"elements": found.numel(), "differ": count, "by at most": most, "ok": not count}
 
-    generator, places = torch.Generator().manual_seed(0), (torch.device("cpu"), gpu.torch_device)
-    codes, nothing = torch.randint(0, 256, (4096,), dtype=torch.uint8, generator=generator), torch.empty(0)
-    nested, table = torch.rand(16, generator=generator), code_values("8bit")
-    scales = [expand_scales(codes.to(where), nested.to(where), table.to(where), 0.1) for where in places]
+    random, places = RandomTensors(), (torch.device("cpu"), gpu.torch_device)
+    codes, nothing = random.integers(0, 256, 4096), torch.empty(0)
+    nested = random.positive(16, least=0, dtype=torch.float32), code_values("8bit"), torch.tensor(0.1)
+    scales = [NestedScales(*(part.to(where) for part in nested)).expanded(codes.to(where)) for where in places]
     yield compared("nested scales", torch.float32, scales)
     data = values.view(torch.uint8).numpy().data.cast("B")
     for scheme in FORMS:
@@ -99,7 +100,7 @@ def _dequantized(gpu: Any, values: torch.Tensor) -> Iterator[Row]:
             payload, absmax = (torch.frombuffer(part, dtype=torch.uint8) for part in made)
             absmax, table = absmax.view(torch.float32), code_values(scheme)
         else:
-            payload, absmax, table = gguf_blocks.sample(scheme, values.numel(), generator), nothing, nothing
+            payload, absmax, table = gguf_blocks.sample(scheme, values.numel(), random), nothing, nothing
         form = Quantized(scheme, tuple(values.shape), "bfloat16" if scheme == "4bit" else None)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             sides = [dequantize(form, payload.to(w), absmax.to(w), table.to(w), dtype) for w in places]

@@ -14,6 +14,7 @@ __all__ = [
     "plain_json",
     "programs",
     "progress",
+    "random_tensors",
     "rounding",
     "terminal",
     "transformers_version",

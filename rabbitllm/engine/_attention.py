@@ -22,6 +22,7 @@ from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words, float_bits
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import Forward, class_result, forward_in, fuse, is_result, kind_of, trial_of
 from rabbitllm.engine._gates import ActKind, OneCall, act_of, is_one_call, mlp_weights, names_in, sigmoids
 from rabbitllm.engine._norms import NormForm, norm_form, with_weight
@@ -310,15 +311,14 @@ def _layer_forward(layer: Any, *args: Any, **named: Any) -> Any:
 @torch.no_grad()
 def _is_around(layer: Any) -> bool:
     """Whether a layer's class adds its attention of the first norm, and its MLP of the next one, or norms of these."""
-    generator, width = torch.Generator().manual_seed(0), 64
-    x = torch.randn(1, 1, width, generator=generator, device="cpu").bfloat16()
+    random, width = RandomTensors(), 64
+    x = random.normal(1, 1, width)
     parts: dict[str, Any] = {name: nn.Identity() for name in layer._modules}  # of dropouts, which do nothing
     parts["mlp"] = lambda value: value.flip(-1)
     parts["self_attn"] = lambda hidden_states, **named: (hidden_states.roll(1, -1), None)
     names = _norms_in(layer)
     for name in names:
-        weight = (torch.rand(width, generator=generator, device="cpu") + 0.5).bfloat16()
-        parts[name] = with_weight(layer._modules[name], weight)
+        parts[name] = with_weight(layer._modules[name], random.positive(width))
     like = trial_of(layer, _modules=parts, training=False)
     of_attention = parts[names[0]](x).roll(1, -1)
     summed = x + (parts[names[1]](of_attention) if len(names) == 4 else of_attention)
@@ -455,10 +455,8 @@ def _are_rows(*tensors: Any, width: int | None = None) -> bool:
 class _Past:
     """A cache with the keys and values of some tokens, which notes those that are added."""
 
-    def __init__(self, form: _AttentionForm, generator: torch.Generator) -> None:
-        self._past = [
-            torch.randn(1, form.keys, _PAST, form.width, generator=generator, device="cpu").bfloat16() for _ in range(2)
-        ]
+    def __init__(self, form: _AttentionForm, random: RandomTensors) -> None:
+        self._past = [random.normal(1, form.keys, _PAST, form.width) for _ in range(2)]
         self.added: tuple[torch.Tensor, ...] = ()
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **named: Any) -> tuple[torch.Tensor, ...]:
@@ -478,16 +476,16 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
     name_of_cache = next((name for name in _CACHES if name in parameters), "")
     if attention_of(module.config) != "sdpa" or not name_of_cache:
         return False
-    generator = torch.Generator().manual_seed(0)
-    x, past = torch.zeros(1, 1, form.width, dtype=torch.bfloat16, device="cpu"), _Past(form, generator)
-    cos, sin = (torch.randn(1, 1, form.rotated, generator=generator, device="cpu").bfloat16() for _ in range(2))
-    weights = [(torch.rand(form.width, generator=generator, device="cpu") + 0.5).bfloat16() for _ in form.norms]
+    random = RandomTensors()
+    x, past = torch.zeros(1, 1, form.width, dtype=torch.bfloat16, device="cpu"), _Past(form, random)
+    cos, sin = (random.normal(1, 1, form.rotated) for _ in range(2))
+    weights = [random.positive(form.width) for _ in form.norms]
     parts: dict[str, Any] = {"o_proj": lambda value: value}
     for name, weight in zip(_NORMS, weights, strict=False):
         parts[name] = with_weight(module._modules[name], weight)
     like = trial_of(module, _modules=parts, training=False)
     for scale in (1, 4):
-        heads = (torch.randn(1, form.total, 1, form.width, generator=generator, device="cpu") * scale).bfloat16()
+        heads = random.normal(1, form.total, 1, form.width) * scale
         for name, part in zip(form.linears, torch.split(heads, form.heads, 1), strict=False):
             row = part.reshape(1, 1, -1).clone()
             parts[name] = lambda value, row=row: row if value is x else value

@@ -26,6 +26,7 @@ from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.errors import OptionError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant.products import Matrix, multiplies
+from rabbitllm.quant.quantize import NO_SCALES
 from rabbitllm.quant.schemes import ROW_ELEMENTS, Quantized, type_for_rows
 from rabbitllm.store.layer_store import WeightFiles
 
@@ -109,8 +110,7 @@ def _copied(weight: torch.Tensor, kind: str, dtype: torch.dtype, entry: Paramete
     values = weight.whole() if isinstance(weight, QuantizedWeight) else weight.detach()
     values = values if values.dtype in _ENCODED_FROM else values.float()
     form = Quantized(blocks, tuple(weight.shape), str(dtype).removeprefix("torch."))
-    none = torch.empty(0, dtype=torch.float32, device="cpu")
-    matrix = Matrix(form, block_encoders.encode(blocks, values).view(-1), none, none)
+    matrix = Matrix(form, block_encoders.encode(blocks, values).view(-1), NO_SCALES, NO_SCALES)
     return QuantizedWeight(matrix, dtype, None if entry is None else entry.sibling)
 
 

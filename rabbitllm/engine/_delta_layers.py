@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rabbitllm.base.programs import Place, Program, Words, float_bits
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import class_result, is_result, trial_of
 from rabbitllm.engine._gates import sigmoids, table_of
 from rabbitllm.engine._norms import NormForm, norm_form
@@ -181,10 +182,7 @@ def _trial_cache(kept: torch.Tensor, state: torch.Tensor) -> Any:
 @torch.no_grad()
 def _has_bits(module: Any, form: DeltaForm) -> bool:
     """Whether a module's class has the same result and states, with other products and parameters."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device="cpu").bfloat16()
+    random = RandomTensors()
 
     def with_weight(part: Any, weight: torch.Tensor) -> Any:
         trial = trial_of(part, _parameters={**dict.fromkeys(part._parameters), "weight": nn.Parameter(weight)})
@@ -193,19 +191,17 @@ def _has_bits(module: Any, form: DeltaForm) -> bool:
 
     own, x = module._modules, torch.zeros(1, 1, 1, dtype=torch.bfloat16, device="cpu")
     parts: dict[str, Any] = {"out_proj": lambda value: value}
-    parts["conv1d"] = with_weight(own["conv1d"], drawn(form.channels, 1, form.taps))
-    parts["norm"] = with_weight(own["norm"], drawn(form.columns))
+    parts["conv1d"] = with_weight(own["conv1d"], random.normal(form.channels, 1, form.taps))
+    parts["norm"] = with_weight(own["norm"], random.normal(form.columns))
     dtypes = {name: parameter.dtype for name, parameter in module._parameters.items()}
-    numbers = {name: nn.Parameter(drawn(form.heads).to(dtype)) for name, dtype in dtypes.items()}
+    numbers = {name: nn.Parameter(random.normal(form.heads).to(dtype)) for name, dtype in dtypes.items()}
     like = trial_of(module, _modules=parts, _parameters=numbers)
     for scale in (1, 8):
         for name in form.products:
-            row = drawn(1, 1, own[name].out_features) * scale
+            row = random.normal(1, 1, own[name].out_features) * scale
             parts[name] = lambda value, row=row: row.clone()
-        state = torch.randn(
-            1, form.heads, form.rows, form.columns, dtype=torch.float32, generator=generator, device="cpu"
-        )
-        states = drawn(1, form.channels, form.taps), state
+        state = random.normal(1, form.heads, form.rows, form.columns, dtype=torch.float32)
+        states = random.normal(1, form.channels, form.taps), state
         own_states = [tensor.clone() for tensor in states]
         expected = class_result(like, hidden_states=x, cache=_trial_cache(*own_states), attention_mask=None)
         result = _step(form, like, x, _trial_cache(*states))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from rabbitllm.engine._weights import Recipe
 from rabbitllm.engine.units import UnitJob, UnitSource, of_jobs
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
-from rabbitllm.quant.quantize import dequantize, scales_at
+from rabbitllm.quant.quantize import NO_SCALES, dequantize
 from rabbitllm.quant.schemes import NESTED_BLOCK, STORED, Quantized
 from rabbitllm.storage.files import begin_to_read, expect_random_reads
 from rabbitllm.store import checksums
@@ -186,11 +187,8 @@ class TableRows:
         count, width = len(ids), form.shape[1]
         block, payload = STORED[form.scheme].block, self._mapped(stored.parts[0])
         if STORED[form.scheme].block_bytes:
-            codes, empty = (
-                payload.view(form.shape[0], -1).index_select(0, ids),
-                torch.empty(0, dtype=torch.float32, device="cpu"),
-            )
-            return dequantize(Quantized(form.scheme, (count, width), form.dtype), codes, empty, empty, self._dtype)
+            codes, some = payload.view(form.shape[0], -1).index_select(0, ids), replace(form, shape=(count, width))
+            return dequantize(some, codes, NO_SCALES, NO_SCALES, self._dtype)
         scale_dtype = torch_dtype(stored.parts[1].dtype)
         scales = self._mapped(stored.parts[1]).view(-1, scale_dtype.itemsize)
         table, *nested = (self._mapped(part).clone().view(torch_dtype(part.dtype)) for part in stored.parts[2:5])
@@ -199,7 +197,7 @@ class TableRows:
         within = (first[:, None] + torch.arange(several, device="cpu")).clamp(max=len(scales) - 1)
         scales = scales[within.view(-1)].view(scale_dtype).view(-1)
         if form.offset is not None:
-            scales = scales_at(scales, nested[0], nested[1], form.offset, within.view(-1) // NESTED_BLOCK)
+            scales = nested[1][scales.long()] * nested[0][within.view(-1) // NESTED_BLOCK] + form.offset
         nbytes = block // STORED[form.scheme].codes_a_byte
         codes = payload[
             (first[:, None] * nbytes + torch.arange(several * nbytes, device="cpu")).clamp(max=len(payload) - 1)

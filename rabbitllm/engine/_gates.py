@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from rabbitllm.base.programs import Place, Program
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import MAX_ELEMENTS, class_result, forward_in, fuse, is_result, kind_of, trial_of
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
 from rabbitllm.engine.transformers_api import ACT2FN
@@ -270,12 +271,9 @@ def _add_shared(program: Program, places: Sequence[Place], rows: int, width: int
 @torch.no_grad()
 def _has_shared_bits(module: Any) -> bool:
     """Whether a mixture's class adds these, and calls its parts so."""
-    generator, width, rows = torch.Generator().manual_seed(0), MULTIPLE, 3
-    x, others, result = (torch.randn(rows, width, generator=generator, device="cpu").bfloat16() for _ in range(3))
-    gates, routing = (
-        torch.randn(rows, 1, generator=generator, device="cpu").bfloat16() * 4,
-        (object(), object(), object()),
-    )
+    random, width, rows = RandomTensors(), MULTIPLE, 3
+    x, others, result = (random.normal(rows, width) for _ in range(3))
+    gates, routing = random.normal(rows, 1) * 4, (object(), object(), object())
 
     def part(answer: Any, *expected: object) -> Callable[..., Any]:
         """What returns an answer, but None for another input than x, or for others after it than expected."""
@@ -315,18 +313,18 @@ def _has_bits(module: nn.Module) -> bool:
     """Whether a module has the results of its class, also for all values of its activation."""
     *linears, name = names_in(module)
     act: Any = module._modules[name]
-    generator = torch.Generator().manual_seed(0)
+    random = RandomTensors()
     parts, gates = dict[str, Any](), 2 // (len(linears) - 1)  # of gate and up in a matrix
     for linear in linears:
         # on the meta device a Linear draws no weights from torch's random state, which is the program's
         count = MULTIPLE * (gates if linear != linears[-1] else 1)
         part = nn.Linear(MULTIPLE, count, bias=False, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
-        part.weight.copy_(torch.randn(count, MULTIPLE, generator=generator, device="cpu"))
+        part.weight.copy_(random.normal(count, MULTIPLE))
         parts[linear] = part
     *first, down = parts.values()
     like = trial_of(module, _modules={**parts, name: act})
     for rows in (1, 3, 100):
-        x = torch.randn(1, rows, MULTIPLE, generator=generator, device="cpu").bfloat16() * 10.0 ** (rows % 3)
+        x = random.normal(1, rows, MULTIPLE) * 10.0 ** (rows % 3)
         expected = class_result(like, x)
         gate, up = torch.cat([part(x) for part in first], -1).chunk(2, -1)
         result = down(gated(act, gate.contiguous(), up.contiguous()))

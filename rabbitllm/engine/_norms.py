@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rabbitllm.base.programs import Place, Program, float_bits
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import MAX_ELEMENTS, Forward, class_result, forward_in, fuse, is_result, kind_of, trial_of
 from rabbitllm.engine._gates import every_bfloat, table_of
 from rabbitllm.engine._siblings import is_plain
@@ -163,12 +164,11 @@ def _program(is_bfloat: bool, rows: int, columns: int, lanes: int, epsilon: floa
 def _forward_of(module: Any, key: tuple[object, int, torch.dtype, float, str | None]) -> Forward:
     """The forward with which a norm has the results of its class, also for all values of a gate; None if none has."""
     _, columns, dtype, epsilon, activation = key
-    generator = torch.Generator().manual_seed(0)
+    random = RandomTensors()
     samples = list[tuple[torch.Tensor, torch.Tensor, int, Any, Any]]()
 
     def add(rows: int, scale: float, dtype: torch.dtype, *gate: torch.Tensor) -> None:
-        x = (torch.randn(rows, columns, generator=generator, device="cpu") * scale).to(dtype)
-        weight = (torch.rand(columns, generator=generator, device="cpu") + 0.5).to(dtype)
+        x, weight = random.normal(rows, columns, dtype=dtype) * scale, random.positive(columns, dtype=dtype)
         like = trial_of(module, _parameters={"weight": nn.Parameter(weight)})
         samples.append((x, weight, rows, gate, class_result(like, x, *gate)))
 

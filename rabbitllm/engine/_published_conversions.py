@@ -24,7 +24,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import ConversionOps, WeightConverter
 
@@ -115,7 +114,7 @@ def _weight(
     matrix = torch.empty(outputs, inputs, dtype=torch.float32, device="cpu")
     arrays = (zeros.int().contiguous().numpy(), scales.float().contiguous().numpy(), group.contiguous().numpy())
     turns = order.numpy() if order is not None else None
-    integers(packed.contiguous().numpy(), bits, *arrays, turns, matrix.numpy(), torch.get_num_threads())
+    integers(packed.contiguous().numpy(), bits, *arrays, turns, matrix.numpy())
     return matrix.to(dtype)
 
 
@@ -248,7 +247,7 @@ class PackedIntegers(IntoPlain):
         super().preprocess_model(model, **options)
 
 
-_BITS = {torch.bfloat16: np.uint16, torch.float16: np.uint16, torch.float32: np.uint32}
+_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float32: torch.uint32}
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -359,14 +358,11 @@ def blocks(
         if any(of % by for of, by in zip(codes.shape, scales.shape, strict=True)):
             raise ValueError(f"codes of shape {tuple(codes.shape)} and scales of shape {tuple(scales.shape)}")
         size = codes.shape[0] // scales.shape[0], codes.shape[1] // scales.shape[1]
-    if codes.device != CPU or dtype not in (torch.bfloat16, torch.float32):
+    if codes.device != CPU:
         for dim in (0, 1):
             scales = scales.repeat_interleave(size[dim], dim).narrow(dim, 0, codes.shape[dim])
         return (codes.float() * scales).to(dtype)
-    matrix = torch.empty(codes.shape, dtype=dtype, device="cpu")
-    arrays = (codes.contiguous().view(torch.uint8).numpy(), _values(codes.dtype), scales.contiguous().numpy())
-    kernels.blocks(*arrays, size, _as_unsigned(matrix), torch.get_num_threads())
-    return matrix
+    return kernels.blocks(codes.contiguous().view(torch.uint8), _values(codes.dtype), scales, size, dtype)
 
 
 def fp4_matrix(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -384,12 +380,8 @@ def fp4_matrix(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
     if scales.dim() != 2 or scales.shape[0] != rows or inputs % (2 * scales.shape[1]):
         raise ValueError(f"codes of shape {tuple(codes.shape)} and scales of shape {tuple(scales.shape)}")
     packed, table = codes.view(torch.uint8), torch.tensor(FP4_VALUES, dtype=torch.float32, device=codes.device)
-    if codes.device == CPU and dtype in (torch.bfloat16, torch.float32):
-        matrix = torch.empty(rows, inputs, dtype=dtype, device="cpu")
-        arrays = (packed.contiguous().numpy(), table.numpy(), scales.contiguous().numpy())
-        size = 1, inputs // scales.shape[1]
-        kernels.blocks(*arrays, size, _as_unsigned(matrix), torch.get_num_threads(), 0)
-        return matrix
+    if codes.device == CPU:
+        return kernels.blocks(packed, table, scales, (1, inputs // scales.shape[1]), dtype, 0)
     values = table[torch.stack((packed & 15, packed >> 4), 2).int()].view(*scales.shape, -1)
     result: torch.Tensor = (values * scales[:, :, None]).flatten(1).to(dtype)
     return result
@@ -411,24 +403,19 @@ class QuickMxfp4(Mxfp4Dequantize):  # type: ignore[misc]
             )
         experts, outputs, groups = scales.shape
         matrices = torch.empty(experts, 32 * groups, outputs, dtype=dtype, device="cpu")
-        for codes, factors, out in zip(blocks.numpy(), scales.numpy(), _as_unsigned(matrices), strict=True):
-            kernels.nibbles(codes, factors, _table(dtype), out, torch.get_num_threads())
+        bits = matrices.view(_BITS[dtype]).numpy()
+        for codes, factors, out in zip(blocks.numpy(), scales.numpy(), bits, strict=True):
+            kernels.nibbles(codes, factors, _table(dtype), out)
         return {full_layer_name: matrices}
 
 
 _PARTS = ("blocks", "scales")
 
 
-def _as_unsigned(tensor: torch.Tensor) -> Any:
-    """A tensor's memory as unsigned integers of its element size."""
-    unsigned = _BITS[tensor.dtype]
-    return tensor.view(torch.int16 if unsigned is np.uint16 else torch.int32).numpy().view(unsigned)
-
-
 @functools.cache
-def _values(dtype: torch.dtype) -> Any:
+def _values(dtype: torch.dtype) -> torch.Tensor:
     """The value of each byte, float32 (256,)."""
-    return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float().numpy()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
 
 
 @functools.cache
@@ -437,7 +424,7 @@ def _table(dtype: torch.dtype) -> Any:
     codes = torch.arange(16, dtype=torch.uint8, device="cpu").expand(1, 256, 1, 16)
     scales = torch.arange(256, dtype=torch.uint8, device="cpu").view(1, 256, 1)
     products = mxfp4.convert_moe_packed_tensors(codes.contiguous(), scales, dtype=dtype)  # (1, 32, 256)
-    return _as_unsigned(products[0, ::2].t().contiguous())
+    return products[0, ::2].t().contiguous().view(_BITS[dtype]).numpy()
 
 
 class WrapAgain(ConversionOps):  # type: ignore[misc]

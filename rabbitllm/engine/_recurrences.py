@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._delta_layers import MAX_ROWS, RUN, WORTH_A_THREAD, DeltaForm, delta_forward
 from rabbitllm.engine._fusing import Forward, fuse, with_globals
 from rabbitllm.engine.transformers_api import ACT2FN
@@ -95,11 +96,8 @@ class _Recurrence:
             return False
         key = named, *((x.shape, x.dtype) for x in operands)
         if key not in self._tried:
-            generator = torch.Generator().manual_seed(0)
-            samples = [
-                torch.randn(x.shape, dtype=torch.float32, generator=generator, device="cpu").to(x.dtype)
-                for x in operands
-            ]
+            random = RandomTensors()
+            samples = [random.normal(*x.shape, dtype=x.dtype) for x in operands]
             expected = self._expected(named, [x.clone() for x in samples])
             self._tried[key] = all(map(torch.equal, expected, self._computed(named, samples)))
         return self._tried[key]

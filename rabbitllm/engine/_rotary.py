@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rabbitllm.base.programs import Program
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import MAX_ELEMENTS, fuse, with_globals
 
 NAME = "apply_rotary_pos_emb"
@@ -80,10 +81,10 @@ def _program(heads: int, key_heads: int, rotated: int, width: int) -> Program:
 
 @torch.no_grad()
 def _has_bits(ordinary: Callable[..., Any]) -> bool:
-    generator = torch.Generator().manual_seed(0)
+    random = RandomTensors()
     for width, rotated in _WIDTHS:
         forms = (1, 4, 1, width), (1, 2, 1, width), (1, 1, rotated), (1, 1, rotated)
-        q, k, cos, sin = (torch.randn(form, generator=generator, device="cpu").bfloat16() for form in forms)
+        q, k, cos, sin = (random.normal(*form) for form in forms)
         try:
             expected = ordinary(q, k, cos, sin)
         except (TypeError, RuntimeError):  # it has other arguments, or rotates whole heads only

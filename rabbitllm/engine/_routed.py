@@ -24,7 +24,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rabbitllm.base.programs import Place, Program, Words
-from rabbitllm.engine._fusing import Forward, fuse, kind_of, trial_of
+from rabbitllm.base.random_tensors import RandomTensors
+from rabbitllm.engine._fusing import Forward, class_result, fuse, is_result, kind_of, trial_of
 from rabbitllm.engine._gates import (
     MULTIPLE,
     ActKind,
@@ -38,7 +39,7 @@ from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.experts import ExpertStack, ResidentExperts
 from rabbitllm.engine.transformers_api import experts_implementation_of
 from rabbitllm.engine.weight_tensors import QuantizedWeight
-from rabbitllm.quant.joint import routed_product
+from rabbitllm.quant import bfloat_products
 from rabbitllm.quant.products import MAX_GROUPED
 from rabbitllm.quant.routed import RoutedProduct
 
@@ -168,7 +169,7 @@ class _Expert(NamedTuple):
         kept: _Expert | None = gate_up.calls if is_coded else None
         if kept is not None and kept.matrices[0] is matrices[0] and kept.matrices[1] is matrices[1]:
             return kept
-        first, second = routed_product(matrices[0]), routed_product(matrices[1])
+        first, second = (matrix.routed() if is_coded else bfloat_products.routed(matrix) for matrix in matrices)
         if first is None or second is None:
             return None
         words, most = array("q", [*first[1], *second[1]]), min(first[0].max_inputs, second[0].max_inputs)
@@ -401,14 +402,10 @@ def _is_even(count: int) -> bool:
 @torch.no_grad()
 def _adds_alike(sums: _ExpertSums, threads: int) -> bool:
     """Whether torch adds in this order: numbers of very different sizes, whose sums are mostly rounding."""
-    generator = torch.Generator().manual_seed(0)
-    shape = sums.tokens, sums.used, sums.width
-    values = (
-        torch.randn(shape, generator=generator, device="cpu")
-        * 2.0 ** torch.randint(-12, 13, shape, generator=generator, device="cpu")
-    ).bfloat16()
+    random, shape = RandomTensors(), (sums.tokens, sums.used, sums.width)
+    values = (random.normal(*shape) * 2.0 ** random.integers(-12, 13, *shape, dtype=torch.int8)).bfloat16()
     values[:, -1] = -values[:, :-1].float().sum(1)
-    values = values[:, torch.randperm(sums.used, generator=generator, device="cpu")].contiguous()
+    values = values.roll(int(random.integers(0, sums.used)), 1)
     weights = torch.ones(shape[:2], dtype=torch.float32 if sums.is_wide else torch.bfloat16, device="cpu")
     expected = (values * weights.unsqueeze(-1)).sum(1).bfloat16()
     places = array("q", range(sums.tokens * sums.used))
@@ -418,14 +415,10 @@ def _adds_alike(sums: _ExpertSums, threads: int) -> bool:
 @torch.no_grad()
 def _has_bits(form: _ExpertsForm, module: Any) -> bool:
     """Whether a class has these results, with matrices in memory, and its activation those of its table."""
-    act, generator = module._modules.get("act_fn"), torch.Generator().manual_seed(0)
+    act, random = module._modules.get("act_fn"), RandomTensors()
     hidden, width, experts = MULTIPLE, 2 * MULTIPLE, 4
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator, device="cpu") / 4).bfloat16()
-
-    first, last = drawn(experts, 2 * width, hidden), drawn(experts, hidden, width)
-    biases = [drawn(experts, 2 * width), drawn(experts, hidden)] if form.is_biased else []
+    first, last = random.normal(experts, 2 * width, hidden) / 4, random.normal(experts, hidden, width) / 4
+    biases = [random.normal(experts, size) / 4 for size in (2 * width, hidden)] if form.is_biased else []
     stacks = [stack.mT.contiguous() if form.is_turned else stack for stack in (first, last)]
     names = [*_MATRICES, *_BIASES][: 2 + len(biases)]
     parameters = {name: nn.Parameter(value) for name, value in zip(names, [*stacks, *biases], strict=True)}
@@ -433,12 +426,8 @@ def _has_bits(form: _ExpertsForm, module: Any) -> bool:
     like.num_experts = experts
     like.config = SimpleNamespace(_experts_implementation="grouped_mm")
     for index, dtype in (([[2, 0]], torch.bfloat16), ([[1, 3], [0, 2]], torch.float32)):
-        x = torch.randn(len(index), hidden, generator=generator, device="cpu").bfloat16()
-        weights = torch.rand(len(index), 2, generator=generator, device="cpu").to(dtype)
-        try:
-            expected = type(module).forward(like, x, torch.tensor(index, device="cpu"), weights)
-        except (TypeError, AttributeError, RuntimeError, KeyError):  # it has other arguments or parts
-            return False
+        x, weights = random.normal(len(index), hidden), random.positive(len(index), 2, least=0, dtype=dtype)
+        expected = class_result(like, x, torch.tensor(index, device="cpu"), weights)
         rows = [torch.empty(0, hidden, dtype=torch.bfloat16, device="cpu")]
         for token, chosen in enumerate(index):
             for expert in chosen:
@@ -447,7 +436,7 @@ def _has_bits(form: _ExpertsForm, module: Any) -> bool:
                 rows.append(product + biases[1][expert] if biases else product)
         sums = _ExpertSums(len(index), 2, hidden, dtype is torch.float32)
         result = sums(torch.cat(rows), weights, array("q", range(2 * len(index))))
-        if not isinstance(expected, torch.Tensor) or not torch.equal(result, expected):
+        if not is_result(result, expected):
             return False
     return has_every_gate(act) if form.act is not None else _has_every_pair(form, module)
 

@@ -25,7 +25,7 @@ from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, torch_dtype
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix
-from rabbitllm.quant.quantize import dequantize, expand_scales
+from rabbitllm.quant.quantize import NO_SCALES, NestedScales, dequantize
 from rabbitllm.quant.schemes import STORED, Quantized, code_values
 from rabbitllm.store.layer_store import WeightFiles
 
@@ -86,8 +86,8 @@ class QuantizedScales:
         """One expert's scales, float32, from their codes, uint8 (blocks,)."""
         assert self.scales is not None
         assert self.table is not None
-        offset = float(self.offsets[expert if len(self.offsets) > 1 else 0])
-        return expand_scales(codes, self.scales[expert], self.table, offset)
+        offset = torch.tensor(self.offsets[expert if len(self.offsets) > 1 else 0], device="cpu")
+        return NestedScales(self.scales[expert], self.table, offset).expanded(codes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ class Block:
     def absmax(self, bytes_of: BytesOf, expert: int) -> torch.Tensor:
         """One expert's scales, float32 (blocks,); a new tensor if they are quantized, empty for blocks of GGUF."""
         if self.scales is None:  # they are in the blocks
-            return torch.empty(0, dtype=torch.float32, device="cpu")
+            return NO_SCALES
         stored = typed(bytes_of(self.scales), retyped(self.scales, self.scales.shape))
         return stored if self.nesting is None else self.nesting.expanded(stored, expert)
 

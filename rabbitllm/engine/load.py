@@ -245,7 +245,7 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
         fuse_recurrences(model, prompts=multiplies_codes)
     fast = options.fast_bfloat16
     if fast is None and model.dtype == torch.bfloat16 and any(device.shares_host_memory for device in devices):
-        fast = not options.exact and bfloat_products.torch_lacks_instructions()
+        fast = not options.exact and bfloat_products.widens()
     if fast:
         RowProducts(model)
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from rabbitllm.base.collection import uncollected
 from rabbitllm.base.options import RunOptions
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.base.terminal import size
 from rabbitllm.engine import _published, skeleton
 from rabbitllm.engine._copies import expert_copy_bytes, place_with_copies, unit_copy_bytes
@@ -68,7 +69,7 @@ from rabbitllm.quant import coded
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix, can_multiply, multiplies
 from rabbitllm.quant.quantize import NestedScales
-from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, Quantized, nf4_map
+from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, Quantized, code_values
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
 if TYPE_CHECKING:
@@ -614,19 +615,14 @@ def _is_right(device: Device, form: Quantized, dtype: torch.dtype) -> bool:
 
 def _operands(to: torch.device, form: Quantized, dtype: torch.dtype) -> tuple[torch.Tensor, FusedMatrix, torch.Tensor]:
     """Inputs, a matrix of this form, and their product by dequantizing, on a device."""
-    (rows, columns), generator = form.shape, torch.Generator().manual_seed(0)
+    (rows, columns), random = form.shape, RandomTensors()
     distinct = min(rows, DISTINCT_ROWS)
     times, blocks = math.ceil(rows / distinct), distinct * columns // NF4_BLOCK
-    payload = torch.randint(
-        0, 256, (distinct * columns // 2, 1), dtype=torch.uint8, generator=generator, device="cpu"
-    ).to(to)
-    table, scales = (
-        torch.frombuffer(bytearray(nf4_map()), dtype=torch.float32).to(to),
-        torch.rand(blocks, dtype=torch.float32, generator=generator, device="cpu"),
-    )
+    payload, table = random.integers(0, 256, distinct * columns // 2, 1).to(to), code_values("4bit").to(to)
+    scales = random.positive(blocks, least=0, dtype=torch.float32)
     nested = None
     if form.offset is not None:
-        absmax = torch.randint(0, 256, (blocks,), dtype=torch.uint8, generator=generator, device="cpu").to(to)
+        absmax = random.integers(0, 256, blocks).to(to)
         scales = scales[: math.ceil(blocks / NESTED_BLOCK)].to(to)
         nested = NestedScales(
             scales, torch.linspace(-1, 1, 256, device="cpu").to(to), torch.tensor(form.offset, device="cpu").to(to)
@@ -634,7 +630,7 @@ def _operands(to: torch.device, form: Quantized, dtype: torch.dtype) -> tuple[to
     else:
         absmax = scales.to(to)
     sample = FusedMatrix(replace(form.codes, shape=(distinct, columns)), payload, absmax, table, nested)
-    x = torch.randn(max(TRIED), columns, generator=generator, device="cpu").to(dtype).to(to)
+    x = random.normal(max(TRIED), columns, dtype=dtype).to(to)
     product = torch.nn.functional.linear(x, sample.dequantized(dtype)).repeat(1, times)[:, :rows]
     matrix = replace(
         sample,

@@ -34,6 +34,7 @@ from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.estimate.cost_model import BITSANDBYTES
 from rabbitllm.quant import coded
 from rabbitllm.quant.products import FusedMatrix, Matrix
+from rabbitllm.quant.quantize import NO_SCALES
 from rabbitllm.quant.schemes import SCHEMES, STORED, Quantized, code_values
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import PositionalFile, page_aligned
@@ -198,11 +199,10 @@ def _weight(device: Device, form: str, dtype: torch.dtype) -> tuple[Any, int]:
     if form not in STORED:
         return filled(elements * dtype.itemsize).view(dtype).view(SHAPE), elements * dtype.itemsize
     scheme = STORED[form]
+    payload = filled(scheme.payload_bytes(elements)).view(-1, 1)
     if scheme.block_bytes:
-        nbytes = elements // scheme.block * scheme.block_bytes
-        empty = torch.empty(0)
-        return QuantizedWeight(Matrix(Quantized(form, SHAPE, None), filled(nbytes), empty, empty), dtype), nbytes
-    payload = filled(elements // scheme.codes_a_byte).view(-1, 1)
+        blocks = Matrix(Quantized(form, SHAPE, None), payload, NO_SCALES, NO_SCALES)
+        return QuantizedWeight(blocks, dtype), payload.numel()
     absmax = torch.ones(elements // scheme.block, device=payload.device)
     matrix_type = Matrix if device.shares_host_memory else FusedMatrix
     table = code_values(form).to(payload.device)

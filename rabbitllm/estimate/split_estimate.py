@@ -552,10 +552,10 @@ def quantize_rate(scheme: str, dtype: str, threads: int, *, fitted: bool = False
     """
     import torch
 
+    from rabbitllm.base.random_tensors import RandomTensors
     from rabbitllm.quant.quantize import quantize_blocks
 
-    generator = torch.Generator().manual_seed(0)  # the caller's generator must not be advanced
-    values = torch.randn(CHUNK_BYTES * 8 // DTYPES[dtype].bits, generator=generator).to(torch_dtype(dtype))
+    values = RandomTensors().normal(CHUNK_BYTES * 8 // DTYPES[dtype].bits, dtype=torch_dtype(dtype))
     chunk = values.view(torch.uint8).numpy().data
 
     def work(_: int) -> tuple[int, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -24,12 +24,6 @@ WORTH_A_THREAD = {CODES: 1 << 16, PANELS: 1 << 14, BYTES: 1 << 14, NUMBERS: 1 <<
 work, while starting a second thread takes 2."""
 
 
-def interleaved(width: int, x: torch.Tensor) -> torch.Tensor:
-    """Rows (T, K) of any floating dtype as float32 (T, K / 2 / width, 2, width): in each step the even ones first."""
-    ready = torch.empty(len(x), x.shape[1] // (2 * width), 2, width, dtype=torch.float32, device="cpu")
-    return ready.copy_(x.view(len(x), -1, width, 2).transpose(2, 3))
-
-
 def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[int, ...]], nbytes: int) -> None:
     """Run a kernel on all rows of each piece of work, in as many threads as the bytes of all codes are worth.
 
@@ -42,10 +36,15 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
     elif (team := torchs_team()) is not None:
         team.run(function, data.buffer_info()[0], threads)
     else:
-        futures = [_threads().submit(call, function, data, thread, threads) for thread in range(1, threads)]
-        call(function, data, 0, threads)
-        for future in futures:
-            future.result()
+        in_threads(lambda thread: call(function, data, thread, threads), threads)
+
+
+def in_threads(work: Callable[[int], object], count: int) -> None:
+    """Run `work` for each number below `count` in a thread of its own, and for 0 in this one."""
+    futures = [_threads().submit(work, number) for number in range(1, count)]
+    work(0)
+    for future in futures:
+        future.result()
 
 
 def threads_for(method: str, nbytes: int) -> int:
@@ -75,9 +74,8 @@ def _threads() -> Workers:
 
 # Trials of a kernel before it is used: the samples, and the tolerated error.
 
-TOLERANCE, INTEGER_TOLERANCE, BFLOAT_TOLERANCE, BYTE_TOLERANCE, NO_TOLERANCE = 1e-5, 3e-4, 4e-3, 1e-2, 1e-30
-"""Maximum error relative to the norm of a product: float32 sums of thousands of terms, in another order; integers of 16
-bits; weights that are rounded to bfloat16; inputs of 8 bits; no difference."""
+TOLERANCE = 1e-5
+"""Maximum error relative to the norm of a product: float32 sums of thousands of terms, in another order."""
 
 
 def agrees(name: str, products: Iterable[tuple[torch.Tensor, torch.Tensor]], tolerance: float = TOLERANCE) -> bool:

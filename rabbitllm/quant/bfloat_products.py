@@ -16,6 +16,7 @@ import torch
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Program
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.quant import _kernels
 from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, PANELS
 from rabbitllm.quant.routed import RoutedProduct
@@ -36,17 +37,12 @@ def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
     limit = max_rows()
     if not limit or x.dtype != torch.bfloat16:
         return False
-    return bool(_width_for(weight)) and x.device.type == "cpu" and x.shape[:-1].numel() <= limit
+    return bool(width_for(weight)) and x.device.type == "cpu" and x.shape[:-1].numel() <= limit
 
 
 def width_for(weight: torch.Tensor) -> int:
-    """The lanes of the kernel for few rows of a matrix (N, K); 0 if it has another form, or the result is wrong."""
-    width = _width_for(weight)
-    return width if width and _agrees(width) else 0
-
-
-def _width_for(weight: torch.Tensor) -> int:
-    """Vectors of a matrix's form: plain values of bfloat16 without gaps in memory; else 0."""
+    """The lanes of the kernel for few rows of a matrix (N, K); 0 if the result is wrong, or the matrix is another one
+    than of plain values of bfloat16 without gaps in memory."""
     if weight.dtype != torch.bfloat16 or weight.dim() != 2 or type(weight) not in (torch.Tensor, torch.nn.Parameter):
         return 0
     if weight.device.type != "cpu" or not weight.is_contiguous() or not weight.numel():
@@ -54,33 +50,47 @@ def _width_for(weight: torch.Tensor) -> int:
     from rabbitllm.quant import _vectors
 
     width = _vectors.lanes()
-    return width if width and not weight.shape[1] % (2 * width) else 0
+    return width if width and not weight.shape[1] % (2 * width) and _agrees(width) else 0
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x @ W.T + bias`, for which `multiplies` holds: (..., K), (N, K) and (N,) -> (..., N), all bfloat16."""
     from rabbitllm.quant import _vectors
 
-    flat, width, (count, columns) = x.reshape(-1, x.shape[-1]), _vectors.lanes(), weight.shape
+    flat, width = x.reshape(-1, x.shape[-1]), _vectors.lanes()
     if bias is None and 0 < (rows := len(flat)) <= FEW_ROWS and torchs_team() is not None:
-        flat, out = flat.contiguous(), x.new_empty(*x.shape[:-1], count)
-        matrix = weight.data_ptr(), 0, 0, 0, 0, 0, 2 * columns, columns // (2 * width), 0, 0, count
+        flat, out, matrix = flat.contiguous(), x.new_empty(*x.shape[:-1], len(weight)), _words(weight, width)
         words = array("q", [1, 0, 0, rows, 0, *matrix])  # see `joint_kernels.ROUTED_WORDS`
         begin = words.buffer_info()[0]
         words[1] = begin + 8 * (len(words) - len(matrix))
-        _few(width, count, columns, rows, torch.get_num_threads())(flat.data_ptr(), begin, out.data_ptr())
+        _few(width, *weight.shape, rows, torch.get_num_threads())(flat.data_ptr(), begin, out.data_ptr())
         return out
     result = times(width, flat, weight)
     if bias is not None:
         result += bias
-    return result.to(x.dtype).view(*x.shape[:-1], count)
+    return result.to(x.dtype).view(*x.shape[:-1], len(weight))
+
+
+def routed(weight: torch.Tensor) -> tuple[RoutedProduct, tuple[int, ...]] | None:
+    """As `KernelMatrix.routed`, for a matrix (N, K) of bfloat16."""
+    if not (width := width_for(weight)) or torchs_team() is None:
+        return None
+    return _product(width, *weight.shape), _words(weight, width)
+
+
+def _product(width: int, count: int, columns: int) -> RoutedProduct:
+    return RoutedProduct(BFLOAT16, width, None, (count, columns), 2 * count * columns, FEW_ROWS)
+
+
+def _words(weight: torch.Tensor, width: int) -> tuple[int, ...]:
+    count, columns = weight.shape
+    return weight.data_ptr(), 0, 0, 0, 0, 0, 2 * columns, columns // (2 * width), 0, 0, count
 
 
 @functools.lru_cache(1024)
 def _few(width: int, count: int, columns: int, rows: int, threads: int) -> Program:
     """The product of a few rows with a matrix, in one call: addresses of rows, of the chosen matrix, and of results."""
-    program = Program(3)
-    product = RoutedProduct(BFLOAT16, width, None, (count, columns), 2 * count * columns, FEW_ROWS)
+    program, product = Program(3), _product(width, count, columns)
     x, chosen, out = (program.address(index) for index in range(3))
     product.add_to(program, rows, x, chosen, out, 0, 0)
     return program
@@ -91,7 +101,8 @@ def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     columns, rows = x.shape[1], len(weight)
     out = torch.zeros(len(x), rows, dtype=torch.float32, device="cpu")
     for begin in range(0, len(x), MAX_INPUTS):
-        inputs = _kernels.interleaved(width, x[begin : begin + MAX_INPUTS])
+        pairs = x[begin : begin + MAX_INPUTS].view(-1, columns // (2 * width), width, 2)
+        inputs = pairs.transpose(2, 3).to(torch.float32, memory_format=torch.contiguous_format)  # even ones first
         shape = 2 * columns, columns // (2 * width), 0, len(inputs), rows
         work = weight.data_ptr(), 0, inputs.data_ptr(), 0, 0, out[begin:].data_ptr(), *shape
         method = CODES if len(inputs) <= FEW_ROWS else PANELS
@@ -113,14 +124,6 @@ def max_rows() -> int:
     return FEW_ROWS if _vectors.multiplies_pairs() else ALL_ROWS
 
 
-def torch_lacks_instructions() -> bool:
-    """Whether torch is slow at many rows of bfloat16 here and the kernel is not.
-
-    Where torch has the instructions it says so itself, and numba, which takes a quarter of a second, is not imported.
-    """
-    return not torch_has_instructions() and widens()
-
-
 @functools.cache
 def torch_has_instructions() -> bool:
     """Whether torch multiplies bfloat16 by instructions for it."""
@@ -129,20 +132,21 @@ def torch_has_instructions() -> bool:
 
 
 def widens() -> bool:
-    """Whether many rows are multiplied faster here once they and the matrix are float32."""
-    return max_rows() == ALL_ROWS
+    """Whether many rows of bfloat16 are multiplied faster here once they and the matrix are float32.
+
+    Where torch has the instructions it says so itself, and numba, which takes a quarter of a second, is not imported.
+    """
+    return not torch_has_instructions() and max_rows() == ALL_ROWS
 
 
 @functools.cache
 def _agrees(width: int) -> bool:
     """Whether a kernel's result on a sample agrees with float32."""
-    generator = torch.Generator().manual_seed(0)
+    random = RandomTensors()
 
     def products() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for count, rows, columns in ((1, 70, 64), (4, 5, 2048), (7, 70, 4096)):  # the last by several threads
-            x, weight = (
-                torch.randn(size, columns, generator=generator, device="cpu").bfloat16() for size in (count, rows)
-            )
+            x, weight = random.normal(count, columns), random.normal(rows, columns)
             yield times(width, x, weight), x.float() @ weight.float().T
 
     return _kernels.agrees("of bfloat16", products())

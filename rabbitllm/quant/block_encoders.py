@@ -18,7 +18,7 @@ bytes are the same on every processor and for any number of threads.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +31,6 @@ from rabbitllm.quant._block_formats import FORMATS, IQ4_VALUES, Fields
 from rabbitllm.quant._vectors import inlined
 from rabbitllm.quant.dequantize_kernels import share
 from rabbitllm.quant.quantize_kernels import BF16, F16, F32, load
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-Floats: TypeAlias = npt.NDArray[np.float32]
 
 LARGEST = 65504.0
 """The largest float16, which scales are stored in; larger values are refused."""
@@ -94,7 +91,7 @@ def encode(name: str, values: torch.Tensor | npt.NDArray[Any], threads: int | No
             if largest > _LARGEST_BITS:
                 refused.append(np.uint32(largest))
 
-    share(work, -(-len(out) // step), words.size, threads or torch.get_num_threads())
+    share(work, -(-len(out) // step), words.size, threads)
     if refused:
         raise UnreadableFormatError(
             f"A magnitude is {max(refused).view(np.float32)}, and scales of {name} blocks, which are float16, hold at "
@@ -102,14 +99,6 @@ def encode(name: str, values: torch.Tensor | npt.NDArray[Any], threads: int | No
             "Store this tensor as BF16 or F32; if it is not a number, download the file again.",
         )
     return torch.from_numpy(out).view(len(matrix), block.row_bytes(matrix.shape[1]))
-
-
-def not_a_number(name: str) -> torch.Tensor:
-    """A block whose elements are not numbers: uint8 (bytes,)."""
-    block = torch.zeros(BLOCK_TYPES[name].nbytes, dtype=torch.uint8, device="cpu")
-    offset = FORMATS[name].halves[0]
-    block[offset : offset + 2] = torch.tensor([torch.nan], dtype=torch.float16, device="cpu").view(torch.uint8)
-    return block
 
 
 @cache

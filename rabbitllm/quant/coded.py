@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
 from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PAIRS, SEGMENT, CodeKernel, InputRows
 from rabbitllm.quant.products import KernelMatrix, agrees, dense_product
@@ -75,12 +76,8 @@ class CodedForm:
     @property
     def kernel(self) -> CodeKernel:
         """The kernel that multiplies it."""
-        return _kernel_of(self.codes, self.scales, self.block[1])
-
-
-@functools.cache
-def _kernel_of(codes: str, scales: str, columns: int) -> CodeKernel:
-    return CodeKernel("float8" if codes == FP8 else "nibbles", SCALES[scales], min(columns or SEGMENT, SEGMENT))
+        group = min(self.block[1] or SEGMENT, SEGMENT)
+        return CodeKernel("float8" if self.codes == FP8 else "nibbles", SCALES[self.scales], group)
 
 
 def is_scheme(name: str) -> bool:
@@ -188,13 +185,10 @@ class CodedMatrix(KernelMatrix):
         from rabbitllm.quant import dequantize_kernels
 
         (_, columns), block = self.form.shape, self.form.block
-        weights, bits = dequantize_kernels.empty((end - begin, columns), dtype)
-        codes = self.payload.view(self.form.shape[0], -1)[begin:end].numpy()
-        row_scales = (scales[begin // block[0] : -(-end // block[0])] if block[0] else scales).contiguous().numpy()
+        codes = self.payload.view(self.form.shape[0], -1)[begin:end]
+        row_scales = scales[begin // block[0] : -(-end // block[0])] if block[0] else scales
         size, first = (block[0] or end - begin, block[1] or columns), None if self.form.codes == FP8 else 0
-        threads = torch.get_num_threads()
-        dequantize_kernels.blocks(codes, _values(self.form.codes), row_scales, size, bits, threads, first)
-        return weights.to(dtype)
+        return dequantize_kernels.blocks(codes, _values(self.form.codes), row_scales, size, dtype, first)
 
     def _float_scales(self) -> torch.Tensor:
         """The scales as float32, of shape `form.grid`."""
@@ -209,33 +203,31 @@ class CodedMatrix(KernelMatrix):
 
 
 @functools.cache
-def _values(codes: str) -> Any:
+def _values(codes: str) -> torch.Tensor:
     """The value of each code, float32."""
-    import numpy as np
-
     if codes == FP8:
-        return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float().numpy()
-    return np.array(FP4_VALUES if codes == FP4 else [code - 8 for code in range(16)], np.float32)
+        return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
+    return torch.tensor(FP4_VALUES if codes == FP4 else range(-8, 8), dtype=torch.float32, device="cpu")
 
 
 @functools.lru_cache(maxsize=256)
 def _table(codes: str, kernel: CodeKernel, width: int, factor: float) -> Any:
     from rabbitllm.quant import _code_kernels
 
-    return _code_kernels.table_of(kernel, width, _values(codes), factor)
+    return _code_kernels.table_of(kernel, width, _values(codes).numpy(), factor)
 
 
-def sample(kernel: CodeKernel, shape: tuple[int, int], generator: torch.Generator) -> CodedMatrix:
+def sample(kernel: CodeKernel, shape: tuple[int, int], random: RandomTensors) -> CodedMatrix:
     """A matrix that a kernel multiplies, with random codes and scales."""
     name = next(name for name, scale_type in SCALES.items() if scale_type == kernel.scales)
     is_fp8 = kernel.codes == "float8"
     form = CodedForm(FP8 if is_fp8 else FP4, name, (1, kernel.group), shape)
-    payload = torch.randint(0, 256, (shape[0] * form.row_bytes,), dtype=torch.uint8, generator=generator, device="cpu")
+    payload = random.integers(0, 256, shape[0] * form.row_bytes)
     if is_fp8:
         payload[payload & 127 == 127] = 0  # NaN
     count = form.grid[0] * form.grid[1]
     if kernel.scales == "power":
-        scales = torch.randint(120, 134, (count,), dtype=torch.uint8, generator=generator, device="cpu")
+        scales = random.integers(120, 134, count)
     else:
-        scales = (torch.rand(count, generator=generator, device="cpu") + 0.5).to(torch_dtype(name)).view(torch.uint8)
+        scales = random.positive(count, dtype=torch_dtype(name)).view(torch.uint8)
     return CodedMatrix(form, payload, scales, 0.5)

@@ -6,10 +6,7 @@ in float32, rounded once to the nearest, or a value from a table.
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Callable
-from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from rabbitllm.base.compiling import compiled
-from rabbitllm.base.forks import Workers
+from rabbitllm.quant import _kernels
 from rabbitllm.quant._vectors import inlined
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -31,41 +28,35 @@ _WORDS = 16
 """Adjacent int32 that are unpacked at a time: a line of the cache."""
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, Bits]:
-    """A tensor to fill, of bfloat16 if that is `dtype` and else of float32, and its bits, uint16 or uint32."""
-    is_half = dtype == torch.bfloat16
-    made = torch.empty(shape, dtype=torch.bfloat16 if is_half else torch.float32, device="cpu")
-    bits: Any = made.view(torch.int16 if is_half else torch.int32).numpy()
-    return made, bits.view(np.uint16 if is_half else np.uint32)
-
-
 def blocks(
-    codes: Bytes,
-    values: Floats,
-    scales: Floats,
+    codes: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
     size: tuple[int, int],
-    out: Bits,
-    threads: int,
+    dtype: torch.dtype,
     first: int | None = None,
-) -> None:
+) -> torch.Tensor:
     """Dequantize codes of one byte, or of half a byte, with a scale for each block of rows and columns.
 
     Args:
-        codes: (N, K), or (N, K / 2).
-        values: the value of each code, (256,) or (16,).
-        scales: one for each block, (n, k).
+        codes: uint8 (N, K), or (N, K / 2); it and the others are on the CPU.
+        values: the value of each code, float32 (256,) or (16,).
+        scales: one for each block, float32 (n, k).
         size: rows and columns of a block; blocks at the ends may be smaller.
-        out: (N, K), from `empty`.
-        threads: maximum number of threads, here and below.
+        dtype: of the result (N, K), a new tensor.
         first: the lowest bit of the first of two codes in a byte, 0 or 4; None if a byte is one code.
     """
+    arrays = (np.require(operand.numpy(), None, ["A", "C"]) for operand in (codes, values, scales))
+    columns, is_half = codes.shape[1] * (1 if first is None else 2), dtype == torch.bfloat16
+    out = torch.empty(len(codes), columns, dtype=torch.bfloat16 if is_half else torch.float32, device="cpu")
     # numba compiles a kernel for bits of bfloat16 as they are, and one for float32 as floats
-    halves, floats = (out, None) if out.dtype == np.uint16 else (None, out.view(np.float32))
-    operands = codes, values, scales, *size, None if first is None else np.uint8(first), halves, floats
-    share(lambda begin, end: _blocks(*operands, begin, end), len(codes), out.size, threads)
+    halves, floats = (out.view(torch.uint16).numpy(), None) if is_half else (None, out.numpy())
+    operands = *arrays, *size, None if first is None else np.uint8(first), halves, floats
+    share(lambda begin, end: _blocks(*operands, begin, end), len(codes), out.numel())
+    return out.to(dtype)
 
 
-def nibbles(codes: Bytes, scales: Bytes, table: Bits, out: Bits, threads: int) -> None:
+def nibbles(codes: Bytes, scales: Bytes, table: Bits, out: Bits) -> None:
     """Dequantize two codes per byte, the lower half first, with a scale of one byte for each 32 codes; transposed.
 
     Args:
@@ -75,7 +66,7 @@ def nibbles(codes: Bytes, scales: Bytes, table: Bits, out: Bits, threads: int) -
         out: (32 G, N), bits as in `table`.
     """
     tiles = -(-len(codes) // _TILE)
-    share(lambda begin, end: _nibbles(codes, scales, table, out, begin, end), tiles, 2 * codes.size, threads)
+    share(lambda begin, end: _nibbles(codes, scales, table, out, begin, end), tiles, 2 * codes.size)
 
 
 def integers(
@@ -86,7 +77,6 @@ def integers(
     group: npt.NDArray[np.int64],
     order: npt.NDArray[np.int64] | None,
     out: Floats,
-    threads: int,
 ) -> None:
     """Dequantize integers in int32: (integer - zero) * scale, both for groups of inputs; transposed.
 
@@ -107,23 +97,16 @@ def integers(
     tiles = -(-len(out) // shifts.shape[1])
     lines_and_places = np.divmod(np.arange(out.shape[1]), len(shifts))
     operands = words, *lines_and_places, mask, shifts, several, zeros, scales, group, out
-    share(lambda begin, end: _integers(*operands, begin, end), tiles, out.size, threads)
+    share(lambda begin, end: _integers(*operands, begin, end), tiles, out.size)
 
 
-def share(work: Callable[[int, int], Any], count: int, elements: int, threads: int) -> None:
-    """Run `work(begin, end)` for all of `range(count)`, in several threads if there are enough elements."""
-    threads = min(threads, count, -(-elements // _WORTH_A_THREAD))
-    if threads <= 1:
-        work(0, count)
-        return
-    ends = [count * part // threads for part in range(threads + 1)]
-    for done in [_pool().submit(work, begin, end) for begin, end in itertools.pairwise(ends)]:
-        done.result()
+def share(work: Callable[[int, int], Any], count: int, elements: int, threads: int | None = None) -> None:
+    """Run `work(begin, end)` for all of `range(count)`, in several threads if there are enough elements.
 
-
-@cache
-def _pool() -> Workers:
-    return Workers(os.cpu_count() or 1, "dequantize")
+    There are at most `threads`, by default as many as torch has.
+    """
+    parts = max(min(threads or torch.get_num_threads(), count, -(-elements // _WORTH_A_THREAD)), 1)
+    _kernels.in_threads(lambda part: work(count * part // parts, count * (part + 1) // parts), parts)
 
 
 # Rows are sliced before the innermost loops: numba does not check a plain loop index for being negative, and

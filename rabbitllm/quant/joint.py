@@ -9,18 +9,14 @@ have the bits of separate products.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words
-from rabbitllm.quant import _kernels, bfloat_products
-from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, INTEGERS
-from rabbitllm.quant.routed import RoutedProduct
-
-if TYPE_CHECKING:
-    from rabbitllm.quant.products import FusedMatrix, KernelMatrix
+from rabbitllm.quant import _kernels
+from rabbitllm.quant._kernel_interface import CODES, INTEGERS
+from rabbitllm.quant.products import FusedMatrix, KernelMatrix
 
 
 class JointProduct:
@@ -44,8 +40,6 @@ class JointProduct:
 
         `is_wide` says for each whether its result stays in float32.
         """
-        from rabbitllm.quant.products import KernelMatrix
-
         usable = [matrix for matrix in matrices if isinstance(matrix, KernelMatrix)]
         columns = {matrix.form.shape[1] for matrix in usable}
         if len(usable) < len(matrices) or len(columns) > 1 or torchs_team() is None:
@@ -103,26 +97,3 @@ class JointProduct:
         program.add(joint_kernels.multiply, [len(self.matrices), *products], threads)
         for words in sums:
             program.add(joint_kernels.narrow, words)
-
-
-def routed_product(matrix: Any) -> tuple[RoutedProduct, tuple[int, ...]] | None:
-    """That of a `KernelMatrix` or a tensor of bfloat16, with its words, which a call takes; None without a kernel."""
-    from rabbitllm.quant.products import KernelMatrix
-
-    width, is_coded = 0, isinstance(matrix, KernelMatrix)
-    if is_coded:
-        method, width = matrix.method_for(1, torch.bfloat16)
-        width = width if method == CODES else 0
-    elif isinstance(matrix, torch.Tensor):
-        width = bfloat_products.width_for(matrix)
-    if not width or torchs_team() is None:
-        return None
-    if is_coded:
-        shape, most, scheme = tuple(matrix.form.shape), matrix.max_inputs, matrix.kernel
-        codes, scales, table, *sizes = matrix.operands(width)
-    else:
-        shape, most, scheme = tuple(matrix.shape), bfloat_products.FEW_ROWS, BFLOAT16
-        codes, scales, table, *sizes = matrix.data_ptr(), 0, 0, 2 * shape[1], shape[1] // (2 * width), 0
-    layout = matrix.layout() if width == INTEGERS else None
-    words = codes, scales, 0, 0, table, 0, *sizes, 0, shape[0]
-    return RoutedProduct(scheme, width, layout, shape, shape[0] * sizes[0], most), words

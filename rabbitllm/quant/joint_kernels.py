@@ -40,8 +40,8 @@ def multiply(data, first, end, parts):  # type: ignore[no-untyped-def]
 
 def narrow(data):  # type: ignore[no-untyped-def]
     """Round sums to bfloat16: after the own address those of sums and results, and their count."""
-    given = to_array(data, 4)
-    _NARROW(given[1], given[2], given[3])
+    words = to_array(data, 4)
+    _NARROW(words[1], words[2], words[3])
 
 
 ROUTED_WORDS, ROUNDING_WORDS = 24, 11
@@ -63,17 +63,17 @@ def widen_inputs(data):  # type: ignore[no-untyped-def]
     The words are those of `_integers.round_inputs`. Of each step the even ones become float32 and then the odd ones:
     behind them, or at the other address if the step is the whole row. With a group of 0 the row is copied.
     """
-    given = to_array(data, ROUNDING_WORDS)
-    columns, step = given[5], given[6]
-    half, x = step // 2, to_array(words_at(given[1]), columns)
-    if given[7] == 0:
-        copy = to_array(words_at(given[9]), columns)
+    words = to_array(data, ROUNDING_WORDS)
+    columns, step = words[5], words[6]
+    half, x = step // 2, to_array(words_at(words[1]), columns)
+    if words[7] == 0:
+        copy = to_array(words_at(words[9]), columns)
         for i in range(columns):
             copy[i] = x[i]
         return
     for begin in range(0, columns, step):
-        even = given[9] + 4 * begin
-        odd = given[10] if step == columns else even + 4 * half
+        even = words[9] + 4 * begin
+        odd = words[10] if step == columns else even + 4 * half
         evens, odds = to_array(words_at(even), step).view(np.uint32), to_array(words_at(odd), step).view(np.uint32)
         for i in range(half):
             evens[i] = np.uint32(x[begin + 2 * i]) << np.uint32(16)
@@ -88,15 +88,15 @@ def routed(data):  # type: ignore[no-untyped-def]
     prepared, rows, width, first = head[20], head[21], head[22], head[23]
     count = to_array(words_at(head[2]), 4).view(np.int64)[0]
     chosen = to_array(words_at(head[2] + 8), 16 * count).view(np.int64)
-    given = to_array(words_at(head[8]), 4 * ROUNDING_WORDS).view(np.int64)
-    given[2], given[3], given[4], given[5] = 1, 1, columns // head[15], columns
-    given[6], given[7], given[8] = head[15], head[16], head[17]
+    rounding = to_array(words_at(head[8]), 4 * ROUNDING_WORDS).view(np.int64)
+    rounding[2], rounding[3], rounding[4], rounding[5] = 1, 1, columns // head[15], columns
+    rounding[6], rounding[7], rounding[8] = head[15], head[16], head[17]
     for i in range(prepared):
         source = i
         if head[3] != 0:
             source = to_array(words_at(head[3] + 8 * i), 4).view(np.int64)[0]
-        given[1] = head[1] + 2 * columns * source
-        given[9], given[10] = inputs + input_bytes * i, others + other_bytes * i
+        rounding[1] = head[1] + 2 * columns * source
+        rounding[9], rounding[10] = inputs + input_bytes * i, others + other_bytes * i
         call_parts(head[13], head[8], 0, 1, 1)
     to_array(words_at(sums), 2 * rows * width)[:] = 0  # some kernels add to them
     work = to_array(words_at(work_at), 4 * (BEFORE_WORK + count * _WORK)).view(np.int64)

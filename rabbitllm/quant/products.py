@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from rabbitllm.base.openmp import torchs_team
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
@@ -41,13 +43,15 @@ from rabbitllm.quant._kernel_interface import (
 )
 from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
+    NO_SCALES,
     NestedScales,
     dequantize,
     multiply_4bit,
     nested_operands,
     operands,
 )
-from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized, code_values
+from rabbitllm.quant.routed import RoutedProduct
+from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, SCALE_BYTES, STORED, Quantized, code_values
 
 if TYPE_CHECKING:
     from rabbitllm.quant._integers import InputLayout
@@ -172,6 +176,9 @@ class FusedMatrix(QuantizedMatrix):
     def grouped(self, x: torch.Tensor) -> None:
         """None: groups are multiplied one by one."""
 
+    def routed(self) -> None:
+        """None: as above."""
+
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same."""
         rows, columns = self.form.shape
@@ -183,9 +190,8 @@ class FusedMatrix(QuantizedMatrix):
             out = x.new_empty(len(flat), rows)
             for begin in range(0, rows, step):
                 end = min(begin + step, rows)
-                part = self._rows(begin, end)
-                operands = part.form, part.payload, part.absmax, part.table, flat
-                out[:, begin:end] = multiply_4bit(*operands, None if bias is None else bias[begin:end], part.nested)
+                some = None if bias is None else bias[begin:end]
+                out[:, begin:end] = self._rows(begin, end).linear(flat, some)
         return out.view(*x.shape[:-1], rows)
 
     def _rows(self, begin: int, end: int) -> Self:
@@ -261,6 +267,16 @@ class KernelMatrix(ABC):
         has_kernel = self.method_for(1, x.dtype)[0] != DEQUANTIZED
         return GroupedProduct(x, self) if has_kernel and len(x) <= MAX_GROUPED else None
 
+    def routed(self) -> tuple[RoutedProduct, tuple[int, ...]] | None:
+        """The product where matrices of this form are chosen, and this one's words; None without a kernel by codes."""
+        method, width = self.method_for(1, torch.bfloat16)
+        if method != CODES or torchs_team() is None:
+            return None
+        codes, scales, table, *sizes = self.operands(width)
+        layout, shape = self.layout() if width == INTEGERS else None, self.form.shape
+        product = RoutedProduct(self.kernel, width, layout, tuple(shape), shape[0] * sizes[0], self.max_inputs)
+        return product, (codes, scales, 0, 0, table, 0, *sizes, 0, shape[0])
+
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
         product = GroupedProduct(x, self, torch.empty if method == CODES else torch.zeros)
@@ -299,9 +315,16 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         return _layout(self.form.scheme)
 
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
-        if width in _BYTE_WIDTHS:
-            return _rounded(width, x)
-        return _layout(self.form.scheme).inputs(x)
+        if width not in _BYTE_WIDTHS:
+            return self.layout().inputs(x)
+        from rabbitllm.quant import _byte_kernels
+
+        x = x.float().contiguous()
+        steps = x.shape[1] // BYTE_STEP
+        rounded = torch.empty(len(x), steps * _byte_kernels.step_bytes(width), dtype=torch.uint8, device="cpu")
+        work = x.data_ptr(), 0, 0, 0, 0, rounded.data_ptr(), x.stride(0) * x.itemsize, steps, 0, 1, len(x)
+        _kernels.run(BYTES, _byte_kernels.INPUTS, width, [work], x.nbytes)
+        return InputRows(rounded)
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
         step = self.layout().step if width == INTEGERS else BYTE_STEP if width in _BYTE_WIDTHS else 2 * width
@@ -348,18 +371,6 @@ class Matrix(QuantizedMatrix, KernelMatrix):
                 table = (_integers if width == INTEGERS else _vectors).table_of(*values)
             self._tables[width] = 0 if table is None else table.ctypes.data
         return self._tables[width]
-
-
-def _rounded(width: int, x: torch.Tensor) -> InputRows:
-    """Rows (T, K) of any floating dtype as kernels by bytes take them; K is a whole number of their steps."""
-    from rabbitllm.quant import _byte_kernels  # numba comes with it
-
-    x = x.float().contiguous()
-    steps = x.shape[1] // BYTE_STEP
-    rounded = torch.empty(len(x), steps * _byte_kernels.step_bytes(width), dtype=torch.uint8, device="cpu")
-    work = x.data_ptr(), 0, 0, 0, 0, rounded.data_ptr(), x.stride(0) * x.itemsize, steps, 0, 1, len(x)
-    _kernels.run(BYTES, _byte_kernels.INPUTS, width, [work], x.nbytes)
-    return InputRows(rounded)
 
 
 @functools.cache
@@ -451,20 +462,14 @@ def dense_product(
     return out
 
 
-def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> Matrix:
+def sample(scheme: str, shape: tuple[int, int], random: RandomTensors) -> Matrix:
     """A matrix with random codes and scales; its rows are whole segments or blocks."""
-    elements = math.prod(shape)
-    if scheme in BLOCK_TYPES:
-        blocks, empty = (
-            gguf_blocks.sample(scheme, elements, generator),
-            torch.empty(0, dtype=torch.float32, device="cpu"),
-        )
-        return Matrix(Quantized(scheme, shape, None), blocks, empty, empty)
-    entry = SCHEMES[scheme]
-    codes = torch.randint(
-        0, 256, (elements // entry.codes_a_byte,), dtype=torch.uint8, generator=generator, device="cpu"
-    )
-    scales = torch.rand(-(-elements // entry.block), dtype=torch.float32, generator=generator, device="cpu")
+    entry, elements = STORED[scheme], math.prod(shape)
+    if entry.block_bytes:
+        blocks = gguf_blocks.sample(scheme, elements, random)
+        return Matrix(Quantized(scheme, shape, None), blocks, NO_SCALES, NO_SCALES)
+    codes = random.integers(0, 256, entry.payload_bytes(elements))
+    scales = random.positive(-(-elements // entry.block), least=0, dtype=torch.float32)
     return Matrix(Quantized(scheme, shape, "float32"), codes, scales, code_values(scheme))
 
 
@@ -472,21 +477,19 @@ def sample(scheme: str, shape: tuple[int, int], generator: torch.Generator) -> M
 def agrees(method: str, scheme: Any, width: int, sample_of: Callable[..., Any] = sample) -> bool:
     """Whether a kernel's products with samples agree with the dequantized matrix and float32.
 
-    `sample_of` makes a matrix of the scheme, of a shape, by a generator.
+    `sample_of` makes a matrix of the scheme, of a shape, by `RandomTensors`.
     """
 
     def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if width == PAIRS else torch.float32
+        random, dtype = RandomTensors(), torch.bfloat16 if width == PAIRS else torch.float32
         for inputs, rows, columns in _TRIALS[method]:
-            matrix = sample_of(scheme, (rows, columns), generator)
-            x = torch.randn(inputs, columns, generator=generator, device="cpu").to(dtype)
+            matrix = sample_of(scheme, (rows, columns), random)
+            x = random.normal(inputs, columns, dtype=dtype)
             is_product = method != BFLOATS
             product = matrix.times_by(method, width, x) if is_product else x @ matrix.bfloats(width).float().T
             yield product, x.float() @ matrix.dequantized(torch.float32).T
 
-    of_integers, of_bytes = _kernels.INTEGER_TOLERANCE, _kernels.BYTE_TOLERANCE
-    tolerances = {INTEGERS: of_integers, WORD_WIDTH: of_integers, BYTE_WIDTH: of_bytes}
-    tolerance = _kernels.BFLOAT_TOLERANCE if method == BFLOATS else tolerances.get(width, _kernels.TOLERANCE)
+    tolerance = _TOLERANCES.get(BFLOATS if method == BFLOATS else width, _kernels.TOLERANCE)
     name = scheme if isinstance(scheme, str) else " ".join(map(str, scheme))
     return _kernels.agrees(f"by {method} at {name}", trials(), tolerance)
 
@@ -497,6 +500,8 @@ _TRIALS = {
     BFLOATS: ((7, 70, 4096),),
 }
 """The products of a kernel's trial: inputs, rows, columns."""
+_TOLERANCES = {INTEGERS: 3e-4, WORD_WIDTH: 3e-4, BYTE_WIDTH: 1e-2, BFLOATS: 4e-3}
+"""The tolerated error by width or method: integers of 16 bits, and of 8; weights that are rounded to bfloat16."""
 _BYTE_WIDTHS = BYTE_WIDTH, WORD_WIDTH
 _NO_TABLE = -1
 """In place of the address of a table, for kernels whose values are in their code."""

@@ -21,10 +21,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec, torch_dtype
 from rabbitllm.quant import gguf_blocks
+from rabbitllm.quant._block_formats import FORMATS
 from rabbitllm.quant.schemes import (
     INT8_BLOCK,
     NESTED_BLOCK,
@@ -35,7 +37,6 @@ from rabbitllm.quant.schemes import (
     Quantized,
     bitsandbytes,
     code_values,
-    functional,
 )
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,8 @@ def _encoded(scheme: str, data: memoryview, dtype: str) -> memoryview:
         logger.warning("%s These weights become not-a-number.", error.problem)
         refused = ~(values.float().abs().amax(1) <= block_encoders.LARGEST)
         blocks = block_encoders.encode(scheme, values.masked_fill(refused[:, None], 0), threads=1)
-        blocks[refused] = block_encoders.not_a_number(scheme)
+        blocks[refused] = 0
+        blocks[refused, FORMATS[scheme].halves[0] + 1] = 0x7E  # of a scale, float16, that is not a number
     return _bytes_of(blocks)
 
 
@@ -91,10 +93,10 @@ def _quantize_with_bitsandbytes(
 ) -> tuple[memoryview, memoryview]:
     values = torch.frombuffer(data, dtype=torch_dtype(dtype)).to(device)
     if SCHEMES[scheme].codes == "4bit":
-        codes, state = functional().quantize_4bit(values, blocksize=NF4_BLOCK, quant_type="nf4")
+        codes, state = bitsandbytes().functional.quantize_4bit(values, blocksize=NF4_BLOCK, quant_type="nf4")
     else:
         levels = code_values(scheme).to(values.device)
-        codes, state = functional().quantize_blockwise(values, levels, blocksize=INT8_BLOCK)
+        codes, state = bitsandbytes().functional.quantize_blockwise(values, levels, blocksize=INT8_BLOCK)
     return _bytes_of(codes), _bytes_of(state.absmax)
 
 
@@ -103,8 +105,7 @@ def _compiled_kernels_agree(scheme: str) -> bool:
     """Whether our kernels agree with the installed bitsandbytes: another version, or on ARM, may round differently."""
     from rabbitllm.quant import quantize_kernels
 
-    generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(8 * INT8_BLOCK + 33, generator=generator, device="cpu") * 0.02
+    sample = RandomTensors().normal(8 * INT8_BLOCK + 33, dtype=torch.float32) * 0.02
     sample[:NF4_BLOCK] = 0
     for dtype in ("BF16", "F16", "F32"):
         data = _bytes_of(sample.to(torch_dtype(dtype)).view(torch.uint8))
@@ -141,7 +142,7 @@ def quantized_scales(read: ReadScales, count: int, mean: np.float32) -> Iterator
     for first, length in _runs(count):
         with np.errstate(invalid="ignore"):  # for infinite weights
             values = torch.from_numpy(read(first, length) - mean)
-        codes, state = functional().quantize_blockwise(values, code_values("8bit"), blocksize=NESTED_BLOCK)
+        codes, state = bitsandbytes().functional.quantize_blockwise(values, code_values("8bit"), blocksize=NESTED_BLOCK)
         yield 0, first, codes.numpy().data.cast("B")
         yield 1, first // NESTED_BLOCK * SCALE_BYTES, state.absmax.numpy().data.cast("B")
 
@@ -180,27 +181,14 @@ def _runs(count: int) -> Iterator[tuple[int, int]]:
         yield first, min(step, count - first)
 
 
-def expand_scales(
-    codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, offset: float | torch.Tensor
-) -> torch.Tensor:
-    """Dequantize quantized scales; the result, float32 (blocks,), equals bitsandbytes' bit for bit.
-
-    Args:
-        codes: uint8 (blocks,); all of a tensor's, or a run that begins with a block of 256; on any device.
-        nested, table, offset: of `NestedScales`, for these codes.
-    """
-    scales = _times_scales(codes, nested, table, NESTED_BLOCK, codes.numel(), torch.float32)
-    return scales.view(codes.shape).add_(offset)
-
-
 @dataclass(frozen=True, slots=True)
 class NestedScales:
-    """The scales of quantized scales, as bitsandbytes' products take them.
+    """The scales of quantized scales, of a tensor or of a run that begins with a block of 256; on any device.
 
     Attributes:
         scales: float32, one per 256 codes.
         table: float32 (256,), the value of each code.
-        offset: float32 (), the mean of all scales.
+        offset: float32 (), the mean of all the tensor's scales.
     """
 
     scales: torch.Tensor
@@ -208,8 +196,9 @@ class NestedScales:
     offset: torch.Tensor
 
     def expanded(self, codes: torch.Tensor) -> torch.Tensor:
-        """See `expand_scales`."""
-        return expand_scales(codes, self.scales, self.table, self.offset)
+        """The dequantized scales of codes, uint8 (blocks,): float32, equal to bitsandbytes' bit for bit."""
+        scales = _times_scales(codes, self.scales, self.table, NESTED_BLOCK, codes.numel(), torch.float32)
+        return scales.view(codes.shape).add_(self.offset)
 
     def of_blocks(self, begin: int, end: int) -> NestedScales:
         """Those of a run of codes, which begins at a multiple of 256."""
@@ -220,15 +209,10 @@ class NestedScales:
         return NestedScales(self.scales.clone(), self.table.clone(), self.offset.clone())
 
 
-def scales_at(
-    codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, offset: float, within: torch.Tensor
-) -> torch.Tensor:
-    """The same for any codes: `within` is the index of each one's block of 256, int64 of their shape."""
-    scales: torch.Tensor = table[codes.long()] * nested[within]
-    return scales.add_(offset)
-
-
 # Dequantization, on GPUs by bitsandbytes, and its products.
+
+NO_SCALES = torch.empty(0, dtype=torch.float32, device="cpu")
+"""In place of the scales and the table of blocks of ggml, which have their scales in them."""
 
 RUN_ELEMENTS = 1 << 24
 """Elements of a run: a multiple of the block."""
@@ -241,17 +225,13 @@ def operands(
 ) -> tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The operands of kernels for a stored tensor: its form, codes, float32 scales and code table.
 
-    Blocks of GGUF files have their scales among the codes; scales and table are empty. Quantized scales are dequantized
-    on the device of the parts.
+    Quantized scales are dequantized on the device of the parts.
 
     Args:
         form: from `read_state`.
         parts: in the order of `part_names`.
         read: a part -> its tensor.
     """
-    if STORED[form.scheme].block_bytes:
-        absmax, table = torch.empty(2, 0, dtype=torch.float32, device="cpu")
-        return form, read(parts[0]), absmax, table
     codes, payload, absmax, table, nested = nested_operands(form, parts, read)
     return codes, payload, absmax if nested is None else nested.expanded(absmax), table
 
@@ -259,7 +239,9 @@ def operands(
 def nested_operands(
     form: Quantized, parts: Sequence[TensorSpec], read: Callable[[TensorSpec], torch.Tensor]
 ) -> tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor, NestedScales | None]:
-    """As `operands` for schemes of bitsandbytes, but quantized scales stay codes, uint8, and their scales follow."""
+    """As `operands`, but quantized scales stay codes, uint8, and their scales follow."""
+    if STORED[form.scheme].block_bytes:
+        return form, read(parts[0]), NO_SCALES, NO_SCALES, None
     payload, absmax, table = map(read, parts[:3])
     nested = None
     if form.offset is not None:  # filled on the device: a copy of a number would wait for the queued work
@@ -288,8 +270,8 @@ def dequantize(
     if elements > (RUN_ELEMENTS if is_cast else MAX_ELEMENTS):
         return _in_runs(form, payload, absmax, table, dtype)
     if form.scheme == "4bit" and payload.device != torch.device("cpu"):
-        whole = replace(form, shape=_in_whole_blocks(form.shape))
-        result: torch.Tensor = functional().dequantize_4bit(payload, _nf4_quant_state(whole, absmax, table))
+        state = _nf4_quant_state(replace(form, shape=_in_whole_blocks(form.shape)), absmax, table)
+        result: torch.Tensor = bitsandbytes().functional.dequantize_4bit(payload, state)
     else:
         rounded = dtype if form.dtype is None else getattr(torch, form.dtype)
         result = _times_scales(payload, absmax, table, SCHEMES[form.scheme].block, elements, rounded)
@@ -301,24 +283,20 @@ def _times_scales(
 ) -> torch.Tensor:
     """Value times scale in float32, rounded once: (elements,); on the CPU blocks of 4bit have two codes per byte."""
     if codes.device != torch.device("cpu"):
-        state = functional().QuantState(absmax=scales, code=table, blocksize=block, dtype=dtype)
-        result: torch.Tensor = functional().dequantize_blockwise(codes, state)
+        state = bitsandbytes().functional.QuantState(absmax=scales, code=table, blocksize=block, dtype=dtype)
+        result: torch.Tensor = bitsandbytes().functional.dequantize_blockwise(codes, state)
         return result
     codes, scales, is_halved = codes.view(-1), scales.view(-1), block == NF4_BLOCK
     if elements < gguf_blocks.WORTH_A_KERNEL:
         if is_halved:
             codes = torch.stack([codes >> 4, codes & 15], 1).view(-1)[:elements]
         return (table[codes.int()] * scales.repeat_interleave(block)[:elements]).to(dtype)
-    from rabbitllm.quant import dequantize_kernels as kernels
+    from rabbitllm.quant import dequantize_kernels
 
     if missing := -len(codes) % (block // (1 + is_halved)):
         codes = torch.cat([codes, codes.new_zeros(missing)])
-    of_codes, of_scales, values = (np.require(part.numpy(), None, ["A", "C"]) for part in (codes, scales, table))
-    made, bits = kernels.empty((len(scales), block), dtype)
-    rows, threads = of_codes.reshape(len(scales), -1), torch.get_num_threads()
-    size, first = (1, block), 4 if is_halved else None
-    kernels.blocks(rows, values, of_scales[:, None], size, bits, threads, first)
-    return made.view(-1)[:elements].to(dtype)
+    rows, first = codes.view(len(scales), -1), 4 if is_halved else None
+    return dequantize_kernels.blocks(rows, table, scales[:, None], (1, block), dtype, first).view(-1)[:elements]
 
 
 def _in_runs(
@@ -371,7 +349,7 @@ def _nf4_quant_state(
     form: Quantized, absmax: torch.Tensor, table: torch.Tensor, nested: NestedScales | None = None
 ) -> Any:
     assert form.dtype is not None
-    state_type = functional().QuantState
+    state_type = bitsandbytes().functional.QuantState
     return state_type(
         absmax=absmax,
         shape=torch.Size(form.shape),

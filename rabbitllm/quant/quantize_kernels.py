@@ -20,7 +20,7 @@ Every function releases the interpreter lock.
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,6 @@ from rabbitllm.quant.schemes import DOUBLE, INT8_BLOCK, NF4_BLOCK, SCHEMES, nf4_
 
 Codes: TypeAlias = npt.NDArray[np.uint8]
 Scales: TypeAlias = npt.NDArray[np.float32]
-Quantized: TypeAlias = tuple[memoryview, memoryview]
-"""The bytes of the codes, at 4bit two a byte, and of one scale per block, float32."""
 
 BF16, F16, F32 = 0, 1, 2
 _KINDS = {"BF16": BF16, "F16": F16, "F32": F32}
@@ -42,39 +40,36 @@ ZERO_CODE = 7
 """The code of NF4's value 0."""
 
 
-def quantize(scheme: str, data: memoryview, dtype: str, *, fitted: bool = False) -> Quantized:
-    """Quantize floats of a dtype to codes of 4 or 8 bits, with the scales of bitsandbytes, or at 4 bits fitted ones."""
-    levels = SCHEMES[scheme].values()
+def quantize(scheme: str, data: memoryview, dtype: str, *, fitted: bool = False) -> tuple[memoryview, memoryview]:
+    """Quantize floats of a dtype to codes of 4 or 8 bits, with the scales of bitsandbytes, or at 4 bits fitted ones.
+
+    Returns:
+        The bytes of the codes, at 4 bits two a byte, and of one scale per block, float32.
+    """
+    entry, words = SCHEMES[scheme], np.frombuffer(data, np.uint32 if dtype == "F32" else np.uint16)
+    codes = np.empty(-(-words.size // entry.codes_a_byte), np.uint8)
+    scales = np.empty(-(-words.size // entry.block), np.float32)
+    operands = words, _KINDS[dtype]
     if fitted:
-        multiples = np.array(MULTIPLES[scheme], np.float32)
-        return _quantized(_fit_blocks, data, dtype, NF4_BLOCK, 2, *fitting_tables(), multiples)
-    if SCHEMES[scheme].codes == "4bit":
-        return _quantized(_nf4_blocks, data, dtype, NF4_BLOCK, 2, nf4_midpoints(levels))
-    return _quantized(_int8_blocks, data, dtype, INT8_BLOCK, 1, int8_bins(levels))
-
-
-def _quantized(kernel: Any, data: memoryview, dtype: str, block: int, codes_a_byte: int, *tables: Any) -> Quantized:
-    words: Any = np.frombuffer(data, np.uint32 if dtype == "F32" else np.uint16)
-    codes = np.empty(-(-words.size // codes_a_byte), np.uint8)
-    scales = np.empty(-(-words.size // block), np.float32)
-    kernel(words, _KINDS[dtype], *tables, codes, scales)
+        _fit_blocks(*operands, *fitting_tables(), np.array(MULTIPLES[scheme], np.float32), codes, scales)
+    elif entry.codes == "4bit":
+        _nf4_blocks(*operands, _midpoints(entry.values()), codes, scales)
+    else:
+        _int8_blocks(*operands, _bins(entry.values()), codes, scales)
     return codes.data.cast("B"), scales.data.cast("B")
 
 
-@functools.cache
-def nf4_midpoints(levels: bytes) -> Scales:
-    """The 15 midpoints between neighbouring levels, float32."""
+def _midpoints(levels: bytes) -> Scales:
+    """Those between neighbouring levels, float32."""
     values = np.frombuffer(levels, np.float32)
-    return ((values[1:] + values[:-1]) / np.float32(2)).astype(np.float32)
+    return (values[1:] + values[:-1]) / np.float32(2)
 
 
 @functools.cache
-def int8_bins(levels: bytes) -> Codes:
+def _bins(levels: bytes) -> Codes:
     """The code of each of the 65,536 bins that [-1, 1] is divided into."""
-    values = np.frombuffer(levels, np.float32)
-    midpoints = np.float32(0.5) * (values[:-1] + values[1:])
     centres = np.float32(-1) + (np.float32(2) * np.arange(65536, dtype=np.float32)) / np.float32(65535)
-    return np.searchsorted(midpoints, centres, side="left").astype(np.uint8)
+    return np.searchsorted(_midpoints(levels), centres, side="left").astype(np.uint8)
 
 
 POSITIVE = (0.78, 0.84, 0.9, 0.96, 1.02)
@@ -88,7 +83,7 @@ STEPS = 1024
 @functools.cache
 def fitting_tables() -> tuple[Scales, Scales]:
     """The midpoints between the NF4 values, and the value nearest to each 1024th from -1 to 1."""
-    levels, midpoints = np.frombuffer(nf4_map(), np.float32), nf4_midpoints(nf4_map())
+    levels, midpoints = np.frombuffer(nf4_map(), np.float32), _midpoints(nf4_map())
     steps = np.arange(-STEPS, STEPS + 1, dtype=np.float32) / np.float32(STEPS)
     return midpoints, levels[np.searchsorted(midpoints, steps, side="left")]
 

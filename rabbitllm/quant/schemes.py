@@ -80,11 +80,6 @@ def bitsandbytes() -> Any:
     return bitsandbytes
 
 
-def functional() -> Any:
-    """Its functions; raises as `bitsandbytes` does."""
-    return bitsandbytes().functional
-
-
 _NF4 = (
     *(-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0),
     *(0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
@@ -240,10 +235,8 @@ def code_values(scheme: str) -> torch.Tensor:
     """The values of a scheme's codes, without scale: float32 (16,) or (256,), rising, a new tensor; none for blocks."""
     import torch
 
-    values = bytearray(STORED[scheme].values())
-    return (
-        torch.frombuffer(values, dtype=torch.float32) if values else torch.empty(0, dtype=torch.float32, device="cpu")
-    )
+    values = memoryview(STORED[scheme].values()).cast("f")
+    return torch.tensor(values.tolist(), dtype=torch.float32, device="cpu")
 
 
 def check_compression(compression: str | None) -> None:
@@ -287,8 +280,7 @@ def check_fitting(compression: str | None, *, fit_scales: bool) -> bool:
 # The choice of tensors to compress.
 
 _ROUTER = re.compile(r"(?:^|\.)(?:gate|router|shared_expert_gate)(?:\.|$)")
-_STATE_SPACE_DECAY = re.compile(r"(?:^|\.)A_log$")
-_BIAS = re.compile(r"(?:^|[._])bias$")
+_DECAY_OR_BIAS = re.compile(r"(?:^|\.)A_log$|(?:^|[._])bias$")
 
 
 def is_compressible(spec: TensorSpec) -> bool:
@@ -298,16 +290,11 @@ def is_compressible(spec: TensorSpec) -> bool:
     small and sensitive ones: expert routers, convolutions, the biases of all experts in one tensor, and the decay of a
     state-space layer.
     """
-    if not _is_worth_it(spec.dtype, spec.shape) or "conv" in spec.name.lower():
+    if not DTYPES[spec.dtype].quantizable or not 2 <= len(spec.shape) <= 3 or spec.elements < MIN_ELEMENTS:
         return False
-    if _STATE_SPACE_DECAY.search(spec.name) or _BIAS.search(spec.name):
+    if "conv" in spec.name.lower() or _DECAY_OR_BIAS.search(spec.name):
         return False
     return spec.shape[0] > MAX_ROUTER_ROWS or not _ROUTER.search(spec.name)
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_worth_it(dtype: str, shape: tuple[int, ...]) -> bool:
-    return DTYPES[dtype].quantizable and 2 <= len(shape) <= 3 and math.prod(shape) >= MIN_ELEMENTS
 
 
 def scheme_of(spec: TensorSpec, compression: str | None) -> str | None:
@@ -331,4 +318,4 @@ def scheme_of(spec: TensorSpec, compression: str | None) -> str | None:
 def type_for_rows(name: str, columns: int) -> str | None:
     """The type of blocks for rows of so many elements: the one that is named, or smaller blocks; None if none fits."""
     names = (name, _SMALLER_BLOCKS.get(name, name))
-    return next((one for one in names if columns % BLOCK_TYPES[one].elements == 0), None)
+    return next((smaller for smaller in names if columns % BLOCK_TYPES[smaller].elements == 0), None)

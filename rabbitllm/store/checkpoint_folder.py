@@ -164,7 +164,7 @@ class PlainReader(contextlib.AbstractContextManager["PlainReader"]):
         """A run of a tensor's scales, float32; quantized scales begin at one of their blocks."""
         import torch
 
-        from rabbitllm.quant.quantize import expand_scales
+        from rabbitllm.quant.quantize import NestedScales
 
         absmax = stored.parts[1]
         if form.offset is None:
@@ -172,12 +172,12 @@ class PlainReader(contextlib.AbstractContextManager["PlainReader"]):
             return torch.frombuffer(plain, dtype=torch.float32)
         nested, table = stored.parts[3:5]
         begin, length = first // NESTED_BLOCK * SCALE_BYTES, math.ceil(count / NESTED_BLOCK) * SCALE_BYTES
-        return expand_scales(
-            torch.frombuffer(self._read(absmax, first, count, own=True), dtype=torch.uint8),
+        scales = NestedScales(
             torch.frombuffer(self._read(nested, begin, length, own=True), dtype=torch.float32),
             torch.frombuffer(self._read(table, 0, table.nbytes, own=True), dtype=torch.float32),
-            form.offset,
+            torch.tensor(form.offset, dtype=torch.float32, device="cpu"),
         )
+        return scales.expanded(torch.frombuffer(self._read(absmax, first, count, own=True), dtype=torch.uint8))
 
     def _read(self, part: TensorSpec, begin: int, length: int, *, own: bool = False) -> memoryview:
         """A run of a part's bytes, in the shared buffer or in newly allocated memory."""

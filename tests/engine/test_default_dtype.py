@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.quant import products
 from tests.support.builders import build_checkpoint
 from tests.support.fresh_process import in_a_fresh_process
@@ -30,9 +31,9 @@ def compare(folder: Path) -> None:
 
 
 def compare_products() -> None:
-    generator = torch.Generator().manual_seed(0)
+    random = RandomTensors()
     for scheme in ("4bit", "8bit", "Q4_K", "Q8_0"):
-        matrix, x = products.sample(scheme, (64, 512), generator), torch.randn(40, 512, generator=generator)
+        matrix, x = products.sample(scheme, (64, 512), random), random.normal(40, 512, dtype=torch.float32)
         expected = [matrix.linear(x[:rows], None) for rows in (1, 40)]
         torch.set_default_device("meta")
         results = [matrix.linear(x[:rows], None) for rows in (1, 40)]

@@ -216,7 +216,7 @@ def test_cpu_with_bfloat16_products_uses_torchs(checkpoint: Path, monkeypatch: p
 def test_by_default_commands_use_the_kernel_where_torch_lacks_instructions(
     checkpoint: Path, kernel_rows: list[int], monkeypatch: pytest.MonkeyPatch, lacks: bool, exact: bool
 ) -> None:
-    monkeypatch.setattr(bfloat_products, "torch_lacks_instructions", lambda: lacks)
+    monkeypatch.setattr(bfloat_products, "widens", lambda: lacks)
     model = load(split(checkpoint), 0, fast_bfloat16=None, exact=exact)
     with torch.inference_mode():
         logits = model(INPUT).logits

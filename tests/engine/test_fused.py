@@ -23,7 +23,7 @@ from rabbitllm.estimate.outline import published
 from rabbitllm.estimate.predict import stretched
 from rabbitllm.quant import products
 from rabbitllm.quant.products import FusedMatrix, QuantizedMatrix
-from rabbitllm.quant.schemes import Quantized, bitsandbytes, functional
+from rabbitllm.quant.schemes import Quantized, bitsandbytes
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.store.layer_store import LayerStore
 from tests.engine.test_fake_gpu import load_on
@@ -76,7 +76,7 @@ def test_quantized_scales_are_multiplied_as_they_are_stored(
     """By bitsandbytes' own operation, whole and in parts, with the last block of scales full or not."""
     rows = 300
     generator = torch.Generator().manual_seed(0)
-    codes, state = functional().quantize_4bit(
+    codes, state = bitsandbytes().functional.quantize_4bit(
         torch.randn(rows, columns, generator=generator).to(dtype), quant_type="nf4", compress_statistics=True
     )
     form = Quantized("4bit-double", (rows, columns), str(dtype).removeprefix("torch."), float(state.offset))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import QuantizedWeight
@@ -38,7 +39,7 @@ def split_and_numbers(folder: Path, family: str, types: tuple[str, ...] = TYPES,
     numbers = build_checkpoint(folder / "numbers", family, **settings)
     directory = split(numbers)
     (directory / MANIFEST_NAME).unlink()
-    plain, generator, turn = {}, torch.Generator().manual_seed(1), itertools.cycle(types)
+    plain, random, turn = {}, RandomTensors(1), itertools.cycle(types)
     kinds: dict[str, str] = {}
     for path in sorted(directory.glob("*.safetensors")):
         stored = {}
@@ -48,7 +49,7 @@ def split_and_numbers(folder: Path, family: str, types: tuple[str, ...] = TYPES,
                 continue
             group = re.sub(r"experts\.\d+|gate_proj|up_proj", "", name)  # those that become one parameter
             block_type = kinds.get(group) or kinds.setdefault(group, next(turn))
-            blocks = random_blocks(block_type, *tensor.shape, generator)
+            blocks = random_blocks(block_type, *tensor.shape, random)
             stored[name], stored[f"{name}.gguf.{block_type.lower()}"] = blocks, torch.zeros(1, dtype=torch.uint8)
             values = gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[block_type])
             plain[name] = torch.from_numpy(values).to(tensor.dtype)
@@ -60,10 +61,10 @@ def split_and_numbers(folder: Path, family: str, types: tuple[str, ...] = TYPES,
     return directory, numbers
 
 
-def random_blocks(block_type: str, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+def random_blocks(block_type: str, rows: int, columns: int, random: RandomTensors) -> torch.Tensor:
     if block_type in FORMATS:
-        return sample(block_type, rows * columns, generator).view(rows, -1)
-    blocks = torch.randint(0, 256, (rows * columns // 256, 110), dtype=torch.uint8, generator=generator)
+        return sample(block_type, rows * columns, random).view(rows, -1)
+    blocks = random.integers(0, 256, rows * columns // 256, 110)
     blocks[:, :2] = torch.tensor([1 / 8192]).half().view(torch.uint8)  # the scale of IQ3_S
     return blocks.view(rows, -1)
 

@@ -472,6 +472,12 @@ def test_rate_of_the_quantizer(scheme: str, fitted: bool) -> None:
     assert 1e6 < rate.bytes_per_second < 1e12
 
 
+def test_the_rate_is_measured_with_another_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_estimate, "QUANTIZE_SECONDS", 0.01)
+    with torch.device("meta"):
+        assert split_estimate.quantize_rate("Q8_0", "BF16", 1) is not None
+
+
 def test_the_random_state_of_the_caller_is_kept() -> None:
     state = torch.get_rng_state()
     assert split_estimate.quantize_rate("8bit", "BF16", 1) is not None

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.quant import _kernels, _vectors, gguf_blocks, products
 from rabbitllm.quant._block_formats import FORMATS
 from rabbitllm.quant._kernel_interface import BYTES, CODES, DEQUANTIZED
@@ -29,7 +30,7 @@ COUNTS = (1, 3, 4, 5, 6, 17, 64, 300)
 
 
 def matrix(scheme: str, rows: int, columns: int, seed: int = 0) -> Matrix:
-    blocks = sample(scheme, rows * columns, torch.Generator().manual_seed(seed))
+    blocks = sample(scheme, rows * columns, RandomTensors(seed))
     return Matrix(Quantized(scheme, (rows, columns), None), blocks, NOTHING, NOTHING)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.quant import _vectors, gguf_blocks
 from rabbitllm.quant.joint import JointProduct
 from rabbitllm.quant.products import Matrix
@@ -22,7 +23,7 @@ COLUMNS = 512
 def blocks(scheme: str, rows: int, columns: int = COLUMNS) -> Matrix:
     """A matrix of GGUF's blocks."""
     empty = torch.empty(0)
-    stored = gguf_blocks.sample(scheme, rows * columns, torch.Generator().manual_seed(rows))
+    stored = gguf_blocks.sample(scheme, rows * columns, RandomTensors(rows))
     return Matrix(Quantized(scheme, (rows, columns), None), stored, empty, empty)
 
 

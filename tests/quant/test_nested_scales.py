@@ -13,7 +13,7 @@ import torch
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, dtype_name
 from rabbitllm.quant import gguf_blocks
-from rabbitllm.quant.quantize import dequantize, mean_of, operands, quantize_blocks, scales_at
+from rabbitllm.quant.quantize import dequantize, mean_of, operands, quantize_blocks
 from rabbitllm.quant.schemes import DOUBLE, NESTED_BLOCK, NF4_BLOCK, NF4_STATE, Quantized
 from rabbitllm.store.stored_form import (
     arriving,
@@ -149,20 +149,6 @@ def test_dequantized_values_are_those_of_bitsandbytes(
     state.shape = torch.Size([tensor.numel()])
     expected = functional.dequantize_4bit(codes, state).view(shape)
     assert raw(dequantize(*inputs, dtype)) == raw(expected)
-
-
-def test_scales_at_any_index() -> None:
-    tensor = weights((257, 2049), torch.bfloat16)
-    stored = ours(tensor)
-    parts = tensors_of(stored, (257, 2049), torch.bfloat16)
-    specs = specs_of((257, 2049))
-    form = read_state("w", DOUBLE, specs, stored["w" + NF4_STATE])
-    _, _, scales, _ = operands(form, [specs[name] for name in part_names("w", DOUBLE)], lambda spec: parts[spec.name])
-    codes, _, nested, table = (parts[name] for name in part_names("w", DOUBLE)[1:5])
-    chosen = torch.tensor([8000, 0, 255, 256, 511, 512, 3])
-    assert form.offset is not None
-    at_chosen = scales_at(codes[chosen], nested, table, form.offset, chosen // NESTED_BLOCK)
-    assert torch.equal(at_chosen, scales[chosen])
 
 
 @pytest.mark.parametrize(

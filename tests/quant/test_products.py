@@ -31,8 +31,7 @@ from rabbitllm.quant.products import (
 )
 from rabbitllm.quant.quantize import dequantize
 from rabbitllm.quant.schemes import SCHEMES as ALL_SCHEMES
-from rabbitllm.quant.schemes import Quantized
-from rabbitllm.quant.schemes import functional as functions
+from rabbitllm.quant.schemes import Quantized, bitsandbytes
 from tests.support import integer_products
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.rounding import assert_products
@@ -44,7 +43,7 @@ Parts = tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def matrix(scheme: str, rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Parts:
     """A matrix as bitsandbytes quantizes it."""
-    functional = functions()
+    functional = bitsandbytes().functional
     values = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
     name = str(dtype).removeprefix("torch.")
     if scheme == "4bit":
@@ -377,7 +376,7 @@ def test_kernels_compiled_by_separate_processes_load_together(tmp_path: Path) ->
 @pytest.mark.parametrize("count", [1, 300])
 def test_bfloat16_without_bfloat16_instructions(scheme: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What no kernel multiplies is multiplied in float32; the result is rounded once."""
-    monkeypatch.setattr(bfloat_products, "max_rows", lambda: bfloat_products.ALL_ROWS)
+    monkeypatch.setattr(bfloat_products, "widens", lambda: True)
     monkeypatch.setattr(products, "max_panel_inputs", lambda width, dtype: 0)
     multiplied: list[torch.dtype] = []
     ordinary = torch.nn.functional.linear

@@ -18,7 +18,7 @@ from rabbitllm.quant.quantize import (
     quantize_blocks,
 )
 from rabbitllm.quant.schemes import SCHEMES as ALL_SCHEMES
-from rabbitllm.quant.schemes import functional
+from rabbitllm.quant.schemes import bitsandbytes
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 SCHEMES = ("4bit", "8bit")
@@ -27,7 +27,7 @@ RANDOM = torch.randn(512, 2048, generator=torch.Generator().manual_seed(0))
 
 
 def levels() -> torch.Tensor:
-    values: torch.Tensor = functional().get_4bit_type("nf4", device="cpu")
+    values: torch.Tensor = bitsandbytes().functional.get_4bit_type("nf4", device="cpu")
     return values
 
 
