@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from rabbitllm.base.terminal import size
+from rabbitllm.base.terminal import size_rounded_up
 from rabbitllm.engine.expert_source import ExpertPart, ExpertSource, with_tables
 from rabbitllm.engine.experts import MappedExperts, stack_of
 from rabbitllm.engine.placement import ACCEPTED, Copies, Placement, Tier, tokens_per_read
@@ -30,6 +31,8 @@ from rabbitllm.quant.schemes import ROW_ELEMENTS, Quantized, type_for_rows
 from rabbitllm.store.layer_store import WeightFiles
 
 _ENCODED_FROM = (torch.float32, torch.bfloat16, torch.float16)
+HEAD = "IQ4_XS"
+"""The type of the blocks of all copies outside of layers: at 2 bits a head alone would change a third of the tokens."""
 
 
 def _type_of(kind: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
@@ -48,6 +51,7 @@ def _copy_bytes(kind: str, shape: Sequence[int], dtype: torch.dtype, *, is_matri
 
 def unit_copy_bytes(source: UnitSource, kind: str) -> int:
     """Bytes of the copy of a unit, with blocks of a type, or of smaller ones where its rows are no whole blocks."""
+    kind = kind if source.unit.is_layer else HEAD
     return sum(_copy_bytes(kind, e.shape, e.dtype, is_matrix=e.is_linear_weight) for e in source.entries)
 
 
@@ -57,12 +61,12 @@ def expert_copy_bytes(source: ExpertSource, kind: str) -> int:
     return source.experts * sum(_copy_bytes(kind, leaf.shape, leaf.entry.dtype, is_matrix=True) for leaf in leaves)
 
 
-def place_with_copies(plain: Placement, place: Callable[[str], Placement]) -> Placement:
-    """The placement with copies of all that it streams, at the bits that are expected to give the most tokens a second.
+def place_with_copies(plain: Placement, place: Callable[[str, bool], Placement]) -> Placement:
+    """The placement with copies of all that it streams that is expected to give the most tokens a second.
 
     Args:
         plain: the placement without copies.
-        place: a type of blocks -> the placement with copies of this type.
+        place: a type of blocks, and whether a head stays in memory before any layer -> the placement with such copies.
 
     Raises:
         OptionError: there is nothing to copy, no room for copies, no kernel for them, or another device than the CPU
@@ -76,42 +80,42 @@ def place_with_copies(plain: Placement, place: Callable[[str], Placement]) -> Pl
     kinds = [kind for kind in ACCEPTED if multiplies(Quantized(kind, (8, BLOCK_TYPES[kind].elements), None))]
     if not kinds:
         raise OptionError("draft='self' needs products with blocks of few bits; this machine has no kernel.", remedy)
-    possible, lacking = list[tuple[float, Placement]](), 0
-    for kind in kinds:
-        placement = place(kind)
-        assert placement.copies is not None
-        lacking = placement.copies.lacking
-        if not lacking:
-            possible.append((tokens_per_read(placement, placement.copies), placement))
-    if not possible:
+    placements = [place(kind, small_first) for kind in kinds for small_first in (True, False)]
+    lacking = min(placement.copies.lacking for placement in placements if placement.copies is not None)
+    if lacking:
+        least = sum(budget.nbytes for budget in plain.budgets) + lacking
+        is_less = least < sum(placed.counted for placed in (*plain.units, *plain.experts))
+        advice = f"Raise max_memory to {size_rounded_up(least)}, with which they fit, or"
         raise OptionError(
-            f"draft='self' keeps copies of the streamed layers in memory, and {size(lacking)} are lacking for the "
-            "smallest ones.",
-            f"Raise max_memory, or use draft='auto': the checkpoint's own heads or the text so far. {remedy}",
+            f"draft='self' keeps copies of the streamed layers in memory, and {size_rounded_up(lacking)} are lacking "
+            "for the smallest ones.",
+            f"{advice if is_less else 'Copies of these weights save no memory:'} use draft='auto': the checkpoint's "
+            f"own heads or the text so far. {remedy}",
         )
+    possible = [(tokens_per_read(p, p.copies), p) for p in placements if p.copies is not None and not p.copies.lacking]
     return max(possible, key=operator.itemgetter(0))[1]
 
 
-def _copied(weight: torch.Tensor, kind: str, dtype: torch.dtype, entry: ParameterEntry | None = None) -> torch.Tensor:
-    """A weight as it is kept: encoded, or another tensor with its values.
-
-    Args:
-        weight: the weight, in its own form.
-        kind: the type of the blocks of a matrix; "" to keep the weight as it is.
-        dtype: in which it is used.
-        entry: where it is bound, if its product may be computed together with others.
-    """
-    blocks = _type_of(kind, weight.shape, dtype) if kind else None
+def _encoded(weight: torch.Tensor, blocks: str | None) -> torch.Tensor:
+    """A weight, or a run of its rows, in blocks of a type: uint8 (bytes,); with None another tensor with its values."""
     if blocks is None:
         return weight.clone()
     from rabbitllm.quant import block_encoders  # needs numba
 
     values = weight.whole() if isinstance(weight, QuantizedWeight) else weight.detach()
-    values = values if values.dtype in _ENCODED_FROM else values.float()
-    form = Quantized(blocks, tuple(weight.shape), str(dtype).removeprefix("torch."))
+    return block_encoders.encode(blocks, values if values.dtype in _ENCODED_FROM else values.float()).view(-1)
+
+
+def _kept(
+    runs: Sequence[torch.Tensor], blocks: str | None, entry: ParameterEntry, shape: Sequence[int]
+) -> torch.Tensor:
+    """A weight as it is kept, of the results of `_encoded` for its rows."""
+    joined = torch.cat([*runs]) if len(runs) > 1 else runs[0]
+    if blocks is None:
+        return joined
+    form = Quantized(blocks, tuple(shape), str(entry.dtype).removeprefix("torch."))
     none = torch.empty(0, dtype=torch.float32, device="cpu")
-    matrix = Matrix(form, block_encoders.encode(blocks, values).view(-1), none, none)
-    return QuantizedWeight(matrix, dtype, None if entry is None else entry.sibling)
+    return QuantizedWeight(Matrix(form, joined, none, none), entry.dtype, entry.sibling)
 
 
 class _CopiedExperts(MappedExperts):
@@ -181,11 +185,16 @@ class WeightCopies:
 
 
 def _of_unit(model: PreTrainedModel, source: UnitSource, copies: Copies, disk: SpanReader) -> Iterator[_Copy]:
-    buffer = torch.empty(source.buffer_bytes, dtype=torch.uint8, device="cpu")
-    disk.read(source.spans, bytes_of(buffer))
-    for entry, weight in source.parameters(model, source.part_of(buffer)):
-        kind = copies.kind if entry.is_linear_weight else ""
-        copied = _copied(weight, kind, entry.dtype, entry)
+    kind = copies.kind if source.unit.is_layer else HEAD
+    blocks = {e.target: _type_of(kind, e.shape, e.dtype) if e.is_linear_weight else None for e in source.entries}
+    runs = defaultdict[str, list[torch.Tensor]](list)
+    buffer = torch.empty(source.slot_bytes, dtype=torch.uint8, device="cpu")
+    for piece in source.reads.values():
+        disk.read(piece.spans, bytes_of(buffer))
+        for entry, weight in piece.parameters(model, piece.part_of(buffer)):
+            runs[entry.target].append(_encoded(weight, blocks[entry.target]))
+    for entry in source.entries:
+        copied = _kept(runs.pop(entry.target), blocks[entry.target], entry, entry.shape)
         if entry.sibling is not None and isinstance(copied, QuantizedWeight):
             entry.sibling.install()
         yield _Copy(entry, entry.bindable(copied))
@@ -202,7 +211,8 @@ def _of_experts(model: PreTrainedModel, source: ExpertSource, copies: Copies, di
         disk.read(source.spans(expert), bytes_of(buffer))
         for name, leaf in source.leaves.items():
             weight = leaf.weight(model, part_of, expert)
-            weights[name, expert] = _copied(weight, copies.kind, leaf.entry.dtype)
+            blocks = _type_of(copies.kind, weight.shape, leaf.entry.dtype)
+            weights[name, expert] = _kept([_encoded(weight, blocks)], blocks, leaf.entry, weight.shape)
     supply = _CopiedExperts(weights)
     for name, leaf in source.leaves.items():
         stack = stack_of(supply, name, leaf, torch.device("cpu"))

@@ -15,7 +15,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -27,13 +27,13 @@ from rabbitllm.engine._siblings import LastCall, Sibling, is_installed
 from rabbitllm.engine._weights import Recipe, WeightMap
 from rabbitllm.engine.published_codes import CodedRecipe, linear_recipe
 from rabbitllm.engine.span_reader import BLOCK, FileSpan
-from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, StoredMatrix, read_only
+from rabbitllm.engine.weight_tensors import AbsentWeight, Multiply, QuantizedWeight, StoredMatrix, read_only
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.gguf_blocks import work_bytes
 from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.quantize import dequantize, operands
-from rabbitllm.quant.schemes import Quantized
+from rabbitllm.quant.schemes import STORED, Quantized
 from rabbitllm.storage.files import begin_to_read, expect_random_reads
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
@@ -97,6 +97,7 @@ class ParameterEntry:
         device: torch.device,
         read: Callable[[ParameterEntry], torch.Tensor],
         look_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        by_pieces: Multiply | None = None,
     ) -> AbsentWeight:
         """A placeholder with the weight's device, dtype and shape, without memory and values.
 
@@ -104,10 +105,11 @@ class ParameterEntry:
             device: the device of the weight.
             read: returns the weight, in the form of `bindable`; called when its values are read.
             look_up: of a table: distinct rising ids -> their rows.
+            by_pieces: of a matrix that is read in pieces: multiplies with it.
         """
         is_parameter, form = isinstance(self.table[self.leaf], nn.Parameter), (self.shape, self.dtype, device)
         weight = AbsentWeight(lambda: read(self), *form, is_parameter=is_parameter, marks=self.marks)
-        weight.look_up = look_up
+        weight.look_up, weight.by_pieces = look_up, by_pieces
         return weight
 
 
@@ -268,6 +270,7 @@ class UnitSource:
         scale_bytes: of the scales that are dequantized before codes are multiplied.
         scratch_bytes: what each use takes besides the stored bytes: parameters made for it, and the work of one of
             them.
+        pieces: runs of its rows, if it is streamed and multiplied in these, one after another; see `in_pieces`.
     """
 
     unit: Unit
@@ -278,11 +281,22 @@ class UnitSource:
     ready_bytes: int
     scale_bytes: int
     scratch_bytes: int
+    pieces: tuple[UnitSource, ...] = ()
 
     @property
     def buffer_bytes(self) -> int:
         """Length of the buffer that `spans` are read into."""
         return self.spans[-1].end if self.spans else 0
+
+    @property
+    def reads(self) -> dict[str, UnitSource]:
+        """What is read into one buffer each, by name: itself, or its pieces."""
+        return {f"{self.unit.name}[{i}]": piece for i, piece in enumerate(self.pieces)} or {self.unit.name: self}
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a buffer that it is streamed through."""
+        return max(source.buffer_bytes for source in self.reads.values())
 
     @property
     def dequantizes(self) -> bool:
@@ -482,6 +496,37 @@ def of_jobs(unit: Unit, jobs: Iterable[UnitJob], tensors: Mapping[str, StoredTen
     scratch = made + max(work) + (0 if is_view else scale_bytes)
     ready = sum(job.ready_bytes for job in jobs) + scale_bytes
     return UnitSource(unit, jobs, stored, _spans(stored), is_view, ready, scale_bytes, scratch)
+
+
+PIECE_ROWS = 256
+"""Rows of which a piece has a multiple: so the products of all pieces have the bits of that of the whole matrix."""
+
+
+def in_pieces(source: UnitSource, most: int) -> UnitSource:
+    """A source whose only matrix is larger than `most` bytes, in pieces of no more; any other one as it is.
+
+    Its module is a Linear that no layer has, such as a head: a run of its rows gives a run of its results.
+    """
+    is_alone = len(source.jobs) == len(source.unit.entries) == len(source.stored) == 1
+    if not (is_alone and 0 < most < source.buffer_bytes):
+        return source
+    (job,), (entry,), (stored,) = source.jobs, source.unit.entries, source.stored.values()
+    form, (part, *shared) = stored.quantized, stored.parts
+    by_rows = form is None or STORED[form.scheme].block_bytes  # else its scales are a part of their own
+    if not (entry.is_linear_weight and source.is_view and by_rows and stored.is_one_run):
+        return source
+    rows, pieces = entry.shape[0], []
+    row_bytes = part.nbytes // rows
+    step = max(most // row_bytes // PIECE_ROWS, 1) * PIECE_ROWS
+    quantized = tuple((how, replace(entry, sibling=None)) for how, entry in job.quantized)
+    for begin in range(0, rows, step):
+        count = min(step, rows - begin)
+        shape, offset = (part.shape[0] * count // rows, *part.shape[1:]), part.offset + begin * row_bytes
+        run = part._replace(shape=shape, offset=offset, nbytes=count * row_bytes)
+        few = form and replace(form, shape=(count, *form.shape[1:]))
+        tensors = {stored.name: StoredTensor(stored.name, (run, *shared), few)}
+        pieces.append(of_jobs(source.unit, [replace(job, quantized=quantized)], tensors))
+    return replace(source, pieces=tuple(pieces))
 
 
 def _from_codes(
