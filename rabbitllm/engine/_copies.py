@@ -11,7 +11,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from transformers import PreTrainedModel
@@ -128,12 +128,8 @@ class _CopiedExperts(MappedExperts):
         return self._weights[leaf, expert]
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A parameter of a streamed unit: where it is bound, and what is bound there while the model is its own draft."""
-
-    entry: ParameterEntry
-    weight: torch.Tensor
+_Copy: TypeAlias = tuple[ParameterEntry, torch.Tensor]
+"""A parameter of a streamed unit: where it is bound, and what is bound there while the model is its own draft."""
 
 
 class WeightCopies:
@@ -158,15 +154,12 @@ class WeightCopies:
         if placement.copies is None:
             return
         disk = SpanReader(store, THROUGH_THE_CACHE, store.checks)
-        streamed = {placed.unit for placed in placement.units if placed.tier is Tier.STREAMED}
-        routed = {placed.unit for placed in placement.experts if placed.tier is Tier.ROUTED}
-        for name in streamed:
+        for name in (placed.unit for placed in placement.units if placed.tier is Tier.STREAMED):
             self._copies += _of_unit(model, sources[name], placement.copies, disk)
-        for source in experts:
-            if source.name in routed:
-                self._copies += _of_experts(
-                    model, with_tables(source, store, torch.device("cpu")), placement.copies, disk
-                )
+        routed = {placed.unit for placed in placement.experts if placed.tier is Tier.ROUTED}
+        for source in (source for source in experts if source.name in routed):
+            with_values = with_tables(source, store, torch.device("cpu"))
+            self._copies += _of_experts(model, with_values, placement.copies, disk)
 
     def __bool__(self) -> bool:
         return bool(self._copies)
@@ -174,14 +167,14 @@ class WeightCopies:
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
         """A context in which the copies are bound instead of what the streamed units have between two passes."""
-        before = [copy.entry.table[copy.entry.leaf] for copy in self._copies]
+        before = [(entry, entry.table[entry.leaf]) for entry, _ in self._copies]
         try:
-            for copy in self._copies:
-                copy.entry.table[copy.entry.leaf] = copy.weight
+            for entry, weight in self._copies:
+                entry.table[entry.leaf] = weight
             yield
         finally:
-            for copy, tensor in zip(self._copies, before, strict=True):
-                copy.entry.table[copy.entry.leaf] = tensor
+            for entry, weight in before:
+                entry.table[entry.leaf] = weight
 
 
 def _of_unit(model: PreTrainedModel, source: UnitSource, copies: Copies, disk: SpanReader) -> Iterator[_Copy]:
@@ -197,7 +190,7 @@ def _of_unit(model: PreTrainedModel, source: UnitSource, copies: Copies, disk: S
         copied = _kept(runs.pop(entry.target), blocks[entry.target], entry, entry.shape)
         if entry.sibling is not None and isinstance(copied, QuantizedWeight):
             entry.sibling.install()
-        yield _Copy(entry, entry.bindable(copied))
+        yield entry, entry.bindable(copied)
 
 
 def _of_experts(model: PreTrainedModel, source: ExpertSource, copies: Copies, disk: SpanReader) -> Iterator[_Copy]:
@@ -216,4 +209,4 @@ def _of_experts(model: PreTrainedModel, source: ExpertSource, copies: Copies, di
     supply = _CopiedExperts(weights)
     for name, leaf in source.leaves.items():
         stack = stack_of(supply, name, leaf, torch.device("cpu"))
-        yield _Copy(leaf.entry, leaf.entry.bindable(stack))
+        yield leaf.entry, leaf.entry.bindable(stack)

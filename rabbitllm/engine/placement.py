@@ -506,8 +506,8 @@ def place(
 ACCEPTED = {"IQ4_XS": 0.93, "Q3_K": 0.88, "Q2_K": 0.83}
 """Type of blocks -> the share of tokens of such copies that is expected to be right, after right ones.
 
-Qwen2.5-Coder-1.5B in bfloat16, two thirds streamed, had 0.92 to 0.98, 0.87 to 0.93 and 0.88 to 0.93, prose and code; all
-streamed 0.89, 0.80 and 0.66 of prose.
+Qwen2.5-Coder-1.5B in bfloat16, two thirds streamed, had 0.92 to 0.98, 0.87 to 0.93 and 0.88 to 0.93, prose and code;
+all streamed 0.89, 0.80 and 0.66 of prose.
 """
 MEMORY_SPEED = 8
 """How many bytes of weights are computed with, as expected, in the time in which one is read from the disk."""
