@@ -34,12 +34,13 @@ from rabbitllm.base.forks import ForkGuard, compute_on_one_thread, own_lock
 from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import TableRows
 from rabbitllm.engine._expert_pool import ExpertPool
+from rabbitllm.engine._pieces import product_of
 from rabbitllm.engine.devices import Device, memory_explained
 from rabbitllm.engine.placement import HOOKED, READY, SLOTS, Placement, Tier
 from rabbitllm.engine.prefetch import FilledSlot, HostBuffers, Loader, Uploader, bytes_of, largest
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader, compare
 from rabbitllm.engine.units import ParameterEntry, PartReader, TensorsByRecipe, UnitSource, mapped_part
-from rabbitllm.engine.weight_tensors import Multiply, called_by, untrainable
+from rabbitllm.engine.weight_tensors import called_by, untrainable
 from rabbitllm.errors import AbsentWeightError
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.telemetry.passes import COMPUTE, DEQUANTIZE, LOAD
@@ -422,7 +423,9 @@ class Streamer:
                     entry.bind(tensor)
             return
         if source.pieces and tier is Tier.STREAMED:
-            self._unbinding(source, device, by_pieces=self._in_pieces(source, executor))()
+            take = functools.partial(self._taken, executor=executor)
+            product = product_of(source, self._model, self._profiler, take, executor.loader.give_back)
+            self._unbinding(source, device, by_pieces=product)()
             return
         unbind = self._unbinding(source, device)
         unbind()
@@ -455,23 +458,6 @@ class Streamer:
         if self._prefetching:
             executor.loader.prefetch(executor.following(name))
         return loaded
-
-    def _in_pieces(self, source: UnitSource, executor: DeviceExecutor) -> Multiply:
-        """The product with a matrix whose rows are read in pieces."""
-
-        def multiply(x: torch.Tensor, linear: Callable[..., torch.Tensor]) -> torch.Tensor:
-            products = list[torch.Tensor]()
-            for name, piece in source.reads.items():
-                loaded = self._taken(name, executor)
-                try:
-                    with self._profiler.stage(source.unit.name, COMPUTE), torch.no_grad():
-                        for entry, rows in piece.parameters(self._model, piece.part_of(loaded.slot.buffer)):
-                            products.append(linear(x, entry.bindable(rows)))
-                finally:
-                    executor.loader.give_back(loaded)
-            return torch.cat(products, dim=-1)
-
-        return multiply
 
     def _hook(
         self, source: UnitSource, device: Device, load: Callable[[], PartReader], release: Callable[[], None]

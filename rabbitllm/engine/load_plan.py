@@ -26,6 +26,7 @@ from rabbitllm.base.terminal import size
 from rabbitllm.engine import _published, skeleton
 from rabbitllm.engine._copies import expert_copy_bytes, place_with_copies, unit_copy_bytes
 from rabbitllm.engine._embedding_rows import has_readable_rows
+from rabbitllm.engine._pieces import in_pieces
 from rabbitllm.engine._weights import WeightMap, advice_on_names, check_unused, map_weights
 from rabbitllm.engine.devices import Device, budget_of, host_room
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
@@ -52,7 +53,6 @@ from rabbitllm.engine.units import (
     UnitSource,
     find_tables,
     find_units,
-    in_pieces,
     input_embedding,
     multiplied,
     source_of,

@@ -15,7 +15,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -33,7 +33,7 @@ from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.gguf_blocks import work_bytes
 from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.quantize import dequantize, operands
-from rabbitllm.quant.schemes import STORED, Quantized
+from rabbitllm.quant.schemes import Quantized
 from rabbitllm.storage.files import begin_to_read, expect_random_reads
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
@@ -270,7 +270,7 @@ class UnitSource:
         scale_bytes: of the scales that are dequantized before codes are multiplied.
         scratch_bytes: what each use takes besides the stored bytes: parameters made for it, and the work of one of
             them.
-        pieces: runs of its rows, if it is streamed and multiplied in these, one after another; see `in_pieces`.
+        pieces: runs of its rows, if it is streamed and multiplied in these, one after another; see `_pieces.py`.
     """
 
     unit: Unit
@@ -496,37 +496,6 @@ def of_jobs(unit: Unit, jobs: Iterable[UnitJob], tensors: Mapping[str, StoredTen
     scratch = made + max(work) + (0 if is_view else scale_bytes)
     ready = sum(job.ready_bytes for job in jobs) + scale_bytes
     return UnitSource(unit, jobs, stored, _spans(stored), is_view, ready, scale_bytes, scratch)
-
-
-PIECE_ROWS = 256
-"""Rows of which a piece has a multiple: so the products of all pieces have the bits of that of the whole matrix."""
-
-
-def in_pieces(source: UnitSource, most: int) -> UnitSource:
-    """A source whose only matrix is larger than `most` bytes, in pieces of no more; any other one as it is.
-
-    Its module is a Linear that no layer has, such as a head: a run of its rows gives a run of its results.
-    """
-    is_alone = len(source.jobs) == len(source.unit.entries) == len(source.stored) == 1
-    if not (is_alone and 0 < most < source.buffer_bytes):
-        return source
-    (job,), (entry,), (stored,) = source.jobs, source.unit.entries, source.stored.values()
-    form, (part, *shared) = stored.quantized, stored.parts
-    by_rows = form is None or STORED[form.scheme].block_bytes  # else its scales are a part of their own
-    if not (entry.is_linear_weight and source.is_view and by_rows and stored.is_one_run):
-        return source
-    rows, pieces = entry.shape[0], []
-    row_bytes = part.nbytes // rows
-    step = max(most // row_bytes // PIECE_ROWS, 1) * PIECE_ROWS
-    quantized = tuple((how, replace(entry, sibling=None)) for how, entry in job.quantized)
-    for begin in range(0, rows, step):
-        count = min(step, rows - begin)
-        shape, offset = (part.shape[0] * count // rows, *part.shape[1:]), part.offset + begin * row_bytes
-        run = part._replace(shape=shape, offset=offset, nbytes=count * row_bytes)
-        few = form and replace(form, shape=(count, *form.shape[1:]))
-        tensors = {stored.name: StoredTensor(stored.name, (run, *shared), few)}
-        pieces.append(of_jobs(source.unit, [replace(job, quantized=quantized)], tensors))
-    return replace(source, pieces=tuple(pieces))
 
 
 def _from_codes(
