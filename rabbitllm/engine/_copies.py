@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from transformers import PreTrainedModel
 
-from rabbitllm.base.terminal import size
+from rabbitllm.base.terminal import size_rounded_up
 from rabbitllm.engine.expert_source import ExpertPart, ExpertSource, with_tables
 from rabbitllm.engine.experts import MappedExperts, stack_of
 from rabbitllm.engine.placement import ACCEPTED, Copies, Placement, Tier, tokens_per_read
@@ -31,6 +32,8 @@ from rabbitllm.quant.schemes import ROW_ELEMENTS, Quantized, type_for_rows
 from rabbitllm.store.layer_store import WeightFiles
 
 _ENCODED_FROM = (torch.float32, torch.bfloat16, torch.float16)
+HEAD = "IQ4_XS"
+"""The type of the blocks of all copies outside of layers: at 2 bits a head alone would change a third of the tokens."""
 
 
 def _type_of(kind: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
@@ -49,6 +52,7 @@ def _copy_bytes(kind: str, shape: Sequence[int], dtype: torch.dtype, *, is_matri
 
 def unit_copy_bytes(source: UnitSource, kind: str) -> int:
     """Bytes of the copy of a unit, with blocks of a type, or of smaller ones where its rows are no whole blocks."""
+    kind = kind if source.unit.is_layer else HEAD
     return sum(_copy_bytes(kind, e.shape, e.dtype, is_matrix=e.is_linear_weight) for e in source.entries)
 
 
@@ -58,12 +62,12 @@ def expert_copy_bytes(source: ExpertSource, kind: str) -> int:
     return source.experts * sum(_copy_bytes(kind, leaf.shape, leaf.entry.dtype, is_matrix=True) for leaf in leaves)
 
 
-def place_with_copies(plain: Placement, place: Callable[[str], Placement]) -> Placement:
-    """The placement with copies of all that it streams, at the bits that are expected to give the most tokens a second.
+def place_with_copies(plain: Placement, place: Callable[[str, bool], Placement]) -> Placement:
+    """The placement with copies of all that it streams that is expected to give the most tokens a second.
 
     Args:
         plain: the placement without copies.
-        place: a type of blocks -> the placement with copies of this type.
+        place: a type of blocks, and whether a head stays in memory before any layer -> the placement with such copies.
 
     Raises:
         OptionError: there is nothing to copy, no room for copies, no kernel for them, or another device than the CPU
@@ -77,41 +81,41 @@ def place_with_copies(plain: Placement, place: Callable[[str], Placement]) -> Pl
     kinds = [kind for kind in ACCEPTED if multiplies(Quantized(kind, (8, BLOCK_TYPES[kind].elements), None))]
     if not kinds:
         raise OptionError("draft='self' needs products with blocks of few bits; this machine has no kernel.", remedy)
-    possible, lacking = list[tuple[float, Placement]](), 0
-    for kind in kinds:
-        placement = place(kind)
-        assert placement.copies is not None
-        lacking = placement.copies.lacking
-        if not lacking:
-            possible.append((tokens_per_read(placement, placement.copies), placement))
-    if not possible:
+    placements = [place(kind, small_first) for kind in kinds for small_first in (True, False)]
+    lacking = min(placement.copies.lacking for placement in placements if placement.copies is not None)
+    if lacking:
+        least = sum(budget.nbytes for budget in plain.budgets) + lacking
+        is_less = least < sum(placed.counted for placed in (*plain.units, *plain.experts))
+        advice = f"Raise max_memory to {size_rounded_up(least)}, with which they fit, or"
         raise OptionError(
-            f"draft='self' keeps copies of the streamed layers in memory, and {size(lacking)} are lacking for the "
-            "smallest ones.",
-            f"Raise max_memory, or use draft='auto': the checkpoint's own heads or the text so far. {remedy}",
+            f"draft='self' keeps copies of the streamed layers in memory, and {size_rounded_up(lacking)} are lacking "
+            "for the smallest ones.",
+            f"{advice if is_less else 'Copies of these weights save no memory:'} use draft='auto': the checkpoint's "
+            f"own heads or the text so far. {remedy}",
         )
+    possible = [(tokens_per_read(p, p.copies), p) for p in placements if p.copies is not None and not p.copies.lacking]
     return max(possible, key=operator.itemgetter(0))[1]
 
 
-def _copied(weight: torch.Tensor, kind: str, dtype: torch.dtype, entry: ParameterEntry | None = None) -> torch.Tensor:
-    """A weight as it is kept: encoded, or another tensor with its values.
-
-    Args:
-        weight: the weight, in its own form.
-        kind: the type of the blocks of a matrix; "" to keep the weight as it is.
-        dtype: in which it is used.
-        entry: where it is bound, if its product may be computed together with others.
-    """
-    blocks = _type_of(kind, weight.shape, dtype) if kind else None
+def _encoded(weight: torch.Tensor, blocks: str | None) -> torch.Tensor:
+    """A weight, or a run of its rows, in blocks of a type: uint8 (bytes,); with None another tensor with its values."""
     if blocks is None:
         return weight.clone()
     from rabbitllm.quant import block_encoders  # needs numba
 
     values = weight.whole() if isinstance(weight, QuantizedWeight) else weight.detach()
-    values = values if values.dtype in _ENCODED_FROM else values.float()
-    form = Quantized(blocks, tuple(weight.shape), str(dtype).removeprefix("torch."))
-    matrix = Matrix(form, block_encoders.encode(blocks, values).view(-1), NO_SCALES, NO_SCALES)
-    return QuantizedWeight(matrix, dtype, None if entry is None else entry.sibling)
+    return block_encoders.encode(blocks, values if values.dtype in _ENCODED_FROM else values.float()).view(-1)
+
+
+def _kept(
+    runs: Sequence[torch.Tensor], blocks: str | None, entry: ParameterEntry, shape: Sequence[int]
+) -> torch.Tensor:
+    """A weight as it is kept, of the results of `_encoded` for its rows."""
+    joined = torch.cat([*runs]) if len(runs) > 1 else runs[0]
+    if blocks is None:
+        return joined
+    form = Quantized(blocks, tuple(shape), str(entry.dtype).removeprefix("torch."))
+    return QuantizedWeight(Matrix(form, joined, NO_SCALES, NO_SCALES), entry.dtype, entry.sibling)
 
 
 class _CopiedExperts(MappedExperts):
@@ -124,12 +128,8 @@ class _CopiedExperts(MappedExperts):
         return self._weights[leaf, expert]
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A parameter of a streamed unit: where it is bound, and what is bound there while the model is its own draft."""
-
-    entry: ParameterEntry
-    weight: torch.Tensor
+_Copy: TypeAlias = tuple[ParameterEntry, torch.Tensor]
+"""A parameter of a streamed unit: where it is bound, and what is bound there while the model is its own draft."""
 
 
 class WeightCopies:
@@ -154,15 +154,12 @@ class WeightCopies:
         if placement.copies is None:
             return
         disk = SpanReader(store, THROUGH_THE_CACHE, store.checks)
-        streamed = {placed.unit for placed in placement.units if placed.tier is Tier.STREAMED}
-        routed = {placed.unit for placed in placement.experts if placed.tier is Tier.ROUTED}
-        for name in streamed:
+        for name in (placed.unit for placed in placement.units if placed.tier is Tier.STREAMED):
             self._copies += _of_unit(model, sources[name], placement.copies, disk)
-        for source in experts:
-            if source.name in routed:
-                self._copies += _of_experts(
-                    model, with_tables(source, store, torch.device("cpu")), placement.copies, disk
-                )
+        routed = {placed.unit for placed in placement.experts if placed.tier is Tier.ROUTED}
+        for source in (source for source in experts if source.name in routed):
+            with_values = with_tables(source, store, torch.device("cpu"))
+            self._copies += _of_experts(model, with_values, placement.copies, disk)
 
     def __bool__(self) -> bool:
         return bool(self._copies)
@@ -170,25 +167,30 @@ class WeightCopies:
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
         """A context in which the copies are bound instead of what the streamed units have between two passes."""
-        before = [copy.entry.table[copy.entry.leaf] for copy in self._copies]
+        before = [(entry, entry.table[entry.leaf]) for entry, _ in self._copies]
         try:
-            for copy in self._copies:
-                copy.entry.table[copy.entry.leaf] = copy.weight
+            for entry, weight in self._copies:
+                entry.table[entry.leaf] = weight
             yield
         finally:
-            for copy, tensor in zip(self._copies, before, strict=True):
-                copy.entry.table[copy.entry.leaf] = tensor
+            for entry, weight in before:
+                entry.table[entry.leaf] = weight
 
 
 def _of_unit(model: PreTrainedModel, source: UnitSource, copies: Copies, disk: SpanReader) -> Iterator[_Copy]:
-    buffer = torch.empty(source.buffer_bytes, dtype=torch.uint8, device="cpu")
-    disk.read(source.spans, bytes_of(buffer))
-    for entry, weight in source.parameters(model, source.part_of(buffer)):
-        kind = copies.kind if entry.is_linear_weight else ""
-        copied = _copied(weight, kind, entry.dtype, entry)
+    kind = copies.kind if source.unit.is_layer else HEAD
+    blocks = {e.target: _type_of(kind, e.shape, e.dtype) if e.is_linear_weight else None for e in source.entries}
+    runs = defaultdict[str, list[torch.Tensor]](list)
+    buffer = torch.empty(source.slot_bytes, dtype=torch.uint8, device="cpu")
+    for piece in source.reads.values():
+        disk.read(piece.spans, bytes_of(buffer))
+        for entry, weight in piece.parameters(model, piece.part_of(buffer)):
+            runs[entry.target].append(_encoded(weight, blocks[entry.target]))
+    for entry in source.entries:
+        copied = _kept(runs.pop(entry.target), blocks[entry.target], entry, entry.shape)
         if entry.sibling is not None and isinstance(copied, QuantizedWeight):
             entry.sibling.install()
-        yield _Copy(entry, entry.bindable(copied))
+        yield entry, entry.bindable(copied)
 
 
 def _of_experts(model: PreTrainedModel, source: ExpertSource, copies: Copies, disk: SpanReader) -> Iterator[_Copy]:
@@ -202,8 +204,9 @@ def _of_experts(model: PreTrainedModel, source: ExpertSource, copies: Copies, di
         disk.read(source.spans(expert), bytes_of(buffer))
         for name, leaf in source.leaves.items():
             weight = leaf.weight(model, part_of, expert)
-            weights[name, expert] = _copied(weight, copies.kind, leaf.entry.dtype)
+            blocks = _type_of(copies.kind, weight.shape, leaf.entry.dtype)
+            weights[name, expert] = _kept([_encoded(weight, blocks)], blocks, leaf.entry, weight.shape)
     supply = _CopiedExperts(weights)
     for name, leaf in source.leaves.items():
         stack = stack_of(supply, name, leaf, torch.device("cpu"))
-        yield _Copy(leaf.entry, leaf.entry.bindable(stack))
+        yield leaf.entry, leaf.entry.bindable(stack)

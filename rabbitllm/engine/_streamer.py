@@ -34,6 +34,7 @@ from rabbitllm.base.forks import ForkGuard, compute_on_one_thread, own_lock
 from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import TableRows
 from rabbitllm.engine._expert_pool import ExpertPool
+from rabbitllm.engine._pieces import product_of
 from rabbitllm.engine.devices import Device, memory_explained
 from rabbitllm.engine.placement import HOOKED, READY, SLOTS, Placement, Tier
 from rabbitllm.engine.prefetch import FilledSlot, HostBuffers, Loader, Uploader, bytes_of, largest
@@ -174,7 +175,8 @@ def device_executors(
     for name, device in devices.items():
         hooked = [placed for placed in placement.units if placed.device == name and placed.tier in HOOKED]
         scratch = max((sources[placed.unit].scratch_bytes for placed in hooked), default=0)
-        moving = {placed.unit: sources[placed.unit] for placed in hooked if placed.tier is not Tier.PACKED}
+        whole = (sources[placed.unit].reads for placed in hooked if placed.tier is not Tier.PACKED)
+        moving = {name: source for reads in whole for name, source in reads.items()}
         order = list(moving)
         disk = SpanReader(store, read_mode, store.checks)
         loader: Loader | Uploader
@@ -420,6 +422,11 @@ class Streamer:
                 for entry, tensor in self._permanent(rows.others, device, self._memos[device.name]):
                     entry.bind(tensor)
             return
+        if source.pieces and tier is Tier.STREAMED:
+            take = functools.partial(self._taken, executor=executor)
+            product = product_of(source, self._model, self._profiler, take, executor.loader.give_back)
+            self._unbinding(source, device, by_pieces=product)()
+            return
         unbind = self._unbinding(source, device)
         unbind()
         if tier is Tier.PACKED:
@@ -430,13 +437,10 @@ class Streamer:
 
     def _stream(self, source: UnitSource, executor: DeviceExecutor, unbind: Callable[[], None]) -> None:
         """Bind a unit whose stored bytes are read or copied for each pass."""
-        name, loaded = source.unit.name, list[FilledSlot]()
+        loaded = list[FilledSlot]()
 
         def load() -> PartReader:
-            executor.record(name)
-            loaded.append(executor.loader.take(name))
-            if self._prefetching:
-                executor.loader.prefetch(executor.following(name))
+            loaded.append(self._taken(source.unit.name, executor))
             return source.part_of(loaded[-1].slot.buffer)
 
         def release() -> None:
@@ -446,6 +450,14 @@ class Streamer:
                 loaded.clear()
 
         self._hook(source, executor.device, load, release)
+
+    def _taken(self, name: str, executor: DeviceExecutor) -> FilledSlot:
+        """What is read at once, by its name; the next one is read meanwhile."""
+        executor.record(name)
+        loaded = executor.loader.take(name)
+        if self._prefetching:
+            executor.loader.prefetch(executor.following(name))
+        return loaded
 
     def _hook(
         self, source: UnitSource, device: Device, load: Callable[[], PartReader], release: Callable[[], None]
@@ -500,14 +512,14 @@ class Streamer:
         return time.perf_counter() - sum(pool.waited for pool in self.pools.values())
 
     def _unbinding(
-        self, source: UnitSource, device: Device, *, elsewhere: bool = False, look_up: TableRows | None = None
+        self, source: UnitSource, device: Device, *, elsewhere: bool = False, **answers: Callable[..., torch.Tensor]
     ) -> Callable[[], None]:
-        """A function that replaces the weights of a unit by placeholders."""
+        """A function that replaces the weights of a unit by placeholders, with these answers."""
 
         def read(entry: ParameterEntry) -> torch.Tensor:
             return self._read_absent(source, device, entry, elsewhere=elsewhere)
 
-        absent = [(entry, entry.placeholder(device.torch_device, read, look_up)) for entry in source.entries]
+        absent = [(entry, entry.placeholder(device.torch_device, read, **answers)) for entry in source.entries]
 
         def unbind() -> None:
             for entry, placeholder in absent:

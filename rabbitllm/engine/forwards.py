@@ -216,6 +216,8 @@ class _Functional:
         trains = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
         if not trains and bfloat_products.multiplies(input, weight):
             return bfloat_products.linear(input, weight, bias)
+        if not trains and bias is None and (multiply := getattr(weight, "by_pieces", None)) is not None:
+            return multiply(input, _Functional.linear)  # type: ignore[no-any-return]
         return nn.functional.linear(input, weight, bias)
 
 

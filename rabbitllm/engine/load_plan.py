@@ -27,6 +27,7 @@ from rabbitllm.base.terminal import size
 from rabbitllm.engine import _published, skeleton
 from rabbitllm.engine._copies import expert_copy_bytes, place_with_copies, unit_copy_bytes
 from rabbitllm.engine._embedding_rows import has_readable_rows
+from rabbitllm.engine._pieces import in_pieces
 from rabbitllm.engine._weights import WeightMap, advice_on_names, check_unused, map_weights
 from rabbitllm.engine.devices import Device, budget_of, host_room
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
@@ -137,7 +138,8 @@ def unit_costs(
         )
         is_table = rows and module is not embedding
         copy = unit_copy_bytes(source, kind) if kind is not None else 0
-        costs.append(UnitCost(name, *sizes, source.unit.is_layer, must_stay, rows, *other_sizes, tied, is_table, copy))
+        last = copy, source.slot_bytes if source.pieces else 0
+        costs.append(UnitCost(name, *sizes, source.unit.is_layer, must_stay, rows, *other_sizes, tied, is_table, *last))
     return costs
 
 
@@ -158,7 +160,7 @@ def held_bytes(placement: Placement, sources: Mapping[str, UnitSource], experts:
             if source.is_view and source.scale_bytes and placed.tier is not Tier.PINNED:
                 ready[frozenset(source.stored)] = source.scale_bytes
         if placed.tier in (Tier.STREAMED, Tier.PINNED):
-            largest[placed.device] = max(largest.get(placed.device, 0), source.buffer_bytes)
+            largest[placed.device] = max(largest.get(placed.device, 0), source.slot_bytes)
     for expert in experts:
         tier = next(placed.tier for placed in placement.experts if placed.unit == expert.name)
         if tier is not Tier.ROUTED:
@@ -413,6 +415,9 @@ def _plan_of(
         remedy = advice_on_names(store.tensors, model.state_dict()) or _CHECK_THE_SOURCE
         raise IncompleteCheckpointError(f"{error.problem} Nothing was deleted.", remedy) from error
     sources = {unit.name: source_of(without_experts(unit, experts), weights, store, choose_matrix) for unit in units}
+    if not options.exact and all(device.shares_host_memory for device in devices):
+        most = max((source.buffer_bytes for source in sources.values() if source.unit.is_layer), default=0)
+        sources = {n: s if s.unit.is_layer else in_pieces(s, most) for n, s in sources.items()}
     placement = place_units(model, sources, experts, devices, options, choosers)
     return LoadPlan(model, weights, sources, tuple(experts), placement, bare.quantizer, bare.is_narrowed, choosers)
 
@@ -542,10 +547,11 @@ def place_units(
         placement = placed(unit_costs(model, sources, experts, choosers), experts=expert_costs(experts))
     if options.self_draft:
 
-        def with_copies(kind: str) -> Placement:
+        def with_copies(kind: str, small_first: bool) -> Placement:
             copied = [expert_copy_bytes(source, kind) for source in experts]
             inside = [replace(cost, copy=nbytes) for cost, nbytes in zip(expert_costs(experts), copied, strict=True)]
-            return placed(unit_costs(model, sources, experts, kind=kind), experts=inside, kind=kind)
+            sizes = unit_costs(model, sources, experts, kind=kind)
+            return placed(sizes, experts=inside, kind=kind, small_first=small_first and options.small_layers_resident)
 
         placement = place_with_copies(placement, with_copies)
     name = model.config.model_type

@@ -225,7 +225,7 @@ class Loader:
         loaded = self.fetch(unit)
         waited = time.perf_counter() - start
         self.waited += waited
-        self._profiler.add(unit, READ_WAIT, waited)
+        self._profiler.add(self._sources[unit].unit.name, READ_WAIT, waited)
         return loaded
 
     def fetch(self, unit: str) -> FilledSlot:
@@ -253,7 +253,7 @@ class Loader:
         source = self._sources[unit]
         if slot.left is not None:
             self._device.landed(slot.left)
-        with self._profiler.stage(unit, READ, source.stored_bytes):
+        with self._profiler.stage(source.unit.name, READ, source.stored_bytes):
             self._disk.read(source.spans, bytes_of(slot.buffer[: source.buffer_bytes]))
 
 

@@ -27,7 +27,7 @@ from rabbitllm.engine._siblings import LastCall, Sibling, is_installed
 from rabbitllm.engine._weights import Recipe, WeightMap
 from rabbitllm.engine.published_codes import CodedRecipe, linear_recipe
 from rabbitllm.engine.span_reader import BLOCK, FileSpan
-from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, StoredMatrix, read_only
+from rabbitllm.engine.weight_tensors import AbsentWeight, Multiply, QuantizedWeight, StoredMatrix, read_only
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.gguf_blocks import work_bytes
@@ -97,6 +97,7 @@ class ParameterEntry:
         device: torch.device,
         read: Callable[[ParameterEntry], torch.Tensor],
         look_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        by_pieces: Multiply | None = None,
     ) -> AbsentWeight:
         """A placeholder with the weight's device, dtype and shape, without memory and values.
 
@@ -104,10 +105,11 @@ class ParameterEntry:
             device: the device of the weight.
             read: returns the weight, in the form of `bindable`; called when its values are read.
             look_up: of a table: distinct rising ids -> their rows.
+            by_pieces: of a matrix that is read in pieces: multiplies with it.
         """
         is_parameter, form = isinstance(self.table[self.leaf], nn.Parameter), (self.shape, self.dtype, device)
         weight = AbsentWeight(lambda: read(self), *form, is_parameter=is_parameter, marks=self.marks)
-        weight.look_up = look_up
+        weight.look_up, weight.by_pieces = look_up, by_pieces
         return weight
 
 
@@ -268,6 +270,7 @@ class UnitSource:
         scale_bytes: of the scales that are dequantized before codes are multiplied.
         scratch_bytes: what each use takes besides the stored bytes: parameters made for it, and the work of one of
             them.
+        pieces: runs of its rows, if it is streamed and multiplied in these, one after another; see `_pieces.py`.
     """
 
     unit: Unit
@@ -278,11 +281,22 @@ class UnitSource:
     ready_bytes: int
     scale_bytes: int
     scratch_bytes: int
+    pieces: tuple[UnitSource, ...] = ()
 
     @property
     def buffer_bytes(self) -> int:
         """Length of the buffer that `spans` are read into."""
         return self.spans[-1].end if self.spans else 0
+
+    @property
+    def reads(self) -> dict[str, UnitSource]:
+        """What is read into one buffer each, by name: itself, or its pieces."""
+        return {f"{self.unit.name}[{i}]": piece for i, piece in enumerate(self.pieces)} or {self.unit.name: self}
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a buffer that it is streamed through."""
+        return max(source.buffer_bytes for source in self.reads.values())
 
     @property
     def dequantizes(self) -> bool:

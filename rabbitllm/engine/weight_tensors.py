@@ -134,6 +134,10 @@ def _whole(value: Any) -> Any:
     return value.whole() if isinstance(value, WeightStandIn) else value
 
 
+Multiply: TypeAlias = Callable[[torch.Tensor, Callable[..., torch.Tensor]], torch.Tensor]
+"""Inputs (..., K), and a product with rows of a matrix -> that with the matrix, (..., N)."""
+
+
 class AbsentWeight(WeightStandIn):
     """A placeholder of a weight that is not in memory: its shape, strides, dtype and device, without values.
 
@@ -148,6 +152,8 @@ class AbsentWeight(WeightStandIn):
     _read: Callable[[], torch.Tensor]
     look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Of a table: distinct rising ids, int64 (n,) on the CPU -> their rows (n, width) on the weight's device."""
+    by_pieces: Multiply | None = None
+    """Of a Linear's matrix that is read in pieces."""
     _why = "it is read from the disk when its layer computes"
     _by_memory = _BY_MEMORY | _ADDRESSES
 
@@ -193,7 +199,7 @@ class AbsentWeight(WeightStandIn):
     def again(self) -> AbsentWeight:
         """Another object for the same weight, not a parameter, as from `detach`."""
         weight = AbsentWeight(self._read, self.shape, self.dtype, self.device, is_parameter=False)
-        weight.look_up = self.look_up
+        weight.look_up, weight.by_pieces = self.look_up, self.by_pieces
         return weight
 
 
@@ -216,8 +222,17 @@ def _embedding(input: Any, weight: Any, max_norm: Any = None, **options: Any) ->
         return torch.nn.functional.embedding(renumbered.to(weight.device), look_up(distinct.long()))
 
 
+def _linear_in_pieces(input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
+    """The answer to `torch.nn.functional.linear`, piece by piece."""
+    multiply = weight.by_pieces if isinstance(weight, AbsentWeight) else None
+    if multiply is None or bias is not None or (torch.is_grad_enabled() and input.requires_grad):
+        return None
+    return multiply(input, torch.nn.functional.linear)
+
+
 AbsentWeight._answers = {
     torch.nn.functional.embedding: _embedding,
+    torch.nn.functional.linear: _linear_in_pieces,
     torch.clone: _clone,
     torch.Tensor.clone: _clone,
     torch.Tensor.new_tensor: _new_tensor,

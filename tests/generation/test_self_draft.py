@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 from rabbitllm.auto_model import LoadRequest, prepare_model
-from rabbitllm.base.options import Hosts
+from rabbitllm.base.options import Hosts, parse_size
+from rabbitllm.engine._copies import HEAD
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
@@ -29,6 +31,7 @@ from tests.generation.test_rewind import (
     checkpoint,
 )
 from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
+from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import load, one_thread, options_for, plain_model, split, tiers  # noqa: F401
 
@@ -77,6 +80,46 @@ def test_a_compressed_model_is_its_own_draft(tmp_path: Path, compression: str) -
     assert asked(model, "self").tokens == asked(model).tokens
 
 
+@pytest.mark.parametrize(("name", "tied"), [("llama", False), ("qwen3", True), ("gemma2", True)])
+def test_a_quarter_of_the_memory(tmp_path: Path, name: str, tied: bool) -> None:
+    """With a head of many layers' size, as real ones have: neither it nor two of it are in memory."""
+    sizes = {"vocab_size": 16384, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 32}
+    folder = build_checkpoint(tmp_path / "model", name, tied=tied, **sizes)
+    directory = split(folder)
+    room = sum(file.stat().st_size for file in directory.glob("*.safetensors")) // 4
+    model = load(directory, room, self_draft=True, exact=False, profiling=True)
+    assert tiers(model)["lm_head"] is Tier.STREAMED
+    mapped = model.placement.of("model.embed_tokens").stored  # takes no memory
+    assert model._internals.held_bytes - mapped <= room
+    with pytest.raises(OptionError, match="lacking for the smallest"):
+        load(directory, room, self_draft=True)  # which multiplies the head as a whole
+    prepare_draft(model, "self")
+    model.generation_config.assistant_confidence_threshold = 0
+    expected = asked(model).tokens
+    plain = model.profiler.sums[FURTHER]
+    model.profiler.clear()
+    assert asked(model, "self").tokens == expected
+    drafted = model.profiler.sums[FURTHER]
+    assert drafted.passes < plain.passes == TOKENS - 1
+    assert drafted.passes <= drafted.disk_bytes / model.placement.streamed_bytes < drafted.passes + 1
+
+
+def test_what_would_fit_is_said(tmp_path: Path) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+    directory = split(checkpoint(tmp_path / "model", "llama", **wide))
+    with pytest.raises(OptionError, match="smallest") as error:
+        load(directory, 100_000, self_draft=True)
+    found = re.search(r"to ([\d.]+ MB), with which they fit", error.value.remedy)
+    assert found is not None
+    enough = parse_size(found[1], "max_memory")
+    load(directory, enough, self_draft=True)
+    with pytest.raises(OptionError, match="smallest"):
+        load(directory, enough - 20_000, self_draft=True)
+    coded = split(checkpoint(tmp_path / "coded", "llama", **wide), "q2_k")
+    with pytest.raises(OptionError, match="save no memory"):
+        load(coded, 0, self_draft=True, exact=False)
+
+
 @torch.no_grad()
 def test_drafts_compute_with_the_encoded_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain model with the decoded blocks in its streamed layers has the logits of a draft, and others than the model
@@ -88,7 +131,8 @@ def test_drafts_compute_with_the_encoded_matrices(tmp_path: Path, monkeypatch: p
     assert torch.equal(before, plain(IDS).logits)
     for unit in (placed.unit for placed in model.placement.units if placed.tier is Tier.STREAMED):
         for linear in (m for m in plain.get_submodule(unit).modules() if isinstance(m, nn.Linear)):
-            matrix, blocks = linear.weight.data, type_for_rows(kind, linear.in_features)
+            matrix = linear.weight.data
+            blocks = type_for_rows(HEAD if linear is plain.lm_head else kind, linear.in_features)
             if matrix.shape[1] % ROW_ELEMENTS == 0 and blocks is not None:
                 codes = block_encoders.encode(blocks, matrix)
                 linear.weight.data = gguf_blocks.dequantize(blocks, codes, tuple(matrix.shape), torch.float32)
