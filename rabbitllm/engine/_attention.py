@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -44,8 +43,8 @@ _AROUND = (
 )
 """Names of a layer's norms: before its attention and its MLP, or also after them."""
 _ORDINARY = (torch.Tensor, nn.Parameter)
-_OWN = ("forward", "training", "eps", "variance_epsilon", "act")
-"""Attributes of a module and its parts that what they compute depends on."""
+_OWN = ("forward", "eps", "variance_epsilon", "act")
+"""Attributes of a module and its parts that what they compute depends on; of a dropout also whether it trains."""
 _MULTIPLE = 32
 """Width of heads in steps."""
 _TOLERANCE = 1 / 128
@@ -142,25 +141,26 @@ class _Around:
 
 
 class _Facts:
-    """What was true of modules, to see quickly that it still is: their parts, forwards and numbers, and no hooks."""
+    """What was true of modules, to see quickly that it still is: their parts, forwards and numbers, and no hooks; and
+    the weights of Linears, but for the first one, which keeps what was made of them."""
 
     def __init__(self, linears: Iterable[nn.Module], parts: Iterable[tuple[nn.Module, str]]) -> None:
-        self._hooks, self._parameters = list[Any](), [linear._parameters for linear in linears]
-        true: list[tuple[Any, str]] = [(table, "bias") for table in self._parameters if table["bias"] is None]
+        self._hooks, tables = list[Any](), [linear._parameters for linear in linears]
+        true: list[tuple[Any, str]] = [(table, "bias") for table in tables if table["bias"] is None]
+        true += [(table, "weight") for table in tables[1:]]
         for parent, name in parts:
             module: Any = parent._modules[name]
             own = vars(module)
-            true += [(parent._modules, name), *((own, key) for key in _OWN if key in own)]
+            keys = (*_OWN, "training") if isinstance(module, nn.Dropout) else _OWN
+            true += [(parent._modules, name), *((own, key) for key in keys if key in own)]
             self._hooks += [module._forward_hooks, module._forward_pre_hooks]
         self._tables, self._names = (list(column) for column in zip(*true, strict=True))
         self._values = [table[name] for table, name in true]
 
-    def are_true(self, matrices: Sequence[Any]) -> bool:
-        """Whether they still are, and the Linears have these matrices."""
-        if any(self._hooks) or not all(map(operator.is_, map(dict.get, self._tables, self._names), self._values)):
-            return False
-        weights = map(dict.get, self._parameters, itertools.repeat("weight"))
-        return all(getattr(weight, "matrix", None) is matrix for weight, matrix in zip(weights, matrices, strict=False))
+    def are_true(self) -> bool:
+        """Whether they still are."""
+        values = map(dict.get, self._tables, self._names)
+        return not any(self._hooks) and all(map(operator.is_, values, self._values))
 
 
 class _TwoCalls:
@@ -186,7 +186,7 @@ class _TwoCalls:
         facts: _Facts,
         tables: Sequence[tuple[dict[str, Any], str]],
     ) -> None:
-        self.form, self.matrices, self.biased, self.tables = form, matrices, biased, tables
+        self.form, self.biased, self.tables = form, biased, tables
         self._around, self._facts = around, facts
         self.before = sum(biased) + len(form.norms) + (around is not None)
         count = len(biased)
@@ -202,7 +202,7 @@ class _TwoCalls:
 
     def is_current(self) -> bool:
         """Whether it still is what the modules compute."""
-        return self._facts.are_true(self.matrices)
+        return self._facts.are_true()
 
     def programs(self) -> tuple[Program, Program] | None:
         """The two programs; None if matrices are not multiplied as integers."""

@@ -84,8 +84,9 @@ def act_kind(act: nn.Module | None) -> ActKind | None:
     if not _takes_one(type(act).forward):
         return None
     kind: list[object] = [type(act)]
-    for name in vars(act).keys() - _OF_ANY:
-        value = vars(act)[name]
+    for name, value in vars(act).items():
+        if name in _OF_ANY:
+            continue
         if isinstance(value, functools.partial):
             kind += [value.args, *sorted(value.keywords.items())]
             value = value.func

@@ -285,6 +285,7 @@ class _KeptExperts:
 
     Attributes:
         form, down: the form and the other stack that it is for.
+        place_of_rows: the address of 0, 1, 2, ...
     """
 
     def __init__(self, form: _ExpertsForm, stack: ExpertStack, down: ExpertStack) -> None:
@@ -296,6 +297,8 @@ class _KeptExperts:
         self._experts = dict[int, _Expert]()  # those that stay in memory
         self._sums = dict[tuple[Any, ...], _ExpertSums | None]()
         self._programs = dict[tuple[Any, ...], Program]()
+        self._rows = array("q", range(MAX_GROUPED))
+        self.place_of_rows = self._rows.buffer_info()[0]
 
     def sums(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threads: int) -> _ExpertSums | None:
         """How the results of such tensors are added; None if they are left to the class."""
@@ -317,6 +320,16 @@ class _KeptExperts:
         if (program := self._programs.get(key)) is None:
             program = self._programs[key] = _program(expert.products, self.form, *key)
         return program
+
+    def step(self, numbers: Sequence[int], sums: _ExpertSums, threads: int) -> tuple[list[int], Program] | None:
+        """What the program of one token gets for these experts, in this order, and the program; None if not all are
+        known."""
+        words, expert = [len(numbers)], None
+        for row, number in enumerate(numbers):
+            if (expert := self._experts.get(number)) is None:
+                return None
+            words += expert.address, row, 1, number
+        return None if expert is None else (words, self.program(expert, len(numbers), sums, True, True, threads))
 
     def batches(
         self, stack: ExpertStack, left: Sequence[int]
@@ -363,6 +376,11 @@ def _computed(
     if any(type(bias) is not nn.Parameter or bias.dtype is not x.dtype for bias in biases):
         return None
     used, rows = sums.used, sums.tokens * sums.used
+    if sums.tokens == 1 and (step := kept.step(index.tolist()[0], sums, threads)) is not None:
+        of_experts, out = array("q", step[0]), torch.empty_like(x)
+        addresses = of_experts.buffer_info()[0], 0, out.data_ptr(), weights.data_ptr(), kept.place_of_rows
+        step[1](x.data_ptr(), *addresses, *[bias.data_ptr() for bias in biases])
+        return out
     groups = dict[int, list[int]]()
     for row, number in enumerate(itertools.chain.from_iterable(index.tolist())):
         groups.setdefault(number, []).append(row)

@@ -155,14 +155,16 @@ def test_experts_that_stay_are_asked_for_once(
         assert torch.equal(first(x[1:], index[1:], weights[1:]), expected[1:])
         with pytest.raises(TypeError):  # of 23 nothing is known
             first(x, index + 4, weights)
-    assert calls == [(2, 1), (2, 1), (1, 1)]
+        patch.setattr(_routed._KeptExperts, "batches", None)  # those of one token are not even grouped
+        assert torch.equal(first(x[1:], index[1:], weights[1:]), expected[1:])
+    assert calls == [(2, 1), (2, 1), (1, 1), (1, 1)]
     for name in ("down_proj", "gate_up_proj"):
         first._parameters[name] = second._parameters[name]
         result = first(x, index, weights)
         assert not torch.equal(result, expected)
         expected = result
     assert torch.equal(result, second(x, index, weights))
-    assert len(calls) == 6
+    assert len(calls) == 7
 
 
 @torch.no_grad()
