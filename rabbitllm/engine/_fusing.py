@@ -42,15 +42,6 @@ def fuse(model: nn.Module, key_of: Callable[[Any], Key | None], forward_of: Call
     return fused
 
 
-class Layers(nn.ModuleList):
-    """A list whose slice with all of it is itself: models ask for one in each pass, at some microseconds a layer."""
-
-    def __getitem__(self, index: Any) -> Any:
-        """As of any list."""
-        is_whole = isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1)
-        return self if is_whole else super().__getitem__(index)
-
-
 def forward_in(module: nn.Module) -> Any:
     """The function that `fuse` gave a module as forward; None if it has its class's."""
     return getattr(vars(module).get("forward"), "__func__", None)

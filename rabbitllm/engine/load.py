@@ -18,7 +18,6 @@ from rabbitllm.engine._attention import fuse_attention, fuse_layers
 from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
-from rabbitllm.engine._fusing import Layers
 from rabbitllm.engine._gates import fuse_gates, fuse_shared
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._recurrences import fuse_recurrences
@@ -234,9 +233,6 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     _published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices, coded)
     multiplies_codes = any(is_coded for _, is_coded in multiplied)
     if not options.exact and all(device.shares_host_memory for device in devices):
-        for module in model.modules():
-            if type(module) is torch.nn.ModuleList:
-                module.__class__ = Layers
         fuse_norms(model)
         if multiplies_codes:
             fuse_attention(model)

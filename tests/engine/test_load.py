@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from rabbitllm import AutoModel
 from rabbitllm.engine import load_plan, skeleton
 from rabbitllm.engine.load_plan import DISTINCT_ROWS, MAX_ROWS, fused_chooser, is_near
-from rabbitllm.engine.transformers_api import attention_of, experts_implementation_of
 from rabbitllm.quant import products
 from rabbitllm.quant.schemes import Quantized
 from tests.engine.test_fake_gpu import load_on
@@ -36,30 +34,6 @@ def test_load_builds_the_skeleton_once(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(skeleton, "build_skeleton", count)
     AutoModel.from_pretrained(str(folder), device="cpu")
     assert len(built) == 1
-
-
-def test_all_layers_are_one_list_in_each_pass(tmp_path: Path) -> None:
-    folder = str(build_checkpoint(tmp_path / "model", "llama"))
-    model = AutoModel.from_pretrained(folder, device="cpu")
-    layers = model.model.layers
-    assert layers[: model.config.num_hidden_layers] is layers[:] is layers
-    assert isinstance(layers[1:], torch.nn.ModuleList)
-    assert [*layers[1:]] == [*layers][1:]
-    assert [*layers[::-1]] == [*layers][::-1]
-    assert layers[-1] is [*layers][-1]
-    exact = AutoModel.from_pretrained(folder, device="cpu", exact=True)
-    assert type(exact.model.layers) is torch.nn.ModuleList
-
-
-@torch.no_grad()
-def test_another_implementation_of_attention_is_seen(tmp_path: Path) -> None:
-    """By a config of now, and one that has it as a plain attribute."""
-    model = AutoModel.from_pretrained(str(build_checkpoint(tmp_path / "model", "llama")), device="cpu")
-    assert attention_of(model.config) == "sdpa"
-    model.set_attn_implementation("eager")
-    assert attention_of(model.config) == "eager"
-    assert attention_of(SimpleNamespace(_attn_implementation="flex")) == "flex"  # type: ignore[arg-type]
-    assert experts_implementation_of(SimpleNamespace()) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
