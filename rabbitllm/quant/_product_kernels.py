@@ -26,6 +26,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+from llvmlite import ir
+
 from rabbitllm.base.compiling import to_array
 from rabbitllm.quant._integers import OWN_STEPS, CodeSteps
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, PANELS
@@ -93,6 +95,15 @@ def add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> N
 # By codes.
 
 
+def _total(emit: Emitter, steps: CodeSteps, total: Any, least: Any = None) -> Any:
+    """The lanes of an input's accumulators as one vector, in the order in which they are summed."""
+    if least is not None:
+        count = least.type.count
+        order = [min(lane, count) for lane in range(total.type.count)]  # zeros follow
+        total = emit.b.fsub(total, emit.pick(least, ir.Constant(least.type, None), order))
+    return total if steps.lanes is None else emit.pick(total, total, steps.lanes)
+
+
 def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, tokens: int) -> Any:
     """An intrinsic that multiplies `rows` consecutive rows of codes by up to `tokens` consecutive inputs."""
 
@@ -102,7 +113,7 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, 
         last, numbers = b.sub(count, number(1)), [emit.add(token, t) for t in range(tokens)]
         # a tile with fewer inputs computes the last one again
         numbers[1:] = [b.select(b.icmp_signed("<", t, last), t, last) for t in numbers[1:]]
-        sums = [[[emit.variable() for _ in range(of_steps.accumulators)] for _ in numbers] for _ in range(rows)]
+        sums = [[[*map(emit.variable, of_steps.accumulators)] for _ in numbers] for _ in range(rows)]
         sizes = (even, of_steps.input_bytes), (odd, of_steps.other_bytes)
         before = [b.mul(steps, t) for t in numbers]
         with emit.loop(steps) as step:
@@ -124,7 +135,7 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, 
                         total = variables[accumulator]
                         b.store(emit.fma(value, scale, b.load(total)), total)
         for t, of_token in zip(numbers, zip(*sums, strict=True), strict=True):
-            totals = emit.sum(*(functools.reduce(b.fsub, map(b.load, variables)) for variables in of_token))
+            totals = emit.sum(*(_total(emit, of_steps, *map(b.load, variables)) for variables in of_token))
             if of_steps.factor is not None:
                 totals = b.fmul(totals, emit.spread(of_steps.factor, totals.type.count))
             emit.store(totals, emit.add(out, b.mul(emit.add(row, b.mul(all_rows, t)), number(4))), 4)
