@@ -46,7 +46,7 @@ that are slow to decode."""
 PANEL_TOKENS = {16: 6, 8: 3}
 """Lanes -> inputs for each load of a panel's value; limited by the registers for sums."""
 PREFETCHED = 8192
-"""How many bytes ahead codes are prefetched."""
+"""How many bytes ahead codes are prefetched. For one input they do not stay in the caches, which other data needs."""
 PANEL_ROWS, PANEL_COLUMNS = 128, 1024
 """Size of a panel: 512 KiB, of which `ROWS` rows and their inputs fit the smallest cache. With half the rows all inputs
 are read twice as often: 512 of them took 1.06 times as long."""
@@ -98,8 +98,7 @@ def add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> N
 def _total(emit: Emitter, steps: CodeSteps, total: Any, least: Any = None) -> Any:
     """The lanes of an input's accumulators as one vector, in the order in which they are summed."""
     if least is not None:
-        count = least.type.count
-        order = [min(lane, count) for lane in range(total.type.count)]  # zeros follow
+        order = [min(lane, least.type.count) for lane in range(total.type.count)]  # zeros follow
         total = emit.b.fsub(total, emit.pick(least, ir.Constant(least.type, None), order))
     return total if steps.lanes is None else emit.pick(total, total, steps.lanes)
 
@@ -129,7 +128,7 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, 
                 position = scales, emit.add(row, r), steps, step, shift
                 address = emit.add(codes, b.mul(position[1], row_bytes), begin)
                 for line in range(0, of_steps.code_bytes, 64):
-                    emit.prefetch(emit.add(address, ahead, line))
+                    emit.prefetch(emit.add(address, ahead, line), 3 if tokens > 1 else 0)
                 for accumulator, values, scales_of in of_steps.products(address, inputs, position):
                     for variables, value, scale in zip(of_row, values, scales_of, strict=False):
                         total = variables[accumulator]

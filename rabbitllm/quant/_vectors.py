@@ -138,9 +138,9 @@ class Emitter:
     def store(self, value: Any, address: Any, alignment: int) -> None:
         self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()), align=alignment)
 
-    def prefetch(self, address: Any) -> None:
-        """Prefetch the bytes at an address; harmless if the address is invalid."""
-        pointer, read, keep, data = I8.as_pointer(), *(ir.Constant(I32, value) for value in (0, 3, 1))
+    def prefetch(self, address: Any, levels: int) -> None:
+        """Prefetch the bytes at an address, which stay in so many caches; harmless if the address is invalid."""
+        pointer, read, keep, data = I8.as_pointer(), *(ir.Constant(I32, value) for value in (0, levels, 1))
         ask = self.function("llvm.prefetch.p0i8", ir.VoidType(), pointer, I32, I32, I32)
         self.b.call(ask, [self.b.inttoptr(address, pointer), read, keep, data])
 
@@ -164,8 +164,8 @@ class Emitter:
         first = self.b.insert_element(undefined, scalar, ir.Constant(I32, 0))
         return self.pick(first, undefined, [0] * (count or self.width))
 
-    def spread_lanes(self, vector: Any, address: Any) -> Callable[[int, int], Any]:
-        """How to spread a lane of a vector to so many: by loading it, since AVX2 spreads what it loads for nothing.
+    def spread_lanes(self, vector: Any, address: Any) -> Callable[[int], Any]:
+        """How to spread a lane of a vector to eight: by loading it, since AVX2 spreads what it loads for nothing.
 
         LLVM would shuffle if it knew that this was just stored; the highest bit of any address, which is 0, hides it.
         """
@@ -173,7 +173,7 @@ class Emitter:
             place = self.b.ptrtoint(self.b.alloca(vector.type), I64)
         self.store(vector, place, 4)
         hidden = self.add(place, self.b.lshr(address, number(63)))
-        return lambda lane, count: self.spread(self.load(self.add(hidden, 4 * lane), F32, 4), count)
+        return lambda lane: self.spread(self.load(self.add(hidden, 4 * lane), F32, 4), 8)
 
     def sum(self, *vectors: Any) -> Any:
         """A vector of the sum of the lanes of each vector, in an order that does not depend on the processor.
