@@ -310,8 +310,9 @@ def _super_block(scheme: str) -> Callable[[_StepInMemory], Emitted]:
         spread = None if "avx512f" in features() else step.emit.spread_lanes(scales, step.base)
 
         def of_lanes(order: list[int]) -> Any:
-            is_spread = spread is not None and order == [order[0]] * 8 + [order[8]] * 8
-            return step.emit.joined(*map(spread, order[::8])) if is_spread else step.pick(scales, order)
+            if spread is not None and order == [order[0]] * 8 + [order[8]] * 8:
+                return step.emit.joined(*map(spread, order[::8]))
+            return step.pick(scales, order)
 
         def decoded() -> Iterator[tuple[Sequence[Any], Any]]:
             for order, some in itertools.groupby(zip(groups, words(step), strict=True), operator.itemgetter(0)):
