@@ -19,7 +19,7 @@ from rabbitllm.quant import _integers, _product_kernels
 from rabbitllm.quant._block_formats import FORMATS, BlockFormat, Field, Fields
 from rabbitllm.quant._integers import WORDS, CodeSteps, InputLayout, Position, Products
 from rabbitllm.quant._kernel_interface import BFLOATS, CODES
-from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, half_power, narrowed, number
+from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, features, half_power, narrowed, number
 
 
 def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
@@ -307,10 +307,16 @@ def _super_block(scheme: str) -> Callable[[_StepInMemory], Emitted]:
 
     def emitted(step: _StepInMemory) -> Emitted:
         scales, minima = (_six_bit_scales if scheme in ("Q4_K", "Q5_K") else _scales)(step, form)
+        spread = None if "avx512f" in features() else step.emit.spread_lanes(scales, step.base)
+
+        def of_lanes(order: list[int]) -> Any:
+            if spread is not None and order == [order[0]] * 8 + [order[8]] * 8:
+                return step.emit.joined(*map(spread, order[::8]))
+            return step.pick(scales, order)
 
         def decoded() -> Iterator[tuple[Sequence[Any], Any]]:
             for order, some in itertools.groupby(zip(groups, words(step), strict=True), operator.itemgetter(0)):
-                yield [word for _, word in some], step.pick(scales, order)
+                yield [word for _, word in some], of_lanes(order)
 
         return decoded(), minima
 
@@ -348,7 +354,8 @@ class _BlockSteps(CodeSteps):
     def __init__(self, scheme: str, emit: Emitter, table: Any) -> None:
         super().__init__(emit)
         layout = LAYOUTS[scheme]
-        self._scheme, self._groups, self.accumulators = scheme, layout.groups, 2 if layout.groups else 1
+        self._scheme, self._groups = scheme, layout.groups
+        self.accumulators += [layout.groups] if layout.groups else []
         self.code_bytes = BLOCK_TYPES[scheme].row_bytes(layout.step)
         self.input_bytes, self.other_bytes = 2 * layout.step, 4 + 4 * layout.groups
 
@@ -367,7 +374,4 @@ class _BlockSteps(CodeSteps):
         yield 0, products, [emit.spread(emit.load(place, F32, 4)) for _, place in inputs]
         if minima is not None:
             sums = [emit.load(emit.add(place, 4), ir.VectorType(F32, groups), 4) for _, place in inputs]
-            if groups < 16:  # zeros follow
-                order = [*range(groups), *[groups] * (16 - groups)]
-                sums = [emit.pick(some, ir.Constant(some.type, None), order) for some in sums]
-            yield 1, itertools.repeat(minima), sums
+            yield 1, itertools.repeat(emit.pick(minima, minima, range(groups))), sums

@@ -137,7 +137,7 @@ class _IntegerSegments(_ScaledSegments):
         both = emit.load(address, words, 1)
         nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
         values = _integers.looked_up_words(emit, self._table, emit.joined(*nibbles))
-        return [_integers.integer_products(emit, values, inputs)]
+        return [[b.fmul(_integers.summed_products(emit, values, pair), scale) for *pair, scale in inputs]]
 
     def _scale_of_lanes(self, count: int) -> list[int]:
         return [lane % 8 * count // 8 for lane in range(16)]  # of low halves, then of high ones

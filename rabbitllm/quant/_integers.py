@@ -12,7 +12,6 @@ the same bits on every processor.
 from __future__ import annotations
 
 import functools
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -137,6 +136,7 @@ def round_inputs(data):  # type: ignore[no-untyped-def]
 
 WORDS, INTS = ir.VectorType(I16, 32), ir.VectorType(I32, 16)
 _BYTES = ir.VectorType(I8, 64)
+_HAS_WORDS = "avx512bw" in features()
 _LANE = 16
 """Bytes within which instructions look bytes up and interleave them."""
 
@@ -202,17 +202,18 @@ class CodeSteps(ABC):
 
     Attributes:
         code_bytes, input_bytes, other_bytes: of a step: of codes, of inputs, and of what is with those.
-        accumulators: vectors in which an input's products are summed; the second one's sum is subtracted.
+        accumulators: lanes of the vectors in which an input's products are summed; the second one is subtracted.
+        lanes: the order in which the first one's lanes are summed, the same bits on all processors; None for their own.
         factor: of the sums; None for 1.
     """
 
     code_bytes: int
     input_bytes, other_bytes = HALF_BYTES, 4
-    accumulators = 1
+    lanes: tuple[int, ...] | None = None
     factor: Any = None
 
     def __init__(self, emit: Emitter) -> None:
-        self._emit = emit
+        self._emit, self.accumulators = emit, [emit.width]
 
     def inputs(self, inputs: Any, others: Any) -> list[Any]:
         """What `products` takes of a step's inputs at these addresses: two vectors, and their scale in all lanes."""
@@ -223,12 +224,6 @@ class CodeSteps(ABC):
     @abstractmethod
     def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
         """The products of a step of codes at an address."""
-
-
-def integer_products(emit: Emitter, codes: Iterable[Any], inputs: list[list[Any]]) -> list[Any]:
-    """Sums of two vectors of codes times the integers of each token, float32, still apart in lanes."""
-    pair = [*codes]
-    return [emit.b.fmul(summed_products(emit, pair, vectors), scale) for *vectors, scale in inputs]
 
 
 # Codes of our own schemes.
@@ -253,10 +248,11 @@ class _OwnSegments(CodeSteps):
 
     def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
         emit, (scales, row, steps, step, shift) = self._emit, position
-        values = integer_products(emit, self._words(address), inputs)
+        words = [*self._words(address)]
+        sums = [summed_products(emit, words, vectors) for *vectors, _ in inputs]
         block = emit.b.lshr(emit.add(emit.b.mul(row, steps), step), shift)
         scale = emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))
-        yield 0, values, itertools.repeat(scale)
+        yield 0, sums, [emit.b.fmul(scale, of_inputs) for *_, of_inputs in inputs]
 
     @abstractmethod
     def _words(self, address: Any) -> Iterable[Any]:
@@ -266,14 +262,23 @@ class _OwnSegments(CodeSteps):
 class _LookedUp(_OwnSegments):
     """Looks up 4bit codes, of which the first of a byte is in its high half."""
 
-    code_bytes, tables, layout = 32, 2, InputLayout(SEGMENT, (2, 2, 8, 2), (1, 3, 0, 2))
+    code_bytes, tables = 32, 2
+    layout = InputLayout(SEGMENT, *(((32, 2), (1, 0)) if _HAS_WORDS else ((2, 2, 8, 2), (3, 1, 0, 2))))
+    lanes = (*range(4), *range(8, 12), *range(4, 8), *range(12, 16)) if _HAS_WORDS else None  # as on AVX2
 
     def _words(self, address: Any) -> Iterable[Any]:
         emit, half = self._emit, ir.VectorType(I16, 16)
+        if _HAS_WORDS:
+            order = [16 * (place % 2) + place // 2 % 16 for place in range(64)]  # twice: a fifth bit of an index counts
+            table = emit.b.bitcast(emit.pick(self._tables[0], self._tables[1], order), WORDS)
+            permute = emit.function("llvm.x86.avx512.permvar.hi.512", *[WORDS] * 3)
+            low = emit.b.zext(emit.load(address, ir.VectorType(I8, 32), 1), WORDS)
+            return [emit.b.call(permute, [table, index]) for index in (emit.b.lshr(low, every(WORDS, 4)), low)]
         both = emit.load(address, half, 1)
         nibbles = (emit.b.and_(word, every(half, 0x0F0F)) for word in (emit.b.lshr(both, every(half, 4)), both))
         index = emit.b.bitcast(emit.joined(*nibbles), _BYTES)
-        return interleaved_bytes(emit, *(look_up(emit, values, index) for values in self._tables))
+        pair = interleaved_bytes(emit, *(look_up(emit, values, index) for values in self._tables))
+        return [emit.pick(*pair, [*range(half, half + 16), *range(half + 32, half + 48)]) for half in (0, 16)]
 
 
 class _OnLines(_OwnSegments):

@@ -26,6 +26,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+from llvmlite import ir
+
 from rabbitllm.base.compiling import to_array
 from rabbitllm.quant._integers import OWN_STEPS, CodeSteps
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, PANELS
@@ -44,7 +46,7 @@ that are slow to decode."""
 PANEL_TOKENS = {16: 6, 8: 3}
 """Lanes -> inputs for each load of a panel's value; limited by the registers for sums."""
 PREFETCHED = 8192
-"""How many bytes ahead codes are prefetched."""
+"""How many bytes ahead codes are prefetched. For one input they do not stay in the caches, which other data needs."""
 PANEL_ROWS, PANEL_COLUMNS = 128, 1024
 """Size of a panel: 512 KiB, of which `ROWS` rows and their inputs fit the smallest cache. With half the rows all inputs
 are read twice as often: 512 of them took 1.06 times as long."""
@@ -93,6 +95,14 @@ def add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> N
 # By codes.
 
 
+def _total(emit: Emitter, steps: CodeSteps, total: Any, least: Any = None) -> Any:
+    """The lanes of an input's accumulators as one vector, in the order in which they are summed."""
+    if least is not None:
+        order = [min(lane, least.type.count) for lane in range(total.type.count)]  # zeros follow
+        total = emit.b.fsub(total, emit.pick(least, ir.Constant(least.type, None), order))
+    return total if steps.lanes is None else emit.pick(total, total, steps.lanes)
+
+
 def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, tokens: int) -> Any:
     """An intrinsic that multiplies `rows` consecutive rows of codes by up to `tokens` consecutive inputs."""
 
@@ -102,7 +112,7 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, 
         last, numbers = b.sub(count, number(1)), [emit.add(token, t) for t in range(tokens)]
         # a tile with fewer inputs computes the last one again
         numbers[1:] = [b.select(b.icmp_signed("<", t, last), t, last) for t in numbers[1:]]
-        sums = [[[emit.variable() for _ in range(of_steps.accumulators)] for _ in numbers] for _ in range(rows)]
+        sums = [[[*map(emit.variable, of_steps.accumulators)] for _ in numbers] for _ in range(rows)]
         sizes = (even, of_steps.input_bytes), (odd, of_steps.other_bytes)
         before = [b.mul(steps, t) for t in numbers]
         with emit.loop(steps) as step:
@@ -118,13 +128,13 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, 
                 position = scales, emit.add(row, r), steps, step, shift
                 address = emit.add(codes, b.mul(position[1], row_bytes), begin)
                 for line in range(0, of_steps.code_bytes, 64):
-                    emit.prefetch(emit.add(address, ahead, line))
+                    emit.prefetch(emit.add(address, ahead, line), 3 if tokens > 1 else 0)
                 for accumulator, values, scales_of in of_steps.products(address, inputs, position):
                     for variables, value, scale in zip(of_row, values, scales_of, strict=False):
                         total = variables[accumulator]
                         b.store(emit.fma(value, scale, b.load(total)), total)
         for t, of_token in zip(numbers, zip(*sums, strict=True), strict=True):
-            totals = emit.sum(*(functools.reduce(b.fsub, map(b.load, variables)) for variables in of_token))
+            totals = emit.sum(*(_total(emit, of_steps, *map(b.load, variables)) for variables in of_token))
             if of_steps.factor is not None:
                 totals = b.fmul(totals, emit.spread(of_steps.factor, totals.type.count))
             emit.store(totals, emit.add(out, b.mul(emit.add(row, b.mul(all_rows, t)), number(4))), 4)

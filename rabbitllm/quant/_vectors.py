@@ -119,9 +119,10 @@ class Emitter:
         declared = ir.FunctionType(result, arguments)
         return cgutils.get_or_insert_function(self.b.module, declared, name)  # type: ignore[no-untyped-call]
 
-    def variable(self) -> Any:
-        """A variable for a vector, initially zero, which LLVM keeps in a register."""
-        return cgutils.alloca_once_value(self.b, self.zero)  # type: ignore[no-untyped-call]
+    def variable(self, count: int = 0) -> Any:
+        """A variable for a vector of `width` lanes or so many, initially zero, which LLVM keeps in a register."""
+        zeros = every(ir.VectorType(F32, count or self.width), 0.0)
+        return cgutils.alloca_once_value(self.b, zeros)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def loop(self, count: Any) -> Iterator[Any]:
@@ -137,9 +138,9 @@ class Emitter:
     def store(self, value: Any, address: Any, alignment: int) -> None:
         self.b.store(value, self.b.inttoptr(address, value.type.as_pointer()), align=alignment)
 
-    def prefetch(self, address: Any) -> None:
-        """Prefetch the bytes at an address; harmless if the address is invalid."""
-        pointer, read, keep, data = I8.as_pointer(), *(ir.Constant(I32, value) for value in (0, 3, 1))
+    def prefetch(self, address: Any, levels: int) -> None:
+        """Prefetch the bytes at an address, which stay in so many caches; harmless if the address is invalid."""
+        pointer, read, keep, data = I8.as_pointer(), *(ir.Constant(I32, value) for value in (0, levels, 1))
         ask = self.function("llvm.prefetch.p0i8", ir.VoidType(), pointer, I32, I32, I32)
         self.b.call(ask, [self.b.inttoptr(address, pointer), read, keep, data])
 
@@ -147,8 +148,7 @@ class Emitter:
         return functools.reduce(self.b.add, (number(term) for term in terms))
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
-        function = self.function(f"llvm.fma.v{self.width}f32", *[self.floats] * 4)
-        return self.b.call(function, [a, b, c])
+        return self.b.call(self.function(f"llvm.fma.v{a.type.count}f32", *[a.type] * 4), [a, b, c])
 
     def look_up(self, table: Any, index: Any) -> Any:
         """Floats of a vector by indices, of which only the lowest 4 bits (16 lanes) or 3 (8 lanes) count."""
@@ -163,6 +163,17 @@ class Emitter:
         undefined = ir.Constant(self.floats, ir.Undefined)
         first = self.b.insert_element(undefined, scalar, ir.Constant(I32, 0))
         return self.pick(first, undefined, [0] * (count or self.width))
+
+    def spread_lanes(self, vector: Any, address: Any) -> Callable[[int], Any]:
+        """How to spread a lane of a vector to eight: by loading it, since AVX2 spreads what it loads for nothing.
+
+        LLVM would shuffle if it knew that this was just stored; the highest bit of any address, which is 0, hides it.
+        """
+        with self.b.goto_entry_block():
+            place = self.b.ptrtoint(self.b.alloca(vector.type), I64)
+        self.store(vector, place, 4)
+        hidden = self.add(place, self.b.lshr(address, number(63)))
+        return lambda lane: self.spread(self.load(self.add(hidden, 4 * lane), F32, 4), 8)
 
     def sum(self, *vectors: Any) -> Any:
         """A vector of the sum of the lanes of each vector, in an order that does not depend on the processor.
