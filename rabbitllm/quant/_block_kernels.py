@@ -307,7 +307,7 @@ def _super_block(scheme: str) -> Callable[[_StepInMemory], Emitted]:
 
     def emitted(step: _StepInMemory) -> Emitted:
         scales, minima = (_six_bit_scales if scheme in ("Q4_K", "Q5_K") else _scales)(step, form)
-        spread = None if "avx512f" in features() else step.emit.spread_lanes(scales, step.base)
+        spread = None if "avx512bw" in features() else step.emit.spread_lanes(scales, step.base)
 
         def of_lanes(order: list[int]) -> Any:
             if spread is not None and order == [order[0]] * 8 + [order[8]] * 8:

@@ -57,15 +57,9 @@ _LOOKED_UP = frozenset(name for name, form in FORMATS.items() if form.values) | 
 
 
 @functools.cache
-def lanes() -> int:
-    """Rows of the matrix in a vector: 16 or 8."""
-    return 16 if {"avx512f", "avx512bw"} <= features() else 8
-
-
-@functools.cache
 def _multiplies_fours() -> bool:
     """Whether there is an instruction for four bytes at a time."""
-    return ("avx512vnni" if lanes() == 16 else "avxvnni") in features()
+    return ("avx512vnni" if _vectors.lanes() == 16 else "avxvnni") in features()
 
 
 def width_of(scheme: str) -> int:
@@ -81,23 +75,23 @@ def step_bytes(width: int) -> int:
 
 def rows_of_tile() -> int:
     """Rows of the matrix that are computed together."""
-    return VECTORS * lanes()
+    return VECTORS * _vectors.lanes()
 
 
 def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     """As `_product_kernels.kernel`, by `BYTES`, of a width of `SIZES`; the scheme is one that has it, or `INPUTS`."""
-    name, size, nbytes = f"{method}_{scheme}_{width}_{lanes()}", SIZES[width], step_bytes(width)
+    lanes, size, nbytes = _vectors.lanes(), SIZES[width], step_bytes(width)
+    name = f"{method}_{scheme}_{width}_{lanes}"
     if scheme == INPUTS:
-        return _product_kernels.rows_kernel(name, emitted(_round(width), lanes()), nbytes)
+        return _product_kernels.rows_kernel(name, emitted(_round(width), lanes), nbytes)
     fill, group, is_moved = (_fill_blocks if scheme in FORMATS else _fill_own)(scheme, width), STEP, size == 1
     if scheme in FORMATS:
         group, is_moved = min(FORMATS[scheme].group, STEP), is_moved or len(FORMATS[scheme].halves) == 2
     dot = functools.partial(_dot, width, group, is_moved)
-    tile = VECTORS, 4 if lanes() == 16 else 3 if size == 1 and _multiplies_fours() else 2  # as registers allow
-    stack_panel: Any = on_stack((_product_kernels.PANEL_ROWS + lanes()) * _PANEL_STEPS * nbytes)
-    turn = emitted(_turn, lanes())
-    others = {"GROUP": lanes(), "MAX_STEPS": _PANEL_STEPS, "stack_panel": stack_panel, "TURN": turn}
-    return _product_kernels.panel_kernel(name, emitted(fill, lanes()), dot, tile, nbytes, **others)
+    tile = VECTORS, 4 if lanes == 16 else 3 if size == 1 and _multiplies_fours() else 2  # as registers allow
+    stack_panel: Any = on_stack((_product_kernels.PANEL_ROWS + lanes) * _PANEL_STEPS * nbytes)
+    others = {"GROUP": lanes, "MAX_STEPS": _PANEL_STEPS, "stack_panel": stack_panel, "TURN": emitted(_turn, lanes)}
+    return _product_kernels.panel_kernel(name, emitted(fill, lanes), dot, tile, nbytes, **others)
 
 
 @functools.cache
@@ -286,7 +280,7 @@ def _dot(width: int, group: int, is_moved: bool, vectors: int, tokens: int) -> A
                     place, value = emit.add(to, 4 * lane), b.extract_element(total, ir.Constant(I32, lane))
                     emit.store(b.fadd(emit.load(place, F32, 4), value), place, 4)
 
-    return emitted(dot, lanes())
+    return emitted(dot, _vectors.lanes())
 
 
 def _add_products(emit: Emitter, size: int, total: Any, inputs: Any, codes: Any) -> Any:

@@ -91,17 +91,12 @@ def features() -> frozenset[str]:
 
 def lanes() -> int:
     """Number of codes that are decoded at a time; 0 if there is no kernel for this processor."""
-    return 16 if "avx512f" in features() else 8 if {"avx2", "fma"} <= features() else 0
-
-
-def reads_halves() -> bool:
-    """Whether this processor converts float16; all with AVX2 do."""
-    return "f16c" in features()
+    return 16 if {"avx512f", "avx512bw"} <= features() else 8 if {"avx2", "fma", "f16c"} <= features() else 0
 
 
 def multiplies_pairs() -> bool:
     """Whether this processor multiplies pairs of bfloat16."""
-    return {"avx512f", "avx512bw", "avx512bf16"} <= features()
+    return lanes() == 16 and "avx512bf16" in features()
 
 
 class Emitter:

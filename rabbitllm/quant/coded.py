@@ -112,10 +112,10 @@ def kernel_for(kernel: CodeKernel, dtype: torch.dtype | None) -> int:
     from rabbitllm.quant import _vectors
 
     if kernel.codes == "nibbles":
-        return INTEGERS if _vectors.lanes() and _vectors.reads_halves() else 0
+        return INTEGERS if _vectors.lanes() else 0
     if dtype == torch.bfloat16 and _vectors.multiplies_pairs() and agrees(CODES, kernel, PAIRS, sample):
         return PAIRS
-    return _vectors.lanes() if _vectors.reads_halves() else 0
+    return _vectors.lanes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,11 +76,9 @@ def work_bytes(name: str, elements: int) -> int:
 
 def lanes_for(name: str) -> int:
     """Lanes of the kernels for a type of blocks on this processor; 0 if there are none."""
-    if name not in FORMATS:
-        return 0
     from rabbitllm.quant import _vectors  # numba comes with it
 
-    return _vectors.lanes() if _vectors.reads_halves() else 0
+    return _vectors.lanes() if name in FORMATS else 0
 
 
 def sample(name: str, elements: int, random: RandomTensors) -> torch.Tensor:

@@ -146,9 +146,9 @@ def test_which_processors_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(_vectors, "features", lambda: frozenset(names))
         return _vectors.lanes()
 
-    assert with_features("avx512f", "avx2", "fma") == 16
-    assert with_features("avx2", "fma") == 8
-    assert with_features("avx2") == with_features("neon") == 0
+    assert with_features("avx512f", "avx512bw") == 16
+    assert with_features("avx512f", "avx2", "fma", "f16c") == with_features("avx2", "fma", "f16c") == 8
+    assert with_features("avx2", "fma") == with_features("neon") == 0
     assert not _vectors.multiplies_pairs()
     with_features("avx512f", "avx512bw", "avx512bf16")
     assert _vectors.multiplies_pairs()
