@@ -247,6 +247,33 @@ def test_next_command_names_the_same_split(folder: Path, tmp_path: Path) -> None
     )
 
 
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_model_without_a_tokenizer_is_named_before_its_shards_are_touched(
+    tmp_path: Path, hub_environment: HubEnvironment, caplog: pytest.LogCaptureFixture, *, is_remote: bool
+) -> None:
+    folder = build_checkpoint(tmp_path / "hub" / REPO, "qwen2", shards=SHARDS, tokenizer=False)
+    name = REPO if is_remote else str(folder)
+    says = "no tokenizer: only token ids work, no texts; put the model's tokenizer.json"
+    for command in ("inspect", "plan", "pull --dry-run"):
+        answer = CliRunner().invoke(app, [*command.split(), name])
+        assert says in " ".join(answer.output.split()), command
+    seen: list[bool] = []
+    with observe_ticks(lambda step: seen.append(".safetensors" not in str(step.path) or says in caplog.text)):
+        pulled = pull(wished(name))
+    assert seen
+    assert all(seen)
+    output = io.StringIO()
+    show_pulled(pulled, wished(name), Console(file=output, width=400))
+    assert f"{says} and tokenizer_config.json beside its weights in {pulled.entry.folder}" in output.getvalue()
+    assert "rabbitllm run" not in output.getvalue()
+    asked_for = CliRunner().invoke(app, ["run", name, "a"])
+    assert "This model has no tokenizer" in str(asked_for.exception)
+    build_checkpoint(tmp_path / "whole", "qwen2")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (pulled.entry.folder / file).write_bytes((tmp_path / "whole" / file).read_bytes())
+    assert CliRunner().invoke(app, ["run", name, "a", "--max-new-tokens", "1"]).exit_code == 0
+
+
 def test_default_folder_is_under_home(repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
     entry = pull(wished(REPO)).entry
     commit = local_hub.commit(REPO)
