@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import os
 import re
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +102,8 @@ DOWNLOAD_THREADS = 8
 """Number of simultaneous downloads on the standard route; huggingface_hub's own default."""
 
 _DAMAGED = (
-    "Make the same call again, in case the download was damaged: it resumes, and layers that are "
-    "finished are safe. If it stays so, the repository's own file is damaged: tell its owner, or use another revision."
+    "Make the same call again, in case the download was damaged; a split that was begun goes on. If it stays so, the "
+    "repository's own file is damaged: tell its owner, or use another revision."
 )
 
 
@@ -205,6 +206,7 @@ class HubRepository:
         from huggingface_hub import hf_hub_download
 
         access = self.access
+        warnings.filterwarnings("ignore", "Not enough free disk space to download", UserWarning)  # the error says so
         with translated(self.repo_id):
             return Path(
                 hf_hub_download(
