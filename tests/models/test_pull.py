@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,26 @@ def test_fetched_shards_are_not_kept(repository: Path, hub_environment: HubEnvir
     assert (pulled.shards, pulled.shards_at) == (Shards.FETCHED, None)
     assert shards_in(hub_environment.home) == []
     assert layer_files(pulled.entry.folder) == layer_files(Call(str(repository), compression="4bit").make())
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_files_that_a_power_cut_left_empty_are_downloaded_again(
+    repository: Path, hub_environment: HubEnvironment, keeps: bool
+) -> None:
+    """huggingface_hub gives a file its name before its bytes are on the disk."""
+    if keeps:  # shards too
+        wish = wished(REPO, keep_shards=True)
+    else:
+        wish = wished(REPO)
+        hf_hub_download(REPO, "model-00002-of-00004.safetensors")
+    folder = pull(wish).entry.folder
+    whole = contents(folder)
+    blobs = [path for path in hub_environment.cache.rglob("blobs/*") if path.is_file()]
+    assert len(blobs) >= 5 + keeps * SHARDS
+    for number, blob in enumerate(sorted(blobs)):
+        os.truncate(blob, blob.stat().st_size // 2 * (number % 2))
+    shutil.rmtree(folder)
+    assert contents(pull(wish).entry.folder) == whole
 
 
 def test_cached_shards_are_kept(repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
