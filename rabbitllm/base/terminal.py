@@ -152,7 +152,7 @@ class Column:
 
 
 def put_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Print a table; on a terminal, without the columns that do not fit its width.
+    """Print a table without columns that are empty; on a terminal, without those that do not fit its width.
 
     Args:
         console: the console to print to.
@@ -162,6 +162,8 @@ def put_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequen
     Returns:
         The names of the columns that were left out or cut.
     """
+    filled = [index for index in range(len(columns)) if not rows or any(row[index] for row in rows)]
+    columns, rows = [columns[index] for index in filled], [[row[index] for index in filled] for row in rows]
     cells = [*zip(*([column.name for column in columns], *rows), strict=True)]
     widths = [max(map(_columns, column)) for column in cells]
     shown = _fitting(columns, widths, console.width if console.is_terminal else None)

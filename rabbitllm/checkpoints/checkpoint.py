@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import enum
 import hashlib
+import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -365,3 +366,20 @@ def is_sidecar(name: str, size: int) -> bool:
         return False
     depth = name.count("/")
     return any(fnmatch.fnmatchcase(name, p) and p.count("/") == depth for p in SIDECAR_PATTERNS)
+
+
+_VOCABULARY = re.compile(r"tokeniz(?!er_config)|vocab|merges|tekken|\.(model|tiktoken|bpe)$")
+NO_TOKENIZER = (
+    "no tokenizer: only token ids work, no texts; put the model's tokenizer.json and tokenizer_config.json beside its "
+    "weights"
+)
+
+
+def has_vocabulary(names: Iterable[str]) -> bool:
+    """Whether any of these files could be the vocabulary of a tokenizer."""
+    return any(map(_VOCABULARY.search, names))
+
+
+def lacks_tokenizer(names: Collection[str]) -> bool:
+    """Whether none of these files belongs to a tokenizer; one of bytes has no vocabulary, only a config."""
+    return not has_vocabulary(names) and "tokenizer_config.json" not in names

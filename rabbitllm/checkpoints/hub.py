@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import os
 import re
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +102,8 @@ DOWNLOAD_THREADS = 8
 """Number of simultaneous downloads on the standard route; huggingface_hub's own default."""
 
 _DAMAGED = (
-    "Make the same call again, in case the download was damaged: it resumes, and layers that are "
-    "finished are safe. If it stays so, the repository's own file is damaged: tell its owner, or use another revision."
+    "Make the same call again, in case the download was damaged; a split that was begun goes on. If it stays so, the "
+    "repository's own file is damaged: tell its owner, or use another revision."
 )
 
 
@@ -205,29 +206,44 @@ class HubRepository:
         from huggingface_hub import hf_hub_download
 
         access = self.access
+        warnings.filterwarnings("ignore", "Not enough free disk space to download", UserWarning)  # the error says so
         with translated(self.repo_id):
-            return Path(
-                hf_hub_download(
-                    self.repo_id,
-                    name,
-                    revision=self.commit,
-                    token=access.token,
-                    cache_dir=access.cache_dir,
-                    tqdm_class=_silent_bar(name if is_reported else None),
-                )
+            get = functools.partial(
+                hf_hub_download,
+                self.repo_id,
+                name,
+                revision=self.commit,
+                token=access.token,
+                cache_dir=access.cache_dir,
+                tqdm_class=_silent_bar(name if is_reported else None),
             )
+            path = Path(get())
+            return path if self._is_whole(name, path) else Path(get(force_download=True))
+
+    def _is_whole(self, name: str, path: Path) -> bool:
+        """Whether a file has its size; huggingface_hub syncs none, and after a power cut one may be empty."""
+        return name not in self.files or path.stat().st_size == self.files[name].size
 
     def cached(self, name: str) -> tuple[hub_cache.CachedSnapshot, Path] | None:
         """The snapshot and path of a file at this commit in the user's hub cache, or None."""
-        if not self.uses_cache:
+        path = self._in_cache(name) if self.uses_cache else None
+        if path is None or not self._is_whole(name, path):
             return None
+        snapshot = hub_cache.snapshot_of(path.parents[name.count("/")])
+        return (snapshot, path) if snapshot is not None else None
+
+    def _in_cache(self, name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
 
         path = try_to_load_from_cache(self.repo_id, name, cache_dir=self.access.cache_dir, revision=self.commit)
-        if not isinstance(path, str) or not Path(path).exists():
-            return None
-        snapshot = hub_cache.snapshot_of(Path(path).parents[name.count("/")])
-        return (snapshot, Path(path)) if snapshot is not None else None
+        return Path(path) if isinstance(path, str) and Path(path).exists() else None
+
+    def download_torn(self) -> None:
+        """Download the small files again that a power cut has left incomplete in the user's hub cache."""
+        for name, file in self.files.items():
+            path = self._in_cache(name) if is_sidecar(name, file.size) else None
+            if path is not None and not self._is_whole(name, path):
+                self.download(name)
 
     def identity_of(self, shards: Iterable[str]) -> SourceIdentity:
         """The identity of these shards at this commit, from the listing alone."""

@@ -25,8 +25,8 @@ from rabbitllm.storage.folders import bytes_freed_by_deleting
 logger = logging.getLogger(__name__)
 
 DAMAGED = (
-    "Delete that link and the file it leads to, and make the call again: it is downloaded again, and "
-    "finished layers are safe."
+    "Delete that link and the file it leads to, and make the same call again: it is downloaded again, and a split that "
+    "was begun goes on."
 )
 """The remedy for a damaged file in the hub cache, which is never the only copy."""
 

@@ -58,8 +58,8 @@ from rabbitllm.storage.folders import bytes_freed_by_deleting
 logger = logging.getLogger(__name__)
 
 _DAMAGED = (
-    "Put an undamaged copy at that path and make the call again: it resumes. Finished layers are safe. "
-    "Do not delete other files: other shards may be deleted already."
+    "Put an undamaged copy at that path and make the same call again. Delete nothing else: if a split was begun, its "
+    "folder may hold the only copy of other shards."
 )
 
 

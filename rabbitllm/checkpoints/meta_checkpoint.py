@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,8 +41,6 @@ from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.sentencepiece_model import ModelType, PieceType, SentencePieceModel, read_model
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.formats.tiktoken_ranks import looks_like_ranks, read_ranks
-
-logger = logging.getLogger(__name__)
 
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json")
 MAX_PAIR_BYTES = 1 << 28
@@ -369,8 +366,6 @@ class MetaCheckpoint:
                     f"{VOCABULARY_NAME} has {known_vocabulary.size:,} tokens, the weights have {shapes.vocab_size:,}.",
                     "Put the tokenizer.model that was published with the weights into their folder.",
                 )
-        elif vocabulary is None and not set(TOKENIZER_NAMES) & present:
-            logger.warning("The checkpoint has no %s; the model will have no tokenizer.", VOCABULARY_NAME)
         if CONFIG_NAME not in present:
             files[CONFIG_NAME] = as_json(config_of(self.params, shapes, known_vocabulary))
         if GENERATION_NAME not in present:

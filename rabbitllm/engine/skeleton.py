@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rabbitllm.base.building import BUILDING
 from rabbitllm.base.terminal import error_line
 from rabbitllm.base.transformers_version import installed_version
+from rabbitllm.checkpoints.checkpoint import has_vocabulary
 from rabbitllm.checkpoints.config import newer_transformers, picked_by, separate_settings
 from rabbitllm.engine._published import change_modules, check_method, drop_leftover_settings, settings_in
 from rabbitllm.errors import (
@@ -448,6 +449,7 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
     """The tokenizer in a folder.
 
     Raises:
+        FileNotFoundError: there is no vocabulary, and its class needs one.
         CorruptVocabularyError, InvalidIndexError: a file is a git-lfs pointer, or chat_template.json is no JSON.
         TypeError: a setting that transformers does not check would make the first use of the tokenizer fail.
         Exception: any error of transformers.
@@ -458,6 +460,8 @@ def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase
         if is_pointer_file(folder / name):
             raise CorruptVocabularyError(f"{folder / name} is a git-lfs pointer, not the file itself.", FETCH_POINTER)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if getattr(tokenizer, "vocab_files_names", None) and not has_vocabulary(path.name for path in folder.iterdir()):
+        raise FileNotFoundError("there is no vocabulary")  # transformers makes one in which each text is unknown
     longest = getattr(tokenizer, "model_max_length", 0)
     if not isinstance(longest, int | float):
         raise TypeError(f"model_max_length is {longest!r:.40}; expected a number.")

@@ -12,7 +12,7 @@ from typing import Any
 from rabbitllm import prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.base.terminal import listed, size
-from rabbitllm.checkpoints.checkpoint import Checkpoint, SourceIdentity
+from rabbitllm.checkpoints.checkpoint import NO_TOKENIZER, Checkpoint, SourceIdentity, lacks_tokenizer
 from rabbitllm.checkpoints.config import experts_a_token, layers_before_heads, quantized_as
 from rabbitllm.checkpoints.naming import predicts_further
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
@@ -101,6 +101,8 @@ class SourceScan:
             warnings.append(
                 f"{listed(self._mtp_layers, 3)} ({nbytes}, multi-token prediction) is used by --draft mtp only"
             )
+        if self.checkpoint is not None and lacks_tokenizer(self.checkpoint.sidecar_sizes()):
+            warnings.append(f"the checkpoint has {NO_TOKENIZER}")
         if self.config:
             return tuple(warnings)
         state = "cannot be read" if (self.source.config_folder / "config.json").exists() else "is missing"

@@ -24,7 +24,7 @@ from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.store import locations
 from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX
-from rabbitllm.store.locations import resolve_name, with_near_names
+from rabbitllm.store.locations import require_place, resolve_name, with_near_names
 from rabbitllm.store.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -282,6 +282,7 @@ def one_of_model(name: str, compression: str | None = None, saving_path: Path | 
     """
     entries = of_model(name, compression, saving_path)
     if not entries:
+        require_place(name)
         raise no_split_of(name)
     if len(entries) > 1:
         several = "; ".join(f"{entry.compression or entry.gguf or 'none'} in {entry.folder}" for entry in entries)

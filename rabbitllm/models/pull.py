@@ -22,7 +22,7 @@ from rabbitllm.auto_model import LoadRequest, prepare_model
 from rabbitllm.base import progress
 from rabbitllm.base.options import ShardPolicy
 from rabbitllm.base.terminal import counted, listed, put, put_fact, size, size_rounded_up
-from rabbitllm.checkpoints.checkpoint import SourceIdentity
+from rabbitllm.checkpoints.checkpoint import NO_TOKENIZER, SourceIdentity, lacks_tokenizer, sidecars_in
 from rabbitllm.checkpoints.index import gguf_label
 from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.estimate.split_estimate import STANDARD, CompressionEstimate, Rates, Route
@@ -92,6 +92,7 @@ class DryRun:
         kept: shards that are kept although others are deleted, since the split leaves out tensors of them.
         gguf: "GGUF Q4_K_M" for such files; None for others.
         is_local: whether all shards are on this machine.
+        has_tokenizer: whether texts can be read.
     """
 
     name: str
@@ -100,6 +101,7 @@ class DryRun:
     kept: tuple[PlannedShard, ...] = ()
     gguf: str | None = None
     is_local: bool = False
+    has_tokenizer: bool = True
 
     @property
     def route(self) -> Route | None:
@@ -207,7 +209,9 @@ def dry_run(request: LoadRequest) -> DryRun:
     shards = plan.shards if plan is not None else ()
     gguf = gguf_label((shard.name for shard in shards), {shard.name: shard.metadata for shard in shards})
     is_local = not any(shard.staged for shard in shards)
-    return DryRun(source.name, estimate, routes, kept if policy.deletes_original else (), gguf, is_local)
+    has_tokenizer = scan.checkpoint is None or not lacks_tokenizer(scan.checkpoint.sidecar_sizes())
+    kept = kept if policy.deletes_original else ()
+    return DryRun(source.name, estimate, routes, kept, gguf, is_local, has_tokenizer)
 
 
 def pulled_record(pulled: Pulled) -> dict[str, Any]:
@@ -253,7 +257,8 @@ def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
         put_fact(console, "original", _ORIGINALS[pulled.shards].format(pulled.shards_at))
     if not pulled.before:
         put_fact(console, "time", f"{pulled.seconds:.1f} s, at most {size(pulled.peak_disk_bytes)} in the folder")
-    put_fact(console, "next", next_command(pulled, request))
+    has_none = lacks_tokenizer(sidecars_in(entry.folder))
+    put_fact(console, "next", f"{NO_TOKENIZER} in {entry.folder}" if has_none else next_command(pulled, request))
     if entry.gguf is not None and entry.compression is None and pulled.shards is Shards.KEPT:
         put_fact(console, "unsplit", f"{no_split_command(pulled.name)}; it needs no more disk than the GGUF file")
 
@@ -307,6 +312,8 @@ def show_dry_run(outcome: DryRun, request: LoadRequest, console: Console) -> Non
         put_fact(console, "kept", f"{shard.name}, since the split leaves out {listed(map(str, shard.left_out), 3)}")
     if outcome.gguf is not None and estimate.compression is None and outcome.is_local and not estimate.finished:
         put_fact(console, "unsplit", f"{no_split_command(outcome.name)}; it needs no more disk than the GGUF file")
+    if not outcome.has_tokenizer:
+        put_fact(console, "texts", NO_TOKENIZER)
     put(console, _verdict(outcome))
 
 

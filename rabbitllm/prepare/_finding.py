@@ -528,6 +528,7 @@ def _replay(folder: Path) -> journal.Replay | None:
 
 def _fetched_config(repository: HubRepository) -> Path:
     """Fetch config, quantization settings and code, and return their folder; the engine decides whether code is run."""
+    repository.download_torn()
     for name in repository.files:
         if (name.endswith(".py") and "/" not in name) or name == MODELOPT_NAME:
             repository.download(name)

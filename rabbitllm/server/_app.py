@@ -223,12 +223,14 @@ def routes(models: Models) -> list[BaseRoute]:
         return await answered(request, service, body, call, "resp_", _responses.Responses(raw))
 
     async def ollama(request: Request) -> Response:
-        raw, entry = _ollama.named(await body_of(request), models)
+        raw, entry, kept = _ollama.named(await body_of(request), models)
         if _ollama.only_loads(raw):
+            entry.keep_alive = kept
             if entry.keep_alive or entry.service is not None:
                 await used(request, raw["model"])
             return JsonResponse(_ollama.loaded(entry))
         service, body, call = await checked(request, raw, _ollama.chat_of)
+        entry.keep_alive = kept  # a request that is refused changes nothing
         generates = request.scope["path"] == "/api/generate"
         return await answered(request, service, body, call, "chatcmpl-", _ollama.OllamaLines(generates=generates))
 
@@ -240,10 +242,10 @@ def routes(models: Models) -> list[BaseRoute]:
         return JsonResponse(_ollama.shown(_ollama.named(await body_of(request), models)[1]))
 
     async def ollama_embed(request: Request) -> Response:
-        begun, (raw, entry) = time.perf_counter(), _ollama.named(await body_of(request), models)
-        answer = embedding_object(
-            *await embedded(request, parsed(Embedding, _ollama.embedding_of(raw))), entry.settings.name
-        )
+        begun, (raw, entry, kept) = time.perf_counter(), _ollama.named(await body_of(request), models)
+        body = parsed(Embedding, _ollama.embedding_of(raw))
+        entry.keep_alive = kept
+        answer = embedding_object(*await embedded(request, body), entry.settings.name)
         return JsonResponse(_ollama.embedded(answer, time.perf_counter() - begun))
 
     async def version(_: Request) -> Response:

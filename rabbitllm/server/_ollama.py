@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from rabbitllm.base.terminal import harmless
 from rabbitllm.generation.request import Result
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server._messages import arguments_of
@@ -27,13 +29,13 @@ _OF_SEVERAL = ("n", "stream_options")
 """Options of a chat that make answers which Ollama's objects cannot say."""
 _OF_GENERATE = ("prompt", "system", "images")
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "": 1, "s": 1, "m": 60, "h": 3600}
-_DURATION = re.compile(r"(\d+\.?\d*|\.\d+)([a-zµ]*)")
+_DURATION = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([a-zµ]*)")
 _ALWAYS = 292 * 365 * 86_400
 """Seconds that stand for ever in Ollama's answers."""
 
 
-def named(body: Any, models: Models) -> tuple[dict[str, Any], Entry]:
-    """The fields of a body, and the model that it names; this stays loaded as long as `keep_alive` says.
+def named(body: Any, models: Models) -> tuple[dict[str, Any], Entry, float]:
+    """The fields of a body, the model that it names, and for how many seconds `keep_alive` would keep this loaded.
 
     Raises:
         APIError: it is no object, there is no such model, or `keep_alive` is no time.
@@ -41,19 +43,19 @@ def named(body: Any, models: Models) -> tuple[dict[str, Any], Entry]:
     fields = take_fields(body, HARMLESS)
     fields["model"] = str(fields.get("model") or "").removesuffix(":latest") or None
     entry, kept = models.entry(fields["model"]), fields.pop("keep_alive", None)
-    if kept is not None:
-        entry.keep_alive = _seconds(kept)
-    return fields, entry
+    return fields, entry, entry.keep_alive if kept is None else _seconds(kept)
 
 
 def _seconds(kept: Any) -> float:
     """Seconds of a number, or of a text such as `1h30m`; those below 0 are for ever."""
-    text = str(kept).removeprefix("-")
+    if type(kept) in (int, float):
+        return float(kept) if kept >= 0 else math.inf
+    text = kept.removeprefix("-") if isinstance(kept, str) else ""
     parts = _DURATION.findall(text)
-    if isinstance(kept, bool) or not text or "".join(map("".join, parts)) != text or {u for _, u in parts} - {*_UNITS}:
-        raise bad("keep_alive: expected seconds, or a time such as '5m'.", "keep_alive")
-    seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
-    return math.inf if str(kept).startswith("-") else seconds
+    if not text or "".join(map("".join, parts)) != text or {unit for _, unit in parts} - {*_UNITS}:
+        what = harmless(json.dumps(kept), 40)
+        raise bad(f"keep_alive is {what}; expected seconds, a time such as '5m', or -1 for ever.", "keep_alive")
+    return math.inf if kept.startswith("-") else sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
 def embedding_of(body: Mapping[str, Any]) -> dict[str, Any]:

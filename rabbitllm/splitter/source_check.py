@@ -410,7 +410,7 @@ def _describe_difference(before: FileStat, now: FileStat) -> str:
 
 
 def _format_time(stat: FileStat) -> str:
-    return datetime.fromtimestamp(stat.mtime_ns / SECOND_NS).astimezone().isoformat(sep=" ", timespec="milliseconds")
+    return datetime.fromtimestamp(stat.mtime_ns / SECOND_NS).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
 
 
 @contextlib.contextmanager

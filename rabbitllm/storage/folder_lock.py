@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 
 from rabbitllm.base.forks import ForkGuard
-from rabbitllm.base.terminal import listed
+from rabbitllm.base.terminal import listed, minute
 from rabbitllm.errors import InUseError, SplitError
 from rabbitllm.storage import leases
 from rabbitllm.storage.leases import FOLDER_LEASE
@@ -182,8 +182,7 @@ def _describe_process(process: int) -> str:
         began = datetime.fromtimestamp(psutil.Process(process).create_time()).astimezone()
     except psutil.Error:
         return f"process {process} on {socket.gethostname()}"
-    since = began.isoformat(sep=" ", timespec="seconds")
-    return f"process {process} on {socket.gethostname()}, which runs since {since}"
+    return f"process {process} on {socket.gethostname()}, which runs since {minute(began.isoformat())}"
 
 
 _LOCK_LINE = re.compile(r"^\d+: FLOCK +\w+ +\w+ (\d+) ([0-9a-f]+):([0-9a-f]+):(\d+) ", re.MULTILINE)

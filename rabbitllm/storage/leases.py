@@ -34,6 +34,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rabbitllm.base.forks import DaemonThread, ForkGuard
+from rabbitllm.base.terminal import minute
 from rabbitllm.errors import InUseError, SplitError
 from rabbitllm.storage import durable
 
@@ -64,7 +65,8 @@ def described(path: Path) -> str:
     """Describe the process that wrote a note."""
     try:
         content = json.loads(path.read_bytes())
-        return f"process {content['pid']} on {content['host']} since {content['since']}"
+        since = minute(datetime.fromisoformat(content["since"]).astimezone().isoformat())
+        return f"process {content['pid']} on {content['host']} since {since}"
     except (OSError, ValueError, KeyError, TypeError):  # an incomplete note, or none
         return "another process"
 

@@ -128,6 +128,13 @@ def test_table_shows_columns_that_fit() -> None:
     assert put_table(console(3), COLUMNS, ROWS) == ("middle", "number", "wide")
 
 
+def test_table_has_no_empty_columns() -> None:
+    output = console(20)
+    assert put_table(output, COLUMNS, [("x", "", "7", ""), ("y", "", "", "")]) == ()
+    assert printed(output).splitlines()[0].split() == ["name", "number"]
+    assert put_table(output, COLUMNS, []) == ("wide",)
+
+
 def test_table_cuts_what_may_be_cut_where_there_is_room_for_some_of_it() -> None:
     columns, rows = (
         [Column("name"), Column("folder", rank=1, least=9)],

@@ -31,12 +31,14 @@ from rabbitllm.checkpoints.hub import (
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptShardError,
+    DiskFullError,
     GatedRepositoryError,
     HubError,
     InvalidIndexError,
     MissingShardError,
     NotEnoughSpaceException,
     UnsafePathError,
+    system_errors_by_name,
 )
 from rabbitllm.splitter.disk_budget import ShardTransfer
 from rabbitllm.storage.durable import Step, observe_steps
@@ -44,6 +46,7 @@ from tests.support.builders import INDEX_NAME, SINGLE_NAME, cut, llama_tensors, 
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
 from tests.support.plans import uses_of
+from tests.support.small_disk import small_disk
 from tests.support.splitting import Call, contents, interrupted, layer_files, names_in, split
 
 REPO = "acme/tiny"
@@ -184,6 +187,17 @@ def test_weights_never_enter_the_users_cache(hub_environment: HubEnvironment, fo
     assert cached == {"config.json", "tokenizer.json", INDEX_NAME}
 
 
+def test_a_full_disk_is_named_by_the_error_alone(
+    folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    (folder / "tokenizer.json").write_bytes(bytes(2 << 20))
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        repository = open_repository(REPO, HubAccess(cache_dir=disk.path), tmp_path / "staging")
+        with pytest.raises(DiskFullError, match="A disk is full"), system_errors_by_name():
+            repository.download("tokenizer.json")
+    assert not [warning for warning in recwarn if "disk space" in str(warning.message)]
+
+
 def test_acquire_and_release(repository: HubRepository, folder: Path, shards: list[str]) -> None:
     path = repository.acquire(shards[0])
     assert path.parent == repository.staging
@@ -299,11 +313,12 @@ def test_link_in_the_cache_that_leads_out_is_refused(
 def test_damaged_file_in_the_cache_names_the_remedy(folder: Path, shards: list[str], tmp_path: Path) -> None:
     snapshot = Path(snapshot_download(REPO, allow_patterns=[shards[1]]))
     blob = (snapshot / shards[1]).resolve()
-    blob.write_bytes(blob.read_bytes()[:-3])
-    with pytest.raises(CorruptShardError, match=f"{shards[1]} is not a valid .* it is truncated") as refused:
+    raw = blob.read_bytes()
+    blob.write_bytes(raw[:8] + b"x" + raw[9:])
+    with pytest.raises(CorruptShardError, match=f"{shards[1]} is not a valid .* starts with b'x'") as refused:
         split(REPO)
     assert str(snapshot) in str(refused.value)
-    assert "Delete that link and the file it leads to, and make the call again" in str(refused.value)
+    assert "Delete that link and the file it leads to, and make the same call again" in str(refused.value)
     blob.unlink()
     (snapshot / shards[1]).unlink()
     assert split(REPO)

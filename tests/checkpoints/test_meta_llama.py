@@ -163,11 +163,6 @@ def test_existing_files_are_not_derived(tmp_path: Path) -> None:
     assert LocalCheckpoint(source).derived() == {}
 
 
-def test_missing_tokenizer_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    LocalCheckpoint(write_meta(tmp_path, tiny_llama())).derived()
-    assert "The checkpoint has no tokenizer.model" in caplog.text
-
-
 # Contradictions
 
 

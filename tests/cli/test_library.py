@@ -246,7 +246,7 @@ def test_rm_of_a_missing_file_is_refused(folder: Path) -> None:
     run("pull", folder)
     before = contents(folder)
     for command in (["rm", "--yes"], ["verify"]):
-        with pytest.raises(CheckpointNotFoundError, match="no known split of"):
+        with pytest.raises(CheckpointNotFoundError, match=r"There is no folder .*, and it is not a repository id"):
             run(command[0], folder / "other.safetensors", *command[1:])
     assert contents(folder) == before
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers import AutoTokenizer
 
 from rabbitllm.engine import skeleton
 from rabbitllm.errors import CorruptVocabularyError, OptionError, UnknownArchitectureError
@@ -242,6 +243,19 @@ def test_missing_tokenizer_is_none_with_a_warning(tmp_path: Path, caplog: pytest
         assert skeleton.read_tokenizer(folder) is None
     assert str(folder) in caplog.text
     assert "model.tokenizer is None" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["qwen2", "bert", "gpt2"])
+def test_a_tokenizer_without_a_vocabulary_is_none(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers makes one in which every text is empty or unknown."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) < 10
+    assert skeleton.read_tokenizer(tmp_path) is None
+    assert "there is no vocabulary" in caplog.text
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "canine"}))  # of characters
+    assert skeleton.read_tokenizer(tmp_path) is not None
 
 
 def test_chat_template_of_the_processor_is_used_for_text(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,26 @@ def test_fetched_shards_are_not_kept(repository: Path, hub_environment: HubEnvir
     assert (pulled.shards, pulled.shards_at) == (Shards.FETCHED, None)
     assert shards_in(hub_environment.home) == []
     assert layer_files(pulled.entry.folder) == layer_files(Call(str(repository), compression="4bit").make())
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_files_that_a_power_cut_left_empty_are_downloaded_again(
+    repository: Path, hub_environment: HubEnvironment, keeps: bool
+) -> None:
+    """huggingface_hub gives a file its name before its bytes are on the disk."""
+    if keeps:  # shards too
+        wish = wished(REPO, keep_shards=True)
+    else:
+        wish = wished(REPO)
+        hf_hub_download(REPO, "model-00002-of-00004.safetensors")
+    folder = pull(wish).entry.folder
+    whole = contents(folder)
+    blobs = [path for path in hub_environment.cache.rglob("blobs/*") if path.is_file()]
+    assert len(blobs) >= 5 + keeps * SHARDS
+    for number, blob in enumerate(sorted(blobs)):
+        os.truncate(blob, blob.stat().st_size // 2 * (number % 2))
+    shutil.rmtree(folder)
+    assert contents(pull(wish).entry.folder) == whole
 
 
 def test_cached_shards_are_kept(repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
@@ -245,6 +267,33 @@ def test_next_command_names_the_same_split(folder: Path, tmp_path: Path) -> None
     assert next_command(pulled, wish) == (
         f"rabbitllm run {folder} --compression 4bit --dir '{tmp_path}/my layers' --revision v1 \"What is a rabbit?\""
     )
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_model_without_a_tokenizer_is_named_before_its_shards_are_touched(
+    tmp_path: Path, hub_environment: HubEnvironment, caplog: pytest.LogCaptureFixture, *, is_remote: bool
+) -> None:
+    folder = build_checkpoint(tmp_path / "hub" / REPO, "qwen2", shards=SHARDS, tokenizer=False)
+    name = REPO if is_remote else str(folder)
+    says = "no tokenizer: only token ids work, no texts; put the model's tokenizer.json"
+    for command in ("inspect", "plan", "pull --dry-run"):
+        answer = CliRunner().invoke(app, [*command.split(), name])
+        assert says in " ".join(answer.output.split()), command
+    seen: list[bool] = []
+    with observe_ticks(lambda step: seen.append(".safetensors" not in str(step.path) or says in caplog.text)):
+        pulled = pull(wished(name))
+    assert seen
+    assert all(seen)
+    output = io.StringIO()
+    show_pulled(pulled, wished(name), Console(file=output, width=400))
+    assert f"{says} and tokenizer_config.json beside its weights in {pulled.entry.folder}" in output.getvalue()
+    assert "rabbitllm run" not in output.getvalue()
+    asked_for = CliRunner().invoke(app, ["run", name, "a"])
+    assert "This model has no tokenizer" in str(asked_for.exception)
+    build_checkpoint(tmp_path / "whole", "qwen2")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (pulled.entry.folder / file).write_bytes((tmp_path / "whole" / file).read_bytes())
+    assert CliRunner().invoke(app, ["run", name, "a", "--max-new-tokens", "1"]).exit_code == 0
 
 
 def test_default_folder_is_under_home(repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:

@@ -292,6 +292,25 @@ def test_ollamas_requests_say_how_long_a_model_stays(folders: dict[str, Path], e
         assert served.loads == ["rabbit"]
 
 
+def test_what_is_refused_does_not_say_how_long_a_model_stays(folders: dict[str, Path]) -> None:
+    with serving(folders, keep_alive=5.0) as served:
+        for path, fields in (
+            ("/api/generate", {"prompt": "a", "options": {"temperature": "hot"}}),
+            ("/api/embed", {"input": {}}),
+        ):
+            assert served.post("rabbit", path, keep_alive=0, **fields).status_code == 400
+        for kept, what in ((True, "true"), ({}, "{}"), ("5 minutes", '"5 minutes"'), ("\u0663s", '"\\u0663s"')):
+            refused = served.post("rabbit", "/api/generate", prompt="a", keep_alive=kept)
+            assert refused.status_code == 400
+            assert f"keep_alive is {what}; expected seconds" in refused.json()["error"]
+        assert served.models.entries[0].keep_alive == 5.0
+        options = {"num_predict": 1}
+        fields = {"prompt": "a", "options": options, "max_tokens": None, "temperature": None, "stream": False}
+        answer = served.post("rabbit", "/api/generate", keep_alive=1e-9, **fields)
+        assert answer.status_code == 200, answer.text
+        assert served.models.entries[0].keep_alive == 1e-9
+
+
 def test_a_model_that_nobody_waits_for_any_more_is_unloaded(folders: dict[str, Path]) -> None:
     go = threading.Event()
     with serving(folders, keep_alive=0.0, before=lambda name: go.wait(PATIENCE)) as served:

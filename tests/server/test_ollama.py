@@ -107,7 +107,7 @@ def test_a_request_says_how_long_the_model_stays(client: Any, scripted: Running)
     left = client.ps().models[0].expires_at.timestamp() - time.time()
     assert 0 < left <= 600
     for wrong in ("soon", "5 minutes", "", "5x"):
-        with pytest.raises(ollama.ResponseError, match="keep_alive: expected seconds"):
+        with pytest.raises(ollama.ResponseError, match="expected seconds"):
             client.generate(NAME, keep_alive=wrong)
 
 
