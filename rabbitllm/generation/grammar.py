@@ -338,7 +338,7 @@ class _GrammarVocabulary:
             _follow(first, self.tokens)
             first.compute_bitmask()
         if first.is_error():
-            reason, advice = _explained(_short(first.get_error()), grammar)
+            reason, advice = _explained(_short(first.get_error()))
             raise OptionError(f"The {grammar.kind} cannot be used: {reason}.", advice)
         return matcher
 
@@ -400,44 +400,15 @@ def _short(reason: str) -> str:
     return harmless(" ".join(lines), _REASON).rstrip(".")
 
 
-def _explained(reason: str, grammar: Grammar) -> tuple[str, str]:
-    """A message of llguidance and what to do; that about what refers to itself says where in a schema this is."""
+def _explained(reason: str) -> tuple[str, str]:
+    """A message of llguidance, clearer about what refers to itself, and what to do."""
     if beside := re.search(r"circular references with sibling keys.*json-schema://[^#]*(#\S*)", reason):
         what = f'a "$ref" to {beside[1]} lies within it and has other keys beside it'
         return what, "Leave these keys out there, or put them into what it refers to."
     if "NoExtensionBias" not in reason and "Too many items" not in reason:
         return reason, "Leave out what it names, or say it in another way."
-    definitions = (json.loads(definition).get("json_schema") for _, definition in grammar.parts)
-    loops = (_loop_in(schema, schema, frozenset()) for schema in definitions if schema)
-    if loop := next(filter(None, loops), None):
-        advice = 'Give what it refers to an end: {"type": "null"} beside it in anyOf, or an optional property.'
-        return f'"$ref": "{harmless(loop, 200)}" leads back to itself in every answer, so that none ends', advice
-    what = "what must follow leads back to itself" if "NoExtension" in reason else "what must follow has no end"
-    return f"{what}, or is very long ({reason})", "Give what repeats an end that may come, and use shorter texts."
-
-
-def _loop_in(schema: Any, root: Mapping[str, Any], passed: frozenset[str]) -> str | None:
-    """The first reference, such as `#/$defs/a`, that no value of a schema can avoid and that leads back to itself."""
-    if not isinstance(schema, Mapping):
-        return None
-    must = [*schema.get("allOf", ())]
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        if reference in passed:
-            return reference
-        target: Any = root
-        for key in reference.split("/")[1:]:
-            key = key.replace("~1", "/").replace("~0", "~")
-            target = target.get(key) if isinstance(target, Mapping) else None
-        if (loop := _loop_in(target, root, passed | {reference})) is not None:
-            return loop
-    if schema.get("type") == "object":
-        must += [schema.get("properties", {}).get(name) for name in schema.get("required", ())]
-    if schema.get("type") == "array" and schema.get("minItems", 0) > 0:
-        must += [*schema.get("prefixItems", ())[: schema["minItems"]], schema.get("items")][: schema["minItems"]]
-    loops = (_loop_in(part, root, passed) for part in must)
-    choices = [[_loop_in(part, root, passed) for part in schema.get(name, ())] for name in ("anyOf", "oneOf")]
-    return next(filter(None, (*loops, *(loop[0] for loop in choices if loop and all(loop)))), None)
+    advice = "Give what refers to itself an end, such as an optional property or null, and use shorter texts."
+    return f"no answer to it ends, since it leads back to itself, or it is very long ({reason})", advice
 
 
 def _dumped(value: Any) -> str:

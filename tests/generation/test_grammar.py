@@ -284,7 +284,7 @@ def test_channels_come_before_the_answer() -> None:
         (lambda: Grammar.of_rules("start: x"), "unknown name"),
         (lambda: Grammar.of_rules("root ::= ["), "Unexpected end"),
         (lambda: Grammar.of_choice([]), "no texts"),
-        (lambda: Grammar.of_rules("start: start"), "leads back to itself, or is very long"),
+        (lambda: Grammar.of_rules("start: start"), "leads back to itself, or it is very long"),
         (lambda: Grammar.of_rules('root ::= "a" root'), "Too many items"),
         (lambda: Grammar.of_rules("root ::= " + " | ".join(f'"a{n}"' for n in range(50_000))), "letters; expected"),
         (lambda: Grammar.of_regex("a" * 1_000_000), "1,000,000 letters; expected at most 65,536"),
@@ -297,31 +297,12 @@ def test_what_cannot_be_guaranteed_is_refused_by_name(make: Callable[[], Grammar
         make().check(make_tokenizer())
 
 
-NODE: Any = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
-
-
-@pytest.mark.parametrize(
-    ("schema", "where"),
-    [
-        ({"$ref": "#"}, "#"),
-        ({"$ref": "#/$defs/node", "$defs": {"node": NODE}}, "#/$defs/node"),
-        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "#"),
-        (
-            {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {"a": NODE, "b": NODE, "node": NODE}},
-            "#/$defs/node",
-        ),
-        (
-            {"type": "object", "properties": {"a/b": {"$ref": "#/properties/a~1b"}}, "required": ["a/b"]},
-            "#/properties/a~1b",
-        ),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "#/$defs/a"),
-    ],
-)
-def test_a_schema_that_leads_back_to_itself_says_where(schema: Any, where: str) -> None:
+@pytest.mark.parametrize("of_node", [{"$ref": "#"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1}])
+def test_a_schema_of_which_no_answer_ends_says_so(of_node: Any) -> None:
     with pytest.raises(OptionError) as refused:
-        Grammar.of_schema(schema).check(make_tokenizer())
-    assert f'"$ref": "{where}" leads back to itself in every answer' in refused.value.problem
-    assert '{"type": "null"}' in refused.value.remedy
+        Grammar.of_schema(of_node).check(make_tokenizer())
+    assert "no answer to it ends, since it leads back to itself" in refused.value.problem
+    assert "null" in refused.value.remedy
 
 
 def test_a_reference_to_what_it_lies_in_stands_alone() -> None:
