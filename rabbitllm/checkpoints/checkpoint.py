@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from rabbitllm.checkpoints.index import CheckpointIndex, gguf_models
 from rabbitllm.errors import OptionError
@@ -380,6 +380,10 @@ def has_vocabulary(names: Iterable[str]) -> bool:
     return any(map(_VOCABULARY.search, names))
 
 
-def lacks_tokenizer(names: Collection[str]) -> bool:
-    """Whether none of these files belongs to a tokenizer; one of bytes has no vocabulary, only a config."""
-    return not has_vocabulary(names) and "tokenizer_config.json" not in names
+def lacks_tokenizer(names: Collection[str], config: Mapping[str, Any]) -> bool:
+    """Whether a model of tokens, by the content of its config.json, has no file of a tokenizer among these.
+
+    A tokenizer of bytes has no vocabulary, only a config.
+    """
+    has_tokens = any("vocab_size" in part for part in (config, *config.values()) if isinstance(part, Mapping))
+    return has_tokens and not has_vocabulary(names) and "tokenizer_config.json" not in names

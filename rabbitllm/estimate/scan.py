@@ -101,7 +101,7 @@ class SourceScan:
             warnings.append(
                 f"{listed(self._mtp_layers, 3)} ({nbytes}, multi-token prediction) is used by --draft mtp only"
             )
-        if self.checkpoint is not None and lacks_tokenizer(self.checkpoint.sidecar_sizes()):
+        if self.checkpoint is not None and lacks_tokenizer(self.checkpoint.sidecar_sizes(), self.config):
             warnings.append(f"the checkpoint has {NO_TOKENIZER}")
         if self.config:
             return tuple(warnings)

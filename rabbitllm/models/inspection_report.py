@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.base.terminal import Column, counted, harmless, large, listed, put, put_fact, put_table, size
-from rabbitllm.checkpoints.checkpoint import NO_TOKENIZER, lacks_tokenizer
 from rabbitllm.formats.sentencepiece_model import (
     NormalizerSpec,
     PieceType,
@@ -278,8 +277,6 @@ def _facts(result: Inspection) -> Iterator[tuple[str, str]]:
             yield from _pickle_facts(result.content)
     if result.beside:
         yield "other files", _list_some(result.beside)
-    if result.shards and lacks_tokenizer(result.beside):
-        yield "texts", NO_TOKENIZER
     if result.has_pickle and not isinstance(result.content, Pickles):
         yield "pickle", "--opcodes lists it; nothing of it is run"
     if result.refusal is not None:

@@ -23,6 +23,7 @@ from rabbitllm.base import progress
 from rabbitllm.base.options import ShardPolicy
 from rabbitllm.base.terminal import counted, listed, put, put_fact, size, size_rounded_up
 from rabbitllm.checkpoints.checkpoint import NO_TOKENIZER, SourceIdentity, lacks_tokenizer, sidecars_in
+from rabbitllm.checkpoints.config import read_config
 from rabbitllm.checkpoints.index import gguf_label
 from rabbitllm.errors import IncompleteSplitError, OptionError, RabbitLLMError, system_errors_by_name
 from rabbitllm.estimate.split_estimate import STANDARD, CompressionEstimate, Rates, Route
@@ -209,7 +210,7 @@ def dry_run(request: LoadRequest) -> DryRun:
     shards = plan.shards if plan is not None else ()
     gguf = gguf_label((shard.name for shard in shards), {shard.name: shard.metadata for shard in shards})
     is_local = not any(shard.staged for shard in shards)
-    has_tokenizer = scan.checkpoint is None or not lacks_tokenizer(scan.checkpoint.sidecar_sizes())
+    has_tokenizer = scan.checkpoint is None or not lacks_tokenizer(scan.checkpoint.sidecar_sizes(), scan.config)
     kept = kept if policy.deletes_original else ()
     return DryRun(source.name, estimate, routes, kept, gguf, is_local, has_tokenizer)
 
@@ -257,7 +258,7 @@ def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
         put_fact(console, "original", _ORIGINALS[pulled.shards].format(pulled.shards_at))
     if not pulled.before:
         put_fact(console, "time", f"{pulled.seconds:.1f} s, at most {size(pulled.peak_disk_bytes)} in the folder")
-    has_none = lacks_tokenizer(sidecars_in(entry.folder))
+    has_none = lacks_tokenizer(sidecars_in(entry.folder), read_config(entry.folder))
     put_fact(console, "next", f"{NO_TOKENIZER} in {entry.folder}" if has_none else next_command(pulled, request))
     if entry.gguf is not None and entry.compression is None and pulled.shards is Shards.KEPT:
         put_fact(console, "unsplit", f"{no_split_command(pulled.name)}; it needs no more disk than the GGUF file")

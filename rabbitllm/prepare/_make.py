@@ -311,10 +311,10 @@ def ensure_split(
         locks.enter_context(lock_source(source, options, by_executor=executor is not None))
         _refuse_to_quantize_again(source, options)
         checkpoint = _open_checkpoint(source, options, by_executor=executor is not None).with_dtype(options.gguf_dtype)
-        if lacks_tokenizer(checkpoint.sidecar_sizes()):
-            logger.warning("%s has %s.", checkpoint.label, NO_TOKENIZER)
         family = family_of(source.config_folder, checkpoint)
         config = config_of(source.config_folder, checkpoint)
+        if lacks_tokenizer(checkpoint.sidecar_sizes(), config):
+            logger.warning("%s has %s.", checkpoint.label, NO_TOKENIZER)
         figures = experts_a_token(config), accept, layers_before_heads(config)
         request = SplitRequest(checkpoint, source.split_folder, family, options, naming, executor, None, *figures)
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from rabbitllm.checkpoints import checkpoint as records
@@ -451,3 +452,21 @@ def test_identity_of_another_kind() -> None:
     assert hub.differs_from(SourceIdentity("hub", "acme/other", "c2", {"a": "sha256:1"})) is not None
     assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c1", {"a": "sha256:2"})) is not None
     assert hub.differs_from(SourceIdentity("hub", "acme/tiny", "c1", {"a": "blob:2"})) is None  # not comparable
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "lacks"),
+    [
+        (transformers.LlamaConfig(), ("config.json", "generation_config.json"), True),
+        (transformers.LlamaConfig(), ("config.json", "tokenizer.model"), False),
+        (transformers.T5Config(), ("config.json", "tokenizer_config.json"), False),  # ByT5's is of bytes
+        (transformers.Gemma3Config(), ("config.json", "preprocessor_config.json"), True),  # in its text_config
+        (transformers.ViTConfig(), ("config.json", "preprocessor_config.json"), False),
+        (transformers.Wav2Vec2Config(), ("config.json", "vocab.json"), False),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, transformers.PretrainedConfig) else None,
+)
+def test_which_models_lack_a_tokenizer(
+    config: transformers.PretrainedConfig, files: tuple[str, ...], lacks: bool
+) -> None:
+    assert records.lacks_tokenizer(files, json.loads(config.to_json_string())) == lacks

@@ -276,7 +276,7 @@ def test_a_model_without_a_tokenizer_is_named_before_its_shards_are_touched(
     folder = build_checkpoint(tmp_path / "hub" / REPO, "qwen2", shards=SHARDS, tokenizer=False)
     name = REPO if is_remote else str(folder)
     says = "no tokenizer: only token ids work, no texts; put the model's tokenizer.json"
-    for command in ("inspect", "plan", "pull --dry-run"):
+    for command in ("plan", "pull --dry-run"):
         answer = CliRunner().invoke(app, [*command.split(), name])
         assert says in " ".join(answer.output.split()), command
     seen: list[bool] = []
