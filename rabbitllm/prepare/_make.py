@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions
 from rabbitllm.base.terminal import listed
-from rabbitllm.checkpoints.checkpoint import NO_TOKENIZER, Checkpoint, ShardMetadata, SourceIdentity, lacks_tokenizer
+from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity
 from rabbitllm.checkpoints.config import experts_a_token, layers_before_heads, quantized_as
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
 from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, gguf_models, gguf_stem, is_gguf_file, is_index
@@ -313,8 +313,6 @@ def ensure_split(
         checkpoint = _open_checkpoint(source, options, by_executor=executor is not None).with_dtype(options.gguf_dtype)
         family = family_of(source.config_folder, checkpoint)
         config = config_of(source.config_folder, checkpoint)
-        if lacks_tokenizer(checkpoint.sidecar_sizes(), config):
-            logger.warning("%s has %s.", checkpoint.label, NO_TOKENIZER)
         figures = experts_a_token(config), accept, layers_before_heads(config)
         request = SplitRequest(checkpoint, source.split_folder, family, options, naming, executor, None, *figures)
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
