@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,7 +18,8 @@ from rabbitllm.telemetry.passes import COMPUTE
 from rabbitllm.telemetry.profiler import Profiler
 
 PIECE_ROWS = 256
-"""Rows of which a piece has a multiple: so the products of all pieces have the bits of that of the whole matrix."""
+"""Rows of which a piece has a multiple, and the last one no fewer: torch multiplies few rows in another order. So the
+products of all pieces have the bits of that of the whole matrix."""
 
 
 def in_pieces(source: UnitSource, most: int) -> UnitSource:
@@ -35,10 +37,11 @@ def in_pieces(source: UnitSource, most: int) -> UnitSource:
         return source
     rows, pieces = entry.shape[0], []
     row_bytes = part.nbytes // rows
-    step = max(most // row_bytes // PIECE_ROWS, 1) * PIECE_ROWS
+    step = max((most // row_bytes - rows % PIECE_ROWS) // PIECE_ROWS, 1) * PIECE_ROWS
     quantized = tuple((how, replace(entry, sibling=None)) for how, entry in job.quantized)
-    for begin in range(0, rows, step):
-        count = min(step, rows - begin)
+    ends = [*range(step, rows - PIECE_ROWS + 1, step), rows]
+    for begin, end in itertools.pairwise([0, *ends]):
+        count = end - begin
         shape, offset = (part.shape[0] * count // rows, *part.shape[1:]), part.offset + begin * row_bytes
         run = part._replace(shape=shape, offset=offset, nbytes=count * row_bytes)
         few = form and replace(form, shape=(count, *form.shape[1:]))

@@ -486,7 +486,8 @@ class Streamer:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._stop(name, device)
             if not self.is_drafting:
-                self._release.pop(name, release)()
+                self._release.get(name, release)()
+                self._release.pop(name, None)  # afterwards, as in `_release_all`
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)

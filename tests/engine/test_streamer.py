@@ -16,6 +16,7 @@ from torch import nn
 
 from rabbitllm.engine._streamer import InputMover
 from rabbitllm.engine.placement import READY, Tier
+from rabbitllm.engine.units import ParameterEntry
 from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.errors import RabbitLLMError, ReadOnlyWeightError
 from rabbitllm.telemetry.passes import READ
@@ -191,6 +192,24 @@ def test_exception_in_a_layer_is_harmless(
         assert torch.equal(in_time(lambda: logits(model)), expected.logits)
         assert_nothing_is_bound(model)
     assert_same(run(model), expected)
+
+
+def test_interrupt_while_a_layer_is_freed(model: Any, expected: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    bind, freed = ParameterEntry.bind, list[str]()
+
+    def interrupted(entry: ParameterEntry, weight: torch.Tensor) -> None:
+        bind(entry, weight)
+        if isinstance(weight, AbsentWeight):
+            freed.append(entry.target)
+            if len(freed) == 2:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ParameterEntry, "bind", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            logits(model)
+    assert_nothing_is_bound(model)
+    assert torch.equal(in_time(lambda: logits(model)), expected.logits)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
