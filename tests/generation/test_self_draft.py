@@ -101,7 +101,8 @@ def test_a_quarter_of_the_memory(tmp_path: Path, name: str, tied: bool) -> None:
     assert asked(model, "self").tokens == expected
     drafted = model.profiler.sums[FURTHER]
     assert drafted.passes < plain.passes == TOKENS - 1
-    assert drafted.passes <= drafted.disk_bytes / model.placement.streamed_bytes < drafted.passes + 1
+    # a pass may find what the one before read ahead
+    assert abs(drafted.disk_bytes / model.placement.streamed_bytes - drafted.passes) < 1
 
 
 def test_what_would_fit_is_said(tmp_path: Path) -> None:
