@@ -369,6 +369,8 @@ def test_a_layer_of_the_delta_rule_leaves_the_rest_to_its_class(calls: list[str]
     def both(x: torch.Tensor, **named: Any) -> list[torch.Tensor]:
         return [layer(hidden_states=x, cache=copy.deepcopy(cache), **named) for layer in (plain, fused)]
 
+    # rounding of float32 seldom changes a bfloat16
+    assert_alike = functools.partial(torch.testing.assert_close, rtol=2**-7, atol=1e-5)
     compiled = torch.compile(fused, backend="eager")
     assert torch.equal(compiled(hidden_states=x, cache=copy.deepcopy(cache)), both(x)[0])
     for values, named in (
@@ -376,12 +378,12 @@ def test_a_layer_of_the_delta_rule_leaves_the_rest_to_its_class(calls: list[str]
         (x, {"attention_mask": torch.zeros(1, 1)}),
     ):
         calls.clear()
-        assert torch.equal(*both(values, **named))
+        assert_alike(*both(values, **named))
         assert calls
     calls.clear()
     seen = list[Any]()
     fused.norm.register_forward_hook(lambda *given: seen.append(given))
-    assert torch.equal(*both(x))
+    assert_alike(*both(x))
     assert len(seen) == 1
     assert calls
     fused.norm._forward_hooks.clear()
@@ -389,7 +391,7 @@ def test_a_layer_of_the_delta_rule_leaves_the_rest_to_its_class(calls: list[str]
         layer.norm.weight.data.mul_(2)  # read in each step
         layer.A_log.data.add_(1)
     calls.clear()
-    assert torch.equal(*both(x))
+    assert_alike(*both(x))
     assert calls == []
 
 
