@@ -15,6 +15,7 @@ control group, which only root can make, gives it the memory of the other rows, 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import time
@@ -239,13 +240,15 @@ def load(options: Any, work: Path, rows: Sequence[str]) -> Subjects:
                 fresh_copy(source, folder)
             source = folder
         place = {"layer_shards_saving_path": folder, "compression": options.compression}
+        gc.collect()  # a model that is gone maps its files up to here
         with patch.object(span_reader, "stays_cached", lambda *_: False):
             return AutoModel.from_pretrained(source, **place, **common, **limits)
 
-    streamed = loaded("model")
+    streamed: Any = loaded("model")
     room = round(options.share * sum(path.stat().st_size for path in files_of(work, "model")))
     limit = {"max_memory": {"cpu": room}} if options.share < 1 else {}
     if limit:
+        streamed = None
         streamed = loaded("model", **limit)
     copies, refused = None, ""
     if SELF in rows:

@@ -13,6 +13,7 @@ import errno
 import functools
 import heapq
 import logging
+import math
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
@@ -181,7 +182,8 @@ def choose_read_mode(store: Paths, spans: Iterable[FileSpan], room: int, nbytes:
     buffer[:] = bytes(len(buffer))  # else the first touch of its pages would be timed as reading
     modes = (ReadMode(direct=True), ReadMode(drop=True))
     # the minimum of several: a single time is easily disturbed, and a wrong choice is permanent
-    past, through = (min(_seconds(store, probe, mode, buffer) for probe in probes) for mode in modes)
+    past = min(_seconds(store, probe, modes[0], buffer) for probe in probes)
+    through = min((_seconds(store, probe, modes[1], buffer) for probe in drop_cached(store, probes)), default=math.inf)
     logger.info("A byte past the page cache takes %.3f ns, through it %.3f ns.", past * 1e9, through * 1e9)
     return modes[past > through]
 
@@ -191,12 +193,21 @@ def stays_cached(nbytes: int, room: int) -> bool:
     return nbytes <= room * _SHARE_OF_ROOM
 
 
+def drop_cached(store: Paths, spans: Iterable[FileSpan]) -> list[FileSpan]:
+    """Drop spans from the page cache; return those that left it: what a model in memory maps stays."""
+    dropped = []
+    for span in spans:
+        with PositionalFile(store.path(span.file)) as file:
+            file.drop_cache(span.offset, span.nbytes)
+            if not any(map(file.is_cached, (span.offset, span.offset + span.nbytes // 2))):
+                dropped.append(span)
+    return dropped
+
+
 def _seconds(store: Paths, probe: FileSpan, mode: ReadMode, buffer: memoryview) -> float:
-    """Seconds per byte of a cold read of a span; infinite if it cannot be read in this mode."""
+    """Seconds per byte of a span; infinite if it cannot be read in this mode."""
     reader = SpanReader(store, mode)
-    with PositionalFile(store.path(probe.file)) as file:
-        file.drop_cache(probe.offset, probe.nbytes)
     begun = time.perf_counter()
     reader.read([probe], buffer)
     taken = time.perf_counter() - begun
-    return taken / probe.nbytes if reader.mode == mode else float("inf")
+    return taken / probe.nbytes if reader.mode == mode else math.inf

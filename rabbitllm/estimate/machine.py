@@ -29,7 +29,7 @@ from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import Device, aligned_host, resolve_devices
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.prefetch import HostBuffers
-from rabbitllm.engine.span_reader import READ_BYTES, THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader
+from rabbitllm.engine.span_reader import READ_BYTES, THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader, drop_cached
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.estimate.cost_model import BITSANDBYTES
 from rabbitllm.quant import coded
@@ -37,7 +37,7 @@ from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.quantize import NO_SCALES
 from rabbitllm.quant.schemes import SCHEMES, STORED, Quantized, code_values
 from rabbitllm.storage import durable
-from rabbitllm.storage.files import PositionalFile, page_aligned
+from rabbitllm.storage.files import page_aligned
 
 DIRECT, DROPPED = ReadMode(direct=True), ReadMode(drop=True)
 READING = {DIRECT: "past the page cache", DROPPED: "through the page cache", THROUGH_THE_CACHE: "out of the page cache"}
@@ -298,7 +298,8 @@ def read_rate(files: Sequence[Path], mode: ReadMode) -> tuple[float | None, int]
     From the disk, or in `THROUGH_THE_CACHE` from the page cache, which keeps the pieces afterwards. None if the files
     cannot be read in this mode, or not at all.
     """
-    reader = SpanReader(_ByPath(), mode)
+    store = _ByPath()
+    reader = SpanReader(store, mode)
     try:
         pieces = [
             FileSpan(str(path), offset, min(PIECE_BYTES, path.stat().st_size - offset), 0)
@@ -312,12 +313,13 @@ def read_rate(files: Sequence[Path], mode: ReadMode) -> tuple[float | None, int]
         if mode == THROUGH_THE_CACHE:
             _read(reader, pieces, buffers)
         else:
-            _forget(pieces)
+            dropped = drop_cached(store, pieces)
+            pieces = pieces if mode.direct else dropped or pieces  # some file systems are in memory
         start = time.perf_counter()
         nbytes = _read(reader, pieces, buffers)
         seconds = time.perf_counter() - start
         if mode != THROUGH_THE_CACHE:
-            _forget(pieces)
+            drop_cached(store, pieces)
     except OSError:
         return None, 0
     return (nbytes / seconds if nbytes and reader.mode == mode else None), nbytes
@@ -332,13 +334,6 @@ def _read(reader: SpanReader, pieces: Sequence[FileSpan], buffers: Sequence[memo
         if time.perf_counter() - start > READ_SECONDS:
             break
     return nbytes
-
-
-def _forget(pieces: Sequence[FileSpan]) -> None:
-    """Drop pieces from the page cache."""
-    for piece in pieces:
-        with PositionalFile(Path(piece.file)) as file:
-            file.drop_cache(piece.offset, piece.nbytes)
 
 
 @contextlib.contextmanager

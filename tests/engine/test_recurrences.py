@@ -285,7 +285,8 @@ def test_functions_with_other_results_are_not_replaced() -> None:
         ("kimi_linear", {"linear_head_dim": 32}, {"delta_step", "convolution_step"}),
         ("lfm2", {}, {"convolution_step"}),
         ("mamba2", {}, {"convolution_step", "state_space_step"}),
-        ("jamba", {}, {"convolution_step", "selective_step"}),
+        # no experts: sums of products with matrices of bfloat16 have another order than torch's
+        ("jamba", {"num_experts": 1, "num_experts_per_tok": 1}, {"convolution_step", "selective_step"}),
         ("falcon_mamba", {}, {"convolution_step", "selective_step"}),
     ],
 )

@@ -20,6 +20,7 @@ from rabbitllm.engine.span_reader import (
     ReadMode,
     SpanReader,
     choose_read_mode,
+    drop_cached,
 )
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.layer_store import LayerStore
@@ -138,6 +139,7 @@ def test_faster_read_mode_is_chosen(
 ) -> None:
     store = folder(tmp_path, 100_000)
     monkeypatch.setattr(span_reader, "_seconds", lambda _store, _span, way, _buffer: past if way.direct else through)
+    monkeypatch.setattr(span_reader, "drop_cached", lambda _store, spans: spans)
     assert choose_read_mode(store, [span(0, 50_000), span(0, 100)], 0) == chosen
 
 
@@ -145,7 +147,25 @@ def test_single_slow_reading_does_not_decide(tmp_path: Path, monkeypatch: pytest
     store = folder(tmp_path, 100_000)
     taken = {ReadMode(direct=True): iter([9.0, 1.0, 9.0]), ReadMode(drop=True): iter([2.0, 2.0, 2.0])}
     monkeypatch.setattr(span_reader, "_seconds", lambda _store, _span, way, _buffer: next(taken[way]))
+    monkeypatch.setattr(span_reader, "drop_cached", lambda _store, spans: spans)
     assert choose_read_mode(store, [span(offset, 1000) for offset in (0, 5000, 9000)], 0) == ReadMode(direct=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="the system does not tell what is cached")
+def test_reads_of_what_stays_cached_do_not_decide(tmp_path: Path) -> None:
+    store = folder(tmp_path, 100_000)
+    with (tmp_path / "x").open("rb+") as written:
+        os.fsync(written.fileno())
+    with PositionalFile(store.path("x")) as file:
+        if not drop_cached(store, [span(0, 50_000)]):
+            pytest.skip("its files are in memory")
+        mapped = file.map_privately()
+        assert bytes(mapped)
+        assert file.is_cached(0)
+        assert drop_cached(store, [span(0, 50_000)]) == []
+        assert choose_read_mode(store, [span(0, 50_000)], 0) == ReadMode(direct=True)
+        del mapped
+        assert drop_cached(store, [span(0, 50_000)]) == [span(0, 50_000)]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
