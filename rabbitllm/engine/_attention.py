@@ -25,6 +25,7 @@ from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import Forward, class_result, forward_in, fuse, is_result, kind_of, trial_of
 from rabbitllm.engine._gates import ActKind, OneCall, act_of, is_one_call, mlp_weights, names_in, sigmoids
 from rabbitllm.engine._norms import NormForm, norm_form, with_weight
+from rabbitllm.engine._rotary import rotating_forward
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
 from rabbitllm.engine.transformers_api import attention_of
@@ -96,7 +97,7 @@ class _AttentionForm:
         for rows, norm, weight in zip((self.queries, self.keys), self.norms, weights, strict=False):
             norm.add_to(program, self.width, begin, weight, begin, rows)
             begin = begin[0], begin[1] + 2 * rows * self.width
-        program.add(_layer_kernels.rotate, [heads, cos, sin, self.queries + self.keys, self.rotated, self.width])
+        program.add(_layer_kernels.rotate, [heads, cos, sin, self.queries + self.keys, self.rotated, self.width, 1])
 
     def add_attention(self, program: Program, heads: Place, out: Place, first: int) -> None:
         """Attend; the addresses of a call from `first` on are those of `_cached`."""
@@ -356,7 +357,8 @@ def _form_of(module: Any) -> _AttentionForm | None:
 def _forward(form: _AttentionForm, module: Any, *args: Any, **named: Any) -> Any:
     if not args and (result := _called(form, module, named)) is not None:
         return result, None
-    return type(module).forward(module, *args, **named)
+    kind: Any = type(module)
+    return (rotating_forward(kind) or kind.forward)(module, *args, **named)
 
 
 def _called(form: _AttentionForm, module: Any, named: dict[str, Any], layer: Any = None) -> torch.Tensor | None:

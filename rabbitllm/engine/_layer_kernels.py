@@ -68,34 +68,36 @@ def store_rounded(values, results):  # type: ignore[no-untyped-def]
         results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
 
 
-def rotate(data):  # type: ignore[no-untyped-def]
-    """`x * cos + rotate_half(x) * sin` in place.
+def rotate(data, start, end, parts):  # type: ignore[no-untyped-def]
+    """`x * cos + rotate_half(x) * sin` in place: some parts of the tokens.
 
-    After the own address those of heads, cosines and sines, the number of heads, the width of what is rotated, and that
-    of a head.
+    After the own address those of heads, cosines and sines, the number of heads, the width of what is rotated, that of
+    a head, and the number of tokens.
     """
-    words = to_array(data, 7)
-    heads, width, step = words[4], words[5], words[6]
+    words = to_array(data, 8)
+    heads, width, step, tokens = words[4], words[5], words[6], words[7]
     half = width // 2
     cos, sin = np.empty(width, np.float32), np.empty(width, np.float32)
     x, turned = np.empty(width, np.float32), np.empty(width, np.float32)
-    cos_bits, sin_bits = bfloats(words[2], width), bfloats(words[3], width)
-    for i in range(width):
-        cos[i], sin[i] = wide(cos_bits[i]), wide(sin_bits[i])
-    for head in range(heads):
-        bits = bfloats(words[1] + 2 * step * head, width)
+    for token in range(start * tokens // parts, end * tokens // parts):
+        cos_bits = bfloats(words[2] + 2 * width * token, width)
+        sin_bits = bfloats(words[3] + 2 * width * token, width)
         for i in range(width):
-            x[i] = wide(bits[i])
-        for i in range(half):
-            turned[i] = -x[half + i] * sin[i]
-            turned[half + i] = x[i] * sin[half + i]
-        for i in range(width):
-            x[i] *= cos[i]
-        round_values(x)
-        round_values(turned)
-        for i in range(width):
-            x[i] += turned[i]
-        store_rounded(x, bits)
+            cos[i], sin[i] = wide(cos_bits[i]), wide(sin_bits[i])
+        for head in range(token * heads, token * heads + heads):
+            bits = bfloats(words[1] + 2 * step * head, width)
+            for i in range(width):
+                x[i] = wide(bits[i])
+            for i in range(half):
+                turned[i] = -x[half + i] * sin[i]
+                turned[half + i] = x[i] * sin[half + i]
+            for i in range(width):
+                x[i] *= cos[i]
+            round_values(x)
+            round_values(turned)
+            for i in range(width):
+                x[i] += turned[i]
+            store_rounded(x, bits)
 
 
 def part(data):  # type: ignore[no-untyped-def]

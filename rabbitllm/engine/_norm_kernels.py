@@ -30,8 +30,8 @@ def _load(address, is_bfloat, values):  # type: ignore[no-untyped-def]
             values[i] = singles[i]
 
 
-def norm(data):  # type: ignore[no-untyped-def]
-    """`weight * (x / rms(x))`, in place too.
+def norm(data, start, end, parts):  # type: ignore[no-untyped-def]
+    """`weight * (x / rms(x))`, in place too: some parts of its rows.
 
     After the own address those of x, of the weight and of the results; whether these are bfloat16, else float32; rows
     and columns; torch's lanes, negative for the factor `1 + weight`; the bits of epsilon; and the divisor of the sum of
@@ -54,7 +54,7 @@ def norm(data):  # type: ignore[no-untyped-def]
     _load(words[2], is_bfloat, factor)
     if is_shifted:
         factor += one
-    for row in range(rows):
+    for row in range(start * rows // parts, end * rows // parts):
         begin = row * columns * (2 if is_bfloat else 4)
         _load(words[1] + begin, is_bfloat, values)
         sums[:] = 0

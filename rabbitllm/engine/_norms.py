@@ -1,7 +1,7 @@
 """RMSNorm in one call where it has the bits of the model's own class, which takes eight operations of torch.
 
 A class is tried on samples of a norm's size and dtype, and in float32, which shows each rounding. Gradients, other
-devices and large inputs are left to the class.
+devices and large inputs of norms with a gate are left to the class.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, float_bits
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import MAX_ELEMENTS, Forward, class_result, forward_in, fuse, is_result, kind_of, trial_of
@@ -48,12 +49,13 @@ class NormForm:
         *,
         is_bfloat: bool = True,
         is_mean: bool = True,
+        threads: int = 1,
     ) -> None:
         """Add the norm of rows to a program; of the mean of squares, or of their sum."""
         from rabbitllm.engine import _layer_kernels, _norm_kernels  # numba comes with it
 
         words: list[int | Place] = [x, weight, out, int(is_bfloat), rows, columns, self.lanes, float_bits(self.epsilon)]
-        program.add(_norm_kernels.norm, [*words, columns if is_mean else 1])
+        program.add(_norm_kernels.norm, [*words, columns if is_mean else 1], threads)
         if self.activation is not None:
             assert gate is not None
             table = table_of(self.activation, torch.float32)
@@ -114,7 +116,8 @@ def _forward(lanes: int, activation: str | None, module: Any, *args: Any, **name
             gate = args[1]
             is_alike = is_plain(gate) and gate.dtype is dtype and gate.shape == x.shape
             is_alike = is_alike and module.activation == activation
-        if is_alike and 0 < count < MAX_ELEMENTS and x.is_cpu and _has_rows(x) and not torch.is_grad_enabled():
+        is_alike = is_alike and count > 0 and (activation is None or count < MAX_ELEMENTS)
+        if is_alike and x.is_cpu and _has_rows(x) and not torch.is_grad_enabled():
             # a tensor within torch.func's transforms has no memory
             with contextlib.suppress(RuntimeError):
                 form = lanes, epsilon_of(module), activation
@@ -147,16 +150,19 @@ def _norm(
 ) -> torch.Tensor:
     """What a `NormForm` of these numbers computes; making one would take as long as finding the program."""
     out = torch.empty_like(x)
-    program = _program(x.dtype is torch.bfloat16, rows, weight.shape[0], *form)
+    threads = min(torch.get_num_threads(), -(-x.numel() // MAX_ELEMENTS)) if torchs_team() is not None else 1
+    program = _program(x.dtype is torch.bfloat16, rows, weight.shape[0], *form, threads)
     program(*[tensor.data_ptr() for tensor in (x, weight, out, *gate)])
     return out
 
 
 @functools.lru_cache(1024)
-def _program(is_bfloat: bool, rows: int, columns: int, lanes: int, epsilon: float, activation: str | None) -> Program:
-    program = Program(3 + (activation is not None))
+def _program(
+    is_bfloat: bool, rows: int, columns: int, lanes: int, epsilon: float, activation: str | None, threads: int
+) -> Program:
+    program, form = Program(3 + (activation is not None)), NormForm(lanes, epsilon, activation)
     x, weight, out, gate = (program.address(index) for index in range(4))
-    NormForm(lanes, epsilon, activation).add_to(program, columns, x, weight, out, rows, gate, is_bfloat=is_bfloat)
+    form.add_to(program, columns, x, weight, out, rows, gate, is_bfloat=is_bfloat, threads=threads)
     return program
 
 
@@ -179,7 +185,7 @@ def _forward_of(module: Any, key: tuple[object, int, torch.dtype, float, str | N
         add(rows, 3, dtype, gates[: rows * columns].view(rows, columns))
     else:
         for computed in (dtype, torch.float32):
-            for rows in (1, 3, max(MAX_ELEMENTS // columns // 2, 1)):
+            for rows in (1, 3, max(MAX_ELEMENTS // columns // 2, 1), 2 * MAX_ELEMENTS // columns + 1):
                 add(rows, 10.0 ** (rows % 3), computed)
     for lanes in LANES:
         form = lanes, epsilon, activation

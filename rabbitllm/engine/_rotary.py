@@ -1,5 +1,5 @@
-"""Rotary embeddings of one position by one call where it has the bits of the model's function, of a dozen operations;
-for attentions that are not computed as a whole (`_attention.py`).
+"""Rotary embeddings by one call where it has the bits of the model's function, which is a dozen operations; for
+attentions that are not computed as a whole (`_attention.py`).
 
 transformers' attention classes call `apply_rotary_pos_emb` of their module. Their instances here get the class's own
 forward, with its decorators, in which that name means a function of ours; the module and its other users keep theirs.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Program
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import MAX_ELEMENTS, fuse, with_globals
@@ -27,15 +28,16 @@ _PLAIN = 4
 
 
 def fuse_rotary(model: nn.Module) -> int:
-    """Let attentions rotate the queries and keys of a decode step in one call.
+    """Let attentions rotate the queries and keys of a sequence in one call.
 
     Returns:
         How many these are.
     """
-    return fuse(model, type, lambda _, kind: _forward_of(kind))
+    return fuse(model, type, lambda _, kind: rotating_forward(kind))
 
 
-def _forward_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
+@functools.cache
+def rotating_forward(kind: type[nn.Module]) -> Callable[..., Any] | None:
     """A class's forward that rotates in one call; None if it calls no function whose bits these are."""
     inner = inspect.unwrap(kind.forward)
     ordinary = getattr(inner, "__globals__", {}).get(NAME)
@@ -50,11 +52,13 @@ def _rotated(ordinary: Callable[..., Any], *args: Any, **named: Any) -> Any:
     if is_plain and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         q, k, cos, sin = args
         width, rotated = q.shape[-1], cos.shape[-1]
-        forms = [x.shape[0] == x.shape[2] == 1 and x.numel() < MAX_ELEMENTS for x in (q, k) if x.dim() == 4]
-        has_forms = forms == [True, True] and k.shape[-1] == width and q.numel() and k.numel()
+        # as a projection leaves them: all heads of a token, then the next one's
+        forms = [x.shape[0] == 1 and x.transpose(1, 2).is_contiguous() for x in (q, k) if x.dim() == 4]
+        has_forms = forms == [True, True] and k.shape[2:] == q.shape[2:] and q.numel() and k.numel()
         has_forms = has_forms and rotated % 2 == 0 and rotated <= width
-        has_forms = has_forms and cos.shape == sin.shape == (1, 1, rotated)
-        if has_forms and all(x.dtype is torch.bfloat16 and x.is_cpu and x.is_contiguous() for x in args):
+        has_forms = has_forms and cos.shape == sin.shape == (1, q.shape[2], rotated)
+        has_forms = has_forms and cos.is_contiguous() and sin.is_contiguous()
+        if has_forms and all(x.dtype is torch.bfloat16 and x.is_cpu for x in args):
             return _rotate(q, k, cos, sin)
     return ordinary(*args, **named)
 
@@ -63,19 +67,20 @@ def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rotated = q.clone(), k.clone()
-    program = _program(q.shape[1], k.shape[1], cos.shape[-1], q.shape[3])
+    threads = min(torch.get_num_threads(), -(-q.numel() // MAX_ELEMENTS)) if torchs_team() is not None else 1
+    program = _program(q.shape[1], k.shape[1], cos.shape[-1], q.shape[3], q.shape[2], threads)
     program(*(x.data_ptr() for x in (*rotated, cos, sin)))
     return rotated
 
 
-@functools.cache
-def _program(heads: int, key_heads: int, rotated: int, width: int) -> Program:
+@functools.lru_cache(1024)
+def _program(heads: int, key_heads: int, rotated: int, width: int, tokens: int, threads: int) -> Program:
     from rabbitllm.engine import _layer_kernels  # numba comes with it
 
     program = Program(4)
     q, k, cos, sin = (program.address(index) for index in range(4))
     for x, count in ((q, heads), (k, key_heads)):
-        program.add(_layer_kernels.rotate, [x, cos, sin, count, rotated, width])
+        program.add(_layer_kernels.rotate, [x, cos, sin, count, rotated, width, tokens], threads)
     return program
 
 

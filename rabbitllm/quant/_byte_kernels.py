@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from llvmlite import binding, ir
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
@@ -36,8 +37,8 @@ SIZES = {BYTE_WIDTH: 1, WORD_WIDTH: 2}
 """Width -> bytes of a code in a panel, and of an input."""
 VECTORS = 2
 """Vectors of rows that are computed together, as far as registers hold."""
-INPUTS = "inputs"
-"""In place of a scheme: the kernel that rounds inputs, which are float32 and in place of codes."""
+INPUTS = {torch.float32: "inputs", torch.bfloat16: "bfloat16_inputs"}
+"""Dtype -> in place of a scheme: the kernel that rounds such inputs, which are in place of codes."""
 LARGEST_INPUT, _LARGEST_CODE = {1: 127.0, 2: float((1 << 14) - 1)}, (1 << 12) - 1
 """Size -> the largest integer of inputs; that of codes of two bytes: 32 products fit 32 bits."""
 _NEAREST, _NEAREST_BITS = float(3 << 22), 0x4B400000
@@ -82,8 +83,9 @@ def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     """As `_product_kernels.kernel`, by `BYTES`, of a width of `SIZES`; the scheme is one that has it, or `INPUTS`."""
     lanes, size, nbytes = _vectors.lanes(), SIZES[width], step_bytes(width)
     name = f"{method}_{scheme}_{width}_{lanes}"
-    if scheme == INPUTS:
-        return _product_kernels.rows_kernel(name, emitted(_round(width), lanes), nbytes)
+    if scheme in INPUTS.values():
+        is_wide = scheme == INPUTS[torch.float32]
+        return _product_kernels.rows_kernel(name, emitted(_round(width, is_wide), lanes), nbytes)
     fill, group, is_moved = (_fill_blocks if scheme in FORMATS else _fill_own)(scheme, width), STEP, size == 1
     if scheme in FORMATS:
         group, is_moved = min(FORMATS[scheme].group, STEP), is_moved or len(FORMATS[scheme].halves) == 2
@@ -311,8 +313,8 @@ def _of_words(emit: Emitter, *words: Any) -> Any:
     return emit.b.call(emit.function(name, emit.ints, words[0].type, words[0].type), words)
 
 
-def _round(width: int) -> Any:
-    """Rounds a row of inputs, as a row of a matrix is decoded."""
+def _round(width: int, is_wide: bool) -> Any:
+    """Rounds a row of inputs, of float32 or bfloat16, as a row of a matrix is decoded."""
     size, nbytes = SIZES[width], step_bytes(width)
     largest_input = LARGEST_INPUT[size]
 
@@ -328,16 +330,17 @@ def _round(width: int) -> Any:
         def halves(vector: Any, count: int) -> list[Any]:
             return [emit.pick(vector, vector, range(begin, begin + count)) for begin in (0, count)]
 
-        def larger(one: Any, other: Any) -> Any:
-            return b.select(b.icmp_signed(">", one, other), one, other)
-
         start = emit.add(x, b.mul(row, row_bytes))
         with emit.loop(steps) as index:
             step = emit.add(out, b.mul(index, number(nbytes)))
-            bits = emit.load(emit.add(start, b.mul(index, number(4 * STEP))), ints, 4)
-            largest = b.bitcast(
-                reduced(b.and_(bits, every(ints, 0x7FFFFFFF)), larger), F32
-            )  # ordered as the floats are
+            if is_wide:
+                bits = emit.load(emit.add(start, b.mul(index, number(4 * STEP))), ints, 4)
+            else:
+                bits = b.zext(emit.load(emit.add(start, b.mul(index, number(2 * STEP))), _WORDS, 2), ints)
+                bits = b.shl(bits, every(ints, 16))
+            sizes = b.and_(bits, every(ints, 0x7FFFFFFF))  # ordered as the floats are
+            largest = reduced(sizes, lambda one, other: b.select(b.icmp_signed(">", one, other), one, other))
+            largest = b.bitcast(largest, F32)
             factor = b.fdiv(ir.Constant(F32, largest_input), largest)
             is_small = b.fcmp_ordered("<", largest, ir.Constant(F32, 1e-30))
             factor = emit.spread(b.select(is_small, ir.Constant(F32, 0.0), factor), STEP)

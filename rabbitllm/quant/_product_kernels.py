@@ -7,7 +7,7 @@ products by their scales, summed in float32. Fills out[token, row], float32.
 
 **By panels.** A panel, a few rows of the matrix or parts of long ones, is decoded once, to integers
 (`_byte_kernels.py`), or bfloat16 to float32, in memory that stays in a core's cache, and multiplied with all inputs
-before the next panel. Adds to out[token, row], float32.
+before the next panel. Fills out[token, row], float32.
 
 **bfloat16**, for processors that have no instructions for that type: the upper half of a float32. 32 bits are two
 values: shifted up they are the even one, with the lower half cleared the odd one. Steps are two vectors, one of each;
@@ -28,7 +28,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from rabbitllm.base.compiling import to_array
+from rabbitllm.base.compiling import to_array, words_at
 from rabbitllm.quant._integers import OWN_STEPS, CodeSteps
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, PANELS
 from rabbitllm.quant._vectors import CODEBOOKS, F32, Emitter, emitted, inlined, narrowed, number, on_stack
@@ -276,6 +276,8 @@ def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
                             TURN(rows_of_group, group, panel_bytes)
                 for begin in range(0, tokens, many_inputs):
                     end = min(begin + many_inputs, tokens)
+                    for token in range(begin, end if step == 0 else begin):
+                        to_array(words_at(out + (token * rows + top) * 4), 2 * (bottom - top))[:] = 0
                     row = top
                     while row < bottom:
                         here, token = panel + (row - top) * panel_bytes, begin

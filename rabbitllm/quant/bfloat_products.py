@@ -99,7 +99,7 @@ def _few(width: int, count: int, columns: int, rows: int, threads: int) -> Progr
 def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ W.T` by the kernels of `width` lanes: (T, K) and (N, K) -> (T, N), float32."""
     columns, rows = x.shape[1], len(weight)
-    out = torch.zeros(len(x), rows, dtype=torch.float32, device="cpu")
+    out = torch.empty(len(x), rows, dtype=torch.float32, device="cpu")
     for begin in range(0, len(x), MAX_INPUTS):
         pairs = x[begin : begin + MAX_INPUTS].view(-1, columns // (2 * width), width, 2)
         inputs = pairs.transpose(2, 3).to(torch.float32, memory_format=torch.contiguous_format)  # even ones first

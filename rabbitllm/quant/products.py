@@ -279,7 +279,7 @@ class KernelMatrix(ABC):
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
-        product = GroupedProduct(x, self, torch.empty if method == CODES else torch.zeros)
+        product = GroupedProduct(x, self, torch.empty)
         if len(x):
             product.run(method, width, [(self, 0, len(x))])
         return product.out
@@ -319,11 +319,11 @@ class Matrix(QuantizedMatrix, KernelMatrix):
             return self.layout().inputs(x)
         from rabbitllm.quant import _byte_kernels
 
-        x = x.float().contiguous()
+        x = (x if x.dtype == torch.bfloat16 else x.float()).contiguous()
         steps = x.shape[1] // BYTE_STEP
         rounded = torch.empty(len(x), steps * _byte_kernels.step_bytes(width), dtype=torch.uint8, device="cpu")
         work = x.data_ptr(), 0, 0, 0, 0, rounded.data_ptr(), x.stride(0) * x.itemsize, steps, 0, 1, len(x)
-        _kernels.run(BYTES, _byte_kernels.INPUTS, width, [work], x.nbytes)
+        _kernels.run(BYTES, _byte_kernels.INPUTS[x.dtype], width, [work], x.nbytes)
         return InputRows(rounded)
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
@@ -395,7 +395,7 @@ class GroupedProduct:
     Args:
         x: (S, K), of a floating dtype.
         like: a matrix of the form, (N, K).
-        make: makes `out`, which kernels by codes fill, and others add to.
+        make: makes `out`.
 
     Attributes:
         out: the products, (S, N), float32.

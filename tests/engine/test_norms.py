@@ -55,14 +55,12 @@ def test_bits_of_the_class(norm_type: Any, dtype: torch.dtype, calls: list[int])
         fused = copy.deepcopy(plain)
         assert fuse_norms(fused) == 1
         del calls[:]
-        for rows in (1, 2, 5):
+        for rows in (1, 2, 5, 3 * MAX_ELEMENTS // columns + 2):  # the last in several threads
             for scale in (1e-12, 1, 300):
                 x = (torch.randn(1, rows, columns) * scale).to(dtype)
                 x[..., -1, : columns // 2] = 0
                 assert torch.equal(fused(x), plain(x))
-        assert len(calls) == (
-            9 if 5 * columns < MAX_ELEMENTS else 3 * sum(n * columns < MAX_ELEMENTS for n in (1, 2, 5))
-        )
+        assert len(calls) == 12
         x = torch.full((1, columns), torch.inf, dtype=dtype)
         assert torch.equal(fused(x).isnan(), plain(x).isnan())
 
@@ -74,7 +72,7 @@ def test_what_is_left_to_the_class(calls: list[int]) -> None:
     fuse_norms(fused)
     del calls[:]
     x = torch.randn(2, 3, 64).bfloat16()
-    for value in (x.float(), x.transpose(0, 1), torch.randn(1024, 64).bfloat16(), x[:0]):
+    for value in (x.float(), x.transpose(0, 1), x[:0]):
         assert torch.equal(fused(value), plain(value))
     assert torch.equal(fused(hidden_states=x), plain(x))
     with torch.enable_grad():

@@ -16,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.phi3 import modeling_phi3
 
 from rabbitllm.engine import _rotary
-from rabbitllm.engine._fusing import MAX_ELEMENTS
 from rabbitllm.engine._rotary import fuse_rotary
 from rabbitllm.quant import _vectors
 from tests.engine.test_siblings import assert_same_logits, checkpoint
@@ -56,6 +55,13 @@ def test_bits_of_the_function(width: int, calls: list[int]) -> None:
                 assert torch.equal(got, expected)
                 assert got.is_contiguous()
     assert calls == [9] * 3 + [1] * 3
+    for tokens in (3, 700):  # the last in several threads
+        given = values(1, 9, 3, width, 1, tokens)
+        for got, expected in zip(FUSED(*given), ORDINARY(*given), strict=True):
+            assert torch.equal(got, expected)
+            assert got.stride() == expected.stride()
+        assert calls.pop() == 9
+    q, k, cos, sin = values(1, 9, 3, width, 1)
     part = values(1, 9, 3, 2 * width, 1)[:2]  # of which as much is rotated
     of_part = functools.partial(_rotary._rotated, modeling_phi3.apply_rotary_pos_emb)
     assert all(map(torch.equal, of_part(*part, cos, sin), modeling_phi3.apply_rotary_pos_emb(*part, cos, sin)))
@@ -69,14 +75,12 @@ def test_bits_of_the_function(width: int, calls: list[int]) -> None:
 @torch.no_grad()
 def test_what_is_left_to_the_function(calls: list[int]) -> None:
     q, k, cos, sin = values(1, 4, 2, 64, 1)
-    wide = q.new_ones(1, MAX_ELEMENTS // 64, 1, 64)
     others = [
         values(2, 4, 2, 64, 1),
         values(2, 4, 2, 64, 2),
-        values(1, 4, 2, 64, 1, tokens=3),
+        tuple(value.contiguous() for value in values(1, 4, 2, 64, 1, tokens=3)),  # the tokens of a head together
         tuple(value.float() for value in (q, k, cos, sin)),
         (q[:, ::2], k, cos, sin),
-        (wide, k, cos, sin),
         (q, k, cos.float(), sin.float()),
     ]
     for given in others:
@@ -111,8 +115,8 @@ def test_the_forward_is_that_of_the_class() -> None:
 
 
 def test_a_function_that_rotates_otherwise_is_not_replaced() -> None:
-    assert _rotary._forward_of(CohereAttention) is None  # neighbours are pairs
-    assert _rotary._forward_of(torch.nn.Linear) is None
+    assert _rotary.rotating_forward(CohereAttention) is None  # neighbours are pairs
+    assert _rotary.rotating_forward(torch.nn.Linear) is None
     assert not _rotary._has_bits(lambda q, k, cos, sin: ORDINARY(q, k, cos, -sin))
     assert not _rotary._has_bits(lambda q, k, cos: (q, k))
 
