@@ -5,6 +5,7 @@ __all__ = [
     "collection",
     "compiling",
     "contexts",
+    "dict_changes",
     "forks",
     "interrupts",
     "logs",

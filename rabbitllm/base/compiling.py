@@ -140,6 +140,12 @@ def _emit_system(builder: Any, function: Any, number: Any, first: Any, second: A
     return builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
 
 
+def _emit_own(builder: Any, value: Any) -> Any:
+    word = ir.GlobalVariable(builder.module, _I64, "own_word")
+    word.linkage, word.initializer = "internal", ir.Constant(_I64, 0)
+    return builder.ptrtoint(word, _I64)
+
+
 wide = _emitted(types.float32, types.uint16, _emit_wide)
 """The float32 of a bfloat16, given as the word of its bits."""
 call_parts = _emitted_ints(_emit_parts)
@@ -155,6 +161,8 @@ pause = _emitted_ints(_emit_pause)
 """Wait for some tens of cycles."""
 system_call = _emitted_ints(_emit_system)
 """Call the C library's `syscall`, at an address, with a number and three arguments."""
+own_word = _emitted_ints(_emit_own)
+"""The address of an int64 of the compiled function's own, 0 at first; for one use in a function."""
 words_at = _emitted(
     types.CPointer(types.uint16),  # type: ignore[no-untyped-call]
     types.int64,
@@ -165,6 +173,8 @@ STEP: Any = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-c
 """The signature of the functions of a `programs.Program`."""
 PARTS: Any = types.void(types.CPointer(types.int64), *[types.int64] * 3)  # type: ignore[no-untyped-call]
 """That of those which compute some parts, as `call_parts` calls them; it may call the others, too."""
+CALLBACK: Any = types.int32(types.int32, *[types.int64] * 3)
+"""That of functions that Python calls, with an event and addresses."""
 
 
 def compiled(function: Any) -> Any:
@@ -178,9 +188,9 @@ def c_function(signature: Any, function: Any) -> Any:
 
 
 @functools.cache
-def address_of(function: Any) -> int:
-    """The address of the compiled function of the signature `STEP`, or `PARTS` if it has more arguments."""
-    compiled_function = c_function(STEP if function.__code__.co_argcount == 1 else PARTS, function)
+def address_of(function: Any, signature: Any = None) -> int:
+    """The address of the compiled function; its signature is by default `STEP`, or `PARTS` if it has more arguments."""
+    compiled_function = c_function(signature or (STEP if function.__code__.co_argcount == 1 else PARTS), function)
     _KEPT.append(compiled_function)
     return int(compiled_function.address)
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from rabbitllm.base.dict_changes import remembered
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words, float_bits
 from rabbitllm.base.random_tensors import RandomTensors
@@ -36,16 +37,16 @@ _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj")
 _NORMS = ("q_norm", "k_norm")
 _CACHES = ("cache", "past_key_values")
 """The argument with the KV cache; "cache" since transformers 5.24."""
-_IGNORED = "position_ids", "use_cache", "output_router_logits"
-_ARGUMENTS = frozenset({"hidden_states", "position_embeddings", "attention_mask", *_IGNORED, *_CACHES})
+_READ = *_CACHES, "hidden_states", "position_embeddings", "attention_mask"
+_ARGUMENTS = frozenset({"position_ids", "use_cache", "output_router_logits", *_READ})
 _AROUND = (
     ("input_layernorm", "post_attention_layernorm"),
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
 """Names of a layer's norms: before its attention and its MLP, or also after them."""
 _ORDINARY = (torch.Tensor, nn.Parameter)
-_OWN = ("forward", "eps", "variance_epsilon", "act")
-"""Attributes of a module and its parts that what they compute depends on; of a dropout also whether it trains."""
+_OWN = ("forward", "eps", "variance_epsilon", "act", "training")
+"""Attributes of a module and its parts that what they compute depends on."""
 _MULTIPLE = 32
 """Width of heads in steps."""
 _TOLERANCE = 1 / 128
@@ -84,6 +85,11 @@ class _AttentionForm:
         """Heads that each Linear computes but the last, which multiplies what was attended to."""
         return [self.total] if len(self.linears) == 2 else [self.gates + self.queries, self.keys, self.keys]
 
+    @functools.cached_property
+    def heads_like(self) -> torch.Tensor:
+        """A tensor like that of all heads, of one element: `torch.empty` takes twice the time of `torch.empty_like`."""
+        return torch.empty((), dtype=torch.bfloat16, device="cpu").expand(1, self.total, 1, self.width)
+
     def _queries_in(self, heads: Place) -> Place:
         return heads[0], heads[1] + 2 * self.gates * self.width
 
@@ -114,8 +120,8 @@ class _AttentionForm:
 
     def split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of a token, each (1, heads, 1, width)."""
-        begin = self.gates + self.queries
-        return heads[:, begin : begin + self.keys], heads[:, begin + self.keys :]
+        _, keys, values = heads.split_with_sizes((self.gates + self.queries, self.keys, self.keys), 1)
+        return keys, values
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,27 +147,31 @@ class _Around:
     act: ActKind | None
 
 
-class _Facts:
-    """What was true of modules, to see quickly that it still is: their parts, forwards and numbers, and no hooks; and
-    the weights of Linears, but for the first one, which keeps what was made of them."""
+def _facts_of(
+    form: _AttentionForm, attention: Any, linears: Iterable[nn.Module], parts: Iterable[tuple[nn.Module, str]]
+) -> Callable[[], bool]:
+    """Tells whether what is true of modules still is: how the attention's class attends, parts, forwards and numbers,
+    no hooks, and the weights of Linears, but for the first one, which keeps what was made of them."""
+    hooks, tables, config = list[Any](), [linear._parameters for linear in linears], attention.config
+    true: list[tuple[Any, str]] = [(table, "bias") for table in tables if table["bias"] is None]
+    true += [(table, "weight") for table in tables[1:]] + [(vars(attention), "config")]
+    for parent, name in parts:
+        module: Any = parent._modules[name]
+        true += [(parent._modules, name), *((vars(module), key) for key in _OWN)]
+        hooks += [module._forward_hooks, module._forward_pre_hooks]
+    tables, names = (list(column) for column in zip(*true, strict=True))
+    values = list(map(dict.get, tables, names))
 
-    def __init__(self, linears: Iterable[nn.Module], parts: Iterable[tuple[nn.Module, str]]) -> None:
-        self._hooks, tables = list[Any](), [linear._parameters for linear in linears]
-        true: list[tuple[Any, str]] = [(table, "bias") for table in tables if table["bias"] is None]
-        true += [(table, "weight") for table in tables[1:]]
-        for parent, name in parts:
-            module: Any = parent._modules[name]
-            own = vars(module)
-            keys = (*_OWN, "training") if isinstance(module, nn.Dropout) else _OWN
-            true += [(parent._modules, name), *((own, key) for key in keys if key in own)]
-            self._hooks += [module._forward_hooks, module._forward_pre_hooks]
-        self._tables, self._names = (list(column) for column in zip(*true, strict=True))
-        self._values = [table[name] for table, name in true]
+    def are_true() -> bool:
+        same = map(operator.is_, map(dict.get, tables, names), values)
+        return not any(hooks) and _attends_so(attention, form) and all(same)
 
-    def are_true(self) -> bool:
-        """Whether they still are."""
-        values = map(dict.get, self._tables, self._names)
-        return not any(self._hooks) and all(map(operator.is_, values, self._values))
+    return remembered(are_true, [*tables, *hooks, vars(config)])
+
+
+def _attends_so(attention: Any, form: _AttentionForm) -> bool:
+    """Whether an attention's class computes what we do."""
+    return not attention.training and attention.scaling == form.scaling and attention_of(attention.config) == "sdpa"
 
 
 class _TwoCalls:
@@ -170,9 +180,9 @@ class _TwoCalls:
     Args:
         matrices: of queries, keys, values and output; and of the MLP's gate, up and down.
         biased: for those of queries, keys and values, whether there is a bias.
-        facts: what else it was made for.
 
     Attributes:
+        is_current: whether it still is what the modules compute.
         tables: the parameters of biases and norms, in the order of the calls' addresses, and their names.
         before: how many of these are the first call's.
         calls_mlp: whether the second call ends before a layer's MLP, with the sum so far and its norm.
@@ -184,11 +194,11 @@ class _TwoCalls:
         matrices: Sequence[Any],
         biased: Sequence[bool],
         around: _Around | None,
-        facts: _Facts,
+        is_current: Callable[[], bool],
         tables: Sequence[tuple[dict[str, Any], str]],
     ) -> None:
-        self.form, self.biased, self.tables = form, biased, tables
-        self._around, self._facts = around, facts
+        self.form, self.biased, self.tables, self.is_current = form, biased, tables, is_current
+        self._around = around
         self.before = sum(biased) + len(form.norms) + (around is not None)
         count = len(biased)
         first, last = JointProduct.of(matrices[:count], biased), JointProduct.of(matrices[count : count + 1], [False])
@@ -200,10 +210,6 @@ class _TwoCalls:
             self._mlp = OneCall(around.act, matrices[count + 1 :])
             self._products = self._products if self._mlp.is_for(1) else None
         self._programs = dict[int, tuple[Program, Program]]()
-
-    def is_current(self) -> bool:
-        """Whether it still is what the modules compute."""
-        return self._facts.are_true()
 
     def programs(self) -> tuple[Program, Program] | None:
         """The two programs; None if matrices are not multiplied as integers."""
@@ -363,12 +369,9 @@ def _forward(form: _AttentionForm, module: Any, *args: Any, **named: Any) -> Any
 
 def _called(form: _AttentionForm, module: Any, named: dict[str, Any], layer: Any = None) -> torch.Tensor | None:
     """`_step` for the arguments of an attention or of its layer."""
-    cache = next((value for name in _CACHES if (value := named.get(name)) is not None), None)
-    if cache is None or module.training or module.scaling != form.scaling or not named.keys() <= _ARGUMENTS:
+    first, second, x, angles, mask = map(named.get, _READ)
+    if (cache := second if first is None else first) is None or not named.keys() <= _ARGUMENTS:
         return None
-    if attention_of(module.config) != "sdpa":
-        return None
-    x, angles, mask = (named.get(name) for name in ("hidden_states", "position_embeddings", "attention_mask"))
     return _step(form, module, x, angles, mask, cache, layer)
 
 
@@ -376,9 +379,9 @@ def _step(
     form: _AttentionForm, module: Any, x: Any, angles: Any, mask: Any, cache: Any, layer: Any = None
 ) -> torch.Tensor | None:
     """The result of an attention or, if it is given, of the layer around it; None if that is left to the class."""
-    if not is_plain(x) or x.shape[:-1] != (1, 1):
-        return None
-    if type(angles) is not tuple or not _are_rows(*angles, width=form.rotated):
+    if not (
+        is_plain(x) and x.shape[:-1] == (1, 1) and type(angles) is tuple and _are_rows(*angles, width=form.rotated)
+    ):
         return None
     # a window's mask hides nothing either: what left the window is no longer in the cache
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and bool(mask.all())):
@@ -392,7 +395,7 @@ def _step(
         return None
     others, after = weights[: calls.before], [x, *weights[calls.before :]] if layer is not None else []
     after += [normed := torch.empty_like(x)] if calls.calls_mlp else []
-    heads, out = torch.empty((1, form.total, 1, form.width), dtype=torch.bfloat16, device="cpu"), torch.empty_like(x)
+    heads, out = torch.empty_like(form.heads_like), torch.empty_like(x)
     programs[0](*[tensor.data_ptr() for tensor in (x, *angles, heads, *others)])
     keys, values = map(_plain, updated(cache, *form.split(heads), module.layer_idx))
     programs[1](heads.data_ptr(), out.data_ptr(), *_cached(keys, values), *[tensor.data_ptr() for tensor in after])
@@ -410,6 +413,8 @@ def _prepared(form: _AttentionForm, module: Any, layer: Any) -> _TwoCalls | None
     weights = plain_weights(*linears, with_bias=True)
     norms = [norm for name in _NORMS if (norm := parts.get(name)) is not None]
     if weights is None or linears[-1]._parameters["bias"] is not None or _form_of(module) != form:
+        return None
+    if not _attends_so(module, form):
         return None
     facts, around = [(module, name) for name in parts], None
     if layer is not None:
@@ -437,9 +442,8 @@ def _prepared(form: _AttentionForm, module: Any, layer: Any) -> _TwoCalls | None
     tables = [(table, "bias") for table in firsts if table["bias"] is not None]
     tables += [(norm._parameters, "weight") for norm in norms]
     biased = [table["bias"] is not None for table in firsts]
-    true = _Facts(linears, facts)
-    matrices = [weight.matrix for weight in weights]
-    calls = _TwoCalls(form, matrices, biased, around, true, tables)
+    matrices, is_current = [weight.matrix for weight in weights], _facts_of(form, module, linears, facts)
+    calls = _TwoCalls(form, matrices, biased, around, is_current, tables)
     weights[0].calls = {**(weights[0].calls or {}), layer is None: calls}
     return calls
 
@@ -506,7 +510,6 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
         out = torch.empty(1, 1, form.queries * form.width, dtype=torch.bfloat16, device="cpu")
         keys, values = past.update(*form.split(heads))
         after(heads.data_ptr(), out.data_ptr(), *_cached(keys, values))
-        is_near = out.shape == expected.shape and relative_error(out, expected) < _TOLERANCE
-        if not is_near:
+        if not (out.shape == expected.shape and relative_error(out, expected) < _TOLERANCE):
             return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,49 @@ def test_a_layer_has_the_bits_of_its_parts(
     assert torch.equal(cached_logits(parts)[0], got)
     setattr(parts.model.layers[0].input_layernorm, epsilon, 1.0)
     assert torch.equal(cached_logits(parts)[0], changed)
+
+
+Change = Callable[[pytest.MonkeyPatch, Any], None]
+CHANGES: dict[str, Change] = {
+    "weight": lambda patch, layer: patch.setitem(
+        layer.self_attn.v_proj._parameters, "weight", layer.self_attn.k_proj.weight
+    ),
+    "weight of a norm": lambda patch, layer: patch.setitem(
+        layer.post_attention_layernorm._parameters, "weight", nn.Parameter(layer.input_layernorm.weight * 2)
+    ),
+    "number": lambda patch, layer: patch.setattr(layer.input_layernorm, "variance_epsilon", 1.0),
+    "part": lambda patch, layer: patch.setitem(layer._modules, "mlp", nn.Identity()),
+    "inner part": lambda patch, layer: patch.setitem(layer.mlp._modules, "up_proj", layer.mlp.gate_proj),
+    "forward": lambda patch, layer: patch.setitem(vars(layer.mlp.act_fn), "forward", torch.relu),
+    "hook": lambda patch, layer: patch.setitem(layer.mlp._forward_hooks, 7, lambda module, args, output: output * 2),
+    "hook of a part": lambda patch, layer: patch.setitem(
+        layer.mlp.down_proj._forward_pre_hooks, 7, lambda module, args: (args[0] * 2,)
+    ),
+}
+
+
+@torch.no_grad()
+def test_a_change_between_two_steps_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = checkpoint(tmp_path, "llama", "q8_0")
+    models = [load(directory, exact=False)]
+    monkeypatch.setattr("rabbitllm.engine.load.fuse_layers", lambda model: 0)
+    models.append(load(directory, exact=False))
+    cache = DynamicCache(config=models[0].config)
+    models[0](PROMPT, past_key_values=cache)
+
+    def steps() -> list[torch.Tensor]:
+        return [model(PROMPT[:, :1], past_key_values=copy.deepcopy(cache)).logits for model in models]
+
+    ordinary = steps()
+    assert torch.equal(*ordinary)
+    for name, change in CHANGES.items():
+        with monkeypatch.context() as patch:
+            for model in models:
+                change(patch, model.model.layers[1])
+            changed = steps()
+        assert torch.equal(*changed), name
+        assert not torch.equal(changed[0], ordinary[0]), name
+        assert all(map(torch.equal, steps(), ordinary)), name
 
 
 class Scaled(LlamaDecoderLayer):  # type: ignore[misc]
