@@ -92,15 +92,15 @@ def kept_or_made(jobs: Sequence[CopyJob], store: WeightFiles) -> list[CopyBytes]
     sums = [(layer.file, layer.size, layer.crc32, (layer.blocks or b"").hex()) for layer in manifest.layers]
     files = _CopyFiles(store.folder / COPIES_NAME, repr((VERSION, sums)))
     copies = files.read(jobs)
-    if any(job.name not in copies for job in jobs):
+    if len(copies) < len(jobs):
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(files.locked())
                 copies |= files.read(job for job in jobs if job.name not in copies)  # another process made some
-                lacking = [job for job in jobs if job.name not in copies]
-                nbytes = sum(job.nbytes for job in lacking)
+                nbytes = sum(job.nbytes for job in jobs if job.name not in copies)
                 require_room(files.folder, nbytes, "Keeping the copies for draft='self'")
-                logger.warning("Copies for draft='self' are made and kept in %s: %s.", files.folder, size(nbytes))
+                if nbytes:
+                    logger.warning("Copies for draft='self' are made and kept in %s: %s.", files.folder, size(nbytes))
             except (OSError, RabbitLLMError) as error:
                 stack.close()  # others need not wait
                 files.give_up(error)
