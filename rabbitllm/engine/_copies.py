@@ -7,6 +7,7 @@ streamed unit is kept as it is used. Nothing else is copied: units that stay in 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 from collections import defaultdict
@@ -17,15 +18,18 @@ import torch
 from transformers import PreTrainedModel
 
 from rabbitllm.base.terminal import size_rounded_up
-from rabbitllm.engine.expert_source import ExpertPart, ExpertSource, with_tables
+from rabbitllm.engine._copy_files import CopyBytes, CopyJob, kept_or_made
+from rabbitllm.engine.expert_source import ExpertParameter, ExpertPart, ExpertSource, with_tables
 from rabbitllm.engine.experts import MappedExperts, stack_of
-from rabbitllm.engine.placement import ACCEPTED, Copies, Placement, Tier, tokens_per_read
+from rabbitllm.engine.placement import ACCEPTED, Placement, Tier, tokens_per_read
 from rabbitllm.engine.prefetch import bytes_of
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader
 from rabbitllm.engine.units import ParameterEntry, UnitSource
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.errors import OptionError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
+from rabbitllm.formats.safetensors_file import TensorToWrite
+from rabbitllm.formats.tensor_spec import dtype_name
 from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.quantize import NO_SCALES
 from rabbitllm.quant.schemes import ROW_ELEMENTS, Quantized, type_for_rows
@@ -107,15 +111,19 @@ def _encoded(weight: torch.Tensor, blocks: str | None) -> torch.Tensor:
     return block_encoders.encode(blocks, values if values.dtype in _ENCODED_FROM else values.float()).view(-1)
 
 
-def _kept(
-    runs: Sequence[torch.Tensor], blocks: str | None, entry: ParameterEntry, shape: Sequence[int]
-) -> torch.Tensor:
-    """A weight as it is kept, of the results of `_encoded` for its rows."""
-    joined = torch.cat([*runs]) if len(runs) > 1 else runs[0]
+def _form_of(name: str, shape: Sequence[int], dtype: torch.dtype, blocks: str | None) -> TensorToWrite:
+    """How the result of `_encoded` for a whole weight lies in a file."""
     if blocks is None:
-        return joined
+        return TensorToWrite(name, dtype_name(dtype), tuple(shape))
+    return TensorToWrite(name, "U8", (shape[0] * BLOCK_TYPES[blocks].row_bytes(shape[1]),))
+
+
+def _kept(encoded: torch.Tensor, blocks: str | None, entry: ParameterEntry, shape: Sequence[int]) -> torch.Tensor:
+    """A weight as it is kept, of the result of `_encoded`."""
+    if blocks is None:
+        return encoded
     form = Quantized(blocks, tuple(shape), str(entry.dtype).removeprefix("torch."))
-    return QuantizedWeight(Matrix(form, joined, NO_SCALES, NO_SCALES), entry.dtype, entry.sibling)
+    return QuantizedWeight(Matrix(form, encoded, NO_SCALES, NO_SCALES), entry.dtype, entry.sibling)
 
 
 class _CopiedExperts(MappedExperts):
@@ -139,7 +147,7 @@ class WeightCopies:
         model: the model, for conversions.
         sources, experts: its units, and its modules with experts.
         placement: says which of them are streamed; none is copied if it has no `copies`.
-        store: their files. One unit or expert at a time is read.
+        store: their files. One unit or expert at a time is read, and only if its copy is in no file yet.
     """
 
     def __init__(
@@ -153,13 +161,13 @@ class WeightCopies:
         self._copies: list[_Copy] = []
         if placement.copies is None:
             return
-        disk = SpanReader(store, THROUGH_THE_CACHE, store.checks)
-        for name in (placed.unit for placed in placement.units if placed.tier is Tier.STREAMED):
-            self._copies += _of_unit(model, sources[name], placement.copies, disk)
+        kind, disk = placement.copies.kind, SpanReader(store, THROUGH_THE_CACHE, store.checks)
+        streamed = [sources[placed.unit] for placed in placement.units if placed.tier is Tier.STREAMED]
         routed = {placed.unit for placed in placement.experts if placed.tier is Tier.ROUTED}
-        for source in (source for source in experts if source.name in routed):
-            with_values = with_tables(source, store, torch.device("cpu"))
-            self._copies += _of_experts(model, with_values, placement.copies, disk)
+        copied: list[_UnitCopy | _ExpertCopies] = [_UnitCopy(model, source, kind, disk) for source in streamed]
+        copied += [_ExpertCopies(model, source, kind, disk, store) for source in experts if source.name in routed]
+        for copy, encoded in zip(copied, kept_or_made([copy.job for copy in copied], store), strict=True):
+            self._copies += copy.bindable(encoded)
 
     def __bool__(self) -> bool:
         return bool(self._copies)
@@ -177,36 +185,81 @@ class WeightCopies:
                 entry.table[entry.leaf] = weight
 
 
-def _of_unit(model: PreTrainedModel, source: UnitSource, copies: Copies, disk: SpanReader) -> Iterator[_Copy]:
-    kind = copies.kind if source.unit.is_layer else HEAD
-    blocks = {e.target: _type_of(kind, e.shape, e.dtype) if e.is_linear_weight else None for e in source.entries}
-    runs = defaultdict[str, list[torch.Tensor]](list)
-    buffer = torch.empty(source.slot_bytes, dtype=torch.uint8, device="cpu")
-    for piece in source.reads.values():
-        disk.read(piece.spans, bytes_of(buffer))
-        for entry, weight in piece.parameters(model, piece.part_of(buffer)):
-            runs[entry.target].append(_encoded(weight, blocks[entry.target]))
-    for entry in source.entries:
-        copied = _kept(runs.pop(entry.target), blocks[entry.target], entry, entry.shape)
-        if entry.sibling is not None and isinstance(copied, QuantizedWeight):
-            entry.sibling.install()
-        yield entry, entry.bindable(copied)
+class _UnitCopy:
+    """The copy of one unit, in blocks of a kind, or of `HEAD`'s."""
+
+    def __init__(self, model: PreTrainedModel, source: UnitSource, kind: str, disk: SpanReader) -> None:
+        self._source = source
+        kind = kind if source.unit.is_layer else HEAD
+        self._blocks = {
+            e.target: _type_of(kind, e.shape, e.dtype) if e.is_linear_weight else None for e in source.entries
+        }
+        forms = tuple(_form_of(e.target, e.shape, e.dtype, self._blocks[e.target]) for e in source.entries)
+        about = repr([(e.shape, e.dtype, self._blocks[e.target]) for e in source.entries])
+        self.job = CopyJob(source.unit.name, kind, forms, about, functools.partial(self._make, model, disk))
+
+    def _make(self, model: PreTrainedModel, disk: SpanReader) -> CopyBytes:
+        runs = defaultdict[str, list[torch.Tensor]](list)
+        buffer = torch.empty(self._source.slot_bytes, dtype=torch.uint8, device="cpu")
+        for piece in self._source.reads.values():
+            disk.read(piece.spans, bytes_of(buffer))
+            for entry, weight in piece.parameters(model, piece.part_of(buffer)):
+                runs[entry.target].append(_encoded(weight, self._blocks[entry.target]))
+        return {target: torch.cat(parts) if len(parts) > 1 else parts[0] for target, parts in runs.items()}
+
+    def bindable(self, encoded: CopyBytes) -> Iterator[_Copy]:
+        for entry in self._source.entries:
+            copied = _kept(encoded[entry.target], self._blocks[entry.target], entry, entry.shape)
+            if entry.sibling is not None and isinstance(copied, QuantizedWeight):
+                entry.sibling.install()
+            yield entry, entry.bindable(copied)
 
 
-def _of_experts(model: PreTrainedModel, source: ExpertSource, copies: Copies, disk: SpanReader) -> Iterator[_Copy]:
-    weights: dict[tuple[str, int], torch.Tensor] = {}
-    buffer = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu")
+class _ExpertCopies:
+    """The copies of the experts of one module."""
 
-    def part_of(part: ExpertPart) -> torch.Tensor:
-        return buffer[part.at : part.at + part.nbytes]
+    def __init__(
+        self, model: PreTrainedModel, source: ExpertSource, kind: str, disk: SpanReader, store: WeightFiles
+    ) -> None:
+        self._source = source
+        self._shapes = {name: _shape_of(leaf) for name, leaf in source.leaves.items()}
+        dtypes = {name: leaf.entry.dtype for name, leaf in source.leaves.items()}
+        self._blocks = {name: _type_of(kind, shape, dtypes[name]) for name, shape in self._shapes.items()}
+        forms = [
+            _form_of(f"{name}.{expert}", shape, dtypes[name], self._blocks[name])
+            for expert in range(source.experts)
+            for name, shape in self._shapes.items()
+        ]
+        about = repr((self._shapes, dtypes, self._blocks))
+        self.job = CopyJob(source.name, kind, tuple(forms), about, functools.partial(self._make, model, disk, store))
 
-    for expert in range(source.experts):
-        disk.read(source.spans(expert), bytes_of(buffer))
-        for name, leaf in source.leaves.items():
-            weight = leaf.weight(model, part_of, expert)
-            blocks = _type_of(copies.kind, weight.shape, leaf.entry.dtype)
-            weights[name, expert] = _kept([_encoded(weight, blocks)], blocks, leaf.entry, weight.shape)
-    supply = _CopiedExperts(weights)
-    for name, leaf in source.leaves.items():
-        stack = stack_of(supply, name, leaf, torch.device("cpu"))
-        yield leaf.entry, leaf.entry.bindable(stack)
+    def _make(self, model: PreTrainedModel, disk: SpanReader, store: WeightFiles) -> CopyBytes:
+        encoded: CopyBytes = {}
+        source = with_tables(self._source, store, torch.device("cpu"))
+        buffer = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu")
+
+        def part_of(part: ExpertPart) -> torch.Tensor:
+            return buffer[part.at : part.at + part.nbytes]
+
+        for expert in range(source.experts):
+            disk.read(source.spans(expert), bytes_of(buffer))
+            for name, leaf in source.leaves.items():
+                encoded[f"{name}.{expert}"] = _encoded(leaf.weight(model, part_of, expert), self._blocks[name])
+        return encoded
+
+    def bindable(self, encoded: CopyBytes) -> Iterator[_Copy]:
+        leaves = self._source.leaves
+        supply = _CopiedExperts(
+            {
+                (name, expert): _kept(encoded[f"{name}.{expert}"], self._blocks[name], leaf.entry, self._shapes[name])
+                for name, leaf in leaves.items()
+                for expert in range(self._source.experts)
+            }
+        )
+        for name, leaf in leaves.items():
+            yield leaf.entry, leaf.entry.bindable(stack_of(supply, name, leaf, torch.device("cpu")))
+
+
+def _shape_of(leaf: ExpertParameter) -> tuple[int, ...]:
+    """The shape of `leaf.weight`."""
+    return leaf.shape[::-1] if leaf.coded is not None and leaf.coded.is_turned else leaf.shape

@@ -377,6 +377,8 @@ def _show_drafts(console: Console, plan: Plan, generations: Sequence[GenerationE
         if draft.passes:
             needed = [f"{one.break_even:.2f}" for one in draft.passes]
             put(console, Text(_draft_columns("    pays above", "", needed), "dim"))
+        if draft.name == "self" and draft.held_bytes:
+            put(console, Text(f"    its first start adds {size(draft.held_bytes)} of copies to the split", "dim"))
     drafted = ", ".join(map(str, DRAFTED.values()))
     put(console, Text(f"a pass: tokens that it brings, {drafted} being drafted; pays above: so many", "dim"))
 

@@ -43,7 +43,14 @@ from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable
 from rabbitllm.storage.folders import existing
 from rabbitllm.store import locations
-from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX, SCRATCH_SUFFIX, layer_file_name
+from rabbitllm.store.layer_file import (
+    COPIES_NAME,
+    COPY_FILE,
+    DONE_SUFFIX,
+    LAYER_SUFFIX,
+    SCRATCH_SUFFIX,
+    layer_file_name,
+)
 from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, SPLITS, Manifest, is_legacy, read_manifest
 
@@ -349,12 +356,14 @@ def _is_ours(path: Path, entry: SplitEntry, layers: frozenset[str] | None) -> bo
     folder, status = entry.folder, path.lstat()
     name = path.relative_to(folder).as_posix()
     if stat.S_ISDIR(status.st_mode):
-        return name in (STAGING_NAME, *COMPANIONS)
+        return name in (STAGING_NAME, COPIES_NAME, *COMPANIONS)
     if not stat.S_ISREG(status.st_mode):
         return False
     if name.startswith(f"{STAGING_NAME}/"):
         shards = entry.source.fingerprints if entry.source is not None else ()
         return path.name in {staged_name(shard) for shard in shards}
+    if name.startswith(f"{COPIES_NAME}/"):
+        return COPY_FILE.fullmatch(path.name) is not None
     if name in _OWN_NAMES or fnmatchcase(name, "additional_chat_templates/*.jinja") or is_lock_file(name):
         return True
     if name.endswith(_OWN_SUFFIXES):

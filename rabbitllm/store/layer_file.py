@@ -266,6 +266,10 @@ def _interleaved(part: TensorToWrite, joined: Joined, file: str, offsets: Mappin
 
 
 LAYER_SUFFIX = ".safetensors"
+COPIES_NAME = "copies"
+"""Name of the folder in a split directory with copies at fewer bits, which a model drafts with."""
+COPY_FILE = re.compile(r".+\.[0-9a-f]{32}\.[0-9a-f]{8}\.safetensors(\.part)?")
+"""Names of the files in it."""
 DONE_SUFFIX = ".done"
 SCRATCH_SUFFIX = ".pieces"
 """Suffix of the scratch file of an unfinished layer file: it holds pieces of tensors until all of them have arrived,

@@ -152,6 +152,8 @@ def test_a_draft_has_two_lines_for_each_compression() -> None:
         "8bit none ? ? ? ?",
         "a pass: tokens that it brings, 1, 2, 4, 8 being drafted; pays above: so many",
     ]
+    own = dataclasses.replace(LARGE, draft=DraftEstimate("self", None, 3 * GB, 0.1, passes))
+    assert "    its first start adds 3.00 GB of copies to the split" in text(plan_of(own))
     refused = dataclasses.replace(SMALL, draft=drafts[0], too_little_memory="It does not fit.")
     assert not [line for line in text(plan_of(refused)) if "draft" in line]
 
