@@ -355,7 +355,8 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
             f"{folder} holds the conversion of another model than {split_folder}: {why}.",
             "Use another output folder, or delete this one if you do not need it.",
         )
-    if not before or (folder / checkpoint_folder.WORK_NAME).exists():
+    left = [folder / name for name in (checkpoint_folder.WORK_NAME, checkpoint_folder.LOCK_NAME)]
+    if not before or any(path.exists() for path in left):
         with PlainReader(store) as reader:
             write_checkpoint(
                 folder,
