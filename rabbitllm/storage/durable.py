@@ -33,8 +33,8 @@ from rabbitllm.storage.files import DIRECT_ALIGNMENT, DirectIO, OpenFiles, read_
 PART_SUFFIX = ".part"
 """Suffix of an unfinished file until its rename."""
 
-READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
-"""Errors of an unlink in a folder where nothing may be deleted."""
+READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EBUSY)
+"""Errors of an unlink of what may not be deleted; the last one of a file that is mounted into a container."""
 BEGINNING_BYTES = 4096
 """Bytes of a file by which its kind is recognized."""
 MAX_RIVALS = 1000
