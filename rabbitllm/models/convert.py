@@ -209,7 +209,8 @@ def convert(
                 "Remove these options; `rabbitllm rm` removes a split.",
             )
         _refuse_dtype(outtype, str(split_folder))
-        return _join_split(split_folder, expand(path_or_repo_id), target)
+        with prepare.read_lock(split_folder):
+            return _join_split(split_folder, expand(path_or_repo_id), target)
     if is_single_file(str(path_or_repo_id)):
         _refuse_dtype(outtype, str(path_or_repo_id))
     with system_errors_by_name(target), locked(target):
