@@ -17,7 +17,6 @@ import contextlib
 import errno
 import json
 import os
-import sys
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,12 +27,11 @@ from rabbitllm.base.options import parse_dtype
 from rabbitllm.batch_jobs.inputs import BLOCK_BYTES, in_blocks
 from rabbitllm.batch_jobs.items import BatchAnswer
 from rabbitllm.errors import ResultsError
-from rabbitllm.storage import durable, leases
-from rabbitllm.storage.folder_lock import LOCKED, NO_LOCKS
+from rabbitllm.storage import durable
+from rabbitllm.storage.file_lock import LOCK_SUFFIX, locked_file
 
 SUFFIX = ".journal"
 DONE_SUFFIX = ".done"
-LOCK_SUFFIX = ".lock"
 VERSION = 1
 _ABSENT = -1
 
@@ -199,7 +197,7 @@ def clear_lock(out: Path) -> None:
     path = out.with_name(out.name + SUFFIX)
     lock = path.with_name(path.name + LOCK_SUFFIX)
     if lock.exists():
-        with contextlib.suppress(ResultsError, OSError), _locked(lock, path):
+        with contextlib.suppress(ResultsError, OSError), locked_file(lock, out, ResultsError):
             pass
 
 
@@ -281,7 +279,7 @@ def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = 
     with contextlib.ExitStack() as stack:
         try:
             durable.make_folder(out.parent)
-            stack.enter_context(_locked(path.with_name(path.name + LOCK_SUFFIX), path))
+            stack.enter_context(locked_file(path.with_name(path.name + LOCK_SUFFIX), out, ResultsError))
             is_begun = path.exists()
             if not is_begun and out.exists() and not overwrite:
                 raise ResultsError(
@@ -365,48 +363,3 @@ def _write_error(error: OSError, path: Path) -> ResultsError:
         f"{path} cannot be written: {error.strerror}.",
         "Fix this and run the same command again: finished answers are kept.",
     )
-
-
-@contextlib.contextmanager
-def _locked(lock: Path, path: Path) -> Iterator[None]:
-    """Hold a journal exclusively, by a lock of the operating system that ends with this process, or else by a lease.
-
-    Args:
-        lock: a separate file, since the journal is replaced and removed while the lock is held.
-        path: path of the journal.
-
-    Raises:
-        ResultsError: another process holds it.
-    """
-    if sys.platform == "win32":  # an open file cannot be replaced or removed there, which excludes a second process
-        yield
-        return
-    import fcntl
-
-    lease = None
-    with durable.open_scratch(lock) as descriptor:
-        if os.fstat(descriptor).st_size:
-            raise ResultsError(
-                f"{lock} is not a file of rabbitllm batch.", "Use another output, or move that file away."
-            )
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = lock.exists() and os.path.samestat(os.fstat(descriptor), lock.stat())
-        except OSError as error:
-            if error.errno not in (*LOCKED, *NO_LOCKS):
-                raise
-            if error.errno in NO_LOCKS:
-                output = path.name.removesuffix(SUFFIX)
-                covers = os.path.join(os.path.realpath(path.parent), output)
-                lease = leases.take(lock.with_name(lock.name + ".lease"), covers=covers)
-            is_ours = lease is not None
-        if not is_ours:
-            raise ResultsError(
-                f"Another process is writing {path}.", "Wait for that process or end it, and run the command again."
-            )
-        try:
-            yield
-        finally:
-            durable.remove_scratch(lock)
-            if lease is not None:
-                lease.release()

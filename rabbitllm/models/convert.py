@@ -209,7 +209,8 @@ def convert(
                 "Remove these options; `rabbitllm rm` removes a split.",
             )
         _refuse_dtype(outtype, str(split_folder))
-        return _join_split(split_folder, expand(path_or_repo_id), target)
+        with prepare.read_lock(split_folder):
+            return _join_split(split_folder, expand(path_or_repo_id), target)
     if is_single_file(str(path_or_repo_id)):
         _refuse_dtype(outtype, str(path_or_repo_id))
     with system_errors_by_name(target), locked(target):
@@ -355,7 +356,8 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
             f"{folder} holds the conversion of another model than {split_folder}: {why}.",
             "Use another output folder, or delete this one if you do not need it.",
         )
-    if not before or (folder / checkpoint_folder.WORK_NAME).exists():
+    left = [folder / name for name in (checkpoint_folder.WORK_NAME, checkpoint_folder.LOCK_NAME)]
+    if not before or any(path.exists() for path in left):
         with PlainReader(store) as reader:
             write_checkpoint(
                 folder,

@@ -44,6 +44,7 @@ from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
 from rabbitllm.errors import (
     CorruptShardError,
     IncompleteCheckpointError,
+    InUseError,
     OptionError,
     RabbitLLMError,
     UnreadableFormatError,
@@ -67,6 +68,7 @@ from rabbitllm.models._conversion_input import (
 )
 from rabbitllm.quant.schemes import STORED, type_for_rows
 from rabbitllm.storage import durable
+from rabbitllm.storage.file_lock import LOCK_SUFFIX, locked_file
 from rabbitllm.storage.files import PositionalFile
 from rabbitllm.storage.folders import bytes_freed_by_deleting, require_room
 from rabbitllm.store.layer_store import LayerStore, StoredTensor
@@ -651,9 +653,7 @@ def convert_to_gguf(
             f"{file} is not the name of a GGUF file.", f"Use a name such as {file.with_suffix(GGUF_SUFFIX)}."
         )
     if file.exists():
-        if (finished := _finished(path_or_repo_id, file, outtype, access)) is not None:
-            return finished
-        raise OptionError(f"{file} exists already. Nothing was changed.", "Use another name, or delete the file.")
+        return _finished(path_or_repo_id, file, outtype, access)
     _refuse_foreign(file)
     with system_errors_by_name(str(file)), _planned(path_or_repo_id, outtype, access) as planned:
         head, offsets, nbytes = planned.metadata.header(planned.tensors)
@@ -661,35 +661,47 @@ def convert_to_gguf(
         reusable = bytes_freed_by_deleting(part, part.stat().st_dev) if part.exists() else 0
         writing = f"Writing {file} as GGUF"
         require_room(file.parent, nbytes, writing, reusable=reusable, max_disk=max_disk, min_free=min_free)
-        try:
-            _write(file, head, planned, offsets, nbytes)
-        except UnreadableFormatError:  # the same call would fail again
-            for suffix in (durable.PART_SUFFIX, LOG_SUFFIX):  # the log last: it identifies the unfinished file
-                durable.remove(file.with_name(file.name + suffix))
-            raise
+        durable.make_folder(file.absolute().parent)
+        with locked_file(file.with_name(file.name + LOCK_SUFFIX), file, InUseError):
+            if file.exists():  # another process has written it meanwhile
+                return _finished(path_or_repo_id, file, outtype, access)
+            try:
+                _write(file, head, planned, offsets, nbytes)
+            except UnreadableFormatError:  # the same call would fail again
+                for suffix in (durable.PART_SUFFIX, LOG_SUFFIX):  # the log last: it identifies the unfinished file
+                    durable.remove(file.with_name(file.name + suffix))
+                raise
     return planned.conversion(file)
 
 
-def _finished(name: str, file: Path, outtype: str, access: HubAccess) -> Conversion | None:
+def _finished(name: str, file: Path, outtype: str, access: HubAccess) -> Conversion:
     """The conversion, if a file is what it writes, byte for byte; an earlier call may have been killed at its end.
 
     Fetches nothing.
+
+    Raises:
+        OptionError: the file is something else.
     """
+    refusal = OptionError(f"{file} exists already. Nothing was changed.", "Use another name, or delete the file.")
     try:
         with _planned(name, outtype, replace(access, local_files_only=True)) as planned:
             head, offsets, nbytes = planned.metadata.header(planned.tensors)
             if file.stat().st_size != nbytes:
-                return None
+                raise refusal
             with file.open("rb") as written:
                 data = (planned.placed(index, offset) for index, offset in enumerate(offsets))
                 for offset, piece in itertools.chain([(0, memoryview(head))], *data):
                     written.seek(offset)
                     if written.read(len(piece)) != piece:
-                        return None
+                        raise refusal
     except (RabbitLLMError, OSError):
-        return None
-    if _is_log(log := file.with_name(file.name + LOG_SUFFIX)):
-        durable.remove(log)
+        raise refusal from None
+    log, lock = (file.with_name(file.name + suffix) for suffix in (LOG_SUFFIX, LOCK_SUFFIX))
+    if _is_log(log) or lock.exists():
+        # another process has it until it ends
+        with contextlib.suppress(InUseError, OSError), locked_file(lock, file, InUseError):
+            if _is_log(log):
+                durable.remove(log)
     return planned.conversion(file, before=True)
 
 
@@ -698,8 +710,8 @@ def _planned(name: str, outtype: str, access: HubAccess) -> Iterator[_PlannedFil
     """The file to write, by the headers and small files of the source."""
     if (split_folder := finished_split_of(name)) is not None:
         home = split_folder if (split_folder / CONFIG_NAME).exists() else expand(name)
-        store = open_split(split_folder, home)
-        with prepare.SmallFiles(sidecars_in(home), {}) as files:
+        with prepare.read_lock(split_folder), prepare.SmallFiles(sidecars_in(home), {}) as files:
+            store = open_split(split_folder, home)
             stored = {key: _tensor_of_split(store, t, dtype_of(t, home)) for key, t in store.tensors.items()}
             model = _of_model(files.folder, name, stored)
             yield _with_tensors(model, stored, outtype, name, identity_of_split(store))
@@ -744,7 +756,6 @@ def _from_gguf(checkpoint: LocalCheckpoint, outtype: str) -> _PlannedFile:
 
 def _write(file: Path, head: bytes, planned: _PlannedFile, offsets: Sequence[int], nbytes: int) -> None:
     """Write the file under another name, or the rest of it; sync it, and give it its name."""
-    durable.make_folder(file.absolute().parent)
     part_path, log_path = (file.with_name(file.name + suffix) for suffix in (durable.PART_SUFFIX, LOG_SUFFIX))
     made_of = json.dumps([sorted(planned.identity.fingerprints.items()), version("gguf")])
     key = hashlib.sha256(made_of.encode() + head).hexdigest()

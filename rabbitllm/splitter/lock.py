@@ -139,8 +139,11 @@ def read_lock(folder: Path) -> FolderLock:
 
 
 def is_left_over(folder: Path) -> bool:
-    """Whether files of a lock or a lease are in the folder: a process holds it, or was killed while holding it."""
-    return any((folder / name).exists() for name in (LOCK_NAME, HOLDER_NAME, FOLDER_LEASE, LEASE_NAME))
+    """Whether files of a lock or a lease are in the folder: a process holds it, or was killed while holding it.
+
+    Those of another user, whom this one cannot lock out, do not count.
+    """
+    return any(os.access(folder / name, os.W_OK) for name in (LOCK_NAME, HOLDER_NAME, FOLDER_LEASE, LEASE_NAME))
 
 
 def is_lock_file(name: str) -> bool:

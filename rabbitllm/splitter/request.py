@@ -17,7 +17,7 @@ from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata
 from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.index import dtype_without_config
 from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
-from rabbitllm.errors import MissingShardError
+from rabbitllm.errors import InvalidIndexError, MissingShardError
 from rabbitllm.quant.schemes import BLOCKS, PRESETS
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import with_choice
@@ -44,7 +44,7 @@ from rabbitllm.splitter.plan import (
 from rabbitllm.splitter.source_check import left_out_of
 from rabbitllm.storage.folders import existing
 from rabbitllm.storage.leases import FOLDER_LEASE
-from rabbitllm.store.layer_file import FORMAT_VERSION
+from rabbitllm.store.layer_file import FORMAT_VERSION, layer_file_name
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.store.manifest import AUTO, FITTED, BitAllocation
 from rabbitllm.version import __version__
@@ -137,11 +137,26 @@ def _plan_of_headers(
     is_new = not assigned
     unassigned = [name for name in names if name not in assigned]
     assigned = {**assigned, **assign_layers(unassigned, request.family, request.naming)}
+    if is_new:
+        _require_distinct_files(dict.fromkeys(assigned.values()))
     identity = checkpoint.identity(metadata.values())
     dtype = dtype_without_config(checkpoint.index, {name: f.header.tensors for name, f in metadata.items()})
     heads = further_heads(assigned, request.layers_before_heads) if is_new else frozenset()
     options = request.options.compression, format_version, request.chosen, dtype, heads
     return make_plan(identity, shards, assigned, *options)
+
+
+def _require_distinct_files(layers: Iterable[LayerName]) -> None:
+    """Refuse layers whose files differ only in case: on some disks they are one file."""
+    stems: dict[str, str] = {}
+    for layer in layers:
+        other = stems.setdefault(layer_file_name(layer.stem).casefold(), layer.stem)
+        if other != layer.stem:
+            raise InvalidIndexError(
+                f"The layers {other!r} and {layer.stem!r} would be the same file on some disks; expected names that "
+                "differ in more than case. Nothing was changed.",
+                "Set other layers: rabbitllm.register_layer_naming.",
+            )
 
 
 def disk_budget_of(request: SplitRequest, plan: SplitPlan, fetched: Iterable[PlannedShard] = ()) -> DiskBudget:

@@ -33,10 +33,12 @@ from rabbitllm.storage.files import DIRECT_ALIGNMENT, DirectIO, OpenFiles, read_
 PART_SUFFIX = ".part"
 """Suffix of an unfinished file until its rename."""
 
-READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
-"""Errors of an unlink in a folder where nothing may be deleted."""
+READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EBUSY)
+"""Errors of an unlink of what may not be deleted; the last one of a file that is mounted into a container."""
 BEGINNING_BYTES = 4096
 """Bytes of a file by which its kind is recognized."""
+MAX_RIVALS = 1000
+"""Processes that may write a file before this one."""
 WRITE_BACK_BYTES = 32 << 20
 """Bytes of a file in the page cache at which the kernel is made to begin writing them."""
 
@@ -293,18 +295,90 @@ class Log:
 def write_whole(path: Path, data: bytes, *, new: bool = False) -> None:
     """Write `path` so that it is always either absent (or old) or complete.
 
+    Several processes may write the same path at once: each waits for the one before it.
+
     Raises:
         FileExistsError: `new`, and the path exists by the time at which it would be replaced.
     """
     part = path.with_name(path.name + PART_SUFFIX)
-    if part.exists():
+    for _ in range(MAX_RIVALS):
+        descriptor = _created_alone(part)
+        if descriptor is not None:
+            break
+    else:
+        raise OSError(errno.EBUSY, "other processes keep writing it", str(part))
+    try:
+        _fill(descriptor, part, [data])
+        if new and path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        if sys.platform != "win32":  # which renames no open file
+            rename(part, path)
+    finally:
+        os.close(descriptor)  # and ends the lock
+    if sys.platform == "win32":
+        rename(part, path)
+    sync_folder(path.parent)
+
+
+def _created_alone(part: Path) -> int | None:
+    """Create and lock an unfinished file, for this process alone; None if another process was quicker.
+
+    What another process left is removed, once that has ended.
+    """
+    if os.path.lexists(part):
+        _remove_left(part)
+    try:
+        _announce(Step("create", part))
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o644)
+    except FileExistsError:
+        return None
+    if _is_locked(descriptor, part):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _remove_left(part: Path) -> None:
+    if sys.platform == "win32":  # which removes no open file
         remove(part)
-    with contextlib.closing(GrowingFile(part, 0)) as file:
-        file.write_at(memoryview(data), 0)
-        file.sync()
-    if new and path.exists():
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    publish(part, path)
+        return
+    try:
+        descriptor = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    except OSError:  # a link, or unreadable
+        remove(part)
+        return
+    try:
+        if _is_locked(descriptor, part):
+            remove(part)
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int, part: Path) -> bool:
+    """Lock an unfinished file, once no other process has it; whether it has its name then. There may be no locks."""
+    if sys.platform != "win32":
+        import fcntl
+
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        return os.path.samestat(os.fstat(descriptor), part.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _fill(descriptor: int, part: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a new file, and sync it."""
+    offset = 0
+    with _naming(part):
+        for piece in pieces:
+            _announce(Step("write", part, offset, piece))
+            _write_all(descriptor, memoryview(piece), offset, threading.Lock())
+            offset += len(piece)
+        _announce(Step("sync", part))
+        os.fsync(descriptor)
 
 
 def write_private(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
@@ -320,13 +394,7 @@ def write_private(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
     try:
         try:
-            offset = 0
-            for piece in pieces:
-                _announce(Step("write", part, offset, piece))
-                _write_all(descriptor, memoryview(piece), offset, threading.Lock())
-                offset += len(piece)
-            _announce(Step("sync", part))
-            os.fsync(descriptor)
+            _fill(descriptor, part, pieces)
         finally:
             os.close(descriptor)
         publish(part, path)

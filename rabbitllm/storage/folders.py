@@ -218,9 +218,18 @@ def bytes_freed_by_deleting(path: Path, device: int) -> int:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_dev != device or status.st_nlink != 1:
             return 0
+        if not _may_delete(status, path.parent.stat()):
+            return 0
         return max(allocated(status) - _shared_bytes(path), 0)
     except OSError:
         return 0
+
+
+def _may_delete(status: os.stat_result, folder: os.stat_result) -> bool:
+    """Whether this user may delete a file in a folder for writing; in a sticky one that is its owner alone."""
+    if sys.platform == "win32" or not folder.st_mode & stat.S_ISVTX:
+        return True
+    return os.geteuid() in (0, status.st_uid, folder.st_uid)
 
 
 def allocated(status: os.stat_result) -> int:

@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,12 +38,13 @@ from rabbitllm.checkpoints.index import (
     index_of,
     shard_names,
 )
-from rabbitllm.errors import IncompleteSplitError, OptionError
+from rabbitllm.errors import IncompleteSplitError, InUseError, OptionError
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header, view_bytes
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, dtype_name, torch_dtype
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, STORED, Quantized
 from rabbitllm.storage import durable
+from rabbitllm.storage.file_lock import LOCK_SUFFIX, locked_file
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.storage.folders import require_room
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
@@ -212,6 +214,7 @@ class PlainReader(contextlib.AbstractContextManager["PlainReader"]):
 
 WORK_NAME = ".saving"
 """Name of the work folder inside the target."""
+LOCK_NAME = WORK_NAME + LOCK_SUFFIX
 _READY_NAME = "all.is.there"
 """File in that folder: all files are durable and may be moved."""
 _READY = re.compile(rb"[0-9a-f]{64}")
@@ -275,14 +278,37 @@ def write_checkpoint(
         OptionError: the folder has weights, or another model's config, or its work folder has files of others; nothing
             was changed.
         NotEnoughSpaceException: the disk is too small.
+        InUseError: another process writes into the folder.
         OSError: a file cannot be written; nothing of it is left.
     """
     if folder.exists() and not folder.is_dir():
         raise OptionError(
             f"{folder} is a file; expected a folder.", "Use a folder without weights, or one that does not exist."
         )
+    files = dict(sidecars)
+    if len(shards) > 1 or metadata:
+        files[INDEX_NAME] = index_of_files({shard.name: shard.tensors for shard in shards}, metadata)
+    if not folder.exists():
+        _require_room(folder, shards, files)
+        durable.make_folder(folder)
+    try:
+        is_writable = os.access(folder, os.W_OK)  # else it may have these very files
+        with locked_file(folder / LOCK_NAME, folder, InUseError) if is_writable else contextlib.nullcontext():
+            _write_checkpoint(folder, shards, sidecars, files, chunks, _digest_of(shards, sidecars, source), tell)
+    finally:
+        durable.remove_empty_folder(folder)
+
+
+def _write_checkpoint(
+    folder: Path,
+    shards: Sequence[Shard],
+    sidecars: Mapping[str, bytes],
+    files: Mapping[str, bytes],
+    chunks: Callable[[str], Iterator[memoryview]],
+    mark: bytes,
+    tell: Callable[[int], object],
+) -> None:
     work = folder / WORK_NAME
-    mark = _digest_of(shards, sidecars, source)
     ready = work / _READY_NAME
     is_ready = ready.is_file() and _READY.fullmatch(ready.read_bytes()) is not None
     own = {*map(_quoted, sidecars), INDEX_NAME, *(() if ready.exists() else (_READY_NAME,))}
@@ -292,14 +318,16 @@ def write_checkpoint(
         _move_out(folder, work)
         if same:
             return
-    files = dict(sidecars)
-    if len(shards) > 1 or metadata:
-        files[INDEX_NAME] = index_of_files({shard.name: shard.tensors for shard in shards}, metadata)
     is_there = _has_shards(folder, shards) and _has_files(folder, files)
     if not (is_there and all(_is_written(folder / shard.name, shard, chunks, tell) for shard in shards)):
         _refuse_other_model(folder, sidecars)
         _write_all(folder, shards, files, chunks, tell, mark)
     durable.remove_folder(work)
+
+
+def _require_room(folder: Path, shards: Sequence[Shard], files: Mapping[str, bytes]) -> None:
+    nbytes = sum(_file_size(shard) for shard in shards) + sum(map(len, files.values()))
+    require_room(folder, nbytes, f"Saving into {folder}")
 
 
 def _write_all(
@@ -313,8 +341,7 @@ def _write_all(
     """Write shards and other files into the work folder, and move them out of it."""
     work = folder / WORK_NAME
     durable.remove_folder(work)
-    nbytes = sum(_file_size(shard) for shard in shards) + sum(map(len, files.values()))
-    require_room(folder, nbytes, f"Saving into {folder}")
+    _require_room(folder, shards, files)
     durable.make_folder(work)
     try:
         for shard in shards:
@@ -325,7 +352,6 @@ def _write_all(
         durable.write_whole(work / _READY_NAME, mark)
     except BaseException:  # an interrupt too: partial files are useless and may be large
         durable.remove_folder(work)
-        durable.remove_empty_folder(folder)
         raise
     _move_out(folder, work)
 

@@ -331,7 +331,7 @@ def test_release(folder: Path) -> None:
     assert names_in(folder) == ["config.json"]
 
 
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM, errno.EBUSY])
 def test_read_only_source_is_left_alone(folder: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = contents(folder)
     checkpoint = LocalCheckpoint(folder)

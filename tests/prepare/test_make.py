@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
 from rabbitllm.storage.durable import observe_steps
 from tests.prepare.conftest import REPO
 from tests.support.builders import INDEX_NAME, SINGLE_NAME, build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.forked import in_a_fork
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.splitting import Call, Counter, contents, interrupted, layer_files, names_in, split, steps_of
@@ -463,6 +465,24 @@ def test_lock_files_of_a_killed_process_are_removed(model: Path) -> None:
     (folder / HOLDER_NAME).write_text("{")
     assert split(model) == folder
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_lock_file_of_another_user_does_not_lock_out_this_one(model: Path) -> None:
+    """Into whose finished split anyone may write, in a container's shared folder."""
+    with tempfile.TemporaryDirectory() as open_to_all:  # pytest's own folders are this user's alone
+        folder = Path(shutil.copytree(split(model), Path(open_to_all) / "splitted_model"))
+        (folder / LOCK_NAME).touch(0o644)
+        Path(open_to_all).chmod(0o755)
+        folder.chmod(0o777)
+        before = contents(folder)
+
+        def load_as_another() -> Path:
+            os.setuid(65534)
+            return split(folder)
+
+        assert in_a_fork(load_as_another) == folder
+        assert contents(folder) == before
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.errors import SplitMismatchError
+from rabbitllm.errors import InvalidIndexError, SplitMismatchError
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.splitting import Call, layer_files
 
@@ -52,3 +52,13 @@ def test_same_config_and_tokenizer_are_accepted(model: Path, tmp_path: Path) -> 
             shutil.copy(path, folder)
     split_folder = Call(str(model), str(tmp_path / "X"), sequential=False).make()
     assert layer_files(split_folder)
+
+
+def test_layers_whose_files_differ_only_in_case(tmp_path: Path) -> None:
+    """On macOS and Windows one file would be written for both, and the shards deleted."""
+    tensors = llama_tensors()
+    model = write_shards(tmp_path / "model", cut(tensors | {"model.Norm.weight": tensors["model.norm.weight"] + 1}, 2))
+    before = contents(model)
+    with pytest.raises(InvalidIndexError, match="would be the same file on some disks"):
+        Call(str(model)).make()
+    assert contents(model) == before

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -72,6 +72,27 @@ def test_written_file_is_old_or_new_after_any_failure(
         durable.write_whole(path, b"new")
         assert path.read_bytes() == b"new"
         assert not part.exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="flock")
+def test_second_writer_of_a_whole_file_waits_for_the_first(tmp_path: Path) -> None:
+    path, ready, released = tmp_path / "a", threading.Event(), threading.Event()
+
+    def pause(step: Step) -> None:
+        if step.kind == "rename" and not ready.is_set():
+            ready.set()
+            released.wait()
+
+    with ThreadPoolExecutor() as pool, observe_steps(pause):
+        first = pool.submit(durable.write_whole, path, b"of the first")
+        ready.wait()
+        second = pool.submit(durable.write_whole, path, b"of the second one")
+        wait([second], timeout=0.3)  # it comes to its end if it does not wait
+        released.set()
+        first.result()
+        second.result()
+    assert path.read_bytes() == b"of the second one"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_empty_whole_file(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rabbitllm.storage.folders import bytes_freed_by_deleting
+from tests.support.forked import in_a_fork
 from tests.support.small_disk import formatted_disk, small_disk
 
 MIB = 1 << 20
@@ -48,6 +50,23 @@ def test_link_frees_no_space(tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to("nowhere")
     for name in ("link", "dangling", "absent", "."):
         assert bytes_freed_by_deleting(tmp_path / name, device(tmp_path)) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_file_of_another_user_in_a_sticky_folder_frees_no_space() -> None:
+    with tempfile.TemporaryDirectory() as open_to_all:  # pytest's own folders are this user's alone
+        folder = Path(open_to_all)
+        file = written(folder / "shard")
+
+        def freed_as_another() -> int:
+            os.setuid(65534)
+            return bytes_freed_by_deleting(file, device(folder))
+
+        folder.chmod(0o777)
+        assert in_a_fork(freed_as_another) >= MIB
+        folder.chmod(0o1777)
+        assert in_a_fork(freed_as_another) == 0
+        assert bytes_freed_by_deleting(file, device(folder)) >= MIB
 
 
 def test_holes_free_no_space(tmp_path: Path) -> None:
