@@ -58,6 +58,7 @@ PARTS: Mapping[str, int] = {
     "engine/test_published.py::test_results_equal_transformers": 4,
     "engine/test_published.py::test_results_equal_transformers_with_compressed_tensors": 4,
     "engine/test_reading.py::test_streamed_results_equal_resident_ones": 8,
+    "engine/test_recurrences.py::test_a_layer_of_the_delta_rule_has_the_bits_of_its_class": 1,
     "engine/test_saving.py::test_saved_uncompressed_model_has_equal_bits": 6,
     "engine/test_skeleton.py::test_buffers_equal_transformers_bit_for_bit": 6,
     "engine/test_skeleton.py::test_dtypes_and_class_equal_transformers": 6,
