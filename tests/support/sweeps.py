@@ -26,6 +26,7 @@ PARTS: Mapping[str, int] = {
     "generation/test_kv_cache.py::test_a_cache_goes_back_to_what_it_was": 6,
     "generation/test_session.py::test_an_answer_stopped_at_any_unit": 6,
     "checkpoints/test_bodies.py::test_silent_server_is_retried": 4,
+    "checkpoints/test_index.py::test_folder_attack": 1,
     "cli/test_convert.py::test_interrupted_conversion_is_resumed": 6,
     "cli/test_plan.py::test_choice_is_the_best_route_that_fits": 4,
     "cli/test_plan.py::test_peak_of_a_folder": 8,
