@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -29,8 +29,7 @@ from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.display import split_display
 from rabbitllm.errors import OptionError, system_errors_by_name
 from rabbitllm.splitter.filler import ShardExecutor
-from rabbitllm.storage.folder_lock import FolderLock
-from rabbitllm.store.layer_store import LayerStore, UnsplitStore, WeightFiles
+from rabbitllm.store.layer_store import LayerStore, UnsplitStore
 from rabbitllm.store.manifest import check_split
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
     from rabbitllm.engine.devices import Device
     from rabbitllm.engine.load_plan import LoadPlanner, PartChooser, TooLittle
+    from rabbitllm.engine.placement import Placement
     from rabbitllm.engine.streamed_model import StreamedModel
     from rabbitllm.generation.draft import Draft
 
@@ -318,11 +318,6 @@ class LoadRequest:
         return cls(spec, prepare.split_options(compression, shards, **of_split), run, hosts)
 
     @property
-    def is_split(self) -> bool:
-        """Whether there is a whole split directory of it."""
-        return prepare.find(self.spec, only_look=True).finished
-
-    @property
     def loading(self) -> str:
         """The status of rich while it is loaded."""
         return f"loading {harmless(self.spec.name)} …".replace("[", r"\[")
@@ -380,41 +375,49 @@ class Prepared:
         Raises:
             RabbitLLMError: as `AutoModel.from_pretrained`.
         """
-        run = self.request.run if run is None else run
-        if self.folder is None:
-            return self._load_unsplit(run)
-        with prepare.read_lock(self.folder) as lock:
-            store = None if self._planner is None else self._planner.store
-            if not (isinstance(store, LayerStore) and run.verify_checksums and store.is_current()):
-                store = LayerStore(self.folder, verify_checksums=run.verify_checksums)
-            return self._loaded(store, run, self.config_folder, lock)
+        from rabbitllm.engine import load
 
-    def _load_unsplit(self, run: RunOptions) -> Any:
+        run = self.request.run if run is None else run
+        with self._opened(run) as (store, home, *holders):
+
+            def load_part(share: PartChooser | None = None) -> StreamedModel:
+                part = load.load_model(store, run, home, self._devices, share, self._planner)
+                part.profiler.before = (self.profile, *part.profiler.before)
+                return part
+
+            hosts = self.request.hosts
+            if hosts is None:
+                model: Any = load_part()
+            else:
+                from rabbitllm.pipeline.spread import load_spread
+
+                model = load_spread(hosts, run, load_part)
+            for holder in holders:
+                holder.keep_for(model)
+            return model
+
+    def placement(self, run: RunOptions) -> Placement:
+        """Return where the weights would be if they were loaded now."""
+        from rabbitllm.engine.devices import resolve_devices
+        from rabbitllm.engine.load_plan import make_load_plan
+
+        with self._opened(run) as (store, home, *_):
+            return make_load_plan(store, run, home, resolve_devices(run.device, run.max_memory)).placement
+
+    @contextlib.contextmanager
+    def _opened(self, run: RunOptions) -> Iterator[tuple[Any, ...]]:
+        """Yield the weights, the folder of config and tokenizer, and what holds both for a model: a lock, and files."""
+        if self.folder is not None:
+            with prepare.read_lock(self.folder) as lock:
+                store = None if self._planner is None else self._planner.store
+                if not (isinstance(store, LayerStore) and run.verify_checksums and store.is_current()):
+                    store = LayerStore(self.folder, verify_checksums=run.verify_checksums)
+                yield store, self.config_folder, lock
+            return
         with split_display.shown(run.show_progress):
             checkpoint, lock = prepare.whole_checkpoint(self.source)
         with lock, prepare.SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as files:
-            model = self._loaded(UnsplitStore(checkpoint), run, files.folder, lock)
-            files.keep_for(model)
-            return model
-
-    def _loaded(self, store: WeightFiles, run: RunOptions, home: Path, lock: FolderLock) -> Any:
-        """Return the model, which keeps the lock on the folder of its weights until it is garbage collected."""
-        from rabbitllm.engine import load
-
-        def load_part(share: PartChooser | None = None) -> StreamedModel:
-            part = load.load_model(store, run, home, self._devices, share, self._planner)
-            part.profiler.before = (self.profile, *part.profiler.before)
-            return part
-
-        hosts = self.request.hosts
-        if hosts is None:
-            model: Any = load_part()
-        else:
-            from rabbitllm.pipeline.spread import load_spread
-
-            model = load_spread(hosts, run, load_part)
-        lock.keep_for(model)
-        return model
+            yield UnsplitStore(checkpoint), files.folder, lock, files
 
 
 @system_errors_by_name()

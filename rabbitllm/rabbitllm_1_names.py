@@ -39,7 +39,7 @@ StateDict = dict[str, "torch.Tensor"]
 
 
 class RabbitLLMBaseModel:
-    """Constructing this class, or one below, returns the model that `AutoModel.from_pretrained` returns."""
+    """Constructing this class, also by one of its names below, returns what `AutoModel.from_pretrained` returns."""
 
     def __new__(cls, model_local_path_or_repo_id: str | Path, *args: Any, **kwargs: Any) -> Any:
         """Load a model; arguments in RabbitLLM 1.1's order, or by name as in `AutoModel.from_pretrained`.
@@ -50,40 +50,8 @@ class RabbitLLMBaseModel:
         return AutoModel.from_pretrained(model_local_path_or_repo_id, *args, **kwargs)
 
 
-class RabbitLLMLlama2(RabbitLLMBaseModel):
-    """See `RabbitLLMBaseModel`."""
-
-
-class RabbitLLMMistral(RabbitLLMBaseModel):
-    """See `RabbitLLMBaseModel`."""
-
-
-class RabbitLLMMixtral(RabbitLLMBaseModel):
-    """See `RabbitLLMBaseModel`."""
-
-
-class RabbitLLMQWen(RabbitLLMBaseModel):
-    """See `RabbitLLMBaseModel`."""
-
-
-class RabbitLLMQWen2(RabbitLLMBaseModel):
-    """See `RabbitLLMBaseModel`."""
-
-
-class RabbitLLMQWen3(RabbitLLMBaseModel):
-    """See `RabbitLLMBaseModel`."""
-
-
-class RabbitLLMChatGLM(RabbitLLMBaseModel):
-    """See `RabbitLLMBaseModel`."""
-
-
-class RabbitLLMBaichuan(RabbitLLMBaseModel):
-    """See `RabbitLLMBaseModel`."""
-
-
-class RabbitLLMInternLM(RabbitLLMBaseModel):
-    """See `RabbitLLMBaseModel`."""
+RabbitLLMLlama2 = RabbitLLMMistral = RabbitLLMMixtral = RabbitLLMQWen = RabbitLLMQWen2 = RabbitLLMBaseModel
+RabbitLLMQWen3 = RabbitLLMChatGLM = RabbitLLMBaichuan = RabbitLLMInternLM = RabbitLLMBaseModel
 
 
 @system_errors_by_name()

@@ -44,7 +44,7 @@ from rabbitllm.generation.request import (
 from rabbitllm.generation.request import Limits as BatchLimits
 from rabbitllm.generation.scoring import Room, Scored, ScoredText, score
 from rabbitllm.server.api_error import BROKEN, APIError, bad
-from rabbitllm.server.embeddings import CheckedEmbedding, checked_embedding
+from rabbitllm.server.embeddings import checked_embedding
 from rabbitllm.server.schemas import Embedding, parsed
 
 if TYPE_CHECKING:
@@ -402,9 +402,10 @@ def _open_scores(builder: RequestBuilder, item: Item, first: int) -> _OpenScores
                 vectors = [_vector(result, normalise=normalise) for result in results]
                 return {"id": item.key} | ({"embeddings": vectors} if is_listed else {"embedding": vectors[0]})
 
-        case BatchCall(_, _, defaults) as task:
-            checked, pooling = _embedding_call(task, builder), defaults.pooling
-            inputs = checked.inputs
+        case BatchCall(_, body, defaults):
+            request = parsed(Embedding, {name: value for name, value in body.items() if value is not None})
+            checked = checked_embedding(request, builder.tokenizer, builder.limits, builder.width, max_inputs=None)
+            inputs, pooling = checked.inputs, defaults.pooling
 
             def line_of(results: Sequence[Scored]) -> Line:
                 from rabbitllm.server.embeddings import embedding_object
@@ -434,11 +435,6 @@ def _pair(builder: RequestBuilder, context: str, continuation: str) -> tuple[tup
     if not continuation_ids:
         raise bad("The continuation adds no token to the context.")
     return context_ids, continuation_ids
-
-
-def _embedding_call(task: BatchCall, builder: RequestBuilder) -> CheckedEmbedding:
-    body = parsed(Embedding, {name: value for name, value in task.body.items() if value is not None})
-    return checked_embedding(body, builder.tokenizer, builder.limits, builder.width, max_inputs=None)
 
 
 def _likelihoods(key: Key, task: ScoreItem | Choose, results: Sequence[Scored]) -> Line:

@@ -90,7 +90,6 @@ def batch_command(
       rabbitllm batch my-checkpoint questions.jsonl -o answers.jsonl
       rabbitllm batch my-checkpoint in.jsonl -o out.jsonl --sequences 64 --exact
     """
-    from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
     from rabbitllm.base.options import expand, parse_size
@@ -117,7 +116,6 @@ def batch_command(
         from rabbitllm.ray.lines import answering_on
 
         task = replace(task, elsewhere=answering_on(ray, request, limits, ray_workers))
-    disable_progress_bars()  # shards have our own bar, and other files are small
     console = Console(stderr=True, highlight=False)
     try:
         with reporting_interrupts(console):

@@ -50,7 +50,6 @@ def chat_command(
       rabbitllm chat Qwen/Qwen2.5-7B-Instruct --compression 4bit
       rabbitllm chat my-checkpoint --system "Answer in one sentence."
     """
-    from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
     from rabbitllm.auto_model import load_with_draft
@@ -59,7 +58,6 @@ def chat_command(
 
     requested = answers.sampling
     errors = Console(stderr=True, highlight=False)
-    disable_progress_bars()  # shards have our own bar, and other files are small
     request = options.request(model, hosts_for(workers, address, model, errors))
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
         loaded, drafting = load_with_draft(request, options.draft_request(draft), errors)

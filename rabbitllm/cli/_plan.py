@@ -58,7 +58,6 @@ def plan_command(
       rabbitllm plan my-checkpoint --max-memory cpu=8GB --draft ngram
       rabbitllm plan my-checkpoint --max-disk 50GB --max-memory cpu=8GB
     """
-    from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
     from rabbitllm.display.pictures import check_picture
@@ -69,7 +68,6 @@ def plan_command(
 
     if plot is not None:
         check_picture(plot)
-    disable_progress_bars()  # at most a config of a few KB is fetched
     with Console(stderr=True).status("reading headers, measuring …"):
         estimate = plan(
             model,

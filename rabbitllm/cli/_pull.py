@@ -66,14 +66,12 @@ def pull_command(
       rabbitllm pull Qwen/Qwen2.5-7B-Instruct --compression 4bit
       rabbitllm pull my-checkpoint --compression 8bit --dir layers
     """
-    from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
     from rabbitllm.display.pictures import pictured
     from rabbitllm.display.split_display import shown
     from rabbitllm.models import pull as pulling
 
-    disable_progress_bars()  # shards have our own bar, and other files are small
     request = options.request(
         model,
         shards=pulling.shard_policy(

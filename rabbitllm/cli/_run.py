@@ -80,7 +80,6 @@ def run_command(
         raise typer.BadParameter(str(error), param_hint="PROMPT") from None
     import_torch()
 
-    from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
     from transformers import logging
 
@@ -108,7 +107,6 @@ def run_command(
     grammar = None if schema is None else Grammar.of_schema(expand(schema).read_text(encoding="utf-8"))
     errors = Console(stderr=True, highlight=False)
     hosts = hosts_for(workers, address, model, errors)
-    disable_progress_bars()  # shards have our own bar, and other files are small
     request = replace(options, device=local_device(options.device, hosts)).request(model, hosts, profiling=verbose)
     if hosts is not None and not hosts.is_first:
         work(request, Console(stderr=True, quiet=True))

@@ -152,7 +152,6 @@ def serve_command(
     listening = bound(host, port)  # now, not after an hour of splitting
     check_guarded(listening, api_key, insecure=insecure)
 
-    from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
     from rabbitllm.base import logs
@@ -187,7 +186,6 @@ def serve_command(
     _refuse_for_several(models, {f"--draft {draft}": None if isinstance(proposing, str) else proposing})
     sampling = answers.sampling
     requests = {name: options.request(model) for name, model in named.items()}
-    disable_progress_bars()  # shards have our own bar, and other files are small
     logs.show("rabbitllm.server")
     console = Console(stderr=True, highlight=False)
 

@@ -27,14 +27,12 @@ def worker_command(
       rabbitllm worker my-checkpoint --join 192.168.1.5:29500
       rabbitllm worker /shared/Llama-70B --join 192.168.1.5:29500 --device cpu
     """
-    from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
 
     from rabbitllm.base.options import Hosts
     from rabbitllm.run import local_device, work
 
     hosts = Hosts(join)
-    disable_progress_bars()  # shards have our own bar, and other files are small
     request = replace(options, device=local_device(options.device, hosts)).request(model, hosts)
     with contextlib.redirect_stdout(sys.stderr):
         work(request, Console(stderr=True, highlight=False))

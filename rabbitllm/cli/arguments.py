@@ -282,13 +282,14 @@ class ModelOptions:
             OptionError: see `request`.
         """
         from rabbitllm.auto_model import draft_name
+        from rabbitllm.prepare import find
 
         if (name := draft_name(draft)) is not None:
             return None if name == "none" else name
         device = None if self.device == "auto" else self.device
         options = ModelOptions(device=device, no_split=self.no_split, trust_remote_code=self.trust_remote_code)
         request = options.request(draft)
-        if self.folder is None or self.no_split or request.is_split:
+        if self.folder is None or self.no_split or find(request.spec, only_look=True).finished:
             return request
         return replace(options, folder=self.folder / "draft").request(draft)
 

@@ -114,6 +114,9 @@ def _needs_torch(function: Callable[..., None]) -> Callable[..., None]:
                     "Raise the limit (container, `ulimit -v`), or end other processes in it.",
                 )
         with contextlib.nullcontext() if kwargs.get("as_json") else shown(STARTING):
+            from huggingface_hub.utils import disable_progress_bars
+
+            disable_progress_bars()  # shards have our own bar, and other files are small
             function(*args, **kwargs)
 
     return called

@@ -121,7 +121,7 @@ def _step(form: DeltaForm, module: Any, x: torch.Tensor, cache: Any) -> torch.Te
     z, b, a = others if len(others) > 1 else (first, *others[0].view(form.keys, 2, -1).transpose(0, 1).unbind())
     if not all(map(is_plain, (first, z, *others))):
         return None
-    rates, b = nn.functional.softplus(a.reshape(-1).float() + module.dt_bias), b.reshape(-1)
+    rates, b = nn.functional.softplus(a.reshape(-1).float() + module.dt_bias), b.reshape(-1).contiguous()
     decays = torch.exp(-module.A_log.float().exp() * rates)
     out = torch.empty(1, 1, form.values, dtype=x.dtype, device="cpu")
     tensors = first, z, b, decays, kept, taps, state, weight, out

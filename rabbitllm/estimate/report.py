@@ -333,10 +333,7 @@ NAME_WIDTH = 19
 def show_generations(console: Console, plan: Plan) -> None:
     """Print a line per compression; an obstacle that all of them share is printed once."""
     loadable = [g for g in plan.generations if g.obstacle is None]
-    for obstacle in dict.fromkeys(g.obstacle for g in plan.generations if g.obstacle is not None):
-        which = [plan.called(g.compression) for g in plan.generations if g.obstacle == obstacle]
-        of = "" if len(which) == len(plan.generations) else f" of {', '.join(which)}"
-        put(console, Text(f"no speed estimate{of}: {obstacle}", "yellow"))
+    _put_obstacles(console, "speed estimate", {plan.called(g.compression): g.obstacle for g in plan.generations})
     if loadable:
         title = f"generating on {', '.join(plan.devices)}"
         if len(title) >= NAME_WIDTH:
@@ -357,14 +354,19 @@ def show_generations(console: Console, plan: Plan) -> None:
         console.print()
 
 
+def _put_obstacles(console: Console, lacking: str, obstacles: Mapping[str, str | None]) -> None:
+    """Print each obstacle once, with the compressions that have it unless all do."""
+    for obstacle in dict.fromkeys(filter(None, obstacles.values())):
+        which = [name for name, other in obstacles.items() if other == obstacle]
+        of = "" if len(which) == len(obstacles) else f" of {', '.join(which)}"
+        put(console, Text(f"no {lacking}{of}: {obstacle}", "yellow"))
+
+
 def _show_drafts(console: Console, plan: Plan, generations: Sequence[GenerationEstimate]) -> None:
     """Print two lines per compression: seconds a token, and how many tokens a pass it takes to be faster."""
     named = {plan.called(g.compression): g.draft for g in generations if g.draft is not None}
     usable = {name: draft for name, draft in named.items() if draft.obstacle is None}
-    for obstacle in dict.fromkeys(draft.obstacle for draft in named.values() if draft.obstacle is not None):
-        which = [name for name, draft in named.items() if draft.obstacle == obstacle]
-        of = "" if len(which) == len(named) else f" of {', '.join(which)}"
-        put(console, Text(f"no estimate with this draft{of}: {obstacle}", "yellow"))
+    _put_obstacles(console, "estimate with this draft", {name: draft.obstacle for name, draft in named.items()})
     if not usable:
         return
     console.print()

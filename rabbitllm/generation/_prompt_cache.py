@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from transformers import Cache, CacheLayerMixin
 
     from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation.request import BatchStats
 
 logger = logging.getLogger(__name__)
 
@@ -274,24 +275,6 @@ class _Offer:
         return sum(tensor.nbytes for tensor in tensors_in(self.state))
 
 
-@dataclass(slots=True)
-class PromptCacheStats:
-    """Totals since the start.
-
-    Attributes:
-        hits: number of requests that continued a prefix read from disk.
-        tokens: tokens of these prefixes, which were not computed.
-        read_bytes, written_bytes: bytes of the files read and written.
-        nbytes: bytes of all files now, those of other models included.
-    """
-
-    hits: int = 0
-    tokens: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    nbytes: int = 0
-
-
 class PromptCache:
     """The prefix cache on disk of one model.
 
@@ -300,16 +283,18 @@ class PromptCache:
         folder: folder of the files of all models; made if missing.
         limit: bytes of all files in it.
         is_idle: whether no request runs; called in another thread.
+        stats: counts what is read and written.
 
     Attributes:
         has_states: whether prefixes have windows or states, and so continue only from lengths that were offered.
-        stats: see `PromptCacheStats`.
 
     Raises:
         OptionError: the model's prompts cannot be kept, or the folder cannot be used.
     """
 
-    def __init__(self, model: StreamedModel, folder: Path, limit: int, is_idle: Callable[[], bool]) -> None:
+    def __init__(
+        self, model: StreamedModel, folder: Path, limit: int, is_idle: Callable[[], bool], stats: BatchStats
+    ) -> None:
         reason = why_no_identity(model) if keeps(model) else "its KV caches do not go on with further tokens"
         if reason:
             raise OptionError(
@@ -329,7 +314,8 @@ class PromptCache:
         self._is_tidy = False
         self._said: set[str] = set()
         self._damaged: set[str] = set()
-        self.stats = PromptCacheStats(nbytes=sum(file.nbytes for file in self._files()))
+        self._stats = stats
+        stats.prompt_bytes = sum(file.nbytes for file in self._files())
         self._offers: deque[_Offer] = deque(maxlen=MAX_SEQUENCES)  # those of a busy server leave unwritten
         self._until: float | None = None
         self._change = own_lock(threading.Condition())
@@ -396,9 +382,9 @@ class PromptCache:
             return None
         except MemoryError:
             return None
-        self.stats.hits += 1
-        self.stats.tokens += prefix.tokens
-        self.stats.read_bytes += nbytes
+        self._stats.prompt_hits += 1
+        self._stats.prompt_saved_tokens += prefix.tokens
+        self._stats.prompt_read_bytes += nbytes
         self._mark_used((*prefix.blocks, *filter(None, (prefix.state,))))
         return cache
 
@@ -523,8 +509,8 @@ class PromptCache:
                 durable.make_folder(self._folder, 0o700)
                 durable.write_private(path, pieces)
             self._damaged.discard(name)
-            self.stats.written_bytes += nbytes
-            self.stats.nbytes += nbytes
+            self._stats.prompt_written_bytes += nbytes
+            self._stats.prompt_bytes += nbytes
         return True
 
     def _mark_used(self, names: Sequence[str]) -> None:
@@ -542,18 +528,18 @@ class PromptCache:
 
     def _make_room(self, nbytes: int, keep: set[str]) -> bool:
         """Remove files that were not used for longest, so that so many bytes fit; False if they cannot."""
-        if self.stats.nbytes + nbytes > self._limit:  # count again, since other servers write and remove too
+        if self._stats.prompt_bytes + nbytes > self._limit:  # count again, since other servers write and remove too
             files = sorted(self._files(), key=lambda file: (file.used, -file.tokens))
-            self.stats.nbytes = sum(file.nbytes for file in files)
+            self._stats.prompt_bytes = sum(file.nbytes for file in files)
             for file in files:
-                if self.stats.nbytes + nbytes <= self._limit:
+                if self._stats.prompt_bytes + nbytes <= self._limit:
                     break
                 if file.path.parent == self._folder and file.path.name in keep:
                     continue
                 durable.remove(file.path)
                 durable.remove_empty_folder(file.path.parent)
-                self.stats.nbytes -= file.nbytes
-        return self.stats.nbytes + nbytes <= self._limit
+                self._stats.prompt_bytes -= file.nbytes
+        return self._stats.prompt_bytes + nbytes <= self._limit
 
     # names -----------------------------------------------------------------------------------------------------------
 

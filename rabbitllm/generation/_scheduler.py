@@ -225,8 +225,8 @@ class Scheduler:
     def __init__(self, model: StreamedModel, limits: Limits) -> None:
         draft = draft_of(model, limits.draft, exact=limits.exact)
         self.running: list[Sequence] = []
-        self.caches = CacheManager(model, limits, self.running)
         self.totals = BatchStats()
+        self.caches = CacheManager(model, limits, self.running, self.totals)
         self._runner = ModelRunner(model, exact=limits.exact, max_rows=self.caches.memory.rows, file=self.caches.file)
         self._limits = limits
         self._waiting: deque[Sequence] = deque()

@@ -17,7 +17,6 @@ import torch
 from rabbitllm.base.forks import DaemonThread, ForkGuard
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
-from rabbitllm.generation._prompt_cache import PromptCacheStats
 from rabbitllm.generation._recommended import check_options
 from rabbitllm.generation._scheduler import Scheduler
 from rabbitllm.generation._sequence import Sequence
@@ -132,7 +131,6 @@ class Batch:
         disk, copies = self._model.streamer.waited()
         disk_before, copies_before = self._waited_before
         scheduler, caches = self._scheduler, self._scheduler.caches
-        prompts = caches.prompts.stats if caches.prompts is not None else PromptCacheStats()
         with scheduler.still():
             return replace(
                 scheduler.totals,
@@ -146,17 +144,11 @@ class Batch:
                 disk_seconds=disk - disk_before,
                 copy_seconds=copies - copies_before,
                 streamed_bytes=scheduler.totals.passes * self._model.placement.streamed_bytes,
-                resumed=caches.resumed,
                 aside_bytes=caches.swap.nbytes,
                 aside_limit_bytes=caches.swap.limit,
                 file_bytes=caches.file.buffers.nbytes,
                 file_read_bytes=caches.file.buffers.read,
-                prompt_hits=prompts.hits,
-                prompt_saved_tokens=prompts.tokens,
-                prompt_bytes=prompts.nbytes,
                 prompt_limit_bytes=self._limits.prompt_bytes,
-                prompt_read_bytes=prompts.read_bytes,
-                prompt_written_bytes=prompts.written_bytes,
             )
 
     def _work(self) -> None:

@@ -51,7 +51,7 @@ from rabbitllm.generation.kv_cache import (
     usable,
 )
 from rabbitllm.generation.memory import CacheMemory
-from rabbitllm.generation.request import Limits
+from rabbitllm.generation.request import BatchStats, Limits
 from rabbitllm.generation.swap import SwapSpace, default_folder
 from rabbitllm.store.locations import home
 
@@ -173,11 +173,11 @@ class CacheManager:
         model: as `AutoModel.from_pretrained` returns it.
         limits: limits of the batch.
         running: the running sequences, as the scheduler changes them.
+        totals: counts what is swapped in, and what the prefix cache on disk does.
 
     Attributes:
         memory: the memory limit of KV caches, and the bytes of a token.
         chunk: maximum tokens of a prompt in one pass.
-        resumed: how often a sequence was swapped in.
         file: KV caches of running sequences in a file; its limit is 0 if that would not pay.
         swap: KV caches of preempted sequences, swapped out.
         prompts: the prefix cache on disk; None for none.
@@ -186,15 +186,17 @@ class CacheManager:
         OptionError: no memory is left, or the prefix cache on disk cannot be used.
     """
 
-    def __init__(self, model: StreamedModel, limits: Limits, running: abc.Sequence[Sequence]) -> None:
+    def __init__(
+        self, model: StreamedModel, limits: Limits, running: abc.Sequence[Sequence], totals: BatchStats
+    ) -> None:
         if not limits.exact:
             make_kernels(model)
         self.memory = CacheMemory(model, limits.cache_bytes, throughput=limits.throughput, running=limits.running)
         if self.memory.is_tight:
             keep_large_apart()
         self.chunk = min(limits.chunk, self.memory.part or self.memory.max_tokens)
-        self.resumed = 0
         self._running = running
+        self._totals = totals
         self._trim = trimming() if limits.throughput else None
         self._trimmed = time.monotonic()
         self._config = model.config.get_text_config(decoder=True)
@@ -221,7 +223,7 @@ class CacheManager:
                 "Leave --exact or --prompt-cache out.",
             )
         folder = limits.prompt_folder or home() / PROMPTS_FOLDER
-        return PromptCache(model, folder, limits.prompt_bytes, lambda: not self._running)
+        return PromptCache(model, folder, limits.prompt_bytes, lambda: not self._running, self._totals)
 
     def _file_for(self, model: StreamedModel, folder: Path | None, limit: int | None) -> CacheFile:
         """The file for KV caches of running sequences; with limit 0 where it does not pay or the model forbids it."""
@@ -429,7 +431,7 @@ class CacheManager:
             sequence.cache = self.swap.take(sequence.swapped_out)
             sequence.swapped_out = None
             if sequence.cache is not None:
-                self.resumed += 1
+                self._totals.resumed += 1
                 if in_file:
                     self._write(sequence)
                 return True

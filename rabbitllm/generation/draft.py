@@ -61,22 +61,25 @@ class Drafting:
 
     Args:
         draft: what proposes tokens, after `prepare_draft`; None for those alone that a grammar forces.
-        streamer: gets the tokens; `generate` gives its own streamer the prompt only.
-        grammar: the state of the answer's grammar.
 
     Attributes:
         brought: what the draft has brought so far.
     """
 
-    def __init__(self, draft: Draft | None, streamer: Any = None, grammar: GrammarState | None = None) -> None:
+    def __init__(self, draft: Draft | None) -> None:
         self._draft = draft
-        self._streamer = streamer
-        self._grammar = grammar
+        self._streamer: Any = None
+        self._grammar: GrammarState | None = None
         self._width: Width | None = None
         self.brought = Drafts()
 
     def streaming_to(self, streamer: Any, grammar: GrammarState | None = None) -> Drafting:
-        """The same draft and what was learnt of it, for an answer whose tokens go to another streamer."""
+        """The same draft and what was learnt of it, for an answer whose tokens go to another streamer.
+
+        Args:
+            streamer: gets the tokens; `generate` gives its own streamer the prompt only.
+            grammar: the state of the answer's grammar.
+        """
         drafting = copy.copy(self)
         drafting._streamer, drafting._grammar, drafting.brought = streamer, grammar, Drafts()
         return drafting

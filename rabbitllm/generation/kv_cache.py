@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -79,13 +79,19 @@ def grows(layer: CacheLayerMixin) -> bool:
     return isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a value, and in containers in it."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in a value and in its tuples, lists and mappings, which may contain themselves."""
+    tensors: list[torch.Tensor] = []
+    visited: set[int] = set()
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, tuple | list | Mapping) and id(value) not in visited:
+            visited.add(id(value))
+            waiting += value.values() if isinstance(value, Mapping) else value
+    return tensors
 
 
 def _cloned(value: Any) -> Any:
@@ -105,15 +111,12 @@ def drop_last(cache: Cache, tokens: int) -> None:
 
     Args:
         cache: a KV cache; windows have recorded their past since before these tokens.
-        tokens: number of tokens; 0 ends the recording alone.
+        tokens: number of tokens, or 0.
     """
     rooms = [room for layer in cache.layers if (room := vars(layer).get("_room")) and room.belongs_to(layer)]
     cache.crop(-tokens)
     for room in rooms:
         room.used -= tokens  # otherwise the next token would copy the layer into new room
-    for layer in cache.layers:
-        if is_window(layer):
-            layer.record_past = False
 
 
 class GrowingCache(DynamicCache):  # type: ignore[misc]
@@ -389,9 +392,7 @@ def saved(cache: Any) -> Saved:
         for index, layer in enumerate(layers_of(cache))
         if is_window(layer) or not can_be_cropped(layer)
     }
-    states = {
-        name: value for name, value in _held(cache).items() if name != "layers" and any(True for _ in tensors_in(value))
-    }
+    states = {name: value for name, value in _held(cache).items() if name != "layers" and tensors_in(value)}
     return copies | ({-1: _cloned(states)} if states else {})
 
 

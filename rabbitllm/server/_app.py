@@ -33,7 +33,6 @@ from rabbitllm.server._guards import (
     JsonResponse,
     Record,
     RequestLog,
-    api_error_of,
     key_of,
     no_such_path,
     response_of,
@@ -43,7 +42,16 @@ from rabbitllm.server._guards import (
 from rabbitllm.server._metrics import CONTENT_TYPE, text_format
 from rabbitllm.server._models import Entry, Models
 from rabbitllm.server._service import Service
-from rabbitllm.server._streaming import Dialect, EventStream, Inbox, Submission, frames, unless_disconnected, whole
+from rabbitllm.server._streaming import (
+    Dialect,
+    EventStream,
+    Inbox,
+    Submission,
+    api_error_of,
+    frames,
+    unless_disconnected,
+    whole,
+)
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder
 from rabbitllm.server.api_error import (
     CLOSE,

@@ -204,8 +204,7 @@ class _Calls:
             first, last = f"{OPEN}\n<function={name}>\n", f"</function>\n{CLOSE}"
             return f"{self._text(first)} {values} {self._text(last)}"
         if MISTRAL in self.template and OPEN not in self.template and self._is_named:
-            separator = ARGUMENTS if ARGUMENTS in self.template else ""
-            return f"{self._text(MISTRAL + name + separator)} {self._json(schema)}"
+            return f"{self._text(MISTRAL + name + ARGUMENTS)} {self._json(schema)}"
         hermes, mistral = OPEN in self.template, MISTRAL in self.template
         word = "arguments" if hermes or mistral else "parameters"
         first, last = (f"{OPEN}\n", f"\n{CLOSE}") if hermes else ("", "")

@@ -24,15 +24,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rabbitllm.base.terminal import counted, harmless
 from rabbitllm.generation.request import Result
 from rabbitllm.server._metrics import Metrics
-from rabbitllm.server._streaming import text_of
-from rabbitllm.server.api_error import CLOSE, FORBIDDEN, NOT_FOUND, UNAUTHORISED, APIError, bad, broken, closing
+from rabbitllm.server._streaming import api_error_of, text_of
+from rabbitllm.server.api_error import CLOSE, FORBIDDEN, NOT_FOUND, UNAUTHORISED, APIError, bad, closing
 
 logger = logging.getLogger("rabbitllm.server.requests")
 errors = logging.getLogger(__name__)
@@ -187,19 +186,6 @@ def no_such_path(path: str) -> APIError:
     paths = [endpoint for endpoint in ENDPOINTS if endpoint.startswith("/api/" if path.startswith("/api") else "/v1/")]
     names = f"{', '.join(paths[:-1])} and {paths[-1]}"
     return APIError(NOT_FOUND, f"There is no {harmless(path, 80)} here. This server has {names}.", code="not_found")
-
-
-def api_error_of(error: Exception) -> APIError:
-    """The answer to an error; an unexpected error is logged, and its details are not sent to the client."""
-    if isinstance(error, APIError):
-        return error
-    if isinstance(error, HTTPException):
-        allowed = (error.headers or {}).get("Allow")
-        methods = " and ".join(sorted(allowed.split(", "))) if allowed else ""
-        message = f"This path answers {methods} only." if methods else str(error.detail)
-        return APIError(error.status_code, message, headers=error.headers)
-    errors.error("A request could not be answered.", exc_info=error)
-    return broken()
 
 
 class Guard:

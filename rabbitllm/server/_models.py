@@ -31,7 +31,7 @@ from rabbitllm.engine.free_memory import trimming
 from rabbitllm.errors import BusyError, RabbitLLMError
 from rabbitllm.server._metrics import Metrics
 from rabbitllm.server._service import Service
-from rabbitllm.server._streaming import NO_RETRY, api_error_of_batch
+from rabbitllm.server._streaming import NO_RETRY, api_error_of
 from rabbitllm.server.api_error import BROKEN, NOT_FOUND, TOO_LATE, APIError, closing
 from rabbitllm.server.settings import Settings
 
@@ -198,7 +198,7 @@ class Models:
         if self.is_closing:
             raise closing()
         if len(entry.waiters) >= self._most_waiting:
-            raise api_error_of_batch(BusyError("The request queue is full.", "Try again.", 10.0))
+            raise api_error_of(BusyError("The request queue is full.", "Try again.", 10.0))
         self._loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = self._loop.create_future()
         entry.waiters.append(waiter)

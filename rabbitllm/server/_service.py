@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from rabbitllm.auto_model import LoadRequest, Prepared, load_draft, prepare_model
-from rabbitllm.base.options import RunOptions, expand
-from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.auto_model import LoadRequest, load_draft, prepare_model
 from rabbitllm.engine.free_memory import PROMISES, Promise
-from rabbitllm.engine.load_plan import make_load_plan
-from rabbitllm.engine.placement import Placement
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.memory import cache_share, weight_limits
 from rabbitllm.generation.request import (
@@ -34,87 +29,14 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.scoring.score import token_logprobs
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.prepare import SmallFiles, whole_checkpoint
 from rabbitllm.server._metrics import Metrics
 from rabbitllm.server.answers import TokenTexts
-from rabbitllm.server.embeddings import Embedder, PoolingRecipe, recipe_in
+from rabbitllm.server.embeddings import Embedder, recipe_in
 from rabbitllm.server.requests import CheckedCall
 from rabbitllm.server.settings import Settings
-from rabbitllm.store.layer_store import LayerStore, UnsplitStore
-from rabbitllm.store.locations import resolve_name
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A loaded model.
-
-    Attributes:
-        model: a model from `AutoModel.from_pretrained`.
-        split: whether the split existed already, and its folder; None without a split.
-        recipe: how embeddings are computed; None where the checkpoint does not say.
-        draft: its draft, loaded.
-    """
-
-    model: StreamedModel
-    split: tuple[bool, Path] | None
-    recipe: PoolingRecipe | None
-    draft: Any = "auto"
-
-    @classmethod
-    def load(
-        cls,
-        request: LoadRequest,
-        console: Console,
-        cache_bytes: int | None = None,
-        draft: Any = "auto",
-        beside: Sequence[StreamedModel] = (),
-    ) -> ServedModel | None:
-        """Load the model, and split it first if necessary.
-
-        Args:
-            request: the model, its split and its run.
-            console: receives the progress messages.
-            cache_bytes: limit of the KV cache; None for the default.
-            draft: its draft, or the request for one.
-            beside: models that stay loaded: limits of the user are for all of them together.
-
-        Returns:
-            The model; None if its weights would not all stay in memory beside the others.
-
-        Raises:
-            RabbitLLMError: see `AutoModel.from_pretrained`.
-        """
-        request, draft = load_draft(request, draft, console)
-        prepared = prepare_model(request)
-        limits = weight_limits(request.run, cache_bytes)
-        if limits is not None and request.run.max_memory is not None:
-            taken = {name: sum(other.placement.bytes_on(name) for other in beside) for name in limits}
-            limits = {name: max(limit - taken[name], 0) for name, limit in limits.items()}
-        run = replace(request.run, max_memory=limits)
-        if beside and not _placement(prepared, run).stays:
-            return None
-        with console.status(request.loading):
-            model = prepared.load(run)
-        folder, source = prepared.folder, prepared.source
-        if folder is None:
-            return cls(model, None, recipe_in(expand(resolve_name(request.spec.name))), draft)
-        candidates = (folder, prepared.config_folder, source.local)
-        recipes = (recipe_in(candidate) for candidate in candidates if candidate is not None)
-        return cls(model, (source.finished, folder), next(filter(None, recipes), None), draft)
-
-
-def _placement(prepared: Prepared, run: RunOptions) -> Placement:
-    """Where weights would be if they were loaded now."""
-    devices = resolve_devices(run.device, run.max_memory)
-    if prepared.folder is not None:
-        store = LayerStore(prepared.folder, verify_checksums=run.verify_checksums)
-        return make_load_plan(store, run, prepared.config_folder, devices).placement
-    checkpoint, lock = whole_checkpoint(prepared.source)
-    with lock, SmallFiles(checkpoint.sidecars(), checkpoint.derived(), checkpoint.folder) as files:
-        return make_load_plan(UnsplitStore(checkpoint), run, files.folder, devices).placement
 
 
 WRITE_SECONDS = 2.0
@@ -168,7 +90,6 @@ class Service:
         settings: see above, with the sampling that the model recommends.
         ends: end-of-text tokens.
         sampling_words: how tokens are chosen if a request does not say.
-        created: seconds since 1970.
         split: whether the split existed already, and its folder; None without a split.
     """
 
@@ -190,7 +111,6 @@ class Service:
         self.limits = ModelLimits.of(model, settings.context)
         self.ends = frozenset(end_tokens(model))
         self.metrics = metrics or Metrics()
-        self.created = int(time.time())
         self.split: tuple[bool, Path] | None = None
         self.tokenizer = tokenizer_of(model)
         self.template = ChatTemplate(model)
@@ -213,38 +133,47 @@ class Service:
         models: int = 1,
         beside: Sequence[Service] = (),
     ) -> Service | None:
-        """Load a model and begin its batch.
+        """Load a model, split first if necessary, and begin its batch.
 
         Args:
-            request, console: see `ServedModel.load`.
+            request: the model, its split and its run.
             draft: its draft, or the request for one.
             limits: limits of the batch, without the draft.
             settings, metrics: see `Service`.
+            console: receives the progress messages.
             models: how many models the server has, loaded or not.
-            beside: those that stay loaded.
+            beside: those that stay loaded: limits of the user are for all of them together.
 
         Returns:
             The service; None if not all weights would stay in memory beside the others.
 
         Raises:
-            RabbitLLMError: see `ServedModel.load` and `Batch`.
+            RabbitLLMError: see `AutoModel.from_pretrained` and `Batch`.
         """
         if models > 1 and limits.cache_bytes is None:
             limits = replace(limits, cache_bytes=cache_share(request.run, models))
-        others = [other.model for other in beside]
-        served = ServedModel.load(request, console, limits.cache_bytes, draft, others)
-        if served is None:
+        request, draft = load_draft(request, draft, console)
+        prepared = prepare_model(request)
+        memory = weight_limits(request.run, limits.cache_bytes)
+        if memory is not None and request.run.max_memory is not None:
+            taken = {name: sum(other.model.placement.bytes_on(name) for other in beside) for name in memory}
+            memory = {name: max(limit - taken[name], 0) for name, limit in memory.items()}
+        run = replace(request.run, max_memory=memory)
+        if beside and not prepared.placement(run).stays:
             return None
-        batch = batch_of(served.model, replace(limits, draft=served.draft))
-        embedder = Embedder(served.model, served.recipe) if served.recipe is not None else None
+        with console.status(request.loading):
+            model = prepared.load(run)
+        batch = batch_of(model, replace(limits, draft=draft))
+        folders = (prepared.folder, prepared.config_folder, prepared.source.local)
+        recipe = next(filter(None, (recipe_in(folder) for folder in folders if folder is not None)), None)
         try:
-            service = cls(served.model, batch, settings, embedder, metrics)
+            service = cls(model, batch, settings, Embedder(model, recipe) if recipe is not None else None, metrics)
         except BaseException:
             batch.close(0)
             raise
-        service.split = served.split
+        service.split = None if prepared.folder is None else (prepared.source.finished, prepared.folder)
         if models > 1:
-            service._promise = Promise(served.model.placement.host_bytes, service._unspent)
+            service._promise = Promise(model.placement.host_bytes, service._unspent)
             PROMISES.add(service._promise)
         return service
 

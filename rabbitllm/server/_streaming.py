@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -186,7 +187,7 @@ class Submission:
             limit = batch.stats.most_running + batch.stats.most_waiting
             if isinstance(error, BusyError) and len(requests) > limit:  # however long the client waits
                 raise bad(f"{len(requests)} choices are too many: this server holds at most {limit}.", "n") from error
-            raise api_error_of_batch(error) from error
+            raise api_error_of(error) from error
 
     def cancel(self) -> None:
         """Cancel all its requests."""
@@ -203,7 +204,7 @@ class Submission:
             events: list[tuple[int, Delta | Result]] = []
             for choice, event in await self._inbox.take(seconds):
                 if isinstance(event, Failed):
-                    raise api_error_of_batch(event.error)
+                    raise api_error_of(event.error)
                 if isinstance(event, Result):
                     self.finished[choice] = event
                     self._open -= 1
@@ -224,10 +225,15 @@ class Submission:
         return [result for result in self.finished if result is not None]
 
 
-def api_error_of_batch(error: Exception) -> APIError:
-    """The answer to an error of the batch; an unexpected error is logged, its details are not sent to the client."""
+def api_error_of(error: Exception) -> APIError:
+    """The answer to an error; an unexpected error is logged, and its details are not sent to the client."""
     if isinstance(error, APIError):
         return error
+    if isinstance(error, HTTPException):
+        allowed = (error.headers or {}).get("Allow")
+        methods = " and ".join(sorted(allowed.split(", "))) if allowed else ""
+        message = f"This path answers {methods} only." if methods else str(error.detail)
+        return APIError(error.status_code, message, headers=error.headers)
     if isinstance(error, BusyError):
         seconds = max(math.ceil(error.retry_after), 1)
         return APIError(
@@ -318,7 +324,7 @@ async def frames(
             )
             yield b"".join(written) if events else dialect.idle()
     except Exception as error:  # the response has begun, so the error is sent as an event
-        api_error = api_error_of_batch(error)
+        api_error = api_error_of(error)
         submission.error = api_error.code
         yield dialect.failed(api_error)
         return

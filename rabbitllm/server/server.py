@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -274,22 +273,19 @@ def serve(models: Models, listening: socket.socket, grace: float | None, started
     return FORCED if server.was_forced else 0 if models.is_moving else None
 
 
-def put_greeting(
-    console: Console, service: Service, address: str, split: tuple[bool, Path] | None, *, is_local: bool
-) -> None:
+def put_greeting(console: Console, service: Service, address: str, *, is_local: bool) -> None:
     """Print the greeting.
 
     Args:
         console: receives the greeting.
         service: the served model.
         address: URL of the server.
-        split: whether the split existed already, and its folder; None without a split.
         is_local: whether only this machine reaches the server.
     """
     settings, stats = service.settings, service.batch.stats
     put(console, Text(f"{harmless(settings.name)} at {address}", "bold green"))
-    if split is not None:
-        existed, folder = split
+    if service.split is not None:
+        existed, folder = service.split
         put_fact(console, "split", f"{'existed' if existed else 'made'}, in {harmless(str(folder))}")
     put_fact(console, "weights", _weights(service.model))
     put_fact(console, "requests", _requests(stats))
@@ -412,11 +408,11 @@ def serve_models(
     from transformers import logging
 
     logging.set_verbosity_error()  # no warnings about missing kernels amid requests
-    split, box = service.split, [service]
+    box = [service]
     models = Models.of(service, loaders[0][1], keep_alive)
     del service  # the models have the only reference, so that it can be unloaded
 
     def started() -> None:
-        put_greeting(console, box.pop(), address, split, is_local=only_here)
+        put_greeting(console, box.pop(), address, is_local=only_here)
 
     return serve(models, listening, grace, started)

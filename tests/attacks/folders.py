@@ -292,6 +292,6 @@ def seven_zip_as_torch(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"7z\xbc\xaf\x27\x1c\x00\x04" + bytes(100))
 
 
-@attack("is of no format known here", UnreadableFormatError)
+@attack("is empty; safetensors", UnreadableFormatError)
 def empty_file_as_torch(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"")

@@ -26,6 +26,7 @@ from rabbitllm.estimate.machine import (
 )
 from rabbitllm.quant import _vectors
 from rabbitllm.quant.products import Matrix
+from rabbitllm.quant.schemes import INT8_BLOCK
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself
 from tests.support.tiny_models import one_thread  # noqa: F401  another one
@@ -45,7 +46,7 @@ def machine_with(*files: Path) -> Machine:
     [
         ("bfloat16", ELEMENTS * 2),
         ("float32", ELEMENTS * 4),
-        ("8bit", ELEMENTS + ELEMENTS // 256 * 4),
+        ("8bit", ELEMENTS + ELEMENTS // INT8_BLOCK * 4),
         ("4bit", ELEMENTS // 2 + ELEMENTS // 64 * 4),
         ("Q8_0", ELEMENTS // 32 * 34),
         ("fp8 F32 128x128", ELEMENTS + 4 * 4),
@@ -54,7 +55,7 @@ def machine_with(*files: Path) -> Machine:
     ],
 )
 def test_weights_of_every_form_are_multiplied(form: str, nbytes: int) -> None:
-    weight, stored = machine._weight(CpuDevice(), form, torch.bfloat16)
+    weight, stored = machine._weight(CpuDevice(), form, torch.float32 if form == "float32" else torch.bfloat16)
     assert stored == nbytes
     assert isinstance(weight, torch.nn.Module) == form.startswith("bitsandbytes")
     for rows in (1, 16):

@@ -20,8 +20,8 @@ from rabbitllm.formats.torch_file import TorchFile, parse_legacy_torch, read_leg
 from tests.attacks import legacy_torch_files
 from tests.attacks.attack import Attack
 from tests.attacks.legacy_torch_files import parts, storage
-from tests.formats.test_torch_zip import assert_equal, bits, every_dtype, views
-from tests.support.torch_files import FOUR, tensor
+from tests.formats.test_torch_zip import assert_equal
+from tests.support.torch_files import FOUR, bits, every_dtype, tensor, views
 
 ROOT = Path(__file__).parents[2]
 PROTOCOLS = [2, 3, 4, 5]

@@ -19,22 +19,27 @@ from hypothesis import strategies as st
 from rabbitllm.errors import CheckpointError, CorruptShardError, UnsafePickleError
 from rabbitllm.formats.pickle_reader import list_opcodes
 from rabbitllm.formats.safetensors_file import view_bytes
-from rabbitllm.formats.tensor_spec import DTYPES, LeftOut, TensorSpec, torch_dtype
+from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec, torch_dtype
 from rabbitllm.formats.torch_file import TorchFile, TorchTensor, parse_torch_zip, pickle_of, read_torch_zip
 from rabbitllm.storage.files import PositionalFile
 from tests.attacks import pickles, torch_zips
 from tests.attacks.attack import Attack
-from tests.support.torch_files import FOUR, archive, changed, chunks_of, pack, pickled, storage, tensor
+from tests.support.torch_files import (
+    FOUR,
+    archive,
+    bits,
+    changed,
+    chunks_of,
+    every_dtype,
+    pack,
+    pickled,
+    storage,
+    tensor,
+    views,
+)
 
 PROTOCOLS = (2, 3, 4, 5)
 ROOT = Path(__file__).parent.parent.parent
-
-
-def bits(value: torch.Tensor) -> bytes:
-    """A tensor's bytes in row-major order."""
-    flat = torch.empty(value.numel(), dtype=value.dtype)
-    flat.view(value.shape).copy_(value.detach())
-    return bytes(flat.view(torch.uint8).numpy().tobytes())
 
 
 def bytes_of(path: Path, record: TorchTensor, chunk: int = 1 << 20) -> bytes:
@@ -62,36 +67,6 @@ def assert_equal(path: Path, read: TorchFile, tensors: Mapping[str, torch.Tensor
     starts = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items() if tensor.numel()}
     keys = {record.name: record.storage for record in read.tensors if record.elements}
     assert len(set(keys.values())) == len(set(starts.values())) == len({(keys[name], starts[name]) for name in keys})
-
-
-def every_dtype() -> dict[str, torch.Tensor]:
-    """A tensor of every dtype that safetensors has too, of all kinds of bits (NaN among them)."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for name, entry in DTYPES.items():
-        raw = torch.randint(0, 2 if name == "BOOL" else 256, (96,), dtype=torch.uint8, generator=generator)
-        tensors[f"t.{name}"] = raw.view(getattr(torch, entry.torch_name)).reshape(3, -1)
-    return tensors
-
-
-def views() -> dict[str, torch.Tensor]:
-    whole = torch.arange(2 * 3 * 40.0).reshape(2, 3, 40)
-    half = whole.to(torch.bfloat16)
-    return {
-        "whole": whole,
-        "transposed": half.transpose(0, 2),
-        "slice": whole[1],
-        "column": half[:, 1, 5],
-        "steps": whole[:, ::2, 3::7],
-        "again": whole,
-        "reshaped": whole.view(6, 40).t(),
-        "scalar": whole[1, 2, 3],
-        "none": whole[:0],
-        "expanded": torch.arange(6.0)[None].expand(1, 6),
-        "diagonal": torch.arange(16).reshape(4, 4).diagonal(),
-        "overlapping": torch.arange(12, dtype=torch.int16).as_strided((3, 4), (2, 1)),
-        "empty": torch.empty(0, 5),
-    }
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol 3")

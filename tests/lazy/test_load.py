@@ -24,33 +24,15 @@ from rabbitllm.errors import (
     UnreadableFormatError,
     UnsafePathError,
 )
-from rabbitllm.formats.tensor_spec import DTYPES
 from rabbitllm.lazy._tensor import LazyTensor
 from tests.attacks import pickles, torch_zips
 from tests.support.builders import INDEX_NAME, cut, llama_tensors, torch_files, write_shards, write_torch
 from tests.support.leftovers import open_files
 from tests.support.meta_files import tiny_llama, weights_of, write_meta
 from tests.support.splitting import split
-from tests.support.torch_files import archive, pack
+from tests.support.torch_files import archive, bits, every_dtype, pack, views
 
 MAPPED = pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "read"])
-
-
-def bits(value: torch.Tensor) -> bytes:
-    """A tensor's bytes in row-major order; of a lazy one by the functions of torch."""
-    flat = torch.empty(value.numel(), dtype=value.dtype)
-    flat.view(value.shape).copy_(value.detach())
-    return bytes(flat.view(torch.uint8).numpy().tobytes())
-
-
-def every_dtype() -> dict[str, torch.Tensor]:
-    """A tensor of every dtype that is read, of all kinds of bits, and one without elements."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {"empty": torch.empty(0, 3)}
-    for name, entry in DTYPES.items():
-        raw = torch.randint(0, 2 if name == "BOOL" else 256, (96,), dtype=torch.uint8, generator=generator)
-        tensors[f"t.{name}"] = raw.view(getattr(torch, entry.torch_name)).reshape(3, -1)
-    return tensors
 
 
 def assert_same(loaded: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -68,7 +50,8 @@ def assert_same(loaded: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 
 @MAPPED
 def test_safetensors_file(tmp_path: Path, mapped: bool) -> None:
-    save_file({name: t for name, t in every_dtype().items() if "F4" not in name}, tmp_path / "x.safetensors")
+    tensors = every_dtype() | {"empty": torch.empty(0, 3)}
+    save_file({name: t for name, t in tensors.items() if "F4" not in name}, tmp_path / "x.safetensors")
     with rabbitllm.lazy_load(tmp_path / "x.safetensors", mapped=mapped) as lazy:
         assert_same(lazy, load_file(tmp_path / "x.safetensors"))
 
@@ -76,33 +59,15 @@ def test_safetensors_file(tmp_path: Path, mapped: bool) -> None:
 @MAPPED
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt", ".pkl", ".anything"])
 def test_torch_file_of_any_name(tmp_path: Path, suffix: str, mapped: bool) -> None:
-    torch.save(every_dtype(), tmp_path / f"x{suffix}")
+    torch.save(every_dtype() | {"empty": torch.empty(0, 3)}, tmp_path / f"x{suffix}")
     with rabbitllm.lazy_load(str(tmp_path / f"x{suffix}"), mapped=mapped) as lazy:
         assert_same(lazy, torch.load(tmp_path / f"x{suffix}", weights_only=True))
 
 
-def views() -> dict[str, torch.Tensor]:
-    whole = torch.arange(2 * 3 * 40.0).reshape(2, 3, 40)
-    half = whole.to(torch.bfloat16)
-    return {
-        "whole": whole,
-        "again": whole,
-        "transposed": half.transpose(0, 2),
-        "slice": whole[1],
-        "column": half[:, 1, 5],
-        "steps": whole[:, ::2, 3::7],
-        "scalar": whole[1, 2, 3],
-        "none": whole[:0],
-        "none of none": torch.empty(5, 0)[4:],
-        "expanded": torch.arange(6.0)[None].expand(1, 6),
-        "overlapping": torch.arange(12, dtype=torch.int16).as_strided((3, 4), (2, 1)),
-        "parameter": torch.nn.Parameter(torch.ones(2, 3)),
-    }
-
-
 @MAPPED
 def test_views_parameters_and_shared_storages(tmp_path: Path, mapped: bool) -> None:
-    torch.save(views(), tmp_path / "x.bin")
+    more = {"none of none": torch.empty(5, 0)[4:], "parameter": torch.nn.Parameter(torch.ones(2, 3))}
+    torch.save(views() | more, tmp_path / "x.bin")
     expected = torch.load(tmp_path / "x.bin", weights_only=True)
     lazy = rabbitllm.lazy_load(tmp_path / "x.bin", mapped=mapped)
     assert_same(lazy, expected)

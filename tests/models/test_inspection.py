@@ -43,10 +43,9 @@ from rabbitllm.models.inspection import (
 from rabbitllm.models.inspection_report import RowChoice, searched
 from tests.attacks import pickles, protobuf_files, torch_zips
 from tests.attacks.protobuf_files import SOUND
-from tests.formats.test_torch_zip import views
 from tests.support.builders import llama_tensors
 from tests.support.published import LAYERS, llama_2_shapes, write_llama_2_vocabulary, write_llama_2_weights
-from tests.support.torch_files import Member, archive, changed, pack, tensor_pickle
+from tests.support.torch_files import Member, archive, changed, pack, tensor_pickle, views
 
 
 def tensors_of(path: Path) -> Tensors:

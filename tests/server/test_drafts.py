@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from rabbitllm.auto_model import LoadRequest
+from rabbitllm.auto_model import LoadRequest, load_draft
 from rabbitllm.generation.request import Limits
-from rabbitllm.server._service import ServedModel
 from tests.server.serving import NAME, Running, running
 from tests.server.test_metrics import samples
 from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
@@ -89,9 +86,7 @@ def test_a_draft_model(split_folder: Path) -> None:
     """The model itself, all in memory: the same answers, in fewer passes; its KV caches are counted."""
     answers, passes, kept = [], [], []
     request = LoadRequest.of(str(split_folder), device="cpu", show_progress=False)
-    served_model = ServedModel.load(request, Console(quiet=True), None, request)
-    draft = served_model.draft
-    assert draft is not served_model.model
+    _, draft = load_draft(request, request)
     draft.generation_config.assistant_confidence_threshold = 0  # a random model is never sure
     for limits in (Limits(8, 32, draft="none"), Limits(8, 32, draft=draft)):
         with running(split_folder, limits=limits) as served:

@@ -411,7 +411,7 @@ def test_the_start_names_a_form_of_calls_that_is_not_read(served: Running, monke
     def greeting(template: str) -> str:
         monkeypatch.setattr(served.model.tokenizer, "chat_template", template)
         console = Console(file=io.StringIO(), width=200)
-        put_greeting(console, served.service, served.address, None, is_local=True)
+        put_greeting(console, served.service, served.address, is_local=True)
         return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
     note = "calls stay text: the chat template shows them in a form that is not known here"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import io
 import json
 import shlex
@@ -25,7 +26,9 @@ from tests.server.serving import Running
 
 def said(served: Running, split: tuple[bool, Path] | None, *, is_local: bool = True) -> str:
     output = io.StringIO()
-    put_greeting(Console(file=output), served.service, served.address, split, is_local=is_local)
+    service = copy.copy(served.service)
+    service.split = split
+    put_greeting(Console(file=output), service, served.address, is_local=is_local)
     return output.getvalue()
 
 

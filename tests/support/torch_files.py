@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch._utils
 
-from rabbitllm.formats.tensor_spec import read_run
+from rabbitllm.formats.tensor_spec import DTYPES, read_run
 from rabbitllm.formats.torch_file import TorchTensor
 from rabbitllm.storage.files import PositionalFile
 
@@ -193,3 +193,41 @@ def chunks_of(file: PositionalFile, tensor: TorchTensor, chunk: int = 4 << 20) -
         piece = memoryview(bytearray(min(chunk, tensor.nbytes - begin)))
         assert read_run(file, spec, begin, piece) == len(piece)
         yield piece
+
+
+def bits(value: torch.Tensor) -> bytes:
+    """A tensor's bytes in row-major order."""
+    flat = torch.empty(value.numel(), dtype=value.dtype)
+    flat.view(value.shape).copy_(value.detach())
+    return bytes(flat.view(torch.uint8).numpy().tobytes())
+
+
+def every_dtype() -> dict[str, torch.Tensor]:
+    """A tensor of every dtype that safetensors has too, of all kinds of bits (NaN among them)."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, entry in DTYPES.items():
+        raw = torch.randint(0, 2 if name == "BOOL" else 256, (96,), dtype=torch.uint8, generator=generator)
+        tensors[f"t.{name}"] = raw.view(getattr(torch, entry.torch_name)).reshape(3, -1)
+    return tensors
+
+
+def views() -> dict[str, torch.Tensor]:
+    """Tensors that share a storage, and such that are not row-major or have no elements."""
+    whole = torch.arange(2 * 3 * 40.0).reshape(2, 3, 40)
+    half = whole.to(torch.bfloat16)
+    return {
+        "whole": whole,
+        "transposed": half.transpose(0, 2),
+        "slice": whole[1],
+        "column": half[:, 1, 5],
+        "steps": whole[:, ::2, 3::7],
+        "again": whole,
+        "reshaped": whole.view(6, 40).t(),
+        "scalar": whole[1, 2, 3],
+        "none": whole[:0],
+        "expanded": torch.arange(6.0)[None].expand(1, 6),
+        "diagonal": torch.arange(16).reshape(4, 4).diagonal(),
+        "overlapping": torch.arange(12, dtype=torch.int16).as_strided((3, 4), (2, 1)),
+        "empty": torch.empty(0, 5),
+    }

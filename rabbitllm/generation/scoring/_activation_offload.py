@@ -21,7 +21,6 @@ from collections.abc import Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,21 +33,6 @@ BLOCK = 1 << 12
 
 class NoRoom(Exception):
     """The tensors of an owner fit neither into memory nor into the file."""
-
-
-def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """All tensors among values and in their tuples, lists and dicts, which may contain themselves."""
-    tensors: list[torch.Tensor] = []
-    visited: set[int] = set()
-    waiting = [*values]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, tuple | list | dict) and id(value) not in visited:
-            visited.add(id(value))
-            waiting += value.values() if isinstance(value, dict) else value
-    return tensors
 
 
 @dataclass(slots=True)

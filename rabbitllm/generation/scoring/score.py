@@ -36,10 +36,10 @@ from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringErr
 from rabbitllm.generation._coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
 from rabbitllm.generation._packed_batch import PACKABLE, NotPackable, can_be_packed, grouped, shares_keys
 from rabbitllm.generation._sequence import ranked
-from rabbitllm.generation.kv_cache import NEVER, angles_change_after, looks_ahead
+from rabbitllm.generation.kv_cache import NEVER, angles_change_after, looks_ahead, tensors_in
 from rabbitllm.generation.memory import cost_of_a_pass, repeated_bytes
 from rabbitllm.generation.request import ModelLimits, TokenLogprob
-from rabbitllm.generation.scoring._activation_offload import ActivationOffload, NoRoom, tensors_in
+from rabbitllm.generation.scoring._activation_offload import ActivationOffload, NoRoom
 from rabbitllm.generation.scoring._tasks import Room, Scored, ScoredText, Task, TextRequest, check_text, tasks_of
 from rabbitllm.generation.scoring.forward import LOGITS_BYTES, Keep, PrefixHandoff, ScoringForward
 from rabbitllm.generation.scoring.micro_batches import MicroBatch, TextLayout, chains, linked, micro_batches

@@ -48,7 +48,7 @@ SOUND: dict[str, Any] = {
     "gpus": gpu(15),
     "rates": (Speed("reading the disk", 2e9),),
 }
-LIMIT = GroupLimit(2, Path("/sys/fs/cgroup"), 2 * GB, GB)
+LIMIT = GroupLimit(2, Path("/sys/fs/cgroup"), 3 * GB, 2 * GB)
 SMALL = folder(free=0)
 ROOMY = folder(HERE, 100)
 
@@ -123,10 +123,10 @@ def test_the_bfloat16_kernel_is_named_where_it_is_used(
         ({"folders": (folder(quota=2 * GB),)}, False, "Only 2.00 GB is available", None),
         ({"folders": (folder(free=40), ROOMY)}, False, "for large models", "export RABBITLLM_HOME="),
         ({"folders": (folder(filesystem="tmpfs"),)}, False, "layer files there use RAM", None),
-        ({"memory": Memory(8 * GB, 8 * GB, GB // 2)}, True, "Only 512.00 MB of RAM", None),
-        ({"memory": Memory(8 * GB, 8 * GB, GB, (LIMIT,))}, False, "/sys/fs/cgroup allows 2.00 GB", None),
+        ({"memory": Memory(8 * GB, 8 * GB, GB // 2)}, True, "Only 500.00 MB of RAM", None),
+        ({"memory": Memory(8 * GB, 8 * GB, 2 * GB, (LIMIT,))}, False, "/sys/fs/cgroup allows 3.00 GB", None),
         (
-            {"memory": Memory(8 * GB, 8 * GB, GB, (), (ProcessLimit("RLIMIT_AS", 3 * GB, GB),))},
+            {"memory": Memory(8 * GB, 8 * GB, 2 * GB, (), (ProcessLimit("RLIMIT_AS", 3 * GB, 2 * GB),))},
             False,
             "RLIMIT_AS allows 3.00 GB",
             None,

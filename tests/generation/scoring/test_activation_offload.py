@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rabbitllm.generation.scoring._activation_offload import ActivationOffload, NoRoom, tensors_in
+from rabbitllm.generation.kv_cache import tensors_in
+from rabbitllm.generation.scoring._activation_offload import ActivationOffload, NoRoom
 from rabbitllm.storage.durable import Step, observe_steps
 
 SIZE = 10_000
