@@ -191,6 +191,10 @@ class HostSlot:
 MAX_TRANSIT = 16
 TRANSIT_BYTES = 64 << 20
 """Maximum transit slots, and bytes of these; small experts get more than a token needs."""
+LEAST_AHEAD_BYTES = 1 << 19
+"""Bytes from which an expert is read before its router chooses: a read of fewer takes the processor as long."""
+READS = 4
+"""Experts that are read at once into memory that computes. More at once let those that are read ahead delay others."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +257,7 @@ class ExpertPool:
         on_host = host.take_slots(host_slots, self._nbytes) if host is not None else ()
         self._host = [ExpertSlot(memory, None) for memory in on_host]
         self._memory = host  # kept, since its buffers are unpinned when it is freed
-        self._threads = Workers(EXPERT_STAGING, f"experts-{device.name}")
+        self._threads = Workers(READS if device.shares_host_memory else EXPERT_STAGING, f"experts-{device.name}")
         count = slots + transit_slots(sources)
         if device.shares_host_memory:  # one allocation, for huge pages
             memory = list(device.host_buffer(count * self._nbytes).view(count, -1))
@@ -264,6 +268,8 @@ class ExpertPool:
         counts = [source.experts for source in sources]
         self.cache, self.host_cache = ExpertCache(counts, slots), ExpertCache(counts, host_slots)
         self._call: _Call | None = None
+        self._ahead: tuple[int, dict[int, tuple[Future[Any], ExpertSlot | None]]] = -1, {}
+        self._routers = [_router_beside(model, source) if device.shares_host_memory else None for source in sources]
         self.is_paused = False
         self._expected: tuple[int, torch.Tensor] | None = None
         self._copies: list[tuple[torch.Tensor, int | None, Numbers]] = []
@@ -325,8 +331,8 @@ class ExpertPool:
         """
         self._expected = None
         self._end_call()
-        source = self.sources[module]
-        for cache in (self.cache, self.host_cache):
+        ahead, source = self._taken_ahead(module, len(experts)), self.sources[module]
+        for cache in (self.cache, self.host_cache)[: 1 + bool(self._host)]:
             cache.use(module, experts, counts, tokens)
         slots = _filled_slots(self.cache, self._slots, module, experts)
         is_cached = slots >= 0
@@ -334,9 +340,16 @@ class ExpertPool:
         admitted = self.cache.admit(module, missing, slots[is_cached])
         host_slots, promoted = self._host_slots(module, missing, admitted)
         slots_by_expert = {e: self._slots[n] for e, n in zip(cached.tolist(), slots[is_cached].tolist(), strict=True)}
-        free = iter(self._transit if np.count_nonzero(admitted < 0) <= len(self._transit) else ())
+        unused = [slot for slot in self._transit if slot.pending is None]  # by what was read ahead
+        free = iter(unused if np.count_nonzero(admitted < 0) <= len(unused) else ())
         transit = {}
         for expert, index, in_host in zip(missing.tolist(), admitted.tolist(), host_slots, strict=True):
+            if (slot := ahead.get(expert)) is not None:
+                slots_by_expert[expert] = slot
+                if index >= 0:  # it stays, and the memory of the one that is evicted is a transit slot now
+                    place = self._transit.index(slot)
+                    self._slots[index], self._transit[place] = slot, self._slots[index]
+                continue
             slot = self._slots[index] if index >= 0 else next(free, None)
             if slot is None:
                 if in_host.number >= 0 and not in_host.filled:
@@ -347,6 +360,38 @@ class ExpertPool:
                 self._send(module, expert, slot, in_host)
         self._call = _Call(module, slots_by_expert, transit, promoted)
         self._count(source, len(cached), host_slots)
+
+    def look_ahead(self, module: int, x: Any) -> None:
+        """Begin to read what the next module will probably choose, behind the experts of this one, into transit slots.
+
+        Its router gets this module's input (1, hidden), and the surer half of its choice is read. What it does not
+        choose in the end was read in vain, but at a time when little else was.
+        """
+        router = self._routers[module + 1] if module + 1 < len(self.sources) else None
+        if router is None or self._call is None or not isinstance(x, torch.Tensor) or x.shape[:-1] != (1,):
+            return
+        weight, used, taken = router.weight, self.sources[module + 1].used, {*self._call.slots.values()}
+        if type(weight) is not torch.nn.Parameter or not weight.is_cpu or weight.shape[1] != x.shape[1]:
+            return  # it is not in memory yet, or experts get something else than it
+        free = [slot for slot in self._transit if slot.pending is None and slot not in taken]
+        most = max(len(self._transit) - max(source.used for source in self.sources), 0)
+        with torch.no_grad():
+            logits = torch.nn.functional.linear(x.to(weight.dtype), weight)
+        chosen = logits.topk((used + 1) // 2).indices.numpy()[0]
+        missing, begin = chosen[self.cache.slots_of(module + 1, chosen) < 0][:most].tolist(), len(self._sent)
+        for expert, slot in zip(missing, free, strict=False):
+            self._send(module + 1, expert, slot, HostSlot())
+        self._sent, sent = self._sent[:begin], self._sent[begin:]
+        self._ahead = module + 1, dict(zip(missing, sent, strict=False))
+
+    def _taken_ahead(self, module: int, count: int) -> dict[int, ExpertSlot]:
+        """The slots of experts that were read ahead for this pass of one token; what was for another is ended."""
+        (number, ahead), self._ahead = self._ahead, (-1, {})
+        self._sent = [*ahead.values()]
+        if number == module and count <= self.sources[module].used:
+            return {expert: slot for expert, (_, slot) in ahead.items() if slot is not None}
+        self._settle()
+        return {}
 
     def warm(self, uses: Mapping[str, Values]) -> None:
         """Set earlier use counts, and read the experts of most worth, as far as there are slots."""
@@ -402,7 +447,8 @@ class ExpertPool:
         self._copies.clear()
         self._end_call()
 
-    def _end_call(self) -> None:
+    def _settle(self) -> None:
+        """Wait for all fills."""
         wait([future for future, _ in self._sent])
         sent, self._sent = self._sent, []
         for future, slot in sent:
@@ -410,6 +456,9 @@ class ExpertPool:
                 slot.pending = None
                 if not future.cancelled() and future.exception() is None:
                     slot.ticket = future.result()
+
+    def _end_call(self) -> None:
+        self._settle()
         call, self._call = self._call, None
         if call is None:
             return
@@ -576,6 +625,7 @@ class PooledExperts:
         index = _routing(args, kwargs)
         if index is not None and not self._pool.is_paused:
             self._pool.expect(self._module, index)
+            self._pool.look_ahead(self._module, args[0] if args else None)
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """End the pass over the module's experts."""
@@ -593,6 +643,14 @@ def _routing(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor |
     """The second argument of an experts module, if it is an index of experts."""
     index = args[1] if len(args) > 1 else kwargs.get("top_k_index")
     return index if isinstance(index, torch.Tensor) and not index.is_floating_point() and index.numel() else None
+
+
+def _router_beside(model: PreTrainedModel, source: ExpertSource) -> Any:
+    """The module beside experts that has a row of weights for each; None if their size is not worth a guess."""
+    beside: list[Any] = [*model.get_submodule(source.name.rpartition(".")[0]).children()]
+    sizes = [(part, *part.weight.shape) for part in beside if isinstance(getattr(part, "weight", None), torch.Tensor)]
+    routers = [part for part, *shape in sizes if len(shape) == 2 and shape[0] == source.experts]
+    return routers[0] if len(routers) == 1 and source.expert_bytes >= LEAST_AHEAD_BYTES else None
 
 
 def _counted(index: Numbers, experts: int) -> tuple[Numbers, Numbers]:

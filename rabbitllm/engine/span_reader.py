@@ -124,7 +124,7 @@ class SpanReader:
             with PositionalFile(self._store.path(span.file), direct=mode.direct) as file:
                 offset = first
                 while offset < last:
-                    stop = min(last, (offset // piece + 1) * piece)
+                    stop = last if last - offset <= piece else (offset // piece + 1) * piece
                     with direct_read() if mode.direct else contextlib.nullcontext():
                         nbytes = file.read_into(buffer[offset + shift : stop + shift], offset)
                     if nbytes < min(stop, end) - offset:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from rabbitllm.engine import _expert_pool
 from rabbitllm.engine._expert_pool import ExpertPool
 from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.experts import ExpertStack
@@ -259,8 +260,6 @@ def test_use_counts_replace_no_other_file(checkpoint: Path, tmp_path: Path) -> N
 
 
 def test_long_prompt_reads_each_expert_once_with_few_slots(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rabbitllm.engine import _expert_pool
-
     monkeypatch.setattr(_expert_pool, "MAX_TRANSIT", 1)
     plain, model = plain_model(checkpoint), load(split(checkpoint), 0, profiling=True)
     (pool,) = model.placement.pools
@@ -273,6 +272,46 @@ def test_long_prompt_reads_each_expert_once_with_few_slots(checkpoint: Path, mon
     (experts,) = model.streamer.pools.values()
     nbytes = sum(len(routing.used[source.name]) * source.expert_bytes for source in experts.sources)
     assert sum(model.profiler.layers[source.name][READ].nbytes for source in experts.sources) == nbytes
+
+
+def test_probable_experts_are_read_before_the_router_chooses(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the next layer, which are not read again if it chooses them, and change nothing if it does not."""
+    monkeypatch.setattr(_expert_pool, "LEAST_AHEAD_BYTES", 0)
+    plain, model = plain_model(checkpoint), with_share(split(checkpoint), 0.25)
+    (pool,) = model.streamer.pools.values()
+    routing, reads, ahead = Routing(model), Reads(monkeypatch), list[tuple[str, int]]()
+    look_ahead, right = ExpertPool.look_ahead, 0
+    of_expert = {
+        (span.file, span.offset, span.nbytes): (source.name, expert)
+        for source in pool.sources
+        for expert in range(source.experts)
+        for span in source.spans(expert)
+    }
+
+    def spied(self: ExpertPool, module: int, x: Any) -> None:
+        look_ahead(self, module, x)
+        ahead.extend((self.sources[self._ahead[0]].name, expert) for expert in self._ahead[1])
+
+    monkeypatch.setattr(ExpertPool, "look_ahead", spied)
+    with torch.inference_mode():
+        caches = [one(INPUT, use_cache=True).past_key_values for one in (plain, model)]
+        for token in range(40):
+            for used in routing.used.values():
+                used.clear()
+            ahead.clear()
+            reads.spans.clear()
+            results = [
+                one(torch.tensor([[token]]), past_key_values=cache).logits
+                for one, cache in zip((plain, model), caches, strict=True)
+            ]
+            assert torch.equal(*results)
+            chosen = {(source.name, expert) for source in pool.sources for expert in routing.used[source.name]}
+            wanted, right = chosen | {*ahead}, right + len(chosen & {*ahead})
+            counts = Counter(of_expert[span] for span in reads.spans if span in of_expert)
+            assert {*counts} <= wanted
+            assert {*counts.values()} <= {1}
+    assert right
+    assert pool.sources[0].name not in {name for name, _ in ahead}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])

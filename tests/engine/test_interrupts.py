@@ -101,7 +101,7 @@ class Waits:
 
 FORWARD = {"prefetch.take"}
 PROFILED = {"prefetch._record_copy", "_streamer.before", "_streamer._stop"}
-EXPERTS = {"_expert_pool._end_call", "_expert_pool._wait"}
+EXPERTS = {"_expert_pool._settle", "_expert_pool._wait"}
 CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "streamed to a GPU": ({"profiling": True}, FORWARD | PROFILED),
     "pinned": ({"host": ALL, "profiling": True}, FORWARD | PROFILED),
