@@ -371,7 +371,7 @@ class DiskFullError(SplitError):
 
 
 class InUseError(SplitError):
-    """Another process reads files that a call would delete, or deletes files that it would read.
+    """Another process reads files that a call would delete, deletes files that it would read, or writes its output.
 
     What to do:
         Wait for the process that the message names, or end it. Then make the same call again.

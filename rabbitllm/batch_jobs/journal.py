@@ -26,7 +26,7 @@ from typing import Any
 from rabbitllm.base.options import parse_dtype
 from rabbitllm.batch_jobs.inputs import BLOCK_BYTES, in_blocks
 from rabbitllm.batch_jobs.items import BatchAnswer
-from rabbitllm.errors import ResultsError
+from rabbitllm.errors import InUseError, ResultsError
 from rabbitllm.storage import durable
 from rabbitllm.storage.file_lock import LOCK_SUFFIX, locked_file
 
@@ -197,7 +197,7 @@ def clear_lock(out: Path) -> None:
     path = out.with_name(out.name + SUFFIX)
     lock = path.with_name(path.name + LOCK_SUFFIX)
     if lock.exists():
-        with contextlib.suppress(ResultsError, OSError), locked_file(lock, out, ResultsError):
+        with contextlib.suppress(InUseError, OSError), locked_file(lock, out):
             pass
 
 
@@ -279,7 +279,7 @@ def opened(out: Path, lines: int, head: Mapping[str, Any], *, overwrite: bool = 
     with contextlib.ExitStack() as stack:
         try:
             durable.make_folder(out.parent)
-            stack.enter_context(locked_file(path.with_name(path.name + LOCK_SUFFIX), out, ResultsError))
+            stack.enter_context(locked_file(path.with_name(path.name + LOCK_SUFFIX), out))
             is_begun = path.exists()
             if not is_begun and out.exists() and not overwrite:
                 raise ResultsError(

@@ -662,7 +662,7 @@ def convert_to_gguf(
         writing = f"Writing {file} as GGUF"
         require_room(file.parent, nbytes, writing, reusable=reusable, max_disk=max_disk, min_free=min_free)
         durable.make_folder(file.absolute().parent)
-        with locked_file(file.with_name(file.name + LOCK_SUFFIX), file, InUseError):
+        with locked_file(file.with_name(file.name + LOCK_SUFFIX), file):
             if file.exists():  # another process has written it meanwhile
                 return _finished(path_or_repo_id, file, outtype, access)
             try:
@@ -699,7 +699,7 @@ def _finished(name: str, file: Path, outtype: str, access: HubAccess) -> Convers
     log, lock = (file.with_name(file.name + suffix) for suffix in (LOG_SUFFIX, LOCK_SUFFIX))
     if _is_log(log) or lock.exists():
         # another process has it until it ends
-        with contextlib.suppress(InUseError, OSError), locked_file(lock, file, InUseError):
+        with contextlib.suppress(InUseError, OSError), locked_file(lock, file):
             if _is_log(log):
                 durable.remove(log)
     return planned.conversion(file, before=True)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rabbitllm.errors import RabbitLLMError
+from rabbitllm.errors import InUseError
 from rabbitllm.storage import durable, leases
 from rabbitllm.storage.folder_lock import LOCKED, NO_LOCKS
 
@@ -20,16 +20,15 @@ LOCK_SUFFIX = ".lock"
 
 
 @contextlib.contextmanager
-def locked_file(lock: Path, output: Path, refusal: type[RabbitLLMError]) -> Iterator[None]:
+def locked_file(lock: Path, output: Path) -> Iterator[None]:
     """Hold a lock exclusively while the context is open; do not wait. The folder must exist.
 
     Args:
         lock: the empty file; what a killed process left is used.
         output: the file or folder that is written, and the beginning of the names of further files.
-        refusal: the class of the error to raise.
 
     Raises:
-        RabbitLLMError: another process holds it, or there is another file in its place.
+        InUseError: another process holds it, or there is another file in its place.
         OSError: the lock cannot be made.
     """
     if sys.platform == "win32":  # an open file cannot be replaced or removed there, which excludes a second process
@@ -40,7 +39,7 @@ def locked_file(lock: Path, output: Path, refusal: type[RabbitLLMError]) -> Iter
     lease = None
     with durable.open_scratch(lock) as descriptor:
         if os.fstat(descriptor).st_size:
-            raise refusal(f"{lock} is not a lock of RabbitLLM.", "Use another output, or move that file away.")
+            raise InUseError(f"{lock} is not a lock of RabbitLLM.", "Use another output, or move that file away.")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = lock.exists() and os.path.samestat(os.fstat(descriptor), lock.stat())
@@ -52,7 +51,7 @@ def locked_file(lock: Path, output: Path, refusal: type[RabbitLLMError]) -> Iter
                 lease = leases.take(lock.with_name(lock.name + ".lease"), covers=covers)
             is_ours = lease is not None
         if not is_ours:
-            raise refusal(
+            raise InUseError(
                 f"Another process is writing {output}.", "Wait for that process or end it, and run the command again."
             )
         try:

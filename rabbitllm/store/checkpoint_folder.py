@@ -38,7 +38,7 @@ from rabbitllm.checkpoints.index import (
     index_of,
     shard_names,
 )
-from rabbitllm.errors import IncompleteSplitError, InUseError, OptionError
+from rabbitllm.errors import IncompleteSplitError, OptionError
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header, view_bytes
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, dtype_name, torch_dtype
@@ -293,7 +293,7 @@ def write_checkpoint(
         durable.make_folder(folder)
     try:
         is_writable = os.access(folder, os.W_OK)  # else it may have these very files
-        with locked_file(folder / LOCK_NAME, folder, InUseError) if is_writable else contextlib.nullcontext():
+        with locked_file(folder / LOCK_NAME, folder) if is_writable else contextlib.nullcontext():
             _write_checkpoint(folder, shards, sidecars, files, chunks, _digest_of(shards, sidecars, source), tell)
     finally:
         durable.remove_empty_folder(folder)

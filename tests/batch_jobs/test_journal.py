@@ -53,10 +53,10 @@ def failing_make(out: Path, observer: Callable[[Step], None], added: list[int]) 
         make(out, added)
 
 
-def error_of(call: Callable[[], object]) -> ResultsError | None:
+def error_of(call: Callable[[], object]) -> ResultsError | InUseError | None:
     try:
         call()
-    except ResultsError as error:
+    except (ResultsError, InUseError) as error:
         return error
     return None
 
@@ -180,7 +180,7 @@ def test_files_of_others_beside_the_output_are_refused(tmp_path: Path, suffix: s
             journal.add([answer(0)])
     path = tmp_path / f"out.jsonl{suffix.partition(' ')[0]}"
     path.write_text('{"mine": 1}\n')
-    with pytest.raises(ResultsError, match=r"of rabbitllm batch|not a lock of RabbitLLM"):
+    with pytest.raises((ResultsError, InUseError), match=r"of rabbitllm batch|not a lock of RabbitLLM"):
         make(out, [], overwrite=overwrite)
     assert path.read_text() == '{"mine": 1}\n'
 
