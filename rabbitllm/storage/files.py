@@ -77,12 +77,12 @@ class PositionalFile(contextlib.AbstractContextManager["PositionalFile"]):
             os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
     def is_cached(self, offset: int) -> bool:
-        """Whether the page at `offset` is in the page cache; False where the system does not tell (RWF_NOWAIT)."""
-        if not hasattr(os, "RWF_NOWAIT"):
+        """Whether the page at `offset` is in the page cache; False where the system does not tell."""
+        if sys.platform != "linux":
             return False
         try:
             return os.preadv(self._descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) > 0
-        except OSError:  # EAGAIN: it would have to be read
+        except OSError:  # it would have to be read
             return False
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
