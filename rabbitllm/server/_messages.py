@@ -9,7 +9,7 @@ from typing import Any
 from rabbitllm.formats.bounded import decode_message
 from rabbitllm.generation.request import Result
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.server._streaming import Dialect, text_of
+from rabbitllm.server._streaming import Dialect, cut_in, text_of
 from rabbitllm.server.api_error import APIError, bad, begun_chat, refuse_others, taken, unsupported
 
 HARMLESS = ("metadata", "service_tier", "inference_geo", "context_management", "cache_control", "betas", "diagnostics")
@@ -61,8 +61,7 @@ def chat_of(body: Any, template: ChatTemplate) -> dict[str, Any]:
     if thinking := taken(fields, "thinking", dict):
         thinks = thinking.get("type") != "disabled"
         chat["chat_template_kwargs"] = dict.fromkeys(template.switches, thinks)
-        has_budget = thinks and template.thought_tokens is not None
-        chat["thinking_token_budget"] = thinking.get("budget_tokens") if has_budget else None
+        chat["thinking_token_budget"] = thinking.get("budget_tokens") if thinks and template.thinks else None
         refuse_others(thinking, ("type", "budget_tokens", "display"), "thinking")
     refuse_others(fields, ())
     return chat
@@ -249,6 +248,7 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
+        **cut_in(usage),
     }
 
 
