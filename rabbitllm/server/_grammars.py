@@ -161,7 +161,11 @@ class _Form:
 _ARGUMENTS = '{"name": "NAME", "arguments": '
 _BARE = _Form((), '{"name": "NAME", "parameters": ', "}", None)
 _CHANNELS = _Form((), f"{CHANNEL}commentary to=functions.NAME <|constrain|>json{MESSAGE}", "", None)
-_BLOCK = ("<minimax:tool_call>", "</minimax:tool_call>")
+_M2, _M3 = FORMS["MiniMax M2"], FORMS["MiniMax M3"]
+_KIMI, _DEEPSEEK = FORMS["Kimi K2"], FORMS["DeepSeek V3, R1, V3.1"]
+_CALL, _ARGUMENT, _DONE = _KIMI.special
+_BEGIN, _SEPARATOR, _END = _DEEPSEEK.special
+_CALLS = (_DEEPSEEK.opening, _DEEPSEEK.closing)
 _CODER = ("<parameter=KEY>\n", "\n</parameter>\n")
 _GLM = ("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n")
 _CLOSE_GLM = ("<arg_key>KEY</arg_key><arg_value>", "</arg_value>")
@@ -170,8 +174,12 @@ _FORMS = (
     _Form((OPEN, "<function="), f"{OPEN}\n<function=NAME>\n", f"</function>\n{CLOSE}", value=_CODER),
     _Form((OPEN, "</arg_key><arg_value>"), f"{OPEN}NAME", CLOSE, "", value=_CLOSE_GLM),
     _Form((OPEN, "<arg_key>"), f"{OPEN}NAME\n", CLOSE, value=_GLM),
-    _Form((_BLOCK[0],), '<invoke name="NAME">\n', "</invoke>\n", "", (_BLOCK[0] + "\n", _BLOCK[1]), _MINIMAX),
-    replace(_BARE, signs=(FORMS["MiniMax M3"].tag,)),
+    _Form((_M2.opening,), '<invoke name="NAME">\n', "</invoke>\n", "", (_M2.opening + "\n", _M2.closing), _MINIMAX),
+    _Form((_BEGIN, "```json"), f"{_BEGIN}function{_SEPARATOR}NAME\n```json\n", f"\n```{_END}", "\n", _CALLS),
+    _Form((_BEGIN,), f"{_BEGIN}NAME{_SEPARATOR}", _END, "", _CALLS),
+    # one call: the next has another number
+    _Form((_KIMI.opening,), f"{_CALL}functions.NAME:0{_ARGUMENT}", _DONE, None, (_KIMI.opening, _KIMI.closing)),
+    replace(_BARE, signs=(_M3.tag,)),
     _Form((OPEN,), f"{OPEN}\n{_ARGUMENTS}", f"}}\n{CLOSE}"),
     _Form(("<tool_calls>",), _ARGUMENTS, "}\n", "", ("<tool_calls>\n", "</tool_calls>")),
     _Form((MISTRAL, ARGUMENTS), f"{MISTRAL}NAME{ARGUMENTS}", "", ""),
