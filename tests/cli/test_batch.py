@@ -167,7 +167,7 @@ def test_from_a_pipe(folder: Path, expected: str, tmp_path: Path) -> None:
 
 
 def test_a_job_whose_lines_all_failed_exits_with_1(folder: Path, tmp_path: Path) -> None:
-    lines = [{"prompt": "Q: 1 + 1\nA:", "max_tokens": wrong} for wrong in (0, "many")]
+    lines = [{"prompt": "Q: 1 + 1\nA:", "max_tokens": wrong} for wrong in (-2, "many")]
     source = tmp_path / "in.jsonl"
     for more, code in ([], 1), ([{"prompt": "Q: 1 + 1\nA:", "max_tokens": 1}], 0):
         source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *more]))
