@@ -28,6 +28,7 @@ class Progress:
         prompt_tokens: tokens of prompts that this run has computed.
         new_tokens: tokens that this run has generated.
         seconds: time that this run has spent answering.
+        forced_tokens: new tokens that grammars forced, so that they took no pass; known at the end.
     """
 
     lines: int
@@ -37,6 +38,7 @@ class Progress:
     prompt_tokens: int
     new_tokens: int
     seconds: float
+    forced_tokens: int = 0
 
 
 class JobDisplay:
@@ -53,6 +55,11 @@ class JobDisplay:
     def watch(self, stats: Callable[[], BatchStats]) -> None:
         """Set the source of the batch's statistics."""
         self._stats = stats
+
+    @property
+    def forced_tokens(self) -> int:
+        """See `Progress`, so far."""
+        return self._stats().forced_tokens if self._stats is not None else 0
 
     def rows(self, width: int) -> Sequence[Row]:
         """One row with a bar."""
@@ -125,6 +132,7 @@ def put_end(console: Console, out: Path, progress: Progress) -> None:
         return
     took = f"{duration(progress.seconds)}, {counted(progress.prompt_tokens, 'token')} read"
     generated = f", {progress.new_tokens:,} generated" if progress.new_tokens else ""
+    generated += f" ({progress.forced_tokens:,} forced, without a pass)" if progress.forced_tokens else ""
     rate = rate_of(progress, None)
     put_fact(console, "took", f"{took}{generated}{f', {rate}' if rate else ''}")
 

@@ -222,13 +222,18 @@ MAX_KEY_CHARACTERS = 1_000
 _KINDS = ("prompt", "messages", "tokens", "continuation", "choices", "input")
 _OPTIONS = (
     *("max_tokens", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
-    *("presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "ignore_eos"),
+    *("repeat_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "ignore_eos"),
     *("stop", "n", "pooling", "normalise"),
 )
-_OF_CALLS = (
-    *("max_completion_tokens", "tools", "tool_choice", "response_format", "reasoning_effort", "chat_template_kwargs"),
-)
-"""Options that change an answer, and are read in OpenAI's batch format only, if at all."""
+_OF_CALLS: Mapping[str, type] = {
+    **dict.fromkeys(("tools", "tool_choice", "response_format", "reasoning_effort", "chat_template_kwargs"), object),
+    # also false and 0 change an answer where the model thinks
+    **dict.fromkeys(("best_of", "echo", "logprobs", "top_logprobs", "enable_thinking", "thinking_token_budget"), int),
+    **dict.fromkeys(("structured_outputs", "schema"), Mapping),
+    "max_completion_tokens": object,
+}
+"""Options that change an answer, and are read in OpenAI's batch format only, if at all; of other types than these they
+are columns of the user."""
 KEYS = frozenset({"id", "custom_id", "method", "url", "body", "context", *_KINDS, *_OPTIONS, *_OF_CALLS})
 """All keys that are read; others are columns of the user."""
 _NAMES = {bool: "true or false", str: "a text", int: "a number", float: "a number", list: "a list", dict: "an object"}
@@ -325,8 +330,8 @@ def _parse_native(value: Any, index: int, defaults: Defaults) -> Task:
 
 def _parse_generation(value: Mapping[str, Any], field: str, index: int, defaults: Defaults) -> Generate:
     raw: Any = value[field]
-    for name in _OF_CALLS:
-        if value.get(name):
+    for name, type_ in _OF_CALLS.items():
+        if isinstance(option := value.get(name), type_) and (option or "thinking" in name):
             raise LineError(f"{name} is not supported here; omit it, or write the line in OpenAI's batch format")
     if field == "prompt" and isinstance(raw, str):
         prompt: Any = raw
@@ -337,12 +342,15 @@ def _parse_generation(value: Mapping[str, Any], field: str, index: int, defaults
     if not prompt:
         raise LineError(f"{field} is empty")
     limit = "max_new_tokens" if value.get("max_tokens") is None else "max_tokens"
-    max_new_tokens = _number(value, limit, defaults.max_new_tokens)
+    may_cut = value.get(limit) in (None, -1)
+    max_new_tokens = defaults.max_new_tokens if may_cut else _number(value, limit, 0)
+    if value.get("repetition_penalty") is None:
+        value = {**value, "repetition_penalty": _number(value, "repeat_penalty", None)}
     usual = defaults.sampling.nth(index)
     numbers = {name: _number(value, name, own) for name, own in asdict(usual).items() if name in _NUMBERS}
+    numbers |= {"top_k": 0} if numbers["top_k"] == -1 else {}
     sampling = replace(usual, **numbers, **_of_tokens(value))
-    count = _number(value, "n", 1)
-    stops, may_cut = _stops(value, defaults), value.get(limit) is None
+    count, stops = _number(value, "n", 1), _stops(value, defaults)
     return Generate(prompt, max_new_tokens, sampling, stops, count, defaults.thinking, may_cut)
 
 
@@ -432,14 +440,16 @@ def _stops(value: Mapping[str, Any], defaults: Defaults) -> tuple[str, ...]:
 
 
 _NUMBERS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
-    "max_tokens": (int, lambda n: n >= 1, "a whole number from 1"),
-    "max_new_tokens": (int, lambda n: n >= 1, "a whole number from 1"),
+    **dict.fromkeys(("max_tokens", "max_new_tokens"), (int, lambda n: n >= 0, "a whole number from 0, or -1")),
     "temperature": (float, lambda n: 0 <= n <= 100, "a number from 0 to 100"),
     "top_p": (float, lambda n: 0 < n <= 1, "more than 0 and at most 1"),
     "seed": (int, lambda n: -SEEDS <= n <= SEEDS, "one of 64 bits"),
-    "top_k": (int, lambda n: 0 <= n <= SEEDS, "a whole number from 0"),
+    "top_k": (int, lambda n: -1 <= n <= SEEDS, "a whole number from -1"),
     "min_p": (float, lambda n: 0 <= n <= 1, "a number from 0 to 1"),
-    "repetition_penalty": (float, lambda n: PENALTIES[0] <= n <= PENALTIES[1], "a number from 0.01 to 100"),
+    **dict.fromkeys(
+        ("repetition_penalty", "repeat_penalty"),
+        (float, lambda n: PENALTIES[0] <= n <= PENALTIES[1], "a number from 0.01 to 100"),
+    ),
     **dict.fromkeys(
         ("presence_penalty", "frequency_penalty"), (float, lambda n: -2 <= n <= 2, "a number from -2 to 2")
     ),

@@ -142,7 +142,8 @@ def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress
     line, ready.model.pass_line = ready.model.pass_line, None  # one row for all passes
     try:
         with _displayed(display):
-            return keep(answered(ready.model, batch.name, items, limits, display.watch), journal, display.update)
+            progress = keep(answered(ready.model, batch.name, items, limits, display.watch), journal, display.update)
+            return replace(progress, forced_tokens=display.forced_tokens)
     finally:
         ready.model.pass_line = line
 

@@ -127,6 +127,12 @@ class ChatTemplate:
         return Thoughts(self.form, str(self.tokenizer.decode(list(ids[-TAIL_TOKENS:]), skip_special_tokens=False)))
 
     @cached_property
+    def thinks(self) -> bool:
+        """Whether template or vocabulary know of reasoning."""
+        known = "\n".join((*self.sources, *self.tokenizer.get_added_vocab()))
+        return self.form.has_channels or bool(self.less_thinking) or any(last in known for _, last in self.form.pairs)
+
+    @cached_property
     def thought_tokens(self) -> tuple[int, int] | None:
         """Tokens that begin and end reasoning; None where they are no tokens."""
         added = self.tokenizer.get_added_vocab()

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import harmless, listed
 from rabbitllm.errors import MissingPackageError, OptionError
 from rabbitllm.generation.grammar import Grammar, final_head, lark_text, marks_of
 from rabbitllm.generation.reasoning import CHANNEL, MESSAGE, Thoughts
-from rabbitllm.server._tools import ARGUMENTS, CLOSE, MISTRAL, OPEN
+from rabbitllm.server._tools import ARGUMENTS, CLOSE, FORMS, MISTRAL, OPEN
 from rabbitllm.server.api_error import bad, bad_options, unsupported
 from rabbitllm.server.schemas import ChatBody, GenerationBody, Tool
 
@@ -138,6 +138,57 @@ def _schema(json_schema: Mapping[str, Any] | None) -> Any:
     return json_schema["schema"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a model writes calls; NAME and KEY stand for the names of a function and of a parameter.
+
+    Attributes:
+        signs: what its chat template shows.
+        head, tail: what is around the arguments.
+        between: what is between two calls; None where there can be but one.
+        around: what is around all calls.
+        value: what is around a parameter; empty where the arguments are JSON.
+    """
+
+    signs: tuple[str, ...]
+    head: str
+    tail: str
+    between: str | None = "\n"
+    around: tuple[str, str] = ("", "")
+    value: tuple[str, str] = ("", "")
+
+
+_ARGUMENTS = '{"name": "NAME", "arguments": '
+_BARE = _Form((), '{"name": "NAME", "parameters": ', "}", None)
+_CHANNELS = _Form((), f"{CHANNEL}commentary to=functions.NAME <|constrain|>json{MESSAGE}", "", None)
+_M2, _M3 = FORMS["MiniMax M2"], FORMS["MiniMax M3"]
+_KIMI, _DEEPSEEK = FORMS["Kimi K2"], FORMS["DeepSeek V3, R1, V3.1"]
+_CALL, _ARGUMENT, _DONE = _KIMI.special
+_BEGIN, _SEPARATOR, _END = _DEEPSEEK.special
+_CALLS = (_DEEPSEEK.opening, _DEEPSEEK.closing)
+_CODER = ("<parameter=KEY>\n", "\n</parameter>\n")
+_GLM = ("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n")
+_CLOSE_GLM = ("<arg_key>KEY</arg_key><arg_value>", "</arg_value>")
+_MINIMAX = ('<parameter name="KEY">', "</parameter>\n")
+_FORMS = (
+    _Form((OPEN, "<function="), f"{OPEN}\n<function=NAME>\n", f"</function>\n{CLOSE}", value=_CODER),
+    _Form((OPEN, "</arg_key><arg_value>"), f"{OPEN}NAME", CLOSE, "", value=_CLOSE_GLM),
+    _Form((OPEN, "<arg_key>"), f"{OPEN}NAME\n", CLOSE, value=_GLM),
+    _Form((_M2.opening,), '<invoke name="NAME">\n', "</invoke>\n", "", (_M2.opening + "\n", _M2.closing), _MINIMAX),
+    _Form((_BEGIN, "```json"), f"{_BEGIN}function{_SEPARATOR}NAME\n```json\n", f"\n```{_END}", "\n", _CALLS),
+    _Form((_BEGIN,), f"{_BEGIN}NAME{_SEPARATOR}", _END, "", _CALLS),
+    # one call: the next has another number
+    _Form((_KIMI.opening,), f"{_CALL}functions.NAME:0{_ARGUMENT}", _DONE, None, (_KIMI.opening, _KIMI.closing)),
+    replace(_BARE, signs=(_M3.tag,)),
+    _Form((OPEN,), f"{OPEN}\n{_ARGUMENTS}", f"}}\n{CLOSE}"),
+    _Form(("<tool_calls>",), _ARGUMENTS, "}\n", "", ("<tool_calls>\n", "</tool_calls>")),
+    _Form((MISTRAL, ARGUMENTS), f"{MISTRAL}NAME{ARGUMENTS}", "", ""),
+    _Form((MISTRAL,), _ARGUMENTS, "}", ", ", (f"{MISTRAL}[", "]")),
+    _BARE,
+)
+"""The first whose signs are in a chat template is its form; JSON, which all models know, where it has none of these."""
+
+
 @dataclass
 class _Calls:
     """Tool calls as Lark rules.
@@ -164,8 +215,9 @@ class _Calls:
         """
         rules = [f"call{index}: {self._call(tool)}" for index, tool in enumerate(tools)]
         call = " | ".join(f"call{index}" for index in range(len(tools)))
-        before, between, after = self._around()
-        more = f" ({between} call)*" if several and between else ""
+        before, after = map(self._text, self._form.around)
+        between = self._form.between
+        more = f" ({self._text(between)} call)*" if several and between is not None else ""
         lines = [f"calls: {before} call{more} {after}", f"call: {call}", *rules]
         if instead is None:
             lines.insert(0, "answer: calls")
@@ -177,39 +229,17 @@ class _Calls:
     def _text(self, text: str) -> str:
         return lark_text(text, self.marks)
 
-    def _around(self) -> tuple[str, str, str]:
-        """What is before all calls, between two and after all; between is "" where there can be but one."""
-        if self.has_channels:
-            return "", "", ""
-        if OPEN in self.template:
-            return "", self._text("\n"), ""
-        if MISTRAL not in self.template:
-            return "", "", ""
-        if self._is_named:
-            return "", '""', ""
-        return self._text(MISTRAL + "["), self._text(", "), self._text("]")
-
     @property
-    def _is_named(self) -> bool:
-        """Whether Mistral's calls are a name and arguments, as in later models."""
-        return ARGUMENTS in self.template
+    def _form(self) -> _Form:
+        if self.has_channels:
+            return _CHANNELS
+        return next(form for form in _FORMS if all(sign in self.template for sign in form.signs))
 
     def _call(self, tool: Tool) -> str:
-        name, schema = tool.function.name, tool.function.parameters or _NOTHING
-        if self.has_channels:
-            head = f"{CHANNEL}commentary to=functions.{name} <|constrain|>json{MESSAGE}"
-            return f"{self._text(head)} {self._json(schema)}"
-        if OPEN in self.template and "<function=" in self.template:
-            values = " ".join(self._parameters(name, schema))
-            first, last = f"{OPEN}\n<function={name}>\n", f"</function>\n{CLOSE}"
-            return f"{self._text(first)} {values} {self._text(last)}"
-        if MISTRAL in self.template and OPEN not in self.template and self._is_named:
-            return f"{self._text(MISTRAL + name + ARGUMENTS)} {self._json(schema)}"
-        hermes, mistral = OPEN in self.template, MISTRAL in self.template
-        word = "arguments" if hermes or mistral else "parameters"
-        first, last = (f"{OPEN}\n", f"\n{CLOSE}") if hermes else ("", "")
-        head = f'{first}{{"name": {json.dumps(name, ensure_ascii=False)}, "{word}": '
-        return f"{self._text(head)} {self._json(schema)} {self._text('}' + last)}"
+        name, schema, form = tool.function.name, tool.function.parameters or _NOTHING, self._form
+        written = name if form.value[0] else json.dumps(name, ensure_ascii=False)[1:-1]
+        arguments = " ".join(self._parameters(name, schema)) if form.value[0] else self._json(schema)
+        return f"{self._text(form.head.replace('NAME', written))} {arguments} {self._text(form.tail)}"
 
     def _json(self, schema: Mapping[str, Any]) -> str:
         grammar = Grammar.of_schema(schema, f"json{len(self.parts)}")
@@ -217,13 +247,14 @@ class _Calls:
         return f"@{grammar.parts[0][0]}"
 
     def _parameters(self, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
-        """Qwen 3 Coder's parameters: texts without quotes, all else as JSON."""
+        """Parameters one by one: texts without quotes, all else as JSON."""
         properties, required = schema.get("properties", {}), schema.get("required", ())
         is_plain = isinstance(properties, Mapping) and isinstance(required, Sequence)
         if not is_plain or (set(schema) & {"anyOf", "oneOf", "allOf", "$ref"}):
             raise OptionError(f"The parameters of {harmless(name, 60)} have no list of properties.")
         for key, value in properties.items():
-            branches, end = _branches(value, schema), self._text("\n</parameter>\n")
+            branches, (before, after) = _branches(value, schema), self._form.value
+            end = self._text(after)
             choices = _choices(branches[0]) if len(branches) == 1 else []
             if choices and all(isinstance(text, str) for text in choices):
                 written = f"({' | '.join(map(json.dumps, choices))}) {end}"
@@ -233,12 +264,14 @@ class _Calls:
                         f"The parameter {harmless(key, 60)} is a text with a form, which cannot be guaranteed in the "
                         "way in which this model calls tools."
                     )
-                self.parts.append((f"text{len(self.parts)}", _LAZY))
+                lazy = "" if "<[" in end else "[lazy]"  # a token ends it by itself
+                text = json.dumps({"lark_grammar": f"start{lazy}: TEXT {end}\nTEXT: /(.|\\n)*/"})
+                self.parts.append((f"text{len(self.parts)}", text))
                 written = f"@{self.parts[-1][0]}"
             else:
                 shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
                 written = f"{self._json({**shared, **value})} {end}"
-            parameter = f"{self._text(f'<parameter={key}>' + chr(10))} {written}"
+            parameter = f"{self._text(before.replace('KEY', key))} {written}"
             yield parameter if key in required else f"({parameter})?"
 
 
@@ -305,6 +338,3 @@ def types_of(parameters: Mapping[str, Any]) -> dict[str, str]:
                     types.setdefault(f"{path}{name}", json_type(value, parameters))
                     waiting.append((f"{path}{name}.", value))
     return types
-
-
-_LAZY = json.dumps({"lark_grammar": 'start[lazy]: TEXT "\\n</parameter>\\n"\nTEXT: /(.|\\n)*/'})

@@ -9,7 +9,7 @@ from typing import Any
 from rabbitllm.formats.bounded import decode_message
 from rabbitllm.generation.request import Result
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.server._streaming import Dialect, text_of
+from rabbitllm.server._streaming import Dialect, cut_in, text_of
 from rabbitllm.server.api_error import APIError, bad, begun_chat, refuse_others, taken, unsupported
 
 HARMLESS = ("metadata", "service_tier", "inference_geo", "context_management", "cache_control", "betas", "diagnostics")
@@ -249,6 +249,7 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
+        **cut_in(usage),
     }
 
 

@@ -15,8 +15,8 @@ from rabbitllm.generation.request import Result
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server._messages import arguments_of
 from rabbitllm.server._models import Entry, Models
-from rabbitllm.server._streaming import Dialect, text_of
-from rabbitllm.server.api_error import APIError, bad, refuse_others, take_fields, taken
+from rabbitllm.server._streaming import Dialect, cut_in, text_of
+from rabbitllm.server.api_error import APIError, bad, refuse_others, take_fields, taken, unsupported
 
 HARMLESS = ("truncate", "shift")
 """Fields that change no answer."""
@@ -100,7 +100,9 @@ def chat_of(body: Mapping[str, Any], template: ChatTemplate) -> dict[str, Any]:
     if form := fields.pop("format", None):
         schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form}}
         chat["response_format"] = {"type": "json_object"} if form == "json" else schema
-    if isinstance(think := fields.pop("think", None), str):
+    if (think := fields.pop("think", None)) and not template.thinks:
+        raise unsupported("think is not supported: this model does not think; omit it.", "think")
+    if isinstance(think, str):
         chat["reasoning_effort"] = think
     elif think is not None:
         chat["chat_template_kwargs"] = dict.fromkeys(template.switches, bool(think))
@@ -115,7 +117,7 @@ def _messages(messages: Sequence[Any]) -> Iterator[dict[str, Any]]:
         fields = {name: value for name, value in message.items() if name not in ("images", "tool_name")}
         if images := message.get("images"):
             parts = [{"type": "image_url", "image_url": {"url": f"data:;base64,{image}"}} for image in images]
-            fields["content"] = [{"type": "text", "text": message.get("content") or ""}, *parts]
+            fields["content"] = [*parts, {"type": "text", "text": message.get("content") or ""}]  # in Ollama's order
         yield fields | ({"name": message["tool_name"]} if message.get("tool_name") else {})
 
 
@@ -131,7 +133,7 @@ class OllamaLines(Dialect):
         """The answer."""
         (choice,) = answer["choices"]
         self._reason = choice["finish_reason"]
-        return self._object(answer, choice["message"], choice) | self._ending(ends[0])
+        return self._object(answer, choice["message"], choice) | self._ending(ends[0], answer["usage"])
 
     def frame(self, chunk: Mapping[str, Any]) -> bytes:
         """A line for each piece."""
@@ -146,7 +148,7 @@ class OllamaLines(Dialect):
 
     def end(self, last: Mapping[str, Any], ends: Sequence[Result]) -> bytes:
         """The last line."""
-        return text_of(self._object(last, {}, {}) | self._ending(ends[0])) + b"\n"
+        return text_of(self._object(last, {}, {}) | self._ending(ends[0], last["usage"])) + b"\n"
 
     def failed(self, error: APIError) -> bytes:
         """The line of an error."""
@@ -162,13 +164,13 @@ class OllamaLines(Dialect):
         calls = [{"function": {"name": f["name"], "arguments": arguments_of(f["arguments"])}} for f in functions]
         return {**about, "message": {"role": "assistant", **fields, **({"tool_calls": calls} if calls else {})}}
 
-    def _ending(self, end: Result) -> dict[str, Any]:
+    def _ending(self, end: Result, usage: Mapping[str, Any]) -> dict[str, Any]:
         first, whole = end.first_seconds or 0.0, time.perf_counter() - self._begun
         seconds = {"total": whole, "load": 0.0, "prompt_eval": first, "eval": end.seconds - first}
         counts = {"prompt_eval_count": end.prompt_tokens, "eval_count": len(end.tokens)}
         reason = "length" if self._reason == "length" else "stop"
         times = {f"{name}_duration": int(each * 1e9) for name, each in seconds.items()}
-        return {"done": True, "done_reason": reason, **times, **counts}
+        return {"done": True, "done_reason": reason, **times, **counts, **cut_in(usage, "num_predict")}
 
 
 def loaded(entry: Entry) -> dict[str, Any]:
@@ -187,7 +189,7 @@ def shown(entry: Entry) -> dict[str, Any]:
         return {**about, "details": {}, "model_info": {}}
     template, family, placement = service.template, service.model.config.model_type, service.model.placement
     can = ["completion"] * service.model.can_generate() + ["embedding"] * (service.embedder is not None)
-    can += ["tools"] * template.reads("tools", with_tools=True) + ["thinking"] * bool(template.switches)
+    can += ["tools"] * template.reads("tools", with_tools=True) + ["thinking"] * template.thinks
     info = {"general.architecture": family, f"{family}.context_length": entry.context}
     held = {device: placement.bytes_on(device) for device in placement.limits}
     sizes = {"size": sum(held.values()), "size_vram": sum(held.values()) - held.get("cpu", 0)}

@@ -10,11 +10,11 @@ from typing import Any
 
 from rabbitllm.generation.request import Result
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.server._streaming import Dialect, text_of
+from rabbitllm.server._streaming import Dialect, cut_in, text_of
 from rabbitllm.server.api_error import APIError, bad, begun_chat, refuse_others, taken, unsupported
 
 HARMLESS = (
-    *("store", "metadata", "user", "include", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("store", "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "prompt_cache_options", "stream_options", "client_metadata"),
 )
 """Fields that change no answer."""
@@ -43,6 +43,9 @@ def chat_of(body: Any, template: ChatTemplate) -> dict[str, Any]:
     for name in ("previous_response_id", "conversation", "background", "prompt"):
         if fields.pop(name, None):
             raise unsupported(f"{name} is not supported: {_STORED}.", name)
+    if "message.output_text.logprobs" in taken(fields, "include", list):
+        problem = "include: message.output_text.logprobs is not supported; omit it, or use logprobs of a chat."
+        raise unsupported(problem, "include")
     chat["max_completion_tokens"] = fields.pop("max_output_tokens", None)
     if isinstance(fields.get("input"), str):
         fields["input"] = [{"role": "user", "content": fields["input"]}]
@@ -119,7 +122,7 @@ def _content(content: Any, where: str) -> Any:
         elif kind == "refusal":
             parts.append({"type": "refusal", "refusal": part.get("refusal")})
         elif kind == "input_image" and part.get("image_url"):
-            parts.append({"type": "image_url", "image_url": {"url": part["image_url"]}})
+            parts.append({"type": "image_url", "image_url": {"url": part["image_url"], "detail": part.get("detail")}})
         else:
             raise unsupported(f"{path} is of type {str(kind)[:40]}, which is not supported.", path)
         refuse_others(part, ("type", "text", "refusal", "image_url", "detail", "annotations", "logprobs"), path)
@@ -304,4 +307,5 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
+        **cut_in(usage),
     }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from rabbitllm.auto_model import LoadRequest, load_draft, prepare_model
+from rabbitllm.base.terminal import harmless, put_fact
 from rabbitllm.engine.free_memory import PROMISES, Promise
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.memory import cache_share, weight_limits
@@ -30,6 +31,7 @@ from rabbitllm.generation.request import (
 from rabbitllm.generation.scoring.score import token_logprobs
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server._metrics import Metrics
+from rabbitllm.server._tools import is_known
 from rabbitllm.server.answers import TokenTexts
 from rabbitllm.server.embeddings import Embedder, recipe_in
 from rabbitllm.server.requests import CheckedCall
@@ -175,7 +177,16 @@ class Service:
         if models > 1:
             service._promise = Promise(model.placement.host_bytes, service._unspent)
             PROMISES.add(service._promise)
+            service.put_tools(console, f"of {harmless(settings.name)} ")
         return service
+
+    def put_tools(self, console: Console, whose: str = "") -> None:
+        """Say so if the template takes tools, and shows calls in a form that is not read; `whose` calls they are."""
+        template = self.template
+        added = template.tokenizer.get_added_vocab()
+        if template.reads("tools", with_tools=True) and not is_known(template.sources[1], added):
+            problem = "stay text: the chat template shows them in a form that is not known here"
+            put_fact(console, "tools", f"calls {whose}{problem}")
 
     def close(self) -> None:
         """End the batch, and free what the model has; the caller keeps no reference to the service."""

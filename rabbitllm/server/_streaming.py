@@ -250,6 +250,11 @@ def api_error_of(error: Exception) -> APIError:
     return broken()
 
 
+def cut_in(usage: Mapping[str, Any], name: str = "max_tokens") -> dict[str, int]:
+    """The limit of new tokens in a usage, under a name: it is there where the context made it less."""
+    return {name: usage["max_tokens"]} if "max_tokens" in usage else {}
+
+
 class Dialect:
     """How an interface writes answers, from the objects of OpenAI's chats and completions: here as they are.
 

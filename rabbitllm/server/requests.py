@@ -159,8 +159,8 @@ def _budget(
     if tokens is None:
         return None
     if thoughts is None or template.thought_tokens is None:
-        problem = "this model's marks of reasoning are no tokens"
-        raise unsupported(f"thinking_token_budget is not supported: {problem}.", "thinking_token_budget")
+        problem = "is not supported: this model's marks of reasoning are no tokens; omit it"
+        raise unsupported(f"thinking_token_budget (budget_tokens) {problem}.", "thinking_token_budget")
     return ThinkingBudget(tokens, *template.thought_tokens, prompt, thoughts.reader().is_reasoning)
 
 

@@ -213,12 +213,17 @@ class Embedding(_Strict):
     dimensions: Whole | None = Field(None, ge=1)
 
 
+def _text_in(document: Any) -> Any:
+    """The text of a document that is an object of nothing else."""
+    return document["text"] if isinstance(document, dict) and document.keys() == {"text"} else document
+
+
 class RerankBody(_Strict):
     """Body of `/v1/rerank`."""
 
     model: str | None = None
-    query: str
-    documents: Annotated[list[str], Field(fail_fast=True)] = Field(min_length=1)
+    query: Annotated[str, BeforeValidator(_text_in)]
+    documents: Annotated[list[Annotated[str, BeforeValidator(_text_in)]], Field(fail_fast=True)] = Field(min_length=1)
     top_n: Whole | None = Field(None, ge=1)
     return_documents: bool | None = None
 
@@ -351,7 +356,7 @@ _INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("max_new_tokens", "max_length", "n_predict", "num_predict", "max_output_tokens"), "max_tokens"),
     **dict.fromkeys(("stop_sequences", "stop_strings", "stop_token_ids"), "stop"),
     **dict.fromkeys(("enable_thinking", "thinking", "documents"), "chat_template_kwargs"),
-    **dict.fromkeys(("format", "json_schema"), "response_format"),
+    **dict.fromkeys(("format", "json_schema", "schema"), "response_format"),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_grammar", "guided_decoding"), "structured_outputs"),
     "chat_template": "",
     "reasoning": "reasoning_effort",

@@ -40,7 +40,6 @@ from rabbitllm.server._app import create_app
 from rabbitllm.server._metrics import Metrics
 from rabbitllm.server._models import KEEP_ALIVE, Loader, Models
 from rabbitllm.server._service import Service
-from rabbitllm.server._tools import is_known
 from rabbitllm.server.embeddings import NO_RECIPE
 from rabbitllm.server.settings import Settings, address_of, is_local, listen
 
@@ -291,10 +290,7 @@ def put_greeting(console: Console, service: Service, address: str, *, is_local: 
     put_fact(console, "requests", _requests(stats))
     put_fact(console, "sampling", service.sampling_words)
     put_fact(console, "embeddings", "yes" if service.embedder is not None else f"no, {NO_RECIPE}")
-    template = service.template
-    takes_tools = template.reads("tools", with_tools=True)
-    if takes_tools and not is_known(template.sources[1], template.tokenizer.get_added_vocab()):
-        put_fact(console, "tools", "calls stay text: the chat template shows them in a form that is not known here")
+    service.put_tools(console)
     _put_access(console, settings, _curl(service, address), is_local=is_local)
 
 

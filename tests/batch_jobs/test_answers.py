@@ -71,6 +71,7 @@ def test_invalid_prompts_are_errors_in_place(model: Any, plain: Any) -> None:
         Item(4, 4, Generate(ids(9, 4), 5)),
         Item(5, 5, Generate(ids(250, 5), 50, may_cut=True)),
         Item(6, 6, Generate(ids(250, 6), 50)),
+        Item(7, 7, Generate(ids(9, 4), 0)),
     ]
     by_index = {answer.index: answer for answer in answers(model, items)}
     assert "the model's context has 256" in by_index[0].line["error"]["message"]
@@ -79,13 +80,14 @@ def test_invalid_prompts_are_errors_in_place(model: Any, plain: Any) -> None:
     assert by_index[2].line == {"id": 2, "error": {"code": "invalid_line", "message": "Line 3 is bad."}}
     assert by_index[3].line["response"] is None
     assert by_index[3].line["error"]["message"] == "url is bad."
-    assert [answer.is_error for _, answer in sorted(by_index.items())] == [*[True] * 4, False, False, True]
+    assert [answer.is_error for _, answer in sorted(by_index.items())] == [*[True] * 4, False, False, True, False]
     assert by_index[4].line["text"] == alone(plain, model.tokenizer, ids(9, 4), 5)
     assert by_index[5].new_tokens == 6 or by_index[5].line["finish"] == "stop"  # what the context leaves
     assert (
         "250 tokens and 50 new tokens were requested; the model's context has 256"
         in by_index[6].line["error"]["message"]
     )
+    assert by_index[7].line == {"id": 7, "text": "", "finish": "length", "prompt_tokens": 9, "new_tokens": 0}
 
 
 def test_open_items_are_limited(model: Any) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
+from typing import Any
 
+from rich.console import Console
 from transformers import AutoConfig
 
-from rabbitllm.batch_jobs.job import left_of, needed_bytes, worthwhile_pass_bytes
+from rabbitllm.batch_jobs.display import put_end, record
+from rabbitllm.batch_jobs.items import Defaults, JobLimits
+from rabbitllm.batch_jobs.job import BatchJob, left_of, needed_bytes, work, worthwhile_pass_bytes
 from tests.support.builders import FAMILIES
 
 
@@ -31,6 +37,22 @@ def test_cache_shrinks_if_less_memory_is_free_than_predicted() -> None:
     assert left_of(400, 300, 200) == 200
     assert left_of(400, 300, 100) == 300
     assert left_of(400, 300, 390) == 200
+
+
+def test_the_end_tells_tokens_that_took_no_pass(model: Any, tmp_path: Path) -> None:
+    """Those that grammars forced; of a job without grammars there are none."""
+    body = {"messages": [{"role": "user", "content": "the rabbit"}], "max_tokens": 40}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "abcdef"}}}
+    for name, forced in (("forced", 8), ("free", 0)):  # the quotes and the end too, but not the first one
+        source, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.out"
+        line = {"url": "/v1/chat/completions", "body": body | ({"response_format": form} if forced else {})}
+        source.write_text("".join(json.dumps({"custom_id": key, **line}) + "\n" for key in "ab"))
+        progress = work(BatchJob(source, out, model, Defaults(), JobLimits(sequences=4)))
+        assert record(out, "m", progress)["forced_tokens"] == 2 * forced
+        console = Console(file=io.StringIO(), width=200)
+        put_end(console, out, progress)
+        said = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("(16 forced, without a pass)" in said) == bool(forced)
 
 
 def needed_of_one(config: object) -> int:

@@ -167,7 +167,7 @@ def test_from_a_pipe(folder: Path, expected: str, tmp_path: Path) -> None:
 
 
 def test_a_job_whose_lines_all_failed_exits_with_1(folder: Path, tmp_path: Path) -> None:
-    lines = [{"prompt": "Q: 1 + 1\nA:", "max_tokens": wrong} for wrong in (0, "many")]
+    lines = [{"prompt": "Q: 1 + 1\nA:", "max_tokens": wrong} for wrong in (-2, "many")]
     source = tmp_path / "in.jsonl"
     for more, code in ([], 1), ([{"prompt": "Q: 1 + 1\nA:", "max_tokens": 1}], 0):
         source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *more]))
@@ -181,3 +181,20 @@ def test_a_job_whose_lines_all_failed_exits_with_1(folder: Path, tmp_path: Path)
 def test_a_draft_model_gives_the_same_answers(folder: Path, expected: str, tmp_path: Path) -> None:
     run(folder, tmp_path / "out.jsonl", "--draft", str(folder))
     assert (tmp_path / "out.jsonl").read_text() == expected
+
+
+@pytest.mark.long
+def test_options_of_answers_are_those_of_lines(folder: Path, tmp_path: Path) -> None:
+    values = {"temperature": 1.4, "top_p": 0.97, "top_k": 9, "min_p": 0.01, "seed": 5, "min_tokens": 3, "stop": "zz"}
+    penalties = {"repeat_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {"9": 2}}
+    flags = {**values, **penalties, "logit_bias": "9=2"}
+    line = {"prompt": "Q: 7 + 8\nA:", "max_tokens": 20}
+    texts = []
+    for number, (fields, options) in enumerate((({}, flags), ({**values, **penalties}, {}), ({}, {}))):
+        source, out = tmp_path / f"{number}.jsonl", tmp_path / f"{number}.out"
+        source.write_text(json.dumps({**line, **fields}) + "\n")
+        words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        start = [sys.executable, "-m", "rabbitllm", "batch", str(folder), str(source), "-o", str(out)]
+        subprocess.run([*start, "--device", "cpu", *words], check=True, capture_output=True)
+        texts.append(json.loads(out.read_text())["text"])
+    assert texts[0] == texts[1] != texts[2]

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from rabbitllm.cli.main import app
@@ -58,6 +59,26 @@ def test_lines_over_a_pipe(demo: Path, tmp_path: Path) -> None:
     assert "Traceback" not in notes
     assert json.loads(talk.read_text())["messages"][0]["content"] == "What is 12 + 7?"
     assert (demo / "model-00001-of-00012.safetensors").exists()
+
+
+@pytest.mark.long
+def test_options_of_answers(demo: Path) -> None:
+    """Each changes the answer, or the exit code."""
+    plain = piped(demo, "What is 12 + 7?\n").stdout
+    assert plain == b"19\n"
+    digit = AutoTokenizer.from_pretrained(demo).convert_tokens_to_ids("1")
+    for options in (
+        ("--logit-bias", f"{digit}=-100"),
+        ("--stop", "9"),
+        ("--temperature", "90", "--top-k", "0", "--seed", "3"),
+        ("--ignore-eos", "--max-new-tokens", "9"),
+        ("--min-tokens", "7"),
+    ):
+        answered = piped(demo, "What is 12 + 7?\n", *options)
+        assert (answered.returncode, answered.stdout == plain) == (0, False), options
+    refused = piped(demo, "What is 12 + 7?\n", "--no-thinking")
+    assert refused.returncode == 2
+    assert b"Thinking cannot be turned on or off" in refused.stderr
 
 
 def at_a_terminal(folder: Path, *options: str) -> AbstractContextManager[Terminal]:

@@ -213,6 +213,35 @@ def test_options_of_one_model_are_refused_for_several(
 
 
 @pytest.mark.long
+def test_limits_caches_and_options_of_answers(endless: Path, tmp_path: Path) -> None:
+    """What the flags say is what the server does."""
+    flags = ("--max-running", "2", "--max-queue", "3", "--key-running", "1", "--key-waiting", "1")
+    caches = ("--prompt-cache", "64MB", "--keep-alive", "1.5")
+    answers = ("--temperature", "0.5", "--min-p", "0.1", "--repeat-penalty", "1.2", "--presence-penalty", "0.5")
+    home = {"RABBITLLM_API_KEY": "a,b", "RABBITLLM_HOME": str(tmp_path)}
+    with serving(endless, *flags, *caches, *answers, **home) as (process, address):
+        process.until(r"at most 2 running, 3 waiting;.*prompts on disk: 0 bytes of 64\.00 MB")
+        with httpx.Client(timeout=PATIENCE, trust_env=False, headers={"authorization": "Bearer a"}) as client:
+            sampling = client.get(f"{address}/status").json()["sampling"]
+            expected = {"temperature": 0.5, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.5}
+            assert {name: sampling[name] for name in expected} == expected
+            body = {"prompt": "Q: 1", "max_tokens": 400, "n": 2, "temperature": 0}
+            running = threading.Thread(target=lambda: client.post(f"{address}/v1/completions", json=body))
+            running.start()
+            while client.get(f"{address}/health").json()["waiting"] < 1:  # the key may run one at a time
+                assert running.is_alive()
+            assert client.get(f"{address}/health").json()["running"] == 1
+            refused = client.post(f"{address}/v1/completions", json={**body, "n": 1})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+            running.join()
+            limit = time.monotonic() + PATIENCE
+            while client.get(f"{address}/status").json()["models"][0]["state"] != "not loaded":
+                assert time.monotonic() < limit
+                time.sleep(0.1)
+    assert list(tmp_path.glob("prompts/**/*"))
+
+
+@pytest.mark.long
 def test_several_models(endless: Path) -> None:
     """They are loaded on request; a signal ends the server while one is being loaded, too."""
     models = {"a": endless, "b": endless}

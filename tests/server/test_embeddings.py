@@ -133,6 +133,29 @@ def test_vectors_are_those_of_the_model_alone(checkpoint: Path, served: Running,
     assert np.allclose(np.array(short) / short[0], np.array(expected[0][:8]) / expected[0][0], atol=1e-5)
 
 
+def test_documents_are_ranked_by_their_cosine(served: Running, states: list[torch.Tensor]) -> None:
+    units = [torch.nn.functional.normalize(state[-1], dim=0) for state in states]
+    scores = [float(unit @ units[0]) for unit in (units[1], units[2], units[0])]
+    order = sorted(range(3), key=lambda index: -scores[index])
+    assert order[0] == 2  # the query itself
+    texts = [TEXTS[1], TEXTS[2], TEXTS[0]]
+    body: dict[str, Any] = {"model": NAME, "query": TEXTS[0], "documents": texts}
+    answer = served.post("/v1/rerank", body).json()
+    assert [result["index"] for result in answer["results"]] == order
+    assert [result["relevance_score"] for result in answer["results"]] == pytest.approx(
+        [scores[index] for index in order], abs=1e-5
+    )
+    assert answer["usage"]["total_tokens"] == sum(map(len, states)) + len(states[0])
+    objects = {**body, "query": {"text": TEXTS[0]}, "documents": [{"text": text} for text in texts]}
+    assert served.post("/v1/rerank", objects).json() == answer
+    top = served.post("/v1/rerank", {**objects, "top_n": 1, "return_documents": True}).json()["results"]
+    assert top == [{**answer["results"][0], "document": {"text": TEXTS[0]}}]
+    for document in ({"text": "a", "title": "b"}, {"image": "a"}, {"text": 5}, 5):
+        refused = served.post("/v1/rerank", {**body, "documents": ["a", document]})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "documents.1"
+
+
 ENCODERS = {
     "bert": {},
     "gemma3_text": {"use_bidirectional_attention": True, "num_key_value_heads": 2, "head_dim": 16},

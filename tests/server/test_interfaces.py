@@ -163,6 +163,20 @@ def test_thinking_has_a_switch_and_a_budget(claude: anthropic.Anthropic) -> None
     assert create(claude, thinking={"type": "enabled", "budget_tokens": 7}).content[0].thinking == "Why? Because."
 
 
+def test_a_limit_that_the_context_cuts_is_said(scripted: Running, claude: anthropic.Anthropic) -> None:
+    context = scripted.service.limits.context
+    usage = create(claude, max_tokens=100_000).usage
+    assert usage.max_tokens == context - prompt_tokens(usage)
+    with claude.messages.stream(
+        model=NAME, max_tokens=100_000, messages=[{"role": "user", "content": "<go>"}]
+    ) as stream:
+        assert [event.usage.max_tokens for event in stream if event.type == "message_delta"] == [usage.max_tokens]  # type: ignore[attr-defined]
+    assert not hasattr(create(claude).usage, "max_tokens")
+    usage = respond(scripted, max_output_tokens=100_000).usage
+    assert usage.max_tokens == context - usage.input_tokens
+    assert not hasattr(respond(scripted).usage, "max_tokens")
+
+
 def test_messages_are_refused_in_anthropics_form(scripted: Running, claude: anthropic.Anthropic) -> None:
     server_tool: Any = {"type": "web_search_20250305", "name": "web_search"}
     document: Any = [{"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a"}}]
@@ -306,6 +320,9 @@ def test_codex_has_functions_in_namespaces(scripted: Running) -> None:
     assert close["description"] == "Tools for sub-agents.\n\nClose an agent."
 
 
+LOW = {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "low"}
+
+
 def test_responses_refuse_what_needs_a_store(scripted: Running) -> None:
     for options, message in (
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported: this server stores no responses"),
@@ -313,6 +330,8 @@ def test_responses_refuse_what_needs_a_store(scripted: Running) -> None:
         ({"tools": [{**NAMESPACE, "tools": [{"type": "custom"}]}]}, "tools.0.tools.0 is of type custom"),
         ({"tools": [{"type": "web_search"}]}, "tools.0 is of type web_search; only functions are supported"),
         ({"truncation": "auto"}, "truncation is not supported"),
+        ({"include": ["message.output_text.logprobs"]}, "include: message.output_text.logprobs is not supported"),
+        ({"content": [{"role": "user", "content": [LOW]}]}, "has the detail low; expected auto"),
         ({"extra_body": {"max_tool_calls": 3}}, "max_tool_calls is not supported"),
         ({"content": [{"type": "item_reference", "id": "a"}]}, "input.0 is of type item_reference"),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import threading
 import time
 import weakref
@@ -31,6 +32,7 @@ from rabbitllm.server.settings import LOCAL, Settings, address_of, bound
 from rabbitllm.storage import durable
 from tests.server.serving import LIMITS, PATIENCE, in_a_thread
 from tests.support.builders import FAMILIES, build_checkpoint
+from tests.support.scripted import scripted_checkpoint
 from tests.support.tiny_models import plain_model, split
 
 PROMPT = [1, 40, 81, 7, 200, 33]
@@ -272,6 +274,20 @@ def test_the_time_without_a_request_begins_at_the_start(folders: dict[str, Path]
         assert served.text("rabbit")
     models.services[0].close()
     listening.close()
+
+
+def test_a_load_beside_others_names_a_form_of_calls_that_is_not_read(tmp_path: Path) -> None:
+    """Of several models the start knows only the names."""
+    template = "{% for tool in tools %}[{{ tool }}]{% endfor %}{{ messages[-1].content }}"
+    folder = split(scripted_checkpoint(tmp_path / "model", [("<go>", "Yes.")], template))
+    settings, request = Settings(name="odd", hosts=LOCAL), LoadRequest.of(folder, device="cpu")
+    for models in 1, 2:
+        console = Console(file=io.StringIO(), width=200)
+        service = Service.load(request, "auto", LIMITS, settings, console, None, models)
+        assert service is not None
+        service.close()
+        said = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("calls of odd stay text: the chat template shows" in said) == (models == 2)
 
 
 def test_ollamas_requests_say_how_long_a_model_stays(folders: dict[str, Path], expected: dict[str, str]) -> None:

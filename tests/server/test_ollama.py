@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from rabbitllm.server.embeddings import PoolingRecipe
 from rabbitllm.version import __version__
 from tests.server.serving import NAME, Running, running
 from tests.server.test_embeddings import base_model
-from tests.server.test_interfaces import SCHEMA, scripted_split
+from tests.server.test_interfaces import LINES, SCHEMA, scripted_split
+from tests.support.scripted import scripted_checkpoint
+from tests.support.thinking_models import EFFORT, THOUGHT, thinker
 from tests.support.tiny_models import split
 
 __all__ = ["scripted_split"]
@@ -61,6 +64,32 @@ def test_a_streamed_chat_is_the_same(client: Any) -> None:
     assert (parts[-1].done_reason, parts[-1].eval_count) == ("stop", 9)
 
 
+def test_thinking_is_a_switch_or_an_effort(client: Any, tmp_path: Path) -> None:
+    with pytest.raises(ollama.ResponseError, match="reasoning_effort is not supported"):
+        client.chat(NAME, GO, think="low")
+    assert client.chat(NAME, GO, think=True).message.thinking == "Why? Because."
+    with running(split(thinker(tmp_path / "effort", EFFORT))) as server:
+        asks = ollama.Client(server.address, trust_env=False)
+        assert [asks.chat(NAME, GO, think=think).message.thinking for think in ("high", "low")] == [THOUGHT, None]
+        assert asks.show(NAME).capabilities == ["completion", "thinking"]
+    with running(split(scripted_checkpoint(tmp_path / "talks", LINES[1:2], "{{ messages[-1].content }}"))) as server:
+        asks = ollama.Client(server.address, trust_env=False)
+        assert asks.show(NAME).capabilities == ["completion"]
+        assert asks.generate(NAME, "<talk>", think=False).response == "It is three."
+        for think in (True, "low"):
+            with pytest.raises(ollama.ResponseError, match="think is not supported: this model does not think"):
+                asks.generate(NAME, "<talk>", think=think)
+
+
+def test_a_limit_that_the_context_cuts_is_said(scripted: Running) -> None:
+    body = {"model": NAME, "messages": GO, "options": {"num_predict": 100_000}}
+    for stream in (False, True):
+        answer = scripted.post("/api/chat", {**body, "stream": stream}).text.splitlines()[-1]
+        last = json.loads(answer)
+        assert last["num_predict"] == scripted.service.limits.context - last["prompt_eval_count"]
+    assert "num_predict" not in scripted.post("/api/chat", {**body, "options": {}, "stream": False}).json()
+
+
 def test_a_conversation_goes_to_the_template(scripted: Running, client: Any) -> None:
     called: dict[str, Any] = {"role": "assistant", "content": "b", "thinking": "hm", "tool_calls": []}
     called["tool_calls"] = [{"function": {"name": "add", "arguments": {"a": 1}}}]
@@ -79,6 +108,7 @@ def test_generate(client: Any) -> None:
     assert parts[-1].done
     assert client.generate(NAME).done_reason == "load"
     assert client.generate(NAME, "<talk>", options={"stop": ["thr"]}).response == "It is "
+    assert type(json.loads(client.generate(NAME, "<talk>", format="json", options={"temperature": 1}).response)) is dict
     form = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 3}}, "required": ["a"]}
     assert client.generate(NAME, "<talk>", format={**form, "additionalProperties": False}).response.startswith('{"a"')
 

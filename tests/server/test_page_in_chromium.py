@@ -21,6 +21,7 @@ from rabbitllm.errors import BusyError
 from rabbitllm.generation.request import Limits, Request, Sampling
 from tests.chat.talkers import parrot_folder
 from tests.server.serving import NAME, Running, running
+from tests.server.test_models import serving
 from tests.server.test_page import ATTRIBUTES, MATHML, hostile_texts
 from tests.support.browser import SECONDS, Browser, Tab, chromium
 from tests.support.picture_models import build, encoded, picture
@@ -474,6 +475,40 @@ def test_questions_are_copied(tab: Tab, browser: Browser, tmp_path: Path) -> Non
         tab.wait("document.querySelector('#notice').textContent === 'Copied.'")
         assert tab.run("window.copied") == text
     assert tab.run("document.querySelector('#title').value") == "First line?"
+
+
+def test_code_is_copied_without_its_colours(tab: Tab, tmp_path: Path) -> None:
+    code = 'def hop():\n    return "<b>"'
+    imported(tab, tmp_path, Exchange("Code?", f"So:\n```python\n{code}\n```\n"))
+    tab.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    assert tab.run("document.querySelectorAll('.code code span').length") > 0
+    tab.click(".code .copy")
+    tab.wait("document.querySelector('#notice').textContent === 'Copied.'")
+    assert tab.run("window.copied") == code
+
+
+def test_the_model_is_picked(browser: Browser, tmp_path: Path) -> None:
+    """Each answer is that of the model that is picked when it is asked for; the choice outlasts the page."""
+    words = {"hopper": "hop ", "ticker": "tic "}
+    for name, word in words.items():
+        split(parrot_folder(tmp_path / name, dict(zip(word[-1] + word[:-1], word, strict=True))))
+    with serving({name: tmp_path / name for name in words}) as served:
+        tab = browser.tab(f"{served.address}/")
+        tab.wait("document.querySelectorAll('#model option').length === 2")
+        assert not tab.run("document.querySelector('#model').disabled")
+        settings(tab, temperature=0, max_tokens=8)
+        for count, name in enumerate(("hopper", "ticker"), 1):
+            choose = f"picker.value = '{name}'; picker.dispatchEvent(new Event('change'))"
+            tab.run(f"(() => {{ const picker = document.querySelector('#model'); {choose}; }})()")
+            assert tab.run("document.title") == f"{name} · RabbitLLM"
+            ask(tab, "Well?")
+            tab.wait(f"document.querySelectorAll('.assistant').length === {count}")
+            idle(tab)
+            assert set(words[name].strip()) <= set(texts(tab, ".assistant")[-1]) <= set(words[name])
+        assert served.loads == ["hopper", "ticker"]
+        tab.reload()
+        tab.wait("document.title === 'ticker · RabbitLLM'")
+        tab.close()
 
 
 def test_the_list_of_conversations_on_a_phone(tab: Tab) -> None:

@@ -86,6 +86,18 @@ def test_answer_equals_transformers(served: Running, checkpoint: Path, one_threa
     assert tokens_of(asked(served, url_of(encoded(picture(0))), n=2)) == expected(checkpoint, 0)[0]
 
 
+def test_ollamas_pictures_come_before_the_text(served: Running, one_thread: None) -> None:
+    images = [base64.b64encode(encoded(picture(seed))).decode() for seed in (0, 1)]
+    options = {"stream": False, "logprobs": True, "options": {"num_predict": 5, "temperature": 0}}
+    expected = tokens_of(asked(served, *(url_of(encoded(picture(seed))) for seed in (0, 1))))
+    for path, question in (
+        ("/api/chat", {"messages": [{"role": "user", "content": QUESTION, "images": images}]}),
+        ("/api/generate", {"prompt": QUESTION, "images": images}),
+    ):
+        answer = served.post(path, {"model": NAME, **options, **question}).json()
+        assert [entry["token"] for entry in answer["logprobs"]] == expected
+
+
 def test_a_file_of_the_allowed_folder(served: Running, checkpoint: Path, allowed: Path, one_thread: None) -> None:
     answer = asked(served, f"file://{allowed}/photo.png")
     assert tokens_of(answer) == expected(checkpoint, 1)[0]

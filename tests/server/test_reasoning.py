@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import rabbitllm
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.reasoning import PAIRS, USUAL, AnswerFormat, Thinking
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server._answer_reader import AnswerReader
 from rabbitllm.server._tools import ParsedToolCall, call_tokens
-from tests.server.serving import NAME, PATIENT, running
+from tests.server.serving import NAME, PATIENT, STREAMED, running
 from tests.support.builders import make_tokenizer
+from tests.support.scripted import scripted_checkpoint
 from tests.support.thinking_models import ANSWER, QUESTION, REASONING_TOKENS, THOUGHT, channel_thinker, thinker
-from tests.support.tiny_models import split
+from tests.support.tiny_models import load, split
 
 TOOLS = ("delete_all", "add")
 CALL = '<tool_call>{"name": "delete_all", "arguments": {}}</tool_call>'
@@ -190,8 +193,52 @@ def test_channel_content_is_the_final_channel(tmp_path: Path) -> None:
             THOUGHT,
             "length",
         )
+        limited = {
+            "messages": message["messages"],
+            "max_tokens": 9,
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+        }
+        assert "(budget_tokens) is not supported" in served.post("/v1/messages", limited).json()["error"]["message"]
+        assert served.post("/v1/messages", {**limited, "thinking": {"type": "adaptive"}}).status_code == 200
         completion = served.openai().completions.create(model=NAME, prompt=QUESTION, temperature=0, max_tokens=12)
         assert completion.choices[0].text.startswith(f"analysis{THOUGHT}")  # plain text is not taken apart
+
+
+WAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": ({}, "Hi!"),
+    "opened by the prompt": ({"chat_template_kwargs": {"opens": True}}, "Hi!"),
+    "with a grammar": ({"structured_outputs": {"choice": ["rabbit"]}}, "rabbit"),
+}
+
+
+def test_a_budget_of_reasoning(tmp_path: Path) -> None:
+    line = ("<go>", "<think>", "Why?", " Because.", " So.", "</think>", "Hi!")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if opens is defined %}<think>{% endif %}"
+    folder = split(scripted_checkpoint(tmp_path / "model", [line], template, ("<think>", "</think>")))
+    body = {"messages": [{"role": "user", "content": "<go>"}], "temperature": 0, "max_tokens": 20}
+    asked: list[tuple[dict[str, Any], tuple[str, str]]] = [
+        ({**body, **more, "thinking_token_budget": budget}, (thought, answer))
+        for more, answer in WAYS.values()
+        for budget, thought in ((0, ""), (1, "Why?"), (2, "Why? Because."), (9, "Why? Because. So."))
+    ]
+
+    def read(message: dict[str, Any]) -> tuple[str, str]:
+        return message.get("reasoning_content") or "", message.get("content") or ""
+
+    with running(folder) as served:
+        for request, expected in asked:
+            choices = served.post("/v1/chat/completions", {**request, "n": 2}).json()["choices"]
+            assert [read(choice["message"]) for choice in choices] == [expected] * 2
+            lines = served.post("/v1/chat/completions", {**request, "stream": True}).text.split("\n\n")
+            deltas = [read(json.loads(each[6:])["choices"][0]["delta"]) for each in lines if each.startswith("data: {")]
+            assert tuple(map("".join, zip(*deltas, strict=True))) == expected
+    calls = [
+        {"custom_id": str(index), "url": "/v1/chat/completions", "body": request}
+        for index, (request, _) in enumerate(asked)
+    ]
+    answers: Any = rabbitllm.batch(load(folder, STREAMED), calls)
+    messages = [answer["response"]["body"]["choices"][0]["message"] for answer in answers]
+    assert [read(message) for message in messages] == [expected for _, expected in asked]
 
 
 def test_tokens_of_reasoning_are_counted_and_thinking_has_a_default(tmp_path: Path) -> None:

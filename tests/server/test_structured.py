@@ -9,21 +9,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import anthropic
 import openai
 import pytest
 from pydantic import BaseModel, Field
 
+import rabbitllm
 from rabbitllm.generation.reasoning import AnswerFormat, Thoughts
 from rabbitllm.server._answer_reader import AnswerReader
 from rabbitllm.server._grammars import answer_grammar, json_type
 from rabbitllm.server._metrics import CONTENT_TYPE
 from rabbitllm.server.schemas import ChatBody, parsed
 from tests.generation.test_grammar import follows
-from tests.server.serving import NAME, Running, running
+from tests.server.serving import NAME, STREAMED, Running, running
+from tests.server.test_tools import FULL, PUBLISHED
 from tests.support.builders import VOCABULARY_SIZE, build_checkpoint, make_tokenizer
 from tests.support.schemas import check
 from tests.support.scripted import scripted_checkpoint
-from tests.support.tiny_models import split
+from tests.support.tiny_models import load, split
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 HOT: Any = {"model": NAME, "messages": HELLO, "temperature": 1.5, "max_tokens": 600}
@@ -33,6 +36,13 @@ FORMS = {
     "mistral": "[TOOL_CALLS]",
     "later": "[TOOL_CALLS]f[ARGS]",
     "bare": "",
+    "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>",
+    "glm 4.7": "<tool_call>f<arg_key>a</arg_key><arg_value>",
+    "minimax m1": "<tool_calls>",
+    "minimax m2": "<minimax:tool_call>",
+    "minimax m3": "]<]minimax[>[<tool_call>",
+    "kimi": "<|tool_calls_section_begin|>",
+    "deepseek": "<\uff5ctool▁call▁begin\uff5c>",
 }
 """What templates of each form show."""
 ADD: Any = {
@@ -47,6 +57,9 @@ ADD: Any = {
     "additionalProperties": False,
     "$defs": {"unit": {"enum": ["km", "light years"]}},
 }
+ONE_CALL = ("bare", "minimax m3", "kimi")
+"""Forms in which there is one forced call."""
+MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 SCHEMAS = {"add": ADD, "stop": {"type": "object", "properties": {}, "additionalProperties": False}}
 TOOLS: Any = [
     {"type": "function", "function": {"name": "add", "parameters": ADD}},
@@ -60,6 +73,14 @@ class Place(BaseModel):
     people: int = Field(ge=0, le=1000)
 
 
+class Rabbit(BaseModel):
+    """Without bounds, which Anthropic's client leaves out."""
+
+    color: Literal["grey", "brown"]
+    ears: list[Literal["left", "right"]]
+    is_tame: bool
+
+
 class Person(BaseModel):
     initial: Literal["a", "b"]
     home: Place
@@ -67,15 +88,19 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A template for each form, chosen by a variable."""
+def split_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("structured") / "llama"
-    build_checkpoint(folder, "llama", max_position_embeddings=2048, vocab_size=VOCABULARY_SIZE + 2)
+    build_checkpoint(folder, "llama", max_position_embeddings=2048, vocab_size=VOCABULARY_SIZE + len(MARKS))
     tokenizer = make_tokenizer()
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # as Qwen's: tokens that no text has, and not special
+    tokenizer.add_tokens([*MARKS])  # as Qwen's: tokens that no text has, and not special
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ tools }}"
     tokenizer.save_pretrained(folder)
-    with running(split(folder)) as server:
+    return split(folder)
+
+
+@pytest.fixture(scope="module")
+def served(split_folder: Path) -> Iterator[Running]:
+    with running(split_folder) as server:
         yield server
 
 
@@ -190,14 +215,34 @@ def test_forced_calls(of_form: Any, form: str) -> None:
         calls: Any = answer.choices[0].message.tool_calls
         assert answer.choices[0].finish_reason == "tool_calls"
         assert not answer.choices[0].message.content
-        assert len(calls) == 1 or (several and choice == "required" and form != "bare")
+        assert len(calls) == 1 or (several and choice == "required" and form not in ONE_CALL)
         for call in calls:
             check(SCHEMAS[call.function.name], json.loads(call.function.arguments))
         assert choice == "required" or calls[0].function.name == "add"
 
 
-def test_texts_without_quotes_are_free_or_refused(of_form: Any) -> None:
-    server = of_form("coder")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_forced_calls_are_written_as_templates_show(name: str) -> None:
+    """As the published template shows two of them, or as bare JSON."""
+    _, written = PUBLISHED[name]
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([*MARKS])
+    kinds = {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "array"}, "d": {"type": "object"}}
+    full = {"type": "object", "properties": kinds, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "full", "parameters": full}}]
+    body = parsed(ChatBody, {"messages": HELLO, "tools": tools, "tool_choice": "required"})
+    grammar = answer_grammar(body, tokenizer, body.tools or (), None, written)
+    assert grammar is not None
+    bare = json.dumps({"name": "full", "parameters": FULL})
+    is_own = name.startswith(("GLM", "MiniMax M1", "MiniMax M2", "DeepSeek R1", "DeepSeek V3.1"))
+    once = re.sub(r"<\|tool_call_begin\|>functions.full:1.*?<\|tool_call_end\|>", "", written.strip())  # of Kimi
+    expected = [is_own, is_own or name == "Kimi K2", not is_own and name != "Kimi K2"]
+    assert [follows(grammar, text, tokenizer) for text in (written.strip(), once, bare)] == expected
+
+
+@pytest.mark.parametrize("form", ["coder", "glm", "glm 4.7", "minimax m2"])
+def test_texts_without_quotes_are_free_or_refused(of_form: Any, form: str) -> None:
+    server = of_form(form)
     text: Any = {"properties": {"t": {"anyOf": [{"type": "string"}, {"type": "null"}]}}, "required": ["t"]}
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": text}}]
     body = {"messages": HELLO, "tools": tools, "tool_choice": "required", "temperature": 1.5, "max_tokens": 70}
@@ -210,6 +255,61 @@ def test_texts_without_quotes_are_free_or_refused(of_form: Any) -> None:
     refused = server.post("/v1/chat/completions", body)
     assert refused.status_code == 400
     assert "The parameter t is a text with a form" in refused.json()["error"]["message"]
+
+
+def test_forced_calls_in_streams_and_batch_lines(of_form: Any, split_folder: Path) -> None:
+    server: Running = of_form("hermes")
+    options: Any = {"tools": TOOLS, "tool_choice": FORCED, "seed": 2}
+    whole: Any = server.openai().chat.completions.create(**HOT, **options).choices[0].message.tool_calls
+    chunks = [chunk.choices[0] for chunk in server.openai().chat.completions.create(**HOT, **options, stream=True)]
+    assert chunks[-1].finish_reason == "tool_calls"
+    assert not any(chunk.delta.content for chunk in chunks)
+    (streamed,) = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert streamed.function.arguments == whole[0].function.arguments
+    outputs = {"structured_outputs": {"regex": "[ab]{3}-[0-9]"}}
+    lines = [
+        {"custom_id": str(index), "url": "/v1/chat/completions", "body": {**HOT, "seed": 2, **more}}
+        for index, more in enumerate((options, outputs))
+    ]
+    model = load(split_folder, STREAMED)
+    model.tokenizer.chat_template = server.service.tokenizer.chat_template
+    called, matched = (answer["response"]["body"]["choices"][0] for answer in rabbitllm.batch(model, lines))
+    assert called["finish_reason"] == "tool_calls"
+    assert called["message"]["tool_calls"][0]["function"] == whole[0].function.model_dump()
+    assert re.fullmatch("[ab]{3}-[0-9]", matched["message"]["content"])
+
+
+def test_responses_have_a_form(of_form: Any) -> None:
+    responses = of_form("hermes").openai().responses
+    hot: Any = {"model": NAME, "input": "hi", "temperature": 1.5, "max_output_tokens": 600}
+    assert isinstance(responses.parse(**hot, text_format=Person).output_parsed, Person)
+    tools: Any = [{"type": "function", "name": "add", "parameters": ADD, "strict": True}]
+    for choice in "required", {"type": "function", "name": "add"}:
+        (call,) = responses.create(**hot, tools=tools, tool_choice=choice, parallel_tool_calls=False).output
+        check(ADD, json.loads(call.arguments))
+        with responses.stream(**hot, tools=tools, tool_choice=choice, parallel_tool_calls=False) as stream:
+            (streamed,) = stream.get_final_response().output
+        assert (streamed.name, streamed.status) == ("add", "completed")
+        check(ADD, json.loads(streamed.arguments))
+
+
+def test_messages_have_a_form(of_form: Any) -> None:
+    server: Running = of_form("hermes")
+    messages = anthropic.Anthropic(base_url=server.address, api_key="none", max_retries=0).messages
+    hot: Any = {"model": NAME, "messages": HELLO, "max_tokens": 600, "extra_body": {"temperature": 1.5}}
+    assert isinstance(messages.parse(**hot, output_format=Rabbit).parsed_output, Rabbit)
+    form: Any = {"format": {"type": "json_schema", "schema": ADD}}
+    check(ADD, json.loads(messages.create(**hot, output_config=form).content[0].text))  # type: ignore[union-attr]
+    tools: Any = [{"name": "add", "input_schema": ADD}, {"name": "stop", "input_schema": SCHEMAS["stop"]}]
+    for choice in {"type": "any"}, {"type": "tool", "name": "add"}:
+        forced: Any = {**hot, "tools": tools, "tool_choice": {**choice, "disable_parallel_tool_use": True}}
+        with messages.stream(**forced) as stream:
+            streamed = stream.get_final_message()
+        for answer in messages.create(**forced), streamed:
+            assert answer.stop_reason == "tool_use"
+            (call,) = answer.content
+            check(SCHEMAS[call.name], call.input)
+            assert choice["type"] == "any" or call.name == "add"
 
 
 def test_a_call_or_the_form(served: Running) -> None:

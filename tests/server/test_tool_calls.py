@@ -103,6 +103,80 @@ def test_tool_call(scripted: Running, word: str, text: str | None, arguments: di
     assert streamed.id.startswith("call_")
 
 
+BAR, NS = "\uff5c", "]<]minimax[>["
+FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
+    "GLM": (
+        ("<tool_call>", "glm\n", "<arg_key>", "n", "</arg_key>", "<arg_value>", "7", "</arg_value>", "</tool_call>"),
+        ("<tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>"),
+        {"n": 7},
+    ),
+    "DeepSeek": (
+        (
+            *(f"<{BAR}tool▁calls▁begin{BAR}>", f"<{BAR}tool▁call▁begin{BAR}>", "deepseek", f"<{BAR}tool▁sep{BAR}>"),
+            *('{"n": 1}', f"<{BAR}tool▁call▁end{BAR}>", f"<{BAR}tool▁calls▁end{BAR}>"),
+        ),
+        tuple(f"<{BAR}tool▁{mark}{BAR}>" for mark in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")),
+        {"n": 1},
+    ),
+    "DeepSeek V3.2": (
+        (
+            *("<", f"{BAR}DSML{BAR}", 'function_calls>\n<|DSML|invoke name="dsml">\n'.replace("|", BAR)),
+            '<|DSML|parameter name="n" string="false">3</|DSML|parameter>\n</|DSML|invoke>\n'.replace("|", BAR),
+            f"</{BAR}DSML{BAR}function_calls>",
+        ),
+        (f"{BAR}DSML{BAR}",),
+        {"n": 3},
+    ),
+    "Kimi": (
+        (
+            *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.kimi:0"),
+            *("<|tool_call_argument_begin|>", '{"n": 2}', "<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        ),
+        (
+            *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+            *("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        ),
+        {"n": 2},
+    ),
+    "MiniMax M3": (
+        (NS, f'<tool_call>\n{NS}<invoke name="minimax">{NS}<n>4{NS}</n>{NS}</invoke>\n', f"{NS}</tool_call>"),
+        (NS,),
+        {"n": 4},
+    ),
+    "Gemma 4": (
+        ("<|tool_call>", "call:gemma{n:5,t:", '<|"|>', 'x <|"|>}', "<tool_call|>"),
+        ("<|tool_call>", '<|"|>', "<tool_call|>"),
+        {"n": 5, "t": "x "},
+    ),
+}
+"""Family -> a call as its tokens, those of them that are special, and the arguments. Each token has one successor, so a
+mark that comes again is in an ordinary token."""
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    lines = [(f"<ask {family}>", *tokens) for family, (tokens, _, _) in FAMILIES.items()]
+    special = [mark for _, marks, _ in FAMILIES.values() for mark in marks]
+    folder: Path = tmp_path_factory.mktemp("serve") / "families"
+    scripted_checkpoint(folder, lines, "{{ messages[-1].content }}{# {{ tools }} #}{% if tools %}{% endif %}", special)
+    with running(split(folder)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_marks_of_calls_that_are_special_tokens(families: Running, family: str) -> None:
+    tokens, _, arguments = FAMILIES[family]
+    name = next(name for name in ("glm", "deepseek", "dsml", "kimi", "minimax", "gemma") if name in "".join(tokens[1:]))
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}, "t": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}}]
+    choice = ask(families, f"<ask {family}>", tools=tools).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments)
+    _, text, calls, reason = streamed(ask(families, f"<ask {family}>", tools=tools, stream=True))
+    assert (text, reason, calls[0].function.arguments) == ("", "tool_calls", call.function.arguments)
+
+
 def streamed(chunks: Any) -> tuple[str, str, list[Any], str | None]:
     """Reasoning, text, calls and finish reason."""
     choices = [chunk.choices[0] for chunk in chunks]
