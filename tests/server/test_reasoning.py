@@ -193,13 +193,11 @@ def test_channel_content_is_the_final_channel(tmp_path: Path) -> None:
             THOUGHT,
             "length",
         )
-        limited = {
-            "messages": message["messages"],
-            "max_tokens": 9,
-            "thinking": {"type": "enabled", "budget_tokens": 1024},
-        }
-        assert "(budget_tokens) is not supported" in served.post("/v1/messages", limited).json()["error"]["message"]
-        assert served.post("/v1/messages", {**limited, "thinking": {"type": "adaptive"}}).status_code == 200
+        limited = {"messages": message["messages"], "max_tokens": 9}
+        budget = {"thinking": {"type": "enabled", "budget_tokens": 1024}}  # agents send it to every model
+        assert served.post("/v1/messages", {**limited, **budget}).status_code == 200
+        refused = served.post("/v1/chat/completions", {**limited, "thinking_token_budget": 1024})
+        assert "(budget_tokens) is not supported" in refused.json()["error"]["message"]
         completion = served.openai().completions.create(model=NAME, prompt=QUESTION, temperature=0, max_tokens=12)
         assert completion.choices[0].text.startswith(f"analysis{THOUGHT}")  # plain text is not taken apart
 
