@@ -31,6 +31,7 @@ from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
 from rabbitllm.generation._proposals import FromHead
 from rabbitllm.generation._scheduler import draft_of
+from rabbitllm.generation._width import Width
 from rabbitllm.generation.batch import Batch, Limits
 from rabbitllm.generation.draft import free_draft, prepare_draft
 from rabbitllm.generation.request import Request, Result, Sampling
@@ -383,6 +384,28 @@ def test_sampled_answers_have_the_models_distribution(tmp_path: Path, draws: int
     assert_the_models_distribution(model, "mtp", draws, Sampling(1.0, top_k=3))
 
 
+def test_a_seed_gives_the_same_answer_with_any_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without one: the head draws with the random numbers of the model, so that most of its tokens are right."""
+    folder = make_predictable(build_with_head(tmp_path / "model", "deepseek_v3"), "right")
+    tensors = read_tensors(folder)
+    tensors["lm_head.weight"] *= 0.05  # so that other tokens are probable, too
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / SINGLE_NAME, {"format": "pt"})
+    model = load(split(folder), heads=True, profiling=True)
+    model.generation_config.eos_token_id = None
+    model.generation_config.assistant_confidence_threshold = 0
+    prepare_draft(model, "mtp")
+    for seed in range(3):
+        sampling = Sampling(1.0, seed=seed)
+        expected = asked(model, sampling=sampling).tokens
+        assert len(set(expected)) > TOKENS // 2
+        for width in (2, 8):
+            monkeypatch.setattr(Width, "choose", lambda self, most, *costs, width=width: max(min(most, width), 0))
+            result = asked(model, "mtp", sampling=sampling)
+            assert result.tokens == expected
+            assert result.work.drafts is not None
+            assert result.work.drafts.right[0] > result.work.drafts.checked[0] / 2
+
+
 # folders -------------------------------------------------------------------------------------------------------------
 
 
@@ -426,6 +449,21 @@ def test_unsplit_folders(tmp_path: Path) -> None:
     assert [*folder.glob("splitted*")] == []
     prepare_draft(model, "mtp")
     assert asked(model, "mtp").tokens == asked(load(split(folder))).tokens
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5"])
+def test_transformers_own_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """`use_mtp=True` reads the heads from the checkpoint, if transformers knows them."""
+    folder = make_predictable(build_with_head(tmp_path / "model", name), "noisy")
+    request = LoadRequest.of(str(folder), device="cpu", exact=True)
+    model = load_request(replace(request, split=None), Console(quiet=True))
+    expected = model.generate(IDS, max_new_tokens=12, do_sample=False)
+    if name == "qwen3_5":
+        with pytest.raises(OptionError, match="transformers knows no heads of qwen3_5_text"):
+            model.generate(IDS, max_new_tokens=12, do_sample=False, use_mtp=True)
+        return
+    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{len(model.model.layers)}.*"])
+    assert torch.equal(model.generate(IDS, max_new_tokens=12, do_sample=False, use_mtp=True), expected)
 
 
 @torch.no_grad()
