@@ -609,10 +609,20 @@ def test_commands_name_and_use_the_head(tmp_path: Path, name: str, layer: str) -
     folder = make_predictable(build_with_head(tmp_path / "model", name), "right")
     assert re.search(rf"heads +{layer}\b.*, multi-token prediction\), for --draft mtp", command("inspect", str(folder)))
     warned = rf"warning: {layer}\b.*, multi-token prediction\) is used by --draft mtp only"
-    assert re.search(warned, command("plan", str(folder), "--bandwidth", "1GB"))
+    assert re.search(warned, planned := command("plan", str(folder), "--bandwidth", "1GB", "--draft", "mtp"))
+    assert "with the draft mtp, if half" in planned
     options = ("--raw", "--max-new-tokens", "20", "--device", "cpu")
     drafted = command("run", str(folder), "Hello", *options, "--draft", "mtp")
     assert drafted == command("run", str(folder), "Hello", *options)
+    lines = [json.dumps({"id": text, "prompt": text, "max_tokens": 20}) for text in ("Hello", "the rain in the rain")]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    answers = []
+    for draft in ("none", "mtp", "ngram"):
+        out = tmp_path / f"{draft}.jsonl"
+        command("batch", str(folder), str(tmp_path / "in.jsonl"), "-o", str(out), *options[3:], "--draft", draft)
+        answers.append([json.loads(line)["text"] for line in out.read_text().splitlines()])
+    assert answers == [answers[0]] * 3
+    assert len(answers[0]) == 2
 
 
 @pytest.mark.parametrize("family", ["qwen35", "qwen35moe"])
