@@ -462,6 +462,7 @@ class BatchStats:
         file_read_bytes: bytes read from that file.
         drafted_tokens: number of tokens that drafts proposed in passes.
         accepted_tokens: how many of them were the model's own choice, so that they took no pass.
+        drafts: what drafts brought: its passes are those of each sequence that might have had a draft.
         forced_tokens: number of tokens that grammars forced, so that they took no pass; of requests that ended.
         prompt_hits: number of requests that continued a prefix from disk.
         prompt_saved_tokens: tokens of these prefixes, which were not computed.
@@ -493,6 +494,7 @@ class BatchStats:
     file_read_bytes: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafts: Drafts = field(default_factory=Drafts)
     forced_tokens: int = 0
     prompt_hits: int = 0
     prompt_saved_tokens: int = 0

@@ -492,9 +492,12 @@ def test_the_head_of_a_model_for_pictures(tmp_path: Path) -> None:
     assert asked(model, "mtp").tokens == asked(text_model).tokens
     assert model.profiler.sums[FURTHER].passes < TOKENS - 6
     requests = [Request(tuple(IDS[0, index : index + PROMPT].tolist()), TOKENS) for index in (0, 7)]
+    alone = model.profiler.drafts
     with Batch(model, Limits(draft="mtp")) as batch:
         answers = [answer.tokens for answer in answered_together(batch, requests)]
         assert 0 < batch.stats.accepted_tokens < batch.stats.drafted_tokens
+        assert sum(batch.stats.drafts.right) == batch.stats.accepted_tokens
+        assert sum(model.profiler.drafts.right) == sum(alone.right) + batch.stats.accepted_tokens
     assert answers == [list(answer(text_model, request, lambda piece: None).tokens) for request in requests]
 
 
