@@ -33,7 +33,7 @@ from rabbitllm.generation._proposals import FromHead
 from rabbitllm.generation._scheduler import draft_of
 from rabbitllm.generation._width import Width
 from rabbitllm.generation.batch import Batch, Limits
-from rabbitllm.generation.draft import free_draft, prepare_draft
+from rabbitllm.generation.draft import free_draft, prepare_draft, use_draft
 from rabbitllm.generation.request import Request, Result, Sampling
 from rabbitllm.generation.session import Session, answer
 from rabbitllm.server._service import ServedModel
@@ -404,6 +404,25 @@ def test_a_seed_gives_the_same_answer_with_any_draft(tmp_path: Path, monkeypatch
             assert result.tokens == expected
             assert result.work.drafts is not None
             assert result.work.drafts.right[0] > result.work.drafts.checked[0] / 2
+
+
+def test_a_callers_own_processor(tmp_path: Path) -> None:
+    """It changes the scores of the head as those of the model."""
+    folder = make_predictable(build_with_head(tmp_path / "model", "deepseek_v3"), "right")
+    model = load(split(folder), heads=True, profiling=True)
+    model.generation_config.eos_token_id = None
+
+    def without_the_next(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([next_token(int(ids[0, -1]))]), -torch.inf)
+
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "logits_processor": [without_the_next]}
+    expected = model.generate(IDS, **options)
+    assert int(expected[0, IDS.shape[1]]) != next_token(int(IDS[0, -1]))
+    model.generation_config.assistant_confidence_threshold = 0
+    prepare_draft(model, "mtp")
+    use_draft(model, "mtp")
+    assert torch.equal(model.generate(IDS, **options), expected)
+    assert sum(model.profiler.drafts.right) > 0
 
 
 # folders -------------------------------------------------------------------------------------------------------------
