@@ -495,9 +495,8 @@ def draft_of(draft: Any, request: LoadRequest) -> Any:
     if isinstance(draft, str | os.PathLike):
         if (name := draft_name(str(draft))) is not None:
             return None if name == "none" else name
-        device = None if request.run.device == "auto" else request.run.device
         own = RunOptions(
-            device=device,
+            device=None if request.run.device == "auto" else request.run.device,
             show_progress=request.run.show_progress,
             trust_remote_code=request.run.trust_remote_code,
             verify_checksums=request.run.verify_checksums,
@@ -526,7 +525,7 @@ def load_with_draft(request: LoadRequest, draft: Any, console: Console | None = 
     """
     from rabbitllm.generation.draft import free_draft, prepare_draft
 
-    request, draft = load_draft(request, draft, console, None if draft == "auto" else False)
+    request, draft = load_draft(request, draft, console)
     model = load(request, console)
     if draft is None or not hasattr(model, "placement"):  # a worker
         return model, None
@@ -535,7 +534,7 @@ def load_with_draft(request: LoadRequest, draft: Any, console: Console | None = 
     return model, free_draft(model) if draft == "auto" else draft
 
 
-def load_draft(request: LoadRequest, draft: Any, console: Any = None, heads: Any = False) -> tuple[LoadRequest, Any]:
+def load_draft(request: LoadRequest, draft: Any, console: Any = None) -> tuple[LoadRequest, Any]:
     """Load a draft model as `load_with_draft` does; return the request for the model with what the draft needs, too."""
     if isinstance(draft, LoadRequest):
         sources = [prepare.find(model.spec, only_look=model.split is None) for model in (request, draft)]
@@ -544,7 +543,8 @@ def load_draft(request: LoadRequest, draft: Any, console: Any = None, heads: Any
 
             check_folders(*(source.config_folder for source in sources))
         draft = load(draft, console)
-    return replace(request, run=replace(request.run, heads=draft == "mtp" or heads, self_draft=draft == "self")), draft
+    run = replace(request.run, heads=None if draft == "auto" else draft == "mtp", self_draft=draft == "self")
+    return replace(request, run=run), draft
 
 
 def check_unsplit(options: SplitOptions) -> None:

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from rabbitllm.auto_model import LoadRequest, load_with_draft
 from rabbitllm.base.terminal import counted, harmless, put, put_fact, size
+from rabbitllm.errors import OptionError
 from rabbitllm.generation.draft import Draft, use_draft
 from rabbitllm.generation.request import Sampling
 from rabbitllm.telemetry.passes import (
@@ -170,11 +171,13 @@ def measure(
         load_request: the model; it is loaded with its profiler.
         request: size of the generation.
         say: called with a description of each step.
-        draft: see `load_with_draft`; a batch of several sequences does without.
+        draft: see `load_with_draft`; a batch of several sequences does without "auto".
 
     Raises:
-        RabbitLLMError: as in `AutoModel.from_pretrained`.
+        RabbitLLMError: as in `AutoModel.from_pretrained`, or a batch of several sequences has a draft.
     """
+    if request.batch > 1 and draft not in (None, "auto"):
+        raise OptionError("Drafts are for one sequence, or for requests; found --batch.", "Leave one of the two out.")
     say("loading")
     import rabbitllm.engine.load  # noqa: F401  its imports are not part of the loading time
 

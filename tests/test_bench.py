@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from rabbitllm.bench import BenchRequest, Measured, as_record, measure, peak_memory, shares
+from rabbitllm.errors import OptionError
 from tests.support.builders import build_checkpoint
 from tests.support.fresh_process import in_a_fresh_process
 from tests.support.load_requests import asked
@@ -47,6 +48,11 @@ def test_shares_of_a_pass_add_up(measured: Measured) -> None:
     assert sum(share for _, _, share, _ in rows) == pytest.approx(1, abs=0.01)
     assert sum(seconds for _, seconds, _, _ in rows) == pytest.approx(further.wall / further.passes, rel=0.01)
     assert rows[-1][0] == "between layers"
+
+
+def test_a_draft_for_a_batch_is_refused() -> None:
+    with pytest.raises(OptionError, match="Drafts are for one sequence"):
+        measure(asked("nothing", device="cpu"), REQUEST, draft="ngram")
 
 
 @pytest.mark.long

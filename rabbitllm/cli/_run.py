@@ -86,6 +86,7 @@ def run_command(
     from rabbitllm.auto_model import load_with_draft
     from rabbitllm.base.options import expand
     from rabbitllm.display.answer_printer import AnswerPrinter
+    from rabbitllm.errors import OptionError
     from rabbitllm.generation.grammar import Grammar
     from rabbitllm.generation.media import media_files
     from rabbitllm.generation.request import FinishReason, ModelLimits, Request, recommended_sampling
@@ -105,6 +106,8 @@ def run_command(
     requested = answers.sampling
     files = media_files(image or (), audio or ())  # now, not after an hour of splitting
     grammar = None if schema is None else Grammar.of_schema(expand(schema).read_text(encoding="utf-8"))
+    if files and draft.lower() not in ("auto", "none"):
+        raise OptionError(f"--draft {draft} cannot be used with pictures and sounds.", "Leave --draft out.")
     errors = Console(stderr=True, highlight=False)
     hosts = hosts_for(workers, address, model, errors)
     request = replace(options, device=local_device(options.device, hosts)).request(model, hosts, profiling=verbose)

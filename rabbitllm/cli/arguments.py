@@ -121,7 +121,7 @@ BatchDraftOption = Annotated[
         metavar="MODEL",
         help="A small model with the same vocabulary proposes tokens for each request, and a pass checks as many of "
         "them as pays; mtp: the checkpoint's own heads; ngram: tokens that followed the same words before; none; or "
-        "auto for ngram where layers are streamed.",
+        "auto for mtp or else ngram where layers are streamed.",
         autocompletion=complete_model,
     ),
 ]

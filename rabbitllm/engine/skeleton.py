@@ -268,11 +268,10 @@ def build_heads(
     from rabbitllm.engine.transformers_api import build_heads, kept_dtypes
 
     config = copy.deepcopy(model.config.get_text_config(decoder=True))
-    # Qwen's configs have no such settings; their heads attend to all tokens
-    types = {"layer_types": "full_attention", "mlp_layer_types": (getattr(config, "mlp_layer_types", None) or [""])[-1]}
-    for name, kind in types.items():
-        if getattr(config, name, None) is not None and getattr(config, f"mtp_{name}", None) is None:
-            setattr(config, f"mtp_{name}", [kind] * count)
+    for name in ("layer_types", "mlp_layer_types"):  # Qwen's configs have no such settings for heads
+        types = getattr(config, name, None)
+        if types is not None and getattr(config, f"mtp_{name}", None) is None:
+            setattr(config, f"mtp_{name}", ["full_attention" if "full_attention" in types else types[-1]] * count)
     config.num_mtp_layers = count
     with BUILDING, torch.device("meta"):
         before = torch.get_default_dtype()

@@ -166,14 +166,21 @@ class StreamedModel(_TransformersModel):
         """Generate as transformers does.
 
         Raises:
-            OptionError: `use_mtp=True`, for which transformers reads a checkpoint's own shards, and the model is split.
+            OptionError: `use_mtp=True`, for which transformers reads a checkpoint's own shards, and the model is split,
+                or transformers knows no heads of it.
         """
         config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else self.generation_config)
-        if kwargs.get("use_mtp", getattr(config, "use_mtp", False)) and self._internals.origin.store.is_split:
-            raise OptionError(
-                "use_mtp=True needs the shards of the checkpoint; the model was loaded from a split directory.",
-                "Use --draft mtp, or load the checkpoint with split=False.",
-            )
+        if kwargs.get("use_mtp", getattr(config, "use_mtp", False)):
+            if self._internals.origin.store.is_split:
+                raise OptionError(
+                    "use_mtp=True needs the shards of the checkpoint; the model was loaded from a split directory.",
+                    "Use --draft mtp, or load the checkpoint with split=False.",
+                )
+            text = self.config.get_text_config(decoder=True)
+            if not getattr(text, "num_mtp_layers", None):
+                raise OptionError(
+                    f"use_mtp=True: transformers knows no heads of {text.model_type}.", "Use --draft mtp."
+                )
         return super().generate(*args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ clear error if a part is missing or is called otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,7 @@ with checked_parts():
     if hasattr(cache_utils, "MtpCache"):  # since 5.24
         from transformers.cache_utils import MtpCache
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.masking_utils import create_causal_mask
         from transformers.modeling_layers import MtpModel
 
         check_call(MtpModel.forward_layer, "self", "index", "hidden", "positions", "cache", inputs_embeds="")
@@ -163,7 +165,30 @@ def build_heads(model: PreTrainedModel, config: PretrainedConfig) -> Any:
     for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         setattr(heads, name, getattr(model, name))
     heads.first = model.config.get_text_config(decoder=True).num_hidden_layers
+    types = set(getattr(config, "layer_types", None) or ())
+    if unknown := types - _TYPES:
+        raise ValueError(f"layers of type {min(unknown)}; expected {', '.join(sorted(_TYPES))}")
+    if _INDEXED in types:  # transformers has no argument of a layer for its mask
+        heads.create_masks_for_mtp_layer = partial(_mask_of_indexed, config)
+        for layer in heads.layers:
+            layer.mtp_block.register_forward_hook(_states_alone)
     return heads
+
+
+_INDEXED = "indexed_attention"
+_TYPES = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding", _INDEXED}
+"""Types of layers that heads can have."""
+
+
+def _mask_of_indexed(config: Any, index: int, embedded: Any, cache: Any, positions: Any) -> dict[str, torch.Tensor]:
+    """The mask of a head whose layer chooses tokens by an index."""
+    places = {"position_ids": positions, "layer_idx": index}
+    return {"attention_mask": create_causal_mask(config, embedded, None, cache, allow_is_causal_skip=False, **places)}
+
+
+def _states_alone(module: Any, inputs: Any, output: Any) -> Any:
+    """A forward hook of a layer that returns the tokens that it chose, too."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 _SHARED = ("embed_tokens", "shared_head", "rotary_emb")

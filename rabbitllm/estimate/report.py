@@ -370,8 +370,8 @@ def _show_drafts(console: Console, plan: Plan, generations: Sequence[GenerationE
     if not usable:
         return
     console.print()
-    name = f"with the draft {harmless(next(iter(usable.values())).name)}"
-    put(console, Text(f"{name}, if half of the drafted tokens are right (assumed)", "dim"))
+    names = " or ".join(dict.fromkeys(harmless(draft.name) for draft in usable.values()))
+    put(console, Text(f"with the draft {names}, if half of the drafted tokens are right (assumed)", "dim"))
     put(console, Text(_draft_columns("", "memory", [f"{tokens:g} a pass" for tokens in DRAFTED]), "dim"))
     for name, draft in usable.items():
         times = [moment(one.token_seconds) for one in draft.passes] or ["?"] * len(DRAFTED)

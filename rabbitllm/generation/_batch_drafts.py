@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig, LogitsProcessorList
@@ -24,6 +24,7 @@ from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._width import Width, costs_of
 from rabbitllm.generation.kv_cache import MIN_PREFIX_TOKENS, CacheCost, common_prefix, cost_by_config
 from rabbitllm.generation.request import end_tokens
+from rabbitllm.telemetry.passes import Drafts
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -124,8 +125,11 @@ class BatchDrafts:
     def learn(self, lookaheads: Sequence[Lookahead], rows: int, seconds: float) -> None:
         """Take in the pass that is over: the drafts of its sequences, its rows and its time."""
         self._costs.learn_pass(rows, seconds, any(lookahead.was_checked for lookahead in lookaheads))
-        for lookahead in lookaheads:
-            lookahead.learn(rows)
+        brought = reduce(Drafts.plus, [lookahead.learn(rows) for lookahead in lookaheads], Drafts(whole=seconds))
+        if self._draft is not None and brought.passes:
+            brought = replace(brought, name=self._draft if isinstance(self._draft, str) else "a draft model")
+            self._stats.drafts = self._stats.drafts.plus(brought)
+            self._model.profiler.add_drafts(brought)
 
     def close(self) -> None:
         """Restore the draft model."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rabbitllm.generation.kv_cache import Beside, CacheCost
+from rabbitllm.telemetry.passes import Drafts
 
 if TYPE_CHECKING:
     from rabbitllm.generation._packed_batch import PackedSequence
@@ -147,19 +148,17 @@ class Lookahead:
         """Whether the pass that is over has checked a draft."""
         return len(self._computed) > self._known
 
-    def learn(self, rows: int) -> None:
-        """Take in the pass of so many rows that is over."""
+    def learn(self, rows: int) -> Drafts:
+        """Take in the pass of so many rows that is over; return what its draft brought."""
         self._proposals.settle(len(self._ids()) - 1, ())
+        brought = Drafts()
         if self._wanted is not None and self._width is not None:
-            self._width.learn(
-                self._wanted,
-                len(self._computed) - self._known,
-                max(self._accepted - self._known, 0),
-                rows=rows,
-                draft_seconds=self.seconds,
-                lacks=self._unread,
-            )
+            drafted, right = len(self._computed) - self._known, max(self._accepted - self._known, 0)
+            self._width.learn(self._wanted, drafted, right, rows=rows, draft_seconds=self.seconds, lacks=self._unread)
+            hits = (1,) * right + (0,) * (right < drafted)
+            brought = Drafts(1, right + 1, (1,) * len(hits), hits, self.seconds, self.seconds)
         self._wanted, self._computed, self._known, self.seconds = None, (), 0, 0.0
+        return brought
 
     def close(self) -> None:
         """End, as the sequence does, or until it goes on; what the source keeps stays beside the KV cache."""

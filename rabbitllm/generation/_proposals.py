@@ -45,13 +45,10 @@ class Proposal:
 
     Attributes:
         tokens: ids, int64 of shape (1, count).
-        probabilities: those with which a model drew each token from the vocabulary, float32 of shape (count,
-            vocabulary); None for tokens that were not drawn.
         tree: of a tree the parent of each token, an index before it, -1 for the text; None if each follows the last.
     """
 
     tokens: torch.Tensor
-    probabilities: torch.Tensor | None = None
     tree: Sequence[int] | None = None
 
     @property
@@ -153,7 +150,7 @@ class FromModel:
         self._computed: list[int] = []
         self._device = draft.device
         self._processors = processors
-        self._samples = config.do_sample and not branches  # else the random numbers are those of `generate`
+        self._samples = config.do_sample and not branches
         self._temperature = 1.0 if config.do_sample else _SHARPER
         ends = config.eos_token_id
         self._ends = {ends} if isinstance(ends, int) else {*(ends or ())}
@@ -180,19 +177,18 @@ class FromModel:
         return logits
 
     def _chain(self, ids: torch.Tensor, logits: torch.Tensor, count: int) -> Proposal:
-        known, drawn = ids.shape[1], []
-        while True:
-            scores = self._processors(ids, logits)
-            probabilities = scores.softmax(dim=-1)
-            token = torch.multinomial(probabilities, 1) if self._samples else scores.argmax(dim=-1, keepdim=True)
-            ids = torch.cat((ids, token), dim=1)
-            drawn.append(probabilities)
-            # a token that was drawn is always checked: to leave out unlikely ones would change the distribution
-            is_sure = self._goes_on(float(probabilities[0, token[0, 0]]))
-            if len(drawn) == count or not is_sure or int(token) in self._ends:
-                break
-            logits = self._track.logits(ids, 1)
-        return Proposal(ids[:, known:], torch.cat(drawn) if self._samples else None)
+        known, device = ids.shape[1], self._device
+        # a token is drawn with the random numbers with which the model will draw it, so most are the same
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], enabled=self._samples):
+            while True:
+                probabilities = self._processors(ids, logits).softmax(dim=-1)
+                most = probabilities.argmax(dim=-1, keepdim=True)
+                token = torch.multinomial(probabilities, 1) if self._samples else most
+                ids = torch.cat((ids, token), dim=1)
+                is_sure = self._goes_on(float(probabilities[0, token[0, 0]]))
+                if ids.shape[1] - known == count or not is_sure or int(token) in self._ends:
+                    return Proposal(ids[:, known:])
+                logits = self._track.logits(ids, 1)
 
     def _tree(self, ids: torch.Tensor, logits: torch.Tensor, most: int) -> Proposal:
         nodes: list[_TreeToken] = []  # without the root, the most probable first: each after its parent

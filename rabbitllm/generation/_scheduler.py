@@ -37,12 +37,11 @@ from rabbitllm.generation._model_runner import ModelRunner
 from rabbitllm.generation._proposals import NGRAM, Draft
 from rabbitllm.generation._sequence import Sequence, SequenceStatus
 from rabbitllm.generation.cache_manager import CacheAllocation, CacheManager
-from rabbitllm.generation.draft import prepare_draft
+from rabbitllm.generation.draft import free_draft, prepare_draft
 from rabbitllm.generation.kv_cache import can_go_back, keeps
 from rabbitllm.generation.request import MEDIA_BYTES, BatchStats, FinishReason, Limits
 
 if TYPE_CHECKING:
-    from rabbitllm.engine.placement import Placement
     from rabbitllm.engine.streamed_model import StreamedModel
 
 logger = logging.getLogger(__name__)
@@ -112,19 +111,10 @@ class TokenBudget:
         return min(int(times * (max(free, MANY_TOKENS) + TOKENS_EACH * decoding)), MAX_TOKENS)
 
 
-def moves_weights(placement: Placement) -> bool:
-    """Whether each pass moves weights, the same ones for any number of rows.
-
-    Experts that are streamed one by one are others for each row.
-    """
-    moved = placement.moved_bytes
-    return moved > 0 and all(pool.kept >= pool.stored for pool in placement.pools)
-
-
 def draft_of(
     model: StreamedModel, draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"], *, exact: bool
 ) -> Draft | None:
-    """The draft of a batch, prepared; "auto" and "ngram" are none where there are no drafts.
+    """The draft of a batch, prepared; "auto" is what `free_draft` says, or none where there are no drafts.
 
     Args:
         model: the model.
@@ -135,16 +125,18 @@ def draft_of(
         OptionError: the draft does not suit the model, or the model's KV caches do not go on.
     """
     can = keeps(model) and not exact
-    if draft == "auto" or draft == NGRAM:
-        is_wanted = draft == NGRAM or moves_weights(model.placement)
-        return NGRAM if is_wanted and can and can_go_back(model) else None
+    if draft == "auto":
+        draft = (free_draft(model) if can else None) or "none"
+        # experts that are streamed one by one are others for each row, and rows that cost little are often wrong
+        if draft == NGRAM and any(pool.kept < pool.stored for pool in model.placement.pools):
+            return None
     if draft == "none":
         return None
     if not can:
         raise OptionError(
             f"This draft cannot be used for many requests of a {type(model).__name__}: it needs KV caches that go on "
             "with further tokens, and passes of all requests together, without --exact.",
-            "Leave the draft out, or use --draft ngram.",
+            "Leave the draft out.",
         )
     prepare_draft(model, draft)
     return draft

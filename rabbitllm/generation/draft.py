@@ -1,8 +1,8 @@
 """Drafts: a small model, the model's own heads or the text so far propose tokens; the model checks them in a pass.
 
 A streamed model reads its weights once for each pass, so an answer takes as many passes fewer as proposals are right.
-The answer is the model's own: greedy decoding gives the same tokens except for rounding, sampling the same distribution
-(Leviathan et al. 2023, arXiv:2211.17192). One loop serves all models, those with states included (`_rewind.py`).
+The answer is the model's own: each token is chosen as without a draft, by the same random numbers, so tokens are the
+same except for rounding. One loop serves all models, those with states included (`_rewind.py`).
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ _LEAVE_OUT = "Leave the draft model out, or use a smaller model of the same fami
 class Drafting:
     """The steps of `generate` with a draft, for its argument `custom_generate`.
 
-    It learns how many tokens to draft (`_width.py`), so keep one for a model and its draft. Greedy answers do not
-    depend on that number, nor do sampled ones with "ngram" or with trees, since the random numbers are those of
-    `generate`. With chains of a model the numbers that are drawn depend on it, and so on times: the distribution is the
-    model's, but a seed may give another answer.
+    It learns how many tokens to draft (`_width.py`), so keep one for a model and its draft. Answers, greedy or of a
+    seed, do not depend on that number, which depends on times: tokens are chosen as without a draft, with the same
+    random numbers. In 16 bits they may all the same, since passes of other numbers of rows round differently.
 
     Args:
         draft: what proposes tokens, after `prepare_draft`; None for those alone that a grammar forces.
@@ -254,17 +253,8 @@ def _chosen(
     Returns:
         The token's id, (1, 1), and its index in the proposal.
     """
-    if not samples:
-        token = scores.argmax(dim=-1, keepdim=True)
-    elif proposal.probabilities is None or not followers:
-        token = torch.multinomial(scores.softmax(dim=-1), 1)  # the random numbers are those of `generate`
-    else:
-        guess = proposal.tokens[:, followers[0] : followers[0] + 1]
-        ours, theirs = scores.softmax(dim=-1), proposal.probabilities[followers[0] : followers[0] + 1].to(scores.device)
-        if torch.rand((), dtype=torch.float32, device=scores.device) * theirs[0, guess[0, 0]] < ours[0, guess[0, 0]]:
-            return guess, followers[0]
-        rest = (ours - theirs).clamp(min=0)
-        return torch.multinomial(rest if rest.any() else ours, 1), None
+    # the random numbers are those of `generate`
+    token = torch.multinomial(scores.softmax(dim=-1), 1) if samples else scores.argmax(dim=-1, keepdim=True)
     return token, next((index for index in followers if int(proposal.tokens[0, index]) == int(token)), None)
 
 

@@ -462,6 +462,7 @@ class BatchStats:
         file_read_bytes: bytes read from that file.
         drafted_tokens: number of tokens that drafts proposed in passes.
         accepted_tokens: how many of them were the model's own choice, so that they took no pass.
+        drafts: what drafts brought: its passes are those of each sequence that might have had a draft.
         forced_tokens: number of tokens that grammars forced, so that they took no pass; of requests that ended.
         prompt_hits: number of requests that continued a prefix from disk.
         prompt_saved_tokens: tokens of these prefixes, which were not computed.
@@ -493,6 +494,7 @@ class BatchStats:
     file_read_bytes: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafts: Drafts = field(default_factory=Drafts)
     forced_tokens: int = 0
     prompt_hits: int = 0
     prompt_saved_tokens: int = 0
@@ -523,8 +525,8 @@ class Limits:
         throughput: optimize throughput, not the latency of single answers: a pass takes as many prompt tokens as memory
             allows, and its sequences go through each layer in parts.
         draft: what proposes tokens for each request, which are checked in the same pass: a model with the same tokens,
-            "mtp" or "ngram"; "none"; or "auto" for "ngram" where each pass moves weights, the same ones for any number
-            of rows.
+            "mtp" or "ngram"; "none"; or "auto", where each pass moves weights: "mtp" if the model has its heads, else
+            "ngram" if they are the same weights for any number of rows.
         prompt_bytes: limit of the prefix cache on disk, which survives restarts; 0 for none. See `_prompt_cache.py`.
         prompt_folder: folder of that cache; None for `prompts` in `locations.home()`.
         running_of_key, waiting_of_key: like `running` and `waiting`, of each `Request.owner`; None for no limit.

@@ -213,5 +213,12 @@ def _batch_families(stats: BatchStats) -> list[Family]:
     for key, name, text in _OF_BATCH:
         type_name = "counter" if name.endswith("_total") else "gauge"
         families.append(Family(f"rabbitllm_{name}", type_name, text, [("", {}, getattr(stats, key))]))
+    drafts = stats.drafts
+    for name, counts in (("checked", drafts.checked), ("right", drafts.right)):
+        text = f"Drafted tokens that were {name}, by their place in the draft."
+        depths = [("", {"depth": str(depth)}, float(count)) for depth, count in enumerate(counts, 1)]
+        families.append(Family(f"rabbitllm_{name}_tokens_total", "counter", text, depths))
+    text = "Time in which tokens were drafted."
+    families.append(Family("rabbitllm_draft_seconds_total", "counter", text, [("", {}, drafts.seconds)]))
     ended = [("", {"reason": reason}, float(count)) for reason, count in stats.ended.items()]
     return [*families, Family("rabbitllm_generations_total", "counter", "Finished requests, by reason.", ended)]

@@ -25,6 +25,7 @@ from rabbitllm.store.layer_store import verify
 from tests.support.builders import build_checkpoint
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
+from tests.support.mtp_heads import build_with_head
 from tests.support.notebook import Run, code_of, mark, read, started
 from tests.support.splitting import contents, names_in, occupied, split
 
@@ -211,6 +212,18 @@ def test_a_restarted_kernel_with_a_whole_split_fetches_nothing(
     assert again  # the plan's, of headers
     assert all(request.range for request in again)
     assert names_in(machine / "kaggle/working") == []
+
+
+@pytest.mark.long
+def test_without_a_draft_model_the_checkpoints_head_drafts(
+    machine: Path, tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub
+) -> None:
+    build_with_head(tmp_path / "hub" / REPOSITORY, "qwen3_5")
+    output = run_all(machine, gpus=1, gpu_bytes=850_000)
+    plan, load = output[: output.index(mark(CODE["plan"]))], output[output.index(mark(CODE["plan"])) :]
+    assert re.search(r"^with the draft .*\bmtp\b", plan, re.MULTILINE)
+    assert "drafts: by the model's own heads" in load
+    assert mark(CODE["statistics"]) in load
 
 
 @pytest.mark.long

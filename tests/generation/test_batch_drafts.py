@@ -357,7 +357,8 @@ def test_drafts_that_cannot_be_used_are_refused(tmp_path: Path, open_batch: Open
     with pytest.raises(OptionError, match="cannot be used for many requests of a LlamaForCausalLM: it needs KV"):
         open_batch(Limits(draft=draft, exact=True))
     restarts = split(build_checkpoint(tmp_path / "restarts", HYBRIDS["jamba"], dtype=torch.float32))
-    with pytest.raises(OptionError, match="cannot be used for many requests of a JambaForCausalLM: it needs KV caches"):
-        Batch(load(restarts), Limits(draft=draft))
+    for each in (draft, "ngram"):
+        with pytest.raises(OptionError, match="cannot be used for many requests of a JambaForCausalLM: it needs KV"):
+            Batch(load(restarts), Limits(draft=each))
     with pytest.raises(OptionError, match="loaded without its heads"):
         open_batch(Limits(draft="mtp"))

@@ -278,10 +278,10 @@ def test_where_drafts_are_used(open_batch: Open, tmp_path: Path) -> None:
     assert drafted(Limits(throughput=True)) > 0
     assert drafted(Limits(), budget=1 << 34) == 0
     assert drafted(Limits(draft="ngram"), budget=1 << 34) > 0
-    assert drafted(Limits(draft="ngram", exact=True)) == 0
-    for name, has_drafts in (("qwen3_next", True), ("jamba", False)):
+    assert drafted(Limits(exact=True)) == 0
+    for name, limits in (("qwen3_next", Limits(draft="ngram")), ("jamba", Limits())):
         hybrid = build_checkpoint(tmp_path / name, HYBRIDS[name], dtype=torch.float32)
-        assert (drafted(Limits(draft="ngram"), folder=split(hybrid)) > 0) is has_drafts
+        assert (drafted(limits, folder=split(hybrid)) > 0) is (name == "qwen3_next")
 
 
 def test_a_cut_layer_keeps_its_room() -> None:

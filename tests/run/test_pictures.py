@@ -64,6 +64,9 @@ def test_raw_prompt_has_placeholders(folder: Path, tmp_path: Path) -> None:
     options = ("--image", tmp_path / "a.png", "--raw", "--max-new-tokens", "2", "--json")
     code, output, errors = run(folder, "See <start_of_image>: it is", *options)
     assert (code, json.loads(output)["new_tokens"]) == (0, 2), errors
+    code, _, errors = run(folder, "See it is", *options, "--draft", "ngram")
+    assert code == 1
+    assert "--draft ngram cannot be used with pictures and sounds" in errors
     code, _, errors = run(folder, "See it is", *options)
     assert code == 1
     assert "one placeholder" in errors

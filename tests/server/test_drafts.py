@@ -60,6 +60,13 @@ def test_the_same_answers_in_fewer_passes(split_folder: Path) -> None:
             with served.http as client:
                 status = client.get("/status").json()
             assert (status["drafted_tokens"], status["accepted_tokens"]) == (drafted, accepted)
+            brought = status["drafts"]
+            assert sum(brought["right"]) == accepted
+            assert brought["tokens"] == brought["passes"] + accepted
+            if draft == "auto":
+                assert brought["checked"][0] == figures['rabbitllm_checked_tokens_total{depth="1"}'] > 0
+                assert 0 < figures["rabbitllm_draft_seconds_total"] == brought["seconds"] < brought["whole"]
+                assert brought["name"] == "ngram"
     assert answers[0] == answers[1]
     assert passes[1] < 0.95 * passes[0]
 

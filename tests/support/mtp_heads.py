@@ -18,6 +18,10 @@ QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Families whose heads are called `mtp.*`."""
 NUMBERED = ("deepseek_v3", "glm4_moe")
 """Families whose heads are numbered behind the last layer."""
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+"""The same, and they choose tokens by an index: transformers cannot compute these."""
+LIKE_QWEN = ("exaone_moe", "mimo_v2_flash")
+"""Other families whose heads have Qwen's names."""
 
 SLIDING = ("mellum",)
 """Families whose heads have Qwen's names, and see a window only."""
@@ -61,10 +65,10 @@ def add_head(folder: Path, family: Family, seed: int = 1, index: int = 0) -> Pat
     tensors, head = read_tensors(folder), random_head(folder, family, seed)
     if family.model_type == "inkling_text":
         return _add_convolved(folder, seed)
-    if family.model_type in (*NUMBERED, *SLIDING):
+    if family.model_type in (*NUMBERED, *INDEXED, *SLIDING):
         settings = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**settings, "num_nextn_predict_layers": index + 1}))
-    if family.model_type in NUMBERED:
+    if family.model_type in (*NUMBERED, *INDEXED):
         layers = _layers(folder) + index
         names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
         renamed = {f"model.layers.{layers}.{new}.weight": head.pop(old) for old, new in names.items()}
