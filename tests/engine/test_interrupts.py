@@ -112,6 +112,7 @@ CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 """How a model is loaded, and the functions that wait in a pass of it."""
 OTHERS = {
+    "_copy_files.read": "while a model is loaded",
     "_first_use.wait_for": "in the first pass of a model: test_ctrl_c_while_weights_are_compared",
     "_first_use.before": "the same",
     "_first_use.after": "the same",
