@@ -45,7 +45,8 @@ _AROUND = (
 )
 """Names of a layer's norms: before its attention and its MLP, or also after them."""
 _ORDINARY = (torch.Tensor, nn.Parameter)
-_OWN = ("forward", "eps", "variance_epsilon", "act", "training")
+_TABLES = "_forward_hooks", "_forward_pre_hooks", "_parameters", "_modules"
+_OWN = ("forward", "eps", "variance_epsilon", "act", "training", *_TABLES)
 """Attributes of a module and its parts that what they compute depends on."""
 _MULTIPLE = 32
 """Width of heads in steps."""
@@ -278,7 +279,9 @@ def fuse_attention(model: nn.Module) -> int:
         return kind_of(module), form
 
     def forward_of(module: nn.Module, key: tuple[object, _AttentionForm]) -> Forward:
-        return functools.partial(_forward, key[1]) if _is_alike(module, key[1]) else None
+        if not _is_alike(module, key[1]):
+            return None
+        return functools.partial(_forward, key[1], rotating_forward(type(module)))
 
     return fuse(model, key_of, forward_of)
 
@@ -360,11 +363,10 @@ def _form_of(module: Any) -> _AttentionForm | None:
     return form if [width * heads for heads in form.heads] == sizes else None
 
 
-def _forward(form: _AttentionForm, module: Any, *args: Any, **named: Any) -> Any:
+def _forward(form: _AttentionForm, rotating: Forward, module: Any, *args: Any, **named: Any) -> Any:
     if not args and (result := _called(form, module, named)) is not None:
         return result, None
-    kind: Any = type(module)
-    return (rotating_forward(kind) or kind.forward)(module, *args, **named)
+    return (rotating or type(module).forward)(module, *args, **named)
 
 
 def _called(form: _AttentionForm, module: Any, named: dict[str, Any], layer: Any = None) -> torch.Tensor | None:
@@ -387,10 +389,10 @@ def _step(
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and bool(mask.all())):
         return None
     kept = getattr(module._modules[form.linears[0]]._parameters.get("weight"), "calls", None) or {}
-    calls: _TwoCalls | None = kept.get(layer is None)
+    calls: _TwoCalls | None = kept.get(module if layer is None else layer)
     if (calls is None or not calls.is_current()) and (calls := _prepared(form, module, layer)) is None:
         return None
-    weights = [table[name] for table, name in calls.tables]
+    weights = [table.get(name) for table, name in calls.tables]
     if (programs := calls.programs()) is None or x.shape[-1] != calls.columns or not _are_rows(*weights):
         return None
     others, after = weights[: calls.before], [x, *weights[calls.before :]] if layer is not None else []
@@ -444,7 +446,8 @@ def _prepared(form: _AttentionForm, module: Any, layer: Any) -> _TwoCalls | None
     biased = [table["bias"] is not None for table in firsts]
     matrices, is_current = [weight.matrix for weight in weights], _facts_of(form, module, linears, facts)
     calls = _TwoCalls(form, matrices, biased, around, is_current, tables)
-    weights[0].calls = {**(weights[0].calls or {}), layer is None: calls}
+    # by whose they are: a weight may be that of several layers
+    weights[0].calls = {**(weights[0].calls or {}), module if layer is None else layer: calls}
     return calls
 
 

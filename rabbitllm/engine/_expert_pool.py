@@ -381,13 +381,15 @@ class ExpertPool:
         missing, begin = chosen[self.cache.slots_of(module + 1, chosen) < 0][:most].tolist(), len(self._sent)
         for expert, slot in zip(missing, free, strict=False):
             self._send(module + 1, expert, slot, HostSlot())
-        self._sent, sent = self._sent[:begin], self._sent[begin:]
-        self._ahead = module + 1, dict(zip(missing, sent, strict=False))
+        # an interrupt in between leaves each fill in one of the two, to be waited for
+        self._ahead = module + 1, dict(zip(missing, self._sent[begin:], strict=False))
+        self._sent = self._sent[:begin]
 
     def _taken_ahead(self, module: int, count: int) -> dict[int, ExpertSlot]:
         """The slots of experts that were read ahead for this pass of one token; what was for another is ended."""
-        (number, ahead), self._ahead = self._ahead, (-1, {})
+        number, ahead = self._ahead
         self._sent = [*ahead.values()]
+        self._ahead = -1, {}
         if number == module and count <= self.sources[module].used:
             return {expert: slot for expert, (_, slot) in ahead.items() if slot is not None}
         self._settle()

@@ -36,14 +36,23 @@ def fuse_rotary(model: nn.Module) -> int:
     return fuse(model, type, lambda _, kind: rotating_forward(kind))
 
 
-@functools.cache
-def rotating_forward(kind: type[nn.Module]) -> Callable[..., Any] | None:
-    """A class's forward that rotates in one call; None if it calls no function whose bits these are."""
-    inner = inspect.unwrap(kind.forward)
-    ordinary = getattr(inner, "__globals__", {}).get(NAME)
+def rotating_forward(kind: Any) -> Callable[..., Any] | None:
+    """A class's forward that rotates in one call, until others replace it or its function for rotations; None if it
+    calls no function whose bits these are."""
+    own = kind.forward
+    inner = inspect.unwrap(own)
+    variables: dict[str, Any] = getattr(inner, "__globals__", {})
+    ordinary = variables.get(NAME)
     if ordinary is None or NAME not in inner.__code__.co_names or not _has_bits(ordinary):
         return None
-    forward: Callable[..., Any] | None = with_globals(kind.forward, {NAME: functools.partial(_rotated, ordinary)})
+    if (rotating := with_globals(own, {NAME: functools.partial(_rotated, ordinary)})) is None:
+        return None
+
+    @functools.wraps(own)
+    def forward(module: nn.Module, *args: Any, **named: Any) -> Any:
+        is_own = kind.forward is own and variables[NAME] is ordinary
+        return (rotating if is_own else kind.forward)(module, *args, **named)
+
     return forward
 
 

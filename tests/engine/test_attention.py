@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,9 @@ CHANGES: dict[str, Change] = {
     "inner part": lambda patch, layer: patch.setitem(layer.mlp._modules, "up_proj", layer.mlp.gate_proj),
     "forward": lambda patch, layer: patch.setitem(vars(layer.mlp.act_fn), "forward", torch.relu),
     "hook": lambda patch, layer: patch.setitem(layer.mlp._forward_hooks, 7, lambda module, args, output: output * 2),
+    "other hooks": lambda patch, layer: patch.setattr(
+        layer.mlp, "_forward_hooks", OrderedDict({7: lambda module, args, output: output * 2})
+    ),
     "hook of a part": lambda patch, layer: patch.setitem(
         layer.mlp.down_proj._forward_pre_hooks, 7, lambda module, args: (args[0] * 2,)
     ),
@@ -227,6 +231,21 @@ def test_a_change_between_two_steps_is_noticed(tmp_path: Path, monkeypatch: pyte
         assert torch.equal(*changed), name
         assert not torch.equal(changed[0], ordinary[0]), name
         assert all(map(torch.equal, steps(), ordinary)), name
+
+
+@torch.no_grad()
+def test_layers_that_share_a_weight_compute_with_their_own_others(tmp_path: Path) -> None:
+    model = load(checkpoint(tmp_path, "llama", "q8_0"), exact=False)
+    first, second = model.model.layers
+    second.self_attn.q_proj.weight = first.self_attn.q_proj.weight
+    cache = DynamicCache(config=model.config)
+    model(PROMPT, past_key_values=cache)
+    for _ in range(2):
+        results = [model(PROMPT[:, :1], past_key_values=copy.deepcopy(cache)).logits]
+    for module in model.model.layers.modules():
+        vars(module).pop("forward", None)
+    results.append(model(PROMPT[:, :1], past_key_values=copy.deepcopy(cache)).logits)
+    assert _attention.relative_error(*results) < 0.02
 
 
 class Scaled(LlamaDecoderLayer):  # type: ignore[misc]

@@ -114,6 +114,20 @@ def test_the_forward_is_that_of_the_class() -> None:
             fused(x, position_embeddings=(angles, angles), past_key_values=None)
 
 
+def test_what_others_patch_later_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    config._attn_implementation = "sdpa"
+    fused, rotated = LlamaAttention(config, 0).bfloat16().eval(), list[int]()
+    fuse_rotary(fused)
+    x, angles = torch.randn(1, 3, 64).bfloat16(), torch.randn(1, 3, 32).bfloat16()
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *args: rotated.append(1) or ORDINARY(*args))
+        fused(x, position_embeddings=(angles, angles))
+        assert rotated == [1]
+        patch.setattr(LlamaAttention, "forward", lambda self, *args, **named: "patched")
+        assert fused(x, position_embeddings=(angles, angles)) == "patched"
+
+
 def test_a_function_that_rotates_otherwise_is_not_replaced() -> None:
     assert _rotary.rotating_forward(CohereAttention) is None  # neighbours are pairs
     assert _rotary.rotating_forward(torch.nn.Linear) is None
