@@ -109,12 +109,12 @@ def _sees(way: Callable[[Answer, _Dicts], Answer]) -> bool:
     plain, ordered, sample, calls = {"a": 1}, OrderedDict(a=1), _Sample(), list[int]()
     sample.value = 1
 
-    def found() -> bool:
+    def answer() -> bool:
         calls.append(1)
         return True
 
     try:
-        known = way(found, [plain, ordered, vars(sample)])
+        known = way(answer, [plain, ordered, vars(sample)])
     except (AttributeError, RuntimeError):  # there is no such function, or no more watchers are possible
         return False
     changes: list[Callable[[], Any]] = [

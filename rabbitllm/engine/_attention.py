@@ -278,10 +278,11 @@ def fuse_attention(model: nn.Module) -> int:
             return None
         return kind_of(module), form
 
+    # layers have kinds of their own, and few classes
+    rotating: Callable[..., Forward] = functools.cache(rotating_forward)
+
     def forward_of(module: nn.Module, key: tuple[object, _AttentionForm]) -> Forward:
-        if not _is_alike(module, key[1]):
-            return None
-        return functools.partial(_forward, key[1], rotating_forward(type(module)))
+        return functools.partial(_forward, key[1], rotating(type(module))) if _is_alike(module, key[1]) else None
 
     return fuse(model, key_of, forward_of)
 

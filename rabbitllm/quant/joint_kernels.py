@@ -98,7 +98,6 @@ def routed(data):  # type: ignore[no-untyped-def]
         rounding[1] = head[1] + 2 * columns * source
         rounding[9], rounding[10] = inputs + input_bytes * i, others + other_bytes * i
         call_parts(head[13], head[8], 0, 1, 1)
-    to_array(words_at(sums), 2 * rows * width)[:] = 0  # some kernels add to them
     work = to_array(words_at(work_at), 4 * (BEFORE_WORK + count * _WORK)).view(np.int64)
     work[0], work[1] = head[12], count
     for i in range(count):
