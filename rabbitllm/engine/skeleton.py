@@ -502,7 +502,9 @@ def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrained
     except Exception as error:
         if type(error) is ValueError and "side should be" not in str(error):  # a class that transformers lacks
             return None
+        remedy = f"Download {', '.join(_TOKENIZER_FILES[:2])} again, or remove them: model.tokenizer is then None."
+        if isinstance(error, UnicodeEncodeError):  # tokenizers opens paths of valid UTF-8 only
+            remedy = "Rename the folder: its path is not valid UTF-8."
         raise CorruptVocabularyError(
-            f"transformers cannot read the tokenizer in {folder}: {error_line(error)}",
-            f"Download {', '.join(_TOKENIZER_FILES[:2])} again, or remove them: model.tokenizer is then None.",
+            f"transformers cannot read the tokenizer in {folder}: {error_line(error)}", remedy
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -256,6 +257,13 @@ def test_a_tokenizer_without_a_vocabulary_is_none(
     assert "there is no vocabulary" in caplog.text
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "canine"}))  # of characters
     assert skeleton.read_tokenizer(tmp_path) is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of any bytes")
+def test_a_path_that_is_not_utf8_is_told_apart_from_a_damaged_tokenizer(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", "llama").rename(tmp_path / os.fsdecode(b"\xff"))
+    with pytest.raises(CorruptVocabularyError, match="Rename the folder: its path is not valid UTF-8"):
+        skeleton.check_tokenizer(folder)
 
 
 def test_chat_template_of_the_processor_is_used_for_text(tmp_path: Path) -> None:
