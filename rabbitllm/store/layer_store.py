@@ -226,8 +226,11 @@ class LayerStore(MappedWeights):
                     f"{path} {state}; by {MANIFEST_NAME} it has {record.size:,} bytes.", how_to_repair(path)
                 )
         if unfinished or (self.manifest is None and not files):
-            problem = f"{listed(unfinished, 3)} has no .done marker" if unfinished else "it has no layer files"
-            raise IncompleteSplitError(f"{self.folder} is not a finished split: {problem}.", REMAKE)
+            raise IncompleteSplitError(
+                f"{self.folder} is not a finished split: "
+                + (f"{listed(unfinished, 3)} has no .done marker." if unfinished else "it has no layer files."),
+                REMAKE,
+            )
         return files
 
     def is_current(self) -> bool:
