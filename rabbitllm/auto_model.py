@@ -495,7 +495,7 @@ def draft_of(draft: Any, request: LoadRequest) -> Any:
     if isinstance(draft, str | os.PathLike):
         if (name := draft_name(str(draft))) is not None:
             return None if name == "none" else name
-        own = RunOptions(
+        run_options = RunOptions(
             device=None if request.run.device == "auto" else request.run.device,
             show_progress=request.run.show_progress,
             trust_remote_code=request.run.trust_remote_code,
@@ -503,7 +503,7 @@ def draft_of(draft: Any, request: LoadRequest) -> Any:
         )
         check_model(draft)
         spec = prepare.ModelSpec(str(draft), access=replace(request.spec.access, revision=None))
-        return LoadRequest(spec, None if request.split is None else SplitOptions(), own)
+        return LoadRequest(spec, None if request.split is None else SplitOptions(), run_options)
     if not hasattr(draft, "placement"):
         raise OptionError(
             f"draft is of type {type(draft).__name__}; expected a name, a folder, a repository or a loaded model.",

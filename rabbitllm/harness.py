@@ -71,21 +71,21 @@ class OnePassLM(HFLM):  # type: ignore[misc]
         from tqdm import tqdm
 
         texts = [self._text(number, *tokens) for number, (_, *tokens) in enumerate(requests)]
-        found: dict[int, _Answer] = {}
+        answers: dict[int, _Answer] = {}
         shown = tqdm(
             score(self.model, texts, self._room),
             total=len(texts),
             disable=disable_tqdm or self.rank != 0,
             desc="Running loglikelihood requests",
         )
-        for one in shown:
-            if one.error is not None:
-                raise one.error
-            assert one.logprob is not None
-            found[one.index] = answer = (one.logprob, bool(one.greedy))
-            if (key := requests[one.index][0]) is not None:
+        for result in shown:
+            if result.error is not None:
+                raise result.error
+            assert result.logprob is not None
+            answers[result.index] = answer = (result.logprob, bool(result.greedy))
+            if (key := requests[result.index][0]) is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
-        return [found[number] for number in range(len(requests))]
+        return [answers[number] for number in range(len(requests))]
 
     def _text(self, number: int, context: Sequence[int], continuation: Sequence[int]) -> ScoredText:
         """Cut a request as `HFLM` does: keep the last `max_length + 1` tokens.

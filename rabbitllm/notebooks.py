@@ -85,14 +85,14 @@ class Places:
             return None
         name, _ = one_of_several(resolve_name(str(model)))
         local, checkpoint = self.layers / LOCAL_FOLDER, expand(name)
-        own = {folder_name(name)}
+        own_names = {folder_name(name)}
         if checkpoint.is_dir():
             snapshot = snapshot_of(checkpoint)
-            own = {snapshot.repo_folder if snapshot is not None else local_folder_name(checkpoint)}
+            own_names = {snapshot.repo_folder if snapshot is not None else local_folder_name(checkpoint)}
         splits = [folder for folder in (*_folders_in(self.layers), *_folders_in(local)) if folder != local]
         cached = _folders_in(Path(os.environ.get(HF_HUB_CACHE) or self.hub / "hub"))
-        used = sum(disk_bytes(folder) for folder in splits if folder.name not in own)
-        used += sum(_file_bytes(folder) for folder in cached if folder.name not in own)
+        used = sum(disk_bytes(folder) for folder in splits if folder.name not in own_names)
+        used += sum(_file_bytes(folder) for folder in cached if folder.name not in own_names)
         return max(self.room - used, 0)
 
     def __str__(self) -> str:

@@ -86,11 +86,15 @@ def spoken(call: ast.Call) -> str | None:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if name in ERRORS and call.args:
         return name
+    if name == WARNING:
+        return ""
     is_log = isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name)
     return "" if is_log and name == "warning" and call.func.value.id == "logger" else None  # type: ignore[attr-defined]
 
 
 MAKERS = ("missing_package",)
+WARNING = "warn_once"
+"""A function that logs its second argument."""
 
 
 def missing(call: ast.Call, around: ast.AST) -> list[str] | None:
@@ -109,17 +113,18 @@ def messages() -> Iterator[Message]:
             error = spoken(call)
             around = next((f for f in reversed(functions) if f.lineno <= call.lineno <= (f.end_lineno or 0)), tree)
             where = f"{path.relative_to(PACKAGE)}:{call.lineno}"
-            if getattr(around, "name", "") in MAKERS:
+            if getattr(around, "name", "") in (*MAKERS, WARNING):
                 continue
             yield from (Message(text, "MissingPackageError", where) for text in missing(call, around) or ())
             if error is None:
                 continue
-            form = call.args[0].value if isinstance(call.args[0], ast.Constant) else None
+            args = call.args[1:] if getattr(call.func, "id", "") == WARNING else call.args
+            form = args[0].value if isinstance(args[0], ast.Constant) else None
             begins_with_another = isinstance(form, str) and form.startswith("%s")
-            if any(map(passes_on, call.args if begins_with_another else call.args[:1])):
+            if any(map(passes_on, args if begins_with_another else args[:1])):
                 continue
             bare = form == "%s"
-            for text in text_of(call.args[bare], around) or [HOLE]:
+            for text in text_of(args[bare], around) or [HOLE]:
                 yield Message(text, error, where)
 
 

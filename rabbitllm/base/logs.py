@@ -6,6 +6,7 @@ that sets up logging receives the records of the logger "rabbitllm" like any oth
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from pathlib import Path
@@ -62,6 +63,12 @@ def show(name: str) -> None:
         logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+@functools.cache
+def warn_once(logger: logging.Logger, text: str, *arguments: object) -> None:
+    """Log a warning, unless the same was logged before; the arguments must be hashable."""
+    logger.warning(text, *arguments)
 
 
 def _handler(file: str) -> logging.Handler:

@@ -347,7 +347,7 @@ def _parse_generation(value: Mapping[str, Any], field: str, index: int, defaults
     if value.get("repetition_penalty") is None:
         value = {**value, "repetition_penalty": _number(value, "repeat_penalty", None)}
     usual = defaults.sampling.nth(index)
-    numbers = {name: _number(value, name, own) for name, own in asdict(usual).items() if name in _NUMBERS}
+    numbers = {name: _number(value, name, default) for name, default in asdict(usual).items() if name in _NUMBERS}
     numbers |= {"top_k": 0} if numbers["top_k"] == -1 else {}
     sampling = replace(usual, **numbers, **_of_tokens(value))
     count, stops = _number(value, "n", 1), _stops(value, defaults)
@@ -404,8 +404,8 @@ def _parse_likelihood(value: Mapping[str, Any], field: str) -> ScoreItem | Choos
     texts = tuple(raw) if listed else (raw,)
     if not texts or not all(isinstance(text, str) and text for text in texts) or (field == "choices" and not listed):
         expected = "a list of texts" if field == "choices" else "a text, or a list of texts"
-        found = _type_name(raw) if raw or not listed else "an empty list"
-        raise LineError(f"{field} is {found}; expected {expected}, none of them empty")
+        actual = _type_name(raw) if raw or not listed else "an empty list"
+        raise LineError(f"{field} is {actual}; expected {expected}, none of them empty")
     return Choose(context, texts) if field == "choices" else ScoreItem(context, texts, listed)
 
 

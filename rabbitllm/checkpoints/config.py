@@ -28,6 +28,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, Mapping) else {}
 
 
+def model_type_of(config: Mapping[str, Any]) -> str | None:
+    """The family that a config names; None if it names none."""
+    family = config.get("model_type")
+    return family if isinstance(family, str) else None
+
+
 def experts_a_token(config: Mapping[str, Any]) -> int | None:
     """Experts per token by the content of a config.json; None for models without experts, and if absent."""
     return _first(text_config(config).get) or _first(config.get)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.base.logs import warn_once
 from rabbitllm.base.terminal import error_line, listed
 from rabbitllm.checkpoints._meta_llama import as_json
 from rabbitllm.checkpoints.gguf_model import ORIGINAL, OUTLINE, GgufModel, read_gguf_model
@@ -135,7 +136,8 @@ class GgufCheckpoint:
             # divisors of rotary frequencies are in the config
             left_out += [] if targets or stored.name in FACTOR_TENSORS else [LeftOut(stored.name, stored.extent)]
         if left_out:
-            _warn_of(shard, tuple(tensor.name for tensor in left_out))
+            text = "%s: transformers has no parameter for %s, which is left out."
+            warn_once(logger, text, shard, listed([tensor.name for tensor in left_out]))
         about = {GGUF_TYPE: self._type_name} if shard == self._first and self._type_name else {}
         return Header(tuple(specs), about, header.data_start, header.comes_first, tuple(left_out))
 
@@ -246,7 +248,13 @@ class GgufCheckpoint:
             tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, tokenizer["pre_tokenizer"]]}
             files["tokenizer.json"] = as_json(tokenizer)
         elif not self._knows_how_text_is_split():
-            _warn_of_splitting(self._first, short(self.metadata.get("tokenizer.ggml.pre"), 40))
+            warn_once(
+                logger,
+                "%s: transformers does not recognise this vocabulary's pre-tokenizer (%s) and uses GPT-2's; some token "
+                "ids will differ from llama.cpp's. To prevent that, put the original model's tokenizer.json into the "
+                "same folder.",
+                *(self._first, short(self.metadata.get("tokenizer.ggml.pre"), 40)),
+            )
         config = json.loads(files["tokenizer_config.json"])
         # by this class tokenizer.json is used as it is; others build their own from its vocabulary
         config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -338,20 +346,3 @@ def _cached(key: tuple[str, str], make: Callable[[], Any]) -> Any:
 
 def _texts(values: object) -> list[str]:
     return [value for value in values if isinstance(value, str)] if isinstance(values, tuple) else []
-
-
-@functools.cache
-def _warn_of(shard: str, names: tuple[str, ...]) -> None:
-    """Warn once of tensors that transformers does not use either."""
-    logger.warning("%s: transformers has no parameter for %s, which is left out.", shard, listed(names))
-
-
-@functools.cache
-def _warn_of_splitting(shard: str, pre_tokenizer: str) -> None:
-    """Warn once that transformers does not split text as the vocabulary was made."""
-    logger.warning(
-        "%s: transformers does not recognise this vocabulary's pre-tokenizer (%s) and uses GPT-2's; some token ids "
-        "will differ from llama.cpp's. To prevent that, put the original model's tokenizer.json into the same folder.",
-        shard,
-        pre_tokenizer,
-    )

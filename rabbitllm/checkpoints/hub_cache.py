@@ -96,21 +96,10 @@ def free_file(snapshot: CachedSnapshot, name: str) -> int:
 
     link = snapshot.folder / name
     info = scan_cache_dir(snapshot.cache)
-    files = _files(info)
-    matching = [file for file in files if Path(file.file_path).absolute() == link]
-    if hasattr(info, "delete_files"):
-        strategy = info.delete_files(*matching)
-        durable.require_guards(link)
-        strategy.execute()
-        return int(strategy.expected_freed_size)
-    freed = 0  # huggingface_hub before 1.33 deletes whole revisions only; its blobs are not shared between repositories
-    for file in matching:
-        shared = _is_shared(file, files)
-        durable.remove(Path(file.file_path))
-        if not shared and Path(file.blob_path).exists():
-            freed += Path(file.blob_path).stat().st_size
-            durable.remove(Path(file.blob_path))
-    return freed
+    strategy = info.delete_files(*(file for file in _files(info) if Path(file.file_path).absolute() == link))
+    durable.require_guards(link)
+    strategy.execute()
+    return int(strategy.expected_freed_size)
 
 
 def freed_bytes(snapshot: CachedSnapshot, names: Iterable[str], device: int) -> Mapping[str, int]:
@@ -127,17 +116,12 @@ def freed_bytes(snapshot: CachedSnapshot, names: Iterable[str], device: int) -> 
     from huggingface_hub import scan_cache_dir
 
     info = scan_cache_dir(snapshot.cache)
-    files = _files(info)
     sizes: dict[str, int] = {}
-    for file in files:
+    for file in _files(info):
         name = links.get(Path(file.file_path).absolute())
-        if name is None:
+        if name is None or info.delete_files(file).expected_freed_size == 0:
             continue
-        if hasattr(info, "delete_files"):
-            frees = info.delete_files(file).expected_freed_size > 0
-        else:
-            frees = not _is_shared(file, files)
-        if frees and (nbytes := bytes_freed_by_deleting(Path(file.blob_path).resolve(), device)):
+        if nbytes := bytes_freed_by_deleting(Path(file.blob_path).resolve(), device):
             sizes[name] = nbytes
     return sizes
 
@@ -145,11 +129,6 @@ def freed_bytes(snapshot: CachedSnapshot, names: Iterable[str], device: int) -> 
 def _files(info: Any) -> list[Any]:
     """All files that huggingface_hub's scan of a cache lists."""
     return [file for repo in info.repos for revision in repo.revisions for file in revision.files]
-
-
-def _is_shared(file: Any, files: Iterable[Any]) -> bool:
-    """Whether another revision uses the blob of a file too."""
-    return any(other.blob_path == file.blob_path and other.file_path != file.file_path for other in files)
 
 
 def release_file(snapshot: CachedSnapshot, name: str) -> Release:
@@ -178,8 +157,8 @@ def free_rest(snapshot: CachedSnapshot) -> list[Path]:
     if any(path.name.endswith(WEIGHT_SUFFIXES) for path in paths):
         return []
     links = [path for path in paths if path.is_symlink()]
-    if links and (own := [path.relative_to(snapshot.folder).as_posix() for path in paths if not path.is_symlink()]):
-        logger.warning("%s is kept, since it has files that are not the hub's: %s.", snapshot.folder, listed(own, 3))
+    if links and (others := [path.relative_to(snapshot.folder).as_posix() for path in paths if not path.is_symlink()]):
+        logger.warning("%s is kept, since it has files that are not the hub's: %s.", snapshot.folder, listed(others, 3))
         return []
     info = scan_cache_dir(snapshot.cache)
     for repo in info.repos:  # a mirror may have the same commit

@@ -9,7 +9,6 @@ are checked before they are used to open or delete a file.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from rabbitllm.base.logs import warn_once
 from rabbitllm.base.terminal import listed
 from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, UnsafePathError
 from rabbitllm.formats.bounded import read_json, short
@@ -136,25 +136,6 @@ def entry_of(names: Iterable[str], label: str) -> str:
     raise _no_checkpoint_error(files, label)
 
 
-@functools.cache
-def _warn_of_adapter(label: str) -> None:
-    """Warn once that an adapter is not applied."""
-    logger.warning(
-        "%s has an adapter (%s) in the folder of the weights. It is not applied: the weights are used as they are.",
-        label,
-        ADAPTER_CONFIG,
-    )
-
-
-@functools.cache
-def _warn_of_two(label: str, single: str, index: str) -> None:
-    """Warn once that a folder has two sets of weights."""
-    logger.warning(
-        "%s has both %s and %s. The single file is used, as by transformers; move it away to use the shards.",
-        *(label, single, index),
-    )
-
-
 def remark_on(entry: str, names: Collection[str], label: str) -> None:
     """Warn once of files in the folder of a checkpoint that a user may expect to be used.
 
@@ -164,10 +145,14 @@ def remark_on(entry: str, names: Collection[str], label: str) -> None:
         label: the folder's name in messages.
     """
     if ADAPTER_CONFIG in names:
-        _warn_of_adapter(label)
+        text = (
+            "%s has an adapter (%s) in the folder of the weights. It is not applied: the weights are used as they are."
+        )
+        warn_once(logger, text, label, ADAPTER_CONFIG)
     index = {SINGLE_NAME: INDEX_NAME, TORCH_SINGLE_NAME: TORCH_INDEX_NAME}.get(entry)
     if index is not None and index in names:
-        _warn_of_two(label, entry, index)
+        text = "%s has both %s and %s. The single file is used, as by transformers; move it away to use the shards."
+        warn_once(logger, text, label, entry, index)
 
 
 def is_index(entry: str) -> bool:

@@ -154,8 +154,8 @@ class LocalCheckpoint(Checkpoint):
 
         It may be the only copy of another folder's file, or of the tensors that the index puts into the other shard.
         """
-        own = self.folder.resolve() / shard
-        return (self.folder / shard).resolve() != own or self._files[own] > 1
+        place = self.folder.resolve() / shard
+        return (self.folder / shard).resolve() != place or self._files[place] > 1
 
     @functools.cached_property
     def _files(self) -> Counter[Path]:
@@ -253,8 +253,8 @@ class LocalCheckpoint(Checkpoint):
         present = [shard for shard in shards if (self.folder / shard).exists()]
         if self._snapshot is not None:
             return hub_cache.freed_bytes(self._snapshot, present, device)
-        own = [shard for shard in present if not self._is_link(shard)]
-        sizes = {shard: bytes_freed_by_deleting(self.folder / shard, device) for shard in own}
+        files = [shard for shard in present if not self._is_link(shard)]
+        sizes = {shard: bytes_freed_by_deleting(self.folder / shard, device) for shard in files}
         return {shard: nbytes for shard, nbytes in sizes.items() if nbytes}
 
     def discard_rest(self) -> list[Path]:

@@ -17,7 +17,7 @@ from importlib import resources
 from typing import Any
 
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
-from rabbitllm.checkpoints.config import quantized_as
+from rabbitllm.checkpoints.config import model_type_of, quantized_as
 from rabbitllm.checkpoints.naming import assign_layers
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.schemes import COMPRESSIONS
@@ -75,8 +75,7 @@ class Outline:
             specs.append(TensorSpec(tensor.name, tensor.dtype, tensor.shape, SHARD, offset, nbytes))
             offset += nbytes
         shard = PlannedShard(SHARD, offset, "", tuple(specs), staged=False)
-        family = self.config.get("model_type")
-        assigned = assign_layers([spec.name for spec in specs], family if isinstance(family, str) else None)
+        assigned = assign_layers([spec.name for spec in specs], model_type_of(self.config))
         base = make_plan(SourceIdentity("local", "outline", None, {}), (shard,), assigned, None)
         return {c: recompressed(base, c) if c else base for c in self.compressions}
 

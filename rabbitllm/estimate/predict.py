@@ -163,10 +163,10 @@ class _DraftEstimator:
         """Return the model's plan beside the draft, the draft's memory, and the estimator of a drafted token."""
         machine, draft = self._machine, self._draft
         if isinstance(draft, LoadRequest):
-            own = self._plan_of_model
-            held = held_bytes(own.placement, own.sources, own.experts)
-            beside = placed_beside(plan, {own.placement.home: held}, machine.devices, machine.options)
-            return beside, held, PassEstimator.of(own, machine)
+            drafting = self._plan_of_model
+            held = held_bytes(drafting.placement, drafting.sources, drafting.experts)
+            beside = placed_beside(plan, {drafting.placement.home: held}, machine.devices, machine.options)
+            return beside, held, PassEstimator.of(drafting, machine)
         if draft == SELF:
             options = dataclasses.replace(machine.options, self_draft=True)
             plan = placed_beside(plan, {}, machine.devices, options)

@@ -374,10 +374,10 @@ def _show_drafts(console: Console, plan: Plan, generations: Sequence[GenerationE
     put(console, Text(f"with the draft {names}, if half of the drafted tokens are right (assumed)", "dim"))
     put(console, Text(_draft_columns("", "memory", [f"{tokens:g} a pass" for tokens in DRAFTED]), "dim"))
     for name, draft in usable.items():
-        times = [moment(one.token_seconds) for one in draft.passes] or ["?"] * len(DRAFTED)
+        times = [moment(drafted_pass.token_seconds) for drafted_pass in draft.passes] or ["?"] * len(DRAFTED)
         put(console, Text(_draft_columns(f"  {name}", size(draft.held_bytes) if draft.held_bytes else "none", times)))
         if draft.passes:
-            needed = [f"{one.break_even:.2f}" for one in draft.passes]
+            needed = [f"{drafted_pass.break_even:.2f}" for drafted_pass in draft.passes]
             put(console, Text(_draft_columns("    pays above", "", needed), "dim"))
         if draft.name == "self" and draft.held_bytes:
             put(console, Text(f"    its first start adds {size(draft.held_bytes)} of copies to the split", "dim"))

@@ -63,10 +63,9 @@ class SourceScan:
     @cached_property
     def manifests(self) -> dict[str | None, Manifest | None]:
         """The manifests of complete splits, by compression; None for one of RabbitLLM 1.1's."""
-        return {c: read_manifest(folder) for c, folder in self.folders.items() if self._is_complete(folder)}
-
-    def _is_complete(self, folder: Path) -> bool:
-        return prepare.is_complete(folder, self.source.local, self.source.entry)
+        local, entry = self.source.local, self.source.entry
+        finished = {c: folder for c, folder in self.folders.items() if prepare.is_complete(folder, local, entry)}
+        return {c: read_manifest(folder) for c, folder in finished.items()}
 
     @cached_property
     def journals(self) -> dict[str | None, journal.Replay]:
@@ -159,7 +158,7 @@ class SourceScan:
         request = self.request(AUTO)
         try:
             disk_budget = disk_budget_of(request, recompressed(self.base, AUTO))
-            return with_choice(self.base, disk_budget, request.options, request.experts_a_token)
+            return with_choice(self.base, disk_budget, request.options, experts_a_token(self.config))
         except NotEnoughSpaceException as error:
             return f"{error.problem} {error.remedy}".rstrip(".")
 
@@ -242,9 +241,5 @@ class SourceScan:
     def request(self, compression: str | None, shards: ShardPolicy = ShardPolicy.KEEP) -> SplitRequest:
         """Return the request for the split that `from_pretrained` would make."""
         assert self.checkpoint is not None
-        family = self.config.get("model_type")
         options = dataclasses.replace(self.options, compression=compression, shards=shards)
-        named = family if isinstance(family, str) else None
-        folder, picked = self.folders[compression], experts_a_token(self.config)
-        layers = layers_before_heads(self.config)
-        return SplitRequest(self.checkpoint, folder, named, options, experts_a_token=picked, layers_before_heads=layers)
+        return SplitRequest(self.checkpoint, self.folders[compression], self.config, options)

@@ -401,18 +401,12 @@ def seconds_of(load: Load, route: str, compression: str | None, rates: Rates) ->
         Seconds; None if a rate that it needs is not known.
     """
     quantizer = rates.quantizing(compression) if compression else None
-    parts = [_seconds(load.fetched, rates.fetch), _seconds(load.read, rates.read), _seconds(load.quantized, quantizer)]
-    if any(part is None for part in parts):
+    work = ((load.fetched, rates.fetch), (load.read, rates.read), (load.quantized, quantizer))
+    if any(nbytes and rate is None for nbytes, rate in work):
         return None
-    fetch, read, quantize = (part or 0.0 for part in parts)
+    fetch, read, quantize = (nbytes / rate.bytes_per_second if rate is not None else 0.0 for nbytes, rate in work)
     overlap = ROUTES[route] is not ShardTransfer.FILE
     return max(fetch, read + quantize) if overlap else fetch + read + quantize
-
-
-def _seconds(nbytes: int, rate: Rate | None) -> float | None:
-    if not nbytes:
-        return 0.0
-    return nbytes / rate.bytes_per_second if rate is not None else None
 
 
 def route_of(

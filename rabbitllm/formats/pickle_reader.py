@@ -368,19 +368,25 @@ def read_leading_pickle(
 
 @dataclass(frozen=True, slots=True)
 class ListedOpcode:
-    """One opcode of a listing: its byte offset, its name, and its argument as shortened text."""
+    """One opcode of a listing: its byte offset, the number of open marks, its name, and its argument, shortened."""
 
     position: int
+    depth: int
     name: str
     argument: str
 
 
-def list_opcodes(data: bytes, file: str) -> Iterator[ListedOpcode]:
+_CLOSES = {*("TUPLE", "LIST", "DICT", "APPENDS", "SETITEMS", "ADDITEMS", "FROZENSET", "INST", "OBJ", "POP_MARK")}
+"""Opcodes that take everything since the last mark."""
+
+
+def list_opcodes(data: bytes, file: str, begin: int = 0) -> Iterator[ListedOpcode]:
     """The opcodes of any pickle up to its STOP, including refused ones, for people to look at. Runs nothing.
 
     Args:
         data: the whole pickle; at most `MAX_PICKLE_BYTES`.
         file: name for messages.
+        begin: offset of the pickle in the file.
 
     Raises:
         UnsafePickleError: the pickle is too large.
@@ -388,11 +394,13 @@ def list_opcodes(data: bytes, file: str) -> Iterator[ListedOpcode]:
     """
     _check_size(data, file)
     listing = pickletools.genops(data)
-    position = 0
+    position = depth = 0
     try:
         for opcode, argument, offset in itertools.islice(listing, MAX_LISTED):
             position = offset or 0
-            yield ListedOpcode(position, opcode.name, _shortened(argument))
+            depth -= depth > 0 and opcode.name in _CLOSES
+            yield ListedOpcode(begin + position, depth, opcode.name, _shortened(argument))
+            depth += opcode.name == "MARK"
     except (ValueError, OverflowError) as error:
         raise CorruptShardError(
             f"The pickle of {file} cannot be listed beyond byte {position:,}: {str(error)[:200]}.",

@@ -7,12 +7,13 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions, SplitOptions, expand
 from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity
-from rabbitllm.checkpoints.config import text_config
+from rabbitllm.checkpoints.config import model_type_of, read_config, text_config
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import (
     INDEX_NAME,
@@ -112,7 +113,7 @@ class ModelInput:
     def split(self, options: SplitOptions) -> None:
         """Make or resume its split in the work folder."""
         source = self._find()
-        naming = _naming(prepare.family_of(source.config_folder))
+        naming = _naming(read_config(source.config_folder))
         if not options.shards.deletes_original:
             prepare.ensure_split(source, options, naming=naming)
             return
@@ -202,8 +203,8 @@ class WeightsInput:
         with locked(self.split_folder), reporting_interrupts(self.split_folder), prepare.lock_source(source, options):
             checkpoint = self.open()
             if (manifest := read_manifest(self.split_folder)) is None:
-                family = prepare.family_of(self.path.parent)
-                split(SplitRequest(checkpoint, self.split_folder, family, options, _naming(family)))
+                config = read_config(self.path.parent)
+                split(SplitRequest(checkpoint, self.split_folder, config, options, _naming(config)))
                 return
             clean_up(self.split_folder)
             if options.shards.deletes_rest:
@@ -244,9 +245,9 @@ class _OfOneFile(LocalCheckpoint):
         return super().sidecars() if (self.folder / "config.json").exists() else {}
 
 
-def _naming(family: str | None) -> LayerNaming:
+def _naming(config: Mapping[str, Any]) -> LayerNaming:
     """The layer naming; shards need no warning of modules outside of blocks."""
-    return naming_for(family) or naming_by_block()
+    return naming_for(model_type_of(config)) or naming_by_block()
 
 
 def _refuse_one_of_several(folder: Path, name: str) -> None:

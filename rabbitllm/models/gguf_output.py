@@ -617,13 +617,15 @@ class _PlannedFile:
 
     def _matrices(self) -> str:
         """Types of the matrices, and the scheme that they had before: a file of 4bit is larger than its source."""
-        found = collections.Counter(
+        counts = collections.Counter(
             (tensor.kind.name, next(filter(None, (self.sources[part.source].decoded for part in tensor.parts)), ""))
             for tensor in self.tensors
             if len(tensor.shape) > 1
         )
-        said = (f"{n} {kind}" + (f" (decoded from {scheme})" if scheme else "") for (kind, scheme), n in found.items())
-        return ", ".join(said)
+        return ", ".join(
+            f"{count} {type_name}" + (f" (decoded from {scheme})" if scheme else "")
+            for (type_name, scheme), count in counts.items()
+        )
 
 
 @system_errors_by_name()
@@ -796,8 +798,8 @@ def _refuse_foreign(file: Path) -> None:
     """
     part, log = (file.with_name(file.name + suffix) for suffix in (durable.PART_SUFFIX, LOG_SUFFIX))
     log_part = log.with_name(log.name + durable.PART_SUFFIX)
-    own = {log: _is_log(log), part: _is_log(log), log_part: _is_log(log_part)}
-    foreign = [path for path, is_own in own.items() if path.exists() and not is_own]
+    are_own = {log: _is_log(log), part: _is_log(log), log_part: _is_log(log_part)}
+    foreign = [path for path, is_own in are_own.items() if path.exists() and not is_own]
     if foreign:
         raise OptionError(
             f"{foreign[0]} was not written by an earlier conversion into {file.name}. Nothing was changed.",

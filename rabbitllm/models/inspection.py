@@ -20,13 +20,14 @@ from typing import Any
 from rabbitllm import prepare
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, is_sidecar
+from rabbitllm.checkpoints.config import model_type_of
 from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, gguf_label, read_index
 from rabbitllm.checkpoints.naming import assign_layers, layer_order, naming_by_block, naming_for, predicts_further
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, OptionError, RabbitLLMError
 from rabbitllm.formats.bounded import open_regular, read_json
-from rabbitllm.formats.pickle_reader import MAX_LISTED, MAX_PICKLE_BYTES, list_opcodes
+from rabbitllm.formats.pickle_reader import MAX_LISTED, MAX_PICKLE_BYTES, ListedOpcode, list_opcodes
 from rabbitllm.formats.sentencepiece_model import SentencePieceModel, read_model
 from rabbitllm.formats.shard_header import HEAD_BYTES, TORCH, Weights, read_shard_header, recognise
 from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec, is_contiguous
@@ -120,35 +121,11 @@ class Tensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """A `tokenizer.model`."""
-
-    model: SentencePieceModel
-
-
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """A JSON object: `params.json`, `config.json` and the like."""
-
-    entries: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class ShardMap:
     """An index: tensor name -> shard, and its metadata."""
 
     weight_map: Mapping[str, str]
     metadata: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Opcode:
-    """One opcode of a pickle: its byte offset, the number of open marks, its name, and its argument as text."""
-
-    position: int
-    depth: int
-    name: str
-    argument: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +141,12 @@ class Pickle:
 
     name: str
     nbytes: int
-    opcodes: tuple[Opcode, ...]
+    opcodes: tuple[ListedOpcode, ...]
     stopped: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Pickles:
-    """The pickles of a file, listed but not run."""
-
-    pickles: tuple[Pickle, ...]
-
-
-Content = Tensors | Vocabulary | Entries | ShardMap | Pickles
+Content = Tensors | SentencePieceModel | ShardMap | dict[str, Any] | tuple[Pickle, ...]
+"""Tensors, a `tokenizer.model`, an index, another JSON object (`params.json`, `config.json`), or a file's pickles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +191,9 @@ MAX_PICKLES = 8
 LEGACY_PICKLES = 5
 """Number of pickles in a row in a torch file from before 1.6."""
 HAVE_PICKLES = (Weights.TORCH_ZIP, Weights.TORCH_LEGACY, Weights.PICKLE)
-_CLOSES = {*("TUPLE", "LIST", "DICT", "APPENDS", "SETITEMS", "ADDITEMS", "FROZENSET", "INST", "OBJ", "POP_MARK")}
-"""Opcodes that take everything since the last mark."""
 
 
-def list_pickles(path: Path, form: Weights) -> Pickles:
+def list_pickles(path: Path, form: Weights) -> tuple[Pickle, ...]:
     """Every pickle of a local file, as opcodes. Nothing is run, built or imported.
 
     Content that the strict readers refuse is listed as far as possible: a zip unlike torch's by Python's own reader
@@ -239,10 +208,10 @@ def list_pickles(path: Path, form: Weights) -> Pickles:
             pickles = [(PICKLE, pickle_of(path))]
         except CheckpointError:
             pickles = [*_read_with_zipfile(path)]
-        return Pickles(tuple(_list_pickle(data, name) for name, data in pickles))
+        return tuple(_list_pickle(data, name) for name, data in pickles)
     with path.open("rb") as stream:
         data = stream.read(MAX_PICKLE_BYTES)
-    return Pickles(tuple(_list_sequence(data, path.name, LEGACY_PICKLES if form is Weights.TORCH_LEGACY else 1)))
+    return tuple(_list_sequence(data, path.name, LEGACY_PICKLES if form is Weights.TORCH_LEGACY else 1))
 
 
 def _read_with_zipfile(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -268,14 +237,11 @@ def _list_sequence(data: bytes, name: str, count: int) -> Iterator[Pickle]:
 
 
 def _list_pickle(data: bytes, name: str, begin: int = 0) -> Pickle:
-    """A pickle's opcodes up to its STOP; positions count from `begin` bytes before the pickle."""
-    opcodes: list[Opcode] = []
-    depth, stopped = 0, None
+    """A pickle's opcodes up to its STOP; `begin` is its offset in the file."""
+    opcodes: list[ListedOpcode] = []
+    stopped = None
     try:
-        for opcode in list_opcodes(data, name):
-            depth -= depth > 0 and opcode.name in _CLOSES
-            opcodes.append(Opcode(begin + opcode.position, depth, opcode.name, opcode.argument))
-            depth += opcode.name == "MARK"
+        opcodes.extend(list_opcodes(data, name, begin))  # those before an error stay
     except CheckpointError as error:
         stopped = error.problem
     if stopped is None and len(opcodes) == MAX_LISTED and opcodes[-1].name != "STOP":
@@ -337,16 +303,15 @@ def look_at_file(path: Path, *, opcodes: bool = False) -> Inspection:
 
 def _read(path: Path, form: Weights | WeightlessFile) -> Content:
     if form is WeightlessFile.VOCABULARY:
-        return Vocabulary(read_model(path))
+        return read_model(path)
     if form is WeightlessFile.JSON:
         if not path.name.endswith(".index.json"):
-            return Entries(read_json(path))
+            return read_json(path)
         metadata = read_json(path).get("metadata")
         return ShardMap(read_index(path).weight_map, metadata if isinstance(metadata, dict) else {})
-    family = family_in(path.parent)
     if form in TORCH:
         read = read_torch_zip(path) if form is Weights.TORCH_ZIP else read_legacy_torch(path)
-        layers, order = layers_of((tensor.name for tensor in read.tensors), family)
+        layers, order = layers_of((tensor.name for tensor in read.tensors), path.parent)
         return Tensors(
             tuple(_of_torch(tensor, layers[tensor.name], zipped=form is Weights.TORCH_ZIP) for tensor in read.tensors),
             order,
@@ -354,21 +319,17 @@ def _read(path: Path, form: Weights | WeightlessFile) -> Content:
             left_tensors=read.left_tensors,
         )
     header = read_shard_header(path)
-    layers, order = layers_of((spec.name for spec in header.tensors), family)
+    layers, order = layers_of((spec.name for spec in header.tensors), path.parent)
     return Tensors(tuple(of_spec(spec, layers[spec.name]) for spec in header.tensors), order, header.metadata)
 
 
-def family_in(folder: Path) -> str | None:
-    """The `model_type` of the config in a folder, if there is a readable one."""
+def layers_of(names: Iterable[str], folder: Path) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The id of each tensor's layer, and all ids in the order of a pass; guessed if the folder's config names no
+    known family."""
     try:
-        family = read_json(folder / "config.json").get("model_type")
+        family = model_type_of(read_json(folder / "config.json"))
     except (CheckpointError, OSError):
-        return None
-    return family if isinstance(family, str) else None
-
-
-def layers_of(names: Iterable[str], family: str | None) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The id of each tensor's layer, and all ids in the order of a pass; guessed for an unknown family."""
+        family = None
     assigned = assign_layers(list(names), family, naming_for(family) or naming_by_block())
     stems = {layer.id: layer.stem for layer in assigned.values()}
     ids = {tensor: layer.id for tensor, layer in assigned.items()}
@@ -435,14 +396,14 @@ def _look_at_split(folder: Path) -> Inspection:
         store = LayerStore(folder)
     except RabbitLLMError as error:
         return Inspection(str(folder), "a split directory", total, None, sizes, beside=beside, refusal=error)
-    layers, order = layers_of(store.tensors, family_in(folder))
-    if store.manifest is not None:
-        layers = {tensor: record.id for record in store.manifest.layers for tensor in record.tensors}
-        order = tuple(record.id for record in store.manifest.layers)
+    layers, order = layers_of(store.tensors, folder)
+    origin, gguf = "RabbitLLM 1.1's", None
+    if (manifest := store.manifest) is not None:
+        layers = {tensor: record.id for record in manifest.layers for tensor in record.tensors}
+        order = tuple(record.id for record in manifest.layers)
+        origin = f"of {manifest.source.title}"
+        gguf = gguf_label(manifest.source.fingerprints, manifest.source_metadata)
     content = Tensors(tuple(_of_stored(tensor, layers[tensor.name]) for tensor in store.tensors.values()), order)
-    origin = "RabbitLLM 1.1's" if store.manifest is None else f"of {store.manifest.source.title}"
-    made = store.manifest
-    gguf = gguf_label(made.source.fingerprints, made.source_metadata) if made is not None else None
     title = f"a split directory, {store.compression or gguf or 'uncompressed'}, {origin}"
     return Inspection(str(folder), title, total, content, sizes, beside=beside, gguf=gguf)
 
@@ -465,7 +426,7 @@ def _look_at_checkpoint(name: str, revision: str | None) -> Inspection:
     metadata = {shard: result for shard, result in results.items() if isinstance(result, ShardMetadata)}
     absent = tuple(shard for shard, result in results.items() if result is None)
     specs = [spec for shard in metadata.values() for spec in shard.header.tensors]
-    layers, order = layers_of((spec.name for spec in specs), family_in(source.config_folder))
+    layers, order = layers_of((spec.name for spec in specs), source.config_folder)
     commit = source.repository.commit if source.repository is not None else None
     gguf = gguf_label(shards, {shard: info.header.metadata for shard, info in metadata.items()})
     return Inspection(

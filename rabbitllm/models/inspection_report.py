@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbitllm.base.terminal import Column, counted, harmless, large, listed, put, put_fact, put_table, size
+from rabbitllm.formats.pickle_reader import ListedOpcode
 from rabbitllm.formats.sentencepiece_model import (
     NormalizerSpec,
     PieceType,
@@ -27,18 +28,7 @@ from rabbitllm.formats.sentencepiece_model import (
     TrainerSpec,
     VocabularyPiece,
 )
-from rabbitllm.models.inspection import (
-    Content,
-    Entries,
-    Inspection,
-    Opcode,
-    Pickle,
-    Pickles,
-    ShardMap,
-    TensorInfo,
-    Tensors,
-    Vocabulary,
-)
+from rabbitllm.models.inspection import Content, Inspection, Pickle, ShardMap, TensorInfo, Tensors
 
 T = TypeVar("T")
 
@@ -172,16 +162,11 @@ def _pairs(pairs: Mapping[str, Any], key: str, value: str) -> _Listing[tuple[str
     )
 
 
-def searched(opcode: Opcode) -> str:
-    """The text of an opcode that names are matched against."""
-    return f"{opcode.name} {opcode.argument}"
-
-
-def _opcodes(pickle: Pickle) -> _Listing[Opcode]:
+def _opcodes(pickle: Pickle) -> _Listing[ListedOpcode]:
     return _Listing(
         "opcode",
         pickle.opcodes,
-        searched,
+        lambda o: f"{o.name} {o.argument}",
         [Column("byte", right=True), Column("opcode"), Column("argument")],
         lambda o: (f"{o.position:,}", "  " * min(o.depth, DEEPEST) + o.name, harmless(o.argument, VALUE)),
         lambda o: {"byte": o.position, "opcode": o.name, "argument": o.argument},
@@ -202,16 +187,16 @@ def as_record(result: Inspection, choice: RowChoice) -> dict[str, Any]:
             if content.left_tensors:
                 record["left_out_bytes"] = {group.name: group.nbytes for group in content.left_tensors}
             record |= _tensors(content).record("tensors", choice)
-        case Vocabulary(model):
+        case SentencePieceModel() as model:
             record |= _vocabulary_record(model) | _pieces(model).record("pieces", choice)
-        case Entries(entries):
+        case dict() as entries:
             record |= _pairs(entries, "key", "value").record("entries", choice)
             record["entries"] = dict(record["entries"])
         case ShardMap(weight_map, metadata):
             record |= {"metadata": dict(metadata), "shards": dict(Counter(weight_map.values()))}
             record |= _pairs(weight_map, "name", "file").record("weight_map", choice)
             record["weight_map"] = dict(record["weight_map"])
-        case Pickles(pickles):
+        case tuple() as pickles:
             record["pickles"] = [_pickle_record(pickle, choice) for pickle in pickles]
     if result.refusal is not None:
         error = type(result.refusal).__name__
@@ -269,15 +254,15 @@ def _facts(result: Inspection) -> Iterator[tuple[str, str]]:
     match result.content:
         case Tensors():
             yield from _tensor_facts(result.content)
-        case Vocabulary():
-            yield from _vocabulary_facts(result.content.model)
+        case SentencePieceModel():
+            yield from _vocabulary_facts(result.content)
         case ShardMap():
             yield from _shard_map_facts(result.content)
-        case Pickles():
+        case tuple():
             yield from _pickle_facts(result.content)
     if result.beside:
         yield "other files", _list_some(result.beside)
-    if result.has_pickle and not isinstance(result.content, Pickles):
+    if result.has_pickle and not isinstance(result.content, tuple):
         yield "pickle", "--opcodes lists it; nothing of it is run"
     if result.refusal is not None:
         yield "refused", "see the error below"
@@ -355,12 +340,12 @@ def _shard_map_facts(index: ShardMap) -> Iterator[tuple[str, str]]:
         yield "metadata", _list_some([f"{key}={_compact_json(value)}" for key, value in index.metadata.items()])
 
 
-def _pickle_facts(pickles: Pickles) -> Iterator[tuple[str, str]]:
-    for pickle in pickles.pickles:
+def _pickle_facts(pickles: tuple[Pickle, ...]) -> Iterator[tuple[str, str]]:
+    for pickle in pickles:
         yield "pickle", f"{harmless(pickle.name)}: {counted(len(pickle.opcodes), 'opcode')}, nothing of it is run"
         if names := list(_globals(pickle)):
             yield "names", _list_some(names)
-    if not pickles.pickles:
+    if not pickles:
         yield "pickle", "none found"
 
 
@@ -386,13 +371,13 @@ def _show_content(content: Content, choice: RowChoice, console: Console) -> None
     match content:
         case Tensors():
             _tensors(content).show(choice, console)
-        case Vocabulary(model):
+        case SentencePieceModel() as model:
             _pieces(model).show(choice, console)
-        case Entries(entries):
+        case dict() as entries:
             _pairs(entries, "key", "value").show(choice, console)
         case ShardMap(weight_map, _):
             _pairs(weight_map, "name", "file").show(choice, console)
-        case Pickles(pickles):
+        case tuple() as pickles:
             for index, pickle in enumerate(pickles):
                 if len(pickles) > 1:
                     put(console, Text(("\n" if index else "") + harmless(pickle.name), "bold"))

@@ -299,12 +299,6 @@ def _is_gguf(source: Source) -> bool:
         return False
 
 
-def family_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> str | None:
-    """Return the model type by the config in a folder, or by the one that a checkpoint derives."""
-    family = config_of(config_folder, checkpoint).get("model_type")
-    return family if isinstance(family, str) else None
-
-
 def config_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> Mapping[str, Any]:
     """Return the config in a folder, or the one that a checkpoint derives; empty if there is none."""
     derived = checkpoint.derived() if checkpoint is not None else {}

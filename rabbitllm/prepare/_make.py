@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions
 from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity
-from rabbitllm.checkpoints.config import experts_a_token, layers_before_heads, quantized_as
+from rabbitllm.checkpoints.config import quantized_as, read_config
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
 from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, gguf_models, gguf_stem, is_gguf_file, is_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
@@ -30,7 +30,6 @@ from rabbitllm.prepare._finding import (
     Source,
     config_folder,
     config_of,
-    family_of,
     is_complete,
     open_folder,
     refuse_another,
@@ -311,10 +310,8 @@ def ensure_split(
         locks.enter_context(lock_source(source, options, by_executor=executor is not None))
         _refuse_to_quantize_again(source, options)
         checkpoint = _open_checkpoint(source, options, by_executor=executor is not None).with_dtype(options.gguf_dtype)
-        family = family_of(source.config_folder, checkpoint)
         config = config_of(source.config_folder, checkpoint)
-        figures = experts_a_token(config), accept, layers_before_heads(config)
-        request = SplitRequest(checkpoint, source.split_folder, family, options, naming, executor, None, *figures)
+        request = SplitRequest(checkpoint, source.split_folder, config, options, naming, executor, accept)
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
             chosen = check_before_download(request)  # for the space that the shards will leave
             downloaded = LocalCheckpoint(download_all(checkpoint, checkpoint.index), entry=checkpoint.gguf_entry())
@@ -339,8 +336,8 @@ def check_before_fetching(source: Source, accept: Acceptance) -> None:
     if source.repository is None:
         return
     remote = HubCheckpoint(source.repository)
-    family = family_of(source.config_folder, remote)
-    plan = plan_split(SplitRequest(remote, source.split_folder, family, SplitOptions()))
+    config = config_of(source.config_folder, remote)
+    plan = plan_split(SplitRequest(remote, source.split_folder, config, SplitOptions()))
     accept(PlannedFiles(plan, source.split_folder))
 
 
@@ -377,7 +374,7 @@ def _in_hub_cache(repository: HubRepository, options: SplitOptions) -> Path | No
 
 
 def _refuse_to_quantize_again(source: Source, options: SplitOptions) -> None:
-    method = quantized_as(config_of(source.config_folder)) if options.compression is not None else None
+    method = quantized_as(read_config(source.config_folder)) if options.compression is not None else None
     if method is not None:
         raise OptionError(
             f"The weights of {source.name} are already quantized ({method}); compression={options.compression!r} would "
@@ -432,7 +429,7 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
     with _locked_for_repair(folder, manifest.source, shards_for(manifest, layers), original) as (checkpoint, policy):
         options = SplitOptions(manifest.compression, policy, fit_scales=is_fitted(manifest.quantizer))
         named = str(original.absolute()) if original is not None else ""
-        repair(SplitRequest(checkpoint, folder, family_of(folder), options), manifest, layers, named)
+        repair(SplitRequest(checkpoint, folder, read_config(folder), options), manifest, layers, named)
 
 
 def finish_repair(folder: Path, original: Path | None = None) -> None:
@@ -456,7 +453,7 @@ def finish_repair(folder: Path, original: Path | None = None) -> None:
         if is_finished(folder):  # another process was quicker
             return
         options = SplitOptions(earlier.plan.compression, policy, fit_scales=is_fitted(earlier.quantizer))
-        split(SplitRequest(checkpoint, folder, family_of(folder), options))
+        split(SplitRequest(checkpoint, folder, read_config(folder), options))
 
 
 @contextlib.contextmanager
@@ -471,9 +468,12 @@ def _locked_for_repair(
     repository = None
     if original is None and identity.kind != "hub":
         original = original_around(folder, shards)
-    model = next(iter(gguf_models(identity.fingerprints)), None)
+    every = [*identity.fingerprints]
+    model = next(iter(gguf_models(every)), None)
     if original is not None:
-        checkpoint: Checkpoint = LocalCheckpoint(original, entry=_gguf_entry(original, identity.fingerprints))
+        if model is None and len(every) == 1 and is_gguf_file(original / every[0]):  # named without a suffix
+            model = every[0]
+        checkpoint: Checkpoint = LocalCheckpoint(original, entry=model)
     elif identity.kind == "hub":
         access = HubAccess(revision=identity.commit)
         quantization = gguf_stem(model) if model is not None else None
@@ -495,9 +495,3 @@ def _locked_for_repair(
         lock_source(source, SplitOptions(shards=policy)),
     ):
         yield checkpoint, policy
-
-
-def _gguf_entry(folder: Path, shards: Collection[str]) -> str | None:
-    """The first GGUF file among the shards of a split; None if they are of another format."""
-    named = next(iter(gguf_models(shards)), None)
-    return named or next((shard for shard in shards if len(shards) == 1 and is_gguf_file(folder / shard)), None)

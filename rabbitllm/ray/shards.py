@@ -19,7 +19,7 @@ from rabbitllm.quant.schemes import quantizes_as_bitsandbytes
 from rabbitllm.ray._cluster import Node, check_machines, connected, error_of, portable, say
 from rabbitllm.splitter.filler import Filled, Filler, ShardFetcher, SplitWork
 from rabbitllm.splitter.lock import Lease, LeaseCheck, granted
-from rabbitllm.splitter.mover import FillTarget, Mover
+from rabbitllm.splitter.mover import Mover, open_targets
 from rabbitllm.splitter.plan import PlannedShard
 from rabbitllm.splitter.sums import ShardChecksums
 from rabbitllm.telemetry.profiler import Profiler
@@ -45,20 +45,14 @@ def fill_from(shard: PlannedShard, work: SplitWork, lease: Lease, threads: int) 
     guard.check()
     profiler = Profiler(enabled=False)
     layers = list(work.plan.layouts)
-    targets: dict[str, FillTarget] = {}
     mover = Mover(threads, profiler, guard.check, fitted=work.fitted)
     fetcher = ShardFetcher(work.checkpoint, work.shard_transfer.files, guard.check)
-    try:
+    with open_targets() as targets, contextlib.closing(mover), contextlib.closing(fetcher):
         filler = Filler(work, mover, profiler)
         for _, arriving in fetcher.shards([shard]):
             filler.fill(shard, arriving, targets, layers)
         mover.sync(targets.values())
         return mover.sums.take_with_sources(filler.forms_of(shard, layers))
-    finally:
-        fetcher.close()
-        mover.close()
-        for target in targets.values():
-            target.close()
 
 
 Part = tuple[PlannedShard, SplitWork]

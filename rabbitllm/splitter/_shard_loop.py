@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from rabbitllm.base.progress import BytesDone, LayerDone, ShardDone, ShardStarted, SplitStarted, tell
@@ -28,7 +28,7 @@ from rabbitllm.errors import CorruptShardError
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.splitter.filler import Filler, IncomingShard, ShardExecutor, ShardFetcher, SplitWork
-from rabbitllm.splitter.mover import FillTarget, Mover
+from rabbitllm.splitter.mover import FillTarget, Mover, open_targets
 from rabbitllm.splitter.plan import PlannedShard, moves_of
 from rabbitllm.splitter.source_check import release_if_same, require_unmodified, source_crc32
 from rabbitllm.splitter.sums import PartSums, ShardChecksums, TensorSums
@@ -193,17 +193,6 @@ class Completion:
             tell(LayerDone(layout.layer.id, layout.file_name, layout.size))
 
 
-@contextlib.contextmanager
-def _open_targets() -> Iterator[dict[str, FillTarget]]:
-    """Yield a mapping for open files; those that are in it at the end are closed."""
-    targets: dict[str, FillTarget] = {}
-    try:
-        yield targets
-    finally:
-        for target in targets.values():
-            target.close()
-
-
 class ShardLoop:
     """The loop, with its threads and open files.
 
@@ -242,7 +231,7 @@ class ShardLoop:
         self._kept = local_shards[-1] if local_shards else None
 
     def take_shards(self) -> None:
-        """Use up every shard that no earlier run has used up."""
+        """Use up every shard that no earlier run has used up, and finish the layers that a crash has left."""
         for shard in self.plan.shards:
             if shard.name in self.used and shard is not self._kept:
                 self._release(shard)  # a crash may have come between the journal and the release
@@ -266,11 +255,12 @@ class ShardLoop:
         )
         if self._executor is not None:
             self._take_from(self._executor, waiting)
-            return
-        for shard, arriving in self._fetcher.shards(waiting):
-            self._tell_started(shard)
-            self._use_up(shard, arriving)
-            self._dispose(shard)
+        else:
+            for shard, arriving in self._fetcher.shards(waiting):
+                self._tell_started(shard)
+                self._use_up(shard, arriving)
+                self._dispose(shard)
+        self._completion.finish_leftovers()
 
     def _take_from(self, executor: ShardExecutor, waiting: Sequence[PlannedShard]) -> None:
         """Use up the shards that the executor fills, in the order in which it finishes them."""
@@ -310,10 +300,6 @@ class ShardLoop:
         logger.info("Shard %d of %d, %s: %s.", position, len(self.plan.shards), shard.name, release.disposal.value)
         tell(ShardDone(shard.name, position, len(self.plan.shards), release.disposal.value, disk, self._source_left()))
 
-    def finish_leftovers(self) -> None:
-        """Finish layers that have all their tensors but lack their final name or their marker."""
-        self._completion.finish_leftovers()
-
     def close(self) -> None:
         """Stop the threads and close the journal; durable data is kept."""
         self._fetcher.close()
@@ -328,7 +314,7 @@ class ShardLoop:
     def _use_up(self, shard: PlannedShard, arriving: IncomingShard) -> None:
         layers = self._unfinished(shard)
         self._completion.begun(layers)
-        with _open_targets() as targets:
+        with open_targets() as targets:
             self._filler.fill(shard, arriving, targets, layers)
             checksums = self._mover.sums.take_with_sources(self._filler.forms_of(shard, layers))
             self._complete(shard, checksums, targets)
@@ -336,7 +322,7 @@ class ShardLoop:
     def _take_over(self, shard: PlannedShard, layers: Sequence[str], checksums: ShardChecksums) -> None:
         """Do the same as `_use_up` for a shard that workers have moved into layer files and synced."""
         self._filler.require_filled(shard, layers)
-        with _open_targets() as targets:
+        with open_targets() as targets:
             self._complete(shard, checksums, targets, layers)
 
     def _complete(

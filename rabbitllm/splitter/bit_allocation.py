@@ -32,7 +32,7 @@ from rabbitllm.quant.schemes import (
 )
 from rabbitllm.splitter._presets import LAYER, role_of
 from rabbitllm.splitter.disk_budget import BitChoice, DiskBudget, EstimatedFile, Shortage, candidates, shortage
-from rabbitllm.splitter.plan import SplitPlan, layout_at, recompressed
+from rabbitllm.splitter.plan import SplitPlan, lay_out_layer, recompressed
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.manifest import AUTO, BitAllocation
 from rabbitllm.store.stored_form import stored_form
@@ -326,7 +326,7 @@ class BitChoices:
 
     def _laid_out(self, layer: _Layer, schemes: Sequence[str | None]) -> _SharedSizes:
         chosen = self.schemes_of(schemes, layer.groups)
-        layout = layout_at(layer.name, layer.specs, chosen, self._bare.format_version)
+        layout = lay_out_layer(layer.name, layer.specs, AUTO, BitAllocation(chosen), self._bare.format_version)
         indices = {spec.name: index for index, spec in enumerate(layer.specs)}
         tensor_bytes = [(indices[form.source.name], form.nbytes) for form in layout.forms]
         waiting = [

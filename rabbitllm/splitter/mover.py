@@ -135,6 +135,17 @@ class FillTarget:
             self.scratch.close()
 
 
+@contextlib.contextmanager
+def open_targets() -> Iterator[dict[str, FillTarget]]:
+    """Yield a mapping for open files; those that are in it at the end are closed."""
+    targets: dict[str, FillTarget] = {}
+    try:
+        yield targets
+    finally:
+        for target in targets.values():
+            target.close()
+
+
 class Mover:
     """The threads that move bytes, and in `sums` the checksums of what they have written.
 

@@ -18,7 +18,7 @@ from rabbitllm.base.collection import uncollected
 from rabbitllm.base.options import ShardPolicy
 from rabbitllm.checkpoints.checkpoint import FileStat, ShardMetadata, SourceIdentity, has_digest
 from rabbitllm.checkpoints.index import CheckpointIndex, dtype_without_config, index_of
-from rabbitllm.checkpoints.naming import LayerName, layer_order, predicts_further
+from rabbitllm.checkpoints.naming import LayerName, layer_order
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import MappedFile
 from rabbitllm.formats.tensor_spec import DTYPES, LeftOut, TensorSpec, byte_size
@@ -317,7 +317,7 @@ def _lay_out_plan(
         schemes = bits_by_tensor(compression, [spec.whole for spec in specs.values()], heads)
         chosen = BitAllocation(schemes) if schemes else None
     layouts = {
-        layer: _lay_out_layer(
+        layer: lay_out_layer(
             name, map(specs.__getitem__, layer_map.layer_to_tensors[layer]), compression, chosen, format_version
         )
         for layer, name in layer_map.layers.items()
@@ -325,19 +325,15 @@ def _lay_out_plan(
     return SplitPlan(source, compression, shards, layer_map, layouts, format_version, chosen, heads=heads)
 
 
-def further_heads(assigned: Mapping[str, LayerName], layers: int | None) -> frozenset[str]:
-    """Return the tensors for multi-token prediction; `layers` as for `naming.predicts_further`."""
-    return frozenset(tensor for tensor, layer in assigned.items() if predicts_further(layer.id, layers))
-
-
 def _scheme_of(spec: TensorSpec, compression: str | None, chosen: BitAllocation | None) -> str | None:
     """Return the scheme for a whole tensor, if compression touches it."""
     return compression if chosen is None else chosen.schemes.get(spec.name)
 
 
-def _lay_out_layer(
+def lay_out_layer(
     name: LayerName, specs: Iterable[TensorSpec], compression: str | None, chosen: BitAllocation | None, version: int
 ) -> LayerLayout:
+    """Lay out one layer's file; `specs` are its tensors in the plan's order, `version` is the format's."""
     whole: list[StoredForm] = []
     cut: dict[str, list[TensorSpec]] = {}
     for spec in specs:
@@ -347,18 +343,6 @@ def _lay_out_layer(
             cut.setdefault(spec.piece.of, []).append(spec)
     joined = [join(pieces, _scheme_of(pieces[0].whole, compression, chosen)) for pieces in cut.values()]
     return lay_out(name, whole, joined, version)
-
-
-def layout_at(name: LayerName, specs: Iterable[TensorSpec], schemes: Mapping[str, str], version: int) -> LayerLayout:
-    """Lay out one layer's file at "auto".
-
-    Args:
-        name: the layer.
-        specs: its tensors, in the plan's order.
-        schemes: tensor -> its scheme; others are stored unchanged.
-        version: of the format.
-    """
-    return _lay_out_layer(name, specs, AUTO, BitAllocation(schemes), version)
 
 
 @uncollected()

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata
+from rabbitllm.checkpoints.config import experts_a_token, layers_before_heads, model_type_of
 from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.index import dtype_without_config
-from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers
+from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers, predicts_further
 from rabbitllm.errors import InvalidIndexError, MissingShardError
 from rabbitllm.quant.schemes import BLOCKS, PRESETS
 from rabbitllm.splitter import journal
@@ -36,7 +38,6 @@ from rabbitllm.splitter.plan import (
     PlannedFiles,
     PlannedShard,
     SplitPlan,
-    further_heads,
     make_plan,
     recompressed,
     tensors_by_shard,
@@ -62,27 +63,23 @@ class SplitRequest:
     Attributes:
         checkpoint: the source.
         folder: the split directory.
-        family: `model_type` of the config, which determines the names of layers.
-        naming: patterns of the caller's own, instead of the family's.
+        config: of the model; it names the family, which determines the names of layers.
         options: see `SplitOptions`.
+        naming: patterns of the caller's own, instead of the family's.
         executor: fills layer files in other processes; None for this process.
-        chosen: at "auto", the scheme of each tensor; None to choose.
-        experts_a_token: number of experts a router picks, by the config; None if it does not say.
         accept: called with the planned files before a shard is touched, and with the finished ones before the last
             shard is deleted; None if nothing will be loaded from them.
-        layers_before_heads: see `config.layers_before_heads`; by the config.
+        chosen: at "auto", the scheme of each tensor; None to choose.
     """
 
     checkpoint: Checkpoint
     folder: Path
-    family: str | None
+    config: Mapping[str, Any]
     options: SplitOptions
     naming: LayerNaming | None = None
     executor: ShardExecutor | None = None
-    chosen: BitAllocation | None = None
-    experts_a_token: int | None = None
     accept: Acceptance | None = None
-    layers_before_heads: int | None = None
+    chosen: BitAllocation | None = None
 
 
 def plan_split(
@@ -111,7 +108,7 @@ def _with_bits(plan: SplitPlan, disk_budget: DiskBudget, request: SplitRequest) 
         return recompressed(plan, plan.compression, request.chosen)
     if plan.compression != AUTO:
         return plan
-    return with_choice(plan, disk_budget, request.options, request.experts_a_token)
+    return with_choice(plan, disk_budget, request.options, experts_a_token(request.config))
 
 
 def _plan_of_headers(
@@ -136,13 +133,15 @@ def _plan_of_headers(
     names = [tensor.name for shard in shards for tensor in shard.tensors]
     is_new = not assigned
     unassigned = [name for name in names if name not in assigned]
-    assigned = {**assigned, **assign_layers(unassigned, request.family, request.naming)}
+    assigned = {**assigned, **assign_layers(unassigned, model_type_of(request.config), request.naming)}
+    heads: Iterable[str] = ()
     if is_new:
         _require_distinct_files(dict.fromkeys(assigned.values()))
+        layers = layers_before_heads(request.config)
+        heads = (tensor for tensor, layer in assigned.items() if predicts_further(layer.id, layers))
     identity = checkpoint.identity(metadata.values())
     dtype = dtype_without_config(checkpoint.index, {name: f.header.tensors for name, f in metadata.items()})
-    heads = further_heads(assigned, request.layers_before_heads) if is_new else frozenset()
-    options = request.options.compression, format_version, request.chosen, dtype, heads
+    options = request.options.compression, format_version, request.chosen, dtype, frozenset(heads)
     return make_plan(identity, shards, assigned, *options)
 
 

@@ -12,7 +12,6 @@ import dataclasses
 import enum
 import hashlib
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -33,7 +32,7 @@ from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec
 from rabbitllm.splitter.journal import Replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, tensors_by_shard
 from rabbitllm.storage.files import PositionalFile
-from rabbitllm.store.checksums import combine
+from rabbitllm.store.checksums import combine, crc32
 from rabbitllm.store.manifest import MANIFEST_NAME, Manifest
 from rabbitllm.store.tensor_values import read_tensor
 
@@ -97,7 +96,7 @@ def _tensor_crc32(file: PositionalFile, spec: TensorSpec, buffer: memoryview) ->
         part = buffer[: min(READ_BYTES, spec.nbytes - begin)]
         if read_tensor(file, spec, begin, part) != len(part):
             raise CorruptShardError(f"{file.path} ends within {spec.name!r}.")
-        crc = zlib.crc32(part, crc)
+        crc = crc32(part, crc)
     return crc
 
 
@@ -171,11 +170,8 @@ def check_resumed(
     Raises:
         SplitMismatchError: a shard has changed, or its metadata has and there is no checksum to compare with.
     """
-    present = [
-        (s, shard_metadata.stat)
-        for s in earlier.plan.shards
-        if (shard_metadata := metadata.get(s.name)) is not None and shard_metadata.stat
-    ]
+    stats = {name: shard_metadata.stat for name, shard_metadata in metadata.items()}
+    present = [(shard, now) for shard in earlier.plan.shards if (now := stats.get(shard.name)) is not None]
     complete = all(shard.name in metadata or shard.staged for shard in earlier.plan.shards)
     to_read, current = [], {}
     for shard, now in present:
@@ -200,13 +196,12 @@ def check_resumed(
         logger.warning("%d shards of %s have no recorded checksum and cannot be compared.", missing, checkpoint.label)
     if (changed := _first_changed(to_read, checkpoint, earlier.source_checksums)) is not None:
         raise _change_error(checkpoint, changed, folder, "its bytes differ", complete)
-    left_out = {
-        name: shard_metadata.header.left_out for name, shard_metadata in metadata.items()
-    }  # earlier versions did not record it
-    shards = (
-        dataclasses.replace(s, stat=current.get(s.name, s.stat), left_out=s.left_out or left_out.get(s.name, ()))
-        for s in earlier.plan.shards
-    )
+    shards = []
+    for shard in earlier.plan.shards:
+        left_out = shard.left_out
+        if not left_out and shard.name in metadata:  # earlier versions did not record it
+            left_out = metadata[shard.name].header.left_out
+        shards.append(dataclasses.replace(shard, stat=current.get(shard.name, shard.stat), left_out=left_out))
     return dataclasses.replace(earlier.plan, shards=tuple(shards))
 
 
@@ -393,9 +388,7 @@ def _change_error(
     remedy = "Restore the original file, and make the same call again."
     if shard.stat is not None and shard.stat.size == path.stat().st_size:
         seconds, fraction = divmod(shard.stat.mtime_ns, SECOND_NS)
-        remedy += (
-            f" If it is an unchanged copy of the file, restore its time: touch -d @{seconds}.{fraction:09} {path}."
-        )
+        remedy += f" If it is an unchanged copy, restore its time: touch -d @{seconds}.{fraction:09} {path}."
     if complete:
         remedy += f" All shards still exist: to split the changed ones, delete {folder}."
     else:

@@ -155,12 +155,9 @@ def discard_original(checkpoint: Checkpoint, shards: Iterable[PlannedShard], che
         checksums: shard -> `source_check.source_crc32`.
     """
     planned = {shard.name: shard for shard in shards}
-    disposals = [
-        release_if_same(checkpoint, planned[shard], checksums.get(shard)).disposal
-        for shard in checkpoint.index.shards
-        if shard in planned
-    ]
-    if kept := disposals.count(Disposal.READ_ONLY):
+    names = [shard for shard in checkpoint.index.shards if shard in planned]
+    releases = [release_if_same(checkpoint, planned[name], checksums.get(name)) for name in names]
+    if kept := sum(release.disposal is Disposal.READ_ONLY for release in releases):
         warn_of_read_only(kept, checkpoint)
     if any(checkpoint.at_hand(shard) for shard in checkpoint.index.shards):
         return  # its index, and the other files of a revision in the hub cache, belong to it
@@ -256,7 +253,6 @@ def split(request: SplitRequest) -> Profiler:
         keep_last = request.accept is not None
         with contextlib.closing(ShardLoop(work, profiler, watch.check, request.executor, keep_last=keep_last)) as loop:
             loop.take_shards()
-            loop.finish_leftovers()
             manifest = manifest_of(work, loop.checksums, loop.source_checksums)
             if request.accept is not None:
                 request.accept(LayerStore(request.folder, manifest))
@@ -266,19 +262,10 @@ def split(request: SplitRequest) -> Profiler:
         if request.options.shards.deletes_rest:
             deletable = [s for s in work.plan.shards if not s.is_kept(work.plan.source, request.options.shards)]
             discard_original(request.checkpoint, deletable, manifest.source_checksums)
-    peaks = watch.peaks
-    logger.info(
-        "Peaks: %s of disk in %s, %s of memory.", size(peaks.disk_bytes), request.folder, size(peaks.anonymous_bytes)
-    )
-    done = SplitDone(
-        str(request.folder),
-        len(work.plan.layouts),
-        work.plan.output_bytes,
-        time.perf_counter() - start,
-        peaks.disk_bytes,
-        peaks.anonymous_bytes,
-    )
-    tell(done)
+    disk, memory = watch.peaks.disk_bytes, watch.peaks.anonymous_bytes
+    logger.info("Peaks: %s of disk in %s, %s of memory.", size(disk), request.folder, size(memory))
+    plan, seconds = work.plan, time.perf_counter() - start
+    tell(SplitDone(str(request.folder), len(plan.layouts), plan.output_bytes, seconds, disk, memory))
     return profiler
 
 
@@ -463,9 +450,8 @@ def _small_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Return config, tokenizer and the like, copied or derived, with which the folder loads without the original."""
     derived = checkpoint.derived()
     names = {MANIFEST_NAME, JOURNAL_NAME, *derived}
-    return {name: path.read_bytes() for name, path in checkpoint.sidecars().items() if name not in names} | dict(
-        derived
-    )
+    copied = {name: path.read_bytes() for name, path in checkpoint.sidecars().items() if name not in names}
+    return {**copied, **derived}
 
 
 def _write_small_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:

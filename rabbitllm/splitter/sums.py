@@ -7,12 +7,11 @@ Independent of files.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rabbitllm.formats.safetensors_file import TensorToWrite
-from rabbitllm.store.checksums import SUM_BYTES, combine, combine_all, is_cut, numbers, run_lengths, run_sums
+from rabbitllm.store.checksums import SUM_BYTES, combine, combine_all, crc32, is_cut, numbers, run_lengths, run_sums
 from rabbitllm.store.stored_form import ScalesForm, StoredForm
 
 PartSums = bytes
@@ -109,7 +108,7 @@ class Sums:
         """Add a run of a tensor before quantization, at `begin` bytes into it, if `expect` requested it."""
         pieces = self._sources.get(form.source.name)
         if pieces is not None:
-            pieces.append((begin, len(data), zlib.crc32(data)))
+            pieces.append((begin, len(data), crc32(data)))
 
     def take_with_sources(self, forms: Sequence[StoredForm]) -> ShardChecksums:
         """As `take`, with the checksums of the data in the shard."""

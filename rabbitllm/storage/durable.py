@@ -497,10 +497,10 @@ def remove_folder(folder: Path, suffix: str = "") -> None:
     if not folder.is_dir():
         return
     paths = list(folder.iterdir())
-    own = [path for path in paths if path.name.endswith(suffix)]
-    for path in own:
+    matching = [path for path in paths if path.name.endswith(suffix)]
+    for path in matching:
         remove(path)
-    if own == paths:
+    if matching == paths:
         _announce(Step("remove_folder", folder))
         folder.rmdir()
 

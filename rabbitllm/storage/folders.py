@@ -146,12 +146,12 @@ def require_room(
     free = shutil.disk_usage(location).free + reusable
     have = free - min_free
     reserve = f", of which {size(min_free)} must stay free (min_free_disk)" if min_free else ""
-    found = f"{size(free)} are free on the disk of {location}{reserve}"
+    room = f"{size(free)} are free on the disk of {location}{reserve}"
     if max_disk is not None and max_disk < have:
-        have, found = max_disk, f"{size(max_disk)} are allowed by max_disk"
+        have, room = max_disk, f"{size(max_disk)} are allowed by max_disk"
     if need > have:
         raise NotEnoughSpaceException(
-            f"{writing} needs {size(need)} of disk; {found}.",
+            f"{writing} needs {size(need)} of disk; {room}.",
             f"Free {size(need - have)}, or use another disk. Nothing was written.",
         )
 

@@ -311,8 +311,8 @@ def _write_checkpoint(
     work = folder / WORK_NAME
     ready = work / _READY_NAME
     is_ready = ready.is_file() and _READY.fullmatch(ready.read_bytes()) is not None
-    own = {*map(_quoted, sidecars), INDEX_NAME, *(() if ready.exists() else (_READY_NAME,))}
-    refuse_foreign(work, lambda name: is_ready or name in own or _SHARD.fullmatch(name))
+    own_names = {*map(_quoted, sidecars), INDEX_NAME, *(() if ready.exists() else (_READY_NAME,))}
+    refuse_foreign(work, lambda name: is_ready or name in own_names or _SHARD.fullmatch(name))
     if is_ready:  # an earlier call was interrupted while moving the files
         same = ready.read_bytes() == mark
         _move_out(folder, work)

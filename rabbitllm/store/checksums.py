@@ -9,9 +9,9 @@ A file of an older split has one checksum, and so is one block: all of it is rea
 models, journal and manifest.
 
 zlib-ng computes a CRC-32 with the processor's own instructions and without the interpreter's lock, four times as fast
-as CPython's zlib (docs/PERFORMANCE.md), which gives the same results where zlib-ng is not installed. Combining two is
-arithmetic on polynomials over GF(2), after https://github.com/madler/zlib (crc32.c, `crc32_combine`): the CRC of A
-followed by B is A's multiplied by x^(8 * len(B)), plus B's.
+as CPython's zlib (docs/PERFORMANCE.md). Combining two is arithmetic on polynomials over GF(2), after
+https://github.com/madler/zlib (crc32.c, `crc32_combine`): the CRC of A followed by B is A's multiplied by
+x^(8 * len(B)), plus B's.
 """
 
 from __future__ import annotations
@@ -29,15 +29,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from zlib_ng.zlib_ng import crc32
+
 from rabbitllm.base.forks import in_child, own_lock
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.storage.files import begin_to_read, identity_of
-
-try:
-    from zlib_ng.zlib_ng import crc32
-except ImportError:
-    from zlib import crc32
 
 __all__ = ["combine", "combine_all", "crc32", "crc32_of_file"]
 

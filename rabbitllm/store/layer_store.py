@@ -10,7 +10,7 @@ Verification reads every byte of every layer file; it changes nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -214,25 +214,24 @@ class LayerStore(MappedWeights):
         return next((dtype for tensor in tensors if (dtype := tensor.model_dtype) is not None), None)
 
     def _files(self) -> dict[str, LayerRecord | None]:
-        if self.manifest is not None:
-            for record in self.manifest.layers:
-                path = self.folder / record.file
-                size = path.stat().st_size if path.exists() else None
-                if size != record.size:
-                    state = "is missing" if size is None else f"has {size:,} bytes"
-                    raise IncompleteSplitError(
-                        f"{path} {state}; by {MANIFEST_NAME} it has {record.size:,} bytes.", how_to_repair(path)
-                    )
-            return {record.file: record for record in self.manifest.layers}
-        files = sorted(path.name for path in self.folder.glob(f"*{LAYER_SUFFIX}"))
-        unfinished = [name for name in files if not (self.folder / (name + DONE_SUFFIX)).exists()]
-        if unfinished or not files:
+        files, unfinished = _layer_files(self.folder, self.manifest), []
+        for file, record in files.items():
+            path = self.folder / file
+            size = path.stat().st_size if path.exists() else None
+            if record is None:
+                unfinished += [] if path.with_name(file + DONE_SUFFIX).exists() else [file]
+            elif size != record.size:
+                state = "is missing" if size is None else f"has {size:,} bytes"
+                raise IncompleteSplitError(
+                    f"{path} {state}; by {MANIFEST_NAME} it has {record.size:,} bytes.", how_to_repair(path)
+                )
+        if unfinished or (self.manifest is None and not files):
             raise IncompleteSplitError(
                 f"{self.folder} is not a finished split: "
                 + (f"{listed(unfinished, 3)} has no .done marker." if unfinished else "it has no layer files."),
                 REMAKE,
             )
-        return dict.fromkeys(files)
+        return files
 
     def is_current(self) -> bool:
         """Whether the directory still has this manifest, and files of these sizes."""
@@ -364,7 +363,7 @@ def verify(folder: Path, on_file: Callable[[str, int], None] = lambda name, nbyt
             )
         raise IncompleteSplitError(f"{folder} is not a split directory.", "Use a folder that has a split.json.")
     damaged, files, nbytes = [], 0, 0
-    for file, record in _files(folder, manifest):
+    for file, record in _layer_files(folder, manifest).items():
         path = folder / file
         size = path.stat().st_size if path.exists() else 0
         problem = _find_problem(path, record)
@@ -375,11 +374,11 @@ def verify(folder: Path, on_file: Callable[[str, int], None] = lambda name, nbyt
     return Verification(folder, manifest, files, nbytes, tuple(damaged))
 
 
-def _files(folder: Path, manifest: Manifest | None) -> Iterator[tuple[str, LayerRecord | None]]:
+def _layer_files(folder: Path, manifest: Manifest | None) -> dict[str, LayerRecord | None]:
+    """Names of the layer files, with their records; None in a directory of RabbitLLM 1.1."""
     if manifest is not None:
-        yield from ((record.file, record) for record in manifest.layers)
-    else:
-        yield from ((path.name, None) for path in sorted(folder.glob(f"*{LAYER_SUFFIX}")))
+        return {record.file: record for record in manifest.layers}
+    return dict.fromkeys(sorted(path.name for path in folder.glob(f"*{LAYER_SUFFIX}")))
 
 
 def _find_problem(path: Path, record: LayerRecord | None) -> str | None:

@@ -157,12 +157,12 @@ def of_repository(repo_id: str, base: str) -> list[Path]:
     """
     paths = sorted((home() / hub_cache.folder_name(repo_id)).glob(f"*/{SPLIT_DIRECTORY}*"))
     models = {path: tuple(gguf_models(_shards_of(path))) for path in paths}
-    own = {directory_name(compression, base) for compression in SPLITS}
+    names = {directory_name(compression, base) for compression in SPLITS}
     if model := base.removeprefix(SPLIT_DIRECTORY)[1:]:
         same = {path for path in paths if any(names_quantization(name, model) for name in models[path])}
     else:
         same = {*paths} if len({*models.values()}) == 1 and models[paths[0]] else set()
-    return [path for path in paths if path.name in own or path in same]
+    return [path for path in paths if path.name in names or path in same]
 
 
 def known_names() -> list[str]:
@@ -365,17 +365,15 @@ def _is_used_up(file: Path) -> bool:
     """
     for folder in file.parent.glob(f"{SPLIT_DIRECTORY}*"):
         manifest = read_manifest(folder)
-        if manifest is not None:
-            is_of = file.name in manifest.source.fingerprints
-        elif (folder / JOURNAL_NAME).exists() or is_legacy(folder):
-            try:
-                is_of = _belongs(file, entry_in(file.parent))
-            except CheckpointNotFoundError:  # nothing is left
-                is_of = True
-        else:
-            is_of = False
-        if is_of:
+        if manifest is not None and file.name in manifest.source.fingerprints:
             return True
+        if manifest is None and (is_begun(folder) or is_legacy(folder)):
+            try:
+                entry = entry_in(file.parent)
+            except CheckpointNotFoundError:  # nothing is left
+                return True
+            if _belongs(file, entry):
+                return True
     return False
 
 

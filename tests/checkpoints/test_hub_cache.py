@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from huggingface_hub import HFCacheInfo, scan_cache_dir, snapshot_download
+from huggingface_hub import scan_cache_dir, snapshot_download
 
 from rabbitllm.checkpoints.hub_cache import (
     CachedSnapshot,
@@ -26,13 +26,6 @@ from tests.support.splitting import names_in, occupied, split
 
 REPO = "acme/tiny"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-
-
-@pytest.fixture(params=["own deletion", "before it had one"])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub as it is, and as it was before it could delete single files."""
-    if request.param == "before it had one":
-        monkeypatch.delattr(HFCacheInfo, "delete_files", raising=False)
 
 
 @pytest.fixture
@@ -58,7 +51,6 @@ def test_snapshot(snapshot: CachedSnapshot, hub_environment: HubEnvironment, loc
     assert names_in(snapshot.folder, "*.safetensors") == [FIRST, SECOND]
 
 
-@pytest.mark.usefixtures("library")
 def test_freed_bytes_are_predicted(snapshot: CachedSnapshot, sibling: Path, hub_environment: HubEnvironment) -> None:
     """Nothing of a blob that another revision uses, or that has a second name, or lies on another disk."""
     device = hub_environment.cache.stat().st_dev
@@ -83,7 +75,6 @@ def test_folders_that_are_no_snapshot(snapshot: CachedSnapshot, path: str, tmp_p
     assert snapshot_of(tmp_path) is None
 
 
-@pytest.mark.usefixtures("library")
 def test_freeing_a_file_frees_its_blob(snapshot: CachedSnapshot, hub_environment: HubEnvironment) -> None:
     blob = (snapshot.folder / FIRST).resolve()
     size = blob.stat().st_size
@@ -96,7 +87,6 @@ def test_freeing_a_file_frees_its_blob(snapshot: CachedSnapshot, hub_environment
     assert scan_cache_dir(hub_environment.cache).warnings == []
 
 
-@pytest.mark.usefixtures("library")
 def test_blob_of_another_revision_is_kept(snapshot: CachedSnapshot, sibling: Path) -> None:
     content = (sibling / FIRST).read_bytes()
     assert free_file(snapshot, FIRST) == 0
@@ -109,14 +99,12 @@ def test_blob_of_another_revision_is_kept(snapshot: CachedSnapshot, sibling: Pat
     assert free_file(second, FIRST) == len(content)  # no other snapshot has it now
 
 
-@pytest.mark.usefixtures("library")
 def test_absent_file(snapshot: CachedSnapshot) -> None:
     assert free_file(snapshot, "nothing.safetensors") == 0
     assert free_file(CachedSnapshot(snapshot.cache, snapshot.repo_folder, "0" * 40), FIRST) == 0
     assert names_in(snapshot.folder, "*.safetensors") == [FIRST, SECOND]
 
 
-@pytest.mark.usefixtures("library")
 def test_cache_behind_a_link(local_hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a small home holds a link to a large disk: the hub's library resolves it."""
     write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(), 2))
@@ -138,7 +126,6 @@ def test_link_to_a_snapshot(snapshot: CachedSnapshot, tmp_path: Path) -> None:
     assert LocalCheckpoint(tmp_path / "link").index.shards == (FIRST, SECOND)
 
 
-@pytest.mark.usefixtures("library")
 def test_the_rest_of_a_snapshot(snapshot: CachedSnapshot, sibling: Path) -> None:
     before = {path.name: path.read_bytes() for path in sibling.iterdir()}
     assert free_rest(snapshot) == []  # there are weights, of which nothing is known here

@@ -252,6 +252,8 @@ def test_a_bare_pickle_is_its_opcodes(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "GLOBAL      'os system'" in result.stdout
     assert "is a bare pickle" in result.stderr
+    matching = json.loads(process(tmp_path / "x.pkl", "--json", "--name", "GLOBAL 'os").stdout)["pickles"][0]["opcodes"]
+    assert [opcode["argument"] for opcode in matching] == ["'os system'"]
 
 
 def test_imports_of_a_pickle_are_listed(tmp_path: Path) -> None:

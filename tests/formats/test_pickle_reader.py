@@ -214,8 +214,8 @@ def test_listing(protocol: int) -> None:
     listed = list(list_opcodes(data, "x"))
     expected = list(pickletools.genops(data))
     assert [(op.position, op.name) for op in listed] == [(offset, op.name) for op, _, offset in expected]
-    assert listed[0] == ListedOpcode(0, "PROTO", str(protocol))
-    assert listed[-1] == ListedOpcode(len(data) - 1, "STOP", "")
+    assert listed[0] == ListedOpcode(0, 0, "PROTO", str(protocol))
+    assert listed[-1] == ListedOpcode(len(data) - 1, 0, "STOP", "")
     assert max(len(op.argument) for op in listed) <= 80
 
 

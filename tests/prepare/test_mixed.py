@@ -199,7 +199,7 @@ def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, family: str
 
 def half_double(folder: Path, split_folder: Path) -> None:
     """Split with every other group of tensors at 4bit-double, the others at 8bit."""
-    request = SplitRequest(LocalCheckpoint(folder), split_folder, "llama", SplitOptions(DOUBLE))
+    request = SplitRequest(LocalCheckpoint(folder), split_folder, {"model_type": "llama"}, SplitOptions(DOUBLE))
     ways = (DOUBLE, "8bit")
     stored = {
         spec.name: scheme

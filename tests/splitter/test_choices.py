@@ -23,7 +23,7 @@ from rabbitllm.quant.schemes import COMPRESSIONS, DOUBLE
 from rabbitllm.splitter import bit_allocation
 from rabbitllm.splitter.bit_allocation import BLOCKWISE, FUSED, BitChoices, SchemeGroup, groups, with_choice
 from rabbitllm.splitter.disk_budget import BitChoice, DiskBudget, ShardTransfer
-from rabbitllm.splitter.plan import PlannedShard, SplitPlan, layout_at, make_plan, recompressed
+from rabbitllm.splitter.plan import PlannedShard, SplitPlan, lay_out_layer, make_plan, recompressed
 from rabbitllm.store.layer_file import BY_NAME, FORMAT_VERSION, LayerLayout
 from rabbitllm.store.manifest import AUTO, BitAllocation
 from tests.support.plans import SOURCE, all_freed, peak_of, resident_bytes, shard_of
@@ -214,9 +214,9 @@ def test_alike_layers_are_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None
 
     def counted(name: LayerName, *arguments: Any) -> LayerLayout:
         laid_out.append(name.id)
-        return layout_at(name, *arguments)
+        return lay_out_layer(name, *arguments)
 
-    monkeypatch.setattr(bit_allocation, "layout_at", counted)
+    monkeypatch.setattr(bit_allocation, "lay_out_layer", counted)
     schemes = ["4bit"] * len(groups(bare.tensors, 2))
     quick.at(schemes)
     assert sorted(laid_out) == ["embed_tokens", "layers.0", "layers.1", "layers.10", "lm_head"]

@@ -65,7 +65,7 @@ def test_disk_of_a_resumed_split() -> None:
 def test_records_are_bounded(tmp_path: Path) -> None:
     """Journal and manifest of a real split stay slightly below the planned size."""
     source = write_shards(tmp_path / "model", cut(llama_tensors(layers=6), 4))
-    plan = plan_split(SplitRequest(LocalCheckpoint(source), tmp_path / "out", "llama", SplitOptions()))
+    plan = plan_split(SplitRequest(LocalCheckpoint(source), tmp_path / "out", {}, SplitOptions()))
     sizes: list[int] = []
 
     def look(step: Step) -> None:

@@ -82,7 +82,7 @@ def test_an_interrupted_and_a_damaged_split_keep_their_bits(
     call = Call(str(source), str(tmp_path / "split"), compression=compression, sequential=False)
     with monkeypatch.context() as before:
         if begun_before:
-            before.setattr("rabbitllm.splitter.request.further_heads", lambda *_: frozenset())
+            before.setattr("rabbitllm.splitter.request.predicts_further", lambda *_: False)
         expected = layer_files(split(source, tmp_path / "whole", compression=compression, sequential=False))
         with pytest.raises(KeyboardInterrupt):
             interrupted(call)

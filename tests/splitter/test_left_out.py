@@ -250,7 +250,7 @@ def test_a_kept_file_counts_as_not_freed(model: Path, kind: str) -> None:
     checkpoint = LocalCheckpoint(model, entry="x.gguf" if kind == "gguf" else None)
     freed = {}
     for policy in (ShardPolicy.DELETE_USED, ShardPolicy.DELETE_USED | ShardPolicy.DELETE_REST):
-        request = SplitRequest(checkpoint, model / "made", "llama", SplitOptions(shards=policy))
+        request = SplitRequest(checkpoint, model / "made", {"model_type": "llama"}, SplitOptions(shards=policy))
         freed[policy] = disk_budget_of(request, plan_split(request)).freed
     kept, deleted = freed.values()
     assert {*deleted} == {*weights_in(model)}

@@ -53,9 +53,8 @@ def uses_of(call: Call) -> dict[ShardTransfer, DiskUse]:
     source = call.find()
     assert source.repository is not None or source.local is not None
     checkpoint = HubCheckpoint(source.repository) if source.repository else LocalCheckpoint(source.local)  # type: ignore[arg-type]
-    request = SplitRequest(
-        checkpoint, source.split_folder, "llama", SplitOptions(call.compression, shards=ShardPolicy.DELETE_USED)
-    )
+    options = SplitOptions(call.compression, shards=ShardPolicy.DELETE_USED)
+    request = SplitRequest(checkpoint, source.split_folder, {"model_type": "llama"}, options)
     plan = plan_split(request)
     disk_budget = disk_budget_of(request, plan)
     return {
