@@ -279,7 +279,7 @@ def fuse_attention(model: nn.Module) -> int:
         return kind_of(module), form
 
     # layers have kinds of their own, and few classes
-    rotating: Callable[..., Forward] = functools.cache(rotating_forward)
+    rotating: Callable[..., Forward] = functools.cache(functools.partial(rotating_forward, prompts=True))
 
     def forward_of(module: nn.Module, key: tuple[object, _AttentionForm]) -> Forward:
         return functools.partial(_forward, key[1], rotating(type(module))) if _is_alike(module, key[1]) else None

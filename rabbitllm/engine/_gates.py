@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import MAX_ELEMENTS, class_result, forward_in, fuse, is_result, kind_of, trial_of
@@ -119,11 +120,11 @@ def is_tabled(act: Any) -> bool:
     return act_kind(act) in _tables and not has_hooks(act)
 
 
-def add_gate(program: Program, act: ActKind, gate: Place, up: Place, out: Place, count: int) -> None:
+def add_gate(program: Program, act: ActKind, gate: Place, up: Place, out: Place, count: int, threads: int = 1) -> None:
     """Add `act(gate) * up` to a program; see `is_tabled`."""
     from rabbitllm.engine import _layer_kernels  # numba comes with it
 
-    program.add(_layer_kernels.gate, [_tables[act].data_ptr(), gate, up, out, count])
+    program.add(_layer_kernels.gate, [_tables[act].data_ptr(), gate, up, out, count], threads)
 
 
 def add_gates_of_rows(program: Program, act: ActKind, both: Place, out: Place, rows: int, width: int) -> None:
@@ -223,6 +224,9 @@ def _forward(module: Any, *args: Any, **named: Any) -> Any:
     call = _call_of(module) if len(args) == 1 and not named and is_plain(args[0]) else None
     if call is not None and (result := call(args[0])) is not None:
         return result
+    if call is not None and len(names := names_in(module)) == len(_PARTS[0]):
+        first, second, down, act = (module._modules[name] for name in names)
+        return down(gated(act, first(args[0]), second(args[0])))
     return type(module).forward(module, *args, **named)
 
 
@@ -294,9 +298,10 @@ def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`act(gate) * up`, of tensors without gaps."""
     if (kind := act_kind(act) or ()) not in _tables:
         _tables[kind] = act(every_bfloat())
-    program, out = Program(3), torch.empty_like(gate)
+    program, out, count = Program(3), torch.empty_like(gate), gate.numel()
     gates, ups, results = (program.address(index) for index in range(3))
-    add_gate(program, kind, gates, ups, results, gate.numel())
+    threads = min(torch.get_num_threads(), -(-count // MAX_ELEMENTS)) if torchs_team() is not None else 1
+    add_gate(program, kind, gates, ups, results, count, threads)
     program(gate.data_ptr(), up.data_ptr(), out.data_ptr())
     return out
 

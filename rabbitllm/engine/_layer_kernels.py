@@ -12,6 +12,8 @@ import numpy as np
 
 from rabbitllm.base.compiling import to_array, wide, words_at
 
+_NEAR = 1 << 12
+"""Values that are computed while they are in the processor's smallest cache."""
 _LOG2_E = np.float32(1.4426950408889634)
 _C6, _C5, _C4 = np.float32(1.535336188319500e-4), np.float32(1.339887440266574e-3), np.float32(9.618437357674640e-3)
 _C3, _C2, _C1 = np.float32(5.550332471162809e-2), np.float32(2.402264791363012e-1), np.float32(6.931472028550421e-1)
@@ -115,17 +117,21 @@ def part(data):  # type: ignore[no-untyped-def]
             bits[(heads + head) * width + i] = both[2 * head * width + i]
 
 
-def gate(data):  # type: ignore[no-untyped-def]
-    """`table[gates] * factors`: after the own address those of table, gates, factors and results, and their count."""
+def gate(data, start, end, parts):  # type: ignore[no-untyped-def]
+    """`table[gates] * factors`, some parts of them.
+
+    After the own address those of table, gates, factors and results, and their count.
+    """
     words = to_array(data, 6)
-    count = words[5]
-    table, gates, factors = bfloats(words[1], 1 << 16), bfloats(words[2], count), bfloats(words[3], count)
-    product = np.empty(count, np.float32)
-    for i in range(count):
-        product[i] = wide(table[gates[i]])
-    for i in range(count):
-        product[i] *= wide(factors[i])
-    store_rounded(product, bfloats(words[4], count))
+    last, table, product = end * words[5] // parts, bfloats(words[1], 1 << 16), np.empty(_NEAR, np.float32)
+    for begin in range(start * words[5] // parts, last, _NEAR):
+        count = min(_NEAR, last - begin)
+        gates, factors = bfloats(words[2] + 2 * begin, count), bfloats(words[3] + 2 * begin, count)
+        for i in range(count):
+            product[i] = wide(table[gates[i]])
+        for i in range(count):
+            product[i] *= wide(factors[i])
+        store_rounded(product[:count], bfloats(words[4] + 2 * begin, count))
 
 
 def add_gated(data):  # type: ignore[no-untyped-def]

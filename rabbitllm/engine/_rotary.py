@@ -1,8 +1,9 @@
-"""Rotary embeddings by one call where it has the bits of the model's function, which is a dozen operations; for
-attentions that are not computed as a whole (`_attention.py`).
+"""Rotary embeddings by one call where it has the bits of the model's function, which is a dozen operations, and where
+matrices are multiplied from codes attention of a prompt; for attentions that are not computed as a whole
+(`_attention.py`).
 
-transformers' attention classes call `apply_rotary_pos_emb` of their module. Their instances here get the class's own
-forward, with its decorators, in which that name means a function of ours; the module and its other users keep theirs.
+transformers' attention classes call functions of their module. Their instances here get the class's own forward, with
+its decorators, in which these names mean functions of ours; the module and its other users keep theirs.
 """
 
 from __future__ import annotations
@@ -10,50 +11,110 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AttentionInterface
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Program
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import MAX_ELEMENTS, fuse, with_globals
+from rabbitllm.engine.transformers_api import sdpa_attention_forward
+from rabbitllm.quant import attention
 
-NAME = "apply_rotary_pos_emb"
+NAME, _INTERFACES = "apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"
+_GETTER = "get_interface"
 _WIDTHS = (32, 32), (128, 128), (128, 96)
 """Of heads, and of what is rotated, with which functions are tried."""
+_LEAST_ROWS = 16
+"""Rows from which attention is a prompt's."""
+_OTHERS = "position_bias", "softcap", "output_attentions"
+"""Arguments that say that attention is another one."""
 _PLAIN = 4
 """Arguments of a call with queries, keys, cos and sin; Qwen4-Exp's index rotates one tensor, and names the others."""
 
 
-def fuse_rotary(model: nn.Module) -> int:
-    """Let attentions rotate the queries and keys of a sequence in one call.
+def fuse_rotary(model: nn.Module, *, prompts: bool) -> int:
+    """Let attentions rotate the queries and keys of a sequence in one call, and attend to prompts in another one.
 
     Returns:
         How many these are.
     """
-    return fuse(model, type, lambda _, kind: rotating_forward(kind))
+    return fuse(model, type, lambda _, kind: rotating_forward(kind, prompts=prompts))
 
 
-def rotating_forward(kind: Any) -> Callable[..., Any] | None:
-    """A class's forward that rotates in one call, until others replace it or its function for rotations; None if it
-    calls no function whose bits these are."""
+def rotating_forward(kind: Any, *, prompts: bool) -> Callable[..., Any] | None:
+    """A class's forward that rotates and attends in one call, until others replace it or its functions for these; None
+    if it calls none that this can replace."""
     own = kind.forward
     inner = inspect.unwrap(own)
     variables: dict[str, Any] = getattr(inner, "__globals__", {})
-    ordinary = variables.get(NAME)
-    if ordinary is None or NAME not in inner.__code__.co_names or not _has_bits(ordinary):
-        return None
-    if (rotating := with_globals(own, {NAME: functools.partial(_rotated, ordinary)})) is None:
+    names = getattr(getattr(inner, "__code__", None), "co_names", ())
+    ordinary = {name: variables[name] for name in (NAME, _INTERFACES) if name in names and name in variables}
+    ours = dict[str, Any]()
+    if NAME in ordinary and _has_bits(ordinary[NAME]):
+        ours[NAME] = functools.partial(_rotated, ordinary[NAME])
+    if prompts and _GETTER in names and type(functions := ordinary.get(_INTERFACES)) is AttentionInterface:
+        ours[_INTERFACES] = _Interfaces(functions)
+    if not ours or (changed := with_globals(own, ours)) is None:
         return None
 
     @functools.wraps(own)
     def forward(module: nn.Module, *args: Any, **named: Any) -> Any:
-        is_own = kind.forward is own and variables[NAME] is ordinary
-        return (rotating if is_own else kind.forward)(module, *args, **named)
+        is_own = kind.forward is own and all(variables[name] is ordinary[name] for name in ours)
+        return (changed if is_own else kind.forward)(module, *args, **named)
 
     return forward
+
+
+@dataclass(frozen=True)
+class _Interfaces:
+    """transformers' attention functions, with `attended` in place of `sdpa`."""
+
+    ordinary: AttentionInterface
+
+    def get_interface(self, *names: Any) -> Any:
+        function = self.ordinary.get_interface(*names)
+        return attended if function is sdpa_attention_forward else function
+
+
+def attended(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **named: Any
+) -> Any:
+    """transformers' `sdpa`: of a sequence's prompt, or of a part of it, by one call."""
+    if _is_prompt(module, query, key, value, named) and type(scaling := named.get("scaling")) is float:
+        rows, mask = query.shape[2], attention_mask
+        if mask is None:  # a cache that has its room in advance
+            key, value = key[:, :, :rows], value[:, :, :rows]
+        elif type(mask) is torch.Tensor and mask.dtype is torch.bool and mask.stride(-1) == 1 and mask.is_cpu:
+            mask = mask[0, 0] if mask.shape == (1, 1, rows, key.shape[2]) else ...
+        else:
+            mask = ...
+        if mask is not ...:
+            return attention.attend(query, key, value, mask, scaling), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+
+
+def _is_prompt(module: Any, query: Any, key: Any, value: Any, named: dict[str, Any]) -> bool:
+    """Whether `attention.attend` computes what `sdpa` would of these, but for rounding and the mask."""
+    is_causal = named.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not is_causal or named.get("dropout") or any(named.get(name) is not None for name in _OTHERS):
+        return False
+    for x in (query, key, value):
+        if type(x) is not torch.Tensor or x.dtype is not torch.bfloat16 or not x.is_cpu or x.dim() != 4:
+            return False
+        if len(x) != 1 or x.stride(3) != 1 or x.shape[3] != query.shape[3]:
+            return False
+    heads, rows, groups = query.shape[1], query.shape[2], getattr(module, "num_key_value_groups", 1)
+    if key.shape != value.shape or heads != groups * key.shape[1] or not _LEAST_ROWS <= rows <= key.shape[2]:
+        return False
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    return attention.attends(query.shape[3])
 
 
 def _rotated(ordinary: Callable[..., Any], *args: Any, **named: Any) -> Any:

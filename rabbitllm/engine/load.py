@@ -239,7 +239,7 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
             fuse_gates(model)
             fuse_shared(model)
             fuse_layers(model)
-        fuse_rotary(model)  # of attentions that are not replaced as a whole
+        fuse_rotary(model, prompts=multiplies_codes)  # of attentions that are not replaced as a whole
         fuse_experts(model)
     if not options.exact and any(device.shares_host_memory for device in devices):
         fuse_recurrences(model, prompts=multiplies_codes)

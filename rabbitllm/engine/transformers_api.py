@@ -32,6 +32,7 @@ with checked_parts():
     from transformers.core_model_loading import dot_natural_key as dot_natural_key
     from transformers.core_model_loading import rename_source_key as rename_source_key
     from transformers.integrations import sdpa_attention
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa_attention_forward
     from transformers.models.auto import modeling_auto
     from transformers.quantizers.auto import AutoHfQuantizer as AutoHfQuantizer
     from transformers.quantizers.base import HfQuantizer as HfQuantizer

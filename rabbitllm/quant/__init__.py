@@ -1,6 +1,7 @@
 """Schemes of quantization, codes, kernels and products."""
 
 __all__ = [
+    "attention",
     "bfloat_products",
     "block_encoders",
     "coded",

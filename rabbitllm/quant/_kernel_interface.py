@@ -39,7 +39,7 @@ ARGUMENTS = ("codes", "scales", "even", "odd", "table", "out", "row_bytes", "ste
 """The arguments of a piece of work: addresses up to `out` (`even` is that of all inputs where even and odd ones are not
 apart); bytes of codes in a row, steps of the kernel in a row, the logarithm of steps in a block, inputs, and rows of
 the whole matrix. Those that a kernel does not need are 0. For integers `odd` is that of the scales and sums
-of inputs, and `steps` are those of `_integers.InputLayout`."""
+of inputs, and `steps` are those of `_integers.InputLayout`; by panels it is that of results in bfloat16, or 0."""
 
 
 class CodeKernel(NamedTuple):

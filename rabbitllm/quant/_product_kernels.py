@@ -7,7 +7,7 @@ products by their scales, summed in float32. Fills out[token, row], float32.
 
 **By panels.** A panel, a few rows of the matrix or parts of long ones, is decoded once, to integers
 (`_byte_kernels.py`), or bfloat16 to float32, in memory that stays in a core's cache, and multiplied with all inputs
-before the next panel. Fills out[token, row], float32.
+before the next panel. Fills out[token, row], float32, and then the same in bfloat16 if the address of that is given.
 
 **bfloat16**, for processors that have no instructions for that type: the upper half of a float32. 32 bits are two
 values: shifted up they are the even one, with the lower half cleared the odd one. Steps are two vectors, one of each;
@@ -31,7 +31,17 @@ from llvmlite import ir
 from rabbitllm.base.compiling import to_array, words_at
 from rabbitllm.quant._integers import OWN_STEPS, CodeSteps
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, PANELS
-from rabbitllm.quant._vectors import CODEBOOKS, F32, Emitter, emitted, inlined, narrowed, number, on_stack
+from rabbitllm.quant._vectors import (
+    CODEBOOKS,
+    F32,
+    Emitter,
+    emit_narrow,
+    emitted,
+    inlined,
+    narrowed,
+    number,
+    on_stack,
+)
 
 ROWS, CODE_ROWS = 4, 2
 """Rows of the matrix for each load of an input, of a panel and by codes. More rows of codes are no faster in the cache,
@@ -212,6 +222,7 @@ def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) ->
 
 ONE: Any = None
 TALL = WIDE = SQUARE = LEAST = TILE = FILL = AT_ONCE = NBYTES = MAX_STEPS = ONE
+NARROW = emitted(emit_narrow, 16)
 IN_PLACE, GROUP, TURN = False, 1, emitted(lambda emit, rows, panel, row_bytes: None, 8)
 
 
@@ -254,7 +265,7 @@ def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
     panel = stack_panel()
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
-        codes, scales, inputs, _, table, out, row_bytes, steps, shift, tokens, rows = arguments(words, piece)
+        codes, scales, inputs, rounded, table, out, row_bytes, steps, shift, tokens, rows = arguments(words, piece)
         first, last = own_rows(words, start, stop, parts, rows)
         input_bytes = steps * NBYTES
         for top in range(first, last, PANEL_ROWS):
@@ -295,6 +306,10 @@ def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
                                 ONE(here, of_token, to, count, panel_bytes, input_bytes, rows, bottom - row)
                                 token += 1
                         row += TILE if is_tall else GROUP
+                    is_rounded = not IN_PLACE and rounded != 0 and step + count == steps
+                    for token in range(begin, end if is_rounded else begin):
+                        place = token * rows + top
+                        NARROW(out + 4 * place, rounded + 2 * place, bottom - top)
 
 
 def named(template: Any, name: str, **constants: Any) -> Callable[[Any], None]:

@@ -207,6 +207,15 @@ def narrowed(b: Any, bits: Any) -> Any:
     return b.select(is_nan, of(0x7FC00000), b.add(bits, b.add(odd, of(0x7FFF))))
 
 
+def emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
+    """Round float32 to bfloat16."""
+    b = emit.b
+    with emit.loop(count) as index:
+        value = narrowed(b, emit.load(emit.add(source, b.shl(index, number(2))), I32, 4))
+        value = b.trunc(b.lshr(value, ir.Constant(I32, 16)), I16)
+        emit.store(value, emit.add(target, b.shl(index, number(1))), 2)
+
+
 def half_power(emit: Emitter, address: Any) -> Any:
     """2 ** (exponent - 128), float32, of the byte at an address."""
     b, one, two = emit.b, ir.Constant(I32, 1), ir.Constant(I32, 2)

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
 
 from rabbitllm.base.compiling import call_parts, shared, to_array, words_at
 from rabbitllm.base.openmp import PARTS
 from rabbitllm.base.parts import RUN
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
-from rabbitllm.quant._vectors import I16, I32, Emitter, emitted, narrowed, number
+from rabbitllm.quant._vectors import emit_narrow, emitted
 
 PRODUCT_WORDS = 1 + BEFORE_WORK + len(ARGUMENTS)
 """The address of a kernel, and its int64s for one piece of work."""
 _EVEN, _ODD, _OUT, _TOKENS = (ARGUMENTS.index(name) for name in ("even", "odd", "out", "tokens"))
 
 
-def _emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
-    """Round float32 to bfloat16."""
-    b = emit.b
-    with emit.loop(count) as index:
-        value = narrowed(b, emit.load(emit.add(source, b.shl(index, number(2))), I32, 4))
-        value = b.trunc(b.lshr(value, ir.Constant(I32, 16)), I16)
-        emit.store(value, emit.add(target, b.shl(index, number(1))), 2)
-
-
-_NARROW = emitted(_emit_narrow, 16)
+_NARROW = emitted(emit_narrow, 16)
 
 
 def multiply(data, first, end, parts):  # type: ignore[no-untyped-def]

@@ -256,10 +256,14 @@ class KernelMatrix(ABC):
         if method == DEQUANTIZED:
             result = self.in_chunks(flat, bias)
         else:
-            result = self.times_by(method, width, flat)
+            product = GroupedProduct(flat, self, torch.empty)
+            if method == BYTES and bias is None and x.dtype == torch.bfloat16:
+                product.rounded = torch.empty_like(product.out, dtype=x.dtype)
+            if len(flat):
+                product.run(method, width, [(self, 0, len(flat))])
             if bias is not None:
-                result += bias
-            result = result.to(x.dtype)
+                product.out += bias
+            result = product.result()
         return result.view(*x.shape[:-1], self.form.shape[0])
 
     def grouped(self, x: torch.Tensor) -> GroupedProduct | None:
@@ -399,7 +403,10 @@ class GroupedProduct:
 
     Attributes:
         out: the products, (S, N), float32.
+        rounded: the same in bfloat16, if a kernel by bytes is to round them.
     """
+
+    rounded: torch.Tensor | None = None
 
     def __init__(self, x: torch.Tensor, like: KernelMatrix, make: Callable[..., torch.Tensor] = torch.zeros) -> None:
         self._x = x
@@ -425,13 +432,15 @@ class GroupedProduct:
         inputs, rows, start, pieces = self._inputs[width], self.out.shape[1], self.out.data_ptr(), []
         for matrix, begin, end in work:
             codes, scales, table, *sizes = matrix.operands(width)
-            to = start + begin * rows * 4
-            pieces.append((codes, scales, *inputs.of(begin), table, to, *sizes, end - begin, rows))
+            (place, others), to = inputs.of(begin), start + begin * rows * 4
+            if self.rounded is not None:
+                others = self.rounded[begin:].data_ptr()
+            pieces.append((codes, scales, place, others, table, to, *sizes, end - begin, rows))
         _kernels.run(method, work[0][0].kernel, width, pieces, rows * sizes[0] * len(work))
 
     def result(self) -> torch.Tensor:
         """The products of all groups, (S, N) of x's dtype; rows of no group are zero."""
-        return self.out.to(self._x.dtype)
+        return self.out.to(self._x.dtype) if self.rounded is None else self.rounded
 
 
 def dense_product(
@@ -454,6 +463,8 @@ def dense_product(
     step = together * max(CHUNK_ELEMENTS // columns // together, 1)
     # processors without instructions for bfloat16 are slow at it, so float32 is used there
     wide = x.float() if x.dtype == torch.bfloat16 and bfloat_products.widens() else x
+    if step >= rows and wide is x:
+        return torch.nn.functional.linear(x, decode(0, rows, x.dtype), None if bias is None else bias.to(x.dtype))
     out = x.new_empty(len(x), rows)
     for begin in range(0, rows, step):
         end = min(begin + step, rows)

@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AttentionInterface, DynamicCache, LlamaConfig
 from transformers.models.cohere.modeling_cohere import CohereAttention
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.phi3 import modeling_phi3
 
 from rabbitllm.engine import _rotary
-from rabbitllm.engine._rotary import fuse_rotary
+from rabbitllm.engine._attention import relative_error
+from rabbitllm.engine._rotary import attended, fuse_rotary
+from rabbitllm.engine.transformers_api import sdpa_attention_forward
 from rabbitllm.quant import _vectors
 from tests.engine.test_siblings import assert_same_logits, checkpoint
-from tests.support.tiny_models import ALL
+from tests.support.tiny_models import ALL, load
 
 pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
 ORDINARY = modeling_llama.apply_rotary_pos_emb
@@ -101,8 +103,8 @@ def test_the_forward_is_that_of_the_class() -> None:
     config._attn_implementation = "sdpa"
     plain = LlamaAttention(config, 0).bfloat16().eval()
     fused = copy.deepcopy(plain)
-    assert fuse_rotary(fused) == 1
-    assert fuse_rotary(fused) == 0
+    assert fuse_rotary(fused, prompts=False) == 1
+    assert fuse_rotary(fused, prompts=False) == 0
     assert modeling_llama.apply_rotary_pos_emb is ORDINARY
     x, angles = torch.randn(1, 1, 64).bfloat16(), torch.randn(1, 1, 32).bfloat16()
     with torch.no_grad():
@@ -118,7 +120,7 @@ def test_what_others_patch_later_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
     config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
     config._attn_implementation = "sdpa"
     fused, rotated = LlamaAttention(config, 0).bfloat16().eval(), list[int]()
-    fuse_rotary(fused)
+    fuse_rotary(fused, prompts=False)
     x, angles = torch.randn(1, 3, 64).bfloat16(), torch.randn(1, 3, 32).bfloat16()
     with torch.no_grad(), monkeypatch.context() as patch:
         patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *args: rotated.append(1) or ORDINARY(*args))
@@ -129,8 +131,8 @@ def test_what_others_patch_later_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_function_that_rotates_otherwise_is_not_replaced() -> None:
-    assert _rotary.rotating_forward(CohereAttention) is None  # neighbours are pairs
-    assert _rotary.rotating_forward(torch.nn.Linear) is None
+    assert _rotary.rotating_forward(CohereAttention, prompts=False) is None  # neighbours are pairs
+    assert _rotary.rotating_forward(torch.nn.Linear, prompts=True) is None
     assert not _rotary._has_bits(lambda q, k, cos, sin: ORDINARY(q, k, cos, -sin))
     assert not _rotary._has_bits(lambda q, k, cos: (q, k))
 
@@ -142,3 +144,101 @@ def test_a_model_has_the_same_logits(
     directory = checkpoint(tmp_path, "gemma3", "4bit", layer_types=["sliding_attention", "full_attention"])
     assert_same_logits(directory, budget, "fuse_rotary", "Attention", monkeypatch)
     assert len(calls) >= 2 * 4  # of 2 layers, 4 steps
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
+    """The mask of each attention to a prompt in one call."""
+    assert _rotary.attention.attends(32)  # whose trial attends, too
+    masks, compute = list[Any](), _rotary.attention.attend
+
+    def counted(*args: Any) -> torch.Tensor:
+        masks.append(args[3])
+        return compute(*args)
+
+    monkeypatch.setattr(_rotary.attention, "attend", counted)
+    return masks
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@torch.no_grad()
+def test_prompts_of_a_model(family: str, tmp_path: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, in parts, and with a window; the same rows have the same keys in each layer's cache."""
+    window = {"sliding_window": 20} if family == "mistral" else {}
+    directory = checkpoint(tmp_path, family, "q8_0", head_dim=32, **window)
+    ids = torch.randint(1, 100, (1, 90), generator=torch.Generator().manual_seed(1))
+    model = load(directory, ALL, exact=False)
+    whole, caches = model(ids).logits, [DynamicCache(config=model.config) for _ in range(2)]
+    layers = model.config.num_hidden_layers
+    assert len(prompts) == layers
+    assert all((mask is None) == (not window) for mask in prompts)
+    model(ids, past_key_values=caches[0])
+    for part in (ids[:, :50], ids[:, 50:]):
+        model(part, past_key_values=caches[1])
+    assert len(prompts) == 4 * layers
+    assert prompts[-1].shape[0] == 40
+    for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        last = min(one.keys.shape[2], other.keys.shape[2])
+        assert torch.equal(one.keys[:, :, -last:], other.keys[:, :, -last:])
+    monkeypatch.setattr(_rotary, "attended", sdpa_attention_forward)
+    assert 0 < relative_error(whole, model(ids).logits) < 0.02
+    assert len(prompts) == 4 * layers
+
+
+def test_uncompressed_models_keep_the_attention_of_torch(tmp_path: Path, prompts: list[Any]) -> None:
+    model = load(checkpoint(tmp_path, "llama", None, head_dim=32), ALL, exact=False)
+    with torch.no_grad():
+        model(torch.arange(1, 60)[None])
+    assert not prompts
+
+
+@torch.no_grad()
+def test_which_attention_is_left_to_transformers(prompts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    config._attn_implementation = "sdpa"
+    module = LlamaAttention(config, 0).bfloat16().eval()
+    q, keys = torch.randn(1, 2, 40, 32).bfloat16(), torch.randn(2, 1, 1, 50, 32).bfloat16()
+    k, v = keys[:, :, :, :40]
+    mask = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+
+    def error(*tensors: torch.Tensor, mask: torch.Tensor | None = None, **named: Any) -> float:
+        named = {"dropout": 0.0, "scaling": 0.2} | named
+        return relative_error(*(f(module, *tensors, mask, **named)[0] for f in (attended, sdpa_attention_forward)))
+
+    assert 0 < error(q, k, v) < 2**-7
+    assert error(q, k, v, sliding_window=3, position_ids=None) < 2**-7  # a mask would say so
+    assert error(q, k, v, mask=mask) < 2**-7
+    assert error(q, *keys) < 2**-7  # a cache that has its room in advance
+    assert len(prompts) == 4
+    seen = torch.where(mask, 0.0, -torch.inf).bfloat16()
+    assert error(q, k, v, mask=seen) == 0
+    assert error(q, k, v, mask=mask.expand(1, 2, 40, 40)) == 0
+    assert error(q, k, v, position_bias=torch.randn(1, 2, 40, 40).bfloat16()) == 0
+    assert error(q, k, v, is_causal=False) == 0
+    assert error(q, k, v, scaling=None) == 0
+    assert error(q.float(), k.float(), v.float()) == 0
+    assert error(*(x.expand(2, *x.shape[1:]) for x in (q, k, v))) == 0
+    assert error(q, k, v[..., :16]) == 0
+    assert error(q[:, :, :3], k[:, :, :3], v[:, :, :3]) == 0
+    with pytest.raises(ValueError, match="softcap"):
+        attended(module, q, k, v, None, scaling=0.2, softcap=30.0)
+    with torch.enable_grad():
+        attended(module, q.clone().requires_grad_(), k, v, None, scaling=0.2)[0].sum().backward()
+    monkeypatch.setattr(module, "is_causal", False)
+    assert error(q, k, v) == 0
+    assert len(prompts) == 4
+
+
+@torch.no_grad()
+def test_another_attention_of_a_config_is_used(prompts: list[Any]) -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    config._attn_implementation = "sdpa"
+    module = LlamaAttention(config, 0).bfloat16().eval()
+    assert fuse_rotary(module, prompts=True) == 1
+    x, angles = torch.randn(1, 30, 64).bfloat16(), torch.randn(1, 30, 32).bfloat16()
+    module(x, position_embeddings=(angles, angles))
+    assert len(prompts) == 1
+    AttentionInterface.register("nothing", lambda module, query, *args, **named: (0 * query.transpose(1, 2), None))
+    config._attn_implementation = "nothing"
+    assert not module(x, position_embeddings=(angles, angles))[0].any()
+    assert len(prompts) == 1

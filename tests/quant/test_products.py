@@ -420,6 +420,9 @@ def test_a_row_has_the_same_bits_in_any_batch_by_bytes(scheme: str) -> None:
     together = of.times_by(BYTES, width, x)
     for begin, end in ((0, 1), (3, 10), (40, 41)):
         assert torch.equal(of.times_by(BYTES, width, x[begin:end]), together[begin:end])
+    x = x.bfloat16()  # whose results the kernel rounds
+    assert of.method_for(len(x), x.dtype) == (BYTES, width)
+    assert torch.equal(of.linear(x, None), of.times_by(BYTES, width, x).bfloat16())
 
 
 @needs_kernel

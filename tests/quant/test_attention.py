@@ -1,0 +1,85 @@
+"""Attention to prompts in one call: its error is one rounding, and a row has the same bits wherever it is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from rabbitllm.quant import _vectors
+from rabbitllm.quant.attention import attend, attends
+
+pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
+ROUNDING = 2**-8
+"""Of a result in bfloat16, relative to its norm: twice the unit roundoff."""
+
+
+def some(heads: int, keys: int, rows: int, tokens: int, width: int) -> tuple[torch.Tensor, ...]:
+    """Queries as a projection leaves them, and keys and values in a cache with room."""
+    q = torch.randn(1, rows, heads, width).bfloat16().transpose(1, 2)
+    k, v = torch.randn(2, 1, keys, tokens + 9, width).bfloat16()[:, :, :, 3 : tokens + 3]
+    return q, k, v
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float) -> torch.Tensor:
+    repeated = (tensor.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    result: torch.Tensor = scaled_dot_product_attention(q.double(), *repeated, attn_mask=mask, scale=scaling)
+    return result.transpose(1, 2)
+
+
+def causal(rows: int, tokens: int, window: int = 1 << 20) -> torch.Tensor:
+    mask = torch.ones(rows, tokens, dtype=torch.bool).tril(tokens - rows)
+    return mask & ~mask.tril(tokens - rows - window)
+
+
+@pytest.mark.parametrize(("heads", "keys", "width"), [(9, 3, 64), (4, 4, 32), (7, 1, 128), (2, 1, 96), (1, 1, 256)])
+def test_the_error_is_one_rounding(heads: int, keys: int, width: int) -> None:
+    assert attends(width)
+    for rows, tokens in ((1, 1), (13, 13), (64, 64), (130, 130), (50, 190), (1, 77)):
+        q, k, v = some(heads, keys, rows, tokens, width)
+        for scaling in (1e-3, 0.1, 2.0):
+            for mask in (None, causal(rows, tokens), causal(rows, tokens, 20)):
+                expected = exact(q, k, v, causal(rows, tokens) if mask is None else mask, scaling)
+                error = (attend(q, k, v, mask, scaling) - expected).norm() / expected.norm()
+                assert error < ROUNDING
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_row_has_the_same_bits(width: int) -> None:
+    """With any number of threads and of rows beside it, and whatever comes after it."""
+    q, k, v = some(6, 2, 300, 300, width)
+    result, threads = attend(q, k, v, None, 0.125), torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(attend(q, k, v, None, 0.125), result)
+    finally:
+        torch.set_num_threads(threads)
+    for begin, end in ((0, 1), (0, 17), (100, 300), (37, 259), (299, 300)):
+        part = attend(q[:, :, begin:end], k[:, :, :end], v[:, :, :end], None, 0.125)
+        assert torch.equal(part, result[:, begin:end])
+    assert torch.equal(attend(q, k, v, causal(300, 300), 0.125), result)
+    k[:, :, 200:], v[:, :, 200:] = 3, -7
+    assert torch.equal(attend(q, k, v, None, 0.125)[:, :200], result[:, :200])
+    one = attend(q[:, 3:6], k[:, 1:], v[:, 1:], None, 0.125)  # the heads of the second of the keys'
+    assert torch.equal(one, attend(q, k, v, None, 0.125)[:, :, 3:6])
+
+
+def test_what_a_row_does_not_see_is_not_part_of_it() -> None:
+    q, k, v = some(2, 1, 70, 70, 32)
+    mask = causal(70, 70)
+    mask[:, 5] = False
+    mask[40] = False
+    k[0, 0, 5] = torch.nan
+    result = attend(q, k, v, mask, 0.2)
+    assert not result[0, 40].any()  # it sees nothing
+    seen = torch.cat([k[:, :, :5], 0 * k[:, :, :1].nan_to_num(), k[:, :, 6:]], 2)
+    assert torch.equal(attend(q, seen, v, mask, 0.2), result)
+    k[0, 0, 60] = torch.inf
+    result = attend(q, k, v, mask, 0.2)
+    assert not result[0, :60].isnan().any()
+    assert result[0, 60:].isnan().all()
+
+
+def test_widths_without_a_kernel() -> None:
+    assert not any(map(attends, (0, 16, 80, 512)))
