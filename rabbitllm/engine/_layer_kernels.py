@@ -271,7 +271,7 @@ def choose(data):  # type: ignore[no-untyped-def]
     words = to_array(data, 9)
     count, used = words[6], words[7]
     bits, values, order = bfloats(words[1], count), np.empty(count, np.float32), np.arange(count)
-    of_experts, chosen = integers(words[2], count), integers(words[3], 1 + 4 * used)
+    of_experts, chosen, done = integers(words[2], count), integers(words[3], 1 + 4 * used), integers(words[5], 1)
     shares, rounded = np.empty(used, np.float64), np.empty(used, np.float32)
     most, least, others, summed, small = np.float32(-np.inf), np.float32(np.inf), np.float32(0), 0.0, 0
     for i in range(count):
@@ -279,8 +279,11 @@ def choose(data):  # type: ignore[no-untyped-def]
         values[i], most, least = value, max(most, value), min(least, value)
         others += value * np.float32(0)
         small += abs(value) < _SMALL
-    is_sure = others == 0 and small < 2 and least - most > _LEAST  # others are NaN if a value is that, or infinite
-    is_sure = is_sure and _select(values, order, used)
+    chosen[0] = done[0] = 0
+    # others are NaN if a value is that, or infinite
+    if others != 0 or small > 1 or least - most < _LEAST or not _select(values, order, used):
+        return
+    is_sure = True
     if used * 64 <= count or used > 17:  # torch sorts in other ways
         for i in range(1, count):
             is_sure = is_sure and values[min(i, used) - 1] > values[i]
@@ -302,7 +305,7 @@ def choose(data):  # type: ignore[no-untyped-def]
         is_sure = is_sure and abs(distance) > _UNSURE
     store_rounded(rounded, bfloats(words[4], used))
     chosen[0] = used if is_sure else 0
-    integers(words[5], 1)[0] = is_sure
+    done[0] = is_sure
 
 
 def combine(data):  # type: ignore[no-untyped-def]
