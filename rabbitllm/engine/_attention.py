@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rabbitllm.base.dict_changes import remembered
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words, float_bits
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._fusing import Forward, class_result, forward_in, fuse, is_result, kind_of, trial_of
+from rabbitllm.engine._fusing import Forward, class_result, forward_in, fuse, is_result, kind_of, trial_of, unchanged
 from rabbitllm.engine._gates import ActKind, OneCall, act_of, is_one_call, mlp_weights, names_in, sigmoids
+from rabbitllm.engine._mixtures import MixtureCall, mixture_call
 from rabbitllm.engine._norms import NormForm, norm_form, with_weight
 from rabbitllm.engine._rotary import rotating_forward
 from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
@@ -45,9 +44,6 @@ _AROUND = (
 )
 """Names of a layer's norms: before its attention and its MLP, or also after them."""
 _ORDINARY = (torch.Tensor, nn.Parameter)
-_TABLES = "_forward_hooks", "_forward_pre_hooks", "_parameters", "_modules"
-_OWN = ("forward", "eps", "variance_epsilon", "act", "training", *_TABLES)
-"""Attributes of a module and its parts that what they compute depends on."""
 _MULTIPLE = 32
 """Width of heads in steps."""
 _TOLERANCE = 1 / 128
@@ -153,21 +149,11 @@ def _facts_of(
 ) -> Callable[[], bool]:
     """Tells whether what is true of modules still is: how the attention's class attends, parts, forwards and numbers,
     no hooks, and the weights of Linears, but for the first one, which keeps what was made of them."""
-    hooks, tables, config = list[Any](), [linear._parameters for linear in linears], attention.config
-    true: list[tuple[Any, str]] = [(table, "bias") for table in tables if table["bias"] is None]
-    true += [(table, "weight") for table in tables[1:]] + [(vars(attention), "config")]
-    for parent, name in parts:
-        module: Any = parent._modules[name]
-        true += [(parent._modules, name), *((vars(module), key) for key in _OWN)]
-        hooks += [module._forward_hooks, module._forward_pre_hooks]
-    tables, names = (list(column) for column in zip(*true, strict=True))
-    values = list(map(dict.get, tables, names))
-
-    def are_true() -> bool:
-        same = map(operator.is_, map(dict.get, tables, names), values)
-        return not any(hooks) and _attends_so(attention, form) and all(same)
-
-    return remembered(are_true, [*tables, *hooks, vars(config)])
+    tables: list[dict[str, Any]] = [linear._parameters for linear in linears]
+    facts = [(table, "bias") for table in tables if table["bias"] is None]
+    facts += [(table, "weight") for table in tables[1:]] + [(vars(attention), "config")]
+    is_true = functools.partial(_attends_so, attention, form)
+    return unchanged(is_true, facts, parts, [vars(attention.config)])
 
 
 def _attends_so(attention: Any, form: _AttentionForm) -> bool:
@@ -210,21 +196,26 @@ class _TwoCalls:
         if around is not None and around.act is not None:
             self._mlp = OneCall(around.act, matrices[count + 1 :])
             self._products = self._products if self._mlp.is_for(1) else None
-        self._programs = dict[int, tuple[Program, Program]]()
+        self._programs = dict[int, tuple[Program, Program, MixtureCall | None]]()
 
-    def programs(self) -> tuple[Program, Program] | None:
-        """The two programs; None if matrices are not multiplied as integers."""
+    def programs(self, mixture: MixtureCall | None) -> tuple[Program, Program, MixtureCall | None] | None:
+        """The two programs, of which the second one computes a mixture, too; None if matrices are not multiplied as
+        integers."""
         if self._products is None:
             return None
-        return self._programs.get(torch.get_num_threads()) or self._build(*self._products)
+        kept = self._programs.get(torch.get_num_threads())
+        return kept if kept is not None and kept[2] is mixture else self._build(*self._products, mixture)
 
-    def _build(self, first: JointProduct, last: JointProduct) -> tuple[Program, Program]:
+    def _build(
+        self, first: JointProduct, last: JointProduct, mixture: MixtureCall | None
+    ) -> tuple[Program, Program, MixtureCall | None]:
         from rabbitllm.engine import _layer_kernels
 
         form, around, columns = self.form, self._around, self.columns
         count = sum(self.biased) + len(form.norms)
         norms = [] if around is None else around.norms
-        before, after = Program(4 + count + bool(norms)), Program(9 + len(norms) + self.calls_mlp)
+        arguments = 9 + len(norms) + self.calls_mlp
+        before, after = Program(4 + count + bool(norms)), Program(arguments + 3 * (mixture is not None))
         x, cos, sin, heads, *others = (before.address(index) for index in range(4 + count))
         attended, out = after.room(2 * form.width * form.queries), after.address(1)
         source, product = x, out
@@ -248,7 +239,11 @@ class _TwoCalls:
                 if is_double:
                     norms[3].add_to(after, columns, of_mlp, after.address(12), of_mlp)
                 after.add(_layer_kernels.add, [summed, of_mlp, out, columns])
-        both = self._programs[torch.get_num_threads()] = before, after
+            if mixture is not None:
+                result, *arrays = (after.address(arguments + index) for index in range(3))
+                mixture.add_to(after, normed, of_mlp, arrays)
+                after.add(_layer_kernels.add, [summed, of_mlp, result, columns])
+        both = self._programs[torch.get_num_threads()] = before, after, mixture
         return both
 
     def _add_heads(self, product: JointProduct, program: Program, x: Place, heads: Place, biases: list[Place]) -> None:
@@ -394,18 +389,27 @@ def _step(
     if (calls is None or not calls.is_current()) and (calls := _prepared(form, module, layer)) is None:
         return None
     weights = [table.get(name) for table, name in calls.tables]
-    if (programs := calls.programs()) is None or x.shape[-1] != calls.columns or not _are_rows(*weights):
+    mixture = mixture_call(layer.mlp) if calls.calls_mlp else None
+    arrays = None if mixture is None else mixture.arrays(x)
+    programs = calls.programs(mixture if arrays is not None else None)
+    if programs is None or x.shape[-1] != calls.columns or not _are_rows(*weights):
         return None
     others, after = weights[: calls.before], [x, *weights[calls.before :]] if layer is not None else []
     after += [normed := torch.empty_like(x)] if calls.calls_mlp else []
+    after += [result := torch.empty_like(x)] if arrays is not None else []
     heads, out = torch.empty_like(form.heads_like), torch.empty_like(x)
     programs[0](*[tensor.data_ptr() for tensor in (x, *angles, heads, *others)])
     keys, values = map(_plain, updated(cache, *form.split(heads), module.layer_idx))
-    programs[1](heads.data_ptr(), out.data_ptr(), *_cached(keys, values), *[tensor.data_ptr() for tensor in after])
+    addresses = [tensor.data_ptr() for tensor in after]
+    if arrays is not None:
+        addresses += [each.buffer_info()[0] for each in arrays]
+    programs[1](heads.data_ptr(), out.data_ptr(), *_cached(keys, values), *addresses)
     if not calls.calls_mlp:
         return out
-    of_mlp = layer.mlp(normed)
-    return out + (of_mlp[0] if type(of_mlp) is tuple else of_mlp)  # type: ignore[no-any-return]
+    if mixture is None or arrays is None:
+        of_mlp = layer.mlp(normed)
+        return out + (of_mlp[0] if type(of_mlp) is tuple else of_mlp)  # type: ignore[no-any-return]
+    return result if arrays[1][0] else out + mixture.by_class(normed)
 
 
 def _prepared(form: _AttentionForm, module: Any, layer: Any) -> _TwoCalls | None:

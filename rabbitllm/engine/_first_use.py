@@ -13,6 +13,7 @@ comparison, and is removed when all of them are compared. (Bytes that are read i
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -148,9 +149,10 @@ def check_rows_before(embedding: nn.Module, stored: StoredTensor, checks: LayerC
     handle = embedding.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Workers) -> None:
-    """Compare the experts that a mapped module uses, while it computes with them."""
-    unchecked, pending = set(range(source.experts)), list[Future[set[int]]]()
+def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Workers, unchecked: set[int]) -> None:
+    """Compare the experts that a mapped module uses, while it computes with them; those that were not stay in a set."""
+    unchecked |= set(range(source.experts))
+    pending = list[Future[set[int]]]()
 
     def compare(experts: set[int]) -> set[int]:
         span_reader.compare(checks, (span for expert in sorted(experts) for span in source.spans(expert)))
@@ -175,3 +177,9 @@ def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Work
         source.module.register_forward_pre_hook(before, with_kwargs=True),
         source.module.register_forward_hook(after),
     ]
+
+
+def only_checks(module: nn.Module) -> bool:
+    """Whether no hook but those of `check_experts_before` sees what a module computes."""
+    hooks = itertools.chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
+    return all(getattr(hook, "__module__", None) == __name__ for hook in hooks)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
+from rabbitllm.base.dict_changes import remembered
+
 MAX_ELEMENTS = 1 << 15
 """Elements from which torch computes in several threads."""
+_NUMBERS = ("eps", "variance_epsilon", "act", "training", "top_k", "norm_topk_prob", "alpha", "limit", "config")
+_OWN = ("forward", *_NUMBERS, "_forward_hooks", "_forward_pre_hooks", "_parameters", "_modules")
+"""Attributes of a module and its parts that what they compute depends on."""
+_Fact: TypeAlias = tuple[dict[str, Any], str]
 Key = TypeVar("Key")
 Forward: TypeAlias = Callable[..., Any] | None
 """A forward as a function, whose first argument is the module; None for that of the class."""
@@ -51,6 +58,40 @@ def kind_of(module: nn.Module) -> object:
     """Equal for modules that compute alike: their class and their own numbers and texts, which may differ by layer."""
     own = ((name, value) for name, value in vars(module).items() if isinstance(value, int | float | str))
     return type(module), *sorted(own)
+
+
+def own_facts(module: nn.Module) -> list[_Fact]:
+    """What a module's own computation depends on, for `unchanged`."""
+    return [(vars(module), name) for name in _OWN]
+
+
+def unchanged(
+    is_true: Callable[[], bool],
+    facts: Iterable[_Fact],
+    parts: Iterable[tuple[nn.Module, str]],
+    others: Iterable[dict[Any, Any]],
+) -> Callable[[], bool]:
+    """Tells whether what was true of modules still is.
+
+    Args:
+        is_true: what is asked anew after a change.
+        facts: dicts, and the names of those of their values that are to stay.
+        parts: modules and the names of their parts, which are to stay, with forwards and numbers, and without hooks.
+        others: dicts that `is_true` depends on, besides.
+    """
+    true, hooks = list(facts), list[Any]()
+    for parent, name in parts:
+        module: Any = parent._modules[name]
+        true += [(parent._modules, name), *own_facts(module)]
+        hooks += [module._forward_hooks, module._forward_pre_hooks]
+    tables, names = (list(column) for column in zip(*true, strict=True))
+    values = list(map(dict.get, tables, names))
+
+    def are_true() -> bool:
+        same = map(operator.is_, map(dict.get, tables, names), values)
+        return not any(hooks) and is_true() and all(same)
+
+    return remembered(are_true, [*tables, *hooks, *others])
 
 
 def trial_of(module: nn.Module, **attributes: Any) -> Any:

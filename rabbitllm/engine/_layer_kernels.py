@@ -19,6 +19,10 @@ _C6, _C5, _C4 = np.float32(1.535336188319500e-4), np.float32(1.339887440266574e-
 _C3, _C2, _C1 = np.float32(5.550332471162809e-2), np.float32(2.402264791363012e-1), np.float32(6.931472028550421e-1)
 """The coefficients of 2 ** x for x in (-0.5, 0.5) (Cephes, exp2f)."""
 
+_SMALL, _LEAST, _UNSURE = np.float32(2.0**-11), np.float32(-64), 32
+"""Logits of which two may have one probability; the least logit, from the largest, whose exponential is no subnormal
+number; and units in the last place of a float32 that an exponential and two quotients may be off by."""
+
 
 @numba.njit(nogil=True, inline="always")
 def nearest(bits):  # type: ignore[no-untyped-def]
@@ -214,6 +218,100 @@ def gate_pairs(data):  # type: ignore[no-untyped-def]
     for i in range(count):
         product[i] = wide(table[pairs[2 * i]]) * wide(other[pairs[2 * i + 1]])
     store_rounded(product, bfloats(words[4], count))
+
+
+@numba.njit(nogil=True)
+def _sort(values, order, first, end):  # type: ignore[no-untyped-def]
+    """Sort some values, the largest first, and equal ones as before."""
+    for i in range(first + 1, end):
+        value, number, place = values[i], order[i], i
+        while place > first and value > values[place - 1]:
+            values[place], order[place] = values[place - 1], order[place - 1]
+            place -= 1
+        values[place], order[place] = value, number
+
+
+@numba.njit(nogil=True)
+def _select(values, order, used):  # type: ignore[no-untyped-def]
+    """Bring the largest values to the front, equal ones in the order of libstdc++'s `std::nth_element` and `std::sort`,
+    by which torch selects them; returns whether they are in it."""
+    first, end, nth, steps = 0, len(values), used - 1, 2 * int(np.log2(len(values)))
+    while end - first > 3:
+        if steps == 0:
+            return False
+        steps -= 1
+        a, b, c = first + 1, first + (end - first) // 2, end - 1
+        if values[a] > values[b]:
+            middle = b if values[b] > values[c] else c if values[a] > values[c] else a
+        else:
+            middle = a if values[a] > values[c] else c if values[b] > values[c] else b
+        values[first], values[middle] = values[middle], values[first]
+        order[first], order[middle] = order[middle], order[first]
+        low, high, pivot = first + 1, end - 1, values[first]
+        while True:
+            while values[low] > pivot:
+                low += 1
+            while pivot > values[high]:
+                high -= 1
+            if low >= high:
+                break
+            values[low], values[high] = values[high], values[low]
+            order[low], order[high] = order[high], order[low]
+            low, high = low + 1, high - 1
+        if low <= nth:
+            first = low
+        else:
+            end = low
+    _sort(values, order, first, end)
+    _sort(values, order, 0, nth)
+    return True
+
+
+def choose(data):  # type: ignore[no-untyped-def]
+    """Choose a token's experts by its logits, and their weights, if they are surely those that torch chooses.
+
+    After the own address those of the logits; of all experts' words, 0 for those that are not known; of the chosen ones
+    (see `joint_kernels.ROUTED_WORDS`), of which there are none if torch is to choose; of their weights; and of what is
+    then 1. The number of experts and of those that are used, and whether weights add up to 1.
+    """
+    words = to_array(data, 9)
+    count, used = words[6], words[7]
+    bits, values, order = bfloats(words[1], count), np.empty(count, np.float32), np.arange(count)
+    of_experts, chosen, done = integers(words[2], count), integers(words[3], 1 + 4 * used), integers(words[5], 1)
+    shares, rounded = np.empty(used, np.float64), np.empty(used, np.float32)
+    most, least, others, summed, small = np.float32(-np.inf), np.float32(np.inf), np.float32(0), 0.0, 0
+    for i in range(count):
+        value = wide(bits[i])
+        values[i], most, least = value, max(most, value), min(least, value)
+        others += value * np.float32(0)
+        small += abs(value) < _SMALL
+    chosen[0] = done[0] = 0
+    # others are NaN if a value is that, or infinite
+    if others != 0 or small > 1 or least - most < _LEAST or not _select(values, order, used):
+        return
+    is_sure = True
+    if used * 64 <= count or used > 17:  # torch sorts in other ways
+        for i in range(1, count):
+            is_sure = is_sure and values[min(i, used) - 1] > values[i]
+    for rank in range(used):
+        number, place = order[rank], 1 + 4 * rank
+        shares[rank] = np.exp(np.float64(values[rank] - most))
+        summed += shares[rank]
+        chosen[place], chosen[place + 1], chosen[place + 2], chosen[place + 3] = of_experts[number], rank, 1, number
+        is_sure = is_sure and of_experts[number] != 0
+    if words[8] == 0:
+        summed = 0.0
+        for i in range(count):
+            summed += np.exp(np.float64(values[i] - most))
+    for rank in range(used):
+        rounded[rank] = shares[rank] / summed
+    lower = rounded.view(np.uint32)
+    for rank in range(used):
+        distance = np.int32(lower[rank] & np.uint32(0xFFFF)) - np.int32(0x8000)
+        is_sure = is_sure and abs(distance) > _UNSURE
+    store_rounded(rounded, bfloats(words[4], used))
+    chosen[0] = used if is_sure else 0
+    done[0] = is_sure
 
 
 def combine(data):  # type: ignore[no-untyped-def]

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rabbitllm.base.programs import Place, Program, Words
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._fusing import Forward, class_result, fuse, is_result, kind_of, trial_of
+from rabbitllm.engine._fusing import Forward, class_result, forward_in, fuse, is_result, kind_of, trial_of
 from rabbitllm.engine._gates import (
     MULTIPLE,
     ActKind,
@@ -143,7 +143,7 @@ def fuse_experts(model: nn.Module) -> int:
 
 
 class _Expert(NamedTuple):
-    """What a call needs of an expert; the weight of its gate keeps it if that is quantized, `_KeptExperts` if it stays.
+    """What a call needs of an expert; the weight of its gate keeps it if that is quantized, `KeptExperts` if it stays.
 
     Attributes:
         matrices: of gate and up, and of down.
@@ -187,7 +187,7 @@ class _ExpertSums(NamedTuple):
     width: int
     is_wide: bool
 
-    def add_to(self, program: Program, products: Place, weights: Place, places: Place, out: Place) -> None:
+    def add_to(self, program: Program, products: Place, weights: Place, places: int | Place, out: Place) -> None:
         """Add them to a program."""
         from rabbitllm.engine import _layer_kernels  # numba comes with it
 
@@ -210,25 +210,34 @@ def _sums(sums: _ExpertSums) -> Program:
 
 
 @functools.lru_cache(1024)
-def _program(
+def _program(*form: Any) -> Program:
+    """`_add_experts` of such a form, in so many threads (the last one), for the addresses of a call, in its order."""
+    count = 6 + 2 * form[1].is_biased
+    program = Program(count)
+    _add_experts(program, [program.address(at) for at in range(count)], *form[:-1])
+    return program
+
+
+def _add_experts(
+    program: Program,
+    places: Sequence[Any],
     products: tuple[RoutedProduct, RoutedProduct],
     form: _ExpertsForm,
     rows: int,
     sums: _ExpertSums,
     is_whole: bool,
     has_one_input: bool,
-    threads: int,
-) -> Program:
-    """The results of experts for some rows, all with one input and another expert, or not; of all, `sums` of them.
+) -> None:
+    """Add the results of experts for some rows, all with one input and another expert, or not; of all, `sums` of them.
 
-    A call is given the addresses of inputs, of the chosen experts, of the numbers of rows' inputs, and of the results;
-    of weights and places; and of biases.
+    The places are of inputs, of the chosen experts, of the numbers of rows' inputs, and of the results; of weights and
+    the numbers of their rows; and of biases.
     """
     from rabbitllm.engine import _layer_kernels
 
     first, second = products
-    program, width = Program(6 + 2 * form.is_biased), second.shape[1]
-    x, chosen, sources, out, weights, places, *biases = (program.address(at) for at in range(6 + 2 * form.is_biased))
+    width = second.shape[1]
+    x, chosen, sources, out, weights, numbers, *biases = places
     both, product = program.room(4 * rows * width), program.room(2 * rows * width)
     first.add_to(program, rows, x, chosen, both, -1 if has_one_input else sources, 0)
     if form.is_biased:
@@ -239,8 +248,7 @@ def _program(
     if form.is_biased:
         program.add(_layer_kernels.add_biases, [chosen, biases[1], results, sums.width])
     if is_whole:
-        sums.add_to(program, results, weights, places, out)
-    return program
+        sums.add_to(program, results, weights, numbers, out)
 
 
 def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch.Tensor:
@@ -261,8 +269,21 @@ def _takes_few(module: Any, x: torch.Tensor, index: torch.Tensor) -> bool:
     """Whether a module computes few tokens by transformers' grouped products, without gradients, on the CPU."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dim() != 2 or not x.is_cpu:
         return False
-    is_grouped = experts_implementation_of(module.config) == "grouped_mm" and not module._is_expert_parallel
-    return is_grouped and 0 < index.numel() <= MAX_GROUPED
+    return _is_grouped(module) and 0 < index.numel() <= MAX_GROUPED
+
+
+def _is_grouped(module: Any) -> bool:
+    """Whether a module computes by transformers' grouped products."""
+    return experts_implementation_of(module.config) == "grouped_mm" and not module._is_expert_parallel
+
+
+def kept_experts(module: Any) -> KeptExperts | None:
+    """What is kept of the experts of a module that `fuse_experts` lets compute few tokens; None if nothing is yet."""
+    if getattr(fused := forward_in(module), "func", None) is not _forward:
+        return None
+    stack, down = (_stack(module._parameters.get(name)) for name in _MATRICES)
+    kept: KeptExperts | None = None if stack is None or down is None else stack.kept
+    return kept if kept is not None and kept.down is down and kept.form is fused.args[0] else None
 
 
 def _stack(weight: Any) -> ExpertStack | None:
@@ -279,13 +300,17 @@ def _stack(weight: Any) -> ExpertStack | None:
     return stack
 
 
-class _KeptExperts:
+class KeptExperts:
     """What the stack of gates and factors keeps between calls, since each search for it, and a stack's shape or dtype,
     takes as long as a small operation.
 
     Attributes:
         form, down: the form and the other stack that it is for.
+        experts: those that stay in memory.
+        unchecked: those whose checksums are to be compared yet; None if that is not known.
+        calls: of the mixtures whose experts these are.
         place_of_rows: the address of 0, 1, 2, ...
+        place_of_words: that of the addresses of all experts' words; 0 for those of which nothing is known yet.
     """
 
     def __init__(self, form: _ExpertsForm, stack: ExpertStack, down: ExpertStack) -> None:
@@ -294,23 +319,49 @@ class _KeptExperts:
         self._is_fit = stack.transposed is down.transposed is form.is_turned and stack.dtype is torch.bfloat16
         (self._count, *_), (hidden, width) = stack.shape, down.shape[1:]
         self._hidden, self._width = (width, hidden) if form.is_turned else (hidden, width)
-        self._experts = dict[int, _Expert]()  # those that stay in memory
+        self.experts = dict[int, _Expert]()
         self._sums = dict[tuple[Any, ...], _ExpertSums | None]()
         self._programs = dict[tuple[Any, ...], Program]()
-        self._rows = array("q", range(MAX_GROUPED))
-        self.place_of_rows = self._rows.buffer_info()[0]
+        self._rows, self._words = array("q", range(MAX_GROUPED)), array("q", bytes(8 * self._count))
+        self.place_of_rows, self.place_of_words = self._rows.buffer_info()[0], self._words.buffer_info()[0]
+        self.unchecked = getattr(stack.supply, "unchecked", None)
+        self.calls = dict[Any, Any]()
 
     def sums(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threads: int) -> _ExpertSums | None:
         """How the results of such tensors are added; None if they are left to the class."""
         key = x.shape, index.shape, weights.shape, weights.dtype, threads
         if key not in self._sums:
             tokens, used = index.shape
-            sums = _ExpertSums(tokens, used, self._hidden, weights.dtype is torch.float32)
-            is_fit = self._is_fit and x.shape == (tokens, self._hidden) and weights.shape == index.shape
-            is_fit = is_fit and weights.dtype in _WEIGHTS and self._width % MULTIPLE == 0
-            is_fit = is_fit and _is_even(tokens * used * self._width) and _adds_alike(sums, threads)
-            self._sums[key] = sums if is_fit else None
+            is_fit = x.shape == (tokens, self._hidden) and weights.shape == index.shape and weights.dtype in _WEIGHTS
+            is_wide = weights.dtype is torch.float32
+            self._sums[key] = self.sums_of(tokens, used, is_wide, threads) if is_fit else None
         return self._sums[key]
+
+    def sums_of(self, tokens: int, used: int, is_wide: bool, threads: int) -> _ExpertSums | None:
+        """How the results of so many tokens are added; None if they are left to the class."""
+        sums = _ExpertSums(tokens, used, self._hidden, is_wide)
+        is_fit = self._is_fit and self._width % MULTIPLE == 0 and _is_even(tokens * used * self._width)
+        return sums if is_fit and _adds_alike(sums, threads) else None
+
+    def is_of(self, module: Any) -> bool:
+        """Whether a module's few tokens are computed so, by its form and its implementation."""
+        return self._stays and not self.form.is_biased and self.form.is_of(module) and _is_grouped(module)
+
+    def note(self) -> None:
+        """Enter the words of the experts that were used, and whose checksums were compared if they have any."""
+        for number, expert in [*self.experts.items()]:  # other threads add some
+            if number not in (self.unchecked or ()):
+                self._words[number] = expert.address
+
+    def fits(self, router: Sequence[int], used: int, threads: int) -> bool:
+        """Whether `add_to` adds what the class computes, for the experts of a router of this shape."""
+        return router == (self._count, self._hidden) and self.sums_of(1, used, False, threads) is not None
+
+    def add_to(self, program: Program, used: int, x: Place, chosen: Place, weights: Place, out: Place) -> None:
+        """Add the weighted sum of a row's chosen experts to a program, in bfloat16."""
+        products, sums = next(iter(self.experts.values())).products, _ExpertSums(1, used, self._hidden, False)
+        places = x, chosen, self.place_of_rows, out, weights, self.place_of_rows
+        _add_experts(program, places, products, self.form, used, sums, True, True)
 
     def program(
         self, expert: _Expert, rows: int, sums: _ExpertSums, is_whole: bool, has_one_input: bool, threads: int
@@ -326,7 +377,7 @@ class _KeptExperts:
         known."""
         words, expert = [len(numbers)], None
         for row, number in enumerate(numbers):
-            if (expert := self._experts.get(number)) is None:
+            if (expert := self.experts.get(number)) is None:
                 return None
             words += expert.address, row, 1, number
         return None if expert is None else (words, self.program(expert, len(numbers), sums, True, True, threads))
@@ -336,7 +387,7 @@ class _KeptExperts:
     ) -> Iterator[tuple[Sequence[int], Sequence[_Expert | None]]]:
         """Experts that are multiplied together, as they come into memory, and what a call needs of each; None for what
         is left to the class."""
-        experts: list[_Expert | None] = [*map(self._experts.get, left)]
+        experts: list[_Expert | None] = [*map(self.experts.get, left)]
         if None not in experts:
             yield left, experts
             return
@@ -350,7 +401,9 @@ class _KeptExperts:
             of_down = [*down.supply.each(down.leaf, batch)]
             experts = [*map(_Expert.of, stack.supply.each(stack.leaf, batch), of_down)]
             if self._stays:
-                self._experts |= {number: expert for number, expert in zip(batch, experts, strict=True) if expert}
+                for number, expert in zip(batch, experts, strict=True):
+                    if expert is not None:
+                        self.experts.setdefault(number, expert)  # the address of the first one may be in use
             yield batch, experts
             left = [expert for expert in left if expert not in batch]
 
@@ -365,9 +418,9 @@ def _computed(
 ) -> torch.Tensor | None:
     """The result of a module; None if it is left to the class."""
     stack, down = stacks
-    kept: _KeptExperts | None = stack.kept
+    kept: KeptExperts | None = stack.kept
     if kept is None or kept.form is not form or kept.down is not down:
-        kept = stack.kept = _KeptExperts(form, stack, down)
+        kept = stack.kept = KeptExperts(form, stack, down)
     threads = torch.get_num_threads()
     sums = kept.sums(x, index, weights, threads)
     if sums is None or not weights.is_contiguous() or not form.is_of(module):

@@ -263,10 +263,15 @@ class ResidentExperts:
 
 
 class MappedExperts(ResidentExperts):
-    """The experts of one module, in mapped files."""
+    """The experts of one module, in mapped files.
+
+    Attributes:
+        unchecked: those whose checksums are to be compared yet.
+    """
 
     def __init__(self, model: PreTrainedModel, source: ExpertSource, file_bytes: FileBytes) -> None:
         super().__init__()
+        self.unchecked = set[int]()
         self._model = model
         self._source = source
         self._file_bytes = file_bytes
@@ -353,22 +358,22 @@ def bind_experts(
         disk = SpanReader(store, read_modes[pool.device], store.checks)
         pools[pool.device] = live = ExpertPool(model, local, device, pool.slots, disk, profiler, host, pool.host_slots)
         for index, source in enumerate(local):
-            supply = PooledExperts(live, index)
+            pooled = PooledExperts(live, index)
             for name, leaf in source.leaves.items():
-                leaf.entry.bind(stack_of(supply, name, leaf, device.torch_device))
-            source.module.register_forward_pre_hook(supply.before, with_kwargs=True)
-            source.module.register_forward_hook(supply.after, always_call=True)
+                leaf.entry.bind(stack_of(pooled, name, leaf, device.torch_device))
+            source.module.register_forward_pre_hook(pooled.before, with_kwargs=True)
+            source.module.register_forward_hook(pooled.after, always_call=True)
     checks, thread = store.checks, None
     for placed in (placed for placed in placement.experts if placed.tier is not Tier.ROUTED):
         source = sources_by_name[placed.unit]
-        _bind_mapped(model, source, file_bytes, placed.tier is Tier.RESIDENT)
+        supply = _bind_mapped(model, source, file_bytes, placed.tier is Tier.RESIDENT)
         if checks is not None and all(checks.by_block(span.file) for span in source.spans(0)):
             thread = thread or Workers(1, "checksums")
-            check_experts_before(source, checks, thread)  # while they are used first
+            check_experts_before(source, checks, thread, supply.unchecked)  # while they are used first
     return pools
 
 
-def _bind_mapped(model: PreTrainedModel, source: ExpertSource, file_bytes: FileBytes, permanent: bool) -> None:
+def _bind_mapped(model: PreTrainedModel, source: ExpertSource, file_bytes: FileBytes, permanent: bool) -> MappedExperts:
     """Bind experts on the host: as views of the file if possible, else as copies, made once or for each use."""
     supply = MappedExperts(model, source, file_bytes)
     for name, leaf in source.leaves.items():
@@ -378,3 +383,4 @@ def _bind_mapped(model: PreTrainedModel, source: ExpertSource, file_bytes: FileB
             once = permanent and leaf.matrix_type is None
             whole = stack.copied(range(source.experts)) if once else stack
         leaf.entry.bind(whole)
+    return supply

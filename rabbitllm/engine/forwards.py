@@ -225,6 +225,12 @@ def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
     return _Functional.linear(input, module.weight, module.bias)
 
 
+def has_row_product(module: Any) -> bool:
+    """Whether `RowProducts` set a module's forward."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, functools.partial) and forward.func is _row_forward(module.__class__)
+
+
 @functools.cache
 def _row_forward(kind: type[nn.Module]) -> Callable[..., Any] | None:
     """The forward of a class with the products of `RowProducts`; None if it is neither a Linear nor a router, which

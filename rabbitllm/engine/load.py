@@ -19,6 +19,7 @@ from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
 from rabbitllm.engine._gates import fuse_gates, fuse_shared
+from rabbitllm.engine._mixtures import fuse_mixtures
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._rotary import fuse_rotary
@@ -241,6 +242,7 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
             fuse_layers(model)
         fuse_rotary(model, prompts=multiplies_codes)  # of attentions that are not replaced as a whole
         fuse_experts(model)
+        fuse_mixtures(model)
     if not options.exact and any(device.shares_host_memory for device in devices):
         fuse_recurrences(model, prompts=multiplies_codes)
     fast = options.fast_bfloat16

@@ -59,7 +59,7 @@ def logits(model: Any, steps: int = 4) -> torch.Tensor:
     return torch.cat(seen, 1)
 
 
-def checkpoint(tmp_path: Path, family: str | Family, compression: str, **settings: Any) -> Path:
+def checkpoint(tmp_path: Path, family: str | Family, compression: str | None, **settings: Any) -> Path:
     kinds = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3" else {}
     folder = build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16, **{**SIZES, **kinds, **settings})
     return split(folder, compression)

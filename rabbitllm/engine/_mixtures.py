@@ -1,0 +1,245 @@
+"""A mixture's router, its choice and the chosen experts by one call of compiled code for one token.
+
+It has the bits of the model's class, which is tried when a model is loaded, and experts that are equally probable are
+chosen in torch's order. The call leaves a token to the class where the last bits of torch's exponentials count: if a
+weight lies that near the middle of two numbers of bfloat16, for example; and if experts were not used before, or their
+checksums not compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rabbitllm.base.programs import Place, Program
+from rabbitllm.base.random_tensors import RandomTensors
+from rabbitllm.engine._first_use import only_checks
+from rabbitllm.engine._fusing import (
+    Forward,
+    class_result,
+    forward_in,
+    fuse,
+    is_result,
+    own_facts,
+    trial_of,
+    unchanged,
+)
+from rabbitllm.engine._routed import KeptExperts, kept_experts
+from rabbitllm.engine._siblings import has_hooks, is_plain
+from rabbitllm.engine.forwards import has_row_product
+from rabbitllm.quant import bfloat_products
+
+_PARTS = "gate", "experts"
+
+
+class _Routing(NamedTuple):
+    """What a mixture's router makes of its logits.
+
+    Attributes:
+        kinds: what mixture and router are of; see `_kinds`.
+        used: experts of a token.
+        is_normed: whether their weights add up to 1.
+    """
+
+    kinds: object
+    used: int
+    is_normed: bool
+
+    def choice(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The chosen experts and their weights, both (tokens, used), for (tokens, experts), as torch computes them."""
+        weights, index = torch.topk(torch.softmax(logits, -1, torch.float32), self.used)
+        if self.is_normed:
+            weights /= weights.sum(-1, keepdim=True)
+        return index, weights.bfloat16()
+
+    def add_to(self, program: Program, experts: int, *places: int | Place) -> None:
+        """Add the choice among so many to a program; for the places see `_layer_kernels.choose`."""
+        from rabbitllm.engine import _layer_kernels  # numba comes with it
+
+        program.add(_layer_kernels.choose, [*places, experts, self.used, int(self.is_normed)])
+
+
+def fuse_mixtures(model: nn.Module) -> int:
+    """Let mixtures of a router and experts compute one token by one call; see the module.
+
+    Returns:
+        How many these are.
+    """
+
+    def key_of(module: Any) -> object:
+        is_mixture = module._modules.keys() == {*_PARTS} and not (module._parameters or module._buffers)
+        return _kinds(module) if is_mixture else None
+
+    def forward_of(module: nn.Module, key: object) -> Forward:
+        routing = _routing_of(module, key)
+        return None if routing is None else functools.partial(_forward, routing)
+
+    return fuse(model, key_of, forward_of)
+
+
+def mixture_call(module: Any) -> MixtureCall | None:
+    """What `fuse_mixtures` lets a module compute by one call now; None if nothing."""
+    forward = forward_in(module)
+    if getattr(forward, "func", None) is not _forward or module._modules.keys() != {*_PARTS}:
+        return None
+    kept = kept_experts(module._modules["experts"])
+    if kept is None:
+        return None
+    call: MixtureCall | None = kept.calls.get(module)
+    if call is None or not call.is_current():
+        if not _is_so(forward.args[0], module, kept):
+            return None
+        call = kept.calls[module] = MixtureCall(forward.args[0], module, kept)
+    return call if call.has_classes() else None
+
+
+class MixtureCall:
+    """What a mixture computes by one call; what is kept of its experts keeps it.
+
+    Attributes:
+        is_current: whether it still is what the modules compute.
+    """
+
+    def __init__(self, routing: _Routing, module: Any, kept: KeptExperts) -> None:
+        gate, experts = (module._modules[name] for name in _PARTS)
+        self._routing, self._kept, self._module = routing, kept, module
+        self._classes = [(type(part), type(part).forward) for part in (module, gate)]
+        self._router, self._words = gate._parameters, array("q")
+        self._place: tuple[Any, ...] = ()
+        routed = bfloat_products.routed(gate.weight)
+        self._product = None if routed is None else routed[0]
+        self._programs, self._fits = dict[int, Program](), dict[int, bool]()
+
+        is_true = functools.partial(_is_so, routing, module, kept)
+        facts = [(module._modules, "experts"), *own_facts(experts)]
+        parts = [(module, "gate"), *((experts, name) for name in experts._modules)]
+        others = vars(module), vars(experts.config), experts._forward_hooks, experts._forward_pre_hooks
+        self.is_current: Callable[[], bool] = unchanged(is_true, facts, parts, others)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The result for a row of input; None if it is left to the class."""
+        if (arrays := self.arrays(x)) is None:
+            return None
+        if (program := self._programs.get(threads := torch.get_num_threads())) is None:
+            program = Program(4)
+            at_x, at_out, *others = (program.address(index) for index in range(4))
+            self.add_to(program, at_x, at_out, others)
+            self._programs[threads] = program
+        out = torch.empty_like(x)
+        program(x.data_ptr(), out.data_ptr(), *[each.buffer_info()[0] for each in arrays])
+        return out if arrays[1][0] else self.by_class(x)
+
+    def has_classes(self) -> bool:
+        """Whether the classes of mixture and router still compute as they did when the call was made."""
+        return all(kind.forward is forward for kind, forward in self._classes)
+
+    def arrays(self, x: torch.Tensor) -> tuple[array[int], array[int]] | None:
+        """What a call for a row of input is given, which stays until its end: the router's words, and what becomes 1
+        if it computes the result. None if there is no call for it."""
+        weight, product = self._router.get("weight"), self._product
+        if weight is None or product is None or x.shape != (1, 1, product.shape[1]):
+            return None
+        place = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype  # all of them change with its `data`
+        if place != self._place:
+            routed = bfloat_products.routed(weight)
+            if routed is None or routed[0] != product:
+                return None
+            words = array("q", [1, 0, 0, 1, 0, *routed[1]])  # see `joint_kernels.ROUTED_WORDS`
+            words[1] = words.buffer_info()[0] + 8 * (len(words) - len(routed[1]))
+            self._words, self._place = words, place
+        if (fits := self._fits.get(threads := torch.get_num_threads())) is None:
+            if not self._kept.experts:
+                return None
+            fits = self._fits[threads] = self._kept.fits(product.shape, self._routing.used, threads)
+        return (self._words, array("q", [0])) if fits else None
+
+    def add_to(self, program: Program, x: Place, out: Place, arrays: Sequence[Place]) -> None:
+        """Add it to a program: for a row at a place, with its `arrays` at others."""
+        product, used = self._product, self._routing.used
+        assert product is not None
+        words, done = arrays
+        experts = product.shape[0]
+        logits, chosen, weights = map(program.room, (2 * experts, 8 * (1 + 4 * used), 2 * used))
+        product.add_to(program, 1, x, words, logits, 0, 0)
+        self._routing.add_to(program, experts, logits, self._kept.place_of_words, chosen, weights, done)
+        self._kept.add_to(program, used, x, chosen, weights, out)
+
+    def by_class(self, x: torch.Tensor) -> torch.Tensor:
+        """The result by the class, after which more experts are known."""
+        result: torch.Tensor = type(self._module).forward(self._module, x)
+        self._kept.note()
+        return result
+
+
+def _forward(routing: _Routing, module: Any, *args: Any, **named: Any) -> Any:
+    if len(args) == 1 and not named and is_plain(args[0]) and (call := mixture_call(module)) is not None:
+        result = call(args[0])
+        if result is not None:
+            return result
+    return type(module).forward(module, *args, **named)
+
+
+def _is_so(routing: _Routing, module: Any, kept: KeptExperts) -> bool:
+    """Whether modules compute what a call does, with our router's product, and nothing sees what is within."""
+    gate, experts = (module._modules[name] for name in _PARTS)
+    if not has_row_product(gate) or any(map(has_hooks, (gate, *experts._modules.values()))):
+        return False
+    if has_hooks(experts) and (kept.unchecked is None or not only_checks(experts)):
+        return False
+    return kept.is_of(experts) and routing.kinds == _kinds(module)
+
+
+def _kinds(mixture: Any) -> object:
+    """Equal for mixtures that compute alike, with the same experts: the classes of them and their routers, and their
+    own numbers and texts, but whether they are in training, which neither asks."""
+    values = (vars(part).items() for part in (mixture, mixture.gate))
+    numbers = [sorted((n, v) for n, v in own if isinstance(v, int | float | str) and n != "training") for own in values]
+    return type(mixture), type(mixture.gate), *itertools.chain.from_iterable(numbers)
+
+
+@torch.no_grad()
+def _routing_of(module: Any, kinds: object) -> _Routing | None:
+    """What the class of a router computes, if that of its mixture hands it to the experts and returns their results."""
+    router, random, seen = module.gate, RandomTensors(), list[Any]()
+    used, weight = vars(router).get("top_k"), router._parameters.get("weight")
+    own = {*router._parameters} == {"weight"} and not (router._buffers or router._modules)
+    if not own or not isinstance(used, int) or not 0 < used < len(weight):
+        return None
+    routings = [_Routing(kinds, used, is_normed) for is_normed in (True, False)]
+
+    def experts(value: torch.Tensor, *choice: torch.Tensor) -> torch.Tensor:
+        seen.append(choice)
+        return value.flip(-1)
+
+    like = trial_of(router, _parameters={"weight": nn.Parameter(random.normal(*weight.shape))})
+    parts = {"gate": functools.partial(type(router).forward, like), "experts": experts}
+    for scale in (0.01, 0.03, 0.1, 0.3):
+        x = random.normal(1, 1, weight.shape[1]) * scale
+        logits = nn.functional.linear(x[0], like.weight)
+        result = class_result(trial_of(module, _modules=parts), x)
+        if not is_result(x.flip(-1), result) or len(seen[-1]) != 2:
+            return None
+        routings = [each for each in routings if all(map(is_result, each.choice(logits), seen[-1]))]
+    return routings[0] if routings and _chooses_alike(routings[0], len(weight)) else None
+
+
+def _chooses_alike(routing: _Routing, experts: int) -> bool:
+    """Whether a call chooses the experts of torch, also among many that are equally probable, and their weights."""
+    random, known = RandomTensors(), torch.arange(1, experts + 1, device="cpu")
+    for _ in range(32):
+        logits = random.integers(-16, 17, 1, experts, dtype=torch.int8).bfloat16() / 4
+        program, done = Program(5), torch.empty(1, dtype=torch.int64, device="cpu")
+        chosen = torch.empty(1 + 4 * routing.used, dtype=torch.int64, device="cpu")
+        weights = torch.empty(1, routing.used, dtype=torch.bfloat16, device="cpu")
+        routing.add_to(program, experts, *(program.address(index) for index in range(5)))
+        program(*(tensor.data_ptr() for tensor in (logits, known, chosen, weights, done)))
+        index, expected = routing.choice(logits)
+        if done and not (torch.equal(chosen[4::4][None], index) and torch.equal(weights, expected)):
+            return False
+    return True

@@ -1,0 +1,309 @@
+"""A mixture in one call has the bits of the model's own class, chooses its experts, and notices what changes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import DynamicCache, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
+
+from rabbitllm.base.programs import Program
+from rabbitllm.engine import _layer_kernels, _mixtures
+from rabbitllm.engine._mixtures import MixtureCall
+from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.quant import _vectors, bfloat_products
+from tests.engine.test_first_use import flip_in
+from tests.engine.test_routed import MANY
+from tests.engine.test_siblings import PROMPT, assert_same_logits, checkpoint
+from tests.support.tiny_models import ALL, budget_that_keeps, load
+
+pytestmark = [
+    pytest.mark.bits,
+    pytest.mark.skipif(not _vectors.lanes() or not bfloat_products.max_rows(), reason="no vectors that are used"),
+]
+HEADS = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+STEPS = 40
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each step of a mixture that a call computed, whether that was not left to the class."""
+    done, arrays, left = list[bool](), MixtureCall.arrays, MixtureCall.by_class
+
+    def counted(self: MixtureCall, x: torch.Tensor) -> Any:
+        if (given := arrays(self, x)) is not None:
+            done.append(True)
+        return given
+
+    def by_class(self: MixtureCall, x: torch.Tensor) -> torch.Tensor:
+        done[-1] = False
+        return left(self, x)
+
+    monkeypatch.setattr(MixtureCall, "arrays", counted)
+    monkeypatch.setattr(MixtureCall, "by_class", by_class)
+    return done
+
+
+def fast(directory: Path, budget: int = ALL) -> Any:
+    return load(directory, budget, exact=False, fast_bfloat16=True)
+
+
+@torch.no_grad()
+def logits(model: Any, steps: int = STEPS) -> torch.Tensor:
+    """Of steps of a text."""
+    cache = DynamicCache(config=model.config)
+    model(PROMPT, past_key_values=cache)
+    return torch.cat([model(torch.tensor([[step * 7 + 1]]), past_key_values=cache).logits for step in range(steps)])
+
+
+@pytest.mark.parametrize("compression", ["4bit", "q4_k_m"])
+@pytest.mark.parametrize("kept", ["resident", "a quarter", "streamed"])
+def test_a_model_has_the_same_logits(
+    tmp_path: Path, compression: str, kept: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = checkpoint(tmp_path, "qwen3_moe", compression, **MANY, **HEADS)
+    quarter = kept == "a quarter"
+    budget = budget_that_keeps(directory, 0.25, exact=False) if quarter else ALL * (kept == "resident")
+    got = logits(fast(directory, budget))
+    assert kept != "resident" or sum(calls) > STEPS  # of two layers
+    assert sum(calls) < len(calls) or kept != "resident"  # an expert's first use
+    del calls[:]
+    monkeypatch.setattr("rabbitllm.engine.load.fuse_mixtures", lambda model: 0)
+    assert torch.equal(logits(fast(directory, budget)), got)
+    assert not calls
+    monkeypatch.undo()
+    assert_same_logits(directory, budget, "fuse_mixtures", "MoeBlock", monkeypatch)
+
+
+@pytest.mark.parametrize("is_normed", [True, False])
+@pytest.mark.parametrize(("experts", "used"), [(128, 8), (512, 10), (24, 3), (60, 1)])
+@torch.no_grad()
+def test_experts_and_weights_are_torch_s(experts: int, used: int, is_normed: bool) -> None:
+    routing, program = _mixtures._Routing(None, used, is_normed), Program(5)
+    known = torch.arange(1, experts + 1)
+    program.add(_layer_kernels.choose, [*(program.address(index) for index in range(5)), experts, used, is_normed])
+    sure, ties = dict.fromkeys((False, True), 0), 0
+    for seed in range(1000):
+        random = torch.Generator().manual_seed(seed)
+        logits = (torch.randn(1, experts, generator=random) * 2.0 ** (seed % 8 - 3)).bfloat16()
+        chosen, weights = torch.zeros(1 + 4 * used, dtype=torch.int64), torch.zeros(1, used).bfloat16()
+        done = torch.zeros(1, dtype=torch.int64)
+        program(*(tensor.data_ptr() for tensor in (logits, known, chosen, weights, done)))
+        expected = routing.choice(logits)
+        sure[bool(done)] += 1
+        assert chosen[0] == used * done
+        if done:
+            assert torch.equal(chosen[1:].view(used, 4)[:, 3], expected[0][0])
+            assert torch.equal(chosen[1::4], expected[0][0] + 1)
+            assert torch.equal(weights, expected[1])
+        ordered = torch.softmax(logits, -1, torch.float32)[0].sort(descending=True).values[: used + 1]
+        ties += bool(done and (ordered.diff() == 0).any())
+    assert sure[True] > 700
+    assert ties > 10 or used == 1
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_no_numbers_are_left_to_torch(value: float) -> None:
+    program, logits = Program(5), torch.arange(16.0).bfloat16()
+    logits[5], known, weights = value, torch.ones(16, dtype=torch.int64), torch.ones(2)
+    program.add(_layer_kernels.choose, [*(program.address(index) for index in range(5)), 16, 2, 1])
+    chosen, done = torch.ones(9, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    program(*(tensor.data_ptr() for tensor in (logits, known, chosen, weights, done)))
+    assert not done
+    assert chosen[0] == 0
+
+
+def doubled(module: Any, args: Any, output: Any) -> Any:
+    return tuple(each * 2 for each in output) if isinstance(output, tuple) else output * 2
+
+
+def half_router(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    logits, weights, index = PLAIN_ROUTER(self, hidden_states)
+    return logits, weights / 2, index
+
+
+PLAIN_ROUTER, PLAIN_BLOCK = Qwen3MoeTopKRouter.forward, Qwen3MoeSparseMoeBlock.forward
+
+
+def with_data(patch: pytest.MonkeyPatch, parameter: nn.Parameter) -> None:
+    patch.setattr(parameter, "data", parameter.data.flip(0).clone())
+
+
+def parametrized(patch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    """As an adapter with `target_parameters` does."""
+
+    class Turned(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight.flip(0)
+
+    nn.utils.parametrize.register_parametrization(module, name, Turned())
+
+
+OTHERS = list[Any]()
+Change = Callable[[pytest.MonkeyPatch, Any], Any]
+CHANGES: dict[str, Change] = {
+    "hook on the mixture": lambda patch, mlp: patch.setitem(mlp._forward_hooks, 7, doubled),
+    "hook on the router": lambda patch, mlp: patch.setitem(
+        mlp.gate._forward_hooks, 7, lambda module, args, output: (output[0], output[1] * 2, output[2])
+    ),
+    "hook on the experts": lambda patch, mlp: patch.setitem(mlp.experts._forward_hooks, 7, doubled),
+    "hook before the experts": lambda patch, mlp: patch.setitem(
+        mlp.experts._forward_pre_hooks, 7, lambda module, args: (args[0], args[1].flip(-1), args[2])
+    ),
+    "hook on the activation": lambda patch, mlp: patch.setitem(mlp.experts.act_fn._forward_hooks, 7, doubled),
+    "class of the mixture": lambda patch, mlp: patch.setattr(
+        type(mlp), "forward", lambda self, hidden_states: PLAIN_BLOCK(self, hidden_states) * 2
+    ),
+    "router": lambda patch, mlp: patch.setitem(mlp._modules, "gate", other_router(mlp.gate)),
+    "forward of the router": lambda patch, mlp: patch.setitem(
+        vars(mlp.gate), "forward", lambda x: half_router(mlp.gate, x)
+    ),
+    "weight of the router": lambda patch, mlp: patch.setitem(
+        mlp.gate._parameters, "weight", nn.Parameter(mlp.gate.weight.flip(0))
+    ),
+    "data of the router": lambda patch, mlp: with_data(patch, mlp.gate.weight),
+    "number of experts": lambda patch, mlp: patch.setattr(mlp.gate, "top_k", 2),
+    "sum of weights": lambda patch, mlp: patch.setattr(mlp.gate, "norm_topk_prob", not mlp.gate.norm_topk_prob),
+    "experts": lambda patch, mlp: patch.setitem(mlp._modules, "experts", copy.copy(mlp.experts)),
+    "matrices": lambda patch, mlp: patch.setitem(mlp.experts._parameters, "down_proj", OTHERS[0].down_proj),
+    "activation": lambda patch, mlp: patch.setitem(mlp.experts._modules, "act_fn", nn.Tanh()),
+    "implementation": lambda patch, mlp: patch.setattr(mlp.experts.config, "_experts_implementation", "eager"),
+}
+
+
+def other_router(router: Any) -> Any:
+    other = Qwen3MoeTopKRouter(Qwen3MoeConfig(hidden_size=256, num_experts=24, num_experts_per_tok=2))
+    other.weight = nn.Parameter(router.weight.flip(0))
+    return other
+
+
+@pytest.mark.parametrize("has_layers", [True, False])
+@torch.no_grad()
+def test_a_change_between_two_steps_is_noticed(
+    tmp_path: Path, has_layers: bool, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_layers:
+        monkeypatch.setattr("rabbitllm.engine.load.fuse_layers", lambda model: 0)
+    directory = checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY, **HEADS)
+    models = [fast(directory)]
+    monkeypatch.setattr("rabbitllm.engine.load.fuse_mixtures", lambda model: 0)
+    models.append(fast(directory))
+    OTHERS[:] = [models[0].model.layers[0].mlp.experts]
+
+    def both() -> list[torch.Tensor]:
+        return [logits(model, 12) for model in models]
+
+    both()
+    del calls[:]
+    ordinary = both()
+    assert torch.equal(*ordinary)
+    assert sum(calls) > len(calls) / 2 > 6
+    for name, change in CHANGES.items():
+        with monkeypatch.context() as patch:
+            for model in models[: 1 if name.startswith("class") else 2]:
+                change(patch, model.model.layers[1].mlp)
+            changed = both()
+        assert torch.equal(*changed), name
+        assert torch.equal(changed[0], ordinary[0]) is (name == "experts"), name
+        assert all(map(torch.equal, both(), ordinary)), name
+    for model in models:
+        parametrized(monkeypatch, model.model.layers[1].mlp.gate, "weight")
+    changed = both()
+    assert torch.equal(*changed)
+    assert not torch.equal(changed[0], ordinary[0])
+
+
+@torch.no_grad()
+def test_layers_that_share_router_and_experts(tmp_path: Path, calls: list[bool]) -> None:
+    model = fast(checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY, **HEADS))
+    first, second = (layer.mlp for layer in model.model.layers)
+    for shared in ("gate", "experts"):
+        part = getattr(second, shared)
+        part._parameters.update(getattr(first, shared)._parameters)
+    x = torch.randn(1, 1, 256).bfloat16()
+    for _ in range(3):
+        assert torch.equal(first(x), second(x))
+    assert sum(calls) > 2
+    second.gate.top_k = 2
+    assert torch.equal(second(x), type(second).forward(second, x))
+    assert not torch.equal(first(x), second(x))
+
+
+@torch.no_grad()
+def test_another_default_device(tmp_path: Path, calls: list[bool]) -> None:
+    model = fast(checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY, **HEADS))
+    expected = logits(model)
+    torch.set_default_device("meta")
+    try:
+        mlp, x = model.model.layers[0].mlp, torch.ones(1, 1, 256, dtype=torch.bfloat16, device="cpu")
+        del calls[:]
+        results = [mlp(x) for _ in range(3)]
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(results[0], type(mlp).forward(mlp, x))
+    assert torch.equal(logits(model), expected)
+
+
+@torch.no_grad()
+def test_an_adapter_of_experts_parameters(tmp_path: Path, calls: list[bool]) -> None:
+    model = fast(checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY, **HEADS))
+    plain = logits(model)
+    settings = LoraConfig(r=2, target_parameters=["mlp.gate.weight"], init_lora_weights=False)
+    adapted = get_peft_model(model, settings).eval()
+    assert not torch.equal(logits(adapted.base_model.model), plain)
+    with adapted.disable_adapter():
+        assert torch.equal(logits(adapted.base_model.model), plain)
+
+
+class Sigmoids(Qwen3MoeTopKRouter):  # type: ignore[misc]
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        weights, index = torch.topk(torch.sigmoid(logits.float()), self.top_k)
+        return logits, weights.bfloat16(), index
+
+
+class Doubled(Qwen3MoeSparseMoeBlock):  # type: ignore[misc]
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) * 2  # type: ignore[no-any-return]
+
+
+def test_classes_that_choose_or_add_otherwise_are_not_replaced() -> None:
+    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=128, num_experts=16)
+    for is_normed in (True, False):
+        config.norm_topk_prob = is_normed
+        module = Qwen3MoeSparseMoeBlock(config).bfloat16()
+        assert _mixtures.fuse_mixtures(module) == 1
+        assert vars(module)["forward"].__func__.args[0].is_normed is is_normed
+    module = Doubled(config).bfloat16()
+    assert _mixtures.fuse_mixtures(module) == 0
+    module = Qwen3MoeSparseMoeBlock(config)
+    module.gate = Sigmoids(config)
+    assert _mixtures.fuse_mixtures(module.bfloat16()) == 0
+
+
+@pytest.mark.parametrize("compression", ["4bit", None])
+@torch.no_grad()
+def test_a_damaged_expert_is_refused_each_time(tmp_path: Path, compression: str | None, calls: list[bool]) -> None:
+    folder = checkpoint(tmp_path, "qwen3_moe", compression, **MANY, **HEADS)
+    with flip_in(folder, "model.layers.0.mlp.experts.5.up_proj.weight"):
+        mlp = fast(folder).model.layers[0].mlp
+        inputs = torch.randn(STEPS, 1, 1, 256).bfloat16()
+        chosen = [set(mlp.gate(x.view(1, -1))[2].flatten().tolist()) for x in inputs]
+        assert any(5 in each for each in chosen)
+        for _ in range(3):
+            for x, experts in zip(inputs, chosen, strict=True):
+                if 5 in experts:
+                    with pytest.raises(IncompleteSplitError, match="is damaged"):
+                        mlp(x)
+                else:
+                    with contextlib.suppress(IncompleteSplitError):  # its checksum is that of neighbours, too
+                        mlp(x)
+        assert compression is None or calls
