@@ -62,9 +62,14 @@ def trial_of(module: nn.Module, **attributes: Any) -> Any:
 
 def class_result(module: Any, *args: Any, **named: Any) -> Any:
     """What the forward of a module's class returns; None if it has other arguments, or uses other parts."""
+    return result_of(type(module).forward, module, *args, **named)
+
+
+def result_of(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """The same for a function."""
     try:
-        return type(module).forward(module, *args, **named)
-    except (TypeError, AttributeError, RuntimeError, KeyError, ValueError):
+        return function(*args, **named)
+    except (TypeError, AttributeError, RuntimeError, LookupError, ValueError):
         return None
 
 
