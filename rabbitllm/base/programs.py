@@ -7,12 +7,13 @@ program runs.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import struct
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -43,7 +44,7 @@ class Program:
 
     def __init__(self, addresses: int) -> None:
         self._addresses = addresses
-        self._nbytes = 0
+        self._nbytes = self._used = 0
         self._steps: list[tuple[Callable[..., None], Words, int]] = []
         self._words: array[int] | None = None
 
@@ -53,8 +54,16 @@ class Program:
 
     def room(self, nbytes: int) -> Place:
         """A place in scratch memory."""
-        begin, self._nbytes = self._nbytes, round_up(self._nbytes + nbytes, _ALIGNMENT)
+        begin, self._used = self._used, round_up(self._used + nbytes, _ALIGNMENT)
+        self._nbytes = max(self._nbytes, self._used)
         return SCRATCH, begin
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """A context after which the scratch memory that was taken in it is used again."""
+        before = self._used
+        yield
+        self._used = before
 
     def add(self, function: Callable[..., None], words: Words, threads: int = 1) -> None:
         """Add a function, which is compiled, the int64s after the first that it gets, and how many threads call it."""
@@ -68,8 +77,7 @@ class Program:
         data[OWN] = own = data.buffer_info()[0]
         scratch = _scratch(self._nbytes)
         data[SCRATCH] = scratch.data_ptr()
-        for index, address in enumerate(addresses, FIRST):
-            data[index] = address
+        data[FIRST : FIRST + len(addresses)] = array("q", addresses)
         _compiled()(own)
 
     def _joined(self) -> array[int]:

@@ -18,10 +18,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from rabbitllm.base.dict_changes import remembered
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words, float_bits
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._fusing import Forward, class_result, forward_in, fuse, is_result, kind_of, trial_of, unchanged
+from rabbitllm.engine._fusing import (
+    Facts,
+    Forward,
+    class_result,
+    forward_in,
+    fuse,
+    is_result,
+    kind_of,
+    trial_of,
+    unchanged,
+)
 from rabbitllm.engine._gates import ActKind, OneCall, act_of, is_one_call, mlp_weights, names_in, sigmoids
 from rabbitllm.engine._mixtures import MixtureCall, mixture_call
 from rabbitllm.engine._norms import NormForm, norm_form, with_weight
@@ -102,6 +113,14 @@ class _AttentionForm:
             begin = begin[0], begin[1] + 2 * rows * self.width
         program.add(_layer_kernels.rotate, [heads, cos, sin, self.queries + self.keys, self.rotated, self.width, 1])
 
+    def add_keeping(self, program: Program, heads: Place, first: int) -> None:
+        """Write a token's keys and values into the cache; the addresses from `first` on are those of `_cached`."""
+        from rabbitllm.engine import _layer_kernels
+
+        begin = heads[0], heads[1] + 2 * (self.gates + self.queries) * self.width
+        numbers = (program.address(first + index) for index in range(7))
+        program.add(_layer_kernels.keep, [begin, *numbers, self.keys, self.width])
+
     def add_attention(self, program: Program, heads: Place, out: Place, first: int) -> None:
         """Attend; the addresses of a call from `first` on are those of `_cached`."""
         from rabbitllm.engine import _layer_kernels
@@ -146,8 +165,8 @@ class _Around:
 
 def _facts_of(
     form: _AttentionForm, attention: Any, linears: Iterable[nn.Module], parts: Iterable[tuple[nn.Module, str]]
-) -> Callable[[], bool]:
-    """Tells whether what is true of modules still is: how the attention's class attends, parts, forwards and numbers,
+) -> Facts:
+    """Tell whether what is true of modules still is: how the attention's class attends, parts, forwards and numbers,
     no hooks, and the weights of Linears, but for the first one, which keeps what was made of them."""
     tables: list[dict[str, Any]] = [linear._parameters for linear in linears]
     facts = [(table, "bias") for table in tables if table["bias"] is None]
@@ -161,7 +180,7 @@ def _attends_so(attention: Any, form: _AttentionForm) -> bool:
     return not attention.training and attention.scaling == form.scaling and attention_of(attention.config) == "sdpa"
 
 
-class _TwoCalls:
+class LayerCalls:
     """What an attention, or the layer around it, computes for some matrices; the weight of its queries keeps it.
 
     Args:
@@ -169,7 +188,7 @@ class _TwoCalls:
         biased: for those of queries, keys and values, whether there is a bias.
 
     Attributes:
-        is_current: whether it still is what the modules compute.
+        facts: tell whether it still is what the modules compute, as `is_current` does.
         tables: the parameters of biases and norms, in the order of the calls' addresses, and their names.
         before: how many of these are the first call's.
         calls_mlp: whether the second call ends before a layer's MLP, with the sum so far and its norm.
@@ -181,10 +200,11 @@ class _TwoCalls:
         matrices: Sequence[Any],
         biased: Sequence[bool],
         around: _Around | None,
-        is_current: Callable[[], bool],
+        facts: Facts,
         tables: Sequence[tuple[dict[str, Any], str]],
     ) -> None:
-        self.form, self.biased, self.tables, self.is_current = form, biased, tables, is_current
+        self.form, self.biased, self.tables, self.facts = form, biased, tables, facts
+        self.is_current = remembered(*facts)
         self._around = around
         self.before = sum(biased) + len(form.norms) + (around is not None)
         count = len(biased)
@@ -211,40 +231,74 @@ class _TwoCalls:
     ) -> tuple[Program, Program, MixtureCall | None]:
         from rabbitllm.engine import _layer_kernels
 
-        form, around, columns = self.form, self._around, self.columns
-        count = sum(self.biased) + len(form.norms)
-        norms = [] if around is None else around.norms
-        arguments = 9 + len(norms) + self.calls_mlp
-        before, after = Program(4 + count + bool(norms)), Program(arguments + 3 * (mixture is not None))
-        x, cos, sin, heads, *others = (before.address(index) for index in range(4 + count))
-        attended, out = after.room(2 * form.width * form.queries), after.address(1)
-        source, product = x, out
-        if around is not None:
-            source, product = before.room(2 * columns), after.room(2 * columns)
-            norms[0].add_to(before, columns, x, before.address(4 + count), source)
-        self._add_heads(first, before, source, heads, others)
-        form.add_rotation(before, heads, cos, sin, others)
-        form.add_attention(after, after.address(0), attended, 2)
-        last.add_to(after, 1, torch.bfloat16, attended, [product])
-        if around is not None:
-            summed, of_mlp = out if self.calls_mlp else after.room(2 * columns), after.room(2 * columns)
-            normed = after.address(9 + len(norms)) if self.calls_mlp else product
-            is_double = len(norms) == len(_AROUND[1])
-            if is_double:
-                norms[1].add_to(after, columns, product, after.address(10), product)
-            after.add(_layer_kernels.add, [after.address(9), product, summed, columns])
-            norms[1 + is_double].add_to(after, columns, summed, after.address(10 + is_double), normed)
-            if not self.calls_mlp:
-                self._mlp.add_to(after, 1, product, of_mlp)
-                if is_double:
-                    norms[3].add_to(after, columns, of_mlp, after.address(12), of_mlp)
-                after.add(_layer_kernels.add, [summed, of_mlp, out, columns])
-            if mixture is not None:
-                result, *arrays = (after.address(arguments + index) for index in range(3))
-                mixture.add_to(after, normed, of_mlp, arrays)
-                after.add(_layer_kernels.add, [summed, of_mlp, result, columns])
+        arguments = 9 + (0 if self._around is None else len(self._around.norms)) + self.calls_mlp
+        before, after = Program(4 + self.before), Program(arguments + 3 * (mixture is not None))
+        x, cos, sin, heads = (before.address(index) for index in range(4))
+        self._add_before(first, before, x, (cos, sin), heads, 4)
+        summed = after.address(1)
+        self._add_after(last, after, after.address(9), after.address(0), summed, 2, 10)
+        if mixture is not None:
+            normed, result, *arrays = (after.address(arguments - 1 + index) for index in range(4))
+            of_mlp = after.room(2 * self.columns)
+            mixture.add_to(after, normed, of_mlp, arrays)
+            after.add(_layer_kernels.add, [summed, of_mlp, result, self.columns])
         both = self._programs[torch.get_num_threads()] = before, after, mixture
         return both
+
+    def can_add(self) -> bool:
+        """Whether `add_to` adds a whole layer."""
+        return self._products is not None and self._around is not None and not self.calls_mlp
+
+    def add_to(
+        self, program: Program, x: Place, angles: tuple[Place, Place], out: Place, cached: int, first: int
+    ) -> None:
+        """Add a layer, which writes keys and values into the cache, to a program.
+
+        Args:
+            cached: the first address of `_cached`; the token is among those.
+            first: that of the weights in `tables`.
+        """
+        assert self._products is not None
+        heads = program.room(2 * self.form.total * self.form.width)
+        self._add_before(self._products[0], program, x, angles, heads, first)
+        self.form.add_keeping(program, heads, cached)
+        self._add_after(self._products[1], program, x, heads, out, cached, first + self.before)
+
+    def _add_before(
+        self, product: JointProduct, program: Program, x: Place, angles: tuple[Place, Place], heads: Place, first: int
+    ) -> None:
+        count, source = self.before - (self._around is not None), x
+        others = [program.address(first + index) for index in range(count)]
+        if self._around is not None:
+            source = program.room(2 * self.columns)
+            self._around.norms[0].add_to(program, self.columns, x, program.address(first + count), source)
+        self._add_heads(product, program, source, heads, others)
+        self.form.add_rotation(program, heads, *angles, others)
+
+    def _add_after(
+        self, last: JointProduct, program: Program, x: Place, heads: Place, out: Place, cached: int, first: int
+    ) -> None:
+        from rabbitllm.engine import _layer_kernels
+
+        form, around, columns = self.form, self._around, self.columns
+        attended = program.room(2 * form.width * form.queries)
+        product = out if around is None else program.room(2 * columns)
+        form.add_attention(program, heads, attended, cached)
+        last.add_to(program, 1, torch.bfloat16, attended, [product])
+        if around is not None:
+            norms = around.norms
+            summed, of_mlp = out if self.calls_mlp else program.room(2 * columns), program.room(2 * columns)
+            normed = program.address(first + len(norms) - 1) if self.calls_mlp else product
+            is_double = len(norms) == len(_AROUND[1])
+            if is_double:
+                norms[1].add_to(program, columns, product, program.address(first), product)
+            program.add(_layer_kernels.add, [x, product, summed, columns])
+            norms[1 + is_double].add_to(program, columns, summed, program.address(first + is_double), normed)
+            if not self.calls_mlp:
+                self._mlp.add_to(program, 1, product, of_mlp)
+                if is_double:
+                    norms[3].add_to(program, columns, of_mlp, program.address(first + 2), of_mlp)
+                program.add(_layer_kernels.add, [summed, of_mlp, out, columns])
 
     def _add_heads(self, product: JointProduct, program: Program, x: Place, heads: Place, biases: list[Place]) -> None:
         """Queries, keys and values at a place, with their biases, which are taken from a list."""
@@ -305,13 +359,25 @@ def _norms_in(layer: nn.Module) -> tuple[str, ...]:
 
 
 def _layer_forward(layer: Any, *args: Any, **named: Any) -> Any:
-    attention = layer._modules["self_attn"]
-    fused = forward_in(attention)
-    if getattr(fused, "func", None) is _forward and len(args) == 1:
-        result = _called(fused.args[0], attention, {"hidden_states": args[0], **named}, layer)
+    form = _form_in(layer)
+    if form is not None and len(args) == 1:
+        result = _called(form, layer._modules["self_attn"], {"hidden_states": args[0], **named}, layer)
         if result is not None:
             return result
     return type(layer).forward(layer, *args, **named)
+
+
+def _form_in(layer: nn.Module) -> _AttentionForm | None:
+    """The form of the attention in a layer; None if `fuse_attention` did not replace it."""
+    fused = forward_in(layer._modules["self_attn"])  # type: ignore[arg-type]
+    return fused.args[0] if getattr(fused, "func", None) is _forward else None
+
+
+def layer_calls(layer: nn.Module) -> LayerCalls | None:
+    """What a decoder layer without hooks computes by two calls now; None if it is no such layer."""
+    if forward_in(layer) is not _layer_forward or (form := _form_in(layer)) is None:
+        return None
+    return _current(form, layer._modules["self_attn"], layer)
 
 
 @torch.no_grad()
@@ -367,32 +433,28 @@ def _forward(form: _AttentionForm, rotating: Forward, module: Any, *args: Any, *
 
 def _called(form: _AttentionForm, module: Any, named: dict[str, Any], layer: Any = None) -> torch.Tensor | None:
     """`_step` for the arguments of an attention or of its layer."""
+    return None if (values := values_of(named)) is None else _step(form, module, *values, layer)
+
+
+def values_of(named: dict[str, Any]) -> tuple[Any, Any, Any, Any] | None:
+    """Hidden states, angles, mask and KV cache among such arguments; None without a cache, or with unknown ones."""
     first, second, x, angles, mask = map(named.get, _READ)
     if (cache := second if first is None else first) is None or not named.keys() <= _ARGUMENTS:
         return None
-    return _step(form, module, x, angles, mask, cache, layer)
+    return x, angles, mask, cache
 
 
 def _step(
     form: _AttentionForm, module: Any, x: Any, angles: Any, mask: Any, cache: Any, layer: Any = None
 ) -> torch.Tensor | None:
     """The result of an attention or, if it is given, of the layer around it; None if that is left to the class."""
-    if not (
-        is_plain(x) and x.shape[:-1] == (1, 1) and type(angles) is tuple and _are_rows(*angles, width=form.rotated)
-    ):
-        return None
-    # a window's mask hides nothing either: what left the window is no longer in the cache
-    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and bool(mask.all())):
-        return None
-    kept = getattr(module._modules[form.linears[0]]._parameters.get("weight"), "calls", None) or {}
-    calls: _TwoCalls | None = kept.get(module if layer is None else layer)
-    if (calls is None or not calls.is_current()) and (calls := _prepared(form, module, layer)) is None:
+    if not is_step(form, x, angles, mask) or (calls := _current(form, module, layer)) is None:
         return None
     weights = [table.get(name) for table, name in calls.tables]
     mixture = mixture_call(layer.mlp) if calls.calls_mlp else None
     arrays = None if mixture is None else mixture.arrays(x)
     programs = calls.programs(mixture if arrays is not None else None)
-    if programs is None or x.shape[-1] != calls.columns or not _are_rows(*weights):
+    if programs is None or x.shape[-1] != calls.columns or not are_rows(*weights):
         return None
     others, after = weights[: calls.before], [x, *weights[calls.before :]] if layer is not None else []
     after += [normed := torch.empty_like(x)] if calls.calls_mlp else []
@@ -412,8 +474,24 @@ def _step(
     return result if arrays[1][0] else out + mixture.by_class(normed)
 
 
-def _prepared(form: _AttentionForm, module: Any, layer: Any) -> _TwoCalls | None:
+def is_step(form: _AttentionForm, x: Any, angles: Any, mask: Any) -> bool:
+    """Whether a token of one sequence is given, and a mask that hides nothing."""
+    is_row = is_plain(x) and x.shape[:-1] == (1, 1)
+    if not is_row or type(angles) is not tuple or not are_rows(*angles, width=form.rotated):
+        return False
+    # a window's mask hides nothing either: what left the window is no longer in the cache
+    return mask is None or (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and bool(mask.all()))
+
+
+def _current(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | None:
     """What an attention or the layer around it computes by two calls now; None if nothing."""
+    kept = getattr(module._modules[form.linears[0]]._parameters.get("weight"), "calls", None) or {}
+    calls: LayerCalls | None = kept.get(module if layer is None else layer)
+    return calls if calls is not None and calls.is_current() else _prepared(form, module, layer)
+
+
+def _prepared(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | None:
+    """The same, found anew."""
     parts = module._modules
     linears = [parts[name] for name in form.linears]
     firsts = [linear._parameters for linear in linears[:-1]]
@@ -449,14 +527,14 @@ def _prepared(form: _AttentionForm, module: Any, layer: Any) -> _TwoCalls | None
     tables = [(table, "bias") for table in firsts if table["bias"] is not None]
     tables += [(norm._parameters, "weight") for norm in norms]
     biased = [table["bias"] is not None for table in firsts]
-    matrices, is_current = [weight.matrix for weight in weights], _facts_of(form, module, linears, facts)
-    calls = _TwoCalls(form, matrices, biased, around, is_current, tables)
+    matrices = [weight.matrix for weight in weights]
+    calls = LayerCalls(form, matrices, biased, around, _facts_of(form, module, linears, facts), tables)
     # by whose they are: a weight may be that of several layers
     weights[0].calls = {**(weights[0].calls or {}), module if layer is None else layer: calls}
     return calls
 
 
-def _are_rows(*tensors: Any, width: int | None = None) -> bool:
+def are_rows(*tensors: Any, width: int | None = None) -> bool:
     """Whether tensors have so many values, or any number, of bfloat16 that are plainly in memory."""
     for tensor in tensors:
         if type(tensor) not in _ORDINARY or tensor.dtype is not torch.bfloat16 or not tensor.is_cpu:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from rabbitllm.base.dict_changes import remembered
-
 MAX_ELEMENTS = 1 << 15
 """Elements from which torch computes in several threads."""
-_NUMBERS = ("eps", "variance_epsilon", "act", "training", "top_k", "norm_topk_prob", "alpha", "limit", "config")
-_OWN = ("forward", *_NUMBERS, "_forward_hooks", "_forward_pre_hooks", "_parameters", "_modules")
+_NUMBERS = ("eps", "variance_epsilon", "act", "training", "top_k", "norm_topk_prob", "alpha", "limit", "layer_idx")
+_OWN = ("forward", "config", *_NUMBERS, "_forward_hooks", "_forward_pre_hooks", "_parameters", "_modules")
 """Attributes of a module and its parts that what they compute depends on."""
 _Fact: TypeAlias = tuple[dict[str, Any], str]
+Facts: TypeAlias = tuple[Callable[[], bool], Sequence[dict[Any, Any]]]
+"""A function that tells whether something is still true, and the dicts that this depends on, for `remembered`."""
 Key = TypeVar("Key")
 Forward: TypeAlias = Callable[..., Any] | None
 """A forward as a function, whose first argument is the module; None for that of the class."""
@@ -70,8 +70,8 @@ def unchanged(
     facts: Iterable[_Fact],
     parts: Iterable[tuple[nn.Module, str]],
     others: Iterable[dict[Any, Any]],
-) -> Callable[[], bool]:
-    """Tells whether what was true of modules still is.
+) -> Facts:
+    """Whether what was true of modules still is.
 
     Args:
         is_true: what is asked anew after a change.
@@ -91,7 +91,7 @@ def unchanged(
         same = map(operator.is_, map(dict.get, tables, names), values)
         return not any(hooks) and is_true() and all(same)
 
-    return remembered(are_true, [*tables, *hooks, *others])
+    return are_true, [*tables, *hooks, *others]
 
 
 def trial_of(module: nn.Module, **attributes: Any) -> Any:
@@ -103,9 +103,14 @@ def trial_of(module: nn.Module, **attributes: Any) -> Any:
 
 def class_result(module: Any, *args: Any, **named: Any) -> Any:
     """What the forward of a module's class returns; None if it has other arguments, or uses other parts."""
+    return result_of(type(module).forward, module, *args, **named)
+
+
+def result_of(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """The same for a function."""
     try:
-        return type(module).forward(module, *args, **named)
-    except (TypeError, AttributeError, RuntimeError, KeyError, ValueError):
+        return function(*args, **named)
+    except (TypeError, AttributeError, RuntimeError, LookupError, ValueError):
         return None
 
 

@@ -341,6 +341,21 @@ def combine(data):  # type: ignore[no-untyped-def]
         store_rounded(total, bfloats(words[4] + 2 * width * token, width))
 
 
+def keep(data):  # type: ignore[no-untyped-def]
+    """Write the last token of keys and values.
+
+    After the own address those of its keys, before its values, of all keys and all values; the tokens; bytes from a
+    head to the next and from a token to the next, of keys and of values; heads and their width.
+    """
+    words = to_array(data, 11)
+    heads, width, last = words[9], words[10], words[4] - 1
+    for half in range(2):
+        for head in range(heads):
+            source = bfloats(words[1] + 2 * width * (half * heads + head), width)
+            place = words[2 + half] + head * words[5 + 2 * half] + last * words[6 + 2 * half]
+            bfloats(place, width)[:] = source
+
+
 @numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
 def _dot(query, words, width):  # type: ignore[no-untyped-def]
     total = np.float32(0)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from rabbitllm.base.dict_changes import remembered
 from rabbitllm.base.programs import Place, Program
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._first_use import only_checks
@@ -120,7 +121,7 @@ class MixtureCall:
         facts = [(module._modules, "experts"), *own_facts(experts)]
         parts = [(module, "gate"), *((experts, name) for name in experts._modules)]
         others = vars(module), vars(experts.config), experts._forward_hooks, experts._forward_pre_hooks
-        self.is_current: Callable[[], bool] = unchanged(is_true, facts, parts, others)
+        self.is_current = remembered(*unchanged(is_true, facts, parts, others))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """The result for a row of input; None if it is left to the class."""

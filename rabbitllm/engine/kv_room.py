@@ -33,14 +33,20 @@ class _CacheRoom:
     Attributes:
         keys, values: (1, heads, tokens, width).
         used: number of tokens in use.
+        addresses: of both.
+        steps: bytes from a head to the next and from a token to the next, of keys and of values.
+        form: their dtype and device, 1, heads, and widths.
     """
 
-    __slots__ = ("keys", "used", "values")
+    __slots__ = ("addresses", "form", "keys", "steps", "used", "values")
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
         self.used = keys.shape[2]
         self.keys = _longer(keys, tokens)
         self.values = _longer(values, tokens)
+        steps = [tensor.element_size() * step for tensor in (self.keys, self.values) for step in tensor.stride()[1:3]]
+        self.addresses, self.steps = (self.keys.data_ptr(), self.values.data_ptr()), steps
+        self.form = keys.dtype, keys.device, len(keys), keys.shape[1], keys.shape[3], values.shape[3]
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """None: a deep copy of a layer, or one that is read from a file, gets its own."""
@@ -55,6 +61,19 @@ class _CacheRoom:
             and layer.keys.stride() == self.keys.stride()
             and (torch.is_inference_mode_enabled() or not self.keys.is_inference())
         )
+
+    def extend(self, layer: CacheLayerMixin, end: int) -> None:
+        """Let the layer have so many tokens."""
+        self.used = end
+        layer.keys, layer.values = self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+
+
+def room_for(layer: CacheLayerMixin, end: int) -> _CacheRoom:
+    """Room for so many tokens in a layer with keys and values."""
+    room = vars(layer).get("_room")
+    if room is None or not room.belongs_to(layer) or room.keys.shape[2] < end:
+        room = layer._room = _CacheRoom(layer.keys, layer.values, end + spare(end))
+    return room  # type: ignore[no-any-return]
 
 
 def updated(cache: Any, keys: torch.Tensor, values: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,13 +114,10 @@ def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> 
         return result
     begin = before.shape[2]
     end = begin + keys.shape[2]
-    room = vars(layer).get("_room")
-    if room is None or not room.belongs_to(layer) or room.keys.shape[2] < end:
-        room = layer._room = _CacheRoom(before, layer.values, end + spare(end))
+    room = room_for(layer, end)
     room.keys[:, :, begin:end] = keys
     room.values[:, :, begin:end] = values
-    room.used = end
-    layer.keys, layer.values = room.keys[:, :, :end], room.values[:, :, :end]
+    room.extend(layer, end)
     return layer.keys, layer.values
 
 

@@ -27,6 +27,7 @@ from rabbitllm.engine._routed import fuse_experts
 from rabbitllm.engine._saving import origin_of
 from rabbitllm.engine._streamer import Streamer, device_executors
 from rabbitllm.engine._weights import check_unused
+from rabbitllm.engine._whole_steps import fuse_models
 from rabbitllm.engine.devices import Device, budget_of, memory_explained, resolve_devices
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import bind_experts
@@ -240,6 +241,7 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
             fuse_gates(model)
             fuse_shared(model)
             fuse_layers(model)
+            fuse_models(model)
         fuse_rotary(model, prompts=multiplies_codes)  # of attentions that are not replaced as a whole
         fuse_experts(model)
         fuse_mixtures(model)

@@ -392,6 +392,9 @@ class Session:
         def prompt_done() -> None:
             nonlocal done
             done = None
+            if self._model.placement.is_resident:  # then a token is no longer than a layer, and layers compute together
+                for hook in hooks[1:]:
+                    hook.remove()
 
         hooks = [self._model.get_submodule(name).register_forward_pre_hook(before, prepend=True) for name in names]
         try:

@@ -18,7 +18,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2Co
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from rabbitllm.base.programs import Program
-from rabbitllm.engine import _attention, kv_room
+from rabbitllm.engine import _attention, _whole_steps, kv_room
 from rabbitllm.engine._attention import _AttentionForm, _cached, _plain, fuse_attention, fuse_layers, relative_error
 from rabbitllm.quant import _vectors
 from tests.engine.test_siblings import PROMPT, checkpoint
@@ -54,7 +54,7 @@ ROUNDING = 2**-8
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The attention of each step in two calls."""
+    """The attention of each step in two calls, and that of each layer of whole steps."""
     modules, compute = list[Any](), _attention._step
 
     def counted(form: Any, module: Any, *more: Any) -> Any:
@@ -63,6 +63,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return result
 
     monkeypatch.setattr(_attention, "_step", counted)
+    whole = _whole_steps._Whole._compute
+
+    def counted_whole(self: Any, *args: Any, **named: Any) -> Any:
+        result = whole(self, *args, **named)
+        modules.extend(self.calls)
+        return result
+
+    monkeypatch.setattr(_whole_steps._Whole, "_compute", counted_whole)
     return modules
 
 
@@ -164,6 +172,7 @@ def test_a_layer_has_the_bits_of_its_parts(
         return result
 
     monkeypatch.setattr(_attention, "_step", counted)
+    monkeypatch.setattr("rabbitllm.engine.load.fuse_models", lambda model: 0)
     directory = checkpoint(tmp_path, family, "q8_0", **settings)
     model = load(directory, exact=False)
     got, _ = cached_logits(model)
@@ -284,6 +293,7 @@ def test_transformers_own_cache_grows_in_place(tmp_path: Path, monkeypatch: pyte
     in_place, copies = list[int](), list[int]()
     results = seen(in_place)
     monkeypatch.setattr(_attention, "updated", lambda cache, keys, values, index: cache.update(keys, values, index))
+    monkeypatch.setattr(_whole_steps, "_hides_nothing", lambda named: False)
     assert all(map(torch.equal, results, seen(copies)))
     assert len({*in_place}) <= 5 < len({*copies})
 

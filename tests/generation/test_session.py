@@ -423,6 +423,22 @@ def test_an_answer_stopped_at_any_unit(tmp_path: Path, name: str) -> None:
     assert not model.streamer.bound
 
 
+@pytest.mark.parametrize("budget", [ALL, 0], ids=["resident", "streamed"])
+def test_layers_in_memory_are_watched_in_the_prompt_alone(tmp_path: Path, budget: int) -> None:
+    """After it only the first unit is, so that the layers of a token compute together."""
+    model = talker(talker_folder(tmp_path / "model", "llama"), budget)
+    hooks, seen = model.get_decoder().layers[1]._forward_pre_hooks, list[int]()
+    session = Session(model, NEW_TOKENS)
+    session.answer(Conversation().messages("Who?"), quietly)  # whose first pass checks the files
+    before = len(hooks)
+    session.answer(Conversation().messages("Why?"), lambda text: seen.append(len(hooks) - before))
+    assert {*seen} == {0 if budget == ALL else 1}
+    assert len(hooks) == before
+    stops = at_call(len(model.placement.units) + 4)
+    stopped = session.answer(Conversation().messages("And?"), quietly, stopped=stops)
+    assert len(stopped.tokens) == (4 if budget == ALL else 1)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_an_interrupt_inside_a_layer(tmp_path: Path, name: str) -> None:
     folder = talker_folder(tmp_path / "model", name)

@@ -1,0 +1,240 @@
+"""All layers of a model by one call of compiled code, for a token of one sequence.
+
+Between the calls of two layers Python takes as long as the products of a small one. Here the forward of a model's own
+class runs with a single layer in place of all, which computes what they do. What a class does with its layers is tried
+when a model is loaded: one after the other, each with the same arguments. What may have changed since is compared
+before each step. Anything else, a hook of a layer, a mask, or a KV cache without every token, is left to the layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from rabbitllm.base.dict_changes import remembered
+from rabbitllm.base.programs import Program
+from rabbitllm.base.random_tensors import RandomTensors
+from rabbitllm.engine._attention import LayerCalls, are_rows, is_step, layer_calls, values_of
+from rabbitllm.engine._fusing import Forward, fuse, result_of, trial_of
+from rabbitllm.engine._siblings import has_hooks
+from rabbitllm.engine.kv_room import keeps_every_token, room_for
+
+_INPUTS = "input_ids", "inputs_embeds"
+_CACHES = "cache", "past_key_values"
+_KNOWN = frozenset({*_INPUTS, *_CACHES, "attention_mask", "position_ids", "cache_position", "use_cache"})
+"""Arguments with which a class is known to call its layers as it was tried."""
+_OUTPUTS = {"output_hidden_states": False, "output_attentions": False, "return_dict": True}
+"""Attributes of a config, and their values if only the last layer's result is wanted."""
+_STEPS_BETWEEN = 16
+"""After how many steps whose layers were called one by one it is tried again whether they must be."""
+_PAST = 2
+"""Tokens in the cache of a trial."""
+_HEAD, _CACHED = 4, 7
+"""Addresses of a call that belong to no layer, and those of each layer's keys and values."""
+
+
+def fuse_models(model: nn.Module) -> int:
+    """Let models whose layers `fuse_layers` has replaced compute a decode step of one sequence by one call.
+
+    Returns:
+        How many these are.
+    """
+
+    def key_of(module: nn.Module) -> int | None:
+        layers = module._modules.get("layers")
+        return id(module) if isinstance(layers, nn.ModuleList) and _calls_of([*layers]) else None
+
+    return fuse(model, key_of, lambda module, _: _forward_of(module))
+
+
+def _calls_of(layers: Sequence[nn.Module]) -> list[LayerCalls]:
+    """What each of two or more layers computes now; none if they cannot be one call."""
+    calls = [of_layer for layer in layers if (of_layer := layer_calls(layer)) is not None and of_layer.can_add()]
+    is_whole = len(calls) == len(layers) > 1 and len({(of_layer.form, of_layer.columns) for of_layer in calls}) == 1
+    return calls if is_whole and len({*_indices_of(layers)}) == len(layers) else []
+
+
+def _indices_of(layers: Sequence[Any]) -> list[int]:
+    """Their numbers in the KV cache."""
+    return [layer._modules["self_attn"].layer_idx for layer in layers]
+
+
+class _NotWholeError(Exception):
+    """The layers are to be called one by one."""
+
+
+def _forward_of(module: Any) -> Forward:
+    """The forward of a model whose class calls its layers one after the other; else None."""
+    tried = type(module).forward
+    names = _KNOWN & inspect.signature(inspect.unwrap(tried)).parameters.keys()
+    forward = functools.partial(_forward, tried, names, WeakKeyDictionary())
+    return functools.update_wrapper(forward, tried) if _is_sequence(module, names) else None  # with its signature
+
+
+def _forward(
+    tried: Callable[..., Any],
+    names: frozenset[str],
+    kept: MutableMapping[nn.Module, _Whole],
+    module: Any,
+    *args: Any,
+    **named: Any,
+) -> Any:
+    inputs = [value for name in _INPUTS if (value := named.get(name)) is not None]
+    is_token = not args and len(inputs) == 1 and inputs[0].shape[:2] == (1, 1) and named.keys() <= names
+    is_token = is_token and type(module).forward is tried
+    if is_token and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        whole = kept.get(module)
+        if whole is None or not whole.is_current():
+            whole = kept[module] = _Whole(module, names)
+        if whole.calls and _hides_nothing(named):
+            with contextlib.suppress(_NotWholeError):
+                return inspect.unwrap(tried)(whole.like, **named)
+    return type(module).forward(module, *args, **named)
+
+
+def _hides_nothing(named: dict[str, Any]) -> bool:
+    """Whether no token is masked, and the cache is transformers' own, with every token."""
+    mask = named.get("attention_mask")
+    cache: Any = next((named[name] for name in _CACHES if name in named), None)
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())):
+        return False
+    return type(cache) is DynamicCache and not cache.offloading and all(map(keeps_every_token, cache.layers))
+
+
+class _Whole:
+    """What the layers of a model compute by one call.
+
+    Attributes:
+        calls: of each layer; none if they are to be called one by one.
+        like: the model with one layer that computes what all do.
+        is_current: whether this still holds.
+    """
+
+    def __init__(self, module: Any, names: frozenset[str]) -> None:
+        config, modules = module.config, module._modules.get("layers")
+        layers = [*modules] if isinstance(modules, nn.ModuleList) else []
+        is_plain = all(getattr(config, name, value) is value for name, value in _OUTPUTS.items())
+        self.calls = _calls_of(layers) if is_plain and not any(map(has_hooks, layers)) else []
+        if not self.calls or not _is_sequence(module, names):  # something has changed since it was loaded
+            steps = iter(range(_STEPS_BETWEEN))
+            self.is_current: Callable[[], bool] = lambda: next(steps, None) is not None
+            self.calls = []
+            return
+        self._indices = _indices_of(layers)
+        self._tables = [table for of_layer in self.calls for table in of_layer.tables]
+        self._programs = dict[int, Program]()
+        whole = trial_of(layers[0], forward=self._compute)
+        self.like = trial_of(module, _modules={**module._modules, "layers": [whole]})
+        watched = [vars(module), module._modules, modules._modules, vars(config)]
+        for layer, of_layer in zip(layers, self.calls, strict=True):
+            queries = layer._modules["self_attn"]._modules[of_layer.form.linears[0]]
+            watched += [vars(layer), layer._forward_hooks, layer._forward_pre_hooks, queries._parameters]
+        before, facts = [dict(table) for table in watched], [of_layer.facts for of_layer in self.calls]
+
+        def are_true() -> bool:
+            same = (
+                len(table) == len(old) and all(table.get(name) is value for name, value in old.items())
+                for table, old in zip(watched, before, strict=True)
+            )
+            return all(same) and all(holds() for holds, _ in facts)
+
+        self.is_current = remembered(are_true, [*watched, *(table for _, tables in facts for table in tables)])
+
+    def _compute(self, x: Any, *args: Any, **named: Any) -> torch.Tensor:
+        """What all layers do.
+
+        Raises:
+            _NotWholeError: nothing, but that they are to be called.
+        """
+        values = values_of({"hidden_states": x, **named})
+        if args or values is None:
+            raise _NotWholeError
+        _, angles, mask, cache = values
+        weights: list[Any] = [table.get(name) for table, name in self._tables]
+        form = self.calls[0].form
+        is_fit = is_step(form, x, angles, mask) and x.shape[-1] == self.calls[0].columns and are_rows(*weights)
+        if not is_fit or len(cache.layers) <= max(self._indices):
+            raise _NotWholeError
+        layers = [cache.layers[index] for index in self._indices]
+        if any(layer.keys is None or layer.keys.dim() != 4 for layer in layers):
+            raise _NotWholeError
+        rooms = [room_for(layer, layer.keys.shape[2] + 1) for layer in layers]
+        like = torch.bfloat16, x.device, 1, form.keys, form.width, form.width
+        if any(room.form != like for room in rooms):
+            raise _NotWholeError
+        cached = [word for room in rooms for word in (*room.addresses, room.used + 1, *room.steps)]
+        program = self._programs.get(torch.get_num_threads()) or self._build(len(weights))
+        out = torch.empty_like(x)
+        program(
+            *[tensor.data_ptr() for tensor in (x, *angles, out)],
+            *cached,
+            *[weight.data_ptr() for weight in weights],
+        )
+        for layer, room in zip(layers, rooms, strict=True):
+            room.extend(layer, room.used + 1)
+        return out
+
+    def _build(self, weights: int) -> Program:
+        """The program for as many threads as there are now."""
+        cached, first = _HEAD, _HEAD + _CACHED * len(self.calls)
+        program = Program(first + weights)
+        x, cos, sin, out = (program.address(index) for index in range(_HEAD))
+        hidden = program.room(2 * self.calls[0].columns)
+        for of_layer in self.calls:
+            with program.passing():
+                of_layer.add_to(program, x, (cos, sin), out if of_layer is self.calls[-1] else hidden, cached, first)
+            x, cached, first = hidden, cached + _CACHED, first + len(of_layer.tables)
+        self._programs[torch.get_num_threads()] = program
+        return program
+
+
+@torch.no_grad()
+def _is_sequence(module: Any, names: frozenset[str]) -> bool:
+    """Whether the forward of a model's class calls its layers one after the other, all with the same arguments, and
+    does nothing else that depends on how many they are."""
+    layers, random = [*module._modules["layers"]], RandomTensors()
+    of_layer = _calls_of(layers)[0]
+    x, results = random.normal(1, 1, of_layer.columns), [random.normal(1, 1, of_layer.columns) for _ in layers]
+    last = list[torch.Tensor]()
+    for count in (len(layers), 1):
+        cache, calls = DynamicCache(config=module.config), list[tuple[int, tuple[Any, ...], dict[str, Any]]]()
+        past = torch.zeros(1, of_layer.form.keys, _PAST, of_layer.form.width, dtype=torch.bfloat16, device="cpu")
+        for index in _indices_of(layers):
+            if result_of(cache.update, past, past, index) is None:
+                return False
+
+        def called(number: int, *args: Any, calls: list[Any] = calls, count: int = count, **named: Any) -> torch.Tensor:
+            calls.append((number, args, named))
+            return results[number - count]
+
+        parts = [
+            trial_of(layer, forward=functools.partial(called, n), _forward_hooks={}, _forward_pre_hooks={})
+            for n, layer in enumerate(layers[:count])
+        ]
+        like = trial_of(module, _modules={**module._modules, "layers": parts})
+        own = dict(vars(like))
+        # a mask that hides something is a tensor, which layers of two kinds have two of
+        mask = torch.tensor([[0, *[1] * _PAST]], device="cpu")
+        named = {"inputs_embeds": x, "attention_mask": mask, **dict.fromkeys(_CACHES, cache), "use_cache": True}
+        arguments = {name: value for name, value in named.items() if name in names}
+        result = result_of(inspect.unwrap(type(module).forward), like, **arguments)
+        hidden = getattr(result, "last_hidden_state", None)
+        if not isinstance(hidden, torch.Tensor) or [number for number, *_ in calls] != [*range(count)]:
+            return False
+        if vars(like).keys() != own.keys() or any(vars(like)[name] is not value for name, value in own.items()):
+            return False
+        first = calls[0][2]
+        for number, args, given in calls:
+            is_next = len(args) == 1 and (number == 0 or args[0] is results[number - 1 - count])
+            if not is_next or given.keys() != first.keys() or any(given[name] is not first[name] for name in first):
+                return False
+        last.append(hidden)
+    return torch.equal(*last)

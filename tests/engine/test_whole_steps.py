@@ -1,0 +1,218 @@
+"""A token by one call for all layers has the bits of layers called one by one, and is left to these otherwise."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache, LlamaModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from rabbitllm.engine import _whole_steps
+from rabbitllm.engine._whole_steps import fuse_models
+from rabbitllm.engine.weight_tensors import QuantizedWeight
+from rabbitllm.quant import _vectors
+from tests.engine.test_attention import CHANGES, GEMMA, PHI
+from tests.engine.test_siblings import PROMPT, checkpoint
+from tests.support.tiny_models import load
+
+pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
+STEPS = 5
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each step by one call had."""
+    layers, compute = list[int](), _whole_steps._Whole._compute
+
+    def counted(self: Any, *args: Any, **named: Any) -> Any:
+        result = compute(self, *args, **named)
+        layers.append(len(self.calls))
+        return result
+
+    monkeypatch.setattr(_whole_steps._Whole, "_compute", counted)
+    return layers
+
+
+def pair(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A model with whole steps, and one without."""
+    models = [load(directory, exact=False)]
+    with monkeypatch.context() as patch:
+        patch.setattr("rabbitllm.engine.load.fuse_models", lambda model: 0)
+        return [*models, load(directory, exact=False)]
+
+
+@torch.no_grad()
+def results_of(model: Any, **named: Any) -> list[torch.Tensor]:
+    """Logits of a prompt and some steps, and all keys and values."""
+    cache = DynamicCache(config=model.config)
+    results = [model(PROMPT, past_key_values=cache).logits]
+    for step in range(STEPS):
+        results.append(model(torch.tensor([[step + 1]]), past_key_values=cache, **named).logits)
+    return results + [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+@pytest.mark.parametrize(
+    ("family", "compression", "settings"),
+    [
+        ("llama", "4bit", {"num_hidden_layers": 3}),
+        ("qwen2", "q8_0", {}),
+        ("qwen3", "q4_k_m", {"head_dim": 64}),
+        ("phi3", "8bit", {**PHI, "sliding_window": None}),
+    ],
+)
+def test_a_token_has_the_bits_of_its_layers(
+    tmp_path: Path,
+    family: str,
+    compression: str,
+    settings: dict[str, Any],
+    whole: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    models = pair(checkpoint(tmp_path, family, compression, **settings), monkeypatch)
+    assert len({inspect.signature(model.model.forward) for model in models}) == 1
+    expected = results_of(models[1])
+    assert not whole
+    assert all(map(torch.equal, results_of(models[0]), expected))
+    assert whole == [len(models[0].model.layers)] * STEPS
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if threads > 1 else 2)
+    assert all(map(torch.equal, results_of(models[0]), expected))
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        assert all(map(torch.equal, results_of(models[0]), expected))
+    assert len(whole) == 3 * STEPS
+    asked = {"max_new_tokens": 6, "do_sample": False, "output_hidden_states": True, "return_dict_in_generate": True}
+    states = [model.generate(PROMPT, **asked).hidden_states for model in models]
+    assert len(whole) == 3 * STEPS
+    for of_whole, of_layers in zip(*states, strict=True):
+        assert all(map(torch.equal, of_whole, of_layers))
+
+
+Change = Callable[[pytest.MonkeyPatch, Any], None]
+
+
+def of_a_layer(change: Change) -> Change:
+    """A change to a model's second layer."""
+    return lambda patch, model: change(patch, model.model.layers[1])
+
+
+def added(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """What a hook returns."""
+    return output + args[0]
+
+
+def twice(x: torch.Tensor, **named: Any) -> torch.Tensor:
+    """What another forward returns."""
+    return x * 2
+
+
+MORE: dict[str, Change] = {
+    "hook of a layer": lambda patch, model: patch.setitem(model.model.layers[1]._forward_hooks, 7, added),
+    "forward of a layer": lambda patch, model: patch.setattr(
+        model.model.layers[1], "forward", lambda x, **named: x * 2
+    ),
+    "layer": lambda patch, model: patch.setitem(model.model.layers._modules, "1", model.model.layers[0]),
+    "layers": lambda patch, model: patch.setitem(model.model._modules, "layers", model.model.layers[:1]),
+    "number of layers": lambda patch, model: patch.setattr(model.model.config, "num_hidden_layers", 1),
+    "embedding": lambda patch, model: patch.setitem(
+        model.model._modules, "embed_tokens", nn.Embedding(512, 256, dtype=torch.bfloat16, _weight=ROWS)
+    ),
+    "last norm": lambda patch, model: patch.setitem(model.model._modules, "norm", nn.Identity()),
+    "hook of the model": lambda patch, model: patch.setitem(
+        model.model._forward_pre_hooks, 7, lambda module, args: None
+    ),
+    "data of a norm": lambda patch, model: patch.setattr(
+        model.model.layers[1].input_layernorm.weight, "data", model.model.layers[1].input_layernorm.weight.data * 2
+    ),
+    "class": lambda patch, model: patch.setattr(LlamaModel, "forward", only_embeds),
+}
+ROWS = torch.randn(512, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+UNCHANGED = {"hook of the model"}
+
+
+def only_embeds(model: Any, input_ids: Any, **named: Any) -> Any:
+    return BaseModelOutputWithPast(last_hidden_state=model.embed_tokens(input_ids))
+
+
+@torch.no_grad()
+def test_a_change_between_two_steps_is_noticed(
+    tmp_path: Path, whole: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = pair(checkpoint(tmp_path, "llama", "q8_0"), monkeypatch)
+    cache = DynamicCache(config=models[0].config)
+    models[0](PROMPT, past_key_values=cache)
+
+    def steps() -> list[torch.Tensor]:
+        return [model(PROMPT[:, :1], past_key_values=copy.deepcopy(cache)).logits for model in models]
+
+    ordinary = steps()
+    for name, change in {**{name: of_a_layer(change) for name, change in CHANGES.items()}, **MORE}.items():
+        with monkeypatch.context() as patch:
+            for model in models:
+                change(patch, model)
+            changed = steps()
+        assert torch.equal(*changed), name
+        assert torch.equal(changed[0], ordinary[0]) == (name in UNCHANGED), name
+        for module in models[0].modules():  # what was found while it was changed
+            if isinstance(weight := module._parameters.get("weight"), QuantizedWeight):
+                weight.calls = None
+        models[0].model.forward.__func__.args[2].clear()
+        whole.clear()
+        assert all(map(torch.equal, steps(), ordinary)), name
+        assert whole == [2], name
+
+
+@torch.no_grad()
+def test_what_is_left_to_the_layers(tmp_path: Path, whole: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    models = pair(checkpoint(tmp_path, "llama", "q8_0"), monkeypatch)
+    length = PROMPT.shape[1]
+
+    def assert_alike(tokens: int, **named: Any) -> None:
+        found = []
+        for model in models:
+            cache = DynamicCache(config=model.config)
+            model(PROMPT, past_key_values=cache)
+            found.append(model(PROMPT[:, :tokens], past_key_values=cache, **named).logits)
+        assert torch.equal(*found)
+
+    assert_alike(1, attention_mask=torch.ones(1, length + 1).long(), position_ids=torch.tensor([[length + 3]]))
+    assert whole == [2]
+    whole.clear()
+    assert_alike(2)
+    assert_alike(1, attention_mask=torch.tensor([[0] * 2 + [1] * (length - 1)]))
+    assert_alike(1, attention_mask=torch.ones(1, 1, 1, length + 1).bool())
+    assert_alike(1, output_hidden_states=True)
+    beams = [model.generate(PROMPT, max_new_tokens=4, num_beams=2, do_sample=False) for model in models]
+    assert torch.equal(*beams)
+    with torch.enable_grad():
+        assert_alike(1)
+    assert not whole
+
+
+class Doubling(LlamaModel):  # type: ignore[misc]
+    """Does something between its layers."""
+
+    def forward(self, inputs_embeds: Any = None, attention_mask: Any = None, cache: Any = None, **named: Any) -> Any:
+        angles = self.rotary_emb(inputs_embeds, position_ids=torch.tensor([[2]]))
+        for layer in self.layers:
+            inputs_embeds = layer(inputs_embeds, position_embeddings=angles, attention_mask=None, cache=cache) * 2
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def test_classes_that_do_otherwise_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rabbitllm.engine.load.fuse_models", lambda model: 0)
+    model = load(checkpoint(tmp_path, "llama", "q8_0"), exact=False)
+    inner = model.model
+    assert fuse_models(model) == 1
+    del inner.forward
+    inner.__class__ = Doubling
+    assert fuse_models(model) == 0
+    # of layers with a window, and without one
+    assert fuse_models(load(checkpoint(tmp_path / "2", "gemma3", "q8_0", **GEMMA), exact=False)) == 0
