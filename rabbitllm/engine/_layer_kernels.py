@@ -289,7 +289,7 @@ def choose(data):  # type: ignore[no-untyped-def]
     # others are NaN if a value is that, or infinite
     if others != 0 or small > 1 or least - most < _LEAST or not _select(values, order, used):
         return
-    is_sure = True
+    is_sure = others == 0
     if used * 64 <= count or used > 17:  # torch sorts in other ways
         for i in range(1, count):
             is_sure = is_sure and values[min(i, used) - 1] > values[i]
