@@ -350,7 +350,8 @@ def routes(models: Models) -> list[BaseRoute]:
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
-        Route("/v1/rerank", rerank, methods=["POST"]),
+        # vLLM's and Cohere's clients have one each
+        *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         Route("/api/chat", ollama, methods=["POST"]),
         Route("/api/generate", ollama, methods=["POST"]),
         Route("/api/embed", ollama_embed, methods=["POST"]),

@@ -102,7 +102,11 @@ def test_a_causal_model_says_yes_or_no(
         assert scores_of(served) == pytest.approx(expected, abs=1e-5)
         answer = served.post("/v1/completions", {"prompt": QUERY, "max_tokens": 3})
         assert answer.json()["usage"]["completion_tokens"] == 3
-        usage = served.post("/v1/rerank", {**BODY, "top_n": 1}).json()["usage"]
+        first = {**BODY, "top_n": 1}
+        usage = served.post("/v1/rerank", first).json()["usage"]
+        assert {served.post(path, first).text for path in ("/v2/rerank", "/rerank")} == {
+            served.post("/v1/rerank", first).text
+        }
         assert usage["total_tokens"] == sum(
             len(tokenizer(text % document, add_special_tokens=False)["input_ids"]) for document in DOCUMENTS
         )
