@@ -86,7 +86,7 @@ def test_every_answer_fits_its_schema(ask: Ask, seeds: range) -> None:
 def test_every_answer_fits_a_public_schema(ask: Ask) -> None:
     """Unless its schema is refused, or it is cut; closing marks are likelier, since texts have no longest length."""
     tokenizer, schemas, refusals = make_tokenizer(), [], []
-    for schema in public_schemas(200, 1):
+    for schema in public_schemas(40, 1):
         try:
             Grammar.of_schema(schema).check(tokenizer)
             schemas.append(schema)
@@ -95,10 +95,12 @@ def test_every_answer_fits_a_public_schema(ask: Ask) -> None:
     assert all("cannot be used" in refusal for refusal in refusals)
     bias = tuple((int(token), 3.0) for token in tokenizer('"}],', add_special_tokens=False)["input_ids"])
     requests = [request(schema, seed) for seed, schema in enumerate(schemas)]
-    requests = [replace(each, sampling=replace(each.sampling, logit_bias=bias)) for each in requests]
+    requests = [
+        replace(each, max_new_tokens=300, sampling=replace(each.sampling, logit_bias=bias)) for each in requests
+    ]
     answers, _ = ask(requests, Limits(draft="none", running=32, waiting=len(schemas), cache_bytes=1 << 28))
     whole = [answer.finished.finish is FinishReason.STOP for answer in answers]
-    assert sum(whole) > 150
+    assert sum(whole) > 25
     for answered, schema, ended in zip(answers, schemas, whole, strict=True):
         if ended:
             check(schema, json.loads(answered.text))

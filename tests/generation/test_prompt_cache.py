@@ -294,14 +294,14 @@ VARIANTS = 6
 
 
 def varied(index: int) -> Request:
-    """One of some requests, two with each system prompt; one is longer than the other."""
-    system = prompt((2 + index % 2) * BLOCK_TOKENS + 10, index // 2)
+    """One of some requests, two with each system prompt; one is longer, by whole chunks: memory keeps any number."""
+    system = prompt((2 + index % 2) * BLOCK_TOKENS, index // 2)
     return asked([index], system)[0]
 
 
 @pytest.mark.long
 @pytest.mark.bits
-@pytest.mark.parametrize("family", ["llama", "qwen3_next", "falcon_h1", "jamba"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "falcon_h1"])
 def test_kill_9_at_any_moment(tmp_path: Path, ask: Ask, family: str) -> None:
     """Processes on one folder, killed one after the other; each answers from what those before it left there."""
     folder = split(build_checkpoint(tmp_path / "model", MODELS[family], dtype=torch.float32))
