@@ -29,10 +29,13 @@ SIDECAR_PATTERNS = (
     "*.py",
     "additional_chat_templates/*.jinja",
     "1_Pooling/config.json",  # how embeddings are pooled
+    "1_LogitScore/config.json",  # how a reranker's score is read
     "LICENSE*",
     "NOTICE*",
 )
 """Files that weights need to be loaded (config, tokenizer, chat template), and their licence."""
+COMPANIONS = tuple(dict.fromkeys(pattern.partition("/")[0] for pattern in SIDECAR_PATTERNS if "/" in pattern))
+"""Folders that may come with a model."""
 SIDECAR_MAX_BYTES = 128 << 20
 WHOLE_BYTES = 4 << 20
 """Shards up to this size are read whole for their fingerprint."""

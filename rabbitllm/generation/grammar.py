@@ -405,6 +405,13 @@ def _explained(reason: str) -> tuple[str, str]:
     if beside := re.search(r"circular references with sibling keys.*json-schema://[^#]*(#\S*)", reason):
         what = f'a "$ref" to {beside[1]} lies within it and has other keys beside it'
         return what, "Leave these keys out there, or put them into what it refers to."
+    if reason.startswith("oneOf constraints"):
+        _, _, place = reason.partition(" while processing ")
+        where = f" of {place.removeprefix('json-schema:///')}" if place else ""
+        return (
+            f'two alternatives of the "oneOf"{where} may fit one value',
+            'Use "anyOf", or make them differ in a type.',
+        )
     if "NoExtensionBias" not in reason and "Too many items" not in reason:
         return reason, "Leave out what it names, or say it in another way."
     advice = "Give what refers to itself an end, such as an optional property or null, and use shorter texts."

@@ -187,13 +187,19 @@ class ChatTemplate:
         return _sources(self.tokenizer)
 
     def prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        begins: bool = True,
+        **variables: Any,
     ) -> Prompt:
         """The conversation up to the beginning of the model's answer.
 
         Args:
             messages: each with its `role` and its `content`: a text, or a list of parts; see `media`.
             tools: tools as templates expect them.
+            begins: whether the template begins the answer.
             variables: further variables of the template; see `settable`.
 
         Raises:
@@ -226,7 +232,7 @@ class ChatTemplate:
         try:
             with in_the_process(limits.letters):
                 encoded = program.apply_chat_template(
-                    loaded, add_generation_prompt=True, tokenize=True, return_dict=True, **variables
+                    loaded, add_generation_prompt=begins, tokenize=True, return_dict=True, **variables
                 )
         except TooManyLetters as error:
             raise limits.too_many_letters(error.letters) from None

@@ -19,7 +19,7 @@ from typing import Any
 
 from rabbitllm import prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions, expand
-from rabbitllm.checkpoints.checkpoint import SourceIdentity, is_sidecar, sidecars_in
+from rabbitllm.checkpoints.checkpoint import COMPANIONS, SourceIdentity, is_sidecar, sidecars_in
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import INDEX_NAME, read_index, shard_names
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
@@ -263,7 +263,7 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
 
 def _is_of_a_split(name: str) -> bool:
     """Whether a split writes files of this name into its folder, or copies them there."""
-    records = (MANIFEST_NAME, JOURNAL_NAME, STAGING_NAME, LEASE_NAME, "additional_chat_templates", "1_Pooling")
+    records = (MANIFEST_NAME, JOURNAL_NAME, STAGING_NAME, LEASE_NAME, *COMPANIONS)
     return name in records or LAYER_SUFFIX in name or is_lock_file(name) or is_sidecar(name, 0)
 
 

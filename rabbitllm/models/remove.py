@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rabbitllm.base.options import expand
 from rabbitllm.base.terminal import counted, listed
-from rabbitllm.checkpoints.checkpoint import SourceIdentity, is_sidecar
+from rabbitllm.checkpoints.checkpoint import COMPANIONS, SourceIdentity, is_sidecar
 from rabbitllm.checkpoints.hub import HubAccess, cached_snapshot, open_repository, staged_name
 from rabbitllm.checkpoints.index import gguf_models, index_of, is_gguf_file
 from rabbitllm.checkpoints.local import LocalCheckpoint
@@ -193,15 +193,14 @@ def _original_around(folder: Path, split_folder: Path) -> Original:
     return Original(False, "RabbitLLM 1.1 did not record it, and its parent folder has no complete checkpoint")
 
 
-COMPANIONS = ("additional_chat_templates", "1_Pooling")
-"""Folders that may come with a model."""
 _OWN_SUFFIXES = (LAYER_SUFFIX, *(LAYER_SUFFIX + end for end in (DONE_SUFFIX, durable.PART_SUFFIX, SCRATCH_SUFFIX)))
 _CONFIGS = frozenset(
     ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
     + ("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja")
     + ("chat_template.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
     + ("params.json", "audio_tokenizer_config.json", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model")
-    + ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json")
+    + ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+    + ("1_Pooling/config.json", "1_LogitScore/config.json")
     + ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md")
 )
 """Files that a split copies from the checkpoint, and that users may edit afterwards."""

@@ -41,6 +41,7 @@ from rabbitllm.server._guards import (
 )
 from rabbitllm.server._metrics import CONTENT_TYPE, text_format
 from rabbitllm.server._models import Entry, Models
+from rabbitllm.server._reranking import NO_SCORES
 from rabbitllm.server._service import Service
 from rabbitllm.server._streaming import (
     Dialect,
@@ -68,6 +69,7 @@ from rabbitllm.server.embeddings import (
     NO_RECIPE,
     CheckedEmbedding,
     checked_embedding,
+    cosines,
     embedding_object,
     rerank_object,
 )
@@ -253,7 +255,8 @@ def routes(models: Models) -> list[BaseRoute]:
         begun, (raw, entry, kept) = time.perf_counter(), _ollama.named(await body_of(request), models)
         body = parsed(Embedding, _ollama.embedding_of(raw))
         entry.keep_alive = kept
-        answer = embedding_object(*await embedded(request, body), entry.settings.name)
+        service = await used(request, body.model)
+        answer = embedding_object(*await embedded(request, service, body), entry.settings.name)
         return JsonResponse(_ollama.embedded(answer, time.perf_counter() - begun))
 
     async def version(_: Request) -> Response:
@@ -295,8 +298,9 @@ def routes(models: Models) -> list[BaseRoute]:
         dialect = Dialect(include_usage=body.include_usage)
         return await _generated(request, service, body, call, choices, kinds, dialect)
 
-    async def embedded(request: Request, body: Embedding) -> tuple[CheckedEmbedding, list[list[float]]]:
-        service = await used(request, body.model)
+    async def embedded(
+        request: Request, service: Service, body: Embedding
+    ) -> tuple[CheckedEmbedding, list[list[float]]]:
         if service.embedder is None:
             raise APIError(NOT_FOUND, f"This model has no embeddings: {NO_RECIPE}.", code="no_embeddings")
         embedder = service.embedder
@@ -307,15 +311,23 @@ def routes(models: Models) -> list[BaseRoute]:
 
     async def embeddings(request: Request) -> Response:
         body = parsed(Embedding, await body_of(request))
-        inputs, vectors = await embedded(request, body)
-        return JsonResponse(embedding_object(inputs, vectors, models.entry(body.model).settings.name))
+        service = await used(request, body.model)
+        return JsonResponse(embedding_object(*await embedded(request, service, body), service.settings.name))
 
     async def rerank(request: Request) -> Response:
         body = parsed(RerankBody, await body_of(request))
-        inputs, vectors = await embedded(
-            request, parsed(Embedding, {"model": body.model, "input": [body.query, *body.documents]})
-        )
-        return JsonResponse(rerank_object(body, inputs, vectors, models.entry(body.model).settings.name))
+        service = await used(request, body.model)
+        if (reranker := service.reranker) is not None:
+            inputs = await service.encoded(lambda: reranker.inputs(body))
+            scores = await unless_disconnected(reranker.scores(inputs), request.receive)
+            tokens = sum(len(entry["input_ids"]) for entry in inputs)
+        else:
+            if service.embedder is None:
+                raise APIError(NOT_FOUND, NO_SCORES % type(service.model).__name__, code="no_embeddings")
+            texts = parsed(Embedding, {"model": body.model, "input": [body.query, *body.documents]})
+            call, vectors = await embedded(request, service, texts)
+            scores, tokens = cosines(vectors), sum(map(len, call.inputs))
+        return JsonResponse(rerank_object(body, scores, tokens, service.settings.name))
 
     async def health(request: Request) -> Response:
         state = _health(models, in_full=key_of(request.scope, settings.api_key) is not None)
@@ -338,7 +350,8 @@ def routes(models: Models) -> list[BaseRoute]:
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
-        Route("/v1/rerank", rerank, methods=["POST"]),
+        # vLLM's and Cohere's clients have one each
+        *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
         Route("/api/chat", ollama, methods=["POST"]),
         Route("/api/generate", ollama, methods=["POST"]),
         Route("/api/embed", ollama_embed, methods=["POST"]),

@@ -285,7 +285,7 @@ def wrong_key(scope: Scope, api_key: str | None, open_paths: frozenset[str]) -> 
         return None
     return APIError(
         UNAUTHORISED,
-        "The API key is missing or wrong; expected Authorization: Bearer KEY.",
+        "The API key is missing or wrong; expected Authorization: Bearer KEY, or x-api-key: KEY.",
         code="invalid_api_key",
         headers={"www-authenticate": "Bearer", **CLOSE},
     )

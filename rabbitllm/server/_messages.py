@@ -91,7 +91,8 @@ def _messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
     refuse_others(message, ("role", "content"), where)
     parts: list[dict[str, Any]] = []
     answer: dict[str, Any] = {}
-    for index, block in enumerate(_blocks(message.get("content"), f"{where}.content")):
+    blocks = _blocks(message.get("content"), f"{where}.content")
+    for index, block in enumerate(blocks):
         path, kind = f"{where}.content.{index}", block.get("type")
         refuse_others(block, ("type", "cache_control", *_KEYS.get(str(kind), block)), path)
         if kind == "text":
@@ -115,7 +116,7 @@ def _messages(message: Any, where: str) -> Iterator[dict[str, Any]]:
             }
         elif kind != "redacted_thinking":
             raise unsupported(f"{path} is of type {str(kind)[:40]}, which is not supported.", path)
-    if parts or answer:
+    if parts or answer or not blocks:
         only_text = all(part["type"] == "text" for part in parts)
         yield {"role": message["role"], "content": _text(parts, where) if only_text else parts, **answer}
 

@@ -31,6 +31,7 @@ from rabbitllm.generation.request import (
 from rabbitllm.generation.scoring.score import token_logprobs
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server._metrics import Metrics
+from rabbitllm.server._reranking import RankingRecipe, Reranker, ranking_recipe
 from rabbitllm.server._tools import is_known
 from rabbitllm.server.answers import TokenTexts
 from rabbitllm.server.embeddings import Embedder, recipe_in
@@ -85,6 +86,7 @@ class Service:
         settings: limits and defaults of requests.
         embedder: None where the model has no embeddings.
         metrics: those of the server; None for its own.
+        ranking: None where the model scores no documents.
 
     Attributes:
         model: see above.
@@ -92,6 +94,7 @@ class Service:
         settings: see above, with the sampling that the model recommends.
         ends: end-of-text tokens.
         sampling_words: how tokens are chosen if a request does not say.
+        reranker: see `ranking`.
         split: whether the split existed already, and its folder; None without a split.
     """
 
@@ -102,6 +105,7 @@ class Service:
         settings: Settings,
         embedder: Embedder | None = None,
         metrics: Metrics | None = None,
+        ranking: RankingRecipe | None = None,
     ) -> None:
         self.model = model
         self.batch = batch
@@ -117,6 +121,7 @@ class Service:
         self.tokenizer = tokenizer_of(model)
         self.template = ChatTemplate(model)
         self.template.thinking(settings.thinking)  # refused now, not with each request
+        self.reranker = Reranker(model, self.template, ranking) if ranking is not None else None
         self.texts = TokenTexts(self.tokenizer)
         # the first call may change a tokenizer's settings, which must not happen while another thread decodes
         self.tokenizer("a")
@@ -166,10 +171,14 @@ class Service:
         with console.status(request.loading):
             model = prepared.load(run)
         batch = batch_of(model, replace(limits, draft=draft))
-        folders = (prepared.folder, prepared.config_folder, prepared.source.local)
-        recipe = next(filter(None, (recipe_in(folder) for folder in folders if folder is not None)), None)
+        folders = [
+            path for path in (prepared.folder, prepared.config_folder, prepared.source.local) if path is not None
+        ]
+        recipe = next(filter(None, map(recipe_in, folders)), None)
+        embedder = Embedder(model, recipe) if recipe is not None else None
+        ranking = next(filter(None, (ranking_recipe(folder, model) for folder in folders)), None)
         try:
-            service = cls(model, batch, settings, Embedder(model, recipe) if recipe is not None else None, metrics)
+            service = cls(model, batch, settings, embedder, metrics, ranking)
         except BaseException:
             batch.close(0)
             raise

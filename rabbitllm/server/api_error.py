@@ -133,7 +133,7 @@ def refuse_others(value: Mapping[str, Any], names: Collection[str], where: str =
         APIError: there is one.
     """
     for name, content in value.items():
-        if name not in names and content not in (None, 0, [], {}):
+        if name not in names and content not in (None, 0, "", [], {}):
             full = f"{where}.{name}".strip(".")[:200]
             raise unsupported(f"{harmless(full, 100)} is not supported; omit it.", full)
 

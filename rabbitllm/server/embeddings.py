@@ -74,22 +74,30 @@ class CheckedEmbedding:
     dimensions: int | None = None
 
 
+def modules_in(folder: Path) -> list[tuple[str, str]]:
+    """The steps of sentence-transformers in a checkpoint's folder, each with the name of its folder; empty for none."""
+    try:
+        modules = decode_json((folder / MODULES).read_bytes())
+        steps = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in modules]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, InvalidIndexError):
+        return []
+    is_plain = all(name.replace("_", "").isalnum() for _, name in steps[1:])  # a name is never a path
+    return steps if is_plain else []
+
+
 def recipe_in(folder: Path) -> PoolingRecipe | None:
     """The recipe in a checkpoint's folder; None if there is none, or if it is not supported.
 
     Args:
         folder: the folder of config and tokenizer.
     """
+    modules = modules_in(folder)
+    kinds = [kind for kind, _ in modules]
+    if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
+        return None
     try:
-        modules = decode_json((folder / MODULES).read_bytes())
-        kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
-        if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
-            return None
-        name = str(modules[1]["path"])
-        if not name.replace("_", "").isalnum():  # a name is never a path
-            return None
-        config = read_json(folder / name / "config.json")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, InvalidIndexError):
+        config = read_json(folder / modules[1][1] / "config.json")
+    except (OSError, InvalidIndexError):
         return None
     chosen = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     if len(chosen) != 1 or chosen[0] not in POOLINGS:
@@ -200,14 +208,23 @@ def checked_embedding(
         ids = token_ids(entry, tokenizer, limits, "input")
         with bad_options("input"):
             limits.check_ids(ids, "An input")
-        if limits.context is not None and len(ids) > limits.context:
-            raise bad(
-                f"An input has {len(ids):,} tokens; the model's context has {limits.context:,}.",
-                "input",
-                "context_length_exceeded",
-            )
+        check_length(ids, limits, "input", "An input has")
         inputs.append(tuple(ids))
     return CheckedEmbedding(tuple(inputs), body.encoding_format == "base64", body.dimensions)
+
+
+def check_length(ids: Sequence[int], limits: ModelLimits, param: str, beginning: str) -> None:
+    """Refuse what is longer than the context; `beginning` is that of the message.
+
+    Raises:
+        APIError: it is.
+    """
+    if limits.context is not None and len(ids) > limits.context:
+        raise bad(
+            f"{beginning} {len(ids):,} tokens; the model's context has {limits.context:,}.",
+            param,
+            "context_length_exceeded",
+        )
 
 
 def embedding_object(call: CheckedEmbedding, vectors: Sequence[Sequence[float]], name: str) -> dict[str, Any]:
@@ -228,22 +245,23 @@ def embedding_object(call: CheckedEmbedding, vectors: Sequence[Sequence[float]],
     }
 
 
-def rerank_object(
-    body: RerankBody, call: CheckedEmbedding, vectors: Sequence[Sequence[float]], name: str
-) -> dict[str, Any]:
-    """Documents by the cosine of their embedding and the query's, as Jina's and Cohere's interfaces return them.
+def cosines(vectors: Sequence[Sequence[float]]) -> list[float]:
+    """The cosine of the first vector and each of the others."""
+    unit = torch.nn.functional.normalize(torch.tensor([list(vector) for vector in vectors]), dim=1)
+    return [float(cosine) for cosine in (unit[1:] @ unit[0]).tolist()]
+
+
+def rerank_object(body: RerankBody, scores: Sequence[float], tokens: int, name: str) -> dict[str, Any]:
+    """Documents by their scores, as Jina's and Cohere's interfaces return them.
 
     Args:
         body: the request.
-        call: its texts; the query first.
-        vectors: their embeddings.
+        scores: of each document.
+        tokens: of all inputs.
         name: the model's name.
     """
-    unit = torch.nn.functional.normalize(torch.tensor([list(vector) for vector in vectors]), dim=1)
-    scores = (unit[1:] @ unit[0]).tolist()
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
     shown = [{"document": {"text": body.documents[index]}} if body.return_documents else {} for index in order]
-    tokens = sum(map(len, call.inputs))
     return {
         "model": name,
         "results": [

@@ -290,6 +290,8 @@ def put_greeting(console: Console, service: Service, address: str, *, is_local: 
     put_fact(console, "requests", _requests(stats))
     put_fact(console, "sampling", service.sampling_words)
     put_fact(console, "embeddings", "yes" if service.embedder is not None else f"no, {NO_RECIPE}")
+    if service.reranker is not None:
+        put_fact(console, "reranking", "by the model's own scores")
     service.put_tools(console)
     _put_access(console, settings, _curl(service, address), is_local=is_local)
 

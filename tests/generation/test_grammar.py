@@ -27,7 +27,7 @@ from rabbitllm.generation.session import answer
 from tests.generation.submitting import Submitted, answered_together, prompt
 from tests.support.builders import FAMILIES, build_checkpoint, make_tokenizer
 from tests.support.hybrid_families import HYBRIDS
-from tests.support.schemas import check, schema_of
+from tests.support.schemas import check, public_schemas, schema_of
 from tests.support.tiny_models import ALL, load, split
 
 TOKENS = 900
@@ -80,6 +80,30 @@ def test_every_answer_fits_its_schema(ask: Ask, seeds: range) -> None:
         assert answered.finished.finish is FinishReason.STOP
         check(schema, json.loads(answered.text))
     assert stats.forced_tokens > stats.new_tokens / 2
+
+
+@pytest.mark.long
+def test_every_answer_fits_a_public_schema(ask: Ask) -> None:
+    """Unless its schema is refused, or it is cut; closing marks are likelier, since texts have no longest length."""
+    tokenizer, schemas, refusals = make_tokenizer(), [], []
+    for schema in public_schemas(40, 1):
+        try:
+            Grammar.of_schema(schema).check(tokenizer)
+            schemas.append(schema)
+        except OptionError as refusal:
+            refusals.append(refusal.problem)
+    assert all("cannot be used" in refusal for refusal in refusals)
+    bias = tuple((int(token), 3.0) for token in tokenizer('"}],', add_special_tokens=False)["input_ids"])
+    requests = [request(schema, seed) for seed, schema in enumerate(schemas)]
+    requests = [
+        replace(each, max_new_tokens=300, sampling=replace(each.sampling, logit_bias=bias)) for each in requests
+    ]
+    answers, _ = ask(requests, Limits(draft="none", running=32, waiting=len(schemas), cache_bytes=1 << 28))
+    whole = [answer.finished.finish is FinishReason.STOP for answer in answers]
+    assert sum(whole) > 25
+    for answered, schema, ended in zip(answers, schemas, whole, strict=True):
+        if ended:
+            check(schema, json.loads(answered.text))
 
 
 @pytest.mark.parametrize("limits", [NONE, LOOKUP])
@@ -278,6 +302,14 @@ def test_channels_come_before_the_answer() -> None:
         (lambda: Grammar.of_schema({"format": "iban", "type": "string"}), "iban"),
         (lambda: Grammar.of_schema({"$ref": "#/$defs/none"}), "none"),
         (lambda: Grammar.of_schema({"$ref": "http://example.com/x"}), "example.com"),
+        (
+            lambda: Grammar.of_schema({"oneOf": [{"minLength": 1}, {"maxLength": 5}]}),
+            'two alternatives of the "oneOf" may',
+        ),
+        (
+            lambda: Grammar.of_schema({"$ref": "#/$defs/a", "$defs": {"a": {"oneOf": [{"minimum": 1}, {}]}}}),
+            'the "oneOf" of #/[$]defs/a may fit one value',
+        ),
         (lambda: Grammar.of_schema("{"), "not valid JSON"),
         (lambda: Grammar.of_schema(False), "not an object"),
         (lambda: Grammar.of_regex("(?=a)b"), "look-ahead"),

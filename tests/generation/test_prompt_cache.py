@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
+import random
+import shutil
 import signal
 import stat
 import threading
@@ -130,6 +133,37 @@ def test_a_damaged_file_is_computed_again(
     assert {name: len(data) for name, data in files(tmp_path).items()}.keys() == stored.keys()
 
 
+@pytest.mark.long
+@pytest.mark.bits
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_torn_files_of_hybrids_are_computed_again(tmp_path: Path, ask: Ask, family: str) -> None:
+    """Cut, or with blocks of zeros as after a power cut, or with a bit that has turned; some or all of the files."""
+    folder = split(build_checkpoint(tmp_path / "model", MODELS[family], dtype=torch.float32))
+    expected = ask(PLAIN, asked([5]), folder)[0]
+    ask(limits(tmp_path / "whole"), asked([5]), folder)
+    drawn, hits = random.Random(2), 0
+    for number in range(12):
+        torn = tmp_path / f"torn{number}"
+        shutil.copytree(tmp_path / "whole", torn)
+        paths = sorted(path for path in torn.rglob("*") if path.is_file())
+        assert any(path.suffix == ".state" for path in paths)
+        for path in drawn.sample(paths, drawn.randint(1, len(paths)) if number else 0):  # the first are whole
+            data = bytearray(path.read_bytes())
+            place = drawn.randrange(len(data))
+            if number % 3 == 0:
+                data = data[:place]
+            elif number % 3 == 1:
+                data[place : place + 4096] = bytes(len(data[place : place + 4096]))
+            else:
+                data[place] ^= 1 << drawn.randrange(8)
+            path.write_bytes(data)
+        answers, stats = ask(limits(torn), asked([5]), folder)
+        assert_same(answers, expected)
+        hits += stats.prompt_hits
+        assert_same(ask(limits(torn), asked([5]), folder)[0], expected)
+    assert 0 < hits < 12
+
+
 @pytest.mark.parametrize("kind", ["FIFO", "folder", "another block"])
 def test_what_is_not_the_named_block_stops_no_answer(tmp_path: Path, ask: Ask, kind: str) -> None:
     before, _ = ask(limits(tmp_path), asked([5]))
@@ -243,6 +277,83 @@ def test_kill_9_while_it_writes(tmp_path: Path, ask: Ask, split_folder: Path) ->
     assert_same(answers, expected)
     assert not any(name.endswith(PART_SUFFIX) for name in files(tmp_path))
     assert ask(limits(tmp_path), asked([6]))[1].prompt_saved_tokens == 192
+
+
+def _answers_until_it_is_killed(folder: Path, prompts: Path, limit: int, seed: int, results: Any) -> None:
+    batch = Batch(load(folder, 60_000, dtype="float32", exact=False), limits(prompts, limit))
+    drawn = random.Random(seed)
+    for number, index in enumerate(drawn.sample(range(VARIANTS), VARIANTS)):
+        if number == 1:
+            results.send(None)
+        (answer,) = answered(batch, [varied(index)])
+        results.send((index, answer.chosen))
+    time.sleep(60)
+
+
+VARIANTS = 6
+
+
+def varied(index: int) -> Request:
+    """One of some requests, two with each system prompt; one is longer, by whole chunks: memory keeps any number."""
+    system = prompt((2 + index % 2) * BLOCK_TOKENS, index // 2)
+    return asked([index], system)[0]
+
+
+@pytest.mark.long
+@pytest.mark.bits
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "falcon_h1"])
+def test_kill_9_at_any_moment(tmp_path: Path, ask: Ask, family: str) -> None:
+    """Processes on one folder, killed one after the other; each answers from what those before it left there."""
+    folder = split(build_checkpoint(tmp_path / "model", MODELS[family], dtype=torch.float32))
+    expected = [ask(PLAIN, [varied(index)], folder)[0][0].chosen for index in range(VARIANTS)]
+    ask(limits(tmp_path / "whole"), list(map(varied, range(VARIANTS))), folder)
+    whole = files(tmp_path / "whole")
+    limit = sum(map(len, whole.values())) * 2 // 3  # so that files leave, too
+    processes, drawn = multiprocessing.get_context("forkserver"), random.Random(1)
+    processes.set_forkserver_preload([__name__])
+    unfinished = 0
+    for seed in range(30):
+        results, sender = processes.Pipe(duplex=False)
+        arguments = folder, tmp_path / "prompts", limit, seed, sender
+        process = processes.Process(target=_answers_until_it_is_killed, args=arguments)
+        process.start()
+        sender.close()
+        answers = [results.recv()]
+        while answers[-1] is not None:
+            answers.append(results.recv())
+        time.sleep(drawn.uniform(0, 0.4))
+        process.kill()
+        process.join()
+        with contextlib.suppress(EOFError):
+            while True:
+                answers.append(results.recv())
+        for index, chosen in filter(None, answers):
+            assert chosen == expected[index], (seed, index)
+        left = files(tmp_path / "prompts")
+        unfinished += any(name.endswith(PART_SUFFIX) for name in left)
+        assert all(whole.get(name, data) == data for name, data in left.items())
+    assert unfinished
+    answers, stats = ask(limits(tmp_path / "prompts", limit), list(map(varied, range(VARIANTS))), folder)
+    assert [answer.chosen for answer in answers] == expected
+    assert stats.prompt_hits
+    assert not any(name.endswith(PART_SUFFIX) for name in files(tmp_path / "prompts"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_a_full_disk_stops_no_hybrid(tmp_path: Path, ask: Ask, family: str) -> None:
+    folder = split(build_checkpoint(tmp_path / "model", MODELS[family], dtype=torch.float32))
+    expected = ask(PLAIN, asked([5]), folder)[0]
+    ask(limits(tmp_path / "whole"), asked([5]), folder)
+    needed = sum(map(len, files(tmp_path / "whole").values()))
+    for share in (0.05, 0.3, 0.6, 0.9):
+        with small_disk(tmp_path / f"disk{share}", 4 << 20) as disk:
+            disk.leave(int(needed * share))
+            assert_same(ask(limits(disk.path / "prompts"), asked([5]), folder)[0], expected)
+            assert len(files(disk.path / "prompts")) < len(files(tmp_path / "whole"))
+            disk.give_back()
+            assert_same(ask(limits(disk.path / "prompts"), asked([5]), folder)[0], expected)
+            assert files(disk.path / "prompts").keys() == files(tmp_path / "whole").keys()
 
 
 def test_a_full_disk_stops_no_answer(

@@ -92,6 +92,7 @@ def running(
     *,
     limits: Limits = LIMITS,
     recipe: Any = None,
+    ranking: Any = None,
     budget: int = STREAMED,
     grace: float | None = 5.0,
     send_buffer: int | None = None,
@@ -104,7 +105,7 @@ def running(
     batch = batch_of(model, limits)
     chosen = Settings(**{"name": NAME, "hosts": LOCAL, **settings})
     embedder = Embedder(model, recipe) if recipe is not None else None
-    service = Service(model, batch, chosen, embedder)
+    service = Service(model, batch, chosen, embedder, ranking=ranking and ranking(split_folder, model))
     models = Models.of(service)
     listening = bound("127.0.0.1", 0)
     if send_buffer is not None:  # connections have it from here

@@ -150,6 +150,9 @@ def test_templates_get_a_conversation_of_messages(scripted: Running, claude: ant
     shown(scripted, prompt_tokens(answer.usage), expected)
     count = claude.messages.count_tokens(model=NAME, messages=conversation, system=system)
     assert count.input_tokens == prompt_tokens(answer.usage)
+    empty: list[Any] = [{"role": "user", "content": []}]
+    assert claude.messages.count_tokens(model=NAME, messages=[*conversation, *empty], system=system) != count
+    shown(scripted, claude.messages.count_tokens(model=NAME, messages=empty).input_tokens, "user:")
     more = claude.messages.count_tokens(model=NAME, messages=conversation, system=system, tools=[TOOL])
     assert more.input_tokens > count.input_tokens
 

@@ -109,6 +109,8 @@ def test_generate(client: Any) -> None:
     assert client.generate(NAME).done_reason == "load"
     assert client.generate(NAME, "<talk>", options={"stop": ["thr"]}).response == "It is "
     assert type(json.loads(client.generate(NAME, "<talk>", format="json", options={"temperature": 1}).response)) is dict
+    nothing: Any = {"suffix": "", "system": "", "template": "", "context": [], "raw": False}
+    assert client.generate(NAME, "<talk>", **nothing).response == "It is three."
     form = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 3}}, "required": ["a"]}
     assert client.generate(NAME, "<talk>", format={**form, "additionalProperties": False}).response.startswith('{"a"')
 

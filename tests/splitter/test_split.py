@@ -351,7 +351,7 @@ def test_saving_path(
 def test_only_sidecars_are_copied(model: Path) -> None:
     sidecars = {"tokenizer.json": "t", "chat_template.jinja": "c", "tokenizer.model": "m", "LICENSE": "l"}
     sidecars["additional_chat_templates/tool.jinja"] = "a"
-    sidecars["1_Pooling/config.json"] = "p"
+    sidecars |= {"1_Pooling/config.json": "p", "1_LogitScore/config.json": "s"}
     for name, text in (sidecars | {"README.md": "r", "optimizer.bin": "o"}).items():
         (model / name).parent.mkdir(exist_ok=True)
         (model / name).write_text(text)

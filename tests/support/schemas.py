@@ -1,12 +1,13 @@
-"""JSON schemas of many kinds, made from a seed; whatever they allow is of bounded length."""
+"""JSON schemas of many kinds: made from a seed, whose values are of bounded length, and those of published clients."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jsonschema
+import pydantic
 
 NAMES = ("name", "age", "city", "tags", "is_open", "price", "Größe", "a b", 'q"uote', "x-1")
 PATTERNS = (
@@ -26,6 +27,22 @@ def schema_of(seed: int) -> dict[str, Any]:
     refs = tuple(f"#/$defs/{name}" for name in named)
     whole = _object(drawn, 3, refs)
     return {**whole, "$defs": named} if named else whole
+
+
+def public_schemas(count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Schemas of the types of OpenAI's and Anthropic's clients, whole ones and definitions in them."""
+    import anthropic.types
+    import openai.types.chat
+    import openai.types.responses
+
+    places = vars(anthropic.types), vars(openai.types.chat), vars(openai.types.responses)
+    kinds = [kind for place in places for kind in place.values() if isinstance(kind, type)]
+    models = sorted({kind for kind in kinds if issubclass(kind, pydantic.BaseModel)}, key=repr)
+    drawn = random.Random(seed)
+    for model in drawn.choices(models, k=count):
+        whole = model.model_json_schema()
+        named = whole.get("$defs", {})
+        yield {**named[drawn.choice(sorted(named))], "$defs": named} if named and drawn.random() < 0.7 else whole
 
 
 def check(schema: Mapping[str, Any], value: Any) -> None:

@@ -330,6 +330,34 @@ def token_logprobs(model: StreamedModel, ids: Sequence[int], count: int) -> list
     return tokens
 
 
+def next_logits(model: StreamedModel, prompts: Sequence[Sequence[int]], tokens: Sequence[int]) -> torch.Tensor:
+    """Logits of some tokens after each prompt, in one pass; may be called while a batch of the model runs.
+
+    Args:
+        model: see `score`.
+        prompts: of one length, unless shorter sequences may be padded; see `layout_of`.
+        tokens: the tokens.
+
+    Returns:
+        (prompts, tokens), float32 on the host.
+
+    Raises:
+        ScoringError: the model's body returned no hidden states.
+        OSError, RabbitLLMError: the weights cannot be read.
+    """
+    kept: list[torch.Tensor] = []
+    forward = ScoringForward(model, keep=lambda _, states: kept.append(states.clone()))
+    requests = [TextRequest(index, len(ids) - 1, (tokens[0],), None) for index, ids in enumerate(prompts)]
+    batch = MicroBatch(tuple(Task(tuple(ids), (one,)) for ids, one in zip(prompts, requests, strict=True)))
+    with (
+        BUILDING.a_pass(),
+        forward.installed(),
+        model.joint_pass(PassInput(len(prompts), batch.length, None, None)),
+    ):
+        forward(batch, forward.ids(batch), range(len(prompts)))
+        return forward.logits(torch.cat(kept))[:, list(tokens)].float().cpu()
+
+
 def _layout_after(layout: TextLayout, batch: MicroBatch, error: Exception, *, some_passed: bool) -> TextLayout | None:
     """The layout in which the texts of a failed micro-batch are retried; None if they are not retried."""
     if isinstance(error, NotPackable):
