@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -52,6 +52,8 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, str]] = {
     "offload_small_layers_use_cpu_cache": (True, "the page cache serves that purpose"),
 }
 """Arguments of RabbitLLM 1.1 that are accepted and ignored: default, and reason."""
+_OF_DRAFTS = ("show_progress", "trust_remote_code", "verify_checksums", "fast_bfloat16")
+"""Options that a draft model has from its model."""
 DELETING = ("sequential_shard_processing", "delete_original")
 _NOT_NEEDED = "It is not needed here: remove it."
 _OF_GENERATE = "Pass it to model.generate()."
@@ -366,11 +368,12 @@ class Prepared:
         return self.source.split_folder if has_own else self.source.config_folder
 
     @system_errors_by_name()
-    def load(self, run: RunOptions | None = None) -> Any:
+    def load(self, run: RunOptions | None = None, console: Console | None = None) -> Any:
         """Return the model as `AutoModel.from_pretrained` does.
 
         Args:
             run: how it runs, if its limits of memory are other ones by now.
+            console: shows that the model is being loaded; None to show nothing.
 
         Raises:
             RabbitLLMError: as `AutoModel.from_pretrained`.
@@ -378,7 +381,8 @@ class Prepared:
         from rabbitllm.engine import load
 
         run = self.request.run if run is None else run
-        with self._opened(run) as (store, home, *holders):
+        status = console.status(self.request.loading) if console is not None else contextlib.nullcontext()
+        with status, self._opened(run) as (store, home, *holders):
 
             def load_part(share: PartChooser | None = None) -> StreamedModel:
                 part = load.load_model(store, run, home, self._devices, share, self._planner)
@@ -461,55 +465,45 @@ def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *
 
 
 def load(request: LoadRequest, console: Console | None = None) -> Any:
-    """Return the model as `AutoModel.from_pretrained` does, and split it first unless that is done.
+    """Return the model as `AutoModel.from_pretrained` does, split first unless that is done; see `load_with_draft`."""
+    return load_with_draft(request, None, console)[0]
+
+
+def draft_of(draft: Any, request: LoadRequest, find_compression: Callable[[str], str | None] | None = None) -> Any:
+    """The argument `draft` of `from_pretrained`, `plan` and the commands -> that of `load_with_draft`.
+
+    A draft model that is not split yet is split beside the model, if the user chose where that is.
 
     Args:
-        request: the model, its split and its run.
-        console: shows that the model is being loaded; None to show nothing.
-
-    Raises:
-        RabbitLLMError: as `AutoModel.from_pretrained`.
-    """
-    prepared = prepare_model(request)
-    if prepared.profile.stages:
-        print(prepared.profile.report())
-    with console.status(request.loading) if console is not None else contextlib.nullcontext():  # deletes nothing
-        return prepared.load()
-
-
-def draft_name(draft: str) -> Any:
-    """The draft that a word names in any spelling: a kind of draft, "auto" or "none"; None if it names a model."""
-    from rabbitllm.generation.draft import KINDS
-
-    return next((name for name in (*KINDS, "auto", "none") if draft.lower() == name), None)
-
-
-def draft_of(draft: Any, request: LoadRequest) -> Any:
-    """The argument `draft` of `from_pretrained` and `plan` -> that of `load_with_draft`; None without a draft.
+        draft: a name in any spelling, a folder, a repository, or a loaded model.
+        request: the model.
+        find_compression: returns the compression of a draft model; None for none.
 
     Raises:
         OptionError: it names nothing that can be a draft.
     """
-    if draft is None:
-        return None
-    if isinstance(draft, str | os.PathLike):
-        if (name := draft_name(str(draft))) is not None:
-            return None if name == "none" else name
-        run_options = RunOptions(
-            device=None if request.run.device == "auto" else request.run.device,
-            show_progress=request.run.show_progress,
-            trust_remote_code=request.run.trust_remote_code,
-            verify_checksums=request.run.verify_checksums,
-        )
-        check_model(draft)
-        spec = prepare.ModelSpec(str(draft), access=replace(request.spec.access, revision=None))
-        return LoadRequest(spec, None if request.split is None else SplitOptions(), run_options)
-    if not hasattr(draft, "placement"):
+    from rabbitllm.generation.draft import KINDS
+
+    if draft is None or hasattr(draft, "placement"):
+        return draft
+    if not isinstance(draft, str | os.PathLike):
         raise OptionError(
             f"draft is of type {type(draft).__name__}; expected a name, a folder, a repository or a loaded model.",
             'Examples: draft="ngram", draft="Qwen/Qwen2.5-0.5B-Instruct", draft=AutoModel.from_pretrained(...).',
         )
-    return draft
+    name, split, options, folder = str(draft), request.split, request.run, request.spec.folder
+    if (word := name.lower()) in (*KINDS, "auto", "none"):
+        return None if word == "none" else word
+    device = None if options.device == "auto" else options.device
+    run = RunOptions(device, **{option: getattr(options, option) for option in _OF_DRAFTS})
+    compression = find_compression(name) if split is not None and find_compression is not None else None
+    spec = prepare.ModelSpec(name, compression, access=replace(request.spec.access, revision=None))
+    if split is None:
+        return LoadRequest(spec, None, run)
+    if folder is not None and not prepare.find(spec, only_look=True).finished:
+        spec = replace(spec, folder=folder / "draft")
+    shards = ShardPolicy.DELETE_FETCHED if split.shards.takes_one_at_a_time else ShardPolicy.KEEP
+    return LoadRequest(spec, SplitOptions(compression, shards), run)
 
 
 def load_with_draft(request: LoadRequest, draft: Any, console: Console | None = None) -> tuple[Any, Draft | None]:
@@ -518,24 +512,27 @@ def load_with_draft(request: LoadRequest, draft: Any, console: Console | None = 
     Args:
         request: the model.
         draft: a draft, the request for one, "auto" for one that costs nothing where it helps, or None.
-        console: see `load`.
+        console: see `Prepared.load`.
 
     Raises:
         RabbitLLMError: see `AutoModel.from_pretrained`, and `prepare_draft` for a draft that does not suit the model.
     """
-    from rabbitllm.generation.draft import free_draft, prepare_draft
-
-    request, draft = load_draft(request, draft, console)
-    model = load(request, console)
+    prepared, draft = prepare_with_draft(request, draft, console)
+    if prepared.profile.stages:
+        print(prepared.profile.report())
+    model = prepared.load(console=console)
     if draft is None or not hasattr(model, "placement"):  # a worker
         return model, None
-    if draft != "auto":
-        prepare_draft(model, draft)
-    return model, free_draft(model) if draft == "auto" else draft
+
+    from rabbitllm.generation.draft import chosen_draft
+
+    return model, chosen_draft(model, draft)
 
 
-def load_draft(request: LoadRequest, draft: Any, console: Any = None) -> tuple[LoadRequest, Any]:
-    """Load a draft model as `load_with_draft` does; return the request for the model with what the draft needs, too."""
+def prepare_with_draft(request: LoadRequest, draft: Any, console: Console | None = None) -> tuple[Prepared, Any]:
+    """Load a draft model, and prepare its model with what drafts need; for the arguments see `load_with_draft`."""
+    if draft is None:
+        return prepare_model(request), None
     if isinstance(draft, LoadRequest):
         sources = [prepare.find(model.spec, only_look=model.split is None) for model in (request, draft)]
         if not all(source.finished for source in sources):  # before a split vocabularies are compared
@@ -544,7 +541,7 @@ def load_draft(request: LoadRequest, draft: Any, console: Any = None) -> tuple[L
             check_folders(*(source.config_folder for source in sources))
         draft = load(draft, console)
     run = replace(request.run, heads=None if draft == "auto" else draft == "mtp", self_draft=draft == "self")
-    return replace(request, run=run), draft
+    return prepare_model(replace(request, run=run)), draft
 
 
 def check_unsplit(options: SplitOptions) -> None:

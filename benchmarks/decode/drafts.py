@@ -1,10 +1,10 @@
 """Seconds and passes of a token with drafts and without, of one model and its draft, with memory for a share of it.
 
-All rows take turns in one process. What an answer of a row teaches, the next one knows. As on a machine without memory
-for the layer files, they leave the page cache before each pass, and are read past it if that is faster; the table says
-what passes read from the disk. In the rows "always wrong" the draft proposes other tokens than it chose: this must not
-be slower than 0.97 of the rate without a draft. The row "self" has the memory of the others, its copies included; if
-they do not fit, a note says so.
+All rows take turns in one process, each with one answer. What an answer of a row teaches, the next one knows. As on a
+machine without memory for the layer files, they leave the page cache before each pass, and are read past it if that is
+faster; the table says what passes read from the disk. In the rows "always wrong" the draft proposes other tokens than
+it chose: this must not be slower than 0.97 of the rate without a draft. The row "self" has the memory of the others,
+its copies included; if they do not fit, a note says so.
 
 llama.cpp's rows are its `llama-server` (`--llama FOLDER`), built as for `decode.instructions`, with the server. A
 control group, which only root can make, gives it the memory of the other rows, and that of a draft model.
@@ -407,19 +407,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             peer = Peer(program, file.absolute(), draft and draft.absolute(), subjects.room, options.work_dir)
         for row in ours:  # kernels are compiled, files are compared with their checksums
             answer(subjects.of(row)[0], drafting[row], row, "code", 0.0, 0, min(8, options.tokens))
-        for turn, row in in_turns(rows, options.turns):
-            if row not in ours:
-                assert peer is not None
-                try:
-                    answers += peer.answers(row, turn, options.tokens, subjects.streamed)
-                except PeerError as error:
-                    failed[row] = str(error)
-                continue
-            model = subjects.of(row)[0]
+        for turn, row in in_turns([row for row in rows if row in PEERS], options.turns):
+            assert peer is not None
+            try:
+                answers += peer.answers(row, turn, options.tokens, subjects.streamed)
+            except PeerError as error:
+                failed[row] = str(error)
+        # a machine changes within minutes, so what is compared is measured side by side
+        texts = [(text, temperature) for text in PROMPTS for temperature in TEMPERATURES]
+        for index, row in in_turns(ours, options.turns * len(texts)):
+            (turn, at), model = divmod(index, len(texts)), subjects.of(row)[0]
             cold = files if model is not subjects.inside else ()
-            for text in PROMPTS:
-                for temperature in TEMPERATURES:
-                    answers.append(answer(model, drafting[row], row, text, temperature, turn, options.tokens, cold))
+            answers.append(answer(model, drafting[row], row, *texts[at], turn, options.tokens, cold))
         disk.append(read_speed(files, SPEED_BYTES))
     name = options.draft and Path(options.draft).name
     compression = f" at {options.compression}" if options.compression else ""

@@ -61,7 +61,7 @@ AnyRun = TypeVar("AnyRun", bound=Run)
 def in_turns(rows: Sequence[str], turns: int) -> Iterator[tuple[int, str]]:
     """Every row once in each turn; each turn begins one row later."""
     for turn in range(turns):
-        first = turn % len(rows)
+        first = turn % max(len(rows), 1)
         for row in (*rows[first:], *rows[:first]):
             yield turn, row
 

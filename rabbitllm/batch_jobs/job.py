@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from rich.console import Console
 
-from rabbitllm.auto_model import LoadRequest, load_draft, prepare_model
+from rabbitllm.auto_model import LoadRequest, prepare_with_draft
 from rabbitllm.base.forks import DaemonThread
 from rabbitllm.batch_jobs.answers import answered
 from rabbitllm.batch_jobs.display import JobDisplay, Progress
@@ -250,8 +250,8 @@ class BatchModel:
         """
         console = Console(stderr=True, highlight=False)
         with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the result
-            request, draft = load_draft(request, limits.draft, console)
-            run, prepared = request.run, prepare_model(request)
+            prepared, draft = prepare_with_draft(request, limits.draft, console)
+            run = prepared.request.run
             cache_bytes, pass_bytes = limits.cache_bytes, 0
             if request.split is not None and run.max_memory is None:
                 free = sum(device.free_bytes() for device in resolve_devices(run.device, None))
@@ -262,8 +262,7 @@ class BatchModel:
                 texts = min(len(lengths), limits.sequences)
                 pass_bytes = min(worthwhile_pass_bytes(config, texts, run.dtype), free // MAX_PASS_SHARE)
             run = replace(run, max_memory=weight_limits(run, cache_bytes, pass_bytes), show_progress=False)
-            with console.status(request.loading):
-                model = prepared.load(run)
+            model = prepared.load(run, console)
         transformers.logging.set_verbosity_error()  # no warnings about missing kernels amid progress
         if cache_bytes is not None and limits.cache_bytes is None:  # less may be free now than was predicted
             cache_bytes = left_of(free_memory(model), cache_bytes, pass_bytes)

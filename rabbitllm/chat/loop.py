@@ -457,6 +457,9 @@ class ChatLoop:
     def _attach(self, path: Path) -> None:
         picture = media_file("image", path)
         read_picture(picture.data, picture.name)  # says now if it is damaged
+        has_others = self._pictures or any(exchange.pictures for exchange in self.conversation.exchanges)
+        if self._session.drafts and not has_others:
+            self._note("drafts are not used in a conversation with pictures")
         self._pictures = (*self._pictures, picture)
         self._note(f"{harmless(str(path))} goes with the next message")
 

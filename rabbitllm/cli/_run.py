@@ -25,6 +25,7 @@ from rabbitllm.cli.arguments import (
     StatsOption,
     SystemOption,
     WorkersOption,
+    draft_of,
     put_json,
     with_model_options,
 )
@@ -116,7 +117,7 @@ def run_command(
         return
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
-        loaded, drafting = load_with_draft(request, options.draft_request(draft), errors)
+        loaded, drafting = load_with_draft(request, draft_of(draft, request), errors)
     load_seconds = time.perf_counter() - start
     encoded, thoughts = prompt_of(loaded, text, decode_argument(system), files, answers.thoughts, raw=raw)
     limits = ModelLimits.of(loaded, answers.context)

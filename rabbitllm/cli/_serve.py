@@ -19,6 +19,7 @@ from rabbitllm.cli.arguments import (
     ExactOption,
     ModelOptions,
     complete_model,
+    draft_of,
     with_model_options,
 )
 from rabbitllm.cli.help import cache_option, limits_option, network_option
@@ -182,10 +183,10 @@ def serve_command(
         running_of_key=key_running,
         waiting_of_key=key_waiting,
     )
-    proposing = options.batch_draft(draft)
-    _refuse_for_several(models, {f"--draft {draft}": None if isinstance(proposing, str) else proposing})
     sampling = answers.sampling
     requests = {name: options.request(model) for name, model in named.items()}
+    proposing = draft_of(draft, next(iter(requests.values())), for_many=True)
+    _refuse_for_several(models, {f"--draft {draft}": None if isinstance(proposing, str) else proposing})
     logs.show("rabbitllm.server")
     console = Console(stderr=True, highlight=False)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from rabbitllm.auto_model import LoadRequest
     from rabbitllm.base.options import Hosts, ShardPolicy
-    from rabbitllm.generation.draft import Draft
     from rabbitllm.generation.request import Sampling
 
 
@@ -259,39 +258,23 @@ class ModelOptions:
             import_torch()  # all is checked that needs none of it
         return replace(request, split=None) if self.no_split else request
 
-    def batch_draft(self, draft: str) -> LoadRequest | Draft | Literal["auto", "none"]:
-        """The draft for many requests; see `draft_request`.
 
-        Raises:
-            OptionError: it is "self", which serves one request at a time.
-        """
-        from rabbitllm.errors import OptionError
+def draft_of(draft: str, request: LoadRequest, *, for_many: bool = False) -> Any:
+    """The draft of a model, as `auto_model.draft_of` returns it; a draft model has the compression of its split here.
 
-        if (requested := self.draft_request(draft)) == "self":
-            raise OptionError(
-                "--draft self cannot be used for many requests.", "Expected a model, mtp, ngram, auto or none."
-            )
-        return requested or "none"
+    Raises:
+        OptionError: it is "self" for many requests, which serves one at a time.
+    """
+    from rabbitllm import auto_model
+    from rabbitllm.errors import OptionError
+    from rabbitllm.models.library import compression_here
 
-    def draft_request(self, draft: str) -> LoadRequest | Draft | Literal["auto"] | None:
-        """The request for a draft model: on the same device, in its own split and dtype; or the name of a draft.
-
-        A draft that is not split yet is split beside the model, if the user chose where that is.
-
-        Raises:
-            OptionError: see `request`.
-        """
-        from rabbitllm.auto_model import draft_name
-        from rabbitllm.prepare import find
-
-        if (name := draft_name(draft)) is not None:
-            return None if name == "none" else name
-        device = None if self.device == "auto" else self.device
-        options = ModelOptions(device=device, no_split=self.no_split, trust_remote_code=self.trust_remote_code)
-        request = options.request(draft)
-        if self.folder is None or self.no_split or find(request.spec, only_look=True).finished:
-            return request
-        return replace(options, folder=self.folder / "draft").request(draft)
+    drafting = auto_model.draft_of(draft, request, compression_here)
+    if for_many and drafting == "self":
+        raise OptionError(
+            "--draft self cannot be used for many requests.", "Expected a model, mtp, ngram, auto or none."
+        )
+    return drafting
 
 
 @dataclass(frozen=True, slots=True)

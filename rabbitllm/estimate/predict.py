@@ -137,6 +137,8 @@ class _DraftEstimator:
         machine = self._machine
         try:
             check_goes_back(plan.model)
+            if self._draft == "auto" and not plan.placement.moved_bytes:
+                raise OptionError("auto is none where all weights stay in memory.", "Name the draft.")
             with memory_explained(machine.devices, plan.placement.limits, "measuring"):
                 draft = self._estimate(estimate.token_seconds, plan, store)
         except RabbitLLMError as error:

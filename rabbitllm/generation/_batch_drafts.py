@@ -21,6 +21,7 @@ from rabbitllm.generation._model_runner import ModelRunner
 from rabbitllm.generation._mtp import PackedHeads
 from rabbitllm.generation._proposals import MTP, NGRAM, Draft, proposals_of
 from rabbitllm.generation._rewind import Rewindable
+from rabbitllm.generation._sequence import SequenceStatus
 from rabbitllm.generation._width import Width, costs_of
 from rabbitllm.generation.kv_cache import MIN_PREFIX_TOKENS, CacheCost, common_prefix, cost_by_config
 from rabbitllm.generation.request import end_tokens
@@ -61,7 +62,13 @@ class BatchDrafts:
     def begin(self, sequence: Generated) -> Lookahead | None:
         """The drafts of a sequence that begins or goes on, with its KV cache; None if it can have none."""
         draft, grammar = self._draft or NGRAM, sequence.grammar
-        if self._draft is None and grammar is None:
+        if sequence.request.media is not None:
+            if self._draft is not None and sequence.status is not SequenceStatus.PREEMPTED:
+                if not self._stats.undrafted:
+                    logger.warning("Requests with pictures and sounds are answered without drafts.")
+                self._stats.undrafted += 1
+            return None
+        if sequence.cache is None or (self._draft is None and grammar is None):
             return None
         width = self._widths.pop() if self._widths else Width(self._costs)
         track = Rewindable(self._model, sequence.cache, sequence.num_computed_tokens, has_begun=True)

@@ -37,7 +37,7 @@ from rabbitllm.generation._model_runner import ModelRunner
 from rabbitllm.generation._proposals import NGRAM, Draft
 from rabbitllm.generation._sequence import Sequence, SequenceStatus
 from rabbitllm.generation.cache_manager import CacheAllocation, CacheManager
-from rabbitllm.generation.draft import free_draft, prepare_draft
+from rabbitllm.generation.draft import chosen_draft
 from rabbitllm.generation.kv_cache import can_go_back, keeps
 from rabbitllm.generation.request import MEDIA_BYTES, BatchStats, FinishReason, Limits
 
@@ -112,9 +112,9 @@ class TokenBudget:
 
 
 def draft_of(
-    model: StreamedModel, draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"], *, exact: bool
+    model: StreamedModel, draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"] | None, *, exact: bool
 ) -> Draft | None:
-    """The draft of a batch, prepared; "auto" is what `free_draft` says, or none where there are no drafts.
+    """The draft of a batch as `chosen_draft` says; "auto" is none where there are no drafts.
 
     Args:
         model: the model.
@@ -125,12 +125,7 @@ def draft_of(
         OptionError: the draft does not suit the model, or the model's KV caches do not go on.
     """
     can = keeps(model) and not exact
-    if draft == "auto":
-        draft = (free_draft(model) if can else None) or "none"
-        # experts that are streamed one by one are others for each row, and rows that cost little are often wrong
-        if draft == NGRAM and any(pool.kept < pool.stored for pool in model.placement.pools):
-            return None
-    if draft == "none":
+    if draft is None or draft == "none" or (draft == "auto" and not can):
         return None
     if not can:
         raise OptionError(
@@ -138,8 +133,10 @@ def draft_of(
             "with further tokens, and passes of all requests together, without --exact.",
             "Leave the draft out.",
         )
-    prepare_draft(model, draft)
-    return draft
+    chosen = chosen_draft(model, draft)
+    # experts that are streamed one by one are others for each row, and rows that cost little are often wrong
+    rarely = draft == "auto" and chosen == NGRAM and any(pool.kept < pool.stored for pool in model.placement.pools)
+    return None if rarely else chosen
 
 
 def rows_of(ready: abc.Sequence[tuple[int, int, bool]], budget: int, most: int) -> list[int]:
@@ -473,7 +470,7 @@ class Scheduler:
         """Move a waiting sequence, which may have been preempted, to the running ones."""
         lookahead = None
         sequence.is_divisible = not self._limits.throughput and self._runner.packs and self.caches.continues(sequence)
-        if self._drafts is not None and sequence.cache is not None and sequence.request.media is None:
+        if self._drafts is not None:
             lookahead = self._drafts.begin(sequence)
         sequence.start(self._runner.coroutines, self.caches.prompt_chunk(sequence), lookahead)
         with self._change:

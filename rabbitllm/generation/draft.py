@@ -30,7 +30,7 @@ from rabbitllm.generation._proposals import proposals_of
 from rabbitllm.generation._rewind import MAX_CARRIED, Rewindable
 from rabbitllm.generation._width import Width, costs_of
 from rabbitllm.generation.grammar import GrammarState
-from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, layers_of, why_not_back
+from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, can_go_back, layers_of, why_not_back
 from rabbitllm.generation.request import check_generates, tokenizer_of
 from rabbitllm.generation.transformers_api import has_dynamic_cache
 from rabbitllm.telemetry.passes import Drafts
@@ -316,15 +316,17 @@ def use_draft(model: StreamedModel, draft: Draft) -> None:
     drafted.drafting.prepare(model)
 
 
-def free_draft(model: StreamedModel) -> Literal["mtp", "ngram"] | None:
-    """The draft that needs no other model, where tokens are worth it: where passes move weights."""
-    if not model.placement.moved_bytes:
-        return None
-    draft = NGRAM if model.heads is None else MTP
-    try:
-        prepare_draft(model, draft)
-    except OptionError:
-        return None
+def chosen_draft(model: StreamedModel, draft: Draft | Literal["auto"]) -> Draft | None:
+    """A draft of a model, prepared. "auto" needs no other model, and is none where no pass moves weights.
+
+    Raises:
+        OptionError: see `prepare_draft`; never with "auto".
+    """
+    if draft == "auto":
+        if not (model.placement.moved_bytes and model.can_generate() and can_go_back(model)):
+            return None
+        draft = NGRAM if model.heads is None else MTP
+    prepare_draft(model, draft)
     return draft
 
 

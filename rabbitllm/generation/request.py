@@ -463,6 +463,7 @@ class BatchStats:
         drafted_tokens: number of tokens that drafts proposed in passes.
         accepted_tokens: how many of them were the model's own choice, so that they took no pass.
         drafts: what drafts brought: its passes are those of each sequence that might have had a draft.
+        undrafted: number of answers to pictures and sounds, for which the draft was not used.
         forced_tokens: number of tokens that grammars forced, so that they took no pass; of requests that ended.
         prompt_hits: number of requests that continued a prefix from disk.
         prompt_saved_tokens: tokens of these prefixes, which were not computed.
@@ -495,6 +496,7 @@ class BatchStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     drafts: Drafts = field(default_factory=Drafts)
+    undrafted: int = 0
     forced_tokens: int = 0
     prompt_hits: int = 0
     prompt_saved_tokens: int = 0
@@ -525,8 +527,8 @@ class Limits:
         throughput: optimize throughput, not the latency of single answers: a pass takes as many prompt tokens as memory
             allows, and its sequences go through each layer in parts.
         draft: what proposes tokens for each request, which are checked in the same pass: a model with the same tokens,
-            "mtp" or "ngram"; "none"; or "auto", where each pass moves weights: "mtp" if the model has its heads, else
-            "ngram" if they are the same weights for any number of rows.
+            "mtp" or "ngram"; "none" or None; or "auto", where each pass moves weights: "mtp" if the model has heads,
+            else "ngram" if they are the same weights for any number of rows.
         prompt_bytes: limit of the prefix cache on disk, which survives restarts; 0 for none. See `_prompt_cache.py`.
         prompt_folder: folder of that cache; None for `prompts` in `locations.home()`.
         running_of_key, waiting_of_key: like `running` and `waiting`, of each `Request.owner`; None for no limit.
@@ -541,7 +543,7 @@ class Limits:
     swap_folder: Path | None = None
     throughput: bool = False
     file_bytes: int | None = 0
-    draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"] = "auto"
+    draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"] | None = "auto"
     prompt_bytes: int = 0
     prompt_folder: Path | None = None
     running_of_key: int | None = None

@@ -247,6 +247,11 @@ class Session:
         return self._limits.context
 
     @property
+    def drafts(self) -> bool:
+        """Whether answers have drafts, unless there are pictures."""
+        return self._drafting is not None
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """Remarks on this model for the user; usually none."""
         remarks = []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
-from rabbitllm.auto_model import LoadRequest, load_draft, prepare_model
+from rabbitllm.auto_model import LoadRequest, prepare_with_draft
 from rabbitllm.base.terminal import harmless, put_fact
 from rabbitllm.engine.free_memory import PROMISES, Promise
 from rabbitllm.generation.batch import Batch
@@ -159,8 +159,8 @@ class Service:
         """
         if models > 1 and limits.cache_bytes is None:
             limits = replace(limits, cache_bytes=cache_share(request.run, models))
-        request, draft = load_draft(request, draft, console)
-        prepared = prepare_model(request)
+        prepared, draft = prepare_with_draft(request, draft, console)
+        request = prepared.request
         memory = weight_limits(request.run, limits.cache_bytes)
         if memory is not None and request.run.max_memory is not None:
             taken = {name: sum(other.model.placement.bytes_on(name) for other in beside) for name in memory}
@@ -168,8 +168,7 @@ class Service:
         run = replace(request.run, max_memory=memory)
         if beside and not prepared.placement(run).stays:
             return None
-        with console.status(request.loading):
-            model = prepared.load(run)
+        model = prepared.load(run, console)
         batch = batch_of(model, replace(limits, draft=draft))
         folders = [
             path for path in (prepared.folder, prepared.config_folder, prepared.source.local) if path is not None

@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return split(build(tmp_path_factory.mktemp("pictures") / "qwen", "qwen2_5_vl"))
 
 
-def chatted(model: Any, *lines: str) -> tuple[ChatLoop, str]:
+def chatted(model: Any, *lines: str, draft: Any = None) -> tuple[ChatLoop, str]:
     """A conversation over a pipe, and what it notes."""
     remaining, notes = list(lines), io.StringIO()
 
@@ -33,7 +33,7 @@ def chatted(model: Any, *lines: str) -> tuple[ChatLoop, str]:
         return remaining.pop(0)
 
     streams = ChatStreams(read_line, io.StringIO(), Console(file=notes, width=200), interactive=False)
-    loop = ChatLoop(Session(model, max_new_tokens=5), streams, "model", Conversation())
+    loop = ChatLoop(Session(model, max_new_tokens=5, draft=draft), streams, "model", Conversation())
     loop.run()
     return loop, notes.getvalue()
 
@@ -60,6 +60,15 @@ def test_a_conversation_with_pictures(folder: Path, tmp_path: Path, one_thread: 
         tokens = model.generate(**inputs, max_new_tokens=5, do_sample=False, **ends)[0, inputs["input_ids"].shape[1] :]
         text = model.tokenizer.decode(tokens, skip_special_tokens=True)
         assert exchanges[count].answer.strip() == text.strip()
+
+
+def test_it_is_said_once_that_pictures_have_no_drafts(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "0.png").write_bytes(encoded(picture()))
+    attach, model, said = f"/image {tmp_path}/0.png", load(folder), "drafts are not used in a conversation"
+    for draft in ("ngram", None):
+        notes = chatted(model, "Hello", attach, attach, "These?", attach, "This?", draft=draft)[1]
+        assert notes.count(said) == (draft is not None)
+    assert said not in chatted(model, "Hello", draft="ngram")[1]
 
 
 def test_invalid_pictures_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -15,8 +15,11 @@ from typer.testing import CliRunner
 
 from rabbitllm.cli.main import app
 from rabbitllm.errors import OptionError
+from tests.generation.test_mtp import streamed_with_head
 from tests.support import terminals
 from tests.support.demo_models import demo_model, endless_model
+from tests.support.mtp_heads import build_with_head, make_predictable
+from tests.support.splitting import split
 from tests.support.terminals import Terminal
 
 OF_AN_ANSWER = r"(?<![\d\[?;])(1[2-9]|[2-9]\d)"
@@ -90,6 +93,23 @@ def test_with_a_draft_model(demo: Path) -> None:
     plain, drafted = (piped(demo, "1 + 2 =\nAnd 2 + 2 =\n", *draft) for draft in ((), ("--draft", str(demo))))
     assert (drafted.returncode, drafted.stdout) == (0, plain.stdout)
     assert b"no reusable KV cache" not in drafted.stderr
+
+
+@pytest.mark.long
+def test_the_default_draft(demo: Path, tmp_path: Path) -> None:
+    """Where layers are streamed, and no other: the text so far, or the checkpoint's heads where these fit."""
+    head = make_predictable(build_with_head(tmp_path / "head", "qwen3_5"), "right")
+    room = streamed_with_head(split(head))._internals.options.max_memory["cpu"]
+    for folder, limit, brings in ((demo, "0", "ngram"), (head, room, "mtp"), (head, "1GB", None)):
+        lines = "1 2 1 2 1 2 =\n/stats\n"
+        plain, drafted = (
+            piped(folder, lines, "--max-memory", f"cpu={limit}", "--max-new-tokens", "40", *draft)
+            for draft in (("--draft", "none"), ())
+        )
+        assert (drafted.returncode, drafted.stdout) == (0, plain.stdout), drafted.stderr
+        assert b"tokens a pass" not in plain.stderr
+        found = re.search(rb"drafts +[\d.]+ tokens a pass by (\w+)", drafted.stderr)
+        assert (found and found[1].decode()) == brings, drafted.stderr
 
 
 @pytest.mark.long

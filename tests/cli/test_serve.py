@@ -24,6 +24,7 @@ from rabbitllm.cli import exit_codes
 from rabbitllm.cli.main import app
 from rabbitllm.errors import OptionError
 from tests.support.demo_models import demo_model, endless_model
+from tests.support.mtp_heads import build_with_head, make_predictable
 
 PATIENCE = 120
 
@@ -192,6 +193,49 @@ def test_a_model_as_its_own_draft_is_refused(endless: Path) -> None:
     assert (process.returncode, process.stdout) == (exit_codes.USAGE, "")
     assert "cannot be used for many requests" in process.stderr
     assert "Expected a model, mtp, ngram, auto or none." in process.stderr
+
+
+@pytest.mark.long
+def test_drafts_of_models_that_are_loaded_again(tmp_path: Path) -> None:
+    """Heads of one model and of two, and a draft model: each load has them, answers are those without a draft."""
+    folders = [make_predictable(build_with_head(tmp_path / name, "qwen3_5"), "right") for name in ("demo-model", "b")]
+    alone, two = [str(folders[0])], [f"{name}={folder}" for name, folder in zip("ab", folders, strict=True)]
+    expected = dict[str, str]()
+    for models, draft, brings in (
+        (alone, "none", None),
+        (alone, "mtp", "mtp"),
+        (alone, str(folders[1]), "a draft model"),
+        (two, "mtp", "mtp"),
+    ):
+        start = [sys.executable, "-m", "rabbitllm", "serve", *models, "--draft", draft, "--port", "0"]
+        with subprocess.Popen(
+            [*start, "--device", "cpu"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        ) as process:
+            try:
+                watched = Process(process)
+                address = watched.until(r" at (http://127\.0\.0\.1:\d+)")[1]
+                for name in ["demo-model"] * 2 if models is alone else ["a", "b", "a"]:
+                    text = answer_of_one_loaded(address, name, brings)
+                    assert text == expected.setdefault(name.replace("a", "demo-model"), text)
+            finally:
+                process.kill()
+
+
+def answer_of_one_loaded(address: str, name: str, brings: str | None) -> str:
+    """The answer of a model, which is loaded before it and unloaded afterwards."""
+    body = {"model": name, "prompt": "Q: 1", "max_tokens": 64, "temperature": 0}
+    with httpx.Client(base_url=address, timeout=PATIENCE, trust_env=False, params={"model": name}) as client:
+        client.post("/api/generate", json={"model": name, "prompt": "", "keep_alive": -1})
+        text: str = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        status = client.get("/status").json()
+        assert (status["accepted_tokens"] > 0) == (brings is not None)
+        assert brings in (None, status["drafts"]["name"])
+        client.post("/api/generate", json={"model": name, "prompt": "", "keep_alive": 0})
+        states, limit = {name: "loaded"}, time.monotonic() + PATIENCE
+        while states[name] != "not loaded":
+            assert time.monotonic() < limit
+            states = {model["id"]: model["state"] for model in client.get("/status").json()["models"]}
+    return text
 
 
 @pytest.mark.parametrize(

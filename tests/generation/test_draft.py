@@ -13,7 +13,7 @@ from rabbitllm import AutoModel
 from rabbitllm.errors import CheckpointError, OptionError
 from rabbitllm.generation._proposals import FromModel
 from rabbitllm.generation._width import Width
-from rabbitllm.generation.draft import Drafting, free_draft, prepare_draft
+from rabbitllm.generation.draft import Drafting, chosen_draft, prepare_draft
 from rabbitllm.generation.request import FinishReason, Request, Result, Sampling
 from rabbitllm.generation.session import Session, answer
 from rabbitllm.telemetry.passes import FURTHER, Drafts
@@ -296,10 +296,10 @@ def test_calls_that_a_draft_cannot_serve_do_without(folder: Path) -> None:
 
 
 def test_auto_is_for_models_that_move_weights_and_can_go_back(folder: Path, tmp_path: Path) -> None:
-    assert free_draft(load(split(folder), 0)) == "ngram"
-    assert free_draft(load(split(folder))) is None
+    assert chosen_draft(load(split(folder), 0), "auto") == "ngram"
+    assert chosen_draft(load(split(folder)), "auto") is None
     encoder = split(build_checkpoint(tmp_path / "t5", "t5", tied=True))
-    assert free_draft(load(encoder, 0)) is None
+    assert chosen_draft(load(encoder, 0), "auto") is None
     for resident in (loaded(folder, draft="auto"), loaded(folder, draft="none", **STREAMED)):
         assert not hasattr(resident, "drafting")
 

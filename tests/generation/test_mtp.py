@@ -33,7 +33,7 @@ from rabbitllm.generation._proposals import FromHead
 from rabbitllm.generation._scheduler import draft_of
 from rabbitllm.generation._width import Width
 from rabbitllm.generation.batch import Batch, Limits
-from rabbitllm.generation.draft import free_draft, prepare_draft, use_draft
+from rabbitllm.generation.draft import chosen_draft, prepare_draft, use_draft
 from rabbitllm.generation.request import Request, Result, Sampling
 from rabbitllm.generation.session import Session, answer
 from rabbitllm.server._service import Service
@@ -262,7 +262,7 @@ def test_auto_uses_a_head_where_layers_are_streamed(tmp_path: Path) -> None:
     nbytes = streamed_with_head(directory)._internals.options.max_memory["cpu"]
     for limit, draft in ((nbytes, "mtp"), (0, "ngram"), (None, None)):
         model = load(directory, limit, heads=None)
-        assert free_draft(model) == draft
+        assert chosen_draft(model, "auto") == draft
         assert (model.heads is not None) == (draft == "mtp")
         assert asked(model, draft).tokens == expected
         requests = [Request(tuple(IDS[0, begin : begin + PROMPT].tolist()), TOKENS) for begin in (0, 3)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rabbitllm.auto_model import LoadRequest, load_draft
+from rabbitllm.auto_model import LoadRequest, prepare_with_draft
 from rabbitllm.generation.request import Limits
 from tests.server.serving import NAME, Running, running
 from tests.server.test_metrics import samples
@@ -93,7 +93,7 @@ def test_a_draft_model(split_folder: Path) -> None:
     """The model itself, all in memory: the same answers, in fewer passes; its KV caches are counted."""
     answers, passes, kept = [], [], []
     request = LoadRequest.of(str(split_folder), device="cpu", show_progress=False)
-    _, draft = load_draft(request, request)
+    draft = prepare_with_draft(request, request)[1]
     draft.generation_config.assistant_confidence_threshold = 0  # a random model is never sure
     for limits in (Limits(8, 32, draft="none"), Limits(8, 32, draft=draft)):
         with running(split_folder, limits=limits) as served:

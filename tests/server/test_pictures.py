@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from rabbitllm.generation.request import Limits
 from tests.server.serving import NAME, Running, running
 from tests.support.picture_models import build, encoded, picture, sound
 from tests.support.tiny_models import one_thread, split
@@ -84,6 +85,20 @@ def test_answer_equals_transformers(served: Running, checkpoint: Path, one_threa
         assert tokens_of(answer) == tokens
         assert answer.usage.prompt_tokens == count
     assert tokens_of(asked(served, url_of(encoded(picture(0))), n=2)) == expected(checkpoint, 0)[0]
+
+
+def test_it_is_said_that_pictures_have_no_drafts(
+    checkpoint: Path, one_thread: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once in the log, and counted in `/status`; requests without pictures have drafts."""
+    with running(split(checkpoint), limits=Limits(draft="ngram")) as served:
+        assert tokens_of(asked(served, url_of(encoded(picture(0))), n=2)) == expected(checkpoint, 0)[0]
+        with served.http as client:
+            assert client.get("/status").json()["undrafted"] == 2
+            asked(served)
+            status = client.get("/status").json()
+    assert (status["undrafted"], status["drafts"]["name"]) == (2, "ngram")
+    assert caplog.text.count("Requests with pictures and sounds are answered without drafts.") == 1
 
 
 def test_ollamas_pictures_come_before_the_text(served: Running, one_thread: None) -> None:
