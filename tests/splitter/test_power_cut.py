@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.splitter.conftest import MakeScene
 from tests.support.dying import dying_at
@@ -132,7 +132,7 @@ def test_power_cut_while_a_single_file_is_split(tmp_path: Path, how: str) -> Non
 def test_missing_sync_is_detected(make_scene: MakeScene, forgotten: str) -> None:
     """The negative control: without the syncs the same steps would lose data."""
     recorded = Recorded(make_scene(Route()), ignore=lambda step: step.kind == forgotten)
-    with pytest.raises((AssertionError, FileNotFoundError, IncompleteSplitError)):
+    with pytest.raises((AssertionError, FileNotFoundError, IncompleteSplitError, SplitMismatchError)):
         recorded.survives_all(range(0, recorded.steps + 1, 3), WORST)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 PARTS: Mapping[str, int] = {
     "generation/test_model_runner.py::test_sequences_on_gpus": 4,
+    "generation/test_rewind.py::test_greedy_answers_are_the_models_own": 8,
     "generation/test_long_prompts.py::test_long_prompts": 1,
     "generation/test_long_prompts.py::test_preempted_while_the_angles_change": 1,
     "generation/test_long_prompts.py::test_a_conversation_across_the_change_and_back": 1,
@@ -21,7 +22,7 @@ PARTS: Mapping[str, int] = {
     "generation/test_preemption.py::test_preempted_requests_get_their_tokens_alone": 12,
     "generation/test_packed_batch.py::test_packed_together_with_an_unpacked_sequence": 4,
     "generation/test_swapped_to_file.py::test_tokens_are_those_alone_and_more_sequences_share_a_pass": 6,
-    "test_kills.py::test_killed_at_some_steps": 2,
+    "test_kills.py::test_killed_at_some_steps": 4,
     "test_bench.py::test_only_the_last_turn_is_profiled": 6,
     "generation/test_kv_cache.py::test_a_cache_goes_back_to_what_it_was": 6,
     "generation/test_session.py::test_an_answer_stopped_at_any_unit": 6,
@@ -73,6 +74,7 @@ PARTS: Mapping[str, int] = {
     "pipeline/test_spread.py::test_generated_tokens_equal_transformers": 4,
     "estimate/test_outline.py::test_an_outline_has_the_estimate_of_its_model": 8,
     "prepare/test_acceptance.py::test_faults_are_refused_before_the_first_change": 4,
+    "prepare/test_finding.py::test_interrupted_legacy_folder_is_split_again": 5,
     "prepare/test_make.py::test_two_processes_race_on_a_checkpoint_of_one_file": 4,
     "prepare/test_make.py::test_two_processes_race_on_one_checkpoint": 4,
     "prepare/test_make.py::test_waiting_process_resumes_the_split_of_a_killed_one": 12,
@@ -130,7 +132,7 @@ ROOMS = (
     "splitter",
     "test_auto_model",
 )
-"""Tests that make a model or a split for each case: of those that `PARTS` does not name, one case in three."""
+"""Tests that make a model or a split for each case: of those that `PARTS` does not name, one case in four."""
 
 
 def leave_the_rest_to_the_long_run(items: Sequence[pytest.Item]) -> None:
@@ -145,6 +147,6 @@ def leave_the_rest_to_the_long_run(items: Sequence[pytest.Item]) -> None:
             sweeps[name].append(item)
     for name, cases in sweeps.items():
         drawn = sorted(cases, key=lambda case: (crc32(case.nodeid.encode()), case.nodeid))
-        parts = PARTS.get(name, 3)
+        parts = PARTS.get(name, 4)
         for case in drawn[-(-len(cases) // parts) :]:
             case.add_marker(pytest.mark.long)
