@@ -155,7 +155,7 @@ def test_experts_that_stay_are_asked_for_once(
         assert torch.equal(first(x[1:], index[1:], weights[1:]), expected[1:])
         with pytest.raises(TypeError):  # of 23 nothing is known
             first(x, index + 4, weights)
-        patch.setattr(_routed._KeptExperts, "batches", None)  # those of one token are not even grouped
+        patch.setattr(_routed.KeptExperts, "batches", None)  # those of one token are not even grouped
         assert torch.equal(first(x[1:], index[1:], weights[1:]), expected[1:])
     assert calls == [(2, 1), (2, 1), (1, 1), (1, 1)]
     for name in ("down_proj", "gate_up_proj"):
