@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, DynamicLayer
 
 if TYPE_CHECKING:
-    from transformers import CacheLayerMixin, PretrainedConfig
+    from transformers import CacheLayerMixin
 
 MIN_ROOM_BYTES = 1 << 18
 """Minimum bytes of keys for spare room; below it a copy is faster than two views of larger tensors."""
@@ -95,14 +95,7 @@ def updated(cache: Any, keys: torch.Tensor, values: torch.Tensor, index: int) ->
 
 
 class GrowingCache(DynamicCache):  # type: ignore[misc]
-    """The KV cache of one sequence, whose layers grow by `append`.
-
-    Args:
-        config: config of the text model.
-    """
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__(config=config)
+    """The KV cache of one sequence, whose layers grow by `append`."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

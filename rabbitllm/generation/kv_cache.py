@@ -122,7 +122,7 @@ def drop_last(cache: Cache, tokens: int) -> None:
 def empty_cache(model: StreamedModel) -> DynamicCache:
     """An empty KV cache of one sequence; other hosts take transformers' own class alone."""
     config = model.config.get_text_config(decoder=True)
-    return GrowingCache(config) if getattr(model, "hosts", None) is None else DynamicCache(config=config)
+    return (GrowingCache if getattr(model, "hosts", None) is None else DynamicCache)(config=config)
 
 
 def without_room(layer: CacheLayerMixin) -> Any:
