@@ -346,8 +346,9 @@ def fuse_layers(model: nn.Module) -> int:
     """
 
     def key_of(module: nn.Module) -> object:
-        is_layer = _norms_in(module) and not (module._parameters or module._buffers)
-        return kind_of(module) if is_layer else None
+        parts: Any = module._modules
+        names = _norms_in(module) if not (module._parameters or module._buffers) else ()
+        return kind_of(module) if names and all(norm_form(parts[name]) for name in names) else None
 
     return fuse(model, key_of, lambda module, _: _layer_forward if _is_around(module) else None)
 

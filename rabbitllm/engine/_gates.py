@@ -210,7 +210,7 @@ def mlp_weights(module: Any) -> list[QuantizedWeight] | None:
     """The weights of an MLP that `fuse_gates` lets compute by one call; None if it does not now."""
     parts = module._modules
     *linears, act = names_in(module) or (None,)
-    if not is_one_call(module) or not linears or not is_tabled(parts[act]):
+    if module.training or not is_one_call(module) or not linears or not is_tabled(parts[act]):
         return None
     return plain_weights(*(parts[name] for name in linears))
 

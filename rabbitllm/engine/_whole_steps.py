@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._attention import LayerCalls, are_rows, is_step, layer_calls, values_of
 from rabbitllm.engine._fusing import Forward, fuse, result_of, trial_of
 from rabbitllm.engine._siblings import has_hooks
-from rabbitllm.engine.kv_room import keeps_every_token, room_for
+from rabbitllm.engine.kv_room import is_ordinary, keeps_every_token, room_for
 
 _INPUTS = "input_ids", "inputs_embeds"
 _CACHES = "cache", "past_key_values"
@@ -101,12 +102,12 @@ def _forward(
 
 
 def _hides_nothing(named: dict[str, Any]) -> bool:
-    """Whether no token is masked, and the cache is transformers' own, with every token."""
+    """Whether no token is masked, and the cache has every token."""
     mask = named.get("attention_mask")
     cache: Any = next((named[name] for name in _CACHES if name in named), None)
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())):
         return False
-    return type(cache) is DynamicCache and not cache.offloading and all(map(keeps_every_token, cache.layers))
+    return is_ordinary(cache) and all(map(keeps_every_token, cache.layers))
 
 
 class _Whole:
@@ -133,7 +134,7 @@ class _Whole:
         self._programs = dict[int, Program]()
         whole = trial_of(layers[0], forward=self._compute)
         self.like = trial_of(module, _modules={**module._modules, "layers": [whole]})
-        watched = [vars(module), module._modules, modules._modules, vars(config)]
+        watched = [vars(module), module._modules, vars(modules), modules._modules, vars(config)]
         for layer, of_layer in zip(layers, self.calls, strict=True):
             queries = layer._modules["self_attn"]._modules[of_layer.form.linears[0]]
             watched += [vars(layer), layer._forward_hooks, layer._forward_pre_hooks, queries._parameters]
@@ -141,7 +142,7 @@ class _Whole:
 
         def are_true() -> bool:
             same = (
-                len(table) == len(old) and all(table.get(name) is value for name, value in old.items())
+                [*table] == [*old] and all(map(operator.is_, table.values(), old.values()))  # in the same order
                 for table, old in zip(watched, before, strict=True)
             )
             return all(same) and all(holds() for holds, _ in facts)
@@ -168,7 +169,8 @@ class _Whole:
             raise _NotWholeError
         rooms = [room_for(layer, layer.keys.shape[2] + 1) for layer in layers]
         like = torch.bfloat16, x.device, 1, form.keys, form.width, form.width
-        if any(room.form != like for room in rooms):
+        is_apart = len({*map(id, [*layers, *rooms])}) == 2 * len(rooms)  # not a layer twice, or its copy
+        if not is_apart or any(room.form != like for room in rooms):
             raise _NotWholeError
         cached = [word for room in rooms for word in (*room.addresses, room.used + 1, *room.steps)]
         program = self._programs.get(torch.get_num_threads()) or self._build(len(weights))

@@ -84,7 +84,7 @@ def updated(cache: Any, keys: torch.Tensor, values: torch.Tensor, index: int) ->
         keys, values: as for `append`.
         index: of the layer.
     """
-    if type(cache) is DynamicCache and not cache.offloading and index < len(cache.layers):
+    if is_ordinary(cache) and index < len(cache.layers):
         layer = cache.layers[index]
         if keeps_every_token(layer) and (before := layer.keys) is not None and len(keys) == 1:
             is_like = (before.dtype, before.device) == (keys.dtype, keys.device)
@@ -92,6 +92,27 @@ def updated(cache: Any, keys: torch.Tensor, values: torch.Tensor, index: int) ->
                 return append(layer, keys, values)
     result: tuple[torch.Tensor, torch.Tensor] = cache.update(keys, values, index)
     return result
+
+
+class GrowingCache(DynamicCache):  # type: ignore[misc]
+    """The KV cache of one sequence, whose layers grow by `append`."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DynamicCache.update`."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if layer is not None and keeps_every_token(layer) and len(key_states) == 1 and not torch.is_grad_enabled():
+            return append(layer, key_states, value_states)
+        updated: tuple[torch.Tensor, torch.Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        return updated
+
+
+def is_ordinary(cache: Any) -> bool:
+    """Whether a cache is transformers' own or a `GrowingCache`, in memory, whose `update` nothing replaced."""
+    return type(cache) in (DynamicCache, GrowingCache) and not cache.offloading and "update" not in vars(cache)
 
 
 def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,7 +26,7 @@ import torch
 from transformers import DynamicCache, DynamicLayer, GenerationMixin
 
 from rabbitllm.engine import kv_room
-from rabbitllm.engine.kv_room import append, keeps_every_token
+from rabbitllm.engine.kv_room import GrowingCache, keeps_every_token
 from rabbitllm.engine.transformers_api import DummyLayer, DynamicIndexedLayer, DynamicSlidingWindowLayer
 from rabbitllm.generation.transformers_api import has_dynamic_cache
 
@@ -119,33 +119,10 @@ def drop_last(cache: Cache, tokens: int) -> None:
         room.used -= tokens  # otherwise the next token would copy the layer into new room
 
 
-class GrowingCache(DynamicCache):  # type: ignore[misc]
-    """The KV cache of one sequence, whose layers grow by `append`.
-
-    Args:
-        config: config of the text model.
-    """
-
-    def __init__(self, config: PretrainedConfig) -> None:
-        super().__init__(config=config)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `DynamicCache.update`."""
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if layer is not None and keeps_every_token(layer) and len(key_states) == 1 and not torch.is_grad_enabled():
-            return append(layer, key_states, value_states)
-        updated: tuple[torch.Tensor, torch.Tensor] = super().update(
-            key_states, value_states, layer_idx, *args, **kwargs
-        )
-        return updated
-
-
 def empty_cache(model: StreamedModel) -> DynamicCache:
     """An empty KV cache of one sequence; other hosts take transformers' own class alone."""
     config = model.config.get_text_config(decoder=True)
-    return GrowingCache(config) if getattr(model, "hosts", None) is None else DynamicCache(config=config)
+    return (GrowingCache if getattr(model, "hosts", None) is None else DynamicCache)(config=config)
 
 
 def without_room(layer: CacheLayerMixin) -> Any:

@@ -16,10 +16,12 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.models.cohere.modeling_cohere import CohereAttention, CohereConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers.models.olmo.modeling_olmo import OlmoConfig, OlmoDecoderLayer
 
 from rabbitllm.base.programs import Program
 from rabbitllm.engine import _attention, _whole_steps, kv_room
 from rabbitllm.engine._attention import _AttentionForm, _cached, _plain, fuse_attention, fuse_layers, relative_error
+from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.quant import _vectors
 from tests.engine.test_siblings import PROMPT, checkpoint
 from tests.support.builders import DELTA, Family
@@ -300,8 +302,14 @@ def test_transformers_own_cache_grows_in_place(tmp_path: Path, monkeypatch: pyte
 
 def test_a_layer_that_adds_otherwise_is_not_replaced() -> None:
     config = LlamaConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
-    assert fuse_layers(LlamaDecoderLayer(config, 0)) == 1
-    assert fuse_layers(Scaled(config, 0)) == 0
+    layers = nn.ModuleList([LlamaDecoderLayer(config, 0), Scaled(config, 0)])
+    assert fuse_layers(layers) == 0
+    fuse_norms(layers)
+    assert fuse_layers(layers) == 1
+    assert not any("forward" in vars(layer) for layer in layers[1:])
+    # a norm of another kind, which refuses what is not as wide as the layer
+    olmo = OlmoConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    assert fuse_layers(OlmoDecoderLayer(olmo, 0)) == 0
 
 
 @torch.no_grad()

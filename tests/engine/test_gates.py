@@ -229,3 +229,18 @@ def test_a_mixture_that_adds_otherwise_is_not_replaced(tmp_path: Path) -> None:
         mixture.__class__ = kind
         assert fuse_shared(mixture) == count
         vars(mixture).pop("forward", None)
+
+
+@torch.no_grad()
+def test_dropout_in_training_is_the_class_s(tmp_path: Path) -> None:
+    """Of an MLP whose class drops some of its results while it is trained."""
+    model = load(checkpoint(tmp_path, Family("seed_oss", {"head_dim": 64}), "q8_0", residual_dropout=0.5), exact=False)
+    mlp, x = model.model.layers[0].mlp, torch.randn(1, 3, 256).bfloat16()
+    mlp(x)
+    mlp.train()
+    results = list[torch.Tensor]()
+    for forward in (mlp, lambda value: type(mlp).forward(mlp, value)):
+        torch.manual_seed(0)
+        results.append(forward(x))
+    assert torch.equal(*results)
+    assert 0.3 < float((results[0] == 0).float().mean()) < 0.7

@@ -17,6 +17,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from rabbitllm.engine import _whole_steps
 from rabbitllm.engine._whole_steps import fuse_models
 from rabbitllm.engine.weight_tensors import QuantizedWeight
+from rabbitllm.generation.request import Request, Sampling
+from rabbitllm.generation.session import answer
 from rabbitllm.quant import _vectors
 from tests.engine.test_attention import CHANGES, GEMMA, PHI
 from tests.engine.test_siblings import PROMPT, checkpoint
@@ -120,6 +122,9 @@ MORE: dict[str, Change] = {
     ),
     "layer": lambda patch, model: patch.setitem(model.model.layers._modules, "1", model.model.layers[0]),
     "layers": lambda patch, model: patch.setitem(model.model._modules, "layers", model.model.layers[:1]),
+    "order of layers": lambda patch, model: patch.setattr(
+        model.model.layers, "_modules", dict(zip("01", [*model.model.layers][::-1], strict=True))
+    ),
     "number of layers": lambda patch, model: patch.setattr(model.model.config, "num_hidden_layers", 1),
     "embedding": lambda patch, model: patch.setitem(
         model.model._modules, "embed_tokens", nn.Embedding(512, 256, dtype=torch.bfloat16, _weight=ROWS)
@@ -194,6 +199,31 @@ def test_what_is_left_to_the_layers(tmp_path: Path, whole: list[int], monkeypatc
     with torch.enable_grad():
         assert_alike(1)
     assert not whole
+
+
+def test_the_tokens_of_an_answer(tmp_path: Path, whole: list[int]) -> None:
+    model, pieces = load(checkpoint(tmp_path, "llama", "q8_0"), exact=False), list[str]()
+    ids = tuple(PROMPT[0].tolist())
+    tokens = answer(model, Request(ids, STEPS + 1, Sampling()), pieces.append).tokens
+    assert whole == [2] * (len(tokens) - 1)
+    assert len(tokens) > 2
+    expected = model.generate(PROMPT, max_new_tokens=STEPS + 1, do_sample=False)[0, len(ids) :]
+    assert list(tokens) == expected.tolist()
+
+
+@torch.no_grad()
+def test_layers_of_a_cache_that_share_room(tmp_path: Path, whole: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    models, results = pair(checkpoint(tmp_path, "llama", "q8_0"), monkeypatch), list[list[torch.Tensor]]()
+    for model in models:
+        cache = DynamicCache(config=model.config)
+        model(PROMPT, past_key_values=cache)
+        results.append([])
+        for share in (copy.copy, lambda layer: layer):  # a layer's copy, or the layer itself
+            cache.layers[1] = share(cache.layers[0])
+            results[-1] += [model(PROMPT[:, :1], past_key_values=cache).logits for _ in range(2)]
+        results[-1] += [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    assert whole
+    assert all(map(torch.equal, *results))
 
 
 class Doubling(LlamaModel):  # type: ignore[misc]
