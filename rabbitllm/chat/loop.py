@@ -86,7 +86,7 @@ def command_of(line: str) -> Command | None:
     if argument and not takes:
         raise ChatError(f"{name} takes no argument.", f"Type {name} alone.")
     if not argument and takes and not takes.startswith("["):
-        raise ChatError(f"{name} needs a file name.", f"For example {name} talk.json.")
+        raise ChatError(f"{name} needs a file name.", f"Type {name} FILE, with its name.")
     return Command(name, argument)
 
 

@@ -466,7 +466,7 @@ class Streamer:
         name, module = source.unit.name, source.unit.module
 
         def before(module: nn.Module, args: Any) -> None:
-            if self.is_drafting:
+            if self.is_drafting and name not in self._quantized:  # its copy is bound
                 return
             if name not in self._release:  # else it is bound, by a call that was interrupted
                 for entry in source.entries:
@@ -485,7 +485,7 @@ class Streamer:
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._stop(name, device)
-            if not self.is_drafting:
+            if not self.is_drafting or name in self._quantized:
                 self._release.get(name, release)()
                 self._release.pop(name, None)  # afterwards, as in `_release_all`
 

@@ -26,7 +26,7 @@ from rabbitllm.generation.scoring.micro_batches import TextLayout
 from rabbitllm.generation.scoring.score import layout_of, next_logits
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server.api_error import PROMPT_ERRORS, bad_options, prompt_error
-from rabbitllm.server.embeddings import check_length, groups, modules_in
+from rabbitllm.server.embeddings import check_ids, groups, modules_in
 from rabbitllm.server.schemas import RerankBody
 from rabbitllm.telemetry.passes import PassInput
 
@@ -119,17 +119,20 @@ class Reranker:
         self._model, self._template, self._recipe = model, template, recipe
         self._limits = ModelLimits.of(model)
         self._pads = bool(recipe.tokens) and layout_of(model, exact=False) is not TextLayout.EQUAL
+        config = model.config.get_text_config()
+        # transformers finds the token whose score a classifier gives by padding, or by ends, as many in each text
+        self._is_alone = not recipe.tokens and (config.pad_token_id is None or config.is_encoder_decoder)
         self._lock = asyncio.Lock()
 
     def inputs(self, body: RerankBody) -> list[dict[str, list[int]]]:
         """What the model reads of each document, token ids and perhaps their types; used in the tokenizer's thread.
 
         Raises:
-            APIError: the chat template refuses a document, or one is too long.
+            APIError: the chat template refuses a document, or one is too long or has no tokens.
         """
         inputs = [self._input(body.query, document) for document in body.documents]
         for index, entry in enumerate(inputs):
-            check_length(entry["input_ids"], self._limits, f"documents.{index}", "A document and the query have")
+            check_ids(entry["input_ids"], self._limits, f"documents.{index}", "A document with the query")
         return inputs
 
     def _input(self, query: str, document: str) -> dict[str, list[int]]:
@@ -150,8 +153,9 @@ class Reranker:
     async def scores(self, inputs: Sequence[Mapping[str, list[int]]]) -> list[float]:
         """A score for each input; cancellation when the client disconnects takes effect between two passes."""
         scores = [0.0] * len(inputs)
+        together = groups([len(entry["input_ids"]) for entry in inputs], pads=self._pads)
         async with self._lock:
-            for group in groups([len(entry["input_ids"]) for entry in inputs], pads=self._pads):
+            for group in [[index] for index in range(len(inputs))] if self._is_alone else together:
                 for index, score in zip(
                     group, await asyncio.to_thread(self._pass, [inputs[index] for index in group]), strict=True
                 ):

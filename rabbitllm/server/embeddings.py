@@ -206,22 +206,22 @@ def checked_embedding(
     inputs = []
     for entry in entries:
         ids = token_ids(entry, tokenizer, limits, "input")
-        with bad_options("input"):
-            limits.check_ids(ids, "An input")
-        check_length(ids, limits, "input", "An input has")
+        check_ids(ids, limits, "input", "An input")
         inputs.append(tuple(ids))
     return CheckedEmbedding(tuple(inputs), body.encoding_format == "base64", body.dimensions)
 
 
-def check_length(ids: Sequence[int], limits: ModelLimits, param: str, beginning: str) -> None:
-    """Refuse what is longer than the context; `beginning` is that of the message.
+def check_ids(ids: Sequence[int], limits: ModelLimits, param: str, name: str) -> None:
+    """Refuse what has no tokens, unknown ones, or more than the context; `name` is that of the text in messages.
 
     Raises:
-        APIError: it is.
+        APIError: it has.
     """
+    with bad_options(param):
+        limits.check_ids(ids, name)
     if limits.context is not None and len(ids) > limits.context:
         raise bad(
-            f"{beginning} {len(ids):,} tokens; the model's context has {limits.context:,}.",
+            f"{name} has {len(ids):,} tokens; the model's context has {limits.context:,}.",
             param,
             "context_length_exceeded",
         )

@@ -26,6 +26,7 @@ def test_parsed_commands() -> None:
         ("/", "There is no command '/'"),
         ("/save", "needs a file name"),
         ("/load  ", "needs a file name"),
+        ("/image", "Type /image FILE"),
         ("/reset all", "takes no argument"),
     ],
 )

@@ -17,7 +17,7 @@ from tests.support.builders import COMMON, build_checkpoint, make_tokenizer
 from tests.support.tiny_models import load, split
 
 QUERY = "the rain"
-DOCUMENTS = ["and then there was a longer one in the rain", "x", "the rain", "then the rain was there"]
+DOCUMENTS = ["and then there was a longer one in the rain", "x", "the rain", "then the rain was there", "y"]
 BODY: dict[str, Any] = {"model": NAME, "query": QUERY, "documents": DOCUMENTS}
 YES, NO = 70, 81
 TASK = "Find it."
@@ -131,6 +131,7 @@ def classifiers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict
         ("bert", {}),
         ("xlm-roberta", {"max_position_embeddings": 130, "sentence_transformers": {"activation_fn": "torch.Identity"}}),
         ("qwen3", {"num_key_value_heads": 2}),
+        ("qwen3", {"num_key_value_heads": 2, "pad_token_id": None}),
     ],
 )
 def test_a_classifier_reads_a_pair(
@@ -147,6 +148,14 @@ def test_a_classifier_reads_a_pair(
         assert scores_of(served) == pytest.approx(expected, abs=1e-5)
         refused = served.post("/v1/completions", {"prompt": QUERY})
         assert (refused.status_code, "does not generate text" in refused.text) == (400, True)
+
+
+def test_a_document_without_tokens_is_refused_by_its_place(causal: Path) -> None:
+    write_recipe(causal, {"true_token_id": YES, "false_token_id": NO}, {}, begins=False)
+    (causal / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    with running(split(causal), ranking=ranking_recipe) as served:
+        refused = served.post("/v1/rerank", {**BODY, "query": "", "documents": ["a", ""]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents.1")
 
 
 def test_what_is_too_long_is_refused_by_its_place(causal: Path) -> None:
