@@ -92,3 +92,20 @@ def test_every_type_has_the_bits_of_transformers(tmp_path: Path, name: str) -> N
         routed = {path for path, module in streamed.named_modules() if is_routed(module)}
         assert routed == {placed.unit for placed in streamed.placement.experts}
         assert all(torch.equal(a, b) for a, b in zip(passes(streamed, generates), outputs, strict=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_type_multiplies_codes(tmp_path: Path, name: str) -> None:
+    """The default way: parts of layers, prompts and tokens are calls of ours as far as a class's trials agree."""
+    build(tmp_path / "model", name)
+    directory, errors = split(tmp_path / "model", "4bit"), list[float]()
+    exact = load(directory, dtype="bfloat16")
+    try:
+        expected, generates = possible_passes(exact)
+    except RuntimeError as error:
+        pytest.skip(f"{name} does not compute in bfloat16: {error}")
+    for output, like in zip(passes(load(directory, exact=False, dtype="bfloat16"), generates), expected, strict=True):
+        if output.is_floating_point():
+            errors.append(float((output.float() - like.float()).norm() / like.float().norm()))
+    assert max(errors) < 0.3  # of random weights, whose experts and indices have ties
