@@ -2,8 +2,8 @@
 
 numba caches a function in files named after it, and reuses them as long as the file that defines the function is
 unchanged. A compiled function has code of other modules in it: inlined loops, constants, and instructions that their
-code emits. So a digest of all modules of its package is part of the name. Files of older sources are not removed, as
-numba leaves its own when a function moves to another line.
+code emits. So a digest of all modules of its package and of this one is part of the name. Files of older sources are
+not removed, as numba leaves its own when a function moves to another line.
 
 What is not in the cache is compiled, which takes seconds; displays of progress are told.
 
@@ -29,6 +29,10 @@ from numba.core.extending import intrinsic
 
 from rabbitllm.base import progress
 
+_HIGH = 1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3, 5.550332471162809e-2
+POWERS_OF_2 = (*_HIGH, 2.402264791363012e-1, 6.931472028550421e-1, 1.0)
+"""The coefficients of 2 ** x for x in (-0.5, 0.5), that of x ** 6 first (Cephes, exp2f)."""
+
 
 class _Telling(event.Listener):
     """Passes on that something is being compiled; numba sends no such event for what it finds in its cache."""
@@ -45,11 +49,12 @@ event.register("numba:run_pass", _Telling())  # type: ignore[no-untyped-call]
 
 @functools.cache
 def digest_of(package: str) -> str | None:
-    """A digest of the sources of all modules of a package: 32 hexadecimal digits.
+    """A digest of the sources of all modules of a package and of this one: 32 hexadecimal digits.
 
     None if there are no sources, or if some changed since this process began: others may have been imported before.
     """
     paths = sorted((path for path in files(package).iterdir() if path.name.endswith(".py")), key=lambda path: path.name)
+    paths += [files("rabbitllm.base") / "compiling.py"] if paths else []
     if any(path.stat().st_ctime > _BEGAN for path in paths if isinstance(path, Path)):
         return None
     contents = [(path.name, path.read_bytes()) for path in paths]

@@ -10,14 +10,12 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from rabbitllm.base.compiling import to_array, wide, words_at
+from rabbitllm.base.compiling import POWERS_OF_2, to_array, wide, words_at
 
 _NEAR = 1 << 12
 """Values that are computed while they are in the processor's smallest cache."""
 _LOG2_E = np.float32(1.4426950408889634)
-_C6, _C5, _C4 = np.float32(1.535336188319500e-4), np.float32(1.339887440266574e-3), np.float32(9.618437357674640e-3)
-_C3, _C2, _C1 = np.float32(5.550332471162809e-2), np.float32(2.402264791363012e-1), np.float32(6.931472028550421e-1)
-"""The coefficients of 2 ** x for x in (-0.5, 0.5) (Cephes, exp2f)."""
+_C6, _C5, _C4, _C3, _C2, _C1, _ = map(np.float32, POWERS_OF_2)
 
 _SMALL, _LEAST, _UNSURE = np.float32(2.0**-11), np.float32(-64), 32
 """Logits of which two may have one probability; the least logit, from the largest, whose exponential is no subnormal

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from rabbitllm.base.compiling import to_array, words_at
+from rabbitllm.base.compiling import POWERS_OF_2, to_array, words_at
 from rabbitllm.quant import _byte_kernels, _product_kernels, _vectors
 from rabbitllm.quant._vectors import F32, I16, I32, emitted, every, narrowed, number, on_stack
 
@@ -21,9 +21,6 @@ KEYS, QUERIES, HEADS = 64, 48, 4
 """Keys of a block; rows and heads that are multiplied with a block while it is in the processor's cache."""
 WORDS = 18
 """Int64s that the kernel gets: see `attend`."""
-_HIGH = 1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3, 5.550332471162809e-2
-_POWERS = (*_HIGH, 2.402264791363012e-1, 6.931472028550421e-1, 1.0)
-"""The coefficients of 2 ** x for x in (-0.5, 0.5) (Cephes, exp2f)."""
 _NONE, _HIDDEN = -1e30, -2e30
 """The largest score before there is one, and the score of what a row does not see."""
 _NEAREST, _NEAREST_BITS = float(3 << 22), 0x4B400000
@@ -79,8 +76,8 @@ def _weigh(width, emit, scores, seen, mask, state, total):  # type: ignore[no-un
     def power(x: Any) -> Any:
         x = larger(x, every(x.type, -127.0))  # whose power is 0
         moved = b.fadd(x, every(x.type, _NEAREST))
-        rest, result = b.fsub(x, b.fsub(moved, every(x.type, _NEAREST))), every(x.type, _POWERS[0])
-        for coefficient in _POWERS[1:]:
+        rest, result = b.fsub(x, b.fsub(moved, every(x.type, _NEAREST))), every(x.type, POWERS_OF_2[0])
+        for coefficient in POWERS_OF_2[1:]:
             result = emit.fma(result, rest, every(x.type, coefficient))
         bits = b.sub(b.bitcast(moved, emit.ints), emit.every(_NEAREST_BITS - 127))
         return b.fmul(result, b.bitcast(b.shl(bits, emit.every(23)), emit.floats))
@@ -165,7 +162,7 @@ def _attend(data, start, end, parts):  # type: ignore[no-untyped-def]
     widened = to_array(words_at(queries), 2 * HEADS * QUERIES * WIDTH).view(np.float32)
     for item in range(start * count // parts, end * count // parts):
         bundle, turn = item // blocks, item % blocks
-        block = turn // 2 if turn % 2 == 0 else blocks - 1 - turn // 2  # cheap ones beside expensive ones
+        block = turn // 2 if turn % 2 == 0 else blocks - 1 - turn // 2  # cheap and expensive ones in turns
         of_keys, head = bundle // bundles, bundle % bundles * heads_each
         many_heads = min(heads_each, group - head)
         head += of_keys * group
@@ -252,6 +249,6 @@ def attend(width: int) -> Callable[..., None]:
         WEIGH=emitted(functools.partial(_weigh, width), lanes),
         WIDEN=emitted(_widen, lanes),
         FINISH=emitted(_finish, lanes),
-        TURN=emitted(_byte_kernels._turn, lanes),
+        TURN=emitted(_byte_kernels.emit_turn, lanes),
         room=on_stack(nbytes),
     )

@@ -92,7 +92,7 @@ def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     dot = functools.partial(_dot, width, group, is_moved)
     tile = VECTORS, 4 if lanes == 16 else 3 if size == 1 and _multiplies_fours() else 2  # as registers allow
     stack_panel: Any = on_stack((_product_kernels.PANEL_ROWS + lanes) * _PANEL_STEPS * nbytes)
-    others = {"GROUP": lanes, "MAX_STEPS": _PANEL_STEPS, "stack_panel": stack_panel, "TURN": emitted(_turn, lanes)}
+    others = {"GROUP": lanes, "MAX_STEPS": _PANEL_STEPS, "stack_panel": stack_panel, "TURN": emitted(emit_turn, lanes)}
     return _product_kernels.panel_kernel(name, emitted(fill, lanes), dot, tile, nbytes, **others)
 
 
@@ -125,7 +125,7 @@ def _store_step(emit: Emitter, place: Any, codes: Any, groups: list[tuple[Any, A
         emit.store(value, emit.add(place, STEP * codes.type.element.width // 8 + 4 * v), 4)
 
 
-def _turn(emit, rows, panel, row_bytes):  # type: ignore[no-untyped-def]
+def emit_turn(emit, rows, panel, row_bytes):  # type: ignore[no-untyped-def]
     """Store as many rows as a vector has lanes, one behind the other, so that each has a lane; four lanes at a time."""
     b, width, four = emit.b, emit.width, ir.VectorType(I32, 4)
 

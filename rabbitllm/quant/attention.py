@@ -1,4 +1,4 @@
-"""Attention of the rows of a prompt by one call, in float32: torch's rounds weights, and takes five times as long."""
+"""Attention of the rows of a prompt by one call, in float32: torch's rounds weights, and takes three times as long."""
 
 from __future__ import annotations
 

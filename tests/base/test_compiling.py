@@ -158,8 +158,22 @@ def test_changed_sources_recompile_a_kernel(tmp_path: Path, monkeypatch: pytest.
     assert of_a_new_process(4) == (4, False, 4, False)
 
 
+def test_changed_helpers_recompile_every_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compiling` has a few that become part of kernels of all packages."""
+    package, digests = tmp_path / "package", set[str | None]()
+    package.mkdir()
+    (package / "kernels.py").touch()
+    monkeypatch.setattr(compiling, "files", lambda name: tmp_path if name == "rabbitllm.base" else package)
+    for number in range(2):
+        (tmp_path / "compiling.py").write_text(f"NUMBER = {number}\n")
+        monkeypatch.setattr(compiling, "_BEGAN", time.time() + 1)
+        digests.add(compiling.digest_of.__wrapped__("a package"))
+    assert len(digests) == 2
+    assert None not in digests
+
+
 def test_kernels_use_only_modules_of_their_package() -> None:
-    """Only of these a digest is part of a kernel's name; `compiling` has no code for kernels."""
+    """Only of these and of `compiling` a digest is part of a kernel's name."""
     for module in (_product_kernels, quantize_kernels, _vectors, _norm_kernels):
         package = module.__name__.rpartition(".")[0]
         for value in vars(module).values():
