@@ -110,6 +110,21 @@ def test_experts_and_weights_are_torch_s(experts: int, used: int, is_normed: boo
     assert ties > 10 or used == 1
 
 
+class _Reversed(_mixtures._Routing):
+    """As a class that chooses the same experts in another order."""
+
+    def choice(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        index, weights = super().choice(logits)
+        return index.flip(-1), weights.flip(-1)
+
+
+@pytest.mark.parametrize(("experts", "used"), [(16, 2), (128, 8), (256, 8), (512, 8), (512, 10)])
+@torch.no_grad()
+def test_the_trial_compares_choices_among_any_number_of_experts(experts: int, used: int) -> None:
+    assert _mixtures._chooses_alike(_mixtures._Routing(None, used, True), experts)
+    assert not _mixtures._chooses_alike(_Reversed(None, used, True), experts)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_logits_that_are_no_numbers_are_left_to_torch(value: float) -> None:
     program, logits = Program(5), torch.arange(16.0).bfloat16()
