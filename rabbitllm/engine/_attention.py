@@ -45,15 +45,17 @@ from rabbitllm.quant.joint import JointProduct
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj")
 """Names of the Linears of attentions."""
 _NORMS = ("q_norm", "k_norm")
-_CACHES = ("cache", "past_key_values")
+CACHES = ("cache", "past_key_values")
 """The argument with the KV cache; "cache" since transformers 5.24."""
-_READ = *_CACHES, "hidden_states", "position_embeddings", "attention_mask"
+_READ = *CACHES, "hidden_states", "position_embeddings", "attention_mask"
 _ARGUMENTS = frozenset({"position_ids", "use_cache", "output_router_logits", *_READ})
 _AROUND = (
     ("input_layernorm", "post_attention_layernorm"),
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
 """Names of a layer's norms: before its attention and its MLP, or also after them."""
+CACHED = 7
+"""Words of a call that `_cached` returns."""
 _ORDINARY = (torch.Tensor, nn.Parameter)
 _MULTIPLE = 32
 """Width of heads in steps."""
@@ -118,14 +120,14 @@ class _AttentionForm:
         from rabbitllm.engine import _layer_kernels
 
         begin = heads[0], heads[1] + 2 * (self.gates + self.queries) * self.width
-        numbers = (program.address(first + index) for index in range(7))
+        numbers = (program.address(first + index) for index in range(CACHED))
         program.add(_layer_kernels.keep, [begin, *numbers, self.keys, self.width])
 
     def add_attention(self, program: Program, heads: Place, out: Place, first: int) -> None:
         """Attend; the addresses of a call from `first` on are those of `_cached`."""
         from rabbitllm.engine import _layer_kernels
 
-        keys, values, *numbers = (program.address(first + index) for index in range(7))
+        keys, values, *numbers = (program.address(first + index) for index in range(CACHED))
         form = self.queries, self.queries // self.keys, self.width, float_bits(self.scaling)
         words: Words = [self._queries_in(heads), keys, values, out, *numbers, *form]
         program.add(_layer_kernels.attend, words, torch.get_num_threads() if torchs_team() is not None else 1)
@@ -231,12 +233,13 @@ class LayerCalls:
     ) -> tuple[Program, Program, MixtureCall | None]:
         from rabbitllm.engine import _layer_kernels
 
-        arguments = 9 + (0 if self._around is None else len(self._around.norms)) + self.calls_mlp
+        at_x = 2 + CACHED  # after those of queries, keys and values, and of the result
+        arguments = at_x + (0 if self._around is None else len(self._around.norms)) + self.calls_mlp
         before, after = Program(4 + self.before), Program(arguments + 3 * (mixture is not None))
         x, cos, sin, heads = (before.address(index) for index in range(4))
         self._add_before(first, before, x, (cos, sin), heads, 4)
         summed = after.address(1)
-        self._add_after(last, after, after.address(9), after.address(0), summed, 2, 10)
+        self._add_after(last, after, after.address(at_x), after.address(0), summed, 2, at_x + 1)
         if mixture is not None:
             normed, result, *arrays = (after.address(arguments - 1 + index) for index in range(4))
             of_mlp = after.room(2 * self.columns)
@@ -492,7 +495,7 @@ def _current(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | None
 
 
 def _prepared(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | None:
-    """The same, found anew."""
+    """The same, made now."""
     parts = module._modules
     linears = [parts[name] for name in form.linears]
     firsts = [linear._parameters for linear in linears[:-1]]
@@ -566,7 +569,7 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
 def _is_alike(module: Any, form: _AttentionForm) -> bool:
     """Whether a module's class has the same keys and values, and nearly the same attention, with other products."""
     parameters = inspect.signature(type(module).forward).parameters
-    name_of_cache = next((name for name in _CACHES if name in parameters), "")
+    name_of_cache = next((name for name in CACHES if name in parameters), "")
     if attention_of(module.config) != "sdpa" or not name_of_cache:
         return False
     random = RandomTensors()

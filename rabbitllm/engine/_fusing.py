@@ -74,7 +74,7 @@ def unchanged(
     """Whether what was true of modules still is.
 
     Args:
-        is_true: what is asked anew after a change.
+        is_true: what is asked again after a change.
         facts: dicts, and the names of those of their values that are to stay.
         parts: modules and the names of their parts, which are to stay, with forwards and numbers, and without hooks.
         others: dicts that `is_true` depends on, besides.

@@ -23,14 +23,13 @@ from transformers import DynamicCache
 from rabbitllm.base.dict_changes import remembered
 from rabbitllm.base.programs import Program
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._attention import LayerCalls, are_rows, is_step, layer_calls, values_of
+from rabbitllm.engine._attention import CACHED, CACHES, LayerCalls, are_rows, is_step, layer_calls, values_of
 from rabbitllm.engine._fusing import Forward, fuse, result_of, trial_of
 from rabbitllm.engine._siblings import has_hooks
 from rabbitllm.engine.kv_room import is_ordinary, keeps_every_token, room_for
 
 _INPUTS = "input_ids", "inputs_embeds"
-_CACHES = "cache", "past_key_values"
-_KNOWN = frozenset({*_INPUTS, *_CACHES, "attention_mask", "position_ids", "cache_position", "use_cache"})
+_KNOWN = frozenset({*_INPUTS, *CACHES, "attention_mask", "position_ids", "cache_position", "use_cache"})
 """Arguments with which a class is known to call its layers as it was tried."""
 _OUTPUTS = {"output_hidden_states": False, "output_attentions": False, "return_dict": True}
 """Attributes of a config, and their values if only the last layer's result is wanted."""
@@ -38,8 +37,8 @@ _STEPS_BETWEEN = 16
 """After how many steps whose layers were called one by one it is tried again whether they must be."""
 _PAST = 2
 """Tokens in the cache of a trial."""
-_HEAD, _CACHED = 4, 7
-"""Addresses of a call that belong to no layer, and those of each layer's keys and values."""
+_HEAD = 4
+"""Addresses of a call that belong to no layer."""
 
 
 def fuse_models(model: nn.Module) -> int:
@@ -104,7 +103,7 @@ def _forward(
 def _hides_nothing(named: dict[str, Any]) -> bool:
     """Whether no token is masked, and the cache has every token."""
     mask = named.get("attention_mask")
-    cache: Any = next((named[name] for name in _CACHES if name in named), None)
+    cache: Any = next((named[name] for name in CACHES if name in named), None)
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())):
         return False
     return is_ordinary(cache) and all(map(keeps_every_token, cache.layers))
@@ -186,14 +185,14 @@ class _Whole:
 
     def _build(self, weights: int) -> Program:
         """The program for as many threads as there are now."""
-        cached, first = _HEAD, _HEAD + _CACHED * len(self.calls)
+        cached, first = _HEAD, _HEAD + CACHED * len(self.calls)
         program = Program(first + weights)
         x, cos, sin, out = (program.address(index) for index in range(_HEAD))
         hidden = program.room(2 * self.calls[0].columns)
         for of_layer in self.calls:
             with program.passing():
                 of_layer.add_to(program, x, (cos, sin), out if of_layer is self.calls[-1] else hidden, cached, first)
-            x, cached, first = hidden, cached + _CACHED, first + len(of_layer.tables)
+            x, cached, first = hidden, cached + CACHED, first + len(of_layer.tables)
         self._programs[torch.get_num_threads()] = program
         return program
 
@@ -225,7 +224,7 @@ def _is_sequence(module: Any, names: frozenset[str]) -> bool:
         own = dict(vars(like))
         # a mask that hides something is a tensor, which layers of two kinds have two of
         mask = torch.tensor([[0, *[1] * _PAST]], device="cpu")
-        named = {"inputs_embeds": x, "attention_mask": mask, **dict.fromkeys(_CACHES, cache), "use_cache": True}
+        named = {"inputs_embeds": x, "attention_mask": mask, **dict.fromkeys(CACHES, cache), "use_cache": True}
         arguments = {name: value for name, value in named.items() if name in names}
         result = result_of(inspect.unwrap(type(module).forward), like, **arguments)
         hidden = getattr(result, "last_hidden_state", None)

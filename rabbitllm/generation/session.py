@@ -397,7 +397,7 @@ class Session:
         def prompt_done() -> None:
             nonlocal done
             done = None
-            if self._model.placement.is_resident:  # then a token is no longer than a layer, and layers compute together
+            if self._model.placement.is_resident:  # a hook of a layer would keep layers from one call
                 for hook in hooks[1:]:
                     hook.remove()
 

@@ -133,14 +133,20 @@ def test_a_damaged_file_is_computed_again(
     assert {name: len(data) for name, data in files(tmp_path).items()}.keys() == stored.keys()
 
 
+def asked_hybrid(tmp_path: Path, ask: Ask, family: str) -> tuple[Path, Any]:
+    """A split of a family with states, whose cache is in `whole`, and what it answers."""
+    folder = split(build_checkpoint(tmp_path / "model", MODELS[family], dtype=torch.float32))
+    expected = ask(PLAIN, asked([5]), folder)[0]
+    ask(limits(tmp_path / "whole"), asked([5]), folder)
+    return folder, expected
+
+
 @pytest.mark.long
 @pytest.mark.bits
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
 def test_torn_files_of_hybrids_are_computed_again(tmp_path: Path, ask: Ask, family: str) -> None:
     """Cut, or with blocks of zeros as after a power cut, or with a bit that has turned; some or all of the files."""
-    folder = split(build_checkpoint(tmp_path / "model", MODELS[family], dtype=torch.float32))
-    expected = ask(PLAIN, asked([5]), folder)[0]
-    ask(limits(tmp_path / "whole"), asked([5]), folder)
+    folder, expected = asked_hybrid(tmp_path, ask, family)
     drawn, hits = random.Random(2), 0
     for number in range(12):
         torn = tmp_path / f"torn{number}"
@@ -342,9 +348,7 @@ def test_kill_9_at_any_moment(tmp_path: Path, ask: Ask, family: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
 def test_a_full_disk_stops_no_hybrid(tmp_path: Path, ask: Ask, family: str) -> None:
-    folder = split(build_checkpoint(tmp_path / "model", MODELS[family], dtype=torch.float32))
-    expected = ask(PLAIN, asked([5]), folder)[0]
-    ask(limits(tmp_path / "whole"), asked([5]), folder)
+    folder, expected = asked_hybrid(tmp_path, ask, family)
     needed = sum(map(len, files(tmp_path / "whole").values()))
     for share in (0.05, 0.3, 0.6, 0.9):
         with small_disk(tmp_path / f"disk{share}", 4 << 20) as disk:
