@@ -158,9 +158,10 @@ def test_adapters_of_a_model_in_memory_have_the_gradients_of_transformers(
             torch.testing.assert_close(found[weight], gradient, rtol=0, atol=0)
         monkeypatch.setattr(bfloat_products, "max_rows", lambda: bfloat_products.ALL_ROWS)
         quick = gradients(with_lora(load(stored, dtype=name, exact=False, fast_bfloat16=dtype == torch.bfloat16)))
+        rounded = 1e-4 if compression is None else 2e-3  # codes are multiplied as integers
         for weight, gradient in expected.items():
             off = (quick[weight].float() - gradient.float()).norm() / gradient.float().norm()
-            assert off < (1e-4 if dtype == torch.float32 else 0.1)
+            assert off < (rounded if dtype == torch.float32 else 0.1)
 
 
 def test_trainer_trains_a_model_in_memory_and_leaves_its_files(split_folder: Path, tmp_path: Path) -> None:
