@@ -37,10 +37,11 @@ from rabbitllm.engine._gates import ActKind, OneCall, act_of, is_one_call, mlp_w
 from rabbitllm.engine._mixtures import MixtureCall, mixture_call
 from rabbitllm.engine._norms import NormForm, norm_form, with_weight
 from rabbitllm.engine._rotary import rotating_forward
-from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
+from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.quant.joint import JointProduct
+from rabbitllm.quant.plain import PlainMatrix
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj")
 """Names of the Linears of attentions."""
@@ -193,6 +194,7 @@ class LayerCalls:
         facts: tell whether it still is what the modules compute, as `is_current` does.
         tables: the parameters of biases and norms, in the order of the calls' addresses, and their names.
         before: how many of these are the first call's.
+        plain: those of the matrices that are plain.
         calls_mlp: whether the second call ends before a layer's MLP, with the sum so far and its norm.
     """
 
@@ -207,6 +209,7 @@ class LayerCalls:
     ) -> None:
         self.form, self.biased, self.tables, self.facts = form, biased, tables, facts
         self.is_current = remembered(*facts)
+        self.plain = [matrix for matrix in matrices if type(matrix) is PlainMatrix]
         self._around = around
         self.before = sum(biased) + len(form.norms) + (around is not None)
         count = len(biased)
@@ -489,9 +492,12 @@ def is_step(form: _AttentionForm, x: Any, angles: Any, mask: Any) -> bool:
 
 def _current(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | None:
     """What an attention or the layer around it computes by two calls now; None if nothing."""
-    kept = getattr(module._modules[form.linears[0]]._parameters.get("weight"), "calls", None) or {}
+    first = module._modules[form.linears[0]]
+    weight = fused_weight(first) if isinstance(first, nn.Module) else None
+    kept = (None if weight is None else weight.calls) or {}
     calls: LayerCalls | None = kept.get(module if layer is None else layer)
-    return calls if calls is not None and calls.is_current() else _prepared(form, module, layer)
+    is_current = calls is not None and calls.is_current() and all(matrix.stays() for matrix in calls.plain)
+    return calls if is_current else _prepared(form, module, layer)
 
 
 def _prepared(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | None:

@@ -92,7 +92,7 @@ def _forward(
     is_token = is_token and type(module).forward is tried
     if is_token and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         whole = kept.get(module)
-        if whole is None or not whole.is_current():
+        if whole is None or not (whole.is_current() and whole.has_places()):
             whole = kept[module] = _Whole(module, names)
         if whole.calls and _hides_nothing(named):
             with contextlib.suppress(_NotWholeError):
@@ -131,6 +131,7 @@ class _Whole:
         self._indices = _indices_of(layers)
         self._tables = [table for of_layer in self.calls for table in of_layer.tables]
         self._programs = dict[int, Program]()
+        self._plain = [matrix for of_layer in self.calls for matrix in of_layer.plain]
         whole = trial_of(layers[0], forward=self._compute)
         self.like = trial_of(module, _modules={**module._modules, "layers": [whole]})
         watched = [vars(module), module._modules, vars(modules), modules._modules, vars(config)]
@@ -147,6 +148,10 @@ class _Whole:
             return all(same) and all(holds() for holds, _ in facts)
 
         self.is_current = remembered(are_true, [*watched, *(table for _, tables in facts for table in tables)])
+
+    def has_places(self) -> bool:
+        """Whether plain matrices are where they were."""
+        return not self.calls or all(matrix.stays() for matrix in self._plain)
 
     def _compute(self, x: Any, *args: Any, **named: Any) -> torch.Tensor:
         """What all layers do.

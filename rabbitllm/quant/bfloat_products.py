@@ -71,13 +71,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return result.to(x.dtype).view(*x.shape[:-1], len(weight))
 
 
-def routed(weight: torch.Tensor) -> tuple[RoutedProduct, tuple[int, ...]] | None:
-    """As `KernelMatrix.routed`, for a matrix (N, K) of bfloat16."""
-    if not (width := width_for(weight)) or torchs_team() is None:
-        return None
-    return _product(width, *weight.shape), _words(weight, width)
-
-
 def _product(width: int, count: int, columns: int) -> RoutedProduct:
     return RoutedProduct(BFLOAT16, width, None, (count, columns), 2 * count * columns, FEW_ROWS)
 
@@ -101,13 +94,18 @@ def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     columns, rows = x.shape[1], len(weight)
     out = torch.empty(len(x), rows, dtype=torch.float32, device="cpu")
     for begin in range(0, len(x), MAX_INPUTS):
-        pairs = x[begin : begin + MAX_INPUTS].view(-1, columns // (2 * width), width, 2)
-        inputs = pairs.transpose(2, 3).to(torch.float32, memory_format=torch.contiguous_format)  # even ones first
+        inputs = widened(width, x[begin : begin + MAX_INPUTS])
         shape = 2 * columns, columns // (2 * width), 0, len(inputs), rows
         work = weight.data_ptr(), 0, inputs.data_ptr(), 0, 0, out[begin:].data_ptr(), *shape
         method = CODES if len(inputs) <= FEW_ROWS else PANELS
         _kernels.run(method, BFLOAT16, width, [work], 2 * weight.numel())
     return out
+
+
+def widened(width: int, x: torch.Tensor) -> torch.Tensor:
+    """Rows (T, K) of bfloat16 as kernels of `width` lanes take them: float32, of each step the even ones first."""
+    pairs = x.view(len(x), -1, width, 2)
+    return pairs.transpose(2, 3).to(torch.float32, memory_format=torch.contiguous_format)
 
 
 @functools.cache
