@@ -41,7 +41,7 @@ from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_
 from rabbitllm.engine.kv_room import updated
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.quant.joint import JointProduct
-from rabbitllm.quant.plain import PlainMatrix
+from rabbitllm.quant.plain import PlainMatrix, stay
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj")
 """Names of the Linears of attentions."""
@@ -496,7 +496,7 @@ def _current(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | None
     weight = fused_weight(first) if isinstance(first, nn.Module) else None
     kept = (None if weight is None else weight.calls) or {}
     calls: LayerCalls | None = kept.get(module if layer is None else layer)
-    is_current = calls is not None and calls.is_current() and all(matrix.stays() for matrix in calls.plain)
+    is_current = calls is not None and calls.is_current() and stay(calls.plain)
     return calls if is_current else _prepared(form, module, layer)
 
 

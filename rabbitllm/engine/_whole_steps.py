@@ -27,6 +27,7 @@ from rabbitllm.engine._attention import CACHED, CACHES, LayerCalls, are_rows, is
 from rabbitllm.engine._fusing import Forward, fuse, result_of, trial_of
 from rabbitllm.engine._siblings import has_hooks
 from rabbitllm.engine.kv_room import is_ordinary, keeps_every_token, room_for
+from rabbitllm.quant.plain import stay
 
 _INPUTS = "input_ids", "inputs_embeds"
 _KNOWN = frozenset({*_INPUTS, *CACHES, "attention_mask", "position_ids", "cache_position", "use_cache"})
@@ -151,7 +152,7 @@ class _Whole:
 
     def has_places(self) -> bool:
         """Whether plain matrices are where they were."""
-        return not self.calls or all(matrix.stays() for matrix in self._plain)
+        return not self.calls or stay(self._plain)
 
     def _compute(self, x: Any, *args: Any, **named: Any) -> torch.Tensor:
         """What all layers do.

@@ -208,6 +208,8 @@ def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) ->
             offset = b.mul(step, number(2 * nbytes))
             at = b.mul(step, number(nbytes)) if widen else offset
             weights = [(widen or both)(emit.add(base, at)) for base in bases]
+            for base in bases if widen else ():  # the next tile, which no prefetcher expects
+                emit.prefetch(emit.add(base, at, b.mul(panel_bytes, number(rows))), 3)
             vectors = [both(emit.add(begin, offset)) for begin in begins]
             for half, of_row, t in itertools.product(range(2), range(rows), range(tokens)):
                 total = sums[of_row][t]

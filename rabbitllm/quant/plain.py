@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,21 +27,17 @@ class PlainMatrix(KernelMatrix):
         form: its shape.
     """
 
-    __slots__ = "_place", "_weight", "form"
+    __slots__ = "_address", "_size", "_stride", "_weight", "form"
     kernel = BFLOAT16
     max_inputs = bfloat_products.FEW_ROWS
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self.form, self._weight, self._place = PlainForm(tuple(weight.shape)), weakref.ref(weight), _place_of(weight)
+        self.form, self._weight, self._address = PlainForm(tuple(weight.shape)), weakref.ref(weight), weight.data_ptr()
+        self._size, self._stride = weight.shape, weight.stride()
 
     def is_of(self, weight: Any) -> bool:
-        """Whether this is the matrix of a weight, which still has the same place, shape and dtype."""
-        return self._weight() is weight and self.stays()
-
-    def stays(self) -> bool:
-        """Whether its weight still is what it was."""
-        weight = self._weight()
-        return weight is not None and _place_of(weight) == self._place
+        """Whether this is the matrix of a weight, as `stay` tells it."""
+        return self._weight() is weight and stay([self])
 
     def method_for(self, count: int, dtype: torch.dtype) -> tuple[str, int]:
         if dtype != torch.bfloat16 or count > max(self.max_inputs, bfloat_products.max_rows()):
@@ -57,7 +54,7 @@ class PlainMatrix(KernelMatrix):
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
         columns = self.form.shape[1]
-        return self._place[0], 0, 0, 2 * columns, columns // (2 * width), 0
+        return self._address, 0, 0, 2 * columns, columns // (2 * width), 0
 
     def in_chunks(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         weight = self._weight()
@@ -68,6 +65,17 @@ class PlainMatrix(KernelMatrix):
         weight = self._weight()
         assert weight is not None
         return product(x, weight, bias)
+
+
+def stay(matrices: Iterable[PlainMatrix]) -> bool:
+    """Whether the weights of matrices are in memory where they were, in the same form: other `data` may replace it."""
+    for matrix in matrices:  # hundreds of them for a token, so all in one function
+        weight = matrix._weight()
+        if weight is None or weight.data_ptr() != matrix._address or weight.dtype is not torch.bfloat16:
+            return False
+        if weight.shape != matrix._size or weight.stride() != matrix._stride:
+            return False
+    return True
 
 
 def matrix_of(weight: torch.Tensor) -> PlainMatrix | None:
@@ -84,7 +92,3 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     """`x @ W.T + bias` by the fastest method here: (..., K), (N, K) and (N,) -> (..., N)."""
     multiply = bfloat_products.linear if bfloat_products.multiplies(x, weight) else torch.nn.functional.linear
     return multiply(x, weight, bias)
-
-
-def _place_of(weight: torch.Tensor) -> tuple[Any, ...]:
-    return weight.data_ptr(), weight.dtype, weight.shape, weight.stride()
