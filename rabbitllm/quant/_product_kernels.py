@@ -30,7 +30,7 @@ from llvmlite import ir
 
 from rabbitllm.base.compiling import to_array, words_at
 from rabbitllm.quant._integers import OWN_STEPS, CodeSteps
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, PANELS
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, NUMBERS, PANELS
 from rabbitllm.quant._vectors import (
     CODEBOOKS,
     F32,
@@ -349,9 +349,10 @@ def code_kernel(
 
 
 def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
-    """The kernel of a method and a scheme of ours or `BFLOAT16`, with so many lanes; by codes `INTEGERS` of ours."""
+    """The kernel of a method and a scheme of ours or `BFLOAT16`, with so many lanes; by codes `INTEGERS` of ours, and
+    `NUMBERS` of `BFLOAT16` alone, in the order of its steps."""
     name = f"{method}_{scheme}_{width}"
-    if method == BFLOATS:
+    if method in (BFLOATS, NUMBERS):
         return rows_kernel(name, _fill(scheme, width), step_size(method, width))
     if scheme == BFLOAT16:
         fill, dot, tile = _fill(scheme, width), functools.partial(_panel_dot, width), (ROWS, PANEL_TOKENS[width])
