@@ -33,6 +33,8 @@ _MOST_INPUTS = 48
 _DTYPES = frozenset({torch.bfloat16, torch.float32})
 _PLAIN = "_plain_sibling"
 """The attribute of a Linear with the `Sibling` by which plain weights are multiplied."""
+_MOST_PLACES = 8
+"""Addresses of a Linear's weights of which something is kept."""
 _NONE = list[Any]()
 """The followers of a Linear that is computed alone."""
 
@@ -117,14 +119,14 @@ class Sibling:
         last: of its model.
         followers: those that are computed with it.
         unused: how often its result was left unused.
-        plain: its last weight that was a plain matrix.
+        plain: its last plain matrices, by address: a streamed one lies in one of a few places.
     """
 
     module: nn.Module
     last: LastCall
     followers: list[Sibling] = field(default_factory=list)
     unused: int = 0
-    plain: PlainWeight | None = None
+    plain: dict[int, PlainWeight] = field(default_factory=dict)
 
     def install(self) -> None:
         """Let the Linear call `linear` itself: `torch.nn.functional.linear` takes longer to find it than a product."""
@@ -178,10 +180,16 @@ class Sibling:
 
     def plain_weight(self, weight: Any) -> PlainWeight | None:
         """The plain matrix that a weight is now; None if our kernels do not multiply it."""
-        if self.plain is None or not self.plain.matrix.is_of(weight):
-            matrix = plain.matrix_of(weight) if isinstance(weight, torch.Tensor) else None
-            self.plain = None if matrix is None else PlainWeight(matrix, self)
-        return self.plain
+        if type(weight) not in (nn.Parameter, torch.Tensor):
+            return None
+        own = self.plain.get(weight.data_ptr())
+        if own is None or not own.matrix.is_of(weight):
+            if (matrix := plain.matrix_of(weight)) is None:
+                return None
+            if len(self.plain) == _MOST_PLACES:
+                self.plain.clear()
+            own = self.plain[weight.data_ptr()] = PlainWeight(matrix, self)
+        return own
 
     def lead(self, other: Sibling) -> None:
         """From now on compute another one too."""
@@ -224,7 +232,7 @@ def fused_weight(linear: nn.Module) -> FusedWeight | None:
     if type(weight) is QuantizedWeight:
         return weight if weight.sibling is not None else None
     sibling: Sibling | None = vars(linear).get(_PLAIN)
-    return sibling.plain_weight(weight) if sibling is not None and weight is not None else None
+    return None if sibling is None else sibling.plain_weight(weight)
 
 
 def has_hooks(module: nn.Module) -> bool:

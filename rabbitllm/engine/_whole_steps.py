@@ -27,7 +27,6 @@ from rabbitllm.engine._attention import CACHED, CACHES, LayerCalls, are_rows, is
 from rabbitllm.engine._fusing import Forward, fuse, result_of, trial_of
 from rabbitllm.engine._siblings import has_hooks
 from rabbitllm.engine.kv_room import is_ordinary, keeps_every_token, room_for
-from rabbitllm.quant.plain import stay
 
 _INPUTS = "input_ids", "inputs_embeds"
 _KNOWN = frozenset({*_INPUTS, *CACHES, "attention_mask", "position_ids", "cache_position", "use_cache"})
@@ -93,7 +92,7 @@ def _forward(
     is_token = is_token and type(module).forward is tried
     if is_token and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         whole = kept.get(module)
-        if whole is None or not (whole.is_current() and whole.has_places()):
+        if whole is None or not (whole.is_current() and all(of_layer.has_plain() for of_layer in whole.calls)):
             whole = kept[module] = _Whole(module, names)
         if whole.calls and _hides_nothing(named):
             with contextlib.suppress(_NotWholeError):
@@ -132,7 +131,6 @@ class _Whole:
         self._indices = _indices_of(layers)
         self._tables = [table for of_layer in self.calls for table in of_layer.tables]
         self._programs = dict[int, Program]()
-        self._plain = [matrix for of_layer in self.calls for matrix in of_layer.plain]
         whole = trial_of(layers[0], forward=self._compute)
         self.like = trial_of(module, _modules={**module._modules, "layers": [whole]})
         watched = [vars(module), module._modules, vars(modules), modules._modules, vars(config)]
@@ -149,10 +147,6 @@ class _Whole:
             return all(same) and all(holds() for holds, _ in facts)
 
         self.is_current = remembered(are_true, [*watched, *(table for _, tables in facts for table in tables)])
-
-    def has_places(self) -> bool:
-        """Whether plain matrices are where they were."""
-        return not self.calls or stay(self._plain)
 
     def _compute(self, x: Any, *args: Any, **named: Any) -> torch.Tensor:
         """What all layers do.

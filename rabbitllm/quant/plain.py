@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ class PlainForm(NamedTuple):
 
 
 class PlainMatrix(KernelMatrix):
-    """A weight (N, K) for which `bfloat_products.width_for` has a kernel; the matrix does not keep it in memory.
+    """The matrix of a weight (N, K) for which `bfloat_products.width_for` has a kernel, and which is not kept.
 
     Attributes:
         form: its shape.
@@ -36,8 +35,14 @@ class PlainMatrix(KernelMatrix):
         self._size, self._stride = weight.shape, weight.stride()
 
     def is_of(self, weight: Any) -> bool:
-        """Whether this is the matrix of a weight, as `stay` tells it."""
-        return self._weight() is weight and stay([self])
+        """Whether it is the matrix of a weight, too: one that lies there in this form."""
+        if type(weight) not in (torch.nn.Parameter, torch.Tensor) or weight.data_ptr() != self._address:
+            return False
+        if weight.dtype is not torch.bfloat16 or weight.shape != self._size or weight.stride() != self._stride:
+            return False
+        if self._weight() is not weight:  # a streamed one, which is another tensor in each pass
+            self._weight = weakref.ref(weight)
+        return True
 
     def method_for(self, count: int, dtype: torch.dtype) -> tuple[str, int]:
         if dtype != torch.bfloat16 or count > max(self.max_inputs, bfloat_products.max_rows()):
@@ -65,17 +70,6 @@ class PlainMatrix(KernelMatrix):
         weight = self._weight()
         assert weight is not None
         return product(x, weight, bias)
-
-
-def stay(matrices: Iterable[PlainMatrix]) -> bool:
-    """Whether the weights of matrices are in memory where they were, in the same form: other `data` may replace it."""
-    for matrix in matrices:  # hundreds of them for a token, so all in one function
-        weight = matrix._weight()
-        if weight is None or weight.data_ptr() != matrix._address or weight.dtype is not torch.bfloat16:
-            return False
-        if weight.shape != matrix._size or weight.stride() != matrix._stride:
-            return False
-    return True
 
 
 def matrix_of(weight: torch.Tensor) -> PlainMatrix | None:
