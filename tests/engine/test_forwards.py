@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,30 @@ def test_tokens_are_as_near_as_torchs(tmp_path: Path, family: str, settings: dic
         parts = [ids[:, :20], *ids[:, 20:].split(1, 1)]
         results.append(torch.cat([model(part, past_key_values=cache).logits for part in parts], 1))
     assert_as_near(*results, exact_logits(folder, ids))
+
+
+@torch.no_grad()
+def test_streamed_weights_leave_memory_and_copies_have_their_own(checkpoint: Path, kernel_rows: list[int]) -> None:
+    for budget in (0, ALL):
+        model, seen = load(split(checkpoint), budget, fast_bfloat16=True, exact=False), list[Any]()
+        layer, cache = model.model.layers[0], transformers.DynamicCache(config=model.config)
+        linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+
+        def note(*args: Any, seen: list[Any] = seen, linears: list[nn.Linear] = linears) -> None:
+            seen.extend(weakref.ref(linear.weight) for linear in linears)
+
+        layer.input_layernorm.register_forward_pre_hook(note)  # whose layer is called part by part then
+        with torch.inference_mode():
+            for token in range(3):
+                model(torch.tensor([[token]]), cache=cache)
+        assert len(seen) == 3 * len(linears)
+        assert [weight() is None for weight in seen] == [budget == 0] * len(seen)
+    copied, x = copy.deepcopy(layer.mlp), torch.randn(1, 1, 128).bfloat16()
+    copied.down_proj.weight.zero_()
+    assert not copied(x).any()
+    assert layer.mlp(x).any()
+    copied.load_state_dict(layer.mlp.state_dict())
+    assert torch.equal(copied(x), layer.mlp(x))
 
 
 def test_fast_bfloat16_is_refused_with_exact() -> None:
