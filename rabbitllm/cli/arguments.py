@@ -197,7 +197,7 @@ class ModelOptions:
         rare_option(
             "--fast-bfloat16/--no-fast-bfloat16",
             help="Use this package's bfloat16 kernel where it is faster than torch's; results differ in the last bits. "
-            "By default on processors without bfloat16 instructions.",
+            "By default on CPUs.",
         ),
     ] = None
 

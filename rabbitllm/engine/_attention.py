@@ -37,10 +37,12 @@ from rabbitllm.engine._gates import ActKind, OneCall, act_of, is_one_call, mlp_w
 from rabbitllm.engine._mixtures import MixtureCall, mixture_call
 from rabbitllm.engine._norms import NormForm, norm_form, with_weight
 from rabbitllm.engine._rotary import rotating_forward
-from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
+from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
 from rabbitllm.engine.transformers_api import attention_of
+from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
+from rabbitllm.quant.plain import PlainMatrix
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj")
 """Names of the Linears of attentions."""
@@ -169,10 +171,11 @@ def _facts_of(
     form: _AttentionForm, attention: Any, linears: Iterable[nn.Module], parts: Iterable[tuple[nn.Module, str]]
 ) -> Facts:
     """Tell whether what is true of modules still is: how the attention's class attends, parts, forwards and numbers,
-    no hooks, and the weights of Linears, but for the first one, which keeps what was made of them."""
+    no hooks, and the codes of Linears, but for the first one, which keeps what was made of them."""
     tables: list[dict[str, Any]] = [linear._parameters for linear in linears]
     facts = [(table, "bias") for table in tables if table["bias"] is None]
-    facts += [(table, "weight") for table in tables[1:]] + [(vars(attention), "config")]
+    facts += [(table, "weight") for table in tables[1:] if type(table["weight"]) is QuantizedWeight]
+    facts += [(vars(attention), "config")]
     is_true = functools.partial(_attends_so, attention, form)
     return unchanged(is_true, facts, parts, [vars(attention.config)])
 
@@ -193,6 +196,7 @@ class LayerCalls:
         facts: tell whether it still is what the modules compute, as `is_current` does.
         tables: the parameters of biases and norms, in the order of the calls' addresses, and their names.
         before: how many of these are the first call's.
+        plain: those of the matrices that are plain, and the parameters with their weights.
         calls_mlp: whether the second call ends before a layer's MLP, with the sum so far and its norm.
     """
 
@@ -204,8 +208,9 @@ class LayerCalls:
         around: _Around | None,
         facts: Facts,
         tables: Sequence[tuple[dict[str, Any], str]],
+        plain: Sequence[tuple[dict[str, Any], PlainMatrix]],
     ) -> None:
-        self.form, self.biased, self.tables, self.facts = form, biased, tables, facts
+        self.form, self.biased, self.tables, self.facts, self.plain = form, biased, tables, facts, plain
         self.is_current = remembered(*facts)
         self._around = around
         self.before = sum(biased) + len(form.norms) + (around is not None)
@@ -247,6 +252,10 @@ class LayerCalls:
             after.add(_layer_kernels.add, [summed, of_mlp, result, self.columns])
         both = self._programs[torch.get_num_threads()] = before, after, mixture
         return both
+
+    def has_plain(self) -> bool:
+        """Whether the plain matrices are those of the weights."""
+        return all(matrix.is_of(table.get("weight")) for table, matrix in self.plain)
 
     def can_add(self) -> bool:
         """Whether `add_to` adds a whole layer."""
@@ -489,9 +498,12 @@ def is_step(form: _AttentionForm, x: Any, angles: Any, mask: Any) -> bool:
 
 def _current(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | None:
     """What an attention or the layer around it computes by two calls now; None if nothing."""
-    kept = getattr(module._modules[form.linears[0]]._parameters.get("weight"), "calls", None) or {}
+    first = module._modules[form.linears[0]]
+    weight = fused_weight(first) if isinstance(first, nn.Module) else None
+    kept = (None if weight is None else weight.calls) or {}
     calls: LayerCalls | None = kept.get(module if layer is None else layer)
-    return calls if calls is not None and calls.is_current() else _prepared(form, module, layer)
+    is_current = calls is not None and calls.is_current() and calls.has_plain()
+    return calls if is_current else _prepared(form, module, layer)
 
 
 def _prepared(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | None:
@@ -532,7 +544,9 @@ def _prepared(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | Non
     tables += [(norm._parameters, "weight") for norm in norms]
     biased = [table["bias"] is not None for table in firsts]
     matrices = [weight.matrix for weight in weights]
-    calls = LayerCalls(form, matrices, biased, around, _facts_of(form, module, linears, facts), tables)
+    facts_of_all = _facts_of(form, module, linears, facts)
+    plain = [(linear._parameters, m) for linear, m in zip(linears, matrices, strict=True) if type(m) is PlainMatrix]
+    calls = LayerCalls(form, matrices, biased, around, facts_of_all, tables, plain)
     # by whose they are: a weight may be that of several layers
     weights[0].calls = {**(weights[0].calls or {}), module if layer is None else layer: calls}
     return calls

@@ -21,9 +21,8 @@ from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import MAX_ELEMENTS, class_result, forward_in, fuse, is_result, kind_of, trial_of
-from rabbitllm.engine._siblings import has_hooks, is_plain, plain_weights
+from rabbitllm.engine._siblings import FusedWeight, has_hooks, is_plain, plain_weights
 from rabbitllm.engine.transformers_api import ACT2FN
-from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
 
 MULTIPLE = 64
@@ -206,7 +205,7 @@ def is_one_call(module: nn.Module) -> bool:
     return forward_in(module) is _forward
 
 
-def mlp_weights(module: Any) -> list[QuantizedWeight] | None:
+def mlp_weights(module: Any) -> list[FusedWeight] | None:
     """The weights of an MLP that `fuse_gates` lets compute by one call; None if it does not now."""
     parts = module._modules
     *linears, act = names_in(module) or (None,)

@@ -34,7 +34,7 @@ from rabbitllm.engine._fusing import (
 from rabbitllm.engine._routed import KeptExperts, kept_experts
 from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.forwards import has_row_product
-from rabbitllm.quant import bfloat_products
+from rabbitllm.quant import plain
 
 _PARTS = "gate", "experts"
 
@@ -113,7 +113,7 @@ class MixtureCall:
         self._classes = [(type(part), type(part).forward) for part in (module, gate)]
         self._router, self._words = gate._parameters, array("q")
         self._place: tuple[Any, ...] = ()
-        routed = bfloat_products.routed(gate.weight)
+        routed = plain.routed(gate.weight)
         self._product = None if routed is None else routed[0]
         self._programs, self._fits = dict[int, Program](), dict[int, bool]()
 
@@ -148,7 +148,7 @@ class MixtureCall:
             return None
         place = weight.data_ptr(), weight.shape, weight.stride(), weight.dtype  # all of them change with its `data`
         if place != self._place:
-            routed = bfloat_products.routed(weight)
+            routed = plain.routed(weight)
             if routed is None or routed[0] != product:
                 return None
             words = array("q", [1, 0, 0, 1, 0, *routed[1]])  # see `joint_kernels.ROUTED_WORDS`

@@ -9,11 +9,12 @@ same address, is multiplied on its own.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch.nn.modules import module as modules
 
 from rabbitllm.engine._fusing import forward_in
 from rabbitllm.engine.weight_tensors import QuantizedWeight
+from rabbitllm.quant import plain
 from rabbitllm.quant.joint import JointProduct
 
 _has_global_hook: Callable[[], bool] = modules._has_any_global_hook
@@ -29,6 +31,10 @@ MAX_UNUSED = 3
 _MOST_INPUTS = 48
 """Rows of input up to which any matrix is multiplied as integers."""
 _DTYPES = frozenset({torch.bfloat16, torch.float32})
+_PLAIN = "_plain_sibling"
+"""The attribute of a Linear with the `Sibling` by which plain weights are multiplied."""
+_MOST_PLACES = 8
+"""Addresses of a Linear's weights of which something is kept."""
 _NONE = list[Any]()
 """The followers of a Linear that is computed alone."""
 
@@ -66,7 +72,7 @@ class _Together:
 
     followers: list[Sibling]
     is_wide: bool
-    weights: list[tuple[Sibling, dict[str, Any], Any, bool]]
+    weights: list[tuple[Sibling, dict[str, Any], FusedWeight, bool]]
     product: JointProduct | None
     most: int
 
@@ -74,8 +80,8 @@ class _Together:
         """Whether these are still the weights."""
         if self.followers is not followers or self.is_wide is not is_wide:
             return False
-        for _, parameters, weight, wide in self.weights:
-            if parameters["weight"] is not weight or (parameters["bias"] is not None) is not wide:
+        for sibling, parameters, weight, wide in self.weights:
+            if sibling.weight() is not weight or (parameters["bias"] is not None) is not wide:
                 return False
         return True
 
@@ -84,6 +90,24 @@ class LastCall(threading.local):
     """The last call of a Linear in each thread; one object for all Linears of a model."""
 
     call: _LinearCall | None = None
+
+    def __reduce__(self) -> tuple[type[LastCall], tuple[()]]:
+        return LastCall, ()  # of a copy of the model
+
+
+class PlainWeight:
+    """A plain matrix of a Linear, and what is kept of it, with the attributes of a `QuantizedWeight`."""
+
+    def __init__(self, matrix: plain.PlainMatrix, sibling: Sibling) -> None:
+        self.matrix, self.sibling = matrix, sibling
+        self.joint: Any = None
+        self.calls: Any = None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # copies of the Linear have other weights
+
+
+FusedWeight: TypeAlias = QuantizedWeight | PlainWeight
 
 
 @dataclass(eq=False)
@@ -95,12 +119,14 @@ class Sibling:
         last: of its model.
         followers: those that are computed with it.
         unused: how often its result was left unused.
+        plain: its last plain matrices, by address: a streamed one lies in one of a few places.
     """
 
     module: nn.Module
     last: LastCall
     followers: list[Sibling] = field(default_factory=list)
     unused: int = 0
+    plain: dict[int, PlainWeight] = field(default_factory=dict)
 
     def install(self) -> None:
         """Let the Linear call `linear` itself: `torch.nn.functional.linear` takes longer to find it than a product."""
@@ -108,7 +134,14 @@ class Sibling:
             # a method: a copy of the module then binds it to itself
             self.module.forward = MethodType(_forward, self.module)
 
-    def linear(self, x: torch.Tensor, own: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def install_for_plain(self) -> Callable[[], object]:
+        """The same, also for weights that are plain matrices, which are else left to torch; returns what undoes it."""
+        names = {_PLAIN, "forward"} - vars(self.module).keys()
+        self.install()
+        vars(self.module)[_PLAIN] = self
+        return functools.partial(list, map(vars(self.module).pop, names))
+
+    def linear(self, x: torch.Tensor, own: FusedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias` for the weight of the Linear, or a copy, with the bits of `own.matrix.linear`."""
         matrix: Any = own.matrix
         call, followers = self.last.call, self.followers
@@ -132,7 +165,7 @@ class Sibling:
         if together is None or not together.is_valid(followers, bias is not None):
             together = own.joint = _together(matrix, followers, bias is not None)
         product = together.product
-        if product is None or rows > together.most:
+        if product is None or rows > together.most or x.dtype not in product.dtypes:
             return matrix.linear(x, bias)  # type: ignore[no-any-return]
         call.leader.lead(self)
         result, *others = product(x, rows)
@@ -140,10 +173,23 @@ class Sibling:
             call.results[sibling] = weight.matrix, other, is_wide
         return result if bias is None else _finished((matrix, result, True), bias, x.dtype)
 
-    def weight(self) -> QuantizedWeight | None:
+    def weight(self) -> FusedWeight | None:
         """Its weight, if that is the one that it was made for, and in memory."""
-        weight: Any = self.module._parameters.get("weight")  # None where it is parametrized
-        return weight if isinstance(weight, QuantizedWeight) and weight.sibling is self else None
+        weight = fused_weight(self.module)
+        return weight if weight is not None and weight.sibling is self else None
+
+    def plain_weight(self, weight: Any) -> PlainWeight | None:
+        """The plain matrix that a weight is now; None if our kernels do not multiply it."""
+        if type(weight) not in (nn.Parameter, torch.Tensor):
+            return None
+        own = self.plain.get(weight.data_ptr())
+        if own is None or not own.matrix.is_of(weight):
+            if (matrix := plain.matrix_of(weight)) is None:
+                return None
+            if len(self.plain) == _MOST_PLACES:
+                self.plain.clear()
+            own = self.plain[weight.data_ptr()] = PlainWeight(matrix, self)
+        return own
 
     def lead(self, other: Sibling) -> None:
         """From now on compute another one too."""
@@ -158,12 +204,35 @@ class Sibling:
 
 
 def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    is_plain = type(weight) is QuantizedWeight and type(input) is torch.Tensor and weight.sibling is not None
-    is_plain = is_plain and not torch.compiler.is_compiling() and "bias" in module._parameters
-    if not is_plain or (torch.is_grad_enabled() and (input.requires_grad or bias is not None)):
-        return nn.functional.linear(input, module.weight, module.bias)
-    return weight.sibling.linear(input, weight, bias)  # type: ignore[no-any-return]
+    own, parameters = fused_weight(module), module._parameters
+    is_plain = own is not None and type(input) is torch.Tensor and "bias" in parameters
+    if is_plain and torch.is_grad_enabled():
+        needs = input.requires_grad or parameters["bias"] is not None
+        is_plain = not (needs or (type(own) is PlainWeight and parameters["weight"].requires_grad))
+    if is_plain and not torch.compiler.is_compiling():
+        sibling: Any = own.sibling  # type: ignore[union-attr]
+        return sibling.linear(input, own, parameters["bias"])  # type: ignore[no-any-return]
+    multiply = row_product if multiplies_plain(module) else nn.functional.linear
+    return multiply(input, module.weight, module.bias)
+
+
+def row_product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`torch.nn.functional.linear` with our product of plain bfloat16, where it is faster and no gradient is wanted."""
+    # the kernels have no backward pass: a gradient would be missing, and others would be wrong without an error
+    if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
+        return nn.functional.linear(input, weight, bias)
+    if bias is None and (multiply := getattr(weight, "by_pieces", None)) is not None:
+        return multiply(input, row_product)  # type: ignore[no-any-return]
+    return plain.product(input, weight, bias)
+
+
+def fused_weight(linear: nn.Module) -> FusedWeight | None:
+    """The weight of a Linear if our kernels multiply it, together with others; else None."""
+    weight: Any = linear._parameters.get("weight")  # None where it is parametrized
+    if type(weight) is QuantizedWeight:
+        return weight if weight.sibling is not None else None
+    sibling: Sibling | None = vars(linear).get(_PLAIN)
+    return None if sibling is None else sibling.plain_weight(weight)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -178,21 +247,24 @@ def is_plain(x: Any) -> bool:
     return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or _has_global_hook()) and x.numel() > 0
 
 
-def plain_weights(*linears: nn.Module, with_bias: bool = False) -> list[QuantizedWeight] | None:
+def plain_weights(*linears: nn.Module, with_bias: bool = False) -> list[FusedWeight] | None:
     """The weights of Linears of which nothing but their products is wanted, now; else None.
 
     They have no hook, no adapter and, unless that is wanted, no bias.
     """
-    weights = list[QuantizedWeight]()
+    weights = list[FusedWeight]()
     for linear in linears:
-        parameters = linear._parameters
-        weight: Any = parameters.get("weight")
-        if type(weight) is not QuantizedWeight or weight.sibling is None or not is_installed(linear):
+        if not is_installed(linear) or (weight := fused_weight(linear)) is None:
             return None
-        if linear._forward_hooks or linear._forward_pre_hooks or not (with_bias or parameters["bias"] is None):
+        if has_hooks(linear) or not (with_bias or linear._parameters["bias"] is None):
             return None
         weights.append(weight)
     return weights
+
+
+def multiplies_plain(module: nn.Module) -> bool:
+    """Whether `Sibling.install_for_plain` was called for a Linear."""
+    return _PLAIN in vars(module)
 
 
 def is_installed(module: nn.Module) -> bool:

@@ -92,7 +92,7 @@ def _forward(
     is_token = is_token and type(module).forward is tried
     if is_token and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         whole = kept.get(module)
-        if whole is None or not whole.is_current():
+        if whole is None or not (whole.is_current() and all(of_layer.has_plain() for of_layer in whole.calls)):
             whole = kept[module] = _Whole(module, names)
         if whole.calls and _hides_nothing(named):
             with contextlib.suppress(_NotWholeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,12 @@ import torch
 from torch import nn
 
 from rabbitllm.engine._fusing import with_globals
+from rabbitllm.engine._siblings import LastCall, Sibling, is_installed, multiplies_plain, row_product
 from rabbitllm.engine.transformers_api import group_keys_if, kept_in_float32
 from rabbitllm.quant import bfloat_products
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from transformers import PreTrainedModel
 
@@ -169,7 +171,7 @@ def _multiplied(experts: Any, chosen: torch.Tensor, inputs: torch.Tensor) -> tor
 
 
 class RowProducts:
-    """Uses the fastest bfloat16 product here (`quant/bfloat_products.py`) in linear layers and routers, until closed.
+    """Uses the fastest bfloat16 product here (`quant/plain.py`) in linear layers and routers, until closed.
 
     Without `fast_bfloat16=True` a single sequence uses torch's own product, so that its logits equal those of
     transformers bit for bit. Packed batches always use the product here: torch's results depend on the number of rows.
@@ -179,64 +181,49 @@ class RowProducts:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        make_kernels(model)
-        self._modules = []
-        for module in model.modules():
-            forward = _row_forward(module.__class__) if "forward" not in vars(module) else None
-            if forward is not None:
+        self._undo, last_call = list[Callable[[], object]](), LastCall()
+        for module in model.modules() if has_kernels(model) else ():
+            is_free = "forward" not in vars(module)
+            if type(module).forward is nn.Linear.forward:
+                if is_free or (is_installed(module) and not multiplies_plain(module)):
+                    self._undo.append(Sibling(module, last_call).install_for_plain())
+            elif is_free and (forward := _router_forward(module.__class__)) is not None:
                 module.forward = functools.partial(forward, module)
-                self._modules.append(module)
+                self._undo.append(functools.partial(delattr, module, "forward"))
 
     def close(self) -> None:
         """Restore the forward of each module."""
-        for module in self._modules:
-            del module.forward
-        self._modules = []
+        for undo in self._undo:
+            undo()
+        self._undo = []
 
 
-def make_kernels(model: PreTrainedModel) -> None:
-    """Load the kernels that the model's layers will need; compile them if necessary.
+def has_kernels(model: PreTrainedModel) -> bool:
+    """Load the kernels that the model's layers will need, or compile them; whether there are any.
 
     Call it before the first request, and before free memory is measured.
     """
-    if model.dtype == torch.bfloat16:
-        bfloat_products.max_rows()
+    return model.dtype == torch.bfloat16 and bfloat_products.max_rows() > 0
 
 
 class _Functional:
     """`torch.nn.functional` with another `linear`."""
 
+    linear = staticmethod(row_product)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(nn.functional, name)
 
-    @staticmethod
-    def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See `RowProducts`."""
-        # the kernels have no backward pass: a gradient would be missing, and others would be wrong without an error
-        trains = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-        if not trains and bfloat_products.multiplies(input, weight):
-            return bfloat_products.linear(input, weight, bias)
-        if not trains and bias is None and (multiply := getattr(weight, "by_pieces", None)) is not None:
-            return multiply(input, _Functional.linear)  # type: ignore[no-any-return]
-        return nn.functional.linear(input, weight, bias)
-
-
-def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
-    return _Functional.linear(input, module.weight, module.bias)
-
 
 def has_row_product(module: Any) -> bool:
-    """Whether `RowProducts` set a module's forward."""
+    """Whether `RowProducts` set a router's forward."""
     forward = vars(module).get("forward")
-    return isinstance(forward, functools.partial) and forward.func is _row_forward(module.__class__)
+    return isinstance(forward, functools.partial) and forward.func is _router_forward(module.__class__)
 
 
 @functools.cache
-def _row_forward(kind: type[nn.Module]) -> Callable[..., Any] | None:
-    """The forward of a class with the products of `RowProducts`; None if it is neither a Linear nor a router, which
-    multiplies by its own weight."""
-    if kind.forward is nn.Linear.forward:
-        return _forward
+def _router_forward(kind: type[nn.Module]) -> Callable[..., Any] | None:
+    """The forward of a class of routers, which multiply by their own weight, with `row_product`; None of others."""
     code, names = getattr(kind.forward, "__code__", None), getattr(kind.forward, "__globals__", {})
     is_router = code is not None and {"F", "linear", "weight", "topk"} <= {*code.co_names}
     return with_globals(kind.forward, {"F": _Functional()}) if is_router and names["F"] is nn.functional else None

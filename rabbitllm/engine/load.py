@@ -31,7 +31,7 @@ from rabbitllm.engine._whole_steps import fuse_models
 from rabbitllm.engine.devices import Device, budget_of, memory_explained, resolve_devices
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import bind_experts
-from rabbitllm.engine.forwards import RowProducts, keep_finite, repeat_keys_on, widen_inputs
+from rabbitllm.engine.forwards import RowProducts, has_kernels, keep_finite, repeat_keys_on, widen_inputs
 from rabbitllm.engine.heads import Heads, plan_heads
 from rabbitllm.engine.load_plan import (
     SCALES_IN_PLACE,
@@ -50,7 +50,6 @@ from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, ch
 from rabbitllm.engine.streamed_model import Internals, StreamedModel, adopt
 from rabbitllm.engine.units import input_embedding
 from rabbitllm.errors import IncompleteSplitError, RabbitLLMError
-from rabbitllm.quant import bfloat_products
 from rabbitllm.quant.schemes import SCHEMES, bitsandbytes
 from rabbitllm.store.layer_store import LayerStore, WeightFiles
 from rabbitllm.telemetry.passes import LOAD, PLAN
@@ -233,25 +232,27 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     multiplied += [(leaf.recipe, leaf.matrix_type is not None) for leaf in leaves]
     coded = [is_coded for recipe, is_coded in multiplied if _published.loads(recipe.converter, plan.quantizer)]
     _published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices, coded)
-    multiplies_codes = any(is_coded for _, is_coded in multiplied)
+    on_cpu = any(device.shares_host_memory for device in devices)
+    fast = options.fast_bfloat16
+    if fast is None:
+        fast = on_cpu and not options.exact
+    is_fast = fast and has_kernels(model)
+    if is_fast:
+        RowProducts(model)
+    is_multiplied = any(is_coded for _, is_coded in multiplied) or is_fast
     if not options.exact and all(device.shares_host_memory for device in devices):
         fuse_norms(model)
-        if multiplies_codes:
+        if is_multiplied:
             fuse_attention(model)
             fuse_gates(model)
             fuse_shared(model)
             fuse_layers(model)
             fuse_models(model)
-        fuse_rotary(model, prompts=multiplies_codes)  # of attentions that are not replaced as a whole
+        fuse_rotary(model, prompts=is_multiplied)  # of attentions that are not replaced as a whole
         fuse_experts(model)
         fuse_mixtures(model)
-    if not options.exact and any(device.shares_host_memory for device in devices):
-        fuse_recurrences(model, prompts=multiplies_codes)
-    fast = options.fast_bfloat16
-    if fast is None and model.dtype == torch.bfloat16 and any(device.shares_host_memory for device in devices):
-        fast = not options.exact and bfloat_products.widens()
-    if fast:
-        RowProducts(model)
+    if not options.exact and on_cpu:
+        fuse_recurrences(model, prompts=is_multiplied)
 
 
 def _expert_read_modes(

@@ -30,7 +30,7 @@ from llvmlite import ir
 
 from rabbitllm.base.compiling import to_array, words_at
 from rabbitllm.quant._integers import OWN_STEPS, CodeSteps
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, PANELS
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, NUMBERS, PANELS
 from rabbitllm.quant._vectors import (
     CODEBOOKS,
     F32,
@@ -208,6 +208,8 @@ def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) ->
             offset = b.mul(step, number(2 * nbytes))
             at = b.mul(step, number(nbytes)) if widen else offset
             weights = [(widen or both)(emit.add(base, at)) for base in bases]
+            for base in bases if widen else ():  # the next tile, which no prefetcher expects
+                emit.prefetch(emit.add(base, at, b.mul(panel_bytes, number(rows))), 3)
             vectors = [both(emit.add(begin, offset)) for begin in begins]
             for half, of_row, t in itertools.product(range(2), range(rows), range(tokens)):
                 total = sums[of_row][t]
@@ -347,9 +349,10 @@ def code_kernel(
 
 
 def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
-    """The kernel of a method and a scheme of ours or `BFLOAT16`, with so many lanes; by codes `INTEGERS` of ours."""
+    """The kernel of a method and a scheme of ours or `BFLOAT16`, with so many lanes; by codes `INTEGERS` of ours, and
+    `NUMBERS` of `BFLOAT16` alone, in the order of its steps."""
     name = f"{method}_{scheme}_{width}"
-    if method == BFLOATS:
+    if method in (BFLOATS, NUMBERS):
         return rows_kernel(name, _fill(scheme, width), step_size(method, width))
     if scheme == BFLOAT16:
         fill, dot, tile = _fill(scheme, width), functools.partial(_panel_dot, width), (ROWS, PANEL_TOKENS[width])

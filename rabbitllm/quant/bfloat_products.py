@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from array import array
 from collections.abc import Iterator
 
 import torch
 
-from rabbitllm.base.openmp import torchs_team
-from rabbitllm.base.programs import Program
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, PANELS
-from rabbitllm.quant.routed import RoutedProduct
+from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, NUMBERS, PANELS
 
 FEW_ROWS = 4
 """Rows up to which values are widened in registers for each of them, and not once in a panel. On a processor with
@@ -57,56 +53,36 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """`x @ W.T + bias`, for which `multiplies` holds: (..., K), (N, K) and (N,) -> (..., N), all bfloat16."""
     from rabbitllm.quant import _vectors
 
-    flat, width = x.reshape(-1, x.shape[-1]), _vectors.lanes()
-    if bias is None and 0 < (rows := len(flat)) <= FEW_ROWS and torchs_team() is not None:
-        flat, out, matrix = flat.contiguous(), x.new_empty(*x.shape[:-1], len(weight)), _words(weight, width)
-        words = array("q", [1, 0, 0, rows, 0, *matrix])  # see `joint_kernels.ROUTED_WORDS`
-        begin = words.buffer_info()[0]
-        words[1] = begin + 8 * (len(words) - len(matrix))
-        _few(width, *weight.shape, rows, torch.get_num_threads())(flat.data_ptr(), begin, out.data_ptr())
-        return out
-    result = times(width, flat, weight)
+    flat, out = x.reshape(-1, x.shape[-1]), x.new_empty(*x.shape[:-1], len(weight))
+    is_rounded = bias is None and len(flat) > FEW_ROWS
+    result = times(_vectors.lanes(), flat, weight, out.view(-1, len(weight)) if is_rounded else None)
     if bias is not None:
         result += bias
-    return result.to(x.dtype).view(*x.shape[:-1], len(weight))
+    return out if is_rounded else result.to(x.dtype).view(out.shape)
 
 
-def routed(weight: torch.Tensor) -> tuple[RoutedProduct, tuple[int, ...]] | None:
-    """As `KernelMatrix.routed`, for a matrix (N, K) of bfloat16."""
-    if not (width := width_for(weight)) or torchs_team() is None:
-        return None
-    return _product(width, *weight.shape), _words(weight, width)
+def times(width: int, x: torch.Tensor, weight: torch.Tensor, rounded: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ W.T` by the kernels of `width` lanes: (T, K) and (N, K) -> (T, N), float32.
 
-
-def _product(width: int, count: int, columns: int) -> RoutedProduct:
-    return RoutedProduct(BFLOAT16, width, None, (count, columns), 2 * count * columns, FEW_ROWS)
-
-
-def _words(weight: torch.Tensor, width: int) -> tuple[int, ...]:
-    count, columns = weight.shape
-    return weight.data_ptr(), 0, 0, 0, 0, 0, 2 * columns, columns // (2 * width), 0, 0, count
-
-
-@functools.lru_cache(1024)
-def _few(width: int, count: int, columns: int, rows: int, threads: int) -> Program:
-    """The product of a few rows with a matrix, in one call: addresses of rows, of the chosen matrix, and of results."""
-    program, product = Program(3), _product(width, count, columns)
-    x, chosen, out = (program.address(index) for index in range(3))
-    product.add_to(program, rows, x, chosen, out, 0, 0)
-    return program
-
-
-def times(width: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ W.T` by the kernels of `width` lanes: (T, K) and (N, K) -> (T, N), float32."""
+    More rows than `FEW_ROWS` are also rounded to bfloat16, if there is a tensor for that.
+    """
     columns, rows = x.shape[1], len(weight)
     out = torch.empty(len(x), rows, dtype=torch.float32, device="cpu")
+    method = CODES if len(x) <= FEW_ROWS else PANELS
     for begin in range(0, len(x), MAX_INPUTS):
-        pairs = x[begin : begin + MAX_INPUTS].view(-1, columns // (2 * width), width, 2)
-        inputs = pairs.transpose(2, 3).to(torch.float32, memory_format=torch.contiguous_format)  # even ones first
+        inputs = widened(width, x[begin : begin + MAX_INPUTS])
+        others = 0 if rounded is None else rounded[begin:].data_ptr()
         shape = 2 * columns, columns // (2 * width), 0, len(inputs), rows
-        work = weight.data_ptr(), 0, inputs.data_ptr(), 0, 0, out[begin:].data_ptr(), *shape
-        method = CODES if len(inputs) <= FEW_ROWS else PANELS
+        work = weight.data_ptr(), 0, inputs.data_ptr(), others, 0, out[begin:].data_ptr(), *shape
         _kernels.run(method, BFLOAT16, width, [work], 2 * weight.numel())
+    return out
+
+
+def widened(width: int, x: torch.Tensor) -> torch.Tensor:
+    """Rows (T, K) of bfloat16 as kernels of `width` lanes take them: float32, of each step the even ones first."""
+    x, out = x.contiguous(), torch.empty(x.shape, dtype=torch.float32, device="cpu")
+    work = x.data_ptr(), 0, 0, 0, 0, out.data_ptr(), 2 * x.shape[1], x.shape[1] // (2 * width), 0, 1, len(x)
+    _kernels.run(NUMBERS, BFLOAT16, width, [work], x.nbytes)
     return out
 
 

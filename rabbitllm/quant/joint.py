@@ -1,9 +1,9 @@
-"""Products of several matrices with the same rows of input, as integers, by one call of compiled code.
+"""Products of several matrices with the same rows of input, by one call of compiled code.
 
-In decode a product takes some ten microseconds, and so did the calls around it: rounding inputs, starting a team, and
-rounding results for each matrix. Here inputs are rounded once for all matrices of a layout, all kernels run in one
-team, and what does not depend on the inputs is prepared. Rows of matrices are multiplied independently, so the results
-have the bits of separate products.
+In decode a product takes some ten microseconds, and so did the calls around it: preparing inputs, starting a team, and
+rounding results for each matrix. Here inputs are prepared once for all matrices that take them alike, all kernels run
+in one team, and what does not depend on the inputs is prepared. Rows of matrices are multiplied independently, so the
+results have the bits of separate products.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import CODES, INTEGERS
+from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, INTEGERS
 from rabbitllm.quant.products import FusedMatrix, KernelMatrix
+from rabbitllm.quant.routed import preparation
 
 
 class JointProduct:
@@ -24,19 +25,23 @@ class JointProduct:
 
     Attributes:
         max_inputs: rows of input up to which this is the fastest method for all of them.
+        dtypes: of inputs that all of them take.
     """
 
     def __init__(self, matrices: Sequence[KernelMatrix], is_wide: Sequence[bool]) -> None:
         self.matrices = tuple(matrices)
         self._is_wide = tuple(is_wide)
         self.max_inputs = min(matrix.max_inputs for matrix in matrices)
+        self._widths = [matrix.method_for(1, torch.bfloat16)[1] for matrix in matrices]
+        self.dtypes = (torch.bfloat16, torch.float32) if {*self._widths} == {INTEGERS} else (torch.bfloat16,)
         self._columns: int = matrices[0].form.shape[1]
         self._rows = [matrix.form.shape[0] for matrix in matrices]
         self._programs: dict[tuple[int, torch.Size, torch.dtype], tuple[Program, list[torch.Tensor]]] = {}
 
     @classmethod
     def of(cls, matrices: Sequence[KernelMatrix | FusedMatrix], is_wide: Sequence[bool]) -> JointProduct | None:
-        """The product of matrices that are all multiplied as integers, with one number of columns; None if not all are.
+        """The product of matrices with one number of columns, which are all multiplied as integers or plain bfloat16;
+        None if not all are.
 
         `is_wide` says for each whether its result stays in float32.
         """
@@ -44,14 +49,17 @@ class JointProduct:
         columns = {matrix.form.shape[1] for matrix in usable}
         if len(usable) < len(matrices) or len(columns) > 1 or torchs_team() is None:
             return None
-        are_integers = all(matrix.method_for(1, torch.float32) == (CODES, INTEGERS) for matrix in usable)
-        return cls(usable, is_wide) if are_integers else None
+        for matrix in usable:
+            method, width = matrix.method_for(1, torch.bfloat16)
+            if method != CODES or not (width == INTEGERS or matrix.kernel == BFLOAT16):
+                return None
+        return cls(usable, is_wide)
 
     def __call__(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
         """`x @ W.T` for each matrix, (..., N) of x's dtype or float32.
 
         Args:
-            x: (..., K), float32 or bfloat16, without gaps.
+            x: (..., K), of one of `dtypes`, without gaps.
             rows: of all its dimensions but the last.
         """
         key = torch.get_num_threads(), x.shape, x.dtype
@@ -74,26 +82,25 @@ class JointProduct:
 
     def add_to(self, program: Program, rows: int, dtype: torch.dtype, x: Place, results: Sequence[Place]) -> None:
         """Add it to a program: for so many rows of a dtype at a place, with the results at others."""
-        from rabbitllm.quant import _integers, joint_kernels  # numba comes with them
+        from rabbitllm.quant import joint_kernels  # numba comes with it
 
-        is_bfloat, columns = dtype == torch.bfloat16, self._columns
-        operands, inputs = [matrix.operands(INTEGERS) for matrix in self.matrices], dict[object, list[Place]]()
+        is_bfloat, columns, inputs = dtype == torch.bfloat16, self._columns, dict[object, list[Place]]()
+        operands = [matrix.operands(width) for matrix, width in zip(self.matrices, self._widths, strict=True)]
         nbytes = sum(count * row_bytes for count, (*_, row_bytes, _, _) in zip(self._rows, operands, strict=True))
         threads = _kernels.threads_for(CODES, nbytes)
         products, sums = list[int | Place](), list[Words]()
         for index, (matrix, (codes, scales, table, *sizes)) in enumerate(zip(self.matrices, operands, strict=True)):
-            layout, rows_of, out = matrix.layout(), self._rows[index], results[index]
-            if layout not in inputs:
-                steps = columns // layout.step
-                rounded = inputs[layout] = [program.room(2 * rows * columns)]
-                rounded.append(program.room(4 * rows * steps * (1 + layout.groups)))
-                shape = is_bfloat, rows, steps, columns, layout.step, layout.group, layout.order_address
-                program.add(_integers.round_inputs, [x, *shape, *rounded])
+            width, rows_of, out = self._widths[index], self._rows[index], results[index]
+            how = preparation(matrix.kernel, width, matrix.layout() if width == INTEGERS else None, columns)
+            if how not in inputs:
+                prepare, numbers, input_bytes, other_bytes = how
+                inputs[how] = [program.room(rows * input_bytes), program.room(rows * other_bytes)]
+                program.add(prepare, [x, is_bfloat, rows, columns // numbers[0], columns, *numbers, *inputs[how]])
             if is_bfloat and not self._is_wide[index]:
                 out = program.room(4 * rows * rows_of)
                 sums.append([out, results[index], rows * rows_of])
-            function, tile = _kernels.kernel(CODES, matrix.kernel, INTEGERS)
-            products += [function, tile, 1, codes, scales, *inputs[layout], table, out, *sizes, rows, rows_of]
+            function, tile = _kernels.kernel(CODES, matrix.kernel, width)
+            products += [function, tile, 1, codes, scales, *inputs[how], table, out, *sizes, rows, rows_of]
         program.add(joint_kernels.multiply, [len(self.matrices), *products], threads)
         for words in sums:
             program.add(joint_kernels.narrow, words)

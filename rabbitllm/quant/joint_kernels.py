@@ -46,22 +46,25 @@ _WORK = len(ARGUMENTS)
 
 
 def widen_inputs(data):  # type: ignore[no-untyped-def]
-    """A row of inputs as kernels take it that do not multiply integers.
+    """Rows of inputs as kernels take them that do not multiply integers.
 
     The words are those of `_integers.round_inputs`. Of each step the even ones become float32 and then the odd ones:
-    behind them, or at the other address if the step is the whole row. With a group of 0 the row is copied.
+    behind them, or at the other address if the step is the whole row. With a group of 0 the rows are copied.
     """
     words = to_array(data, ROUNDING_WORDS)
-    columns, step = words[5], words[6]
-    half, x = step // 2, to_array(words_at(words[1]), columns)
+    rows, columns, step = words[3], words[5], words[6]
+    half, count = step // 2, rows * columns
+    x = to_array(words_at(words[1]), count)
     if words[7] == 0:
-        copy = to_array(words_at(words[9]), columns)
-        for i in range(columns):
+        copy = to_array(words_at(words[9]), count)
+        for i in range(count):
             copy[i] = x[i]
         return
-    for begin in range(0, columns, step):
+    for begin in range(0, count, step):
         even = words[9] + 4 * begin
-        odd = words[10] if step == columns else even + 4 * half
+        odd = even + 4 * half
+        if step == columns:
+            even, odd = words[9] + 2 * begin, words[10] + 2 * begin
         evens, odds = to_array(words_at(even), step).view(np.uint32), to_array(words_at(odd), step).view(np.uint32)
         for i in range(half):
             evens[i] = np.uint32(x[begin + 2 * i]) << np.uint32(16)

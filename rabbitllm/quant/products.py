@@ -234,8 +234,8 @@ class KernelMatrix(ABC):
         """The fastest method for `count` rows of a dtype, and the width of its kernel (`_product_kernels.kernel`)."""
 
     @abstractmethod
-    def layout(self) -> InputLayout:
-        """How the kernel by codes takes inputs as integers."""
+    def layout(self) -> InputLayout | None:
+        """How the kernel by codes takes inputs as integers; None if it never does."""
 
     @abstractmethod
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:

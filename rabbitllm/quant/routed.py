@@ -11,6 +11,22 @@ from rabbitllm.quant import _kernels
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, PAIRS
 
 
+def preparation(scheme: Any, width: int, layout: Any, columns: int) -> tuple[Any, tuple[int, ...], int, int]:
+    """How a kernel by codes takes inputs, as the attributes of a `RoutedProduct` say it: the function that prepares
+    rows, three of its words, and for each row bytes of these and of what is with them."""
+    from rabbitllm.quant import _integers, joint_kernels  # numba comes with them
+
+    if layout is not None:
+        numbers = layout.step, layout.group, layout.order_address
+        others = 4 * (columns // layout.step) * (1 + layout.groups)
+        return _integers.round_inputs, numbers, 2 * columns, others
+    if width == PAIRS:
+        return joint_kernels.widen_inputs, (columns, 0, 0), 2 * columns, 0
+    if scheme == BFLOAT16:
+        return joint_kernels.widen_inputs, (2 * width, 1, 0), 4 * columns, 0
+    return joint_kernels.widen_inputs, (columns, 1, 0), 2 * columns, 2 * columns
+
+
 @dataclass(frozen=True)
 class RoutedProduct:
     """A product of matrices of one form that are chosen for each call, each with rows of its own.
@@ -29,22 +45,6 @@ class RoutedProduct:
     shape: tuple[int, ...]
     nbytes: int
     max_inputs: int
-
-    def _preparation(self) -> tuple[Any, tuple[int, ...], int, int]:
-        """The function that prepares a row of inputs, three of its words, and bytes of these and of what is with
-        them."""
-        from rabbitllm.quant import _integers, joint_kernels  # numba comes with them
-
-        columns, layout = self.shape[1], self.layout
-        if layout is not None:
-            numbers = layout.step, layout.group, layout.order_address
-            others = 4 * (columns // layout.step) * (1 + layout.groups)
-            return _integers.round_inputs, numbers, 2 * columns, others
-        if self.width == PAIRS:
-            return joint_kernels.widen_inputs, (columns, 0, 0), 2 * columns, 0
-        if self.scheme == BFLOAT16:
-            return joint_kernels.widen_inputs, (2 * self.width, 1, 0), 4 * columns, 0
-        return joint_kernels.widen_inputs, (columns, 1, 0), 2 * columns, 2 * columns
 
     def add_to(
         self, program: Program, rows: int, x: Place, chosen: Place, out: Place, sources: int | Place, number: int
@@ -66,7 +66,7 @@ class RoutedProduct:
         threads = _kernels.threads_for(CODES, rows * self.nbytes)
         function, tile = _kernels.kernel(CODES, self.scheme, self.width)
         rounded = 1 if sources == -1 else rows
-        prepare, numbers, input_bytes, other_bytes = self._preparation()
+        prepare, numbers, input_bytes, other_bytes = preparation(self.scheme, self.width, self.layout, columns)
         of_work = 8 * (joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS))
         sizes = input_bytes * rounded, other_bytes * rounded, 4 * count * rows, of_work
         words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]

@@ -124,24 +124,27 @@ def cached_logits(model: Any, steps: int = 12) -> tuple[torch.Tensor, list[torch
         ("phi3", "q8_0", {**LONG, "num_attention_heads": 4, "num_key_value_heads": 2}),
         ("qwen3_next", "q8_0", GATED),
         (Family("qwen3_5_text", DELTA), "4bit", GATED),
+        ("qwen2", None, {}),
+        ("gemma3", None, GEMMA),
+        ("phi3", None, PHI),
     ],
 )
 @pytest.mark.parametrize("budget", [ALL, 0], ids=["resident", "streamed"])
 def test_a_model_has_the_class_s_cache_and_nearly_its_logits(
     tmp_path: Path,
     family: str | Family,
-    compression: str,
+    compression: str | None,
     settings: dict[str, Any],
     budget: int,
     calls: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory = checkpoint(tmp_path, family, compression, **settings)
-    model = load(directory, budget, exact=False)
+    model = load(directory, budget, exact=False, fast_bfloat16=True)
     got, cached = cached_logits(model)
     assert len(calls) == 2 * 12
     monkeypatch.setattr("rabbitllm.engine.load.fuse_attention", lambda model: 0)
-    expected, cached_by_class = cached_logits(load(directory, budget, exact=False))
+    expected, cached_by_class = cached_logits(load(directory, budget, exact=False, fast_bfloat16=True))
     assert all(map(torch.equal, cached, cached_by_class))
     assert relative_error(got, expected) < 8 * ROUNDING
     assert len(calls) == 2 * 12
@@ -152,19 +155,25 @@ def test_a_model_has_the_class_s_cache_and_nearly_its_logits(
 
 
 @pytest.mark.parametrize(
-    ("family", "settings"),
+    ("family", "compression", "settings"),
     [
-        ("qwen2", {}),
-        ("qwen3_moe", {"head_dim": 32}),
-        ("qwen3_next", GATED),
-        ("gemma3", GEMMA),
-        ("phi3", PHI),
-        ("phi3", LONG),
-        (Family("qwen3_5_text", DELTA), GATED),
+        ("qwen2", "q8_0", {}),
+        ("qwen3_moe", "q8_0", {"head_dim": 32}),
+        ("qwen3_next", "q8_0", GATED),
+        ("gemma3", "q8_0", GEMMA),
+        ("phi3", "q8_0", PHI),
+        ("phi3", "q8_0", LONG),
+        (Family("qwen3_5_text", DELTA), "q8_0", GATED),
+        ("llama", None, {}),
+        ("gemma3", None, GEMMA),
     ],
 )
 def test_a_layer_has_the_bits_of_its_parts(
-    tmp_path: Path, family: str | Family, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    family: str | Family,
+    compression: str | None,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layers, compute = list[Any](), _attention._step
 
@@ -175,8 +184,8 @@ def test_a_layer_has_the_bits_of_its_parts(
 
     monkeypatch.setattr(_attention, "_step", counted)
     monkeypatch.setattr("rabbitllm.engine.load.fuse_models", lambda model: 0)
-    directory = checkpoint(tmp_path, family, "q8_0", **settings)
-    model = load(directory, exact=False)
+    directory = checkpoint(tmp_path, family, compression, **settings)
+    model = load(directory, exact=False, fast_bfloat16=True)
     got, _ = cached_logits(model)
     assert set(layers) == {*model.model.layers}
     layer, seen = model.model.layers[0], list[Any]()
@@ -192,7 +201,7 @@ def test_a_layer_has_the_bits_of_its_parts(
     setattr(norm, epsilon, 1.0)
     assert not torch.equal(changed := cached_logits(model)[0], got)
     monkeypatch.setattr("rabbitllm.engine.load.fuse_layers", lambda model: 0)
-    parts = load(directory, exact=False)
+    parts = load(directory, exact=False, fast_bfloat16=True)
     assert torch.equal(cached_logits(parts)[0], got)
     setattr(parts.model.layers[0].input_layernorm, epsilon, 1.0)
     assert torch.equal(cached_logits(parts)[0], changed)

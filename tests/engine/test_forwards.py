@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -212,18 +213,57 @@ def test_cpu_with_bfloat16_products_uses_torchs(checkpoint: Path, monkeypatch: p
     assert torch.equal(result.logits, expected.logits)
 
 
-@pytest.mark.parametrize(("lacks", "exact"), [(True, False), (False, False), (True, True)])
-def test_by_default_commands_use_the_kernel_where_torch_lacks_instructions(
-    checkpoint: Path, kernel_rows: list[int], monkeypatch: pytest.MonkeyPatch, lacks: bool, exact: bool
-) -> None:
-    monkeypatch.setattr(bfloat_products, "widens", lambda: lacks)
+@pytest.mark.parametrize("exact", [False, True])
+def test_commands_use_the_kernel_by_default(checkpoint: Path, kernel_rows: list[int], exact: bool) -> None:
     model = load(split(checkpoint), 0, fast_bfloat16=None, exact=exact)
     with torch.inference_mode():
         logits = model(INPUT).logits
-    assert bool(kernel_rows) == (lacks and not exact)
-    if not kernel_rows:
+    assert bool(kernel_rows) == (not exact)
+    if exact:
         with torch.inference_mode():
             assert torch.equal(logits, plain_model(checkpoint)(INPUT).logits)
+
+
+@pytest.mark.parametrize("budget", [0, ALL], ids=["streamed", "resident"])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("llama", {}), ("qwen2", {}), ("gemma3", {"layer_types": ["sliding_attention", "full_attention"]}), ("phi3", {})],
+)
+@torch.no_grad()
+def test_tokens_are_as_near_as_torchs(tmp_path: Path, family: str, settings: dict[str, Any], budget: int) -> None:
+    """A prompt long enough for attention of prompts, and the tokens after it one by one, in calls of whole layers."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, **settings}
+    folder = build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16, **sizes)
+    ids, results = INPUT.repeat(1, 3)[:, :30], list[torch.Tensor]()
+    for model in (load(split(folder), budget, fast_bfloat16=True, exact=False), plain_model(folder)):
+        cache = transformers.DynamicCache(config=model.config)
+        parts = [ids[:, :20], *ids[:, 20:].split(1, 1)]
+        results.append(torch.cat([model(part, past_key_values=cache).logits for part in parts], 1))
+    assert_as_near(*results, exact_logits(folder, ids))
+
+
+@torch.no_grad()
+def test_streamed_weights_leave_memory_and_copies_have_their_own(checkpoint: Path, kernel_rows: list[int]) -> None:
+    for budget in (0, ALL):
+        model, seen = load(split(checkpoint), budget, fast_bfloat16=True, exact=False), list[Any]()
+        layer, cache = model.model.layers[0], transformers.DynamicCache(config=model.config)
+        linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+
+        def note(*args: Any, seen: list[Any] = seen, linears: list[nn.Linear] = linears) -> None:
+            seen.extend(weakref.ref(linear.weight) for linear in linears)
+
+        layer.input_layernorm.register_forward_pre_hook(note)  # whose layer is called part by part then
+        with torch.inference_mode():
+            for token in range(3):
+                model(torch.tensor([[token]]), cache=cache)
+        assert len(seen) == 3 * len(linears)
+        assert [weight() is None for weight in seen] == [budget == 0] * len(seen)
+    copied, x = copy.deepcopy(layer.mlp), torch.randn(1, 1, 128).bfloat16()
+    copied.down_proj.weight.zero_()
+    assert not copied(x).any()
+    assert layer.mlp(x).any()
+    copied.load_state_dict(layer.mlp.state_dict())
+    assert torch.equal(copied(x), layer.mlp(x))
 
 
 def test_fast_bfloat16_is_refused_with_exact() -> None:

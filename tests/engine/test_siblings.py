@@ -90,15 +90,22 @@ def assert_same_logits(directory: Path, budget: int, fuse: str, kind: str, monke
         ("gemma3", "q8_0", [3, 1, 2, 1]),
         ("qwen3_moe", "4bit", [3, 1]),
         ("llama", "4bit-double", [3, 1, 2, 1]),
+        ("qwen2", None, [3, 1, 2, 1]),
+        ("qwen3_moe", None, [3, 1]),
     ],
 )
 @pytest.mark.parametrize("budget", [ALL, 0], ids=["resident", "streamed"])
 def test_a_decode_step_has_few_products_and_the_same_bits(
-    tmp_path: Path, family: str, compression: str, a_layer: list[int], budget: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    family: str,
+    compression: str | None,
+    a_layer: list[int],
+    budget: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for fuse in ("fuse_attention", "fuse_gates"):  # which make fewer calls
         monkeypatch.setattr(f"rabbitllm.engine.load.{fuse}", lambda model, **options: 0)
-    model = load(checkpoint(tmp_path, family, compression), budget, exact=False)
+    model = load(checkpoint(tmp_path, family, compression), budget, exact=False, fast_bfloat16=compression is None)
     with separately():
         expected = logits(model)
     with counted() as sizes:

@@ -15,8 +15,8 @@ from transformers import DynamicCache, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rabbitllm.engine import _whole_steps
+from rabbitllm.engine._siblings import fused_weight
 from rabbitllm.engine._whole_steps import fuse_models
-from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.generation.request import Request, Sampling
 from rabbitllm.generation.session import answer
 from rabbitllm.quant import _vectors
@@ -44,10 +44,10 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def pair(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A model with whole steps, and one without."""
-    models = [load(directory, exact=False)]
+    models = [load(directory, exact=False, fast_bfloat16=True)]
     with monkeypatch.context() as patch:
         patch.setattr("rabbitllm.engine.load.fuse_models", lambda model: 0)
-        return [*models, load(directory, exact=False)]
+        return [*models, load(directory, exact=False, fast_bfloat16=True)]
 
 
 @torch.no_grad()
@@ -67,12 +67,15 @@ def results_of(model: Any, **named: Any) -> list[torch.Tensor]:
         ("qwen2", "q8_0", {}),
         ("qwen3", "q4_k_m", {"head_dim": 64}),
         ("phi3", "8bit", {**PHI, "sliding_window": None}),
+        ("llama", None, {"num_hidden_layers": 3}),
+        ("qwen2", None, {}),
+        ("phi3", None, {**PHI, "sliding_window": None}),
     ],
 )
 def test_a_token_has_the_bits_of_its_layers(
     tmp_path: Path,
     family: str,
-    compression: str,
+    compression: str | None,
     settings: dict[str, Any],
     whole: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -146,11 +149,30 @@ def only_embeds(model: Any, input_ids: Any, **named: Any) -> Any:
     return BaseModelOutputWithPast(last_hidden_state=model.embed_tokens(input_ids))
 
 
+def replaced(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Other data of a weight, which is square."""
+
+    def apply(patch: pytest.MonkeyPatch, model: Any) -> None:
+        weight = model.model.layers[1].self_attn.q_proj.weight
+        patch.setattr(weight, "data", change(weight.data))
+
+    return apply
+
+
+PLAIN: dict[str, Change] = {
+    "data of a weight": replaced(lambda data: data * 2),
+    "turned data of a weight": replaced(torch.Tensor.t),
+    "values of a weight": replaced(lambda data: data.clone().mul_(2)),
+}
+"""Changes of weights that are plain matrices, which codes refuse."""
+
+
+@pytest.mark.parametrize("compression", ["q8_0", None])
 @torch.no_grad()
 def test_a_change_between_two_steps_is_noticed(
-    tmp_path: Path, whole: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, compression: str | None, whole: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = pair(checkpoint(tmp_path, "llama", "q8_0"), monkeypatch)
+    models = pair(checkpoint(tmp_path, "llama", compression), monkeypatch)
     cache = DynamicCache(config=models[0].config)
     models[0](PROMPT, past_key_values=cache)
 
@@ -158,7 +180,8 @@ def test_a_change_between_two_steps_is_noticed(
         return [model(PROMPT[:, :1], past_key_values=copy.deepcopy(cache)).logits for model in models]
 
     ordinary = steps()
-    for name, change in {**{name: of_a_layer(change) for name, change in CHANGES.items()}, **MORE}.items():
+    changes = {**{name: of_a_layer(change) for name, change in CHANGES.items()}, **MORE}
+    for name, change in (changes | ({} if compression else PLAIN)).items():
         with monkeypatch.context() as patch:
             for model in models:
                 change(patch, model)
@@ -166,7 +189,7 @@ def test_a_change_between_two_steps_is_noticed(
         assert torch.equal(*changed), name
         assert torch.equal(changed[0], ordinary[0]) == (name in UNCHANGED), name
         for module in models[0].modules():  # what was found while it was changed
-            if isinstance(weight := module._parameters.get("weight"), QuantizedWeight):
+            if (weight := fused_weight(module)) is not None:
                 weight.calls = None
         models[0].model.forward.__func__.args[2].clear()
         whole.clear()

@@ -80,23 +80,6 @@ def test_a_layer_rounds_once(kernel: None, count: int) -> None:
     assert torch.equal(result, linear(x.view(1, count, 256), weight, bias)[0])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("count", [1, 96])
-def test_a_few_rows_take_one_call_and_have_the_same_bits(
-    kernel: None, monkeypatch: pytest.MonkeyPatch, threads: int, count: int
-) -> None:
-    """Of a matrix that is worth several threads, and of one with a single row, such as the gate of a shared expert."""
-    x, weight = some(FEW_ROWS, 2 * 2048)[:, ::2], some(count, 2048, 1)
-    expected, before = times(WIDTHS[-1], x, weight).bfloat16(), torch.get_num_threads()
-    monkeypatch.setattr(bfloat_products, "times", None)
-    torch.set_num_threads(threads)
-    try:
-        for rows in range(1, FEW_ROWS + 1):
-            assert torch.equal(linear(x[:rows], weight, None), expected[:rows])
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_inputs_of_other_forms(kernel: None) -> None:
     weight = some(32, 128, 1)
     x = some(6, 256).view(2, 3, 256)[..., ::2]

@@ -1,4 +1,4 @@
-"""Joint products have the bits of separate ones, for any mix of matrices that are multiplied as integers."""
+"""Joint products have the bits of separate ones, for any mix of matrices that are plain or multiplied as integers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.quant import _vectors, gguf_blocks
+from rabbitllm.quant.bfloat_products import FEW_ROWS, times
 from rabbitllm.quant.joint import JointProduct
+from rabbitllm.quant.plain import PlainMatrix
 from rabbitllm.quant.products import Matrix
 from rabbitllm.quant.schemes import Quantized
 from tests.quant.test_coded import matrix as coded_matrix
@@ -32,6 +34,13 @@ def own(scheme: str, rows: int, columns: int = COLUMNS) -> Matrix:
     return Matrix(*matrix(scheme, rows, columns, seed=rows))
 
 
+def plain_matrix(rows: int, columns: int = COLUMNS) -> PlainMatrix:
+    """A plain matrix, which is kept."""
+    KEPT[rows] = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    return PlainMatrix(KEPT[rows])
+
+
+KEPT = dict[int, torch.Tensor]()
 MIXES: dict[str, list[Any]] = {
     "4bit": [own("4bit", rows) for rows in (300, 70, 70)],
     "q4_k_m": [blocks("Q4_K", 300), blocks("Q4_K", 70), blocks("Q6_K", 70)],
@@ -43,6 +52,10 @@ MIXES: dict[str, list[Any]] = {
         coded_matrix("fp4 U8 1x32", 41, COLUMNS),
     ],
     "one": [blocks("Q5_K", 9)],
+}
+PLAIN_MIXES: dict[str, list[Any]] = {
+    "plain": [plain_matrix(300), plain_matrix(1), plain_matrix(70)],
+    "plain and codes": [plain_matrix(33), own("4bit", 5), blocks("Q4_1", 64)],
 }
 
 
@@ -70,6 +83,20 @@ def test_bits_of_separate_products(name: str, dtype: torch.dtype, threads: int) 
             expected = of.linear(x.float(), None)  # float32
             assert result.dtype == (torch.float32 if wide else dtype)
             assert torch.equal(result.view(count, -1), expected if wide else expected.to(dtype))
+
+
+@pytest.mark.parametrize("name", PLAIN_MIXES)
+def test_plain_matrices_take_bfloat16(name: str, threads: int) -> None:
+    matrices = PLAIN_MIXES[name]
+    product = JointProduct.of(matrices, [True, *[False] * (len(matrices) - 1)])
+    assert product is not None
+    assert (product.dtypes, product.max_inputs) == ((torch.bfloat16,), FEW_ROWS)
+    for count in (1, 2, FEW_ROWS, 1):
+        x = 30 * inputs(count, COLUMNS, torch.bfloat16)
+        first, *others = product(x.view(count, 1, COLUMNS), count)
+        assert torch.equal(first.view(count, -1), times(_vectors.lanes(), x, KEPT[matrices[0].form.shape[0]]))
+        for result, of in zip(others, matrices[1:], strict=True):
+            assert torch.equal(result.view(count, -1), of.linear(x, None))
 
 
 def test_infinite_inputs_give_no_number(threads: int) -> None:

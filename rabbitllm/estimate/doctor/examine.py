@@ -556,10 +556,8 @@ def _of_processor(machine: MachineInfo) -> Iterator[Advice]:
         return
     # as bfloat_products.max_rows
     if processor.instructions.get("AVX2") and not processor.instructions.get("AMX"):
-        by = "prompts and tokens faster with fast_bfloat16=True, as the commands do by default (--no-fast-bfloat16)"
-        if processor.instructions.get("AVX512-BF16"):
-            by = "single tokens faster with --fast-bfloat16 (fast_bfloat16=True)"
-        yield Advice(False, f"Uncompressed models compute {by}; the last bits differ.")
+        by = "fast_bfloat16=True, as the commands do by default (--no-fast-bfloat16); the last bits differ"
+        yield Advice(False, f"Uncompressed models compute prompts and tokens faster with {by}.")
 
 
 def _of_hub(machine: MachineInfo) -> Iterator[Advice]:
