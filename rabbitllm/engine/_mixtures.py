@@ -86,25 +86,30 @@ def fuse_mixtures(model: nn.Module) -> int:
 
 def mixture_call(module: Any) -> MixtureCall | None:
     """What `fuse_mixtures` lets a module compute by one call now; None if nothing."""
-    forward = forward_in(module)
-    if getattr(forward, "func", None) is not _forward or module._modules.keys() != {*_PARTS}:
+    if not is_mixture(module) or module._modules.keys() != {*_PARTS}:
         return None
+    routing = forward_in(module).args[0]
     kept = kept_experts(module._modules["experts"])
     if kept is None:
         return None
     call: MixtureCall | None = kept.calls.get(module)
     if call is None or not call.is_current():
-        if not _is_so(forward.args[0], module, kept):
+        if not _is_so(routing, module, kept):
             return None
-        call = kept.calls[module] = MixtureCall(forward.args[0], module, kept)
+        call = kept.calls[module] = MixtureCall(routing, module, kept)
     return call if call.has_classes() else None
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """Whether `fuse_mixtures` set its forward."""
+    return getattr(forward_in(module), "func", None) is _forward
 
 
 class MixtureCall:
     """What a mixture computes by one call; what is kept of its experts keeps it.
 
     Attributes:
-        is_current: whether it still is what the modules compute.
+        facts: tell whether it still is what the modules compute, as `is_current` does.
     """
 
     def __init__(self, routing: _Routing, module: Any, kept: KeptExperts) -> None:
@@ -121,7 +126,8 @@ class MixtureCall:
         facts = [(module._modules, "experts"), *own_facts(experts)]
         parts = [(module, "gate"), *((experts, name) for name in experts._modules)]
         others = vars(module), vars(experts.config), experts._forward_hooks, experts._forward_pre_hooks
-        self.is_current = remembered(*unchanged(is_true, facts, parts, others))
+        self.facts = unchanged(is_true, facts, parts, others)
+        self.is_current = remembered(*self.facts)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """The result for a row of input; None if it is left to the class."""
@@ -135,6 +141,10 @@ class MixtureCall:
         out = torch.empty_like(x)
         program(x.data_ptr(), out.data_ptr(), *[each.buffer_info()[0] for each in arrays])
         return out if arrays[1][0] else self.by_class(x)
+
+    def is_kept(self) -> bool:
+        """Whether the experts are those of the call, whose facts do not tell of their parameters' data."""
+        return kept_experts(self._module._modules["experts"]) is self._kept and self.has_classes()
 
     def has_classes(self) -> bool:
         """Whether the classes of mixture and router still compute as they did when the call was made."""

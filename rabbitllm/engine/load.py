@@ -236,6 +236,8 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     multiplies_codes = any(is_coded for _, is_coded in multiplied)
     if not options.exact and all(device.shares_host_memory for device in devices):
         fuse_norms(model)
+        fuse_experts(model)
+        fuse_mixtures(model)
         if multiplies_codes:
             fuse_attention(model)
             fuse_gates(model)
@@ -243,8 +245,6 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
             fuse_layers(model)
             fuse_models(model)
         fuse_rotary(model, prompts=multiplies_codes)  # of attentions that are not replaced as a whole
-        fuse_experts(model)
-        fuse_mixtures(model)
     if not options.exact and any(device.shares_host_memory for device in devices):
         fuse_recurrences(model, prompts=multiplies_codes)
     fast = options.fast_bfloat16

@@ -23,6 +23,7 @@ from rabbitllm.quant import _vectors, bfloat_products
 from tests.engine.test_first_use import flip_in
 from tests.engine.test_routed import MANY
 from tests.engine.test_siblings import PROMPT, assert_same_logits, checkpoint
+from tests.engine.test_whole_steps import counted_steps
 from tests.support.tiny_models import ALL, budget_that_keeps, load
 
 pytestmark = [
@@ -81,6 +82,29 @@ def test_a_model_has_the_same_logits(
     assert not calls
     monkeypatch.undo()
     assert_same_logits(directory, budget, "fuse_mixtures", "MoeBlock", monkeypatch)
+
+
+@pytest.mark.parametrize("compression", ["4bit", "q4_k_m"])
+def test_a_token_of_all_layers_by_one_call(
+    tmp_path: Path, compression: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = counted_steps(monkeypatch)
+    directory = checkpoint(tmp_path, "qwen3_moe", compression, **{**MANY, "num_hidden_layers": 3}, **HEADS)
+    model = fast(directory)
+    got = [logits(model) for _ in range(2)]
+    assert set(layers) == {3}
+    assert len(layers) > STEPS
+    assert STEPS < sum(calls) < len(calls)  # after a mixture that is left to its class the call goes on
+    model.model.layers[1].mlp.gate.top_k = 2
+    got.append(logits(model))
+    assert model(PROMPT, output_router_logits=True).router_logits[0].shape == (PROMPT.shape[1], MANY["num_experts"])
+    monkeypatch.setattr("rabbitllm.engine.load.fuse_models", lambda model: 0)
+    other = fast(directory)
+    expected = [logits(other) for _ in range(2)]
+    other.model.layers[1].mlp.gate.top_k = 2
+    expected.append(logits(other))
+    assert all(map(torch.equal, got, expected))
+    assert not torch.equal(*got[1:])
 
 
 @pytest.mark.parametrize("is_normed", [True, False])
