@@ -176,12 +176,14 @@ class RowProducts:
 
     Args:
         model: the model; its layers may be streamed.
+        modules: those that are meant; None for all.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, modules: Iterable[nn.Module] | None = None) -> None:
         make_kernels(model)
-        self._modules = []
-        for module in model.modules():
+        self._modules = list[Any]()
+        each: Iterable[Any] = model.modules() if modules is None else modules
+        for module in each:
             forward = _row_forward(module.__class__) if "forward" not in vars(module) else None
             if forward is not None:
                 module.forward = functools.partial(forward, module)

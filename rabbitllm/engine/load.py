@@ -19,7 +19,7 @@ from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
 from rabbitllm.engine._gates import fuse_gates, fuse_shared
-from rabbitllm.engine._mixtures import fuse_mixtures
+from rabbitllm.engine._mixtures import fuse_mixtures, routers_in
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._rotary import fuse_rotary
@@ -236,11 +236,12 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     multiplies_codes = any(is_coded for _, is_coded in multiplied)
     if not options.exact and all(device.shares_host_memory for device in devices):
         fuse_norms(model)
-        fuse_experts(model)
-        fuse_mixtures(model)
         if multiplies_codes:
             fuse_attention(model)
             fuse_gates(model)
+        fuse_experts(model)
+        fuse_mixtures(model)
+        if multiplies_codes:
             fuse_shared(model)
             fuse_layers(model)
             fuse_models(model)
@@ -252,6 +253,8 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
         fast = not options.exact and bfloat_products.widens()
     if fast:
         RowProducts(model)
+    elif multiplies_codes and not options.exact:  # inputs of experts are rounded then, more than sums of routers
+        RowProducts(model, routers_in(model))
 
 
 def _expert_read_modes(
