@@ -101,12 +101,15 @@ def measure(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> No
     prompt, made = workload.prompt, workload.made(case)
     label = f"moe-{case.runner}-{case.given}-{case.share}-{run.turn}"
     offload = workload.folder / "offload"
+    options = {"layer_shards_saving_path": str(workload.files(case.runner)), **chosen.options, **workload.options}
+    if case.share is None:
+        options.pop("profiling_mode", None)  # nothing is read, and with clocks around layers each is a call of its own
     job = {
         "task": "requests",
         "package": chosen.package,
         "loader": chosen.loader,
         "checkpoint": str(workload.checkpoint),
-        "options": {"layer_shards_saving_path": str(workload.files(case.runner)), **chosen.options, **workload.options},
+        "options": options,
         "offload_folder": str(offload),
         "prompts": [one[:prompt] for one in passages],
         "tokens": made,

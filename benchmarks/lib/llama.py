@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gguf import GGUFReader
+
 from benchmarks.lib.peers import LLAMA_SERVER, THIS, interpreter
 from benchmarks.lib.process import Cap, PeerError, run_tool
 from benchmarks.lib.server_process import served
@@ -122,7 +124,11 @@ def write_file(checkpoint: Path, path: Path, kind: str) -> Path:
     """
     try:
         _convert(checkpoint, path, kind)
+        has_vocabulary = GGUFReader(path).get_field("tokenizer.ggml.model") is not None
     except CorruptVocabularyError:
+        has_vocabulary = False
+    if not has_vocabulary:
+        path.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as made:
             _convert(with_vocabulary(checkpoint, Path(made)), path, kind)
     return path

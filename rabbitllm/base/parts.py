@@ -91,17 +91,19 @@ def run_parts(data, function, given, threads):  # type: ignore[no-untyped-def]
 
 def run_program(data):  # type: ignore[no-untyped-def]
     """Set the words that are addresses, and call each function; see `programs.Program`."""
-    head = to_array(data, 7)
-    begin, places, calls, team, each = head[2], head[3], head[4], head[5], head[6]
+    head = to_array(data, 9)
+    begin, places, team, each, first = head[2], head[3], head[5], head[6], head[8]
     words = to_array(data, head[1])
     end = begin + 3 * places
     for i in range(begin, end, 3):
         words[words[i]] = words[words[i + 1]] + words[i + 2]
-    for i in range(end, end + 3 * calls, 3):
+    i = end + 3 * first
+    while i < end + 3 * words[4]:  # one of the functions may set it
         if words[i + 2] > 1:
             call_parts(shared(team + 8 * RUN), team, words[i], words[i + 1], words[i + 2])
         else:
             call_parts(words[i], words[i + 1], 0, each, each)
+        i += 3
 
 
 def help_with_parts(data):  # type: ignore[no-untyped-def]

@@ -24,8 +24,9 @@ Place = tuple[int, int]
 """A place in memory: which of the addresses of a call of a `Program`, and bytes from there on."""
 Words = Sequence[int | Place]
 """Int64s; a place is replaced by its address."""
-OWN, SCRATCH, FIRST = 0, 7, 8
-"""The words of a program with its own address, with that of the scratch memory, and with the first one of a call."""
+OWN, STEPS, SCRATCH, BEGIN, FIRST = 0, 4, 7, 8, 9
+"""The words of a program with its own address, the number of its functions, that of the scratch memory, the function
+that a call begins with, and the first address of a call. A function that sets the second to 0 is the last one."""
 KEPT_BYTES = 1 << 20
 """Bytes of scratch memory that a thread keeps for its next call."""
 _ALIGNMENT = 64
@@ -48,6 +49,11 @@ class Program:
         self._steps: list[tuple[Callable[..., None], Words, int]] = []
         self._words: array[int] | None = None
 
+    @property
+    def steps(self) -> int:
+        """How many functions were added."""
+        return len(self._steps)
+
     def address(self, index: int) -> Place:
         """The place of an address that a call is given."""
         return FIRST + index, 0
@@ -69,14 +75,15 @@ class Program:
         """Add a function, which is compiled, the int64s after the first that it gets, and how many threads call it."""
         self._steps.append((function, words, threads))
 
-    def __call__(self, *addresses: int) -> None:
-        """Run it."""
+    def __call__(self, *addresses: int, begin: int = 0) -> None:
+        """Run it, from a function on: all before are left out."""
         if self._words is None:
             self._words = self._joined()
         data = self._words[:]
         data[OWN] = own = data.buffer_info()[0]
         scratch = _scratch(self._nbytes)
         data[SCRATCH] = scratch.data_ptr()
+        data[BEGIN] = begin
         data[FIRST : FIRST + len(addresses)] = array("q", addresses)
         _compiled()(own)
 
@@ -98,7 +105,7 @@ class Program:
                     places += [first + len(words), *word]
                 words.append(0 if isinstance(word, tuple) else word)
         of_team = team.address if (team := torchs_team()) is not None else 0
-        head = [0, first + len(words), begin, count, len(self._steps), of_team, PARTS, *[0] * (1 + self._addresses)]
+        head = [0, first + len(words), begin, count, len(self._steps), of_team, PARTS, *[0] * (2 + self._addresses)]
         return array("q", [*head, *places, *calls, *words])
 
 

@@ -244,9 +244,9 @@ class LayerCalls:
         x, cos, sin, heads = (before.address(index) for index in range(4))
         self._add_before(first, before, x, (cos, sin), heads, 4)
         summed = after.address(1)
-        self._add_after(last, after, after.address(at_x), after.address(0), summed, 2, at_x + 1)
+        normed, result, *arrays = (after.address(arguments - 1 + index) for index in range(4))
+        self._add_after(last, after, after.address(at_x), after.address(0), summed, 2, at_x + 1, normed)
         if mixture is not None:
-            normed, result, *arrays = (after.address(arguments - 1 + index) for index in range(4))
             of_mlp = after.room(2 * self.columns)
             mixture.add_to(after, normed, of_mlp, arrays)
             after.add(_layer_kernels.add, [summed, of_mlp, result, self.columns])
@@ -258,23 +258,31 @@ class LayerCalls:
         return all(matrix.is_of(table.get("weight")) for table, matrix in self.plain)
 
     def can_add(self) -> bool:
-        """Whether `add_to` adds a whole layer."""
-        return self._products is not None and self._around is not None and not self.calls_mlp
+        """Whether `add_to` adds a whole layer, or all before its MLP if it calls that."""
+        return self._products is not None and self._around is not None
 
     def add_to(
-        self, program: Program, x: Place, angles: tuple[Place, Place], out: Place, cached: int, first: int
+        self,
+        program: Program,
+        x: Place,
+        angles: tuple[Place, Place],
+        out: Place,
+        cached: int,
+        first: int,
+        normed: Place,
     ) -> None:
         """Add a layer, which writes keys and values into the cache, to a program.
 
         Args:
             cached: the first address of `_cached`; the token is among those.
             first: that of the weights in `tables`.
+            normed: the place of the input of a layer's MLP that it calls.
         """
         assert self._products is not None
         heads = program.room(2 * self.form.total * self.form.width)
         self._add_before(self._products[0], program, x, angles, heads, first)
         self.form.add_keeping(program, heads, cached)
-        self._add_after(self._products[1], program, x, heads, out, cached, first + self.before)
+        self._add_after(self._products[1], program, x, heads, out, cached, first + self.before, normed)
 
     def _add_before(
         self, product: JointProduct, program: Program, x: Place, angles: tuple[Place, Place], heads: Place, first: int
@@ -288,7 +296,15 @@ class LayerCalls:
         self.form.add_rotation(program, heads, *angles, others)
 
     def _add_after(
-        self, last: JointProduct, program: Program, x: Place, heads: Place, out: Place, cached: int, first: int
+        self,
+        last: JointProduct,
+        program: Program,
+        x: Place,
+        heads: Place,
+        out: Place,
+        cached: int,
+        first: int,
+        normed: Place,
     ) -> None:
         from rabbitllm.engine import _layer_kernels
 
@@ -300,7 +316,7 @@ class LayerCalls:
         if around is not None:
             norms = around.norms
             summed, of_mlp = out if self.calls_mlp else program.room(2 * columns), program.room(2 * columns)
-            normed = program.address(first + len(norms) - 1) if self.calls_mlp else product
+            normed = normed if self.calls_mlp else product
             is_double = len(norms) == len(_AROUND[1])
             if is_double:
                 norms[1].add_to(program, columns, product, program.address(first), product)

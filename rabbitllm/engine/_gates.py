@@ -29,7 +29,7 @@ MULTIPLE = 64
 """Elements that torch computes at once with any of its vectors; it computes a rest in another way."""
 _PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn"), ("gate_up_proj", "down_proj", "activation_fn")
 """Names of the parts of MLPs, in the order of computation; gate and up may be one matrix."""
-_SHARED = ("gate", "experts", "shared_expert", "shared_expert_gate")
+SHARED = ("gate", "experts", "shared_expert", "shared_expert_gate")
 """Names of the parts of mixtures whose shared expert has a gate."""
 _OF_ANY = frozenset({*vars(nn.Module()), "_is_hf_initialized"})
 """Attributes of any module; transformers sets the last one."""
@@ -66,10 +66,10 @@ def fuse_shared(model: nn.Module) -> int:
     """
 
     def key_of(module: Any) -> object:
-        is_mixture = module._modules.keys() == {*_SHARED} and not (module._parameters or module._buffers)
+        is_mixture = module._modules.keys() == {*SHARED} and not (module._parameters or module._buffers)
         return kind_of(module) if is_mixture and is_one_call(module.shared_expert) else None
 
-    return fuse(model, key_of, lambda module, _: _mixture_forward if _has_shared_bits(module) else None)
+    return fuse(model, key_of, lambda module, _: shared_forward if has_shared_bits(module) else None)
 
 
 def names_in(module: nn.Module) -> tuple[str, ...]:
@@ -174,7 +174,7 @@ class OneCall:
             result = program.room(2 * x.numel())
             self.add_to(program, len(x), program.address(0), result)
             places = [result, *(program.address(index) for index in (1, 2, 3))]
-            _add_shared(program, places, len(x), x.shape[1])
+            add_shared(program, places, len(x), x.shape[1])
         out = torch.empty_like(x)
         program(x.data_ptr(), gates.data_ptr(), others.data_ptr(), out.data_ptr())
         return out
@@ -220,7 +220,7 @@ def act_of(module: nn.Module) -> ActKind:
 
 
 def _forward(module: Any, *args: Any, **named: Any) -> Any:
-    call = _call_of(module) if len(args) == 1 and not named and is_plain(args[0]) else None
+    call = call_of(module) if len(args) == 1 and not named and is_plain(args[0]) else None
     if call is not None and (result := call(args[0])) is not None:
         return result
     if call is not None and len(names := names_in(module)) == len(_PARTS[0]):
@@ -229,7 +229,7 @@ def _forward(module: Any, *args: Any, **named: Any) -> Any:
     return type(module).forward(module, *args, **named)
 
 
-def _call_of(module: Any) -> OneCall | None:
+def call_of(module: Any) -> OneCall | None:
     """The call of an MLP; None if `mlp_weights` has none."""
     if (weights := mlp_weights(module)) is None:
         return None
@@ -240,11 +240,11 @@ def _call_of(module: Any) -> OneCall | None:
     return call
 
 
-def _mixture_forward(module: Any, *args: Any, **named: Any) -> Any:
+def shared_forward(module: Any, *args: Any, **named: Any) -> Any:
     if len(args) == 1 and not named and is_plain(args[0]):
-        router, experts, shared, gate = (module._modules[name] for name in _SHARED)
+        router, experts, shared, gate = (module._modules[name] for name in SHARED)
         x = args[0].view(-1, args[0].shape[-1])
-        call = None if has_hooks(shared) else _call_of(shared)
+        call = None if has_hooks(shared) else call_of(shared)
         if call is not None and call.is_for(len(x)):
             _, weights, index = router(x)
             others, gates = experts(x, index, weights), gate(x)
@@ -263,7 +263,7 @@ def sigmoids() -> torch.Tensor | None:
     return table if torch.equal(table.nan_to_num(), apart.nan_to_num()) else None
 
 
-def _add_shared(program: Program, places: Sequence[Place], rows: int, width: int) -> None:
+def add_shared(program: Program, places: Sequence[Place], rows: int, width: int) -> None:
     """Add `others + sigmoid(gates) * terms` to a program, whose places are of terms, gates, others and results."""
     from rabbitllm.engine import _layer_kernels  # numba comes with it
 
@@ -273,7 +273,7 @@ def _add_shared(program: Program, places: Sequence[Place], rows: int, width: int
 
 
 @torch.no_grad()
-def _has_shared_bits(module: Any) -> bool:
+def has_shared_bits(module: Any) -> bool:
     """Whether a mixture's class adds these, and calls its parts so."""
     random, width, rows = RandomTensors(), MULTIPLE, 3
     x, others, result = (random.normal(rows, width) for _ in range(3))
@@ -284,11 +284,11 @@ def _has_shared_bits(module: Any) -> bool:
         return lambda value, *more: answer if torch.equal(value, x) and more == expected else None
 
     answers = part(routing), part(others, *reversed(routing[1:])), part(result), part(gates)
-    expected = class_result(trial_of(module, _modules=dict(zip(_SHARED, answers, strict=True))), x[None])
+    expected = class_result(trial_of(module, _modules=dict(zip(SHARED, answers, strict=True))), x[None])
     if sigmoids() is None:
         return False
     program, out = Program(4), torch.empty_like(x)
-    _add_shared(program, [program.address(index) for index in range(4)], rows, width)
+    add_shared(program, [program.address(index) for index in range(4)], rows, width)
     program(*(tensor.data_ptr() for tensor in (result, gates, others, out)))
     return is_result(out[None], expected)
 

@@ -312,6 +312,18 @@ def choose(data):  # type: ignore[no-untyped-def]
     done[0] = is_sure
 
 
+def stop(data):  # type: ignore[no-untyped-def]
+    """End a program if experts were not chosen.
+
+    After the own address that of what `choose` sets, which gets a number if it is 0, that number, and the address of
+    the number of the program's functions.
+    """
+    words = to_array(data, 4)
+    done, steps = integers(words[1], 1), integers(words[3], 1)
+    if done[0] == 0:
+        done[0], steps[0] = words[2], 0
+
+
 def combine(data):  # type: ignore[no-untyped-def]
     """Weighted sums of rows, added in float32.
 

@@ -4,6 +4,8 @@ Between the calls of two layers Python takes as long as the products of a small 
 class runs with a single layer in place of all, which computes what they do. What a class does with its layers is tried
 when a model is loaded: one after the other, each with the same arguments. What may have changed since is compared
 before each step. Anything else, a hook of a layer, a mask, or a KV cache without every token, is left to the layers.
+Mixtures whose experts are in memory are part of it; what their call leaves to their class is computed by that, and the
+program goes on behind it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import functools
 import inspect
 import operator
+from array import array
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,23 +24,25 @@ from torch import nn
 from transformers import DynamicCache
 
 from rabbitllm.base.dict_changes import remembered
-from rabbitllm.base.programs import Program
+from rabbitllm.base.programs import OWN, STEPS, Program
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._attention import CACHED, CACHES, LayerCalls, are_rows, is_step, layer_calls, values_of
 from rabbitllm.engine._fusing import Forward, fuse, result_of, trial_of
+from rabbitllm.engine._mixtures import is_mixture, mixture_call
 from rabbitllm.engine._siblings import has_hooks
 from rabbitllm.engine.kv_room import is_ordinary, keeps_every_token, room_for
 
 _INPUTS = "input_ids", "inputs_embeds"
 _KNOWN = frozenset({*_INPUTS, *CACHES, "attention_mask", "position_ids", "cache_position", "use_cache"})
 """Arguments with which a class is known to call its layers as it was tried."""
-_OUTPUTS = {"output_hidden_states": False, "output_attentions": False, "return_dict": True}
+_ROUTERS = "output_router_logits"
+_OUTPUTS = {"output_hidden_states": False, "output_attentions": False, _ROUTERS: False, "return_dict": True}
 """Attributes of a config, and their values if only the last layer's result is wanted."""
 _STEPS_BETWEEN = 16
 """After how many steps whose layers were called one by one it is tried again whether they must be."""
 _PAST = 2
 """Tokens in the cache of a trial."""
-_HEAD = 4
+_HEAD = 6
 """Addresses of a call that belong to no layer."""
 
 
@@ -56,8 +61,13 @@ def fuse_models(model: nn.Module) -> int:
 
 
 def _calls_of(layers: Sequence[nn.Module]) -> list[LayerCalls]:
-    """What each of two or more layers computes now; none if they cannot be one call."""
-    calls = [of_layer for layer in layers if (of_layer := layer_calls(layer)) is not None and of_layer.can_add()]
+    """What each of two or more layers computes now, mixtures left out; none if they cannot be one call."""
+    calls = [
+        of_layer
+        for layer in layers
+        if (of_layer := layer_calls(layer)) is not None and of_layer.can_add()
+        if not of_layer.calls_mlp or is_mixture(layer._modules["mlp"])  # type: ignore[arg-type]
+    ]
     is_whole = len(calls) == len(layers) > 1 and len({(of_layer.form, of_layer.columns) for of_layer in calls}) == 1
     return calls if is_whole and len({*_indices_of(layers)}) == len(layers) else []
 
@@ -88,7 +98,8 @@ def _forward(
     **named: Any,
 ) -> Any:
     inputs = [value for name in _INPUTS if (value := named.get(name)) is not None]
-    is_token = not args and len(inputs) == 1 and inputs[0].shape[:2] == (1, 1) and named.keys() <= names
+    given = {name: value for name, value in named.items() if name != _ROUTERS or value}
+    is_token = not args and len(inputs) == 1 and inputs[0].shape[:2] == (1, 1) and given.keys() <= names
     is_token = is_token and type(module).forward is tried
     if is_token and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         whole = kept.get(module)
@@ -96,7 +107,7 @@ def _forward(
             whole = kept[module] = _Whole(module, names)
         if whole.calls and _hides_nothing(named):
             with contextlib.suppress(_NotWholeError):
-                return inspect.unwrap(tried)(whole.like, **named)
+                return inspect.unwrap(tried)(whole.like, **given)
     return type(module).forward(module, *args, **named)
 
 
@@ -114,6 +125,7 @@ class _Whole:
 
     Attributes:
         calls: of each layer; none if they are to be called one by one.
+        mixtures: of those that are one.
         like: the model with one layer that computes what all do.
         is_current: whether this still holds.
     """
@@ -123,14 +135,18 @@ class _Whole:
         layers = [*modules] if isinstance(modules, nn.ModuleList) else []
         is_plain = all(getattr(config, name, value) is value for name, value in _OUTPUTS.items())
         self.calls = _calls_of(layers) if is_plain and not any(map(has_hooks, layers)) else []
-        if not self.calls or not _is_sequence(module, names):  # something has changed since it was loaded
+        mixed = [number for number, of_layer in enumerate(self.calls) if of_layer.calls_mlp]
+        mixtures = [mixture_call(layers[number].mlp) for number in mixed]
+        # experts that were not used yet, or something has changed since it was loaded
+        if not self.calls or None in mixtures or not _is_sequence(module, names):
             steps = iter(range(_STEPS_BETWEEN))
             self.is_current: Callable[[], bool] = lambda: next(steps, None) is not None
             self.calls = []
             return
+        self.mixtures = {number: mixture for number, mixture in zip(mixed, mixtures, strict=True) if mixture}
         self._indices = _indices_of(layers)
         self._tables = [table for of_layer in self.calls for table in of_layer.tables]
-        self._programs = dict[int, Program]()
+        self._programs = dict[int, tuple[Program, list[int]]]()
         whole = trial_of(layers[0], forward=self._compute)
         self.like = trial_of(module, _modules={**module._modules, "layers": [whole]})
         watched = [vars(module), module._modules, vars(modules), modules._modules, vars(config)]
@@ -138,6 +154,7 @@ class _Whole:
             queries = layer._modules["self_attn"]._modules[of_layer.form.linears[0]]
             watched += [vars(layer), layer._forward_hooks, layer._forward_pre_hooks, queries._parameters]
         before, facts = [dict(table) for table in watched], [of_layer.facts for of_layer in self.calls]
+        facts += [mixture.facts for mixture in self.mixtures.values()]
 
         def are_true() -> bool:
             same = (
@@ -146,7 +163,8 @@ class _Whole:
             )
             return all(same) and all(holds() for holds, _ in facts)
 
-        self.is_current = remembered(are_true, [*watched, *(table for _, tables in facts for table in tables)])
+        is_same = remembered(are_true, [*watched, *(table for _, tables in facts for table in tables)])
+        self.is_current = lambda: is_same() and all(mixture.is_kept() for mixture in self.mixtures.values())
 
     def _compute(self, x: Any, *args: Any, **named: Any) -> torch.Tensor:
         """What all layers do.
@@ -171,30 +189,45 @@ class _Whole:
         is_apart = len({*map(id, [*layers, *rooms])}) == 2 * len(rooms)  # not a layer twice, or its copy
         if not is_apart or any(room.form != like for room in rooms):
             raise _NotWholeError
+        arrays = [mixture.arrays(x) for mixture in self.mixtures.values()]
+        routers = [words[0].buffer_info()[0] for words in arrays if words is not None]
+        if len(routers) < len(arrays):
+            raise _NotWholeError
         cached = [word for room in rooms for word in (*room.addresses, room.used + 1, *room.steps)]
-        program = self._programs.get(torch.get_num_threads()) or self._build(len(weights))
-        out = torch.empty_like(x)
-        program(
-            *[tensor.data_ptr() for tensor in (x, *angles, out)],
-            *cached,
-            *[weight.data_ptr() for weight in weights],
-        )
+        program, ends = self._programs.get(torch.get_num_threads()) or self._build(len(weights))
+        out, normed, left = torch.empty_like(x), torch.empty_like(x), array("q", [0])
+        addresses = [*(tensor.data_ptr() for tensor in (x, *angles, out, normed)), left.buffer_info()[0], *cached]
+        addresses += [*(weight.data_ptr() for weight in weights), *routers]
+        program(*addresses)
+        while (number := left[0]) < 0:  # a mixture is left to its class
+            out += self.mixtures[~number].by_class(normed)
+            left[0] = 0
+            program(*addresses, begin=ends[~number])
         for layer, room in zip(layers, rooms, strict=True):
             room.extend(layer, room.used + 1)
         return out
 
-    def _build(self, weights: int) -> Program:
-        """The program for as many threads as there are now."""
-        cached, first = _HEAD, _HEAD + CACHED * len(self.calls)
-        program = Program(first + weights)
-        x, cos, sin, out = (program.address(index) for index in range(_HEAD))
-        hidden = program.room(2 * self.calls[0].columns)
-        for of_layer in self.calls:
+    def _build(self, weights: int) -> tuple[Program, list[int]]:
+        """The program for as many threads as there are now, and where each layer ends in it."""
+        from rabbitllm.engine import _layer_kernels  # numba comes with it
+
+        cached, first, columns, ends = _HEAD, _HEAD + CACHED * len(self.calls), self.calls[0].columns, list[int]()
+        routers = first + weights
+        program = Program(routers + len(self.mixtures))
+        x, cos, sin, out, normed, left = (program.address(index) for index in range(_HEAD))
+        for number, of_layer in enumerate(self.calls):
             with program.passing():
-                of_layer.add_to(program, x, (cos, sin), out if of_layer is self.calls[-1] else hidden, cached, first)
-            x, cached, first = hidden, cached + CACHED, first + len(of_layer.tables)
-        self._programs[torch.get_num_threads()] = program
-        return program
+                of_layer.add_to(program, x, (cos, sin), out, cached, first, normed)
+                if (mixture := self.mixtures.get(number)) is not None:
+                    of_mlp = program.room(2 * columns)
+                    mixture.add_to(program, normed, of_mlp, [program.address(routers), left])
+                    program.add(_layer_kernels.stop, [left, ~number, (OWN, 8 * STEPS)])
+                    program.add(_layer_kernels.add, [out, of_mlp, out, columns])
+                    routers += 1
+            x, cached, first = out, cached + CACHED, first + len(of_layer.tables)
+            ends.append(program.steps)
+        self._programs[torch.get_num_threads()] = program, ends
+        return program, ends
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -178,11 +178,13 @@ class RowProducts:
 
     Args:
         model: the model; its layers may be streamed.
+        modules: those that are meant; None for all.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, modules: Iterable[nn.Module] | None = None) -> None:
         self._undo, last_call = list[Callable[[], object]](), LastCall()
-        for module in model.modules() if has_kernels(model) else ():
+        each: Iterable[Any] = model.modules() if modules is None else modules
+        for module in each if has_kernels(model) else ():
             is_free = "forward" not in vars(module)
             if type(module).forward is nn.Linear.forward:
                 if is_free or (is_installed(module) and not multiplies_plain(module)):
@@ -216,7 +218,9 @@ class _Functional:
 
 
 def has_row_product(module: Any) -> bool:
-    """Whether `RowProducts` set a router's forward."""
+    """Whether `RowProducts` set the forward of a router or Linear."""
+    if multiplies_plain(module):
+        return is_installed(module)
     forward = vars(module).get("forward")
     return isinstance(forward, functools.partial) and forward.func is _router_forward(module.__class__)
 

@@ -19,7 +19,7 @@ from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
 from rabbitllm.engine._gates import fuse_gates, fuse_shared
-from rabbitllm.engine._mixtures import fuse_mixtures
+from rabbitllm.engine._mixtures import fuse_mixtures, routers_in
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._rotary import fuse_rotary
@@ -245,14 +245,17 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
         if is_multiplied:
             fuse_attention(model)
             fuse_gates(model)
+        fuse_experts(model)
+        fuse_mixtures(model)
+        if is_multiplied:
             fuse_shared(model)
             fuse_layers(model)
             fuse_models(model)
         fuse_rotary(model, prompts=is_multiplied)  # of attentions that are not replaced as a whole
-        fuse_experts(model)
-        fuse_mixtures(model)
     if not options.exact and on_cpu:
         fuse_recurrences(model, prompts=is_multiplied)
+    if is_multiplied and not (is_fast or options.exact):  # experts' inputs are rounded then, more than routers' sums
+        RowProducts(model, routers_in(model))
 
 
 def _expert_read_modes(

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from gguf import GGUFReader
 
 from benchmarks.decode import instructions
 from benchmarks.decode.instructions import AVX2, BUSY, NONE, OURS, PEER, InstructionsCase, SpeedRun
@@ -23,6 +24,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks 
 FOUND = shutil.which("llama-bench")
 LLAMA = os.environ.get("RABBITLLM_TEST_LLAMA") or (str(Path(FOUND).parent) if FOUND else None)
 """Folder of `llama-bench`."""
+
+
+def test_a_file_of_a_checkpoint_without_a_tokenizer_has_made_up_words(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "tiny", "LlamaConfig")
+    for file in checkpoint.glob("tokenizer*"):
+        file.unlink()
+    file = llama.write_file(checkpoint, tmp_path / "small.gguf", "Q8_0")
+    assert GGUFReader(file).get_field("tokenizer.ggml.model") is not None
 
 
 @pytest.mark.long

@@ -110,5 +110,7 @@ def test_this_project_under_a_cap_at_tiny_scale(tmp_path: Path) -> None:
     assert all(
         f"| {row} | 1/1 |" in text for row in (f"{rows[0]}, flat, no cap", *(f"{row}, flat, 50 %" for row in rows))
     )
+    assert "50 %, ms a step" in text
+    assert "no cap, ms a step" not in text  # where nothing is read no clock is in a token's way
     assert (tmp_path / "r.svg").read_text().startswith("<?xml")
     assert not (tmp_path / "moe-run-tiny").exists()

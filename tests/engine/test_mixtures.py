@@ -18,11 +18,14 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from rabbitllm.base.programs import Program
 from rabbitllm.engine import _layer_kernels, _mixtures
 from rabbitllm.engine._mixtures import MixtureCall
+from rabbitllm.engine.forwards import has_row_product
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.quant import _vectors, bfloat_products
 from tests.engine.test_first_use import flip_in
 from tests.engine.test_routed import MANY
 from tests.engine.test_siblings import PROMPT, assert_same_logits, checkpoint
+from tests.engine.test_whole_steps import counted_steps
+from tests.support.builders import DELTA, Family
 from tests.support.tiny_models import ALL, budget_that_keeps, load
 
 pytestmark = [
@@ -30,6 +33,9 @@ pytestmark = [
     pytest.mark.skipif(not _vectors.lanes() or not bfloat_products.max_rows(), reason="no vectors that are used"),
 ]
 HEADS = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHARED = {"shared_expert_intermediate_size": 256}
+KINDS = {**DELTA, "layer_types": ["linear_attention", "full_attention"]}
+HYBRIDS = Family("qwen3_next", KINDS), Family("qwen3_5_moe_text", KINDS)
 STEPS = 40
 
 
@@ -64,12 +70,20 @@ def logits(model: Any, steps: int = STEPS) -> torch.Tensor:
     return torch.cat([model(torch.tensor([[step * 7 + 1]]), past_key_values=cache).logits for step in range(steps)])
 
 
-@pytest.mark.parametrize("compression", ["4bit", "q4_k_m"])
+@pytest.mark.parametrize(
+    ("family", "compression"),
+    [("qwen3_moe", "4bit"), ("qwen3_moe", "q4_k_m"), *((family, "4bit") for family in HYBRIDS)],
+)
 @pytest.mark.parametrize("kept", ["resident", "a quarter", "streamed"])
 def test_a_model_has_the_same_logits(
-    tmp_path: Path, compression: str, kept: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    family: str | Family,
+    compression: str,
+    kept: str,
+    calls: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    directory = checkpoint(tmp_path, "qwen3_moe", compression, **MANY, **HEADS)
+    directory = checkpoint(tmp_path, family, compression, **MANY, **HEADS, **SHARED)
     quarter = kept == "a quarter"
     budget = budget_that_keeps(directory, 0.25, exact=False) if quarter else ALL * (kept == "resident")
     got = logits(fast(directory, budget))
@@ -81,6 +95,44 @@ def test_a_model_has_the_same_logits(
     assert not calls
     monkeypatch.undo()
     assert_same_logits(directory, budget, "fuse_mixtures", "MoeBlock", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("family", "compression"), [("qwen3_moe", "4bit"), ("qwen3_moe", "q4_k_m"), (Family("qwen2_moe"), "4bit")]
+)
+def test_a_token_of_all_layers_by_one_call(
+    tmp_path: Path, family: str | Family, compression: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = counted_steps(monkeypatch)
+    settings = {**MANY, **HEADS, **SHARED, "num_hidden_layers": 3}
+    directory = checkpoint(tmp_path, family, compression, **settings)
+    model = fast(directory)
+    got = [logits(model) for _ in range(2)]
+    assert set(layers) == {3}
+    assert len(layers) > STEPS
+    assert STEPS < sum(calls) < len(calls)  # after a mixture that is left to its class the call goes on
+    model.model.layers[1].mlp.gate.top_k = 2
+    got.append(logits(model))
+    assert model(PROMPT, output_router_logits=True).router_logits[0].shape == (PROMPT.shape[1], MANY["num_experts"])
+    monkeypatch.setattr("rabbitllm.engine.load.fuse_models", lambda model: 0)
+    other = fast(directory)
+    expected = [logits(other) for _ in range(2)]
+    other.model.layers[1].mlp.gate.top_k = 2
+    expected.append(logits(other))
+    assert all(map(torch.equal, got, expected))
+    assert not torch.equal(*got[1:])
+
+
+@torch.no_grad()
+def test_routers_of_compressed_models_use_the_kernel_by_default(tmp_path: Path, calls: list[bool]) -> None:
+    folder = checkpoint(tmp_path, Family("qwen2_moe"), "4bit", **MANY, **HEADS, **SHARED)
+    ordinary, exact = load(folder, exact=False), load(folder)
+    for model in (ordinary, exact):
+        logits(model)
+        assert bool(sum(calls)) is (model is ordinary)
+        names = {name for name, module in model.model.layers[0].mlp.named_children() if has_row_product(module)}
+        assert names == ({"gate", "shared_expert_gate"} if model is ordinary else set())
+        del calls[:]
 
 
 @pytest.mark.parametrize("is_normed", [True, False])
@@ -194,6 +246,25 @@ CHANGES: dict[str, Change] = {
 }
 
 
+OF_SHARED: dict[str, Change] = {
+    "hook": lambda patch, mlp: patch.setitem(mlp.shared_expert._forward_hooks, 7, doubled),
+    "hook of the gate": lambda patch, mlp: patch.setitem(mlp.shared_expert_gate._forward_hooks, 7, doubled),
+    "hook of the activation": lambda patch, mlp: patch.setitem(mlp.shared_expert.act_fn._forward_hooks, 7, doubled),
+    "data of the gate": lambda patch, mlp: patch.setattr(
+        mlp.shared_expert_gate.weight, "data", mlp.shared_expert_gate.weight.data.flip(-1).clone()
+    ),
+    "bias of the gate": lambda patch, mlp: patch.setitem(
+        mlp.shared_expert_gate._parameters, "bias", nn.Parameter(torch.ones(1).bfloat16())
+    ),
+    "activation": lambda patch, mlp: patch.setitem(mlp.shared_expert._modules, "act_fn", nn.Tanh()),
+    "Linear": lambda patch, mlp: patch.setitem(mlp.shared_expert._modules, "up_proj", mlp.shared_expert.gate_proj),
+    "weight": lambda patch, mlp: patch.setitem(
+        mlp.shared_expert.up_proj._parameters, "weight", mlp.shared_expert.gate_proj.weight
+    ),
+    "forward": lambda patch, mlp: patch.setitem(vars(mlp.shared_expert), "forward", torch.zeros_like),
+}
+
+
 def other_router(router: Any) -> Any:
     other = Qwen3MoeTopKRouter(Qwen3MoeConfig(hidden_size=256, num_experts=24, num_experts_per_tok=2))
     other.weight = nn.Parameter(router.weight.flip(0))
@@ -234,6 +305,33 @@ def test_a_change_between_two_steps_is_noticed(
     changed = both()
     assert torch.equal(*changed)
     assert not torch.equal(changed[0], ordinary[0])
+
+
+@torch.no_grad()
+def test_a_change_of_a_shared_expert_is_noticed(
+    tmp_path: Path, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = checkpoint(tmp_path, Family("qwen2_moe"), "4bit", **MANY, **HEADS, **SHARED)
+    models = [fast(directory)]
+    monkeypatch.setattr("rabbitllm.engine.load.fuse_mixtures", lambda model: 0)
+    models.append(fast(directory))
+
+    def both() -> list[torch.Tensor]:
+        return [logits(model, 12) for model in models]
+
+    both()
+    del calls[:]
+    ordinary = both()
+    assert torch.equal(*ordinary)
+    assert sum(calls) > len(calls) / 2 > 6
+    for name, change in OF_SHARED.items():
+        with monkeypatch.context() as patch:
+            for model in models:
+                change(patch, model.model.layers[1].mlp)
+            changed = both()
+        assert torch.equal(*changed), name
+        assert not torch.equal(changed[0], ordinary[0]), name
+        assert all(map(torch.equal, both(), ordinary)), name
 
 
 @torch.no_grad()

@@ -30,6 +30,10 @@ STEPS = 5
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return counted_steps(monkeypatch)
+
+
+def counted_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each step by one call had."""
     layers, compute = list[int](), _whole_steps._Whole._compute
 
