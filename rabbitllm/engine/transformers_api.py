@@ -198,7 +198,8 @@ class _Blocks(torch.nn.ModuleList):
         own = copy.deepcopy(config)
         own.layer_types = types
         super().__init__(self.block(own, place) for place in range(len(types)))
-        self[types.index("full_attention")].mixer.layer_idx = index
+        attention: Any = self[types.index("full_attention")]
+        attention.mixer.layer_idx = index
 
     def forward(self, hidden: torch.Tensor, *, position_embeddings: None, **named: Any) -> torch.Tensor:
         """Compute the blocks; `position_embeddings` is what the model has none of."""

@@ -135,8 +135,11 @@ def test_a_draft_model(checkpoint: Path, tmp_path: Path) -> None:
     small = build_checkpoint(tmp_path / "small", "llama", num_hidden_layers=1)
     placed = run(str(checkpoint), PROMPT, "--raw", *SHORT, "--dir", str(tmp_path / "here"), "--draft", str(small))
     assert placed.stdout == result.stdout
-    assert (tmp_path / "here" / "draft" / "splitted_model").is_dir()
+    assert (tmp_path / "here" / "draft" / "small" / "splitted_model").is_dir()
     assert [path.name for path in small.glob("splitted*")] == []
+    smaller = build_checkpoint(tmp_path / "smaller", "llama", num_hidden_layers=1, seed=1)
+    another = run(str(checkpoint), PROMPT, "--raw", *SHORT, "--dir", str(tmp_path / "here"), "--draft", str(smaller))
+    assert another.stdout == result.stdout
     other = talker_folder(tmp_path / "other", "llama")
     with pytest.raises(OptionError, match="another vocabulary"):
         run(str(checkpoint), PROMPT, "--raw", *SHORT, "--draft", str(other))

@@ -30,7 +30,7 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
 from rabbitllm.generation._proposals import FromHead
-from rabbitllm.generation._scheduler import draft_of
+from rabbitllm.generation._scheduler import batch_draft
 from rabbitllm.generation._width import Width
 from rabbitllm.generation.batch import Batch, Limits
 from rabbitllm.generation.draft import chosen_draft, prepare_draft, use_draft
@@ -318,7 +318,7 @@ def test_auto_uses_a_head_where_layers_are_streamed(tmp_path: Path) -> None:
     assert service is not None
     batched = BatchModel.load(request, [PROMPT + TOKENS], JobLimits())
     for model in (service.model, batched.model):
-        assert draft_of(model, "auto", exact=False) == "mtp"
+        assert batch_draft(model, "auto", exact=False) == "mtp"
     assert batched.draft == "auto"
     service.close()
 

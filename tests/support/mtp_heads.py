@@ -150,6 +150,7 @@ def random_head(folder: Path, family: Family, seed: int) -> dict[str, torch.Tens
     return {**others, **layer}
 
 
+_EMBEDDING = "model.embed_tokens.weight"
 FIRST, LAST = 3, 270
 """The tokens of a predictable model."""
 
@@ -167,9 +168,7 @@ def next_token(token: int) -> int:
 def make_predictable(folder: Path, how: str) -> Path:
     """Make the next token follow from the last one; the head is right, sometimes wrong ("noisy"), or never right."""
     tensors, noise = read_tensors(folder), torch.Generator().manual_seed(0)
-    embedding = next(
-        tensors[name] for name in ("model.embed_tokens.weight", "backbone.embeddings.weight") if name in tensors
-    )
+    embedding = tensors["backbone.embeddings.weight" if "backbone.embeddings.weight" in tensors else _EMBEDDING]
     embedding.copy_(torch.randn(embedding.shape, generator=noise))
     head = tensors["lm_head.weight"].zero_()
     for token in range(FIRST, LAST):
