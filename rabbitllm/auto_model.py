@@ -501,7 +501,7 @@ def draft_of(draft: Any, request: LoadRequest, find_compression: Callable[[str],
     if split is None:
         return LoadRequest(spec, None, run)
     if folder is not None and not prepare.find(spec, only_look=True).finished:
-        spec = replace(spec, folder=folder / "draft")
+        spec = replace(spec, folder=folder / "draft" / Path(name).resolve().name.replace(":", "-"))
     shards = ShardPolicy.DELETE_FETCHED if split.shards.takes_one_at_a_time else ShardPolicy.KEEP
     return LoadRequest(spec, SplitOptions(compression, shards), run)
 

@@ -14,7 +14,7 @@ from rabbitllm.cli.arguments import (
     JsonOption,
     ModelArgument,
     ModelOptions,
-    draft_of,
+    command_draft,
     put_result,
     with_model_options,
 )
@@ -63,7 +63,7 @@ def bench_command(
     if trace is not None:
         check_trace(trace)
     request = options.request(model, shards=ShardPolicy.KEEP, of_split={"profiling": True}, exact=exact)
-    generation, drafting = BenchRequest(tokens, prompt_tokens, batch, turns), draft_of(draft, request)
+    generation, drafting = BenchRequest(tokens, prompt_tokens, batch, turns), command_draft(draft, request)
     with Console(stderr=True).status("starting") as status:
         measured = measure(request, generation, lambda text: status.update(f"{text} …"), drafting)
     if plot is not None:

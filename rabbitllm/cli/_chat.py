@@ -20,7 +20,7 @@ from rabbitllm.cli.arguments import (
     StatsOption,
     SystemOption,
     WorkersOption,
-    draft_of,
+    command_draft,
     with_model_options,
 )
 from rabbitllm.cli.help import answer_option
@@ -61,7 +61,7 @@ def chat_command(
     errors = Console(stderr=True, highlight=False)
     request = options.request(model, hosts_for(workers, address, model, errors))
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
-        loaded, drafting = load_with_draft(request, draft_of(draft, request), errors)
+        loaded, drafting = load_with_draft(request, command_draft(draft, request), errors)
     loaded.profiler.enabled = True  # only now: no profile of a split, no timers at resident layers
 
     from transformers import logging

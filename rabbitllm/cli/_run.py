@@ -25,7 +25,7 @@ from rabbitllm.cli.arguments import (
     StatsOption,
     SystemOption,
     WorkersOption,
-    draft_of,
+    command_draft,
     put_json,
     with_model_options,
 )
@@ -117,7 +117,7 @@ def run_command(
         return
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
-        loaded, drafting = load_with_draft(request, draft_of(draft, request), errors)
+        loaded, drafting = load_with_draft(request, command_draft(draft, request), errors)
     load_seconds = time.perf_counter() - start
     encoded, thoughts = prompt_of(loaded, text, decode_argument(system), files, answers.thoughts, raw=raw)
     limits = ModelLimits.of(loaded, answers.context)

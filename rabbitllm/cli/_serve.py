@@ -18,8 +18,8 @@ from rabbitllm.cli.arguments import (
     BatchDraftOption,
     ExactOption,
     ModelOptions,
+    command_draft,
     complete_model,
-    draft_of,
     with_model_options,
 )
 from rabbitllm.cli.help import cache_option, limits_option, network_option
@@ -185,7 +185,7 @@ def serve_command(
     )
     sampling = answers.sampling
     requests = {name: options.request(model) for name, model in named.items()}
-    proposing = draft_of(draft, next(iter(requests.values())), for_many=True)
+    proposing = command_draft(draft, next(iter(requests.values())), for_many=True)
     _refuse_for_several(models, {f"--draft {draft}": None if isinstance(proposing, str) else proposing})
     logs.show("rabbitllm.server")
     console = Console(stderr=True, highlight=False)

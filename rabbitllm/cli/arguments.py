@@ -259,7 +259,7 @@ class ModelOptions:
         return replace(request, split=None) if self.no_split else request
 
 
-def draft_of(draft: str, request: LoadRequest, *, for_many: bool = False) -> Any:
+def command_draft(draft: str, request: LoadRequest, *, for_many: bool = False) -> Any:
     """The draft of a model, as `auto_model.draft_of` returns it; a draft model has the compression of its split here.
 
     Raises:

@@ -184,7 +184,8 @@ def device_executors(
             loader = Uploader(moving, disk, device, profiler, pinned[name])
         else:
             buffers = [device.host_buffer(largest(moving)) for _ in range(SLOTS if moving else 0)]
-            loader = Loader(moving, disk, device, profiler, buffers, SLOTS - 1)
+            # as many as there are buffers: the thread that reads is not woken for each, while all cores compute
+            loader = Loader(moving, disk, device, profiler, buffers, SLOTS)
         follower = dict(zip(order, order[1:] + order[:1], strict=True))
         boundary = InputMover(device.torch_device)
         executors[name] = DeviceExecutor(device, loader, boundary, pinned.get(name), read_mode, scratch, follower)

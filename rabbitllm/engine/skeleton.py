@@ -258,16 +258,17 @@ def build_heads(
 
     Args:
         model: the model.
-        count: number of heads.
+        count: number of layers of heads.
         dtype: of the parameters.
         quantizer: its own one of the heads.
         plain: the heads -> paths of modules that no quantizer replaces, since their weights are stored as plain ones.
     """
     import torch
 
-    from rabbitllm.engine.transformers_api import build_heads, kept_dtypes
+    from rabbitllm.engine.transformers_api import blocks_of_head, build_heads, kept_dtypes
 
     config = copy.deepcopy(model.config.get_text_config(decoder=True))
+    count = -(-count // (len(blocks_of_head(config)) or 1))
     for name in ("layer_types", "mlp_layer_types"):  # Qwen's configs have no such settings for heads
         types = getattr(config, name, None)
         if types is not None and getattr(config, f"mtp_{name}", None) is None:

@@ -8,6 +8,7 @@ clear error if a part is missing or is called otherwise.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from types import SimpleNamespace
@@ -145,12 +146,16 @@ def build_heads(model: PreTrainedModel, config: PretrainedConfig) -> Any:
         config: of the heads, by `heads_config`.
     """
     decoder = model.get_decoder()
-    # `MtpModel` takes the first norm in the layer for that of the heads; in linear attention it may have a gate
-    layer = next(
-        layer
-        for layer in reversed(decoder.layers)
-        if type(next(module for name, module in layer.named_modules() if "norm" in name)) is type(decoder.norm)
-    )
+    if blocks_of_head(config):
+        layer: Any = type("Blocks", (_Blocks,), {"block": type(decoder.layers[0])})(config, 0)
+        config.rms_norm_eps = config.layer_norm_epsilon
+    else:
+        # `MtpModel` takes the first norm in the layer for that of the heads; in linear attention it may have a gate
+        layer = next(
+            layer
+            for layer in reversed(decoder.layers)
+            if type(next(module for name, module in layer.named_modules() if "norm" in name)) is type(decoder.norm)
+        )
     nothing = torch.nn.Identity()
     stand_in = SimpleNamespace(
         config=SimpleNamespace(get_mtp_config=lambda: config),
@@ -166,14 +171,41 @@ def build_heads(model: PreTrainedModel, config: PretrainedConfig) -> Any:
     for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         setattr(heads, name, getattr(model, name))
     heads.first = model.config.get_text_config(decoder=True).num_hidden_layers
-    types = set(getattr(config, "layer_types", None) or ())
-    if unknown := types - _TYPES:
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if unknown := layer_types - _TYPES:
         raise ValueError(f"layers of type {min(unknown)}; expected {', '.join(sorted(_TYPES))}")
-    if _INDEXED in types:  # transformers has no argument of a layer for its mask
+    if _INDEXED in layer_types:  # transformers has no argument of a layer for its mask
         heads.create_masks_for_mtp_layer = partial(_mask_of_indexed, config)
         for layer in heads.layers:
             layer.mtp_block.register_forward_hook(_states_alone)
     return heads
+
+
+def blocks_of_head(config: PretrainedConfig) -> list[str]:
+    """The types of the blocks that are a head's layer, one after the other (Nemotron 3); none if it is one layer."""
+    return list(getattr(config, "mtp_layers_block_type", None) or ())
+
+
+class _Blocks(torch.nn.ModuleList):
+    """The layer of a head of `blocks_of_head`; `block` is the class of each."""
+
+    block: Any
+
+    def __init__(self, config: Any, index: int) -> None:
+        types = blocks_of_head(config)
+        if types.count("full_attention") != 1 or not {*types} <= {"full_attention", "moe", "mlp"}:
+            raise ValueError(f"a head of {', '.join(types)}; expected one full_attention, and moe or mlp")
+        own = copy.deepcopy(config)
+        own.layer_types = types
+        super().__init__(self.block(own, place) for place in range(len(types)))
+        attention: Any = self[types.index("full_attention")]
+        attention.mixer.layer_idx = index
+
+    def forward(self, hidden: torch.Tensor, *, position_embeddings: None, **named: Any) -> torch.Tensor:
+        """Compute the blocks; `position_embeddings` is what the model has none of."""
+        for block in self:
+            hidden = block(hidden, **named)
+        return hidden
 
 
 _INDEXED = "indexed_attention"
@@ -229,6 +261,14 @@ def conversions_of(model: PreTrainedModel, quantizer: HfQuantizer | None) -> lis
         WeightRenaming(f"layers.{model.first + index}.", f"layers.{index}.mtp_block.")
         for index in range(model.config.num_hidden_layers)
     ]
+    count = len(blocks_of_head(model.config))
+    for index in range(count * model.config.num_hidden_layers):
+        path, (head, place) = rf"mtp\.layers\.{index}\.", divmod(index, count)
+        conversions += [
+            WeightRenaming(rf"{path}final_layernorm\.", f"layers.{head}.post_norm."),
+            WeightRenaming(rf"{path}(enorm|hnorm|eh_proj)\.", rf"layers.{head}.\1."),
+            WeightRenaming(path, f"layers.{head}.mtp_block.{place}."),
+        ]
     conversions += get_model_conversion_mapping(model, add_legacy=False)
     conversions += get_checkpoint_conversion_mapping(model.config.model_type) or []
     return conversions if quantizer is None else quantizer.update_weight_conversions(conversions, model)

@@ -51,6 +51,8 @@ class BatchDrafts:
         self._model = model
         self._draft = draft
         self._stats = stats
+        if draft is not None:
+            stats.drafts = replace(stats.drafts, name=draft if isinstance(draft, str) else "a draft model")
         self._runner = None if draft is None or isinstance(draft, str) else ModelRunner(draft)
         self._heads = PackedHeads(model.heads) if draft == MTP and model.heads is not None else None
         # proposals are the most probable tokens: random numbers are those of the answer
@@ -134,7 +136,7 @@ class BatchDrafts:
         self._costs.learn_pass(rows, seconds, any(lookahead.was_checked for lookahead in lookaheads))
         brought = reduce(Drafts.plus, [lookahead.learn(rows) for lookahead in lookaheads], Drafts(whole=seconds))
         if self._draft is not None and brought.passes:
-            brought = replace(brought, name=self._draft if isinstance(self._draft, str) else "a draft model")
+            brought = replace(brought, name=self._stats.drafts.name)
             self._stats.drafts = self._stats.drafts.plus(brought)
             self._model.profiler.add_drafts(brought)
 

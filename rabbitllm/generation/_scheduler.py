@@ -111,7 +111,7 @@ class TokenBudget:
         return min(int(times * (max(free, MANY_TOKENS) + TOKENS_EACH * decoding)), MAX_TOKENS)
 
 
-def draft_of(
+def batch_draft(
     model: StreamedModel, draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"] | None, *, exact: bool
 ) -> Draft | None:
     """The draft of a batch as `chosen_draft` says; "auto" is none where there are no drafts.
@@ -212,7 +212,7 @@ class Scheduler:
     """
 
     def __init__(self, model: StreamedModel, limits: Limits) -> None:
-        draft = draft_of(model, limits.draft, exact=limits.exact)
+        draft = batch_draft(model, limits.draft, exact=limits.exact)
         self.running: list[Sequence] = []
         self.totals = BatchStats()
         self.caches = CacheManager(model, limits, self.running, self.totals)

@@ -294,7 +294,7 @@ class Drafts:
         right: by depth, how many of them were right.
         seconds: time in which tokens were drafted.
         whole: time of all.
-        name: what proposed.
+        name: what proposed; "none" if nothing could.
     """
 
     passes: int = 0
@@ -303,7 +303,7 @@ class Drafts:
     right: tuple[int, ...] = ()
     seconds: float = 0.0
     whole: float = 0.0
-    name: str = "a draft"
+    name: str = "none"
 
     def plus(self, other: Drafts) -> Drafts:
         """The sum of both."""
@@ -338,7 +338,8 @@ class Drafts:
 
     def words(self) -> str:
         """In a line: tokens a pass, what proposed, the right ones by depth, and the share of time in drafts."""
-        shares = [f"{share:.0%}" for share in self.by_depth]
+        tokens, time = f"{self.tokens_per_pass:.1f} tokens a pass", f"{self.share:.0%} of the time"
+        if not (shares := [f"{share:.0%}" for share in self.by_depth]):
+            return f"{tokens}: {self.name} proposed no token, in {time}"
         more = " …" if len(shares) > _DEPTHS else ""
-        right = f"right {' '.join(shares[:_DEPTHS])}{more} by depth, " if shares else "none, "
-        return f"{self.tokens_per_pass:.1f} tokens a pass by {self.name}, {right}{self.share:.0%} of the time"
+        return f"{tokens} by {self.name}, right {' '.join(shares[:_DEPTHS])}{more} by depth, {time}"

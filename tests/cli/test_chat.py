@@ -108,7 +108,7 @@ def test_the_default_draft(demo: Path, tmp_path: Path) -> None:
         )
         assert (drafted.returncode, drafted.stdout) == (0, plain.stdout), drafted.stderr
         assert b"tokens a pass" not in plain.stderr
-        found = re.search(rb"drafts +[\d.]+ tokens a pass by (\w+)", drafted.stderr)
+        found = re.search(rb"drafts +[\d.]+ tokens a pass(?::| by) (\w+)", drafted.stderr)
         assert (found and found[1].decode()) == brings, drafted.stderr
 
 

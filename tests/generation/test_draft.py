@@ -336,6 +336,9 @@ def test_the_figures_of_drafts(folder: Path) -> None:
         "right 100% 100% 100% 100% … by depth, 50% of the time"
     )
     assert asked(model).work.drafts is None
+    idle = answer(model, Request(PROMPT, 1), lambda piece: None, draft="ngram").work.drafts
+    assert idle is not None
+    assert idle.words() == f"1.0 tokens a pass: ngram proposed no token, in {idle.share:.0%} of the time"
     other = load(split(build_checkpoint(folder.parent / "other", "llama", num_hidden_layers=1, seed=3)))
     other.generation_config.assistant_confidence_threshold = 0
     prepare_draft(model, other)

@@ -30,7 +30,7 @@ from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
 from rabbitllm.generation._proposals import FromHead
-from rabbitllm.generation._scheduler import draft_of
+from rabbitllm.generation._scheduler import batch_draft
 from rabbitllm.generation._width import Width
 from rabbitllm.generation.batch import Batch, Limits
 from rabbitllm.generation.draft import chosen_draft, prepare_draft, use_draft
@@ -52,6 +52,7 @@ from tests.support.mtp_heads import (
     CONVOLVED,
     LIKE_QWEN,
     NUMBERED,
+    OF_BLOCKS,
     QWEN,
     SLIDING,
     add_head,
@@ -153,17 +154,18 @@ def near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) 
     assert float((actual - expected).abs().max()) < tolerance * float(expected.std())
 
 
-@pytest.mark.parametrize("name", QWEN)
+@pytest.mark.parametrize("name", [*QWEN, OF_BLOCKS])
 @torch.no_grad()
-def test_qwens_head_computes_its_published_definition(tmp_path: Path, name: str) -> None:
+def test_a_head_computes_its_published_definition(tmp_path: Path, name: str) -> None:
     """At once, in pieces with a cache, and from its own states for the tokens after the next."""
+    published = nemotron_head if name == OF_BLOCKS else qwen_head
     folder = build_with_head(tmp_path / "model", name)
     tensors = {key: tensor.double() for key, tensor in read_tensors(folder).items()}
     model = load(split(folder), heads=True)
     states = plain_model(folder).model(IDS).last_hidden_state
     length = IDS.shape[1] - 1
 
-    own, expected = qwen_head(tensors, model.config, IDS[0, 1:], states[0, :length].double())
+    own, expected = published(tensors, model.config, IDS[0, 1:], states[0, :length].double())
     positions = torch.arange(1, length + 1)[None]
     hidden, logits = model.heads(IDS[:, 1:], states[:, :length], positions, model.heads.empty_cache())
     near(hidden[0], own)
@@ -179,9 +181,49 @@ def test_qwens_head_computes_its_published_definition(tmp_path: Path, name: str)
     ids, inputs = IDS[0, 1:], states[0, :length].double()
     for token in (30, 31):
         ids, inputs = torch.cat((ids, torch.tensor([token]))), torch.cat((inputs, own[-1:]))
-        own, expected = qwen_head(tensors, model.config, ids, inputs)
+        own, expected = published(tensors, model.config, ids, inputs)
         hidden, logits = model.heads(ids[None, -1:], hidden[:, -1:], torch.tensor([[len(ids)]]), cache)
         near(logits[0], expected[-1])
+
+
+def nemotron_head(
+    tensors: dict[str, torch.Tensor], config: Any, ids: torch.Tensor, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The head of Nemotron 3, as vLLM's `nemotron_h_mtp.py` and `nemotron_h.py` define it; see `qwen_head`."""
+
+    def weight(name: str) -> torch.Tensor:
+        return tensors[f"mtp.layers.{name}.weight"]
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.layer_norm_epsilon) * weight(name)
+
+    def squared(x: torch.Tensor, path: str) -> torch.Tensor:
+        return functional.relu(x @ weight(f"{path}.up_proj").T) ** 2 @ weight(f"{path}.down_proj").T
+
+    embedded = norm(tensors["backbone.embeddings.weight"][ids], "0.enorm")
+    x = torch.cat((embedded, norm(hidden, "0.hnorm")), dim=-1) @ weight("0.eh_proj").T
+    # attention, without positions
+    y, count, width = norm(x, "0.norm"), len(ids), config.head_dim
+    query, key, value = ((y @ weight(f"0.mixer.{name}_proj").T).view(count, -1, width) for name in "qkv")
+    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
+    scores = torch.einsum("qhw,khw->hqk", query, key) * width**-0.5
+    scores = scores + torch.full((count, count), -torch.inf).triu(1)
+    mixed = torch.einsum("hqk,khw->qhw", scores.softmax(-1), value)
+    x = x + mixed.reshape(count, -1) @ weight("0.mixer.o_proj").T
+    # experts, chosen by a sigmoid and a bias
+    y = norm(x, "1.norm")
+    shares = (y @ weight("1.mixer.gate").T).sigmoid()
+    chosen = (shares + tensors["mtp.layers.1.mixer.gate.e_score_correction_bias"]).topk(config.num_experts_per_tok)[1]
+    rows = []
+    for row, share, experts in zip(y, shares, chosen, strict=True):
+        shared = squared(row, "1.mixer.shared_experts")
+        total = share[experts].sum() if config.norm_topk_prob else 1.0
+        for expert in experts.tolist():
+            by = share[expert] / total * config.routed_scaling_factor
+            shared = shared + by * squared(row, f"1.mixer.experts.{expert}")
+        rows.append(shared)
+    x = norm(x + torch.stack(rows), "1.final_layernorm")
+    return x, x @ tensors["lm_head.weight"].T
 
 
 @pytest.mark.parametrize("name", [*NUMBERED, *SLIDING, *CONVOLVED])
@@ -226,7 +268,7 @@ def streamed_with_head(folder: Path, **options: Any) -> Any:
         "qwen3_5",
         "deepseek_v32",
         *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_5_moe", "qwen3_next", *NUMBERED, *SLIDING)),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("glm_moe_dsa", *LIKE_QWEN)),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("glm_moe_dsa", OF_BLOCKS, *LIKE_QWEN)),
     ],
 )
 def test_greedy_answers_are_the_models_own(tmp_path: Path, name: str) -> None:
@@ -276,7 +318,7 @@ def test_auto_uses_a_head_where_layers_are_streamed(tmp_path: Path) -> None:
     assert service is not None
     batched = BatchModel.load(request, [PROMPT + TOKENS], JobLimits())
     for model in (service.model, batched.model):
-        assert draft_of(model, "auto", exact=False) == "mtp"
+        assert batch_draft(model, "auto", exact=False) == "mtp"
     assert batched.draft == "auto"
     service.close()
 
@@ -618,6 +660,20 @@ def test_heads_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
     save_file(tensors, folder / SINGLE_NAME, {"format": "pt"})
     with pytest.raises(OptionError, match="layers of type compressed_sparse_attention; expected full_attention, "):
         load(split(folder), heads=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "why"),
+    [("hy_v4", "model.mtp_layers.0.enorm.weight", "no class"), ("qwen4_exp", "mtp.fc.weight", "several streams")],
+)
+def test_heads_that_cannot_be_built_are_refused(tmp_path: Path, name: str, tensor: str, why: str) -> None:
+    folder = build_checkpoint(tmp_path / "model", HYBRIDS[name])
+    tensors = read_tensors(folder) | {tensor: torch.ones(64)}
+    save_file(tensors, folder / SINGLE_NAME, {"format": "pt"})
+    directory = split(folder)
+    load(directory)
+    with pytest.raises(OptionError, match=f"cannot be built: they .*{why}"):
+        load(directory, heads=True)
 
 
 def command(*words: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ LIKE_QWEN = ("exaone_moe", "mimo_v2_flash")
 
 SLIDING = ("mellum",)
 """Families whose heads have Qwen's names, and see a window only."""
+OF_BLOCKS = "nemotron_h"
+"""The family whose head is two of the model's blocks."""
 CONVOLVED = ("inkling",)
 """Families whose heads have short convolutions, and so states."""
 
@@ -43,9 +46,14 @@ _GLM = Family(
 )
 
 
+_BLOCKS = HYBRIDS[OF_BLOCKS]
+# more than fits beside its head
+_OF_BLOCKS = replace(_BLOCKS, settings={**_BLOCKS.settings, "layers_block_type": ["mamba", "attention", "moe"] * 3})
+
+
 def family_of(name: str) -> Family:
-    if name == "glm4_moe":
-        return _GLM
+    if name in ("glm4_moe", OF_BLOCKS):
+        return _GLM if name == "glm4_moe" else _OF_BLOCKS
     return FAMILIES[name] if name in FAMILIES else HYBRIDS[name]
 
 
@@ -62,9 +70,11 @@ def build_with_head(
 
 def add_head(folder: Path, family: Family, seed: int = 1, index: int = 0) -> Path:
     """Add a random head to a checkpoint of a family, after `index` others."""
-    tensors, head = read_tensors(folder), random_head(folder, family, seed)
     if family.model_type == "inkling_text":
         return _add_convolved(folder, seed)
+    if family.model_type == OF_BLOCKS:
+        return _add_blocks(folder, seed)
+    tensors, head = read_tensors(folder), random_head(folder, family, seed)
     if family.model_type in (*NUMBERED, *INDEXED, *SLIDING):
         settings = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**settings, "num_nextn_predict_layers": index + 1}))
@@ -99,6 +109,25 @@ def _add_convolved(folder: Path, seed: int) -> Path:
     return folder
 
 
+def _add_blocks(folder: Path, seed: int) -> Path:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "num_nextn_predict_layers": 1}))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        blocks = settings["layers_block_type"]
+        tensors, width = read_tensors(folder), settings["hidden_size"]
+        for place, kind in enumerate(settings["mtp_layers_block_type"]):
+            path = f"backbone.layers.{blocks.index(kind)}."
+            for name in [name for name in tensors if name.startswith(path)]:
+                random = torch.randn_like(tensors[name]) * 0.08 + name.endswith("norm.weight")
+                tensors[f"mtp.layers.{place}.{name.removeprefix(path)}"] = random
+        for name in ("0.enorm", "0.hnorm", f"{place}.final_layernorm"):
+            tensors[f"mtp.layers.{name}.weight"] = torch.randn(width) * 0.1 + 1
+        tensors["mtp.layers.0.eh_proj.weight"] = torch.randn(width, 2 * width) * width**-0.5
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / SINGLE_NAME, {"format": "pt"})
+    return folder
+
+
 def random_head(folder: Path, family: Family, seed: int) -> dict[str, torch.Tensor]:
     """The tensors of a random head: its norms and projection, and those of its layer by their names in a layer."""
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -121,13 +150,14 @@ def random_head(folder: Path, family: Family, seed: int) -> dict[str, torch.Tens
     return {**others, **layer}
 
 
+_EMBEDDING = "model.embed_tokens.weight"
 FIRST, LAST = 3, 270
 """The tokens of a predictable model."""
 
 
 def _layers(folder: Path) -> int:
-    layers: int = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-    return layers
+    settings = json.loads((folder / "config.json").read_text())
+    return int(settings.get("num_hidden_layers") or len(settings["layers_block_type"]))
 
 
 def next_token(token: int) -> int:
@@ -138,7 +168,7 @@ def next_token(token: int) -> int:
 def make_predictable(folder: Path, how: str) -> Path:
     """Make the next token follow from the last one; the head is right, sometimes wrong ("noisy"), or never right."""
     tensors, noise = read_tensors(folder), torch.Generator().manual_seed(0)
-    embedding = tensors["model.embed_tokens.weight"]
+    embedding = tensors["backbone.embeddings.weight" if "backbone.embeddings.weight" in tensors else _EMBEDDING]
     embedding.copy_(torch.randn(embedding.shape, generator=noise))
     head = tensors["lm_head.weight"].zero_()
     for token in range(FIRST, LAST):
