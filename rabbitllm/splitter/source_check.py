@@ -31,7 +31,7 @@ from rabbitllm.errors import CorruptShardError, SplitMismatchError
 from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec
 from rabbitllm.splitter.journal import Replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, tensors_by_shard
-from rabbitllm.storage.files import PositionalFile
+from rabbitllm.storage.files import PositionalFile, file_opener
 from rabbitllm.store.checksums import combine, crc32
 from rabbitllm.store.manifest import MANIFEST_NAME, Manifest
 from rabbitllm.store.tensor_values import read_tensor
@@ -376,7 +376,7 @@ def _is_same(path: Path, shard: PlannedShard, crc32: int | None) -> bool:
 
 
 def _matches_digest(path: Path, fingerprint: str) -> bool:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=file_opener) as file:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}" == fingerprint
 
 
