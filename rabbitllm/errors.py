@@ -302,6 +302,13 @@ class MissingShardError(CheckpointError, FileNotFoundError):
     """
 
 
+USED_UP = (
+    "If a split with deletion used them up, perhaps in another process, it has their tensors: repeat the call that "
+    "began it, or load its folder."
+)
+"""Advice about shards that are gone."""
+
+
 class IncompleteCheckpointError(CheckpointError):
     """A checkpoint lacks tensors that its model needs, or has them in another shape or dtype. Nothing was deleted.
 

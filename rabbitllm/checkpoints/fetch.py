@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from rabbitllm.base.forks import DaemonThread, fulfil
 from rabbitllm.errors import HubError
 from rabbitllm.storage import durable
+from rabbitllm.storage.files import file_opener
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ def _rehash(part: Path, size: int, digest: Any) -> int:
         durable.remove(part)
         return 0
     nbytes = 0
-    with part.open("rb") as stream:
+    with open(part, "rb", opener=file_opener) as stream:
         while chunk := stream.read(CHUNK_BYTES):
             digest.update(chunk)
             nbytes += len(chunk)

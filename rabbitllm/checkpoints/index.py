@@ -24,6 +24,7 @@ from rabbitllm.formats.gguf import MAGIC, begins_gguf
 from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.shard_header import HEAD_BYTES, READABLE, Weights, recognise
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec
+from rabbitllm.storage.files import file_opener
 
 logger = logging.getLogger(__name__)
 
@@ -432,7 +433,7 @@ def _check_distinct(shards: Iterable[str], source: str) -> None:
 def _begins_checkpoint(file: Path, name: str) -> bool:
     """Whether a file begins like weights of a known format; like JSON, if an index leads to it."""
     try:
-        with file.open("rb") as opened:
+        with open(file, "rb", opener=file_opener) as opened:
             head = opened.read(HEAD_BYTES)
     except OSError:
         return False

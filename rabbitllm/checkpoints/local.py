@@ -47,7 +47,7 @@ from rabbitllm.checkpoints.index import (
     remark_on,
 )
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, TOKENIZER_NAMES, MetaCheckpoint, ranks_of, read_meta
-from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError, MissingShardError
+from rabbitllm.errors import USED_UP, CheckpointNotFoundError, CorruptShardError, MissingShardError
 from rabbitllm.formats.gguf import read_gguf
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import Header
@@ -212,7 +212,7 @@ class LocalCheckpoint(Checkpoint):
             return self._missing_from.acquire(shard, on_have)
         raise MissingShardError(
             f"{path} is missing; by the index it holds {[*self.index.weight_map.values()].count(shard)} tensors.",
-            "Put the shard at that path, or use the id of its repository.",
+            f"Put the shard at that path, or use the id of its repository. {USED_UP}",
         )
 
     def stream(self, shard: str) -> Generator[bytes]:

@@ -41,6 +41,7 @@ from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.sentencepiece_model import ModelType, PieceType, SentencePieceModel, read_model
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.formats.tiktoken_ranks import looks_like_ranks, read_ranks
+from rabbitllm.storage.files import file_opener
 
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json")
 MAX_PAIR_BYTES = 1 << 28
@@ -68,7 +69,7 @@ def derive_tokenizer(path: Path, later: bool, max_length: int) -> tuple[LlamaVoc
     Raises:
         CorruptVocabularyError: it is malformed, or encodes differently from those of Llama.
     """
-    with path.open("rb") as stream:
+    with open(path, "rb", opener=file_opener) as stream:
         is_ranks = looks_like_ranks(stream.read(4096))
     if is_ranks:
         return _from_ranks(read_ranks(path), later, max_length)

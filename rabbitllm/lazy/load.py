@@ -18,6 +18,7 @@ from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.index import is_gguf_file, is_index, is_meta, read_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, check_path, entry_in
 from rabbitllm.errors import (
+    USED_UP,
     CheckpointNotFoundError,
     InvalidIndexError,
     MissingShardError,
@@ -152,7 +153,7 @@ def _open_folder(folder: Path, mapped: bool) -> LazyCheckpoint:
         path = paths[shard] = folder / shard
         check_path(path, folder, snapshot)
         if not path.is_file():
-            raise MissingShardError(f"{path} is missing; {entry} names it.", "Put the shard at that path.")
+            raise MissingShardError(f"{path} is missing; {entry} names it.", f"Put the shard at that path. {USED_UP}")
     return _open(folder, paths, index.weight_map if index is not None else None, mapped)
 
 

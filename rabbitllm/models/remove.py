@@ -41,6 +41,7 @@ from rabbitllm.splitter.lock import LEASE_NAME, is_lock_file, locked_without_wai
 from rabbitllm.splitter.source_check import check_finished_source
 from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable
+from rabbitllm.storage.files import file_opener
 from rabbitllm.storage.folders import existing
 from rabbitllm.store import locations
 from rabbitllm.store.layer_file import (
@@ -128,7 +129,7 @@ def _is_blob(path: Path, fingerprint: str) -> bool:
     algorithm, _, digest = fingerprint.partition(":")
     if not path.exists() or path.resolve().name != digest:
         return False
-    with path.open("rb") as file:
+    with open(path, "rb", opener=file_opener) as file:
         return algorithm != "sha256" or hashlib.file_digest(file, algorithm).hexdigest() == digest
 
 

@@ -21,7 +21,7 @@ KEYS, QUERIES, HEADS = 64, 48, 4
 """Keys of a block; rows and heads that are multiplied with a block while it is in the processor's cache."""
 WORDS = 18
 """Int64s that the kernel gets: see `attend`."""
-_NONE, _HIDDEN = -1e30, -2e30
+_NONE, _HIDDEN = -1.7e38, -3.4e38
 """The largest score before there is one, and the score of what a row does not see."""
 _NEAREST, _NEAREST_BITS = float(3 << 22), 0x4B400000
 

@@ -37,6 +37,7 @@ from rabbitllm.formats.tensor_spec import LeftOut, StoredBlocks, TensorPiece, Te
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
 from rabbitllm.splitter.sums import PartSums, TensorSums, part_sums, whole_sum
 from rabbitllm.storage import durable
+from rabbitllm.storage.files import read_whole
 from rabbitllm.store import manifest
 from rabbitllm.store.checksums import SUM_BYTES
 from rabbitllm.store.layer_file import BY_NAME, FORMAT_VERSION
@@ -98,7 +99,7 @@ def replay(folder: Path) -> Replay | None:
     path = folder / JOURNAL_NAME
     if not path.exists():
         return None
-    head, *lines = path.read_bytes().split(b"\n")
+    head, *lines = read_whole(path).split(b"\n")
     try:
         plan, quantizer = _decode(json.loads(head))
         entries = [entry for line in lines if (entry := _parse_entry(line)) is not None]
@@ -142,7 +143,7 @@ def glance(folder: Path, name: str = JOURNAL_NAME) -> UnfinishedSplit | None:
     Return None if there is no journal, or it is damaged.
     """
     try:
-        head, *lines = (folder / name).read_bytes().split(b"\n")
+        head, *lines = read_whole(folder / name).split(b"\n")
         content = json.loads(head)
         fingerprints = {shard["name"]: shard["fingerprint"] for shard in content["shards"]}
         source_kind, source, commit = content["source"]
@@ -196,7 +197,7 @@ class SplitJournal:
 
     def __init__(self, folder: Path) -> None:
         path = folder / JOURNAL_NAME
-        torn = not path.read_bytes().endswith(b"\n")
+        torn = not read_whole(path).endswith(b"\n")
         self._log = durable.Log(path)
         if torn:  # end the line that a crash truncated, so that the next one is separate
             try:
@@ -235,7 +236,7 @@ def settle(folder: Path) -> None:
     takes no space.
     """
     path = folder / JOURNAL_NAME
-    content = path.read_bytes()
+    content = read_whole(path)
     with contextlib.closing(durable.GrowingFile(path, len(content))) as file:
         file.write_at(memoryview(content), 0)
         file.sync()

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 
 from rabbitllm.errors import ClusterError, InUseError
 from rabbitllm.storage import durable, folder_lock, leases
+from rabbitllm.storage.files import read_whole
 from rabbitllm.storage.folder_lock import BROKEN_LOCKS, NO_LOCKS, FolderKind, FolderLock, lock_failure
 from rabbitllm.storage.leases import FOLDER_LEASE, KeptLease
 
@@ -320,7 +321,7 @@ class Lease:
     def holds(self) -> bool:
         """Whether the file exists and names this run."""
         try:
-            return (self.folder / LEASE_NAME).read_bytes() == self.run.encode()
+            return read_whole(self.folder / LEASE_NAME) == self.run.encode()
         except OSError:
             return False
 

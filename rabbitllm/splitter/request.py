@@ -19,7 +19,7 @@ from rabbitllm.checkpoints.config import experts_a_token, layers_before_heads, m
 from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.index import dtype_without_config
 from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers, predicts_further
-from rabbitllm.errors import InvalidIndexError, MissingShardError
+from rabbitllm.errors import USED_UP, InvalidIndexError, MissingShardError
 from rabbitllm.quant.schemes import BLOCKS, PRESETS
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import with_choice
@@ -240,7 +240,7 @@ def require_shards(shards: Iterable[str], metadata: Mapping[str, ShardMetadata],
         raise MissingShardError(
             f"{checkpoint.label} lacks {len(missing)} of the shards in its index: {listed(missing)}. Nothing "
             "was changed.",
-            "Add the missing shards, or use the repository that has them.",
+            f"Add the missing shards, or use the repository that has them. {USED_UP}",
         )
 
 

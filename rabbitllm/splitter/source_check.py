@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rabbitllm.base import progress
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import (
     Checkpoint,
     Disposal,
@@ -31,7 +32,7 @@ from rabbitllm.errors import CorruptShardError, SplitMismatchError
 from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec
 from rabbitllm.splitter.journal import Replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, tensors_by_shard
-from rabbitllm.storage.files import PositionalFile
+from rabbitllm.storage.files import PositionalFile, file_opener
 from rabbitllm.store.checksums import combine, crc32
 from rabbitllm.store.manifest import MANIFEST_NAME, Manifest
 from rabbitllm.store.tensor_values import read_tensor
@@ -286,15 +287,15 @@ def _first_changed(
 
 def _warn_of_newer(present: Iterable[ShardMetadata], checkpoint: Checkpoint, folder: Path) -> None:
     split_time = (folder / MANIFEST_NAME).stat().st_mtime_ns
-    for shard in present:
-        if shard.stat is not None and shard.stat.mtime_ns > split_time and not has_digest(shard.fingerprint):
-            path = checkpoint.acquire(shard.name)
-            logger.warning(
-                "%s was modified after the split in %s was made; the split has the earlier weights. verify_source=True "
-                "checks whether they differ.",
-                path,
-                folder,
-            )
+    newer = [f.name for f in present if f.stat and f.stat.mtime_ns > split_time and not has_digest(f.fingerprint)]
+    if newer:
+        logger.warning(
+            "%s was modified after the split in %s was made (%s); the split has the earlier weights. "
+            "verify_source=True checks whether they differ.",
+            checkpoint.label,
+            folder,
+            listed(newer, 2),
+        )
 
 
 def left_out_of(
@@ -376,7 +377,7 @@ def _is_same(path: Path, shard: PlannedShard, crc32: int | None) -> bool:
 
 
 def _matches_digest(path: Path, fingerprint: str) -> bool:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=file_opener) as file:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}" == fingerprint
 
 

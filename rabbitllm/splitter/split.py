@@ -52,6 +52,7 @@ from rabbitllm.splitter.source_check import (
 )
 from rabbitllm.splitter.sums import PartSums, TensorSums, runs_of, sums_of, whole_sum
 from rabbitllm.storage import durable
+from rabbitllm.storage.files import read_whole
 from rabbitllm.store.checksums import block_starts, block_sums, combine_all, sums_of_file
 from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
 from rabbitllm.store.layer_store import LayerStore, verify
@@ -415,7 +416,7 @@ def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files:
     folder = request.folder
     for name, content in small_files.items():
         path = folder / name
-        if path.exists() and path.read_bytes() != content:
+        if path.exists() and read_whole(path) != content:
             raise _holds_other(path, request.checkpoint.label, "with other content")
     layouts = {folder / layout.file_name: layout for layout in plan.layouts.values()}
     suffixes = (durable.PART_SUFFIX, SCRATCH_SUFFIX)

@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 from rabbitllm.base.forks import direct_read
 from rabbitllm.errors import OptionError
-from rabbitllm.storage.files import DIRECT_ALIGNMENT, DirectIO, OpenFiles, read_range, write_back_call
+from rabbitllm.storage.files import DIRECT_ALIGNMENT, DirectIO, OpenFiles, file_opener, read_range, write_back_call
 
 PART_SUFFIX = ".part"
 """Suffix of an unfinished file until its rename."""
@@ -234,7 +234,7 @@ class GrowingFile:
             if not self.path.exists():
                 _announce(Step("create", self.path))
             flags |= os.O_CREAT
-        descriptor = os.open(self._absolute, flags, 0o644)
+        descriptor = file_opener(self._absolute, flags)
         try:
             status = os.fstat(descriptor)
             if self._inode is None and status.st_size != self._size:
@@ -276,7 +276,7 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
+        self._descriptor = file_opener(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
 
     def append(self, line: str) -> None:
         """Append `line` and a newline, and sync."""
@@ -450,7 +450,7 @@ def rename(part: Path, final: Path) -> None:
 def touch(path: Path) -> None:
     """Make an empty file; durable once the folder is synced (`sync_folder`)."""
     _announce(Step("create", path))
-    path.touch()
+    os.close(file_opener(path, os.O_WRONLY | os.O_CREAT))
 
 
 def sync_folder(folder: Path) -> None:
@@ -513,7 +513,7 @@ def open_scratch(path: Path, *, create: bool = True) -> Iterator[int]:
     them loses nothing, and remains after a crash are overwritten or ignored, so there is no failure, kill or power cut
     for a test to inject; except for writes that may find the disk full."""
     flags = os.O_RDWR | (os.O_CREAT if create else 0) | getattr(os, "O_NOFOLLOW", 0)
-    descriptor = os.open(path, flags, 0o644)
+    descriptor = file_opener(path, flags)
     try:
         yield descriptor
     finally:

@@ -15,6 +15,7 @@ import errno
 import functools
 import mmap
 import os
+import stat
 import sys
 import threading
 import weakref
@@ -47,7 +48,7 @@ class PositionalFile(contextlib.AbstractContextManager["PositionalFile"]):
         self.path = path
         self._lock = threading.Lock()
         direct_flag = getattr(os, "O_DIRECT", 0) if direct else 0
-        self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | direct_flag)
+        self._descriptor = file_opener(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | direct_flag)
 
     def advise_sequential(self) -> None:
         """Advise the kernel that the file is read sequentially, so that it reads ahead more."""
@@ -159,10 +160,32 @@ class PositionalFile(contextlib.AbstractContextManager["PositionalFile"]):
         self.close()
 
 
+def file_opener(path: str | Path, flags: int) -> int:
+    """Open a regular file, without waiting: the opening of a pipe would block until another process opens it.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe, a device or a folder.
+    """
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o644)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "a pipe, a device or a folder is in the place of a file", str(path))
+
+
 def read_range(path: Path, offset: int, length: int) -> bytes:
     """See `PositionalFile.read_at`."""
     with PositionalFile(path) as file:
         return file.read_at(offset, length)
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of a small file."""
+    with open(path, "rb", opener=file_opener) as file:
+        return file.read()
 
 
 @functools.cache

@@ -37,6 +37,7 @@ from rabbitllm.base.forks import DaemonThread, ForkGuard
 from rabbitllm.base.terminal import minute
 from rabbitllm.errors import InUseError, SplitError
 from rabbitllm.storage import durable
+from rabbitllm.storage.files import file_opener
 
 FOLDER_LEASE = ".lock.lease"
 """Name of the lease of a folder, in that folder."""
@@ -87,7 +88,7 @@ def _chain(path: Path) -> Iterator[_LeaseFile]:
     while file_path not in seen:  # a hostile folder may have a circle
         seen.add(file_path)
         try:  # opened, since network file systems then ask the server
-            descriptor = os.open(file_path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+            descriptor = file_opener(file_path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
         except FileNotFoundError:
             return
         with open(descriptor, "rb") as file:

@@ -45,7 +45,7 @@ from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, dtype_name, torch_
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, STORED, Quantized
 from rabbitllm.storage import durable
 from rabbitllm.storage.file_lock import LOCK_SUFFIX, locked_file
-from rabbitllm.storage.files import PositionalFile, page_aligned
+from rabbitllm.storage.files import PositionalFile, file_opener, page_aligned
 from rabbitllm.storage.folders import require_room
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
@@ -475,7 +475,7 @@ def _is_written(
 ) -> bool:
     """Whether a file of the right size has the bytes of a shard."""
     header, offsets = encode_header(shard.tensors)
-    with path.open("rb") as file:
+    with open(path, "rb", opener=file_opener) as file:
         if file.read(len(header)) != header:
             return False
         for tensor, offset in zip(shard.tensors, offsets, strict=True):

@@ -34,7 +34,7 @@ from zlib_ng.zlib_ng import crc32
 from rabbitllm.base.forks import in_child, own_lock
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import Header
-from rabbitllm.storage.files import begin_to_read, identity_of
+from rabbitllm.storage.files import begin_to_read, file_opener, identity_of
 
 __all__ = ["combine", "combine_all", "crc32", "crc32_of_file"]
 
@@ -67,7 +67,7 @@ def combine_all(pieces: Iterable[tuple[int, int]]) -> int:
 def crc32_of_file(path: Path) -> int:
     """The CRC-32 of a file, which is read completely."""
     total, buffer = 0, bytearray(READ_BYTES)
-    with path.open("rb", buffering=0) as stream:
+    with open(path, "rb", buffering=0, opener=file_opener) as stream:
         while count := stream.readinto(buffer):
             total = crc32(memoryview(buffer)[:count], total)
     return total
@@ -174,7 +174,7 @@ def block_sums(runs: Iterable[tuple[int, int, int]], starts: Iterable[int]) -> b
 def sums_of_file(path: Path, starts: Sequence[int]) -> tuple[int, bytes]:
     """The CRC-32 of a file, which is read completely, and of each of its blocks."""
     whole, sums, buffer = 0, bytearray(), memoryview(bytearray(BLOCK_BYTES))
-    with path.open("rb") as file:
+    with open(path, "rb", opener=file_opener) as file:
         for nbytes in lengths_of(starts, path.stat().st_size):
             count = file.readinto(buffer[:nbytes])
             crc = crc32(buffer[:count])
@@ -419,7 +419,7 @@ def _crc_of_file(path: Path, begin: int, end: int, crc: int = 0) -> int:
 def _map_range(path: Path, begin: int, end: int) -> Iterator[memoryview]:
     """A separate mapping of a range of a file."""
     start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    descriptor = file_opener(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
         mapped = mmap.mmap(descriptor, end - start, access=mmap.ACCESS_READ, offset=start)
     finally:

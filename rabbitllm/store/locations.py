@@ -40,6 +40,7 @@ from rabbitllm.checkpoints.index import (
 from rabbitllm.checkpoints.local import entry_in, is_writable
 from rabbitllm.errors import CheckpointNotFoundError, OptionError, RabbitLLMError
 from rabbitllm.storage import durable
+from rabbitllm.storage.files import file_opener
 from rabbitllm.store.manifest import (
     JOURNAL_NAME,
     SPLIT_DIRECTORY,
@@ -340,7 +341,7 @@ def _shards_of(split_folder: Path) -> set[str]:
         manifest = read_manifest(split_folder)
         if manifest is not None:
             return {*manifest.source.fingerprints}
-        with (split_folder / JOURNAL_NAME).open("rb") as record:
+        with open(split_folder / JOURNAL_NAME, "rb", opener=file_opener) as record:
             return {shard["name"] for shard in json.loads(record.readline())["shards"]}
     return set()
 

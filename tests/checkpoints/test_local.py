@@ -200,6 +200,7 @@ def test_missing_shard(folder: Path) -> None:
     ) as missing:
         checkpoint.acquire(SECOND)
     assert "Put the shard at that path, or use the id of its repository." in str(missing.value)
+    assert "repeat the call that began it" in str(missing.value)
     assert isinstance(missing.value, FileNotFoundError)
 
 

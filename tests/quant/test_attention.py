@@ -81,5 +81,13 @@ def test_what_a_row_does_not_see_is_not_part_of_it() -> None:
     assert result[0, 60:].isnan().all()
 
 
+def test_scores_of_any_size_count() -> None:
+    q, k, v = some(2, 1, 70, 70, 32)
+    q, k = q * 1e16, k * 1e16
+    wide = [x.float() for x in (q, k.expand_as(q), v.expand_as(q))]
+    expected = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, scale=0.2)
+    torch.testing.assert_close(attend(q, k, v, None, 0.2).float(), expected.transpose(1, 2), rtol=0.01, atol=0.01)
+
+
 def test_widths_without_a_kernel() -> None:
     assert not any(map(attends, (0, 16, 80, 512)))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from rabbitllm.errors import InvalidIndexError, SplitMismatchError
+from rabbitllm.errors import InvalidIndexError, SplitMismatchError, StorageError
+from rabbitllm.store.manifest import JOURNAL_NAME
 from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.forked import in_a_fork
 from tests.support.splitting import Call, layer_files
 
 
@@ -41,6 +44,23 @@ def test_a_file_with_the_name_of_a_layer_file(model: Path, tmp_path: Path, name:
     folder.mkdir(parents=True)
     (folder / name).write_bytes(b"the only copy")
     refused(model, tmp_path / "X", name)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_pipe_is_refused_at_once(model: Path, tmp_path: Path) -> None:
+    before = contents(model)
+    for name in ("config.json", "lm_head.safetensors", "lm_head.safetensors.done", JOURNAL_NAME):
+        folder = tmp_path / name / "splitted_model"
+        folder.mkdir(parents=True)
+        os.mkfifo(folder / name)
+
+        def refused(saving_path: str = str(tmp_path / name)) -> str:
+            with pytest.raises(StorageError) as error:
+                Call(str(model), saving_path, sequential=False).make()
+            return error.value.problem
+
+        assert name in in_a_fork(refused)
+    assert contents(model) == before
 
 
 def test_same_config_and_tokenizer_are_accepted(model: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import ctypes
 import itertools
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from rabbitllm.storage import files
+from rabbitllm.storage.durable import Log
 from rabbitllm.storage.files import (
     CAN_MAP_PRIVATELY,
     HUGE_PAGE,
@@ -24,7 +26,9 @@ from rabbitllm.storage.files import (
     PositionalFile,
     identity_of,
     page_aligned,
+    read_whole,
 )
+from tests.support.forked import in_a_fork
 from tests.support.leftovers import none_left, open_files
 
 CONTENT = bytes(range(256)) * 400
@@ -53,6 +57,21 @@ def test_read_past_the_end_returns_the_count(file: Path, offset: int, got: int) 
     with PositionalFile(file) as opened:
         assert opened.read_into(memoryview(buffer), offset) == got
     assert buffer == CONTENT[offset:] + b"\xaa" * (10 - got)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+@pytest.mark.parametrize("use", [PositionalFile, read_whole, Log])
+def test_a_pipe_is_refused_at_once(tmp_path: Path, use: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+
+    def refused() -> str:
+        with pytest.raises(OSError, match="device") as error:
+            use(tmp_path / "pipe")
+        assert error.value.filename == str(tmp_path / "pipe")
+        return error.value.strerror
+
+    message = "No such device or address" if use is Log else "a pipe, a device or a folder is in the place of a file"
+    assert in_a_fork(refused) == message
 
 
 def test_bytes_of_a_range(file: Path) -> None:
