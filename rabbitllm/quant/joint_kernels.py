@@ -49,7 +49,7 @@ def widen_inputs(data):  # type: ignore[no-untyped-def]
     """Rows of inputs as kernels take them that do not multiply integers.
 
     The words are those of `_integers.round_inputs`. Of each step the even ones become float32 and then the odd ones:
-    behind them, or at the other address if the step is the whole row. With a group of 0 the rows are copied.
+    behind them, or at the other address if the word of the order is not 0. With a group of 0 the rows are copied.
     """
     words = to_array(data, ROUNDING_WORDS)
     rows, columns, step = words[3], words[5], words[6]
@@ -63,7 +63,7 @@ def widen_inputs(data):  # type: ignore[no-untyped-def]
     for begin in range(0, count, step):
         even = words[9] + 4 * begin
         odd = even + 4 * half
-        if step == columns:
+        if words[8] != 0:
             even, odd = words[9] + 2 * begin, words[10] + 2 * begin
         evens, odds = to_array(words_at(even), step).view(np.uint32), to_array(words_at(odd), step).view(np.uint32)
         for i in range(half):

@@ -24,7 +24,7 @@ def preparation(scheme: Any, width: int, layout: Any, columns: int) -> tuple[Any
         return joint_kernels.widen_inputs, (columns, 0, 0), 2 * columns, 0
     if scheme == BFLOAT16:
         return joint_kernels.widen_inputs, (2 * width, 1, 0), 4 * columns, 0
-    return joint_kernels.widen_inputs, (columns, 1, 0), 2 * columns, 2 * columns
+    return joint_kernels.widen_inputs, (columns, 1, 1), 2 * columns, 2 * columns
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,13 @@ def test_plain_matrices_take_bfloat16(name: str, threads: int) -> None:
             assert torch.equal(result.view(count, -1), of.linear(x, None))
 
 
+def test_a_plain_matrix_with_one_step_a_row() -> None:
+    weight, x = (inputs(rows, 2 * _vectors.lanes(), torch.bfloat16) for rows in (9, 3))
+    product = JointProduct.of([PlainMatrix(weight)], [True])
+    assert product is not None
+    assert torch.equal(product(x, 3)[0], times(_vectors.lanes(), x, weight))
+
+
 def test_infinite_inputs_give_no_number(threads: int) -> None:
     (of,) = MIXES["one"]
     product = JointProduct.of([of], [False])
