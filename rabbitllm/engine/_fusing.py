@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CellType, FunctionType, MethodType
@@ -44,14 +45,36 @@ def fuse(model: nn.Module, key_of: Callable[[Any], Key | None], forward_of: Call
             forwards[key] = forward_of(module, key)
         if (forward := forwards[key]) is not None:
             # a method: a copy of the module then binds it to itself
-            module.forward = MethodType(forward, module)
+            module.forward = MethodType(_until_patched(forward, type(module).forward), module)
             fused += 1
     return fused
 
 
+def _until_patched(forward: Any, tried: Any) -> Any:
+    """A forward that is the class's instead, once that is another than the one that was tried."""
+
+    @functools.wraps(forward)
+    def call(module: Any, *args: Any, **named: Any) -> Any:
+        own = type(module).forward
+        return (forward if own is tried else own)(module, *args, **named)
+
+    call.__dict__["tried"] = tried
+    return call
+
+
 def forward_in(module: nn.Module) -> Any:
-    """The function that `fuse` gave a module as forward; None if it has its class's."""
-    return getattr(vars(module).get("forward"), "__func__", None)
+    """The function that `fuse` gave a module as forward; None if it has its class's, or that is another by now."""
+    function = getattr(vars(module).get("forward"), "__func__", None)
+    if (tried := getattr(function, "tried", None)) is None:
+        return function
+    return function.__wrapped__ if type(module).forward is tried else None  # type: ignore[union-attr]
+
+
+def _class_facts(module: nn.Module) -> list[_Fact]:
+    """The forward of a module's class, which programs may replace, in it or in a class that comes before its own."""
+    classes = type(module).__mro__
+    count = next(index for index, each in enumerate(classes) if "forward" in vars(each)) + 1
+    return [(gc.get_referents(vars(each))[0], "forward") for each in classes[:count]]
 
 
 def kind_of(module: nn.Module) -> object:
@@ -82,7 +105,7 @@ def unchanged(
     true, hooks = list(facts), list[Any]()
     for parent, name in parts:
         module: Any = parent._modules[name]
-        true += [(parent._modules, name), *own_facts(module)]
+        true += [(parent._modules, name), *own_facts(module), *_class_facts(parent), *_class_facts(module)]
         hooks += [module._forward_hooks, module._forward_pre_hooks]
     tables, names = (list(column) for column in zip(*true, strict=True))
     values = list(map(dict.get, tables, names))

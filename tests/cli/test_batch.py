@@ -179,9 +179,9 @@ def test_a_job_whose_lines_all_failed_exits_with_1(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.long
-def test_a_draft_model_gives_the_same_answers(folder: Path, expected: str, tmp_path: Path) -> None:
-    run(folder, tmp_path / "out.jsonl", "--draft", str(folder))
-    assert (tmp_path / "out.jsonl").read_text() == expected
+def test_a_draft_model_is_refused_where_each_request_has_its_own_passes(folder: Path, tmp_path: Path) -> None:
+    refused = run(folder, tmp_path / "out.jsonl", "--draft", str(folder), code=2)
+    assert "passes of all requests together, without --exact" in refused.stderr
 
 
 @pytest.mark.long
