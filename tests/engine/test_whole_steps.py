@@ -16,11 +16,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from rabbitllm.engine import _whole_steps
-<<<<<<< HEAD
-from rabbitllm.engine._siblings import fused_weight
-=======
 from rabbitllm.engine._fusing import forward_in
->>>>>>> long
+from rabbitllm.engine._siblings import fused_weight
 from rabbitllm.engine._whole_steps import fuse_models
 from rabbitllm.generation.request import Request, Sampling
 from rabbitllm.generation.session import answer
