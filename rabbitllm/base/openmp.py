@@ -96,6 +96,15 @@ class Team:
         """
         self._run(self.address, function, data, threads)
 
+    def rest(self) -> None:
+        """End the team of the calling thread, until it computes again; another thread is to compute.
+
+        libgomp counts the threads of all teams. If they are more than processors, none of them spins: a call of a small
+        model's layers then took 5.7 ms in place of 2.4.
+        """
+        if (pause := getattr(self.library, "omp_pause_resource_all", None)) is not None:
+            pause(1)
+
     def start_helpers(self, count: int) -> None:
         """Have threads of our own compute parts in place of libgomp's, as far as they get cores."""
         from rabbitllm.base import parts

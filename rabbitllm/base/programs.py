@@ -58,6 +58,10 @@ class Program:
         """The place of an address that a call is given."""
         return FIRST + index, 0
 
+    def word(self, index: int) -> Place:
+        """The place where that address is itself, before those that follow it."""
+        return OWN, 8 * (FIRST + index)
+
     def room(self, nbytes: int) -> Place:
         """A place in scratch memory."""
         begin, self._used = self._used, round_up(self._used + nbytes, _ALIGNMENT)

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from rabbitllm.base.dict_changes import remembered
-from rabbitllm.base.openmp import torchs_team
-from rabbitllm.base.programs import Place, Program, Words, float_bits
+from rabbitllm.base.programs import Place, Program
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import (
     Facts,
@@ -39,6 +38,7 @@ from rabbitllm.engine._norms import NormForm, norm_form, with_weight
 from rabbitllm.engine._rotary import rotating_forward
 from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
+from rabbitllm.engine.row_attention import CACHED, add_attention, cached
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
@@ -56,8 +56,6 @@ _AROUND = (
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
 """Names of a layer's norms: before its attention and its MLP, or also after them."""
-CACHED = 7
-"""Words of a call that `_cached` returns."""
 _ORDINARY = (torch.Tensor, nn.Parameter)
 _MULTIPLE = 32
 """Width of heads in steps."""
@@ -102,41 +100,42 @@ class _AttentionForm:
         """A tensor like that of all heads, of one element: `torch.empty` takes twice the time of `torch.empty_like`."""
         return torch.empty((), dtype=torch.bfloat16, device="cpu").expand(1, self.total, 1, self.width)
 
-    def _queries_in(self, heads: Place) -> Place:
-        return heads[0], heads[1] + 2 * self.gates * self.width
+    def _queries_in(self, heads: Place, rows: int) -> Place:
+        return heads[0], heads[1] + 2 * rows * self.gates * self.width
 
-    def add_rotation(self, program: Program, heads: Place, cos: Place, sin: Place, weights: Sequence[Place]) -> None:
-        """Part gates and queries at a place, and normalize and rotate the queries and keys."""
+    def add_rotation(
+        self, program: Program, heads: Place, cos: Place, sin: Place, weights: Sequence[Place], rows: int = 1
+    ) -> None:
+        """Part gates and queries at a place, and normalize and rotate the queries and keys, of rows."""
         from rabbitllm.engine import _layer_kernels  # numba comes with it
 
         if self.is_gated:
-            program.add(_layer_kernels.part, [heads, self.queries, self.width])
-        begin = heads = self._queries_in(heads)
-        for rows, norm, weight in zip((self.queries, self.keys), self.norms, weights, strict=False):
-            norm.add_to(program, self.width, begin, weight, begin, rows)
-            begin = begin[0], begin[1] + 2 * rows * self.width
-        program.add(_layer_kernels.rotate, [heads, cos, sin, self.queries + self.keys, self.rotated, self.width, 1])
+            program.add(_layer_kernels.part, [heads, rows * self.queries, self.width])
+        begin = heads = self._queries_in(heads, rows)
+        for count, norm, weight in zip((self.queries, self.keys), self.norms, weights, strict=False):
+            norm.add_to(program, self.width, begin, weight, begin, rows * count)
+            begin = begin[0], begin[1] + 2 * rows * count * self.width
+        for count in (self.queries + self.keys,) if rows == 1 else (self.queries, self.keys):
+            program.add(_layer_kernels.rotate, [heads, cos, sin, count, self.rotated, self.width, rows])
+            heads = heads[0], heads[1] + 2 * rows * count * self.width
 
-    def add_keeping(self, program: Program, heads: Place, first: int) -> None:
-        """Write a token's keys and values into the cache; the addresses from `first` on are those of `_cached`."""
+    def add_keeping(self, program: Program, heads: Place, first: int, rows: int = 1) -> None:
+        """Write the keys and values of rows into caches; from `first` on addresses are those of `cached` of each."""
         from rabbitllm.engine import _layer_kernels
 
-        begin = heads[0], heads[1] + 2 * (self.gates + self.queries) * self.width
-        numbers = (program.address(first + index) for index in range(CACHED))
-        program.add(_layer_kernels.keep, [begin, *numbers, self.keys, self.width])
+        begin = heads[0], heads[1] + 2 * rows * (self.gates + self.queries) * self.width
+        program.add(_layer_kernels.keep, [begin, program.word(first), rows, self.keys, self.width])
 
-    def add_attention(self, program: Program, heads: Place, out: Place, first: int) -> None:
-        """Attend; the addresses of a call from `first` on are those of `_cached`."""
+    def add_attention(self, program: Program, heads: Place, out: Place, first: int, rows: int = 1) -> None:
+        """Attend; from `first` on the addresses of a call are those of `cached` of each row."""
         from rabbitllm.engine import _layer_kernels
 
-        keys, values, *numbers = (program.address(first + index) for index in range(CACHED))
-        form = self.queries, self.queries // self.keys, self.width, float_bits(self.scaling)
-        words: Words = [self._queries_in(heads), keys, values, out, *numbers, *form]
-        program.add(_layer_kernels.attend, words, torch.get_num_threads() if torchs_team() is not None else 1)
+        form = self.queries, self.keys, self.width, self.scaling
+        add_attention(program, self._queries_in(heads, rows), out, first, rows, form)
         if self.is_gated:
             table = sigmoids()
             assert table is not None
-            program.add(_layer_kernels.gate, [table.data_ptr(), heads, out, out, self.queries * self.width])
+            program.add(_layer_kernels.gate, [table.data_ptr(), heads, out, out, rows * self.queries * self.width])
 
     def split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of a token, each (1, heads, 1, width)."""
@@ -147,15 +146,6 @@ class _AttentionForm:
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """What a cache returns, in bfloat16, and without gaps between the values of a token."""
     return tensor if tensor.dtype is torch.bfloat16 and tensor.stride(3) == 1 else tensor.bfloat16().contiguous()
-
-
-def _cached(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, ...]:
-    """Addresses of keys and values (1, heads, tokens, width), their tokens, and bytes to the next head and token."""
-    _, of_head, of_token, of_key = keys.stride()
-    _, of_value_head, of_value_token, of_value = values.stride()
-    assert of_key == of_value == 1
-    steps = 2 * of_head, 2 * of_token, 2 * of_value_head, 2 * of_value_token
-    return keys.data_ptr(), values.data_ptr(), keys.shape[2], *steps
 
 
 @dataclass(frozen=True)
@@ -257,9 +247,13 @@ class LayerCalls:
         """Whether the plain matrices are those of the weights."""
         return all(matrix.is_of(table.get("weight")) for table, matrix in self.plain)
 
-    def can_add(self) -> bool:
-        """Whether `add_to` adds a whole layer, or all before its MLP if it calls that."""
-        return self._products is not None and self._around is not None
+    def can_add(self, rows: int = 1) -> bool:
+        """Whether `add_to` adds a whole layer for rows, or all before its MLP if it calls that."""
+        if self._products is None or self._around is None:
+            return False
+        is_apart = rows == 1 or len(self.form.linears) > len(_LINEARS[1])  # one Linear leaves heads of a row together
+        most = min(product.max_inputs for product in self._products)
+        return is_apart and rows <= most and (rows == 1 if self.calls_mlp else self._mlp.is_for(rows))
 
     def add_to(
         self,
@@ -270,30 +264,38 @@ class LayerCalls:
         cached: int,
         first: int,
         normed: Place,
+        rows: int,
     ) -> None:
-        """Add a layer, which writes keys and values into the cache, to a program.
+        """Add a layer, which writes keys and values into caches, to a program.
 
         Args:
-            cached: the first address of `_cached`; the token is among those.
+            cached: the first address of `cached` of each row; the row is among those tokens.
             first: that of the weights in `tables`.
             normed: the place of the input of a layer's MLP that it calls.
         """
         assert self._products is not None
-        heads = program.room(2 * self.form.total * self.form.width)
-        self._add_before(self._products[0], program, x, angles, heads, first)
-        self.form.add_keeping(program, heads, cached)
-        self._add_after(self._products[1], program, x, heads, out, cached, first + self.before, normed)
+        heads = program.room(2 * rows * self.form.total * self.form.width)
+        self._add_before(self._products[0], program, x, angles, heads, first, rows)
+        self.form.add_keeping(program, heads, cached, rows)
+        self._add_after(self._products[1], program, x, heads, out, cached, first + self.before, normed, rows)
 
     def _add_before(
-        self, product: JointProduct, program: Program, x: Place, angles: tuple[Place, Place], heads: Place, first: int
+        self,
+        product: JointProduct,
+        program: Program,
+        x: Place,
+        angles: tuple[Place, Place],
+        heads: Place,
+        first: int,
+        rows: int = 1,
     ) -> None:
         count, source = self.before - (self._around is not None), x
         others = [program.address(first + index) for index in range(count)]
         if self._around is not None:
-            source = program.room(2 * self.columns)
-            self._around.norms[0].add_to(program, self.columns, x, program.address(first + count), source)
-        self._add_heads(product, program, source, heads, others)
-        self.form.add_rotation(program, heads, *angles, others)
+            source = program.room(2 * rows * self.columns)
+            self._around.norms[0].add_to(program, self.columns, x, program.address(first + count), source, rows)
+        self._add_heads(product, program, source, heads, others, rows)
+        self.form.add_rotation(program, heads, *angles, others, rows)
 
     def _add_after(
         self,
@@ -305,42 +307,46 @@ class LayerCalls:
         cached: int,
         first: int,
         normed: Place,
+        rows: int = 1,
     ) -> None:
         from rabbitllm.engine import _layer_kernels
 
         form, around, columns = self.form, self._around, self.columns
-        attended = program.room(2 * form.width * form.queries)
-        product = out if around is None else program.room(2 * columns)
-        form.add_attention(program, heads, attended, cached)
-        last.add_to(program, 1, torch.bfloat16, attended, [product])
+        count = rows * columns
+        attended = program.room(2 * rows * form.width * form.queries)
+        product = out if around is None else program.room(2 * count)
+        form.add_attention(program, heads, attended, cached, rows)
+        last.add_to(program, rows, torch.bfloat16, attended, [product])
         if around is not None:
             norms = around.norms
-            summed, of_mlp = out if self.calls_mlp else program.room(2 * columns), program.room(2 * columns)
+            summed, of_mlp = out if self.calls_mlp else program.room(2 * count), program.room(2 * count)
             normed = normed if self.calls_mlp else product
             is_double = len(norms) == len(_AROUND[1])
             if is_double:
-                norms[1].add_to(program, columns, product, program.address(first), product)
-            program.add(_layer_kernels.add, [x, product, summed, columns])
-            norms[1 + is_double].add_to(program, columns, summed, program.address(first + is_double), normed)
+                norms[1].add_to(program, columns, product, program.address(first), product, rows)
+            program.add(_layer_kernels.add, [x, product, summed, count])
+            norms[1 + is_double].add_to(program, columns, summed, program.address(first + is_double), normed, rows)
             if not self.calls_mlp:
-                self._mlp.add_to(program, 1, product, of_mlp)
+                self._mlp.add_to(program, rows, product, of_mlp)
                 if is_double:
-                    norms[3].add_to(program, columns, of_mlp, program.address(first + 2), of_mlp)
-                program.add(_layer_kernels.add, [summed, of_mlp, out, columns])
+                    norms[3].add_to(program, columns, of_mlp, program.address(first + 2), of_mlp, rows)
+                program.add(_layer_kernels.add, [summed, of_mlp, out, count])
 
-    def _add_heads(self, product: JointProduct, program: Program, x: Place, heads: Place, biases: list[Place]) -> None:
-        """Queries, keys and values at a place, with their biases, which are taken from a list."""
+    def _add_heads(
+        self, product: JointProduct, program: Program, x: Place, heads: Place, biases: list[Place], rows: int
+    ) -> None:
+        """Queries, keys and values of rows at a place, with their biases, which are taken from a list."""
         from rabbitllm.engine import _layer_kernels
 
-        nbytes, begin, results, sums = 2 * self.form.width, 0, list[Place](), list[tuple[Place, Place, int]]()
+        nbytes, begin, results, sums = 2 * rows * self.form.width, 0, list[Place](), list[tuple[Place, Place, int]]()
         for count, is_biased in zip(self.form.heads, self.biased, strict=True):
             place = heads[0], heads[1] + nbytes * begin
             results.append(program.room(2 * nbytes * count) if is_biased else place)
             sums += [(results[-1], place, count * self.form.width)] if is_biased else []
             begin += count
-        product.add_to(program, 1, torch.bfloat16, x, results)
+        product.add_to(program, rows, torch.bfloat16, x, results)
         for source, place, count in sums:
-            program.add(_layer_kernels.add_bias, [source, biases.pop(0), place, count])
+            program.add(_layer_kernels.add_bias, [source, biases.pop(0), place, count, rows])
 
 
 def fuse_attention(model: nn.Module) -> int:
@@ -494,7 +500,7 @@ def _step(
     addresses = [tensor.data_ptr() for tensor in after]
     if arrays is not None:
         addresses += [each.buffer_info()[0] for each in arrays]
-    programs[1](heads.data_ptr(), out.data_ptr(), *_cached(keys, values), *addresses)
+    programs[1](heads.data_ptr(), out.data_ptr(), *cached(keys, values), *addresses)
     if not calls.calls_mlp:
         return out
     if mixture is None or arrays is None:
@@ -503,10 +509,10 @@ def _step(
     return result if arrays[1][0] else out + mixture.by_class(normed)
 
 
-def is_step(form: _AttentionForm, x: Any, angles: Any, mask: Any) -> bool:
-    """Whether a token of one sequence is given, and a mask that hides nothing."""
-    is_row = is_plain(x) and x.shape[:-1] == (1, 1)
-    if not is_row or type(angles) is not tuple or not are_rows(*angles, width=form.rotated):
+def is_step(form: _AttentionForm, x: Any, angles: Any, mask: Any, rows: int = 1) -> bool:
+    """Whether so many rows are given, and a mask that hides nothing."""
+    has_rows = is_plain(x) and x.shape[:-1] == (1, rows)
+    if not has_rows or type(angles) is not tuple or not are_rows(*angles, width=rows * form.rotated):
         return False
     # a window's mask hides nothing either: what left the window is no longer in the cache
     return mask is None or (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and bool(mask.all()))
@@ -629,7 +635,7 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
         form.add_attention(after, after.address(0), after.address(1), 2)
         out = torch.empty(1, 1, form.queries * form.width, dtype=torch.bfloat16, device="cpu")
         keys, values = past.update(*form.split(heads))
-        after(heads.data_ptr(), out.data_ptr(), *_cached(keys, values))
+        after(heads.data_ptr(), out.data_ptr(), *cached(keys, values))
         if not (out.shape == expected.shape and relative_error(out, expected) < _TOLERANCE):
             return False
     return True

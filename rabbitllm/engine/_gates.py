@@ -182,7 +182,7 @@ class OneCall:
     def is_for(self, rows: int) -> bool:
         """Whether the MLP is computed by one call for so many rows."""
         count = rows * self._width
-        return rows <= self._most and self._width % MULTIPLE == 0 and 0 < count < MAX_ELEMENTS
+        return rows <= self._most and self._width % MULTIPLE == 0 and count > 0
 
     def add_to(self, program: Program, rows: int, x: Place, out: Place) -> None:
         """Add it to a program, for rows at a place."""
@@ -193,7 +193,7 @@ class OneCall:
         gate, up = both, (both[0], both[1] + 2 * count)
         if len(of_input.matrices) == 2:
             of_input.add_to(program, rows, torch.bfloat16, x, [gate, up])
-            add_gate(program, self.act, gate, up, product, count)
+            add_gate(program, self.act, gate, up, product, count, _threads_for(count))
         else:
             of_input.add_to(program, rows, torch.bfloat16, x, [both])
             add_gates_of_rows(program, self.act, both, product, rows, self._width)
@@ -299,10 +299,14 @@ def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         _tables[kind] = act(every_bfloat())
     program, out, count = Program(3), torch.empty_like(gate), gate.numel()
     gates, ups, results = (program.address(index) for index in range(3))
-    threads = min(torch.get_num_threads(), -(-count // MAX_ELEMENTS)) if torchs_team() is not None else 1
-    add_gate(program, kind, gates, ups, results, count, threads)
+    add_gate(program, kind, gates, ups, results, count, _threads_for(count))
     program(gate.data_ptr(), up.data_ptr(), out.data_ptr())
     return out
+
+
+def _threads_for(count: int) -> int:
+    """Threads that compute so many elements."""
+    return min(torch.get_num_threads(), -(-count // MAX_ELEMENTS)) if torchs_team() is not None else 1
 
 
 def has_every_gate(act: Any) -> bool:

@@ -166,13 +166,16 @@ def add(data):  # type: ignore[no-untyped-def]
 
 
 def add_bias(data):  # type: ignore[no-untyped-def]
-    """Sums plus a bias: after the own address those of sums in float32, bias and results, and their count."""
-    words = to_array(data, 5)
-    count = words[4]
-    sums, bias, values = floats(words[1], count), bfloats(words[2], count), np.empty(count, np.float32)
-    for i in range(count):
-        values[i] = sums[i] + wide(bias[i])
-    store_rounded(values, bfloats(words[3], count))
+    """Sums plus a bias: after the own address those of sums of rows in float32, of the bias and the results, its width
+    and the rows."""
+    words = to_array(data, 6)
+    width = words[4]
+    bias, values = bfloats(words[2], width), np.empty(width, np.float32)
+    for row in range(words[5]):
+        sums = floats(words[1] + 4 * width * row, width)
+        for i in range(width):
+            values[i] = sums[i] + wide(bias[i])
+        store_rounded(values, bfloats(words[3] + 2 * width * row, width))
 
 
 def add_biases(data):  # type: ignore[no-untyped-def]
@@ -352,18 +355,21 @@ def combine(data):  # type: ignore[no-untyped-def]
 
 
 def keep(data):  # type: ignore[no-untyped-def]
-    """Write the last token of keys and values.
+    """Write the keys and values of rows, each as the last token of its own.
 
-    After the own address those of its keys, before its values, of all keys and all values; the tokens; bytes from a
-    head to the next and from a token to the next, of keys and of values; heads and their width.
+    After the own address those of the rows' keys, before their values, and of seven words for each row: the addresses
+    of all its keys and values, the tokens, and bytes from a head to the next and from a token to the next, of keys and
+    of values. The rows, heads and their width.
     """
-    words = to_array(data, 11)
-    heads, width, last = words[9], words[10], words[4] - 1
-    for half in range(2):
-        for head in range(heads):
-            source = bfloats(words[1] + 2 * width * (half * heads + head), width)
-            place = words[2 + half] + head * words[5 + 2 * half] + last * words[6 + 2 * half]
-            bfloats(place, width)[:] = source
+    words = to_array(data, 6)
+    rows, heads, width = words[3], words[4], words[5]
+    for row in range(rows):
+        cached = integers(words[2] + 56 * row, 7)
+        for half in range(2):
+            for head in range(heads):
+                source = bfloats(words[1] + 2 * width * ((half * rows + row) * heads + head), width)
+                place = cached[half] + head * cached[3 + 2 * half] + (cached[2] - 1) * cached[4 + 2 * half]
+                bfloats(place, width)[:] = source
 
 
 @numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
@@ -393,42 +399,57 @@ def _add_rows(total, begin, step, shares, count, width):  # type: ignore[no-unty
         token += 1
 
 
-def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
-    """Attention of one row: some parts of its heads.
+@numba.njit(nogil=True)
+def _attend(query, cached, head, scores, powers, total):  # type: ignore[no-untyped-def]
+    """What a head of queries attends to, in all tokens of a head of keys and values."""
+    tokens, width, exponents = len(scores), len(query), powers.view(np.float32)
+    keys, values = cached[0] + head * cached[3], cached[1] + head * cached[5]
+    most, summed = np.float32(-np.inf), np.float32(0)
+    for token in range(tokens):
+        score = _dot(query, bfloats(keys + token * cached[4], width), width)
+        scores[token] = score
+        most = max(most, score)
+        summed += score * np.float32(0)  # NaN for a score that is NaN or infinite
+    for token in range(tokens):
+        x = max(scores[token] - most, np.float32(-126))
+        whole = np.floor(x + np.float32(0.5))
+        powers[token] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+        x -= whole
+        scores[token] = (((((_C6 * x + _C5) * x + _C4) * x + _C3) * x + _C2) * x + _C1) * x + np.float32(1)
+    for token in range(tokens):
+        scores[token] *= exponents[token]
+    for token in range(tokens):
+        summed += scores[token]
+    total[:] = 0
+    _add_rows(total, values, cached[6], scores, tokens, width)
+    for i in range(width):
+        total[i] /= summed
 
-    After the own address those of queries, keys, values and results; the tokens; bytes from a head to the next and from
-    a token to the next, of keys and of values; heads, heads for each of the keys', their width, and the bits of the
-    factor of scores.
+
+def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
+    """Attention of rows, each to keys and values of its own: some parts of all heads, by their tokens.
+
+    After the own address those of queries, of results, and of seven words for each row, see `keep`; rows, heads, heads
+    for each of the keys', their width, and the bits of the factor of scores.
     """
-    words = to_array(data, 14)
-    tokens, heads, group, width = words[5], words[10], words[11], words[12]
-    factor = float_of(words[13]) * _LOG2_E
-    query, total = np.empty(width, np.float32), np.empty(width, np.float32)
-    scores, powers = np.empty(tokens, np.float32), np.empty(tokens, np.int32)
-    exponents = powers.view(np.float32)
-    for head in range(start * heads // parts, end * heads // parts):
-        bits = bfloats(words[1] + 2 * head * width, width)
-        for i in range(width):
-            query[i] = wide(bits[i]) * factor
-        keys, values = words[2] + head // group * words[6], words[3] + head // group * words[8]
-        most, summed = np.float32(-np.inf), np.float32(0)
-        for token in range(tokens):
-            score = _dot(query, bfloats(keys + token * words[7], width), width)
-            scores[token] = score
-            most = max(most, score)
-            summed += score * np.float32(0)  # NaN for a score that is NaN or infinite
-        for token in range(tokens):
-            x = max(scores[token] - most, np.float32(-126))
-            whole = np.floor(x + np.float32(0.5))
-            powers[token] = (np.int32(whole) + np.int32(127)) << np.int32(23)
-            x -= whole
-            scores[token] = (((((_C6 * x + _C5) * x + _C4) * x + _C3) * x + _C2) * x + _C1) * x + np.float32(1)
-        for token in range(tokens):
-            scores[token] *= exponents[token]
-        for token in range(tokens):
-            summed += scores[token]
-        total[:] = 0
-        _add_rows(total, values, words[9], scores, tokens, width)
-        for i in range(width):
-            total[i] /= summed
-        store_rounded(total, bfloats(words[4] + 2 * head * width, width))
+    words = to_array(data, 9)
+    rows, heads, group, width, factor = words[4], words[5], words[6], words[7], float_of(words[8]) * _LOG2_E
+    total, most = 0, 0
+    for row in range(rows):
+        tokens = integers(words[3] + 56 * row, 7)[2]
+        total, most = total + heads * tokens, max(most, tokens)
+    scores, powers = np.empty(most, np.float32), np.empty(most, np.int32)
+    query, summed = np.empty(width, np.float32), np.empty(width, np.float32)
+    begin = 0
+    for row in range(rows):
+        cached = integers(words[3] + 56 * row, 7)
+        tokens = cached[2]
+        first, last = max(start * total // parts - begin, 0), max(end * total // parts - begin, 0)
+        for head in range(-(-first // tokens), min(-(-last // tokens), heads)):
+            offset = 2 * (row * heads + head) * width
+            bits = bfloats(words[1] + offset, width)
+            for i in range(width):
+                query[i] = wide(bits[i]) * factor
+            _attend(query, cached, head // group, scores[:tokens], powers[:tokens], summed)
+            store_rounded(summed, bfloats(words[2] + offset, width))
+        begin += heads * tokens

@@ -22,17 +22,13 @@ from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Program
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import MAX_ELEMENTS, fuse, with_globals
+from rabbitllm.engine.row_attention import attended
 from rabbitllm.engine.transformers_api import sdpa_attention_forward
-from rabbitllm.quant import attention
 
 NAME, _INTERFACES = "apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"
 _GETTER = "get_interface"
 _WIDTHS = (32, 32), (128, 128), (128, 96)
 """Of heads, and of what is rotated, with which functions are tried."""
-_LEAST_ROWS = 16
-"""Rows from which attention is a prompt's."""
-_OTHERS = "position_bias", "softcap", "output_attentions"
-"""Arguments that say that attention is another one."""
 _PLAIN = 4
 """Arguments of a call with queries, keys, cos and sin; Qwen4-Exp's index rotates one tensor, and names the others."""
 
@@ -72,49 +68,13 @@ def rotating_forward(kind: Any, *, prompts: bool) -> Callable[..., Any] | None:
 
 @dataclass(frozen=True)
 class _Interfaces:
-    """transformers' attention functions, with `attended` in place of `sdpa`."""
+    """transformers' attention functions, with `attended` in place of `sdpa`, and of others what they name `fused`."""
 
     ordinary: AttentionInterface
 
     def get_interface(self, *names: Any) -> Any:
         function = self.ordinary.get_interface(*names)
-        return attended if function is sdpa_attention_forward else function
-
-
-def attended(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **named: Any
-) -> Any:
-    """transformers' `sdpa`: of a sequence's prompt, or of a part of it, by one call."""
-    if _is_prompt(module, query, key, value, named) and type(scaling := named.get("scaling")) is float:
-        rows, mask = query.shape[2], attention_mask
-        if mask is None:  # a cache that has its room in advance
-            key, value = key[:, :, :rows], value[:, :, :rows]
-        elif type(mask) is torch.Tensor and mask.dtype is torch.bool and mask.stride(-1) == 1 and mask.is_cpu:
-            mask = mask[0, 0] if mask.shape == (1, 1, rows, key.shape[2]) else ...
-        else:
-            mask = ...
-        if mask is not ...:
-            return attention.attend(query, key, value, mask, scaling), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-
-
-def _is_prompt(module: Any, query: Any, key: Any, value: Any, named: dict[str, Any]) -> bool:
-    """Whether `attention.attend` computes what `sdpa` would of these, but for rounding and the mask."""
-    is_causal = named.get("is_causal")
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not is_causal or named.get("dropout") or any(named.get(name) is not None for name in _OTHERS):
-        return False
-    for x in (query, key, value):
-        if type(x) is not torch.Tensor or x.dtype is not torch.bfloat16 or not x.is_cpu or x.dim() != 4:
-            return False
-        if len(x) != 1 or x.stride(3) != 1 or x.shape[3] != query.shape[3]:
-            return False
-    heads, rows, groups = query.shape[1], query.shape[2], getattr(module, "num_key_value_groups", 1)
-    if key.shape != value.shape or heads != groups * key.shape[1] or not _LEAST_ROWS <= rows <= key.shape[2]:
-        return False
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return False
-    return attention.attends(query.shape[3])
+        return attended if function is sdpa_attention_forward else getattr(function, "fused", function)
 
 
 def _rotated(ordinary: Callable[..., Any], *args: Any, **named: Any) -> Any:

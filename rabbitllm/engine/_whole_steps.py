@@ -1,4 +1,4 @@
-"""All layers of a model by one call of compiled code, for a token of one sequence.
+"""All layers of a model by one call of compiled code, for a token of one sequence, or for a few rows of several.
 
 Between the calls of two layers Python takes as long as the products of a small one. Here the forward of a model's own
 class runs with a single layer in place of all, which computes what they do. What a class does with its layers is tried
@@ -26,11 +26,12 @@ from transformers import DynamicCache
 from rabbitllm.base.dict_changes import remembered
 from rabbitllm.base.programs import OWN, STEPS, Program
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._attention import CACHED, CACHES, LayerCalls, are_rows, is_step, layer_calls, values_of
+from rabbitllm.engine._attention import CACHES, LayerCalls, are_rows, is_step, layer_calls, values_of
 from rabbitllm.engine._fusing import Forward, fuse, result_of, trial_of
 from rabbitllm.engine._mixtures import is_mixture, mixture_call
 from rabbitllm.engine._siblings import has_hooks
-from rabbitllm.engine.kv_room import is_ordinary, keeps_every_token, room_for
+from rabbitllm.engine.kv_room import NotTogetherError, is_ordinary, keeps_every_token, room_for, sequences_in
+from rabbitllm.engine.row_attention import CACHED
 
 _INPUTS = "input_ids", "inputs_embeds"
 _KNOWN = frozenset({*_INPUTS, *CACHES, "attention_mask", "position_ids", "cache_position", "use_cache"})
@@ -85,8 +86,9 @@ def _forward_of(module: Any) -> Forward:
     """The forward of a model whose class calls its layers one after the other; else None."""
     tried = type(module).forward
     names = _KNOWN & inspect.signature(inspect.unwrap(tried)).parameters.keys()
-    forward = functools.partial(_forward, tried, names, WeakKeyDictionary())
-    return functools.update_wrapper(forward, tried) if _is_sequence(module, names) else None  # with its signature
+    forward = functools.update_wrapper(functools.partial(_forward, tried, names, WeakKeyDictionary()), tried)
+    forward.takes_sequences = True  # type: ignore[attr-defined]
+    return forward if _is_sequence(module, names) else None
 
 
 def _forward(
@@ -99,25 +101,36 @@ def _forward(
 ) -> Any:
     inputs = [value for name in _INPUTS if (value := named.get(name)) is not None]
     given = {name: value for name, value in named.items() if name != _ROUTERS or value}
-    is_token = not args and len(inputs) == 1 and inputs[0].shape[:2] == (1, 1) and given.keys() <= names
-    is_token = is_token and type(module).forward is tried
-    if is_token and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    cache = next((named[name] for name in CACHES if name in named), None)
+    sequences = sequences_in(cache)
+    rows = sum(count for _, count in sequences)
+    is_few = not args and len(inputs) == 1 and inputs[0].shape[:2] == (1, rows) and given.keys() <= names
+    is_few = is_few and type(module).forward is tried
+    # rows of one that waits for others at its layers are computed with theirs there
+    is_few = is_few and (sequences[0][0] is not cache or not _waits(module))
+    if is_few and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         whole = kept.get(module)
         if whole is None or not (whole.is_current() and all(of_layer.has_plain() for of_layer in whole.calls)):
             whole = kept[module] = _Whole(module, names)
-        if whole.calls and _hides_nothing(named):
+        if whole.calls and _hides_nothing(named, sequences):
             with contextlib.suppress(_NotWholeError):
                 return inspect.unwrap(tried)(whole.like, **given)
+    if sequences[0][0] is not cache:
+        raise NotTogetherError
     return type(module).forward(module, *args, **named)
 
 
-def _hides_nothing(named: dict[str, Any]) -> bool:
-    """Whether no token is masked, and the cache has every token."""
+def _waits(module: nn.Module) -> bool:
+    """Whether a model's layers are called by something else."""
+    return any(layer._compiled_call_impl is not None for layer in module._modules["layers"].children())  # type: ignore[union-attr]
+
+
+def _hides_nothing(named: dict[str, Any], sequences: Sequence[tuple[Any, int]]) -> bool:
+    """Whether no token is masked, and the caches have every token."""
     mask = named.get("attention_mask")
-    cache: Any = next((named[name] for name in CACHES if name in named), None)
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())):
         return False
-    return is_ordinary(cache) and all(map(keeps_every_token, cache.layers))
+    return all(is_ordinary(cache) and all(map(keeps_every_token, cache.layers)) for cache, _ in sequences)
 
 
 class _Whole:
@@ -146,8 +159,8 @@ class _Whole:
         self.mixtures = {number: mixture for number, mixture in zip(mixed, mixtures, strict=True) if mixture}
         self._indices = _indices_of(layers)
         self._tables = [table for of_layer in self.calls for table in of_layer.tables]
-        self._programs = dict[int, tuple[Program, list[int]]]()
-        whole = trial_of(layers[0], forward=self._compute)
+        self._programs = dict[tuple[int, int], tuple[Program, list[int]]]()  # by threads and rows
+        whole = trial_of(layers[0], forward=self._compute, _compiled_call_impl=None)
         self.like = trial_of(module, _modules={**module._modules, "layers": [whole]})
         watched = [vars(module), module._modules, vars(modules), modules._modules, vars(config)]
         for layer, of_layer in zip(layers, self.calls, strict=True):
@@ -176,25 +189,33 @@ class _Whole:
         if args or values is None:
             raise _NotWholeError
         _, angles, mask, cache = values
+        sequences = sequences_in(cache)
+        rows = sum(count for _, count in sequences)
         weights: list[Any] = [table.get(name) for table, name in self._tables]
         form = self.calls[0].form
-        is_fit = is_step(form, x, angles, mask) and x.shape[-1] == self.calls[0].columns and are_rows(*weights)
-        if not is_fit or len(cache.layers) <= max(self._indices):
+        is_fit = is_step(form, x, angles, mask, rows) and x.shape[-1] == self.calls[0].columns and are_rows(*weights)
+        is_fit = is_fit and all(of_layer.can_add(rows) for of_layer in self.calls)
+        if not is_fit or any(len(cache.layers) <= max(self._indices) for cache, _ in sequences):
             raise _NotWholeError
-        layers = [cache.layers[index] for index in self._indices]
-        if any(layer.keys is None or layer.keys.dim() != 4 for layer in layers):
+        layers = [(cache.layers[index], count) for index in self._indices for cache, count in sequences]
+        if any(layer.keys is None or layer.keys.dim() != 4 for layer, _ in layers):
             raise _NotWholeError
-        rooms = [room_for(layer, layer.keys.shape[2] + 1) for layer in layers]
+        rooms = [room_for(layer, layer.keys.shape[2] + count) for layer, count in layers]
         like = torch.bfloat16, x.device, 1, form.keys, form.width, form.width
-        is_apart = len({*map(id, [*layers, *rooms])}) == 2 * len(rooms)  # not a layer twice, or its copy
+        is_apart = len({*(id(layer) for layer, _ in layers), *map(id, rooms)}) == 2 * len(rooms)  # not a layer twice
         if not is_apart or any(room.form != like for room in rooms):
             raise _NotWholeError
         arrays = [mixture.arrays(x) for mixture in self.mixtures.values()]
         routers = [words[0].buffer_info()[0] for words in arrays if words is not None]
         if len(routers) < len(arrays):
             raise _NotWholeError
-        cached = [word for room in rooms for word in (*room.addresses, room.used + 1, *room.steps)]
-        program, ends = self._programs.get(torch.get_num_threads()) or self._build(len(weights))
+        cached = [
+            word
+            for room, (_, count) in zip(rooms, layers, strict=True)
+            for tokens in range(room.used + 1, room.used + 1 + count)
+            for word in (*room.addresses, tokens, *room.steps)
+        ]
+        program, ends = self._programs.get((torch.get_num_threads(), rows)) or self._build(len(weights), rows)
         out, normed, left = torch.empty_like(x), torch.empty_like(x), array("q", [0])
         addresses = [*(tensor.data_ptr() for tensor in (x, *angles, out, normed)), left.buffer_info()[0], *cached]
         addresses += [*(weight.data_ptr() for weight in weights), *routers]
@@ -203,30 +224,31 @@ class _Whole:
             out += self.mixtures[~number].by_class(normed)
             left[0] = 0
             program(*addresses, begin=ends[~number])
-        for layer, room in zip(layers, rooms, strict=True):
-            room.extend(layer, room.used + 1)
+        for (layer, count), room in zip(layers, rooms, strict=True):
+            room.extend(layer, room.used + count)
         return out
 
-    def _build(self, weights: int) -> tuple[Program, list[int]]:
-        """The program for as many threads as there are now, and where each layer ends in it."""
+    def _build(self, weights: int, rows: int) -> tuple[Program, list[int]]:
+        """The program for rows and for as many threads as there are now, and where each layer ends in it."""
         from rabbitllm.engine import _layer_kernels  # numba comes with it
 
-        cached, first, columns, ends = _HEAD, _HEAD + CACHED * len(self.calls), self.calls[0].columns, list[int]()
+        cached, columns, ends = _HEAD, self.calls[0].columns, list[int]()
+        first = _HEAD + CACHED * rows * len(self.calls)
         routers = first + weights
         program = Program(routers + len(self.mixtures))
         x, cos, sin, out, normed, left = (program.address(index) for index in range(_HEAD))
         for number, of_layer in enumerate(self.calls):
             with program.passing():
-                of_layer.add_to(program, x, (cos, sin), out, cached, first, normed)
+                of_layer.add_to(program, x, (cos, sin), out, cached, first, normed, rows)
                 if (mixture := self.mixtures.get(number)) is not None:
                     of_mlp = program.room(2 * columns)
                     mixture.add_to(program, normed, of_mlp, [program.address(routers), left])
                     program.add(_layer_kernels.stop, [left, ~number, (OWN, 8 * STEPS)])
                     program.add(_layer_kernels.add, [out, of_mlp, out, columns])
                     routers += 1
-            x, cached, first = out, cached + CACHED, first + len(of_layer.tables)
+            x, cached, first = out, cached + CACHED * rows, first + len(of_layer.tables)
             ends.append(program.steps)
-        self._programs[torch.get_num_threads()] = program, ends
+        self._programs[torch.get_num_threads(), rows] = program, ends
         return program, ends
 
 
@@ -250,7 +272,13 @@ def _is_sequence(module: Any, names: frozenset[str]) -> bool:
             return results[number - count]
 
         parts = [
-            trial_of(layer, forward=functools.partial(called, n), _forward_hooks={}, _forward_pre_hooks={})
+            trial_of(
+                layer,
+                forward=functools.partial(called, n),
+                _forward_hooks={},
+                _forward_pre_hooks={},
+                _compiled_call_impl=None,
+            )
             for n, layer in enumerate(layers[:count])
         ]
         like = trial_of(module, _modules={**module._modules, "layers": parts})

@@ -24,12 +24,14 @@ from itertools import accumulate, starmap
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+from greenlet import getcurrent
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 
 from rabbitllm.base.contexts import assigned
-from rabbitllm.engine.kv_room import append
+from rabbitllm.engine import row_attention
+from rabbitllm.engine.kv_room import NotTogetherError, append, takes_sequences
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.generation._cache_file import NO_MEMORY, CacheFile
 from rabbitllm.generation.kv_cache import (
@@ -105,6 +107,7 @@ class PackedCache(Cache):  # type: ignore[misc]
 
     Attributes:
         lengths: see above.
+        sequences: while the pass is to be one call (`_whole_steps.py`), the KV cache of each and its number of rows.
         errors: number of a sequence -> why its KV cache could not be read; its output is of no use.
     """
 
@@ -116,6 +119,7 @@ class PackedCache(Cache):  # type: ignore[misc]
         self._caches = list(caches)
         self._shares = shares
         self._file = file if file is not None and any(cache in file for cache in caches) else None
+        self.sequences: list[tuple[Any, int]] | None = None
         self._mask_layer = 0
         self.errors: dict[int, Exception] = {}
         # layer -> new key and value tensor of all sequences, and the whole pair of each; None for one in the file
@@ -133,7 +137,12 @@ class PackedCache(Cache):  # type: ignore[misc]
 
         Returns:
             The same tensors.
+
+        Raises:
+            NotTogetherError: attention would not be by sequence.
         """
+        if _active.get() is not self:
+            raise NotTogetherError
         pairs: list[Pair | None] = []
         for cache, (key, value) in zip(self._caches, self._by_sequence(key_states, value_states), strict=True):
             is_in_file = self._file is not None and self._file.covers(cache, layer_idx)
@@ -163,6 +172,16 @@ class PackedCache(Cache):  # type: ignore[misc]
         if not self._shares:
             self._new.clear()
         return pairs if expand is None else starmap(expand, pairs)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether no sequence has its KV cache in the file."""
+        return self._file is None
+
+    def by_one_call(self) -> list[tuple[Any, int]]:
+        """What `sequences` is for a pass by one call; empty if there cannot be one."""
+        can = self.is_in_memory and not self._shares and all(cache.get_seq_length() for cache in self._caches)
+        return list(zip(self._caches, self.lengths, strict=True)) if can else []
 
     def _by_sequence(self, keys: torch.Tensor, values: torch.Tensor) -> Iterable[Pair]:
         return zip(torch.split(keys, self.lengths, 2), torch.split(values, self.lengths, 2), strict=True)
@@ -274,6 +293,8 @@ _FEW_ROWS = 16
 """The most rows, as of a draft, for which the heads of a sequence that share keys are computed as one."""
 _PLAIN = frozenset({"dropout", "scaling", "sliding_window", "use_cache", "output_attentions", "output_hidden_states"})
 """Arguments of which transformers' `sdpa` uses only `scaling`, if there is no dropout."""
+_PASSES_BETWEEN = 16
+"""After so many passes it is tried again whether all layers are one call for as many rows."""
 _active: ContextVar[PackedCache | None] = ContextVar("packed pass", default=None)
 """The packed pass of this thread and greenlet."""
 
@@ -313,11 +334,12 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
+    is_fused: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """An attention function of transformers, with a mask for each sequence.
 
-    Query (1, heads, rows, width) -> output (1, rows, heads, width).
+    Query (1, heads, rows, width) -> output (1, rows, heads, width); if fused, by `row_attention` where that can.
     """
     attend = attention_function(own, module)
     if attend is None:
@@ -334,7 +356,8 @@ def _attention(
             raise NotPackable(f"attention received the unknown argument {name}")
     masks = attention_mask if attention_mask is not None else [None] * len(cache.lengths)
     if attend is sdpa_attention_forward and kwargs.keys() <= _PLAIN and not kwargs.get("dropout"):
-        return _by_rows(module, query, pairs, masks, cache.lengths, kwargs), None
+        together = cache.is_in_memory if is_fused else None
+        return _by_rows(module, query, pairs, masks, cache.lengths, kwargs, together), None
     rows = zip(torch.split(query, cache.lengths, 2), pairs, masks, strict=True)
     parts = [attend(module, queries, keys, values, mask, **kwargs)[0] for queries, (keys, values), mask in rows]
     return torch.cat(parts, 1), None
@@ -347,33 +370,50 @@ def _by_rows(
     masks: Sequence[torch.Tensor | None],
     lengths: Sequence[int],
     kwargs: dict[str, Any],
+    together: bool | None,
 ) -> torch.Tensor:
     """transformers' `sdpa`, with minimal overhead for a sequence of one row without a mask.
 
     For such a row, and for few rows, the heads that share keys are computed as rows of one head. With `enable_gqa` a
     CPU takes ten times as long for one row (bfloat16, 1000 tokens, 32 heads, 8 of keys), and transformers repeats the
     keys for several, which takes four to eight times as long.
+
+    Args:
+        together: whether such rows may be one call of `row_attention`; None if it computes nothing.
     """
     heads = query.shape[1]
     groups = getattr(module, "num_key_value_groups", 1)
-    by_row = query.transpose(1, 2).reshape(-1, heads // groups, groups, query.shape[3])
-    scale = kwargs.get("scaling")
-    parts = []
+    rows = query.transpose(1, 2)[0].contiguous()
+    by_row = rows.view(-1, heads // groups, groups, query.shape[3])
+    scale: Any = kwargs.get("scaling")
+    parts: list[torch.Tensor] = []
+    single: dict[int, tuple[int, Pair]] = {}  # of a part -> its row, and keys and values; all are one call
     begin = 0
     for length, (keys, values), mask in zip(lengths, pairs, masks, strict=True):
         end = begin + length
         if length == 1 and mask is None:
-            part = scaled_dot_product_attention(by_row[begin:end], keys, values, scale=scale)
-            parts.append(part.reshape(1, 1, heads, -1))
+            if together and row_attention.attends(rows, [(keys, values)], scale):
+                single[len(parts)] = begin, (keys, values)
+                parts.append(rows)
+            else:
+                part = scaled_dot_product_attention(by_row[begin:end], keys, values, scale=scale)
+                parts.append(part.reshape(1, heads, -1))
         elif length <= _FEW_ROWS and mask is not None and groups > 1:
             queries = query[:, :, begin:end].reshape(1, heads // groups, groups * length, -1)
             part = scaled_dot_product_attention(queries, keys, values, mask.repeat(1, 1, groups, 1), scale=scale)
-            parts.append(part.reshape(1, heads, length, -1).transpose(1, 2))
+            parts.append(part.reshape(heads, length, -1).transpose(0, 1))
         else:
-            queries = query[:, :, begin:end]
-            parts.append(sdpa_attention_forward(module, queries, keys, values, mask, **kwargs)[0])
+            attend = sdpa_attention_forward if together is None else row_attention.attended
+            parts.append(attend(module, query[:, :, begin:end], keys, values, mask, **kwargs)[0][0])
         begin = end
-    return torch.cat(parts, 1)
+    if single:
+        numbers, of_rows = zip(*single.values(), strict=True)
+        results = row_attention.attend(rows if len(numbers) == len(rows) else rows[list(numbers)], of_rows, scale)
+        if len(results) == len(rows):
+            return results[None]
+        for part_number, result in zip(single, torch.split(results, 1), strict=True):
+            parts[part_number] = result
+    return torch.cat(parts)[None]
 
 
 def _masks(own: str, **kwargs: Any) -> Any:
@@ -402,7 +442,9 @@ def _mask_of_one_row(make: Callable[..., Any], kwargs: dict[str, Any]) -> torch.
 
 
 for _own in OWN:
-    AttentionInterface.register(_NAME.format(_own), partial(_attention, _own))
+    _by_sequence = partial(_attention, _own)
+    _by_sequence.fused = partial(_attention, _own, is_fused=True)  # type: ignore[attr-defined]
+    AttentionInterface.register(_NAME.format(_own), _by_sequence)
     AttentionMaskInterface.register(_NAME.format(_own), partial(_masks, _own))
 
 
@@ -506,6 +548,9 @@ class PackedForward:
         self._layers = list(map(type, cache_layers(model)))
         self._shares = shares_keys(model)
         self._vocabulary = ModelLimits.of(model).vocabulary
+        self._joins = takes_sequences(model) and not model.placement.streamed_bytes
+        # passes so far; and of rows that were not one call, from which on it is tried again whether they are
+        self._passes, self._next = 0, dict[int, int]()
         self._positions = getattr(config, "max_position_embeddings", None) or 1 << 62
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedSequence | None:
@@ -559,15 +604,19 @@ class PackedForward:
         """
         lengths = [sequence.ids.shape[1] for sequence in sequences]
         cache = PackedCache([sequence.cache for sequence in sequences], lengths, self._shares, self._file)
-        with self._model.streamer.memory_explained(), self.attending(), sequences_of(cache):
-            # bypasses the model's own call, which would wait for this very pass
-            output = nn.Module.__call__(
-                self._model,
-                input_ids=torch.cat([sequence.ids for sequence in sequences], 1),
-                position_ids=torch.cat([sequence.positions for sequence in sequences], -1),
-                logits_to_keep=_logit_rows(sequences, lengths),
-                **{CACHE_ARGUMENT: cache, **_EXPECTED},
-            )
+        arguments: dict[str, Any] = {
+            "input_ids": torch.cat([sequence.ids for sequence in sequences], 1),
+            "position_ids": torch.cat([sequence.positions for sequence in sequences], -1),
+            "logits_to_keep": _logit_rows(sequences, lengths),
+            CACHE_ARGUMENT: cache,
+            **_EXPECTED,
+        }
+        with self._model.streamer.memory_explained():
+            output = self._by_one_call(arguments, cache)
+            if output is None:
+                with self.attending(), sequences_of(cache):
+                    # bypasses the model's own call, which would wait for this very pass
+                    output = nn.Module.__call__(self._model, **arguments)
         cache.finish()
         output_type, logits = type(output), output.logits
         unknown = output.keys() - {"logits", CACHE_ARGUMENT}
@@ -578,6 +627,23 @@ class PackedForward:
             cache.errors.get(index) or output_type(logits=part, **{CACHE_ARGUMENT: sequence.cache})
             for index, (sequence, part) in enumerate(zip(sequences, parts, strict=True))
         ]
+
+    def _by_one_call(self, arguments: dict[str, Any], cache: PackedCache) -> Any:
+        """The model's output if all its layers are one call for these rows (`_whole_steps.py`), else None."""
+        rows, sequences = sum(cache.lengths), cache.by_one_call() if self._joins else []
+        self._passes += 1
+        if rows > _FEW_ROWS or self._passes < self._next.get(rows, 0) or not sequences:
+            return None
+        if getcurrent().parent is not None:  # a coroutine, which waits for others between layers
+            return None
+        cache.sequences = sequences
+        try:
+            return nn.Module.__call__(self._model, **arguments)
+        except NotTogetherError:
+            self._next[rows] = self._passes + _PASSES_BETWEEN
+            return None
+        finally:
+            cache.sequences = None
 
     def _knows(self, cache: Cache) -> TypeGuard[DynamicCache]:
         """Whether a cache has the kinds of layers that the model would make, with one sequence in it."""

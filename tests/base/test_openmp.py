@@ -183,6 +183,22 @@ def test_the_team_is_that_of_torch() -> None:
         torch.set_num_threads(before)
 
 
+def test_a_team_rests_until_its_thread_computes_again(team: openmp.Team) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.randn(4, 200_000).exp()
+        alive, limit = _threads_of_this_process(), time.monotonic() + 30
+        team.rest()
+        while _threads_of_this_process() == alive and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert _threads_of_this_process() == alive - 1
+        assert_each_once(team, 2)
+        assert _threads_of_this_process() == alive
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_second_team_while_threads_wait_for_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """libgomp's threads wait for microseconds then, since they are more than the processors."""
 

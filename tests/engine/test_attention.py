@@ -20,8 +20,9 @@ from transformers.models.olmo.modeling_olmo import OlmoConfig, OlmoDecoderLayer
 
 from rabbitllm.base.programs import Program
 from rabbitllm.engine import _attention, _whole_steps, kv_room
-from rabbitllm.engine._attention import _AttentionForm, _cached, _plain, fuse_attention, fuse_layers, relative_error
+from rabbitllm.engine._attention import _AttentionForm, _plain, fuse_attention, fuse_layers, relative_error
 from rabbitllm.engine._norms import fuse_norms
+from rabbitllm.engine.row_attention import cached
 from rabbitllm.quant import _vectors
 from tests.engine.test_siblings import PROMPT, checkpoint
 from tests.support.builders import DELTA, Family
@@ -79,7 +80,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def attended(form: _AttentionForm, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     program, out, plain = Program(9), torch.empty_like(q), [_plain(keys), _plain(values)]
     form.add_attention(program, program.address(0), program.address(1), 2)
-    program(q.data_ptr(), out.data_ptr(), *_cached(*plain))
+    program(q.data_ptr(), out.data_ptr(), *cached(*plain))
     return out
 
 
@@ -304,7 +305,7 @@ def test_transformers_own_cache_grows_in_place(tmp_path: Path, monkeypatch: pyte
     in_place, copies = list[int](), list[int]()
     results = seen(in_place)
     monkeypatch.setattr(_attention, "updated", lambda cache, keys, values, index: cache.update(keys, values, index))
-    monkeypatch.setattr(_whole_steps, "_hides_nothing", lambda named: False)
+    monkeypatch.setattr(_whole_steps, "_hides_nothing", lambda *given: False)
     assert all(map(torch.equal, results, seen(copies)))
     assert len({*in_place}) <= 5 < len({*copies})
 

@@ -15,9 +15,10 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.phi3 import modeling_phi3
 
-from rabbitllm.engine import _rotary
+from rabbitllm.engine import _rotary, row_attention
 from rabbitllm.engine._attention import relative_error
-from rabbitllm.engine._rotary import attended, fuse_rotary
+from rabbitllm.engine._rotary import fuse_rotary
+from rabbitllm.engine.row_attention import attended
 from rabbitllm.engine.transformers_api import sdpa_attention_forward
 from rabbitllm.quant import _vectors
 from tests.engine.test_siblings import assert_same_logits, checkpoint
@@ -149,14 +150,14 @@ def test_a_model_has_the_same_logits(
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
     """The mask of each attention to a prompt in one call."""
-    assert _rotary.attention.attends(32)  # whose trial attends, too
-    masks, compute = list[Any](), _rotary.attention.attend
+    assert row_attention.attention.attends(32)  # whose trial attends, too
+    masks, compute = list[Any](), row_attention.attention.attend
 
     def counted(*args: Any) -> torch.Tensor:
         masks.append(args[3])
         return compute(*args)
 
-    monkeypatch.setattr(_rotary.attention, "attend", counted)
+    monkeypatch.setattr(row_attention.attention, "attend", counted)
     return masks
 
 

@@ -12,11 +12,13 @@ import torch
 import transformers
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from rabbitllm.engine import _whole_steps
 from rabbitllm.generation._model_runner import ModelRunner
-from rabbitllm.generation._packed_batch import PACKABLE, WITH_IMAGES, can_be_packed
-from rabbitllm.generation.kv_cache import CACHE_ARGUMENT
-from rabbitllm.quant import products
+from rabbitllm.generation._packed_batch import PACKABLE, WITH_IMAGES, PackedForward, PackedSequence, can_be_packed
+from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, copied, empty_cache
+from rabbitllm.quant import _vectors, products
 from tests.engine.test_every_architecture import build
+from tests.engine.test_siblings import checkpoint as compressed
 from tests.generation.together import LENGTHS, Text, alone, assert_alike, forwards, generated, prompts, together
 from tests.support.builders import FAMILIES, SMALL, WINDOW, Family, build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
@@ -58,6 +60,55 @@ def test_exact_passes_have_the_bits_of_each_sequence_alone(folder: Path) -> None
     assert rows[:3] == [LENGTHS[0], 6, LENGTHS[2]]
     for text, reference in zip(texts, alone(model, inputs), strict=True):
         assert torch.equal(text.logits, reference.logits)
+
+
+@pytest.mark.bits
+@pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")
+@pytest.mark.parametrize(
+    ("family", "compression", "settings", "is_whole"),
+    [
+        ("llama", "4bit", {"num_hidden_layers": 3}, True),
+        ("qwen2", "q8_0", {}, True),
+        ("qwen3", "q4_k_m", {"head_dim": 64}, True),
+        ("gemma3", "4bit", {"head_dim": 64, "sliding_window": 9}, False),
+    ],
+)
+@torch.no_grad()
+def test_rows_of_all_sequences_are_one_call(
+    tmp_path: Path,
+    family: str,
+    compression: str,
+    settings: dict[str, Any],
+    is_whole: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has the bits of its steps alone; the second one has three rows, as of a draft."""
+    model = load(compressed(tmp_path, family, compression, **settings), exact=False)
+    whole, compute = list[torch.Size](), _whole_steps._Whole._compute
+
+    def counted(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> Any:
+        result = compute(self, x, *args, **named)
+        whole.append(x.shape)
+        return result
+
+    monkeypatch.setattr(_whole_steps._Whole, "_compute", counted)
+    caches, packed, expected = [], list[PackedSequence](), list[torch.Tensor]()
+    for length, rows in ((5, 1), (17, 3 if is_whole else 1), (40, 1), (9, 1)):
+        cache = empty_cache(model)
+        model(prompts([length])[0], **{CACHE_ARGUMENT: cache})
+        ids = prompts([rows], seed=length)[0]
+        positions = torch.arange(length, length + rows)[None]
+        packed.append(PackedSequence(ids, positions, copied(cache, length), rows))
+        expected.append(torch.cat([model(ids[:, n : n + 1], **{CACHE_ARGUMENT: cache}).logits for n in range(rows)], 1))
+        caches.append(cache)
+    del whole[:]
+    results = PackedForward(model)(packed)
+    assert [len(shape) and shape[1] for shape in whole] == [6] * is_whole
+    assert all(torch.equal(result.logits, logits) for result, logits in zip(results, expected, strict=True))
+    for sequence, cache in zip(packed, caches, strict=True):
+        for layer, own in zip(sequence.cache.layers, cache.layers, strict=True):
+            assert torch.equal(layer.keys, own.keys)
+            assert torch.equal(layer.values, own.values)
 
 
 def run(model: Any, works: list[Callable[[], None]]) -> list[BaseException | None]:

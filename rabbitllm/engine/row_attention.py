@@ -1,0 +1,119 @@
+"""Attention where matrices are multiplied from codes: a prompt's by one call, and single rows of several sequences.
+
+Both round their result alone, where torch also rounds the weights of tokens. A row has the same bits beside any others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from rabbitllm.base.openmp import torchs_team
+from rabbitllm.base.programs import Place, Program, float_bits
+from rabbitllm.engine.transformers_api import sdpa_attention_forward
+from rabbitllm.quant import attention
+
+CACHED = 7
+"""Words of a row's keys and values: see `cached`."""
+HeadForm = tuple[int, int, int, float]
+"""Heads of queries and of keys, their width, and the factor of scores."""
+_MULTIPLE = 32
+"""Width of heads in steps."""
+_LEAST_ROWS = 16
+"""Rows from which attention is a prompt's."""
+_OTHERS = "position_bias", "softcap", "output_attentions"
+"""Arguments that say that attention is another one."""
+
+
+def cached(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, ...]:
+    """Addresses of keys and values (1, heads, tokens, width), their tokens, and bytes to the next head and token."""
+    _, of_head, of_token, of_key = keys.stride()
+    _, of_value_head, of_value_token, of_value = values.stride()
+    assert of_key == of_value == 1
+    steps = 2 * of_head, 2 * of_token, 2 * of_value_head, 2 * of_value_token
+    return keys.data_ptr(), values.data_ptr(), keys.shape[2], *steps
+
+
+def add_attention(program: Program, queries: Place, out: Place, first: int, rows: int, form: HeadForm) -> None:
+    """Add attention of rows to a program; from `first` on the addresses of a call are those of `cached` of each row."""
+    from rabbitllm.engine import _layer_kernels  # numba comes with it
+
+    heads, keys, width, scaling = form
+    words = queries, out, program.word(first), rows, heads, heads // keys, width, float_bits(scaling)
+    program.add(_layer_kernels.attend, words, torch.get_num_threads() if torchs_team() is not None else 1)
+
+
+def attended(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **named: Any
+) -> Any:
+    """transformers' `sdpa`: of a sequence's prompt, or of a part of it, by one call."""
+    if _is_prompt(module, query, key, value, named) and type(scaling := named.get("scaling")) is float:
+        rows, mask = query.shape[2], attention_mask
+        if mask is None:  # a cache that has its room in advance
+            key, value = key[:, :, :rows], value[:, :, :rows]
+        elif type(mask) is torch.Tensor and mask.dtype is torch.bool and mask.stride(-1) == 1 and mask.is_cpu:
+            mask = mask[0, 0] if mask.shape == (1, 1, rows, key.shape[2]) else ...
+        else:
+            mask = ...
+        if mask is not ...:
+            return attention.attend(query, key, value, mask, scaling), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+
+
+def _is_prompt(module: Any, query: Any, key: Any, value: Any, named: dict[str, Any]) -> bool:
+    """Whether `attention.attend` computes what `sdpa` would of these, but for rounding and the mask."""
+    is_causal = named.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not is_causal or named.get("dropout") or any(named.get(name) is not None for name in _OTHERS):
+        return False
+    for x in (query, key, value):
+        if type(x) is not torch.Tensor or x.dtype is not torch.bfloat16 or not x.is_cpu or x.dim() != 4:
+            return False
+        if len(x) != 1 or x.stride(3) != 1 or x.shape[3] != query.shape[3]:
+            return False
+    heads, rows, groups = query.shape[1], query.shape[2], getattr(module, "num_key_value_groups", 1)
+    if key.shape != value.shape or heads != groups * key.shape[1] or not _LEAST_ROWS <= rows <= key.shape[2]:
+        return False
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    return attention.attends(query.shape[3])
+
+
+def attend(queries: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scaling: float) -> torch.Tensor:
+    """Attention of single rows, each of a sequence.
+
+    Args:
+        queries: (rows, heads, width), bfloat16, without gaps.
+        pairs: of each row keys and values (1, fewer heads, tokens, width), for which `attends` holds.
+        scaling: factor of scores.
+
+    Returns:
+        Like the queries.
+    """
+    out, (rows, heads, width) = torch.empty_like(queries), queries.shape
+    form = heads, pairs[0][0].shape[1], width, scaling
+    words = (word for keys, values in pairs for word in cached(keys, values))
+    _program(rows, form, torch.get_num_threads())(queries.data_ptr(), out.data_ptr(), *words)
+    return out
+
+
+def attends(queries: torch.Tensor, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], scaling: Any) -> bool:
+    """Whether `attend` computes the attention of such tensors."""
+    if queries.shape[-1] % _MULTIPLE or type(scaling) is not float or not _is_plain(queries):
+        return False
+    width = queries.shape[-1]
+    return all(x.shape[3] == width and x.shape[2] and _is_plain(x) for pair in pairs for x in pair)
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return x.dtype is torch.bfloat16 and x.is_cpu and x.stride(-1) == 1
+
+
+@functools.lru_cache(256)
+def _program(rows: int, form: HeadForm, threads: int) -> Program:
+    program = Program(2 + CACHED * rows)
+    add_attention(program, program.address(0), program.address(1), 2, rows, form)
+    return program
