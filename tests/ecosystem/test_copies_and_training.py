@@ -160,7 +160,8 @@ def test_adapters_of_a_model_in_memory_have_the_gradients_of_transformers(
         quick = gradients(with_lora(load(stored, dtype=name, exact=False, fast_bfloat16=dtype == torch.bfloat16)))
         for weight, gradient in expected.items():
             off = (quick[weight].float() - gradient.float()).norm() / gradient.float().norm()
-            assert off < (1e-4 if dtype == torch.float32 else 0.1)
+            # inputs of codes are rounded to integers of 16 bits
+            assert off < (0.1 if dtype == torch.bfloat16 else 1e-4 if compression is None else 2e-3)
 
 
 def test_trainer_trains_a_model_in_memory_and_leaves_its_files(split_folder: Path, tmp_path: Path) -> None:
