@@ -16,6 +16,7 @@ __all__ = [
     "placement",
     "prefetch",
     "published_codes",
+    "row_attention",
     "skeleton",
     "span_reader",
     "streamed_model",
