@@ -63,7 +63,7 @@ def loads(model: Any) -> int:
 
 
 def assert_read_once_a_pass(model: Any, passes: int) -> None:
-    """Every streamed unit was read once for each pass; as many as there are buffers once more, for one that never came."""
+    """Every streamed unit was read once for each pass; the first ones once more, for one that never came."""
     streamed = [unit for unit, tier in tiers(model).items() if tier is Tier.STREAMED]
     assert loads(model) == passes * len(streamed) + SLOTS
     assert len(model.profiler.passes) == passes
