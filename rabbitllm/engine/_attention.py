@@ -39,7 +39,7 @@ from rabbitllm.engine._norms import NormForm, norm_form, with_weight
 from rabbitllm.engine._rotary import rotating_forward
 from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
-from rabbitllm.engine.transformers_api import attention_of
+from rabbitllm.engine.transformers_api import attention_of, keeps_outputs
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
 from rabbitllm.quant.plain import PlainMatrix
@@ -389,7 +389,7 @@ def _norms_in(layer: nn.Module) -> tuple[str, ...]:
 
 def _layer_forward(layer: Any, *args: Any, **named: Any) -> Any:
     form = _form_in(layer)
-    if form is not None and len(args) == 1:
+    if form is not None and len(args) == 1 and not keeps_outputs():
         result = _called(form, layer._modules["self_attn"], {"hidden_states": args[0], **named}, layer)
         if result is not None:
             return result

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
-from rabbitllm.engine._fusing import forward_in
+from rabbitllm.engine._fusing import are_watching, forward_in
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant import plain
 from rabbitllm.quant.joint import JointProduct
@@ -33,6 +33,8 @@ _MOST_INPUTS = 48
 _DTYPES = frozenset({torch.bfloat16, torch.float32})
 _PLAIN = "_plain_sibling"
 """The attribute of a Linear with the `Sibling` by which plain weights are multiplied."""
+_OF_CLASS = nn.Linear.forward
+"""What `Sibling.install` replaces; a program may assign another one to the class."""
 _MOST_PLACES = 8
 """Addresses of a Linear's weights of which something is kept."""
 _NONE = list[Any]()
@@ -204,6 +206,8 @@ class Sibling:
 
 
 def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+    if type(module).forward is not _OF_CLASS:
+        return type(module).forward(module, input)  # type: ignore[no-any-return]
     own, parameters = fused_weight(module), module._parameters
     is_plain = own is not None and type(input) is torch.Tensor and "bias" in parameters
     if is_plain and torch.is_grad_enabled():
@@ -237,7 +241,7 @@ def fused_weight(linear: nn.Module) -> FusedWeight | None:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether something watches or changes what a module gets and returns."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return bool(module._forward_pre_hooks) or are_watching(module._forward_hooks.values())
 
 
 def is_plain(x: Any) -> bool:
@@ -268,8 +272,8 @@ def multiplies_plain(module: nn.Module) -> bool:
 
 
 def is_installed(module: nn.Module) -> bool:
-    """Whether `Sibling.install` set its forward."""
-    return forward_in(module) is _forward
+    """Whether `Sibling.install` set its forward, and that of its class is the one that this replaces."""
+    return forward_in(module) is _forward and type(module).forward is _OF_CLASS
 
 
 def _finished(result: _Result, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -31,6 +31,7 @@ from rabbitllm.engine._fusing import Forward, fuse, result_of, trial_of
 from rabbitllm.engine._mixtures import is_mixture, mixture_call
 from rabbitllm.engine._siblings import has_hooks
 from rabbitllm.engine.kv_room import is_ordinary, keeps_every_token, room_for
+from rabbitllm.engine.transformers_api import keeps_outputs
 
 _INPUTS = "input_ids", "inputs_embeds"
 _KNOWN = frozenset({*_INPUTS, *CACHES, "attention_mask", "position_ids", "cache_position", "use_cache"})
@@ -100,7 +101,7 @@ def _forward(
     inputs = [value for name in _INPUTS if (value := named.get(name)) is not None]
     given = {name: value for name, value in named.items() if name != _ROUTERS or value}
     is_token = not args and len(inputs) == 1 and inputs[0].shape[:2] == (1, 1) and given.keys() <= names
-    is_token = is_token and type(module).forward is tried
+    is_token = is_token and type(module).forward is tried and not keeps_outputs()
     if is_token and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         whole = kept.get(module)
         if whole is None or not (whole.is_current() and all(of_layer.has_plain() for of_layer in whole.calls)):

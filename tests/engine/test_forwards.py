@@ -266,6 +266,13 @@ def test_streamed_weights_leave_memory_and_copies_have_their_own(checkpoint: Pat
     assert torch.equal(copied(x), layer.mlp(x))
 
 
+@torch.no_grad()
+def test_a_class_that_rescales_its_weights_can_be_fast(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", HYBRIDS["rwkv"], dtype=torch.bfloat16)
+    fast, plain = load(split(folder), fast_bfloat16=True, exact=False), plain_model(folder)
+    assert_as_near(fast(INPUT).logits, plain(INPUT).logits, exact_logits(folder, INPUT))
+
+
 def test_fast_bfloat16_is_refused_with_exact() -> None:
     with pytest.raises(OptionError, match=r"exact=True .*fast_bfloat16=True"):
         RunOptions(exact=True, fast_bfloat16=True)

@@ -104,6 +104,8 @@ def test_a_token_has_the_bits_of_its_layers(
     assert len(whole) == 3 * STEPS
     for of_whole, of_layers in zip(*states, strict=True):
         assert all(map(torch.equal, of_whole, of_layers))
+    assert all(map(torch.equal, results_of(models[0]), expected))
+    assert len(whole) == 4 * STEPS  # the hooks that kept the states are still there
 
 
 Change = Callable[[pytest.MonkeyPatch, Any], None]
@@ -150,6 +152,9 @@ MORE: dict[str, Change] = {
         LlamaDecoderLayer, "forward", lambda layer, x, **named: x * 2
     ),
     "class of norms": lambda patch, model: patch.setattr(LlamaRMSNorm, "forward", lambda norm, x: x * 2),
+    "class of Linears": lambda patch, model: patch.setattr(
+        nn.Linear, "forward", lambda linear, x: nn.functional.linear(x * 2, linear.weight, linear.bias)
+    ),
     "class of MLPs": lambda patch, model: patch.setattr(LlamaMLP, "forward", lambda mlp, x: x * 2),
     "class of attentions": lambda patch, model: patch.setattr(
         LlamaAttention, "forward", lambda attention, hidden_states, **named: (hidden_states * 2, None)
