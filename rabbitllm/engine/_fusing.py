@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from rabbitllm.engine.transformers_api import is_for_outputs, keeps_outputs
 
@@ -118,6 +119,16 @@ def unchanged(
         return not are_watching(itertools.chain(*(table.values() for table in hooks))) and is_true() and all(same)
 
     return are_true, [*tables, *hooks, *others]
+
+
+def is_transformed() -> bool:
+    """Whether torch compiles, traces, maps or differentiates forward what computes: none of these sees our kernels."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.maybe_current_level() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def are_watching(hooks: Iterable[Any]) -> bool:

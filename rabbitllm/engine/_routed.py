@@ -26,7 +26,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from rabbitllm.base.programs import Place, Program, Words
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._first_use import unchecked_in
-from rabbitllm.engine._fusing import Forward, class_result, forward_in, fuse, is_result, kind_of, trial_of
+from rabbitllm.engine._fusing import (
+    Forward,
+    class_result,
+    forward_in,
+    fuse,
+    is_result,
+    is_transformed,
+    kind_of,
+    trial_of,
+)
 from rabbitllm.engine._gates import (
     MULTIPLE,
     ActKind,
@@ -268,7 +277,7 @@ def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch
 
 def _takes_few(module: Any, x: torch.Tensor, index: torch.Tensor) -> bool:
     """Whether a module computes few tokens by transformers' grouped products, without gradients, on the CPU."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dim() != 2 or not x.is_cpu:
+    if torch.is_grad_enabled() or is_transformed() or x.dim() != 2 or not x.is_cpu:
         return False
     return _is_grouped(module) and 0 < index.numel() <= MAX_GROUPED
 

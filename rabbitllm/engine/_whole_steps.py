@@ -27,7 +27,7 @@ from rabbitllm.base.dict_changes import remembered
 from rabbitllm.base.programs import OWN, STEPS, Program
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._attention import CACHED, CACHES, LayerCalls, are_rows, is_step, layer_calls, values_of
-from rabbitllm.engine._fusing import Forward, fuse, result_of, trial_of
+from rabbitllm.engine._fusing import Forward, fuse, is_transformed, result_of, trial_of
 from rabbitllm.engine._mixtures import is_mixture, mixture_call
 from rabbitllm.engine._siblings import has_hooks
 from rabbitllm.engine.kv_room import is_ordinary, keeps_every_token, room_for
@@ -102,7 +102,7 @@ def _forward(
     given = {name: value for name, value in named.items() if name != _ROUTERS or value}
     is_token = not args and len(inputs) == 1 and inputs[0].shape[:2] == (1, 1) and given.keys() <= names
     is_token = is_token and type(module).forward is tried and not keeps_outputs()
-    if is_token and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if is_token and not torch.is_grad_enabled() and not is_transformed():
         whole = kept.get(module)
         if whole is None or not (whole.is_current() and all(of_layer.has_plain() for of_layer in whole.calls)):
             whole = kept[module] = _Whole(module, names)
@@ -147,6 +147,7 @@ class _Whole:
         self.mixtures = {number: mixture for number, mixture in zip(mixed, mixtures, strict=True) if mixture}
         self._indices = _indices_of(layers)
         self._tables = [table for of_layer in self.calls for table in of_layer.tables]
+        self._sizes = [size for of_layer in self.calls for size in of_layer.sizes]
         self._programs = dict[int, tuple[Program, list[int]]]()
         whole = trial_of(layers[0], forward=self._compute)
         self.like = trial_of(module, _modules={**module._modules, "layers": [whole]})
@@ -179,7 +180,9 @@ class _Whole:
         _, angles, mask, cache = values
         weights: list[Any] = [table.get(name) for table, name in self._tables]
         form = self.calls[0].form
-        is_fit = is_step(form, x, angles, mask) and x.shape[-1] == self.calls[0].columns and are_rows(*weights)
+        is_fit = (
+            is_step(form, x, angles, mask) and x.shape[-1] == self.calls[0].columns and are_rows(weights, self._sizes)
+        )
         if not is_fit or len(cache.layers) <= max(self._indices):
             raise _NotWholeError
         layers = [cache.layers[index] for index in self._indices]

@@ -147,6 +147,10 @@ MORE: dict[str, Change] = {
     "data of a norm": lambda patch, model: patch.setattr(
         model.model.layers[1].input_layernorm.weight, "data", model.model.layers[1].input_layernorm.weight.data * 2
     ),
+    "short norm": lambda patch, model: patch.setattr(model.model.layers[1].input_layernorm.weight, "data", HALF),
+    "short bias": lambda patch, model: patch.setitem(
+        model.model.layers[1].self_attn.q_proj._parameters, "bias", nn.Parameter(HALF)
+    ),
     "class": lambda patch, model: patch.setattr(LlamaModel, "forward", only_embeds),
     "class of layers": lambda patch, model: patch.setattr(
         LlamaDecoderLayer, "forward", lambda layer, x, **named: x * 2
@@ -161,6 +165,8 @@ MORE: dict[str, Change] = {
     ),
 }
 ROWS = torch.randn(512, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+HALF = torch.full((1,), 0.5).bfloat16()
+"""What torch uses for all columns."""
 UNCHANGED = {"hook of the model"}
 
 
