@@ -9,6 +9,7 @@ __all__ = [
     "gguf_blocks",
     "joint",
     "joint_kernels",
+    "plain",
     "products",
     "quantize",
     "quantize_kernels",
