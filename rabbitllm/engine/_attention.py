@@ -39,7 +39,7 @@ from rabbitllm.engine._rotary import rotating_forward
 from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
 from rabbitllm.engine.row_attention import CACHED, add_attention, cached
-from rabbitllm.engine.transformers_api import attention_of
+from rabbitllm.engine.transformers_api import attention_of, keeps_outputs
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
 from rabbitllm.quant.plain import PlainMatrix
@@ -185,6 +185,7 @@ class LayerCalls:
     Attributes:
         facts: tell whether it still is what the modules compute, as `is_current` does.
         tables: the parameters of biases and norms, in the order of the calls' addresses, and their names.
+        sizes: how many values each of these has.
         before: how many of these are the first call's.
         plain: those of the matrices that are plain, and the parameters with their weights.
         calls_mlp: whether the second call ends before a layer's MLP, with the sum so far and its norm.
@@ -207,6 +208,8 @@ class LayerCalls:
         count = len(biased)
         first, last = JointProduct.of(matrices[:count], biased), JointProduct.of(matrices[count : count + 1], [False])
         self.columns = matrices[0].form.shape[1]
+        self.sizes = [form.width * heads for heads, wide in zip(form.heads, biased, strict=True) if wide]
+        self.sizes += [form.width] * len(form.norms) + [self.columns] * (len(around.norms) if around is not None else 0)
         is_square = matrices[count].form.shape[0] == self.columns
         self._products = (first, last) if is_square and first is not None and last is not None else None
         self.calls_mlp = around is not None and around.act is None
@@ -244,8 +247,11 @@ class LayerCalls:
         return both
 
     def has_plain(self) -> bool:
-        """Whether the plain matrices are those of the weights."""
-        return all(matrix.is_of(table.get("weight")) for table, matrix in self.plain)
+        """Whether the plain matrices are those of the weights, and no bias was taken away."""
+        biases = self.tables[: sum(self.biased)]
+        return all(table.get(name) is not None for table, name in biases) and all(
+            matrix.is_of(table.get("weight")) for table, matrix in self.plain
+        )
 
     def can_add(self, rows: int = 1) -> bool:
         """Whether `add_to` adds a whole layer for rows, or all before its MLP if it calls that."""
@@ -395,7 +401,7 @@ def _norms_in(layer: nn.Module) -> tuple[str, ...]:
 
 def _layer_forward(layer: Any, *args: Any, **named: Any) -> Any:
     form = _form_in(layer)
-    if form is not None and len(args) == 1:
+    if form is not None and len(args) == 1 and not keeps_outputs():
         result = _called(form, layer._modules["self_attn"], {"hidden_states": args[0], **named}, layer)
         if result is not None:
             return result
@@ -489,7 +495,7 @@ def _step(
     mixture = mixture_call(layer.mlp) if calls.calls_mlp else None
     arrays = None if mixture is None else mixture.arrays(x)
     programs = calls.programs(mixture if arrays is not None else None)
-    if programs is None or x.shape[-1] != calls.columns or not are_rows(*weights):
+    if programs is None or x.shape[-1] != calls.columns or not are_rows(weights, calls.sizes):
         return None
     others, after = weights[: calls.before], [x, *weights[calls.before :]] if layer is not None else []
     after += [normed := torch.empty_like(x)] if calls.calls_mlp else []
@@ -512,7 +518,7 @@ def _step(
 def is_step(form: _AttentionForm, x: Any, angles: Any, mask: Any, rows: int = 1) -> bool:
     """Whether so many rows are given, and a mask that hides nothing."""
     has_rows = is_plain(x) and x.shape[:-1] == (1, rows)
-    if not has_rows or type(angles) is not tuple or not are_rows(*angles, width=rows * form.rotated):
+    if not has_rows or type(angles) is not tuple or len(angles) != 2 or not are_rows(angles, [rows * form.rotated] * 2):
         return False
     # a window's mask hides nothing either: what left the window is no longer in the cache
     return mask is None or (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and bool(mask.all()))
@@ -574,12 +580,12 @@ def _prepared(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | Non
     return calls
 
 
-def are_rows(*tensors: Any, width: int | None = None) -> bool:
-    """Whether tensors have so many values, or any number, of bfloat16 that are plainly in memory."""
-    for tensor in tensors:
+def are_rows(tensors: Iterable[Any], sizes: Iterable[int]) -> bool:
+    """Whether tensors have so many values of bfloat16 that are plainly in memory."""
+    for tensor, size in zip(tensors, sizes, strict=True):
         if type(tensor) not in _ORDINARY or tensor.dtype is not torch.bfloat16 or not tensor.is_cpu:
             return False
-        if not tensor.is_contiguous() or (width is not None and tensor.numel() != width):
+        if not tensor.is_contiguous() or tensor.numel() != size:
             return False
     return True
 

@@ -173,10 +173,16 @@ def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Work
             for handle in handles:
                 handle.remove()
 
+    after.__dict__["unchecked"] = unchecked
     handles = [
         source.module.register_forward_pre_hook(before, with_kwargs=True),
         source.module.register_forward_hook(after),
     ]
+
+
+def unchecked_in(module: nn.Module) -> set[int] | None:
+    """The experts of a module that `check_experts_before` is to compare yet; None if it compares none there."""
+    return next((hook.unchecked for hook in module._forward_hooks.values() if hasattr(hook, "unchecked")), None)
 
 
 def only_checks(module: nn.Module) -> bool:

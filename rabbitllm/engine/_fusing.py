@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CellType, FunctionType, MethodType
@@ -12,6 +13,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+
+from rabbitllm.engine.transformers_api import is_for_outputs, keeps_outputs
 
 MAX_ELEMENTS = 1 << 15
 """Elements from which torch computes in several threads."""
@@ -45,12 +49,12 @@ def fuse(model: nn.Module, key_of: Callable[[Any], Key | None], forward_of: Call
             forwards[key] = forward_of(module, key)
         if (forward := forwards[key]) is not None:
             # a method: a copy of the module then binds it to itself
-            module.forward = MethodType(_until_patched(forward, type(module).forward), module)
+            module.forward = MethodType(until_patched(forward, type(module).forward), module)
             fused += 1
     return fused
 
 
-def _until_patched(forward: Any, tried: Any) -> Any:
+def until_patched(forward: Any, tried: Any) -> Any:
     """A forward that is the class's instead, once that is another than the one that was tried."""
 
     @functools.wraps(forward)
@@ -112,9 +116,25 @@ def unchanged(
 
     def are_true() -> bool:
         same = map(operator.is_, map(dict.get, tables, names), values)
-        return not any(hooks) and is_true() and all(same)
+        return not are_watching(itertools.chain(*(table.values() for table in hooks))) and is_true() and all(same)
 
     return are_true, [*tables, *hooks, *others]
+
+
+def is_transformed() -> bool:
+    """Whether torch compiles, traces, maps or differentiates forward what computes: none of these sees our kernels."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.maybe_current_level() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def are_watching(hooks: Iterable[Any]) -> bool:
+    """Whether hooks see what a module computes; those with which transformers keeps outputs stay after a pass that was
+    asked for these."""
+    return any(not is_for_outputs(hook) or keeps_outputs() for hook in hooks)
 
 
 def trial_of(module: nn.Module, **attributes: Any) -> Any:

@@ -31,10 +31,20 @@ from rabbitllm.engine._fusing import (
     trial_of,
     unchanged,
 )
-from rabbitllm.engine._gates import SHARED, OneCall, add_shared, call_of, has_shared_bits, is_one_call, shared_forward
+from rabbitllm.engine._gates import (
+    SHARED,
+    OneCall,
+    add_shared,
+    call_of,
+    has_shared_bits,
+    is_one_call,
+    names_in,
+    shared_forward,
+)
 from rabbitllm.engine._routed import KeptExperts, kept_experts
 from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.forwards import has_row_product
+from rabbitllm.engine.transformers_api import keeps_outputs
 from rabbitllm.quant import plain
 
 _PARTS = "gate", "experts"
@@ -100,14 +110,14 @@ def routers_in(model: nn.Module) -> Iterator[nn.Module]:
 
 def mixture_call(module: Any) -> MixtureCall | None:
     """What `fuse_mixtures` lets a module compute by one call now; None if nothing."""
-    if not is_mixture(module) or not module._modules.keys() >= {*_PARTS}:
+    if not is_mixture(module) or not module._modules.keys() >= {*_PARTS} or keeps_outputs():
         return None
     routing = forward_in(module).args[0]
     kept = kept_experts(module._modules["experts"])
     if kept is None:
         return None
     call: MixtureCall | None = kept.calls.get(module)
-    if call is None or not call.is_current():
+    if call is None or not (call.is_current() and call.has_plain()):
         shared = call_of(module._modules["shared_expert"]) if _has_shared(module) else None
         if not _is_so(routing, module, kept, shared):
             return None
@@ -136,6 +146,9 @@ class MixtureCall:
         gate, experts = (module._modules[name] for name in _PARTS)
         self._routing, self._kept, self._module, self._shared = routing, kept, module, shared
         self._classes = [(type(part), type(part).forward) for part in (module, gate)]
+        of_shared = [] if shared is None else zip(names_in(module.shared_expert), shared.matrices, strict=False)
+        linears = [(module.shared_expert._modules[name]._parameters, matrix) for name, matrix in of_shared]
+        self._plain = [(table, matrix) for table, matrix in linears if type(matrix) is plain.PlainMatrix]
         routers = [gate] if shared is None else [gate, module.shared_expert_gate]
         self._routers, self._words = [router._parameters for router in routers], array("q")
         self._places = list[Any]()
@@ -168,7 +181,11 @@ class MixtureCall:
 
     def is_kept(self) -> bool:
         """Whether the experts are those of the call, whose facts do not tell of their parameters' data."""
-        return kept_experts(self._module._modules["experts"]) is self._kept and self.has_classes()
+        return kept_experts(self._module._modules["experts"]) is self._kept and self.has_plain() and self.has_classes()
+
+    def has_plain(self) -> bool:
+        """Whether the shared expert's plain matrices are those of its weights, of which no fact tells either."""
+        return all(matrix.is_of(table.get("weight")) for table, matrix in self._plain)
 
     def has_classes(self) -> bool:
         """Whether the classes of mixture and router still compute as they did when the call was made."""

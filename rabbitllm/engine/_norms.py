@@ -6,7 +6,6 @@ devices and large inputs of norms with a gate are left to the class.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,17 @@ from torch import nn
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, float_bits
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._fusing import MAX_ELEMENTS, Forward, class_result, forward_in, fuse, is_result, kind_of, trial_of
+from rabbitllm.engine._fusing import (
+    MAX_ELEMENTS,
+    Forward,
+    class_result,
+    forward_in,
+    fuse,
+    is_result,
+    is_transformed,
+    kind_of,
+    trial_of,
+)
 from rabbitllm.engine._gates import every_bfloat, table_of
 from rabbitllm.engine._siblings import is_plain
 from rabbitllm.engine.transformers_api import ACT2FN
@@ -109,7 +118,7 @@ def epsilon_of(module: nn.Module) -> Any:
 def _forward(lanes: int, activation: str | None, module: Any, *args: Any, **named: Any) -> Any:
     weight = module._parameters.get("weight")  # None where it is parametrized
     is_step = len(args) == 1 + (activation is not None) and not named and type(weight) is nn.Parameter
-    if is_step and not torch.compiler.is_compiling() and type(x := args[0]) is torch.Tensor:
+    if is_step and not is_transformed() and type(x := args[0]) is torch.Tensor:
         count, columns, dtype = x.numel(), weight.shape[0], x.dtype
         is_alike = dtype is weight.dtype and dtype in _DTYPES and x.shape[-1] == columns
         if is_alike and activation is not None:
@@ -118,10 +127,8 @@ def _forward(lanes: int, activation: str | None, module: Any, *args: Any, **name
             is_alike = is_alike and module.activation == activation
         is_alike = is_alike and count > 0 and (activation is None or count < MAX_ELEMENTS)
         if is_alike and x.is_cpu and _has_rows(x) and not torch.is_grad_enabled():
-            # a tensor within torch.func's transforms has no memory
-            with contextlib.suppress(RuntimeError):
-                form = lanes, epsilon_of(module), activation
-                return _norm(x.contiguous(), weight, count // columns, form, *args[1:])
+            form = lanes, epsilon_of(module), activation
+            return _norm(x.contiguous(), weight, count // columns, form, *args[1:])
     return type(module).forward(module, *args, **named)
 
 

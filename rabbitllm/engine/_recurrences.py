@@ -21,7 +21,7 @@ from torch import nn
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._delta_layers import MAX_ROWS, RUN, WORTH_A_THREAD, DeltaForm, delta_forward
-from rabbitllm.engine._fusing import Forward, fuse, with_globals
+from rabbitllm.engine._fusing import Forward, fuse, is_transformed, with_globals
 from rabbitllm.engine.transformers_api import ACT2FN
 
 MAX_TOKENS = 32
@@ -55,7 +55,7 @@ def fuse_recurrences(model: nn.Module, prompts: bool = False) -> int:
         if form is not None:
             function = delta_forward(module, form, function)
         # torch.compile cannot follow it
-        return lambda *args, **named: (own.forward if torch.compiler.is_compiling() else function)(*args, **named)
+        return lambda *args, **named: (own.forward if is_transformed() else function)(*args, **named)
 
     return fuse(model, lambda module: (type(module), DeltaForm.of(module)), forward_of)
 
@@ -92,7 +92,7 @@ class _Recurrence:
 
     def _has_bits(self, named: str | None, operands: Sequence[torch.Tensor]) -> bool:
         """Whether one call computes such operands; it is tried once with random values of their shapes and dtypes."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not all(map(_is_plain, operands)):
+        if torch.is_grad_enabled() or is_transformed() or not all(map(_is_plain, operands)):
             return False
         key = named, *((x.shape, x.dtype) for x in operands)
         if key not in self._tried:
@@ -318,7 +318,7 @@ class StateSpaceChunk:
         self._step: Callable[..., Any] = step_of(inspect.unwrap(ordinary).__globals__[_STATE_SPACE_STEP])
 
     def __call__(self, hidden_states: Any, dt: Any, A: Any, B: Any, C: Any, *args: Any, **named: Any) -> Any:
-        if not self._fits(hidden_states, **named) or args or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self._fits(hidden_states, **named) or args or torch.is_grad_enabled() or is_transformed():
             return self._ordinary(hidden_states, dt, A, B, C, *args, **named)
         state, width, outputs = named["initial_states"], hidden_states.shape[-1], list[torch.Tensor]()
         a, d, bias = A[:, None, None].expand(-1, width, state.shape[-1]), named["D"][:, None], named["dt_bias"][:, None]

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Program
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._fusing import MAX_ELEMENTS, fuse, with_globals
+from rabbitllm.engine._fusing import MAX_ELEMENTS, fuse, is_transformed, with_globals
 from rabbitllm.engine.row_attention import attended
 from rabbitllm.engine.transformers_api import sdpa_attention_forward
 
@@ -79,7 +79,7 @@ class _Interfaces:
 
 def _rotated(ordinary: Callable[..., Any], *args: Any, **named: Any) -> Any:
     is_plain = len(args) == _PLAIN and not named and all(type(x) is torch.Tensor for x in args)
-    if is_plain and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+    if is_plain and not is_transformed() and not torch.is_grad_enabled():
         q, k, cos, sin = args
         width, rotated = q.shape[-1], cos.shape[-1]
         # as a projection leaves them: all heads of a token, then the next one's

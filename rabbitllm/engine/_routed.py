@@ -25,7 +25,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rabbitllm.base.programs import Place, Program, Words
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._fusing import Forward, class_result, forward_in, fuse, is_result, kind_of, trial_of
+from rabbitllm.engine._first_use import unchecked_in
+from rabbitllm.engine._fusing import (
+    Forward,
+    class_result,
+    forward_in,
+    fuse,
+    is_result,
+    is_transformed,
+    kind_of,
+    trial_of,
+)
 from rabbitllm.engine._gates import (
     MULTIPLE,
     ActKind,
@@ -267,7 +277,7 @@ def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch
 
 def _takes_few(module: Any, x: torch.Tensor, index: torch.Tensor) -> bool:
     """Whether a module computes few tokens by transformers' grouped products, without gradients, on the CPU."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dim() != 2 or not x.is_cpu:
+    if torch.is_grad_enabled() or is_transformed() or x.dim() != 2 or not x.is_cpu:
         return False
     return _is_grouped(module) and 0 < index.numel() <= MAX_GROUPED
 
@@ -307,14 +317,14 @@ class KeptExperts:
     Attributes:
         form, down: the form and the other stack that it is for.
         experts: those that stay in memory.
-        unchecked: those whose checksums are to be compared yet; None if that is not known.
+        unchecked: those whose checksums are to be compared yet; None if none are.
         calls: of the mixtures whose experts these are.
         place_of_rows: the address of 0, 1, 2, ...
         place_of_words: that of the addresses of all experts' words; 0 for those of which nothing is known yet.
     """
 
-    def __init__(self, form: _ExpertsForm, stack: ExpertStack, down: ExpertStack) -> None:
-        self.form, self.down = form, down
+    def __init__(self, form: _ExpertsForm, stack: ExpertStack, down: ExpertStack, module: nn.Module) -> None:
+        self.form, self.down, self.unchecked = form, down, unchecked_in(module)
         self._stays = stack.supply.stays(stack.leaf) and down.supply.stays(down.leaf)
         self._is_fit = stack.transposed is down.transposed is form.is_turned and stack.dtype is torch.bfloat16
         (self._count, *_), (hidden, width) = stack.shape, down.shape[1:]
@@ -324,7 +334,6 @@ class KeptExperts:
         self._programs = dict[tuple[Any, ...], Program]()
         self._rows, self._words = array("q", range(MAX_GROUPED)), array("q", bytes(8 * self._count))
         self.place_of_rows, self.place_of_words = self._rows.buffer_info()[0], self._words.buffer_info()[0]
-        self.unchecked = getattr(stack.supply, "unchecked", None)
         self.calls = dict[Any, Any]()
 
     def sums(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threads: int) -> _ExpertSums | None:
@@ -420,7 +429,7 @@ def _computed(
     stack, down = stacks
     kept: KeptExperts | None = stack.kept
     if kept is None or kept.form is not form or kept.down is not down:
-        kept = stack.kept = KeptExperts(form, stack, down)
+        kept = stack.kept = KeptExperts(form, stack, down, module)
     threads = torch.get_num_threads()
     sums = kept.sums(x, index, weights, threads)
     if sums is None or not weights.is_contiguous() or not form.is_of(module):

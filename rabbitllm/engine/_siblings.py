@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
-from rabbitllm.engine._fusing import forward_in
+from rabbitllm.engine._fusing import are_watching, forward_in, is_transformed
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant import plain
 from rabbitllm.quant.joint import JointProduct
@@ -33,14 +33,16 @@ _MOST_INPUTS = 48
 _DTYPES = frozenset({torch.bfloat16, torch.float32})
 _PLAIN = "_plain_sibling"
 """The attribute of a Linear with the `Sibling` by which plain weights are multiplied."""
+_OF_CLASS = nn.Linear.forward
+"""What `Sibling.install` replaces; a program may assign another one to the class."""
 _MOST_PLACES = 8
 """Addresses of a Linear's weights of which something is kept."""
 _NONE = list[Any]()
 """The followers of a Linear that is computed alone."""
 
 
-_Result = tuple[Any, torch.Tensor, bool]
-"""A matrix, its product without bias, and whether a bias is to be added, to float32."""
+_Result = tuple[Any, torch.Tensor, bool, int]
+"""A matrix, its product without bias, whether a bias is to be added, to float32, and changes of the matrix so far."""
 
 
 @dataclass(slots=True)
@@ -66,6 +68,7 @@ class _Together:
     Attributes:
         followers: the list of the Linear that it was made of.
         weights: of each follower that has a weight: its module's parameters, their weight and whether it has a bias.
+        absent: the others.
         product: None if there is none.
         most: rows of input up to which it is used.
     """
@@ -73,6 +76,7 @@ class _Together:
     followers: list[Sibling]
     is_wide: bool
     weights: list[tuple[Sibling, dict[str, Any], FusedWeight, bool]]
+    absent: list[Sibling]
     product: JointProduct | None
     most: int
 
@@ -83,7 +87,7 @@ class _Together:
         for sibling, parameters, weight, wide in self.weights:
             if sibling.weight() is not weight or (parameters["bias"] is not None) is not wide:
                 return False
-        return True
+        return all(sibling.weight() is None for sibling in self.absent)
 
 
 class LastCall(threading.local):
@@ -147,8 +151,8 @@ class Sibling:
         call, followers = self.last.call, self.followers
         if call is not None and call.leader is not self and call.is_of(x):
             ready = call.results.pop(self, None)
-            if ready is not None and ready[0] is matrix and ready[2] is (bias is not None):
-                return _finished(ready, bias, x.dtype)
+            if ready is not None and ready[0] is matrix and ready[2:] == (bias is not None, matrix.changes()):
+                return _finished(ready[1], bias, x.dtype)
             followers = _NONE
         shape = x.shape
         columns = matrix.form.shape[1]
@@ -170,11 +174,13 @@ class Sibling:
         call.leader.lead(self)
         result, *others = product(x, rows)
         for (sibling, _, weight, is_wide), other in zip(together.weights, others, strict=True):
-            call.results[sibling] = weight.matrix, other, is_wide
-        return result if bias is None else _finished((matrix, result, True), bias, x.dtype)
+            call.results[sibling] = weight.matrix, other, is_wide, weight.matrix.changes()
+        return result if bias is None else _finished(result, bias, x.dtype)
 
     def weight(self) -> FusedWeight | None:
-        """Its weight, if that is the one that it was made for, and in memory."""
+        """Its weight, if that is the one that it was made for, in memory, and nothing may change it before a call."""
+        if self.module._forward_pre_hooks or not is_installed(self.module):
+            return None
         weight = fused_weight(self.module)
         return weight if weight is not None and weight.sibling is self else None
 
@@ -204,12 +210,14 @@ class Sibling:
 
 
 def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
-    own, parameters = fused_weight(module), module._parameters
+    if type(module).forward is not _OF_CLASS:
+        return type(module).forward(module, input)  # type: ignore[no-any-return]
+    own, parameters = None if is_transformed() else fused_weight(module), module._parameters
     is_plain = own is not None and type(input) is torch.Tensor and "bias" in parameters
     if is_plain and torch.is_grad_enabled():
         needs = input.requires_grad or parameters["bias"] is not None
         is_plain = not (needs or (type(own) is PlainWeight and parameters["weight"].requires_grad))
-    if is_plain and not torch.compiler.is_compiling():
+    if is_plain:
         sibling: Any = own.sibling  # type: ignore[union-attr]
         return sibling.linear(input, own, parameters["bias"])  # type: ignore[no-any-return]
     multiply = row_product if multiplies_plain(module) else nn.functional.linear
@@ -219,7 +227,7 @@ def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
 def row_product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`torch.nn.functional.linear` with our product of plain bfloat16, where it is faster and no gradient is wanted."""
     # the kernels have no backward pass: a gradient would be missing, and others would be wrong without an error
-    if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
+    if (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)) or is_transformed():
         return nn.functional.linear(input, weight, bias)
     if bias is None and (multiply := getattr(weight, "by_pieces", None)) is not None:
         return multiply(input, row_product)  # type: ignore[no-any-return]
@@ -237,14 +245,14 @@ def fused_weight(linear: nn.Module) -> FusedWeight | None:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether something watches or changes what a module gets and returns."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return bool(module._forward_pre_hooks) or are_watching(module._forward_hooks.values())
 
 
 def is_plain(x: Any) -> bool:
     """Whether rows of bfloat16 on the CPU are given, no gradients are wanted, and no hook watches all modules."""
     if type(x) is not torch.Tensor or x.dtype is not torch.bfloat16 or not x.is_cpu or not x.is_contiguous():
         return False
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or _has_global_hook()) and x.numel() > 0
+    return not (torch.is_grad_enabled() or is_transformed() or _has_global_hook()) and x.numel() > 0
 
 
 def plain_weights(*linears: nn.Module, with_bias: bool = False) -> list[FusedWeight] | None:
@@ -268,13 +276,12 @@ def multiplies_plain(module: nn.Module) -> bool:
 
 
 def is_installed(module: nn.Module) -> bool:
-    """Whether `Sibling.install` set its forward."""
-    return forward_in(module) is _forward
+    """Whether `Sibling.install` set its forward, and that of its class is the one that this replaces."""
+    return forward_in(module) is _forward and type(module).forward is _OF_CLASS
 
 
-def _finished(result: _Result, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _finished(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """The result of the Linear."""
-    product = result[1]
     if bias is None:
         return product
     product += bias
@@ -287,6 +294,7 @@ def _together(matrix: Any, followers: list[Sibling], is_wide: bool) -> _Together
         for sibling in followers
         if (weight := sibling.weight()) is not None and (parameters := sibling.module._parameters)
     ]
+    absent = [sibling for sibling in followers if all(sibling is not present for present, *_ in weights)]
     matrices = [matrix, *(weight.matrix for _, _, weight, _ in weights)]
     product = JointProduct.of(matrices, [is_wide, *(wide for *_, wide in weights)])
-    return _Together(followers, is_wide, weights, product, product.max_inputs if product is not None else 0)
+    return _Together(followers, is_wide, weights, absent, product, product.max_inputs if product is not None else 0)

@@ -27,11 +27,12 @@ from rabbitllm.base.dict_changes import remembered
 from rabbitllm.base.programs import OWN, STEPS, Program
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._attention import CACHES, LayerCalls, are_rows, is_step, layer_calls, values_of
-from rabbitllm.engine._fusing import Forward, fuse, result_of, trial_of
+from rabbitllm.engine._fusing import Forward, fuse, is_transformed, result_of, trial_of
 from rabbitllm.engine._mixtures import is_mixture, mixture_call
 from rabbitllm.engine._siblings import has_hooks
 from rabbitllm.engine.kv_room import NotTogetherError, is_ordinary, keeps_every_token, room_for, sequences_in
 from rabbitllm.engine.row_attention import CACHED
+from rabbitllm.engine.transformers_api import keeps_outputs
 
 _INPUTS = "input_ids", "inputs_embeds"
 _KNOWN = frozenset({*_INPUTS, *CACHES, "attention_mask", "position_ids", "cache_position", "use_cache"})
@@ -105,10 +106,10 @@ def _forward(
     sequences = sequences_in(cache)
     rows = sum(count for _, count in sequences)
     is_few = not args and len(inputs) == 1 and inputs[0].shape[:2] == (1, rows) and given.keys() <= names
-    is_few = is_few and type(module).forward is tried
+    is_few = is_few and type(module).forward is tried and not keeps_outputs()
     # rows of one that waits for others at its layers are computed with theirs there
     is_few = is_few and (sequences[0][0] is not cache or not _waits(module))
-    if is_few and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if is_few and not torch.is_grad_enabled() and not is_transformed():
         whole = kept.get(module)
         if whole is None or not (whole.is_current() and all(of_layer.has_plain() for of_layer in whole.calls)):
             whole = kept[module] = _Whole(module, names)
@@ -159,6 +160,7 @@ class _Whole:
         self.mixtures = {number: mixture for number, mixture in zip(mixed, mixtures, strict=True) if mixture}
         self._indices = _indices_of(layers)
         self._tables = [table for of_layer in self.calls for table in of_layer.tables]
+        self._sizes = [size for of_layer in self.calls for size in of_layer.sizes]
         self._programs = dict[tuple[int, int], tuple[Program, list[int]]]()  # by threads and rows
         whole = trial_of(layers[0], forward=self._compute, _compiled_call_impl=None)
         self.like = trial_of(module, _modules={**module._modules, "layers": [whole]})
@@ -193,8 +195,8 @@ class _Whole:
         rows = sum(count for _, count in sequences)
         weights: list[Any] = [table.get(name) for table, name in self._tables]
         form = self.calls[0].form
-        is_fit = is_step(form, x, angles, mask, rows) and x.shape[-1] == self.calls[0].columns and are_rows(*weights)
-        is_fit = is_fit and all(of_layer.can_add(rows) for of_layer in self.calls)
+        is_fit = is_step(form, x, angles, mask, rows) and x.shape[-1] == self.calls[0].columns
+        is_fit = is_fit and are_rows(weights, self._sizes) and all(of_layer.can_add(rows) for of_layer in self.calls)
         if not is_fit or any(len(cache.layers) <= max(self._indices) for cache, _ in sequences):
             raise _NotWholeError
         layers = [(cache.layers[index], count) for index in self._indices for cache, count in sequences]

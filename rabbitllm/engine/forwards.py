@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rabbitllm.engine._fusing import with_globals
+from rabbitllm.engine._fusing import forward_in, until_patched, with_globals
 from rabbitllm.engine._siblings import LastCall, Sibling, is_installed, multiplies_plain, row_product
 from rabbitllm.engine.transformers_api import group_keys_if, kept_in_float32
 from rabbitllm.quant import bfloat_products
@@ -189,8 +189,8 @@ class RowProducts:
             if type(module).forward is nn.Linear.forward:
                 if is_free or (is_installed(module) and not multiplies_plain(module)):
                     self._undo.append(Sibling(module, last_call).install_for_plain())
-            elif is_free and (forward := _router_forward(module.__class__)) is not None:
-                module.forward = functools.partial(forward, module)
+            elif is_free and (forward := _router_forward(own := type(module).forward)) is not None:
+                module.forward = MethodType(until_patched(forward, own), module)
                 self._undo.append(functools.partial(delattr, module, "forward"))
 
     def close(self) -> None:
@@ -221,13 +221,13 @@ def has_row_product(module: Any) -> bool:
     """Whether `RowProducts` set the forward of a router or Linear."""
     if multiplies_plain(module):
         return is_installed(module)
-    forward = vars(module).get("forward")
-    return isinstance(forward, functools.partial) and forward.func is _router_forward(module.__class__)
+    forward = forward_in(module)
+    return forward is not None and forward is _router_forward(type(module).forward)
 
 
 @functools.cache
-def _router_forward(kind: type[nn.Module]) -> Callable[..., Any] | None:
-    """The forward of a class of routers, which multiply by their own weight, with `row_product`; None of others."""
-    code, names = getattr(kind.forward, "__code__", None), getattr(kind.forward, "__globals__", {})
+def _router_forward(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """That of a class of routers, which multiply by their own weight, with `row_product`; None of others."""
+    code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     is_router = code is not None and {"F", "linear", "weight", "topk"} <= {*code.co_names}
-    return with_globals(kind.forward, {"F": _Functional()}) if is_router and names["F"] is nn.functional else None
+    return with_globals(forward, {"F": _Functional()}) if is_router and names["F"] is nn.functional else None

@@ -401,7 +401,8 @@ def _plan_of(
     model = bare.model
     # a matrix that its forward changes cannot be multiplied from its codes
     changes_itself = model.config.model_type in SCALES_IN_PLACE
-    choose_matrix, choosers = choosers_for(devices, replace(options, exact=options.exact or changes_itself))
+    as_chosen = replace(options, exact=True, fast_bfloat16=None) if changes_itself else options
+    choose_matrix, choosers = choosers_for(devices, as_chosen)
     units = find_units(model)
     try:
         if weights is None:

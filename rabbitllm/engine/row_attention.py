@@ -13,6 +13,7 @@ import torch
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, float_bits
+from rabbitllm.engine._fusing import is_transformed
 from rabbitllm.engine.transformers_api import sdpa_attention_forward
 from rabbitllm.quant import attention
 
@@ -77,7 +78,7 @@ def _is_prompt(module: Any, query: Any, key: Any, value: Any, named: dict[str, A
     heads, rows, groups = query.shape[1], query.shape[2], getattr(module, "num_key_value_groups", 1)
     if key.shape != value.shape or heads != groups * key.shape[1] or not _LEAST_ROWS <= rows <= key.shape[2]:
         return False
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if is_transformed() or torch.is_grad_enabled():
         return False
     return attention.attends(query.shape[3])
 

@@ -37,7 +37,7 @@ with checked_parts():
     from transformers.models.auto import modeling_auto
     from transformers.quantizers.auto import AutoHfQuantizer as AutoHfQuantizer
     from transformers.quantizers.base import HfQuantizer as HfQuantizer
-    from transformers.utils import is_flash_attn_2_available
+    from transformers.utils import is_flash_attn_2_available, output_capturing
 
     check_call(PreTrainedModel._from_config, "config", dtype="", attn_implementation="")
     check_call(PreTrainedModel._get_dtype_plan, "self", "dtype")
@@ -56,6 +56,19 @@ with checked_parts():
 
         check_call(MtpModel.forward_layer, "self", "index", "hidden", "positions", "cache", inputs_embeds="")
         check_call(MtpModel._project_to_logits, "self", "hidden")
+
+
+# outputs of layers ---------------------------------------------------------------------------------------------------
+
+
+def is_for_outputs(hook: Any) -> bool:
+    """Whether a hook is one of those that keep what layers return; a model has them once it was asked for that."""
+    return bool(getattr(hook, "__module__", None) == output_capturing.__name__)
+
+
+def keeps_outputs() -> bool:
+    """Whether these keep something in the present pass."""
+    return bool(output_capturing._active_collector.get())
 
 
 # the skeleton --------------------------------------------------------------------------------------------------------

@@ -44,6 +44,10 @@ class PlainMatrix(KernelMatrix):
             self._weight = weakref.ref(weight)
         return True
 
+    def changes(self) -> int:
+        weight = self._weight()
+        return 0 if weight is None or weight.is_inference() else weight._version
+
     def method_for(self, count: int, dtype: torch.dtype) -> tuple[str, int]:
         if dtype != torch.bfloat16 or count > max(self.max_inputs, bfloat_products.max_rows()):
             return DEQUANTIZED, 0

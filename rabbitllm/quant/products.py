@@ -233,6 +233,10 @@ class KernelMatrix(ABC):
     def method_for(self, count: int, dtype: torch.dtype) -> tuple[str, int]:
         """The fastest method for `count` rows of a dtype, and the width of its kernel (`_product_kernels.kernel`)."""
 
+    def changes(self) -> int:
+        """How often its values were changed in place, as far as torch counts that; codes never are."""
+        return 0
+
     @abstractmethod
     def layout(self) -> InputLayout | None:
         """How the kernel by codes takes inputs as integers; None if it never does."""

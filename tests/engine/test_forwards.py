@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.autograd import forward_ad
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
@@ -264,6 +266,53 @@ def test_streamed_weights_leave_memory_and_copies_have_their_own(checkpoint: Pat
     assert layer.mlp(x).any()
     copied.load_state_dict(layer.mlp.state_dict())
     assert torch.equal(copied(x), layer.mlp(x))
+
+
+@torch.no_grad()
+def test_a_class_that_rescales_its_weights_can_be_fast(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model", HYBRIDS["rwkv"], dtype=torch.bfloat16)
+    fast, plain = load(split(folder), fast_bfloat16=True, exact=False), plain_model(folder)
+    assert_as_near(fast(INPUT).logits, plain(INPUT).logits, exact_logits(folder, INPUT))
+
+
+@torch.no_grad()
+def test_transforms_of_torch_get_its_own_products(checkpoint: Path) -> None:
+    model, plain = load(split(checkpoint), fast_bfloat16=True, exact=False), plain_model(checkpoint)
+    linear, x = model.model.layers[0].self_attn.q_proj, torch.randn(3, 1, 128).bfloat16()
+    expected = nn.functional.linear(x, linear.weight)
+    assert torch.equal(torch.func.vmap(linear)(x), expected)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(linear(forward_ad.make_dual(x, x))).tangent
+        assert torch.equal(tangent, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        model.requires_grad_(False)  # else it refuses weights that are no part of a lambda
+        traced = torch.jit.trace(lambda ids: model(ids, use_cache=False).logits, INPUT, check_trace=False)
+    assert torch.equal(traced(INPUT.flip(1)), plain(INPUT.flip(1)).logits)
+
+
+@torch.no_grad()
+def test_a_weight_that_changes_after_another_one_was_multiplied(checkpoint: Path) -> None:
+    model = load(split(checkpoint), fast_bfloat16=True, exact=False)
+    for token in range(3):
+        model(torch.tensor([[token]]))
+    attention, x = model.model.layers[0].self_attn, torch.randn(1, 1, 128).bfloat16()
+
+    def double(weight: torch.Tensor) -> None:
+        weight.data.mul_(2)  # which torch does not count
+
+    def keys() -> torch.Tensor:
+        attention.q_proj(x)  # and keys and values, with it
+        return attention.k_proj(x)  # type: ignore[no-any-return]
+
+    before = keys()
+    attention.q_proj(x)
+    attention.k_proj.weight.mul_(2)
+    assert torch.equal(attention.k_proj(x), 2 * before)
+    hook = attention.k_proj.register_forward_pre_hook(lambda module, args: double(module.weight))
+    assert torch.equal(keys(), 4 * before)
+    hook.remove()
+    assert torch.equal(keys(), 4 * before)
 
 
 def test_fast_bfloat16_is_refused_with_exact() -> None:

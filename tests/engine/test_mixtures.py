@@ -99,10 +99,17 @@ def test_a_model_has_the_same_logits(
 
 
 @pytest.mark.parametrize(
-    ("family", "compression"), [("qwen3_moe", "4bit"), ("qwen3_moe", "q4_k_m"), (Family("qwen2_moe"), "4bit")]
+    ("family", "compression"),
+    [
+        ("qwen3_moe", "4bit"),
+        ("qwen3_moe", "q4_k_m"),
+        (Family("qwen2_moe"), "4bit"),
+        ("qwen3_moe", None),
+        (Family("qwen2_moe"), None),
+    ],
 )
 def test_a_token_of_all_layers_by_one_call(
-    tmp_path: Path, family: str | Family, compression: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str | Family, compression: str | None, calls: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = counted_steps(monkeypatch)
     settings = {**MANY, **HEADS, **SHARED, "num_hidden_layers": 3}
@@ -230,6 +237,7 @@ CHANGES: dict[str, Change] = {
     "class of the mixture": lambda patch, mlp: patch.setattr(
         type(mlp), "forward", lambda self, hidden_states: PLAIN_BLOCK(self, hidden_states) * 2
     ),
+    "class of the router": lambda patch, mlp: patch.setattr(type(mlp.gate), "forward", half_router),
     "router": lambda patch, mlp: patch.setitem(mlp._modules, "gate", other_router(mlp.gate)),
     "forward of the router": lambda patch, mlp: patch.setitem(
         vars(mlp.gate), "forward", lambda x: half_router(mlp.gate, x)
@@ -308,11 +316,21 @@ def test_a_change_between_two_steps_is_noticed(
     assert not torch.equal(changed[0], ordinary[0])
 
 
+def data_of(name: str) -> Change:
+    """Other data of a Linear of a shared expert."""
+    return lambda patch, mlp: with_data(patch, mlp.shared_expert.get_submodule(name).weight)
+
+
+PLAIN = {f"data of {name}": data_of(name) for name in ("gate_proj", "up_proj", "down_proj")}
+"""Changes of weights that are plain matrices, which codes refuse."""
+
+
+@pytest.mark.parametrize("compression", ["4bit", None])
 @torch.no_grad()
 def test_a_change_of_a_shared_expert_is_noticed(
-    tmp_path: Path, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, compression: str | None, calls: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = checkpoint(tmp_path, Family("qwen2_moe"), "4bit", **MANY, **HEADS, **SHARED)
+    directory = checkpoint(tmp_path, Family("qwen2_moe"), compression, **MANY, **HEADS, **SHARED)
     models = [fast(directory)]
     monkeypatch.setattr("rabbitllm.engine.load.fuse_mixtures", lambda model: 0)
     models.append(fast(directory))
@@ -325,7 +343,7 @@ def test_a_change_of_a_shared_expert_is_noticed(
     ordinary = both()
     assert torch.equal(*ordinary)
     assert sum(calls) > len(calls) / 2 > 6
-    for name, change in OF_SHARED.items():
+    for name, change in (OF_SHARED | ({} if compression else PLAIN)).items():
         with monkeypatch.context() as patch:
             for model in models:
                 change(patch, model.model.layers[1].mlp)

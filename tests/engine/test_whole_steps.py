@@ -104,6 +104,8 @@ def test_a_token_has_the_bits_of_its_layers(
     assert len(whole) == 3 * STEPS
     for of_whole, of_layers in zip(*states, strict=True):
         assert all(map(torch.equal, of_whole, of_layers))
+    assert all(map(torch.equal, results_of(models[0]), expected))
+    assert len(whole) == 4 * STEPS  # the hooks that kept the states are still there
 
 
 Change = Callable[[pytest.MonkeyPatch, Any], None]
@@ -145,17 +147,26 @@ MORE: dict[str, Change] = {
     "data of a norm": lambda patch, model: patch.setattr(
         model.model.layers[1].input_layernorm.weight, "data", model.model.layers[1].input_layernorm.weight.data * 2
     ),
+    "short norm": lambda patch, model: patch.setattr(model.model.layers[1].input_layernorm.weight, "data", HALF),
+    "short bias": lambda patch, model: patch.setitem(
+        model.model.layers[1].self_attn.q_proj._parameters, "bias", nn.Parameter(HALF)
+    ),
     "class": lambda patch, model: patch.setattr(LlamaModel, "forward", only_embeds),
     "class of layers": lambda patch, model: patch.setattr(
         LlamaDecoderLayer, "forward", lambda layer, x, **named: x * 2
     ),
     "class of norms": lambda patch, model: patch.setattr(LlamaRMSNorm, "forward", lambda norm, x: x * 2),
+    "class of Linears": lambda patch, model: patch.setattr(
+        nn.Linear, "forward", lambda linear, x: nn.functional.linear(x * 2, linear.weight, linear.bias)
+    ),
     "class of MLPs": lambda patch, model: patch.setattr(LlamaMLP, "forward", lambda mlp, x: x * 2),
     "class of attentions": lambda patch, model: patch.setattr(
         LlamaAttention, "forward", lambda attention, hidden_states, **named: (hidden_states * 2, None)
     ),
 }
 ROWS = torch.randn(512, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+HALF = torch.full((1,), 0.5).bfloat16()
+"""What torch uses for all columns."""
 UNCHANGED = {"hook of the model"}
 
 
