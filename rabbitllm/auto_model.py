@@ -27,9 +27,10 @@ from rabbitllm.base.options import (
 from rabbitllm.base.terminal import harmless
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.display import split_display
-from rabbitllm.errors import OptionError, system_errors_by_name
+from rabbitllm.errors import OptionError, SplitMismatchError, system_errors_by_name
 from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.store.layer_store import LayerStore, UnsplitStore
+from rabbitllm.store.locations import local_folder_name, resolve_name
 from rabbitllm.store.manifest import check_split
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -500,10 +501,23 @@ def draft_of(draft: Any, request: LoadRequest, find_compression: Callable[[str],
     spec = prepare.ModelSpec(name, compression, access=replace(request.spec.access, revision=None))
     if split is None:
         return LoadRequest(spec, None, run)
-    if folder is not None and not prepare.find(spec, only_look=True).finished:
-        spec = replace(spec, folder=folder / "draft" / Path(name).resolve().name.replace(":", "-"))
     shards = ShardPolicy.DELETE_FETCHED if split.shards.takes_one_at_a_time else ShardPolicy.KEEP
-    return LoadRequest(spec, SplitOptions(compression, shards), run)
+    splitting = SplitOptions(compression, shards)
+    if folder is not None and not (source := prepare.find(spec, only_look=True)).finished:
+        spec = replace(spec, folder=_draft_folder(folder / "draft", spec, source, splitting))
+    return LoadRequest(spec, splitting, run)
+
+
+def _draft_folder(folder: Path, spec: prepare.ModelSpec, source: prepare.Source, options: SplitOptions) -> Path:
+    """The folder for the split of a draft: one of its own, or `folder` itself, where earlier versions had the first."""
+    with contextlib.suppress(SplitMismatchError):
+        earlier = prepare.find(replace(spec, folder=folder), only_look=True) if folder.is_dir() else None
+        if earlier is not None and earlier.finished:
+            prepare.check_finished(earlier, options)
+            return folder
+    if source.local is not None:
+        return folder / local_folder_name(source.local / (source.entry or ""))
+    return folder / resolve_name(spec.name).replace("/", "--").replace(":", "-")
 
 
 def load_with_draft(request: LoadRequest, draft: Any, console: Console | None = None) -> tuple[Any, Draft | None]:

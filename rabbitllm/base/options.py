@@ -335,7 +335,9 @@ def parse_max_memory(limits: Mapping[int | str, int | str] | None) -> Mapping[st
     if limits is None:
         return None
     if not isinstance(limits, Mapping):
-        raise OptionError(f"max_memory={limits!r} names no device.", _LIMITS)
+        raise OptionError(
+            f"max_memory={limits!r} names no device.", f"Use {{'cpu': {limits!r}}}, or {{0: {limits!r}}} for a GPU."
+        )
     parsed = {}
     for key, size in limits.items():
         device = f"cuda:{key}" if isinstance(key, int) or str(key).isdigit() else str(key)

@@ -139,7 +139,7 @@ def limits_of(words: list[str] | None) -> dict[int | str, int | str] | None:
         name, equals, size = word.partition("=")
         if not equals:
             raise OptionError(
-                f"--max-memory {word} names no device; expected DEVICE=SIZE.", "Example: --max-memory cpu=24GB."
+                f"--max-memory {word} names no device.", f"Use cpu={word} for RAM, 0={word} for the first GPU."
             )
         limits[int(name) if name.strip().isdigit() else name.strip()] = size.strip()
     return limits or None

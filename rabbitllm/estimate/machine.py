@@ -32,7 +32,7 @@ from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import READ_BYTES, THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader, drop_cached
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.estimate.cost_model import BITSANDBYTES
-from rabbitllm.quant import coded
+from rabbitllm.quant import coded, plain
 from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.quantize import NO_SCALES
 from rabbitllm.quant.schemes import SCHEMES, STORED, Quantized, code_values
@@ -150,7 +150,10 @@ def can_measure() -> bool:
 
 
 def product_rate(device: Device, form: str, dtype: torch.dtype, rows: int) -> float:
-    """Measure the bytes of weights of a form that are multiplied with per second, with this many rows of a dtype."""
+    """Measure the bytes of weights of a form that are multiplied with per second, with this many rows of a dtype.
+
+    Of bfloat16 by the kernel that the commands use.
+    """
     dtype = dtype if is_coded(form) else getattr(torch, form)
     weights: list[Any] = []
     total = 0
@@ -161,7 +164,8 @@ def product_rate(device: Device, form: str, dtype: torch.dtype, rows: int) -> fl
     memory = _filled(device, rows * SHAPE[1] * dtype.itemsize)
     inputs = memory.view(dtype).view(1, rows, SHAPE[1])
     products = [
-        weight if isinstance(weight, nn.Module) else partial(nn.functional.linear, weight=weight) for weight in weights
+        weight if isinstance(weight, nn.Module) else partial(plain.product, weight=weight, bias=None)
+        for weight in weights
     ]
 
     def work() -> None:

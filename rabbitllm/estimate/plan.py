@@ -62,9 +62,9 @@ def plan(
 ) -> Plan:
     """Estimate the disk use and the time of a split, at each compression and on each route, without making it.
 
-    Also estimate generation after it: the placement of the weights, and the time per token, from measurements on this
-    machine that take a few seconds. Of a repository only headers and small files are fetched, and up to 8.4 MB of a
-    shard to measure the connection.
+    Also estimate generation after it, as by the commands (on a CPU with `fast_bfloat16`): the placement of the weights,
+    and the time per token, from measurements on this machine that take a few seconds. Of a repository only headers and
+    small files are fetched, and up to 8.4 MB of a shard to measure the connection.
 
     Args:
         path_or_repo_id: a folder with a checkpoint, a split directory, or a repository on the hub.

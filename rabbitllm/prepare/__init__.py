@@ -20,6 +20,7 @@ from rabbitllm.prepare._finding import (
 from rabbitllm.prepare._make import (
     acceptance,
     check_before_fetching,
+    check_finished,
     devices_of,
     ensure_split,
     finish_repair,
@@ -36,6 +37,7 @@ __all__ = [
     "Source",
     "acceptance",
     "check_before_fetching",
+    "check_finished",
     "config_folder",
     "config_of",
     "devices_of",

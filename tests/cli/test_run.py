@@ -136,11 +136,16 @@ def test_a_draft_model(checkpoint: Path, tmp_path: Path) -> None:
     small = build_checkpoint(tmp_path / "small", "llama", num_hidden_layers=1)
     placed = run(str(checkpoint), PROMPT, "--raw", *SHORT, "--dir", str(tmp_path / "here"), "--draft", str(small))
     assert placed.stdout == result.stdout
-    assert (tmp_path / "here" / "draft" / "small" / "splitted_model").is_dir()
     assert [path.name for path in small.glob("splitted*")] == []
-    smaller = build_checkpoint(tmp_path / "smaller", "llama", num_hidden_layers=1, seed=1)
-    another = run(str(checkpoint), PROMPT, "--raw", *SHORT, "--dir", str(tmp_path / "here"), "--draft", str(smaller))
-    assert another.stdout == result.stdout
+    # one for each: of earlier versions, which had one in `draft` itself, of another name, of the same name elsewhere
+    drafts = tmp_path / "here" / "draft"
+    (split_folder,) = drafts.glob("small-*/splitted_model")
+    split_folder.rename(drafts / "splitted_model")
+    for draft, folders in ((small, 0), (tmp_path / "smaller", 1), (tmp_path / "elsewhere" / "smaller", 2), (small, 2)):
+        if not draft.exists():
+            build_checkpoint(draft, "llama", num_hidden_layers=1, seed=folders)
+        again = run(str(checkpoint), PROMPT, "--raw", *SHORT, "--dir", str(tmp_path / "here"), "--draft", str(draft))
+        assert (again.stdout, len([*drafts.glob("small*-*/splitted_model")])) == (result.stdout, folders)
     other = talker_folder(tmp_path / "other", "llama")
     with pytest.raises(OptionError, match="another vocabulary"):
         run(str(checkpoint), PROMPT, "--raw", *SHORT, "--draft", str(other))

@@ -24,9 +24,10 @@ from rabbitllm.estimate.machine import (
     something_to_read,
     upload_rate,
 )
-from rabbitllm.quant import _vectors
+from rabbitllm.quant import _vectors, bfloat_products
 from rabbitllm.quant.products import Matrix
 from rabbitllm.quant.schemes import INT8_BLOCK
+from tests.support.call_counts import counted_calls
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself
 from tests.support.tiny_models import one_thread  # noqa: F401  another one
@@ -71,6 +72,13 @@ def test_codes_are_multiplied_by_the_kernel(form: str, dtype: torch.dtype) -> No
     assert isinstance(weight, QuantizedWeight)
     assert isinstance(weight.matrix, Matrix)
     assert weight.matrix.method_for(1, dtype)[0] == "codes"
+
+
+@pytest.mark.skipif(not bfloat_products.max_rows(), reason="torch's products are the fastest here")
+def test_plain_weights_are_multiplied_as_by_the_commands() -> None:
+    with counted_calls() as calls:
+        assert product_rate(CpuDevice(), "bfloat16", torch.bfloat16, 1) > 0
+    assert calls["rabbitllm/quant/bfloat_products.py:linear"] > 0
 
 
 def test_the_rate_counts_all_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
