@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rabbitllm.base.building import BUILDING
 from rabbitllm.base.forks import own_lock
+from rabbitllm.base.openmp import rest
 from rabbitllm.base.terminal import size
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.errors import BatchError, BusyError, ClosedError, OptionError
@@ -321,6 +322,7 @@ class Scheduler:
             while self._pauses or not (self.running or self._waiting):
                 if self._closing is not None and not self._pauses:
                     return False
+                rest()  # other threads may compute meanwhile, as those of another model
                 self._change.wait()
         return True
 

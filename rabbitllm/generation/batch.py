@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rabbitllm.base.forks import DaemonThread, ForkGuard
-from rabbitllm.base.openmp import torchs_team
+from rabbitllm.base.openmp import rest
 from rabbitllm.base.terminal import size
 from rabbitllm.errors import OptionError
 from rabbitllm.generation._recommended import check_options
@@ -78,8 +78,7 @@ class Batch:
         self._scheduler = Scheduler(model, limits)
         self._waited_before = model.streamer.waited()
         self._home = ForkGuard()
-        if (team := torchs_team()) is not None:
-            team.rest()  # this thread has loaded the model
+        rest()  # this thread has loaded the model
         self._thread = DaemonThread(self._work, "rabbitllm-batch")
         self._thread.start()
 

@@ -149,16 +149,18 @@ class CacheCost:
         layers: number of those layers.
         windows: of each sliding layer: the tokens of its window, and the bytes of one.
         fixed: bytes of states.
+        least: bytes of a layer's keys from which it has room; 0 where all layers are one call, which makes room.
     """
 
     every_token: int
     layers: int = 1
     windows: tuple[tuple[int, int], ...] = ()
     fixed: int = 0
+    least: int = kv_room.MIN_ROOM_BYTES
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes of the KV cache of a sequence of this length."""
-        has_room = tokens * self.every_token >= 2 * self.layers * kv_room.MIN_ROOM_BYTES
+        has_room = tokens * self.every_token >= 2 * self.layers * self.least
         allocated = tokens + (kv_room.spare(tokens) if has_room else 0)
         windows = sum(min(tokens, window) * nbytes for window, nbytes in self.windows)
         return self.fixed + allocated * self.every_token + windows

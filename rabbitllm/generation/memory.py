@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.config import picked_by
+from rabbitllm.engine import kv_room
 from rabbitllm.engine.devices import default_budget, resolve_devices
+from rabbitllm.engine.kv_room import takes_sequences
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.errors import OptionError
 from rabbitllm.generation._cache_file import TAIL_TOKENS
@@ -247,7 +249,8 @@ class CacheMemory:
         self, model: StreamedModel, cache_bytes: int | None, *, throughput: bool = False, running: int = 1
     ) -> None:
         config = model.config.get_text_config(decoder=True)
-        self._cost: CacheCost = cost_by_config(config, model.dtype)
+        self._least = 0 if takes_sequences(model) and not model.placement.streamed_bytes else kv_room.MIN_ROOM_BYTES
+        self._cost: CacheCost = replace(cost_by_config(config, model.dtype), least=self._least)
         self._is_measured = False
         free = free_memory(model)
         self.limit = cache_bytes if cache_bytes is not None else free // 2
@@ -323,7 +326,7 @@ class CacheMemory:
             return
         for cache in caches:
             if cache is not None and (cost := cost_by_cache(cache)) is not None:
-                self._cost, self._is_measured = cost, True
+                self._cost, self._is_measured = replace(cost, least=self._least), True
                 return
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from rabbitllm.base.building import BUILDING
+from rabbitllm.base.openmp import computed
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.generation.request import ModelLimits
@@ -157,7 +158,9 @@ class Reranker:
         async with self._lock:
             for group in [[index] for index in range(len(inputs))] if self._is_alone else together:
                 for index, score in zip(
-                    group, await asyncio.to_thread(self._pass, [inputs[index] for index in group]), strict=True
+                    group,
+                    await asyncio.to_thread(computed, self._pass, [inputs[index] for index in group]),
+                    strict=True,
                 ):
                     scores[index] = score
         return scores

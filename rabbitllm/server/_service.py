@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from rabbitllm.auto_model import LoadRequest, prepare_with_draft
+from rabbitllm.base.openmp import computed, rest
 from rabbitllm.base.terminal import harmless, put_fact
 from rabbitllm.engine.free_memory import PROMISES, Promise
 from rabbitllm.generation.batch import Batch
@@ -59,6 +60,7 @@ class EmbeddingsOnly:
 
     def __init__(self, model: StreamedModel) -> None:
         self._model = model
+        rest()  # this thread has loaded it
 
     def submit(self, request: Request, notify: Any) -> Any:
         """
@@ -215,7 +217,7 @@ class Service:
     async def prompt_logprobs(self, call: CheckedCall) -> dict[tuple[int, ...], list[TokenLogprob]]:
         """Prompt -> the log probabilities of its tokens, for the prompts of a call that need them."""
         return {
-            ids: await asyncio.to_thread(token_logprobs, self.model, ids, call.top_logprobs or 0)
+            ids: await asyncio.to_thread(computed, token_logprobs, self.model, ids, call.top_logprobs or 0)
             for ids in dict.fromkeys(call.scored)
         }
 

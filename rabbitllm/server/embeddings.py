@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rabbitllm.base.building import BUILDING
+from rabbitllm.base.openmp import computed
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.bounded import decode_json, read_json
 from rabbitllm.generation.request import ModelLimits
@@ -129,7 +130,7 @@ class Embedder:
         embeddings: list[list[float]] = [[]] * len(inputs)
         async with self._lock:
             for group in groups([len(ids) for ids in inputs], pads=self._pads):
-                vectors = await asyncio.to_thread(self.vectors, [inputs[index] for index in group])
+                vectors = await asyncio.to_thread(computed, self.vectors, [inputs[index] for index in group])
                 for index, vector in zip(group, vectors, strict=True):
                     embeddings[index] = vector
         return embeddings

@@ -26,7 +26,7 @@ from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError
 from rabbitllm.generation import memory
 from rabbitllm.generation.batch import Batch, Limits
-from rabbitllm.generation.kv_cache import cost_by_config
+from rabbitllm.generation.kv_cache import bytes_of, cost_by_config
 from rabbitllm.generation.memory import (
     MIN_TOKENS,
     CacheMemory,
@@ -36,11 +36,12 @@ from rabbitllm.generation.memory import (
     repeated_bytes,
     weight_limits,
 )
-from rabbitllm.generation.request import Request
+from rabbitllm.generation.request import Delta, Request
 from rabbitllm.generation.scoring._tasks import Room
 from rabbitllm.generation.scoring.score import limits_of
-from rabbitllm.quant._vectors import multiplies_pairs
-from tests.generation.submitting import alone, answered
+from rabbitllm.quant._vectors import lanes, multiplies_pairs
+from tests.engine.test_siblings import checkpoint as compressed
+from tests.generation.submitting import Submitted, alone, answered, prompt
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.tiny_models import bytes_when_made, load, split
@@ -304,3 +305,22 @@ def test_memory_for_logits_limits_the_sequences_of_a_pass(
         stats = batch.stats
     assert [answer.tokens for answer in answers] == [alone(plain, request) for request in requests]
     assert stats.passes >= -(-len(requests) // limit) * 4
+
+
+@pytest.mark.skipif(not lanes(), reason="no vectors of a kind that is used here")
+def test_room_of_short_sequences_counts(tmp_path: Path) -> None:
+    """A step of all layers by one call makes room for some tokens, however few there are."""
+    model, sizes = load(compressed(tmp_path, "llama", "4bit"), exact=False), list[tuple[int, int]]()
+    with Batch(model) as batch:
+        text = Submitted(Request(prompt(5), 6))
+
+        def receive(event: Any) -> None:
+            if isinstance(event, Delta) and text.handle is not None and text.handle.cache is not None:
+                sizes.append((bytes_of(text.handle.cache), batch.stats.cache_bytes))
+            text.receive(event)
+
+        with batch.paused():
+            text.handle = batch.submit(text.request, receive)
+        text.wait()
+    assert len(sizes) > 3
+    assert all(0 < nbytes <= counted for nbytes, counted in sizes[2:])

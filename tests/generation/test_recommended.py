@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -93,11 +93,20 @@ def model(split_folder: Path) -> Any:
     return load(split_folder, dtype="float32", exact=False)
 
 
+@pytest.fixture(autouse=True)
+def options_of_the_others(plain: Any) -> Iterator[None]:
+    """Other files' tests of this process use the same model."""
+    before = plain.generation_config
+    yield
+    plain.generation_config = before
+
+
 @pytest.fixture(scope="module")
 def first(plain: Any, model: Any) -> list[int]:
     """The most likely tokens after the longer prompt."""
-    plain.generation_config = GenerationConfig(pad_token_id=0)
-    tokens = alone(plain, Request(PROMPTS[1], NEW_TOKENS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain, "generation_config", GenerationConfig(pad_token_id=0))
+        tokens = alone(plain, Request(PROMPTS[1], NEW_TOKENS))
     assert len(set(tokens[:6])) == 6
     return tokens
 

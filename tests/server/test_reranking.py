@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,11 @@ import pytest
 import torch
 import transformers
 
+from rabbitllm.base.openmp import torchs_team
+from rabbitllm.generation.request import Limits
 from rabbitllm.server._reranking import RankingRecipe, ranking_recipe
+from rabbitllm.server._service import batch_of
+from rabbitllm.server.embeddings import PoolingRecipe
 from tests.server.serving import NAME, Running, running
 from tests.support.builders import COMMON, build_checkpoint, make_tokenizer
 from tests.support.tiny_models import load, split
@@ -190,3 +197,44 @@ def test_recipes(causal: Path, classifiers: Callable[[str, dict[str, Any]], Path
         assert ranking_recipe(causal, model) is None
     folder = classifiers("bert", {"num_labels": 3})
     assert ranking_recipe(folder, load(split(folder))) is None
+
+
+@pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp here")
+def test_threads_that_wait_for_work_have_no_team(causal: Path) -> None:
+    """libgomp counts the threads of all: if they are more than processors, those of a pass would not spin."""
+    write_recipe(causal, {"true_token_id": YES, "false_token_id": NO}, {}, begins=True)
+    long = "then the rain was there " * 14
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/rerank", {**BODY, "documents": [long] * 8}),
+        ("/v1/embeddings", {"model": NAME, "input": [long] * 8}),
+        ("/v1/completions", {"prompt": long, "max_tokens": 2, "echo": True, "logprobs": 1}),
+        ("/v1/completions", {"prompt": long, "max_tokens": 2}),
+    ]
+    torch.set_num_threads(2)
+    with running(split(causal), ranking=ranking_recipe, recipe=PoolingRecipe("last", True)) as served:
+        for path, body in bodies:
+            during = list[int]()
+            hook = served.model.model.norm.register_forward_hook(lambda *_: during.append(_threads_of_teams()))  # noqa: B023
+            assert served.post(path, body).status_code == 200
+            hook.remove()
+            limit = time.monotonic() + 30
+            while _threads_of_teams() >= max(during) and time.monotonic() < limit:
+                time.sleep(0.01)
+            assert _threads_of_teams() < max(during), path
+
+
+@pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp here")
+def test_the_thread_that_loaded_embeddings_has_no_team(classifiers: Callable[[str, dict[str, Any]], Path]) -> None:
+    model = load(split(classifiers("bert", {})))
+    torch.set_num_threads(2)
+    torch.randn(4, 200_000).exp()
+    before, limit = _threads_of_teams(), time.monotonic() + 30
+    batch_of(model, Limits())
+    while _threads_of_teams() >= before and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert _threads_of_teams() < before
+
+
+def _threads_of_teams() -> int:
+    """Threads of this process that are not Python's."""
+    return len(os.listdir("/proc/self/task")) - len(threading.enumerate())
