@@ -14,6 +14,8 @@ from rabbitllm.base.compiling import POWERS_OF_2, to_array, wide, words_at
 
 _NEAR = 1 << 12
 """Values that are computed while they are in the processor's smallest cache."""
+_CACHED = 7
+"""Words of a row's keys and values, see `row_attention.cached`."""
 _LOG2_E = np.float32(1.4426950408889634)
 _C6, _C5, _C4, _C3, _C2, _C1, _ = map(np.float32, POWERS_OF_2)
 
@@ -364,7 +366,7 @@ def keep(data):  # type: ignore[no-untyped-def]
     words = to_array(data, 6)
     rows, heads, width = words[3], words[4], words[5]
     for row in range(rows):
-        cached = integers(words[2] + 56 * row, 7)
+        cached = integers(words[2] + 8 * _CACHED * row, _CACHED)
         for half in range(2):
             for head in range(heads):
                 source = bfloats(words[1] + 2 * width * ((half * rows + row) * heads + head), width)
@@ -436,13 +438,13 @@ def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
     rows, heads, group, width, factor = words[4], words[5], words[6], words[7], float_of(words[8]) * _LOG2_E
     total, most = 0, 0
     for row in range(rows):
-        tokens = integers(words[3] + 56 * row, 7)[2]
+        tokens = integers(words[3] + 8 * _CACHED * row, _CACHED)[2]
         total, most = total + heads * tokens, max(most, tokens)
     scores, powers = np.empty(most, np.float32), np.empty(most, np.int32)
     query, summed = np.empty(width, np.float32), np.empty(width, np.float32)
     begin = 0
     for row in range(rows):
-        cached = integers(words[3] + 56 * row, 7)
+        cached = integers(words[3] + 8 * _CACHED * row, _CACHED)
         tokens = cached[2]
         first, last = max(start * total // parts - begin, 0), max(end * total // parts - begin, 0)
         for head in range(-(-first // tokens), min(-(-last // tokens), heads)):

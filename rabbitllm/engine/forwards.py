@@ -17,8 +17,6 @@ from rabbitllm.engine.transformers_api import group_keys_if, kept_in_float32
 from rabbitllm.quant import bfloat_products
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from transformers import PreTrainedModel
 
 _repeating: set[torch.device] = set()
@@ -184,7 +182,7 @@ class RowProducts:
     def __init__(self, model: PreTrainedModel, modules: Iterable[nn.Module] | None = None) -> None:
         self._undo, last_call = list[Callable[[], object]](), LastCall()
         each: Iterable[Any] = model.modules() if modules is None else modules
-        for module in each if has_kernels(model) else ():
+        for module in each if load_kernels(model) else ():
             is_free = "forward" not in vars(module)
             if type(module).forward is nn.Linear.forward:
                 if is_free or (is_installed(module) and not multiplies_plain(module)):
@@ -200,7 +198,7 @@ class RowProducts:
         self._undo = []
 
 
-def has_kernels(model: PreTrainedModel) -> bool:
+def load_kernels(model: PreTrainedModel) -> bool:
     """Load the kernels that the model's layers will need, or compile them; whether there are any.
 
     Call it before the first request, and before free memory is measured.

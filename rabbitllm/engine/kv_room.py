@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache, DynamicLayer
 
 if TYPE_CHECKING:
     from transformers import CacheLayerMixin
+
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 MIN_ROOM_BYTES = 1 << 16
 """Minimum bytes of keys for spare room; below it a copy (11 microseconds) takes as long as two views (8)."""
@@ -116,9 +117,12 @@ def sequences_in(cache: Any) -> list[tuple[Any, int]]:
     return getattr(cache, "sequences", None) or [(cache, 1)]
 
 
-def takes_sequences(model: nn.Module) -> bool:
-    """Whether a model may compute rows of several sequences by one call of all its layers (`_whole_steps.py`)."""
-    return any(getattr(vars(module).get("forward"), "takes_sequences", False) for module in model.modules())
+def takes_sequences(model: StreamedModel) -> bool:
+    """Whether a model may compute rows of several sequences by one call of all its layers (`_whole_steps.py`): none of
+    them is streamed."""
+    return not model.placement.streamed_bytes and any(
+        getattr(vars(module).get("forward"), "takes_sequences", False) for module in model.modules()
+    )
 
 
 class NotTogetherError(Exception):

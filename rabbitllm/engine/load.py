@@ -31,7 +31,7 @@ from rabbitllm.engine._whole_steps import fuse_models
 from rabbitllm.engine.devices import Device, budget_of, memory_explained, resolve_devices
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import bind_experts
-from rabbitllm.engine.forwards import RowProducts, has_kernels, keep_finite, repeat_keys_on, widen_inputs
+from rabbitllm.engine.forwards import RowProducts, keep_finite, load_kernels, repeat_keys_on, widen_inputs
 from rabbitllm.engine.heads import Heads, plan_heads
 from rabbitllm.engine.load_plan import (
     SCALES_IN_PLACE,
@@ -236,7 +236,7 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     fast = options.fast_bfloat16
     if fast is None:
         fast = on_cpu and not options.exact
-    is_fast = fast and has_kernels(model)
+    is_fast = fast and load_kernels(model)
     if is_fast:
         RowProducts(model)
     is_multiplied = any(is_coded for _, is_coded in multiplied) or is_fast

@@ -548,7 +548,7 @@ class PackedForward:
         self._layers = list(map(type, cache_layers(model)))
         self._shares = shares_keys(model)
         self._vocabulary = ModelLimits.of(model).vocabulary
-        self._joins = takes_sequences(model) and not model.placement.streamed_bytes
+        self._joins = takes_sequences(model)
         # passes so far; and of rows that were not one call, from which on it is tried again whether they are
         self._passes, self._next = 0, dict[int, int]()
         self._positions = getattr(config, "max_position_embeddings", None) or 1 << 62

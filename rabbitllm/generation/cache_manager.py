@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import DynamicCache, GenerationMixin
 
-from rabbitllm.engine.forwards import has_kernels
+from rabbitllm.engine.forwards import load_kernels
 from rabbitllm.engine.free_memory import keep_large_apart, trimming
 from rabbitllm.engine.kv_room import keeps_every_token
 from rabbitllm.engine.placement import Placement
@@ -190,7 +190,7 @@ class CacheManager:
         self, model: StreamedModel, limits: Limits, running: abc.Sequence[Sequence], totals: BatchStats
     ) -> None:
         if not limits.exact:
-            has_kernels(model)
+            load_kernels(model)
         self.memory = CacheMemory(model, limits.cache_bytes, throughput=limits.throughput, running=limits.running)
         if self.memory.is_tight:
             keep_large_apart()

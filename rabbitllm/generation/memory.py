@@ -26,7 +26,6 @@ from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine import kv_room
 from rabbitllm.engine.devices import default_budget, resolve_devices
-from rabbitllm.engine.kv_room import takes_sequences
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.errors import OptionError
 from rabbitllm.generation._cache_file import TAIL_TOKENS
@@ -249,7 +248,7 @@ class CacheMemory:
         self, model: StreamedModel, cache_bytes: int | None, *, throughput: bool = False, running: int = 1
     ) -> None:
         config = model.config.get_text_config(decoder=True)
-        self._least = 0 if takes_sequences(model) and not model.placement.streamed_bytes else kv_room.MIN_ROOM_BYTES
+        self._least = 0 if kv_room.takes_sequences(model) else kv_room.MIN_ROOM_BYTES
         self._cost: CacheCost = replace(cost_by_config(config, model.dtype), least=self._least)
         self._is_measured = False
         free = free_memory(model)

@@ -280,18 +280,13 @@ def other_router(router: Any) -> Any:
     return other
 
 
-@pytest.mark.parametrize("has_layers", [True, False])
-@torch.no_grad()
-def test_a_change_between_two_steps_is_noticed(
-    tmp_path: Path, has_layers: bool, calls: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_layers:
-        monkeypatch.setattr("rabbitllm.engine.load.fuse_layers", lambda model: 0)
-    directory = checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY, **HEADS)
+def compared(
+    directory: Path, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], Callable[[], list[torch.Tensor]], list[torch.Tensor]]:
+    """A model whose mixtures are one call, and one without such; what returns the logits of both, and these now."""
     models = [fast(directory)]
     monkeypatch.setattr("rabbitllm.engine.load.fuse_mixtures", lambda model: 0)
     models.append(fast(directory))
-    OTHERS[:] = [models[0].model.layers[0].mlp.experts]
 
     def both() -> list[torch.Tensor]:
         return [logits(model, 12) for model in models]
@@ -301,6 +296,19 @@ def test_a_change_between_two_steps_is_noticed(
     ordinary = both()
     assert torch.equal(*ordinary)
     assert sum(calls) > len(calls) / 2 > 6
+    return models, both, ordinary
+
+
+@pytest.mark.parametrize("has_layers", [True, False])
+@torch.no_grad()
+def test_a_change_between_two_steps_is_noticed(
+    tmp_path: Path, has_layers: bool, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_layers:
+        monkeypatch.setattr("rabbitllm.engine.load.fuse_layers", lambda model: 0)
+    directory = checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY, **HEADS)
+    models, both, ordinary = compared(directory, calls, monkeypatch)
+    OTHERS[:] = [models[0].model.layers[0].mlp.experts]
     for name, change in CHANGES.items():
         with monkeypatch.context() as patch:
             for model in models[: 1 if name.startswith("class") else 2]:
@@ -331,18 +339,7 @@ def test_a_change_of_a_shared_expert_is_noticed(
     tmp_path: Path, compression: str | None, calls: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = checkpoint(tmp_path, Family("qwen2_moe"), compression, **MANY, **HEADS, **SHARED)
-    models = [fast(directory)]
-    monkeypatch.setattr("rabbitllm.engine.load.fuse_mixtures", lambda model: 0)
-    models.append(fast(directory))
-
-    def both() -> list[torch.Tensor]:
-        return [logits(model, 12) for model in models]
-
-    both()
-    del calls[:]
-    ordinary = both()
-    assert torch.equal(*ordinary)
-    assert sum(calls) > len(calls) / 2 > 6
+    models, both, ordinary = compared(directory, calls, monkeypatch)
     for name, change in (OF_SHARED | ({} if compression else PLAIN)).items():
         with monkeypatch.context() as patch:
             for model in models:
