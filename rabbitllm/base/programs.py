@@ -14,6 +14,7 @@ import struct
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -41,6 +42,9 @@ class Program:
     """Compiled functions that one call, which is given so many addresses, runs one after the other.
 
     Each gets the address of int64s, of which the first is that address itself.
+
+    Attributes:
+        ends: how many functions there were at the end of each `passing`.
     """
 
     def __init__(self, addresses: int) -> None:
@@ -48,11 +52,15 @@ class Program:
         self._nbytes = self._used = 0
         self._steps: list[tuple[Callable[..., None], Words, int]] = []
         self._words: array[int] | None = None
+        self.ends = list[int]()
 
-    @property
-    def steps(self) -> int:
-        """How many functions were added."""
-        return len(self._steps)
+    @classmethod
+    def of(cls, add: Callable[..., None], addresses: int, *form: Any) -> Program:
+        """The program to which a function adds its steps, which is given it, the places of a call's addresses, and a
+        form."""
+        program = cls(addresses)
+        add(program, *map(program.address, range(addresses)), *form)
+        return program
 
     def address(self, index: int) -> Place:
         """The place of an address that a call is given."""
@@ -74,6 +82,7 @@ class Program:
         before = self._used
         yield
         self._used = before
+        self.ends.append(len(self._steps))
 
     def add(self, function: Callable[..., None], words: Words, threads: int = 1) -> None:
         """Add a function, which is compiled, the int64s after the first that it gets, and how many threads call it."""
@@ -111,6 +120,21 @@ class Program:
         of_team = team.address if (team := torchs_team()) is not None else 0
         head = [0, first + len(words), begin, count, len(self._steps), of_team, PARTS, *[0] * (2 + self._addresses)]
         return array("q", [*head, *places, *calls, *words])
+
+
+prepared = functools.lru_cache(4096)(Program.of)
+"""`Program.of` for functions that keep no tensor; if threads differ, a part of the form says how many there are."""
+
+
+class Programs(dict[tuple[Any, ...], Program]):
+    """The programs of one owner, of whose functions each takes another number of addresses."""
+
+    def of(self, add: Callable[..., None], addresses: int, *form: Any) -> Program:
+        """As `Program.of`, for as many threads as there are now; made once."""
+        key = torch.get_num_threads(), addresses, *form
+        if (program := self.get(key)) is None:
+            program = self[key] = Program.of(add, addresses, *form)
+        return program
 
 
 @functools.cache

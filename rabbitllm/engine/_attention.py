@@ -13,26 +13,15 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from rabbitllm.base.dict_changes import remembered
-from rabbitllm.base.programs import Place, Program
+from rabbitllm.base.programs import OWN, STEPS, Place, Program, Words
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._fusing import (
-    Facts,
-    Forward,
-    class_result,
-    forward_in,
-    fuse,
-    is_result,
-    kind_of,
-    trial_of,
-    unchanged,
-)
-from rabbitllm.engine._gates import ActKind, OneCall, act_of, is_one_call, mlp_weights, names_in, sigmoids
+from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, trial_of
+from rabbitllm.engine._gates import ActKind, OneCall, is_one_call, mlp_in, names_in, sigmoids
 from rabbitllm.engine._mixtures import MixtureCall, mixture_call
 from rabbitllm.engine._norms import NormForm, norm_form, with_weight
 from rabbitllm.engine._rotary import rotating_forward
@@ -42,7 +31,6 @@ from rabbitllm.engine.row_attention import CACHED, add_attention, cached
 from rabbitllm.engine.transformers_api import attention_of, keeps_outputs
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
-from rabbitllm.quant.plain import PlainMatrix
 
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj")
 """Names of the Linears of attentions."""
@@ -63,6 +51,35 @@ _TOLERANCE = 1 / 128
 """Maximum error of attention relative to the norm: two roundings to bfloat16, and another order of sums."""
 _PAST = 37
 """Tokens in the cache of a trial."""
+
+
+class Places(NamedTuple):
+    """Where a program finds what a layer computes with.
+
+    Attributes:
+        x, cos, sin, out: of rows: hidden states, angles, and the results.
+        heads: gates, queries, keys and values, in this order.
+        normed: the input of an MLP that is not part of it.
+        words, done: the arrays of a mixture.
+        weights: those in `LayerCalls.tables`.
+        cached: the first of the addresses of a call that are those of `cached` of each row.
+    """
+
+    x: Place
+    cos: Place
+    sin: Place
+    heads: Place
+    out: Place
+    normed: Place
+    words: Place
+    done: Place
+    weights: Sequence[Place] = ()
+    cached: int = 0
+    rows: int = 1
+
+
+_HEAD = 8
+"""How many of them are one place."""
 
 
 @dataclass(frozen=True)
@@ -148,28 +165,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype is torch.bfloat16 and tensor.stride(3) == 1 else tensor.bfloat16().contiguous()
 
 
-@dataclass(frozen=True)
-class _Around:
-    """What a decoder layer computes around its attention: norms (see `_AROUND`), and an MLP, by the kind of its
-    activation; None if its module is called."""
-
-    norms: Sequence[NormForm]
-    act: ActKind | None
-
-
-def _facts_of(
-    form: _AttentionForm, attention: Any, linears: Iterable[nn.Module], parts: Iterable[tuple[nn.Module, str]]
-) -> Facts:
-    """Tell whether what is true of modules still is: how the attention's class attends, parts, forwards and numbers,
-    no hooks, and the codes of Linears, but for the first one, which keeps what was made of them."""
-    tables: list[dict[str, Any]] = [linear._parameters for linear in linears]
-    facts = [(table, "bias") for table in tables if table["bias"] is None]
-    facts += [(table, "weight") for table in tables[1:] if type(table["weight"]) is QuantizedWeight]
-    facts += [(vars(attention), "config")]
-    is_true = functools.partial(_attends_so, attention, form)
-    return unchanged(is_true, facts, parts, [vars(attention.config)])
-
-
 def _attends_so(attention: Any, form: _AttentionForm) -> bool:
     """Whether an attention's class computes what we do."""
     return not attention.training and attention.scaling == form.scaling and attention_of(attention.config) == "sdpa"
@@ -180,14 +175,16 @@ class LayerCalls:
 
     Args:
         matrices: of queries, keys, values and output; and of the MLP's gate, up and down.
-        biased: for those of queries, keys and values, whether there is a bias.
+        firsts: the parameters of the Linears of queries, keys and values.
+        norms: the parameters of all norms, in the order of computation.
+        around: of a layer its norms, see `_AROUND`.
+        act: the kind of the activation of its MLP; None if there is none, or its module is called.
 
     Attributes:
-        facts: tell whether it still is what the modules compute, as `is_current` does.
+        watch: whether it still is what the modules compute.
         tables: the parameters of biases and norms, in the order of the calls' addresses, and their names.
         sizes: how many values each of these has.
         before: how many of these are the first call's.
-        plain: those of the matrices that are plain, and the parameters with their weights.
         calls_mlp: whether the second call ends before a layer's MLP, with the sum so far and its norm.
     """
 
@@ -195,164 +192,112 @@ class LayerCalls:
         self,
         form: _AttentionForm,
         matrices: Sequence[Any],
-        biased: Sequence[bool],
-        around: _Around | None,
-        facts: Facts,
-        tables: Sequence[tuple[dict[str, Any], str]],
-        plain: Sequence[tuple[dict[str, Any], PlainMatrix]],
+        firsts: Sequence[dict[str, Any]],
+        norms: Sequence[dict[str, Any]],
+        around: Sequence[NormForm],
+        act: ActKind | None,
+        watch: Watch,
     ) -> None:
-        self.form, self.biased, self.tables, self.facts, self.plain = form, biased, tables, facts, plain
-        self.is_current = remembered(*facts)
-        self._around = around
-        self.before = sum(biased) + len(form.norms) + (around is not None)
-        count = len(biased)
-        first, last = JointProduct.of(matrices[:count], biased), JointProduct.of(matrices[count : count + 1], [False])
-        self.columns = matrices[0].form.shape[1]
-        self.sizes = [form.width * heads for heads, wide in zip(form.heads, biased, strict=True) if wide]
-        self.sizes += [form.width] * len(form.norms) + [self.columns] * (len(around.norms) if around is not None else 0)
-        is_square = matrices[count].form.shape[0] == self.columns
-        self._products = (first, last) if is_square and first is not None and last is not None else None
-        self.calls_mlp = around is not None and around.act is None
-        if around is not None and around.act is not None:
-            self._mlp = OneCall(around.act, matrices[count + 1 :])
-            self._products = self._products if self._mlp.is_for(1) else None
+        self.form, self.watch, self._around, self.columns = form, watch, around, matrices[0].form.shape[1]
+        self._biased = [table["bias"] is not None for table in firsts]
+        self.tables = [(table, "bias") for table in firsts if table["bias"] is not None]
+        self.tables += [(table, "weight") for table in norms]
+        self.before = sum(self._biased) + len(form.norms) + bool(around)
+        self.sizes = [form.width * heads for heads, wide in zip(form.heads, self._biased, strict=True) if wide]
+        self.sizes += [form.width] * len(form.norms) + [self.columns] * len(around)
+        (*first, last), of_mlp = matrices[: len(firsts) + 1], matrices[len(firsts) + 1 :]
+        products = JointProduct.of(first, self._biased), JointProduct.of([last], [False])
+        self._mlp = None if act is None else OneCall(act, of_mlp)
+        self.calls_mlp = bool(around) and self._mlp is None
+        is_fit = last.form.shape[0] == self.columns and (self._mlp is None or self._mlp.is_for(1))
+        self._products = [product for product in products if product is not None and is_fit]
         self._programs = dict[int, tuple[Program, Program, MixtureCall | None]]()
 
     def programs(self, mixture: MixtureCall | None) -> tuple[Program, Program, MixtureCall | None] | None:
         """The two programs, of which the second one computes a mixture, too; None if matrices are not multiplied as
-        integers."""
-        if self._products is None:
+        integers. Their addresses are those of `Places`."""
+        if len(self._products) < len(_LINEARS):
             return None
-        kept = self._programs.get(torch.get_num_threads())
-        return kept if kept is not None and kept[2] is mixture else self._build(*self._products, mixture)
+        kept = self._programs.get(threads := torch.get_num_threads())
+        if kept is None or kept[2] is not mixture:
+            count = _HEAD + len(self.tables)
 
-    def _build(
-        self, first: JointProduct, last: JointProduct, mixture: MixtureCall | None
-    ) -> tuple[Program, Program, MixtureCall | None]:
-        from rabbitllm.engine import _layer_kernels
+            def add(program: Program, *places: Place) -> None:
+                at = Places._make([*places[:_HEAD], places[_HEAD:count], count, 1])
+                self._add_before(program, at) if len(places) == count else self._add_after(program, at, mixture)
 
-        at_x = 2 + CACHED  # after those of queries, keys and values, and of the result
-        arguments = at_x + (0 if self._around is None else len(self._around.norms)) + self.calls_mlp
-        before, after = Program(4 + self.before), Program(arguments + 3 * (mixture is not None))
-        x, cos, sin, heads = (before.address(index) for index in range(4))
-        self._add_before(first, before, x, (cos, sin), heads, 4)
-        summed = after.address(1)
-        normed, result, *arrays = (after.address(arguments - 1 + index) for index in range(4))
-        self._add_after(last, after, after.address(at_x), after.address(0), summed, 2, at_x + 1, normed)
-        if mixture is not None:
-            of_mlp = after.room(2 * self.columns)
-            mixture.add_to(after, normed, of_mlp, arrays)
-            after.add(_layer_kernels.add, [summed, of_mlp, result, self.columns])
-        both = self._programs[torch.get_num_threads()] = before, after, mixture
-        return both
-
-    def has_plain(self) -> bool:
-        """Whether the plain matrices are those of the weights, and no bias was taken away."""
-        biases = self.tables[: sum(self.biased)]
-        return all(table.get(name) is not None for table, name in biases) and all(
-            matrix.is_of(table.get("weight")) for table, matrix in self.plain
-        )
+            kept = self._programs[threads] = Program.of(add, count), Program.of(add, count + CACHED), mixture
+        return kept
 
     def can_add(self, rows: int = 1) -> bool:
         """Whether `add_to` adds a whole layer for rows, or all before its MLP if it calls that."""
-        if self._products is None or self._around is None:
+        if len(self._products) < len(_LINEARS) or not self._around:
             return False
         is_apart = rows == 1 or len(self.form.linears) > len(_LINEARS[1])  # one Linear leaves heads of a row together
         most = min(product.max_inputs for product in self._products)
-        return is_apart and rows <= most and (rows == 1 if self.calls_mlp else self._mlp.is_for(rows))
+        return is_apart and rows <= most and (rows == 1 if self._mlp is None else self._mlp.is_for(rows))
 
-    def add_to(
-        self,
-        program: Program,
-        x: Place,
-        angles: tuple[Place, Place],
-        out: Place,
-        cached: int,
-        first: int,
-        normed: Place,
-        rows: int,
-    ) -> None:
-        """Add a layer, which writes keys and values into caches, to a program.
+    def add_to(self, program: Program, at: Places, mixture: MixtureCall | None, number: int) -> None:
+        """Add a layer, which writes keys and values into caches, to a program; if its mixture is left to its class, the
+        program ends, and `done` is a number."""
+        at = at._replace(heads=program.room(2 * at.rows * self.form.total * self.form.width))
+        self._add_before(program, at)
+        self.form.add_keeping(program, at.heads, at.cached, at.rows)
+        self._add_after(program, at, mixture, number)
 
-        Args:
-            cached: the first address of `cached` of each row; the row is among those tokens.
-            first: that of the weights in `tables`.
-            normed: the place of the input of a layer's MLP that it calls.
-        """
-        assert self._products is not None
-        heads = program.room(2 * rows * self.form.total * self.form.width)
-        self._add_before(self._products[0], program, x, angles, heads, first, rows)
-        self.form.add_keeping(program, heads, cached, rows)
-        self._add_after(self._products[1], program, x, heads, out, cached, first + self.before, normed, rows)
+    def _add_before(self, program: Program, at: Places) -> None:
+        """Queries, keys and values, with their biases, norms and rotation."""
+        from rabbitllm.engine import _layer_kernels  # numba comes with it
 
-    def _add_before(
-        self,
-        product: JointProduct,
-        program: Program,
-        x: Place,
-        angles: tuple[Place, Place],
-        heads: Place,
-        first: int,
-        rows: int = 1,
-    ) -> None:
-        count, source = self.before - (self._around is not None), x
-        others = [program.address(first + index) for index in range(count)]
-        if self._around is not None:
+        rows, source, others = at.rows, at.x, [*at.weights[: self.before]]
+        if self._around:
             source = program.room(2 * rows * self.columns)
-            self._around.norms[0].add_to(program, self.columns, x, program.address(first + count), source, rows)
-        self._add_heads(product, program, source, heads, others, rows)
-        self.form.add_rotation(program, heads, *angles, others, rows)
+            self._around[0].add_to(program, self.columns, at.x, others.pop(), source, rows)
+        place, results, sums = at.heads, list[Place](), list[Words]()
+        for count, is_biased in zip(self.form.heads, self._biased, strict=True):
+            nbytes = 2 * rows * self.form.width * count
+            results.append(program.room(2 * nbytes) if is_biased else place)
+            if is_biased:
+                sums.append([results[-1], others.pop(0), place, count * self.form.width, rows])
+            place = place[0], place[1] + nbytes
+        self._products[0].add_to(program, rows, torch.bfloat16, source, results)
+        for words in sums:
+            program.add(_layer_kernels.add_bias, words)
+        self.form.add_rotation(program, at.heads, at.cos, at.sin, others, rows)
 
-    def _add_after(
-        self,
-        last: JointProduct,
-        program: Program,
-        x: Place,
-        heads: Place,
-        out: Place,
-        cached: int,
-        first: int,
-        normed: Place,
-        rows: int = 1,
-    ) -> None:
+    def _add_after(self, program: Program, at: Places, mixture: MixtureCall | None, number: int = -1) -> None:
+        """Attention and, in a layer, what comes after it."""
         from rabbitllm.engine import _layer_kernels
 
-        form, around, columns = self.form, self._around, self.columns
-        count = rows * columns
-        attended = program.room(2 * rows * form.width * form.queries)
-        product = out if around is None else program.room(2 * count)
-        form.add_attention(program, heads, attended, cached, rows)
-        last.add_to(program, rows, torch.bfloat16, attended, [product])
-        if around is not None:
-            norms = around.norms
-            summed, of_mlp = out if self.calls_mlp else program.room(2 * count), program.room(2 * count)
-            normed = normed if self.calls_mlp else product
-            is_double = len(norms) == len(_AROUND[1])
+        rows, columns = at.rows, self.columns
+        attended = program.room(2 * rows * self.form.width * self.form.queries)
+        product = program.room(2 * rows * columns) if self._around else at.out
+        self.form.add_attention(program, at.heads, attended, at.cached, rows)
+        self._products[1].add_to(program, rows, torch.bfloat16, attended, [product])
+        norms = list(zip(self._around[1:], at.weights[self.before :], strict=True))
+        is_double = len(self._around) == len(_AROUND[1])
+
+        def add_norm(x: Place, out: Place) -> None:
+            norm, weight = norms.pop(0)
+            norm.add_to(program, columns, x, weight, out, rows)
+
+        if not self._around:
+            return
+        if is_double:
+            add_norm(product, product)
+        program.add(_layer_kernels.add, [at.x, product, at.out, rows * columns])
+        add_norm(at.out, at.normed if self.calls_mlp else product)
+        of_mlp = program.room(2 * rows * columns)
+        if self._mlp is not None:
+            self._mlp.add_to(program, product, of_mlp, rows)
             if is_double:
-                norms[1].add_to(program, columns, product, program.address(first), product, rows)
-            program.add(_layer_kernels.add, [x, product, summed, count])
-            norms[1 + is_double].add_to(program, columns, summed, program.address(first + is_double), normed, rows)
-            if not self.calls_mlp:
-                self._mlp.add_to(program, rows, product, of_mlp)
-                if is_double:
-                    norms[3].add_to(program, columns, of_mlp, program.address(first + 2), of_mlp, rows)
-                program.add(_layer_kernels.add, [summed, of_mlp, out, count])
-
-    def _add_heads(
-        self, product: JointProduct, program: Program, x: Place, heads: Place, biases: list[Place], rows: int
-    ) -> None:
-        """Queries, keys and values of rows at a place, with their biases, which are taken from a list."""
-        from rabbitllm.engine import _layer_kernels
-
-        nbytes, begin, results, sums = 2 * rows * self.form.width, 0, list[Place](), list[tuple[Place, Place, int]]()
-        for count, is_biased in zip(self.form.heads, self.biased, strict=True):
-            place = heads[0], heads[1] + nbytes * begin
-            results.append(program.room(2 * nbytes * count) if is_biased else place)
-            sums += [(results[-1], place, count * self.form.width)] if is_biased else []
-            begin += count
-        product.add_to(program, rows, torch.bfloat16, x, results)
-        for source, place, count in sums:
-            program.add(_layer_kernels.add_bias, [source, biases.pop(0), place, count, rows])
+                add_norm(of_mlp, of_mlp)
+        elif mixture is not None:
+            mixture.add_to(program, at.normed, of_mlp, at.words, at.done)
+            program.add(_layer_kernels.stop, [at.done, number, (OWN, 8 * STEPS)])
+        else:
+            return
+        program.add(_layer_kernels.add, [at.out, of_mlp, at.out, rows * columns])
 
 
 def fuse_attention(model: nn.Module) -> int:
@@ -361,19 +306,13 @@ def fuse_attention(model: nn.Module) -> int:
     Returns:
         How many these are.
     """
-
-    def key_of(module: nn.Module) -> tuple[object, _AttentionForm] | None:
-        if module._parameters or module._buffers or (form := _form_of(module)) is None:
-            return None
-        return kind_of(module), form
-
     # layers have kinds of their own, and few classes
-    rotating: Callable[..., Forward] = functools.cache(functools.partial(rotating_forward, prompts=True))
+    rotating: Callable[..., Any] = functools.cache(functools.partial(rotating_forward, prompts=True))
 
-    def forward_of(module: nn.Module, key: tuple[object, _AttentionForm]) -> Forward:
-        return functools.partial(_forward, key[1], rotating(type(module))) if _is_alike(module, key[1]) else None
+    def trial(module: nn.Module, form: _AttentionForm) -> object:
+        return _is_alike(module, form) and (form, rotating(type(module)))
 
-    return fuse(model, key_of, forward_of)
+    return fuse(model, _forward, _form_of, trial)
 
 
 def fuse_layers(model: nn.Module) -> int:
@@ -385,12 +324,11 @@ def fuse_layers(model: nn.Module) -> int:
         How many these are.
     """
 
-    def key_of(module: nn.Module) -> object:
-        parts: Any = module._modules
+    def form_of(module: nn.Module) -> tuple[str, ...] | None:
         names = _norms_in(module) if not (module._parameters or module._buffers) else ()
-        return kind_of(module) if names and all(norm_form(parts[name]) for name in names) else None
+        return names if names and all(norm_form(getattr(module, name)) for name in names) else None
 
-    return fuse(model, key_of, lambda module, _: _layer_forward if _is_around(module) else None)
+    return fuse(model, _layer_forward, form_of, _is_around)
 
 
 def _norms_in(layer: nn.Module) -> tuple[str, ...]:
@@ -399,37 +337,33 @@ def _norms_in(layer: nn.Module) -> tuple[str, ...]:
     return next((names for names in _AROUND if parts == {"self_attn", "mlp", *names}), ())
 
 
-def _layer_forward(layer: Any, *args: Any, **named: Any) -> Any:
-    form = _form_in(layer)
-    if form is not None and len(args) == 1 and not keeps_outputs():
-        result = _called(form, layer._modules["self_attn"], {"hidden_states": args[0], **named}, layer)
-        if result is not None:
-            return result
-    return type(layer).forward(layer, *args, **named)
+def _layer_forward(form: object, layer: Any, *args: Any, **named: Any) -> torch.Tensor | None:
+    of_attention = _form_in(layer)
+    if of_attention is None or len(args) != 1 or keeps_outputs():
+        return None
+    return _called(of_attention, layer._modules["self_attn"], {"hidden_states": args[0], **named}, layer)
 
 
 def _form_in(layer: nn.Module) -> _AttentionForm | None:
     """The form of the attention in a layer; None if `fuse_attention` did not replace it."""
-    fused = forward_in(layer._modules["self_attn"])  # type: ignore[arg-type]
-    return fused.args[0] if getattr(fused, "func", None) is _forward else None
+    forms = form_in(layer._modules["self_attn"], _forward)  # type: ignore[arg-type]
+    return None if forms is None else forms[0]
 
 
 def layer_calls(layer: nn.Module) -> LayerCalls | None:
     """What a decoder layer without hooks computes by two calls now; None if it is no such layer."""
-    if forward_in(layer) is not _layer_forward or (form := _form_in(layer)) is None:
+    if form_in(layer, _layer_forward) is None or (form := _form_in(layer)) is None:
         return None
     return _current(form, layer._modules["self_attn"], layer)
 
 
-@torch.no_grad()
-def _is_around(layer: Any) -> bool:
+def _is_around(layer: Any, names: tuple[str, ...]) -> bool:
     """Whether a layer's class adds its attention of the first norm, and its MLP of the next one, or norms of these."""
     random, width = RandomTensors(), 64
     x = random.normal(1, 1, width)
     parts: dict[str, Any] = {name: nn.Identity() for name in layer._modules}  # of dropouts, which do nothing
     parts["mlp"] = lambda value: value.flip(-1)
     parts["self_attn"] = lambda hidden_states, **named: (hidden_states.roll(1, -1), None)
-    names = _norms_in(layer)
     for name in names:
         parts[name] = with_weight(layer._modules[name], random.positive(width))
     like = trial_of(layer, _modules=parts, training=False)
@@ -449,7 +383,7 @@ def _form_of(module: Any) -> _AttentionForm | None:
     linears = [part for name in names if isinstance(part := parts[name], nn.Linear)]
     if not isinstance(width, int) or not isinstance(index, int) or not isinstance(scaling, float) or width % _MULTIPLE:
         return None
-    if not names or len(linears) < len(names):
+    if not names or len(linears) < len(names) or module._parameters or module._buffers:
         return None
     *sizes, queries = (*(linear.out_features for linear in linears[:-1]), linears[-1].in_features)
     is_gated = len(sizes) == len(_LINEARS[0]) - 1 and sizes[0] == 2 * queries
@@ -466,10 +400,11 @@ def _form_of(module: Any) -> _AttentionForm | None:
     return form if [width * heads for heads in form.heads] == sizes else None
 
 
-def _forward(form: _AttentionForm, rotating: Forward, module: Any, *args: Any, **named: Any) -> Any:
+def _forward(forms: tuple[_AttentionForm, Any], module: Any, *args: Any, **named: Any) -> Any:
+    form, rotating = forms
     if not args and (result := _called(form, module, named)) is not None:
         return result, None
-    return (rotating or type(module).forward)(module, *args, **named)
+    return None if rotating is None else rotating(module, *args, **named)
 
 
 def _called(form: _AttentionForm, module: Any, named: dict[str, Any], layer: Any = None) -> torch.Tensor | None:
@@ -491,28 +426,26 @@ def _step(
     """The result of an attention or, if it is given, of the layer around it; None if that is left to the class."""
     if not is_step(form, x, angles, mask) or (calls := _current(form, module, layer)) is None:
         return None
-    weights = [table.get(name) for table, name in calls.tables]
+    weights: list[Any] = [table.get(name) for table, name in calls.tables]
     mixture = mixture_call(layer.mlp) if calls.calls_mlp else None
     arrays = None if mixture is None else mixture.arrays(x)
     programs = calls.programs(mixture if arrays is not None else None)
     if programs is None or x.shape[-1] != calls.columns or not are_rows(weights, calls.sizes):
         return None
-    others, after = weights[: calls.before], [x, *weights[calls.before :]] if layer is not None else []
-    after += [normed := torch.empty_like(x)] if calls.calls_mlp else []
-    after += [result := torch.empty_like(x)] if arrays is not None else []
     heads, out = torch.empty_like(form.heads_like), torch.empty_like(x)
-    programs[0](*[tensor.data_ptr() for tensor in (x, *angles, heads, *others)])
+    normed = torch.empty_like(x) if calls.calls_mlp else out
+    addresses = [tensor.data_ptr() for tensor in (x, *angles, heads, out, normed)]
+    addresses += (0, 0) if arrays is None else [each.buffer_info()[0] for each in arrays]
+    addresses += [weight.data_ptr() for weight in weights]
+    programs[0](*addresses)
     keys, values = map(_plain, updated(cache, *form.split(heads), module.layer_idx))
-    addresses = [tensor.data_ptr() for tensor in after]
-    if arrays is not None:
-        addresses += [each.buffer_info()[0] for each in arrays]
-    programs[1](heads.data_ptr(), out.data_ptr(), *cached(keys, values), *addresses)
-    if not calls.calls_mlp:
+    programs[1](*addresses, *cached(keys, values))
+    if not calls.calls_mlp or (arrays is not None and arrays[1][0] > 0):
         return out
-    if mixture is None or arrays is None:
-        of_mlp = layer.mlp(normed)
-        return out + (of_mlp[0] if type(of_mlp) is tuple else of_mlp)  # type: ignore[no-any-return]
-    return result if arrays[1][0] else out + mixture.by_class(normed)
+    if mixture is not None and arrays is not None:
+        return out + mixture.by_class(normed)
+    of_mlp = layer.mlp(normed)
+    return out + (of_mlp[0] if type(of_mlp) is tuple else of_mlp)  # type: ignore[no-any-return]
 
 
 def is_step(form: _AttentionForm, x: Any, angles: Any, mask: Any, rows: int = 1) -> bool:
@@ -530,51 +463,54 @@ def _current(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | None
     weight = fused_weight(first) if isinstance(first, nn.Module) else None
     kept = (None if weight is None else weight.calls) or {}
     calls: LayerCalls | None = kept.get(module if layer is None else layer)
-    is_current = calls is not None and calls.is_current() and calls.has_plain()
-    return calls if is_current else _prepared(form, module, layer)
+    return calls if calls is not None and calls.watch.holds() else _prepared(form, module, layer)
 
 
 def _prepared(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | None:
     """The same, made now."""
     parts = module._modules
     linears = [parts[name] for name in form.linears]
-    firsts = [linear._parameters for linear in linears[:-1]]
     weights = plain_weights(*linears, with_bias=True)
     norms = [norm for name in _NORMS if (norm := parts.get(name)) is not None]
     if weights is None or linears[-1]._parameters["bias"] is not None or _form_of(module) != form:
         return None
     if not _attends_so(module, form):
         return None
-    facts, around = [(module, name) for name in parts], None
+    watched, around, act = [(module, name) for name in parts], list[NormForm](), None
     if layer is not None:
-        of_mlp, is_fused = mlp_weights(layer.mlp), is_one_call(layer.mlp)
-        outer = [layer._modules[name] for name in _norms_in(layer)]
+        of_mlp, outer = mlp_in(layer.mlp), [layer._modules[name] for name in _norms_in(layer)]
         dropouts = [part for part in layer._modules.values() if type(part) is nn.Dropout]
-        if not outer or any(map(has_hooks, [module, layer.mlp, *dropouts])):
+        around = [own for norm in outer if (own := norm_form(norm)) is not None]
+        if not outer or len(around) < len(outer) or any(map(has_hooks, [module, layer.mlp, *dropouts])):
             return None
-        if of_mlp is None and (is_fused or len(outer) > len(_AROUND[0])):
+        if of_mlp is None and (is_one_call(layer.mlp) or len(outer) > len(_AROUND[0])):
             return None
         if any(dropout.training for dropout in dropouts):
             return None
-        forms = [own for norm in outer if (own := norm_form(norm)) is not None]
-        if len(forms) < len(outer):
-            return None
-        around = _Around(forms, act_of(layer.mlp) if of_mlp else None)
         norms += outer
-        facts += [(layer, name) for name in layer._modules]
+        watched += [(layer, name) for name in layer._modules]
         if of_mlp:
-            weights += of_mlp
-            linears += [layer.mlp._modules[name] for name in names_in(layer.mlp)[:-1]]
-            facts += [(layer.mlp, name) for name in layer.mlp._modules]
+            act, names = of_mlp[0], names_in(layer.mlp)
+            weights += of_mlp[1]
+            linears += [layer.mlp._modules[name] for name in names[:-1]]
+            watched += [(layer.mlp, name) for name in names]
     if any(map(has_hooks, norms)):
         return None
-    tables = [(table, "bias") for table in firsts if table["bias"] is not None]
-    tables += [(norm._parameters, "weight") for norm in norms]
-    biased = [table["bias"] is not None for table in firsts]
-    matrices = [weight.matrix for weight in weights]
-    facts_of_all = _facts_of(form, module, linears, facts)
-    plain = [(linear._parameters, m) for linear, m in zip(linears, matrices, strict=True) if type(m) is PlainMatrix]
-    calls = LayerCalls(form, matrices, biased, around, facts_of_all, tables, plain)
+    tables, matrices = [linear._parameters for linear in linears], [weight.matrix for weight in weights]
+    facts: list[tuple[dict[str, Any], str]] = [(table, "bias") for table in tables if table["bias"] is None]
+    biased = [table for table in tables if table["bias"] is not None]
+    # the first one's keeps what is made here
+    facts += [(table, "weight") for table in tables[1:] if type(table["weight"]) is QuantizedWeight]
+    watch = Watch(
+        functools.partial(_attends_so, module, form),
+        watched,
+        facts=[*facts, (vars(module), "config")],
+        others=[vars(module.config)],
+        matrices=zip(tables, matrices, strict=True),
+        always=[lambda: all(table.get("bias") is not None for table in biased)] if biased else (),
+    )
+    firsts, of_norms = tables[: len(form.linears) - 1], [norm._parameters for norm in norms]
+    calls = LayerCalls(form, matrices, firsts, of_norms, around, act, watch)
     # by whose they are: a weight may be that of several layers
     weights[0].calls = {**(weights[0].calls or {}), module if layer is None else layer: calls}
     return calls
@@ -607,7 +543,6 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result.float() - expected.float()).norm() / expected.float().norm())
 
 
-@torch.no_grad()
 def _is_alike(module: Any, form: _AttentionForm) -> bool:
     """Whether a module's class has the same keys and values, and nearly the same attention, with other products."""
     parameters = inspect.signature(type(module).forward).parameters
@@ -632,13 +567,11 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
         if type(result) is not tuple:
             return False
         expected, added = result[0], past.added
-        before, after = Program(3 + len(weights)), Program(9)
-        place, of_cos, of_sin, *others = (before.address(index) for index in range(3 + len(weights)))
-        form.add_rotation(before, place, of_cos, of_sin, others)
+        before = Program.of(lambda to, *at: form.add_rotation(to, at[0], at[1], at[2], at[3:]), 3 + len(weights))
         before(*[tensor.data_ptr() for tensor in (heads, cos, sin, *weights)])
         if not all(map(torch.equal, added, form.split(heads))):
             return False
-        form.add_attention(after, after.address(0), after.address(1), 2)
+        after = Program.of(lambda to, x, out, *_: form.add_attention(to, x, out, 2), 2 + CACHED)
         out = torch.empty(1, 1, form.queries * form.width, dtype=torch.bfloat16, device="cpu")
         keys, values = past.update(*form.split(heads))
         after(heads.data_ptr(), out.data_ptr(), *cached(keys, values))

@@ -7,7 +7,6 @@ random values of its sizes. Anything else, several tokens, a hook or a state of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rabbitllm.base.programs import Place, Program, Words, float_bits
+from rabbitllm.base.programs import Place, Program, Words, float_bits, prepared
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import class_result, is_result, trial_of
 from rabbitllm.engine._gates import sigmoids, table_of
@@ -32,8 +31,8 @@ _WORTH_CHANNELS = 1 << 12
 _PRODUCTS = ("in_proj_qkvz", "in_proj_ba"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """Names of the first Linears: of all that belongs to a head of keys, or of queries, keys and values, and of others."""
 _SIZES = "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size"
-_READ = frozenset({"hidden_states", "cache", "position_ids", "use_cache", "output_router_logits"})
-"""Arguments that a step uses or does not depend on; others are left to the class unless they are None."""
+_READ = frozenset({"position_ids", "use_cache", "output_router_logits"})
+"""Arguments that a step does not depend on; others are left to the class unless they are None."""
 _EPSILON = 1e-6
 
 
@@ -91,24 +90,15 @@ class DeltaForm:
         return True
 
 
-def delta_forward(module: Any, form: DeltaForm, ordinary: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of modules like this one: steps of one token by one call, if that has the bits of the class."""
-    return functools.partial(_forward, form, ordinary) if _has_bits(module, form) else ordinary
-
-
-def _forward(form: DeltaForm, ordinary: Callable[..., Any], module: Any, *args: Any, **named: Any) -> Any:
-    x: Any = named.get("hidden_states")
-    cache: Any = named.get("cache")
-    is_step = not args and cache is not None and is_plain(x) and x.shape[:2] == (1, 1)
-    if is_step and all(value is None or name in _READ for name, value in named.items()):
-        result = _step(form, module, x, cache)
-        if result is not None:
-            return result
-    return ordinary(module, *args, **named)
-
-
-def _step(form: DeltaForm, module: Any, x: torch.Tensor, cache: Any) -> torch.Tensor | None:
+def step(
+    form: DeltaForm, module: Any, hidden_states: Any = None, cache: Any = None, **named: Any
+) -> torch.Tensor | None:
     """The result for one token, with changed states; None if that is left to the class."""
+    x = hidden_states
+    if cache is None or not is_plain(x) or x.shape[:2] != (1, 1):
+        return None
+    if any(value is not None and name not in _READ for name, value in named.items()):
+        return None
     parts, index = module._modules, module.layer_idx
     kept, state = cache.get_conv_state(index, state_idx=0), cache.get_recurrent_state(index, state_idx=0)
     convolution, norm = parts["conv1d"], parts["norm"]
@@ -125,7 +115,7 @@ def _step(form: DeltaForm, module: Any, x: torch.Tensor, cache: Any) -> torch.Te
     decays = torch.exp(-module.A_log.float().exp() * rates)
     out = torch.empty(1, 1, form.values, dtype=x.dtype, device="cpu")
     tensors = first, z, b, decays, kept, taps, state, weight, out
-    _program(form, torch.get_num_threads())(*[tensor.data_ptr() for tensor in tensors])
+    prepared(_add, 9, form, torch.get_num_threads())(*[tensor.data_ptr() for tensor in tensors])
     cache.update_recurrent_state(state, index)
     return parts["out_proj"](out)  # type: ignore[no-any-return]
 
@@ -135,14 +125,13 @@ def _ones(count: int) -> torch.Tensor:
     return torch.ones(count, dtype=torch.float32, device="cpu")
 
 
-@functools.lru_cache(64)
-def _program(form: DeltaForm, threads: int) -> Program:
+def _add(program: Program, *arguments: Any) -> None:
     from rabbitllm.engine import _recurrent_kernels as kernels  # numba comes with them
     from rabbitllm.quant import joint_kernels
 
-    program, table = Program(9), sigmoids()
+    first, z, b, decays, kept, taps, state, weight, out, form, threads = arguments
+    table = sigmoids()
     assert table is not None
-    first, z, b, decays, kept, taps, state, weight, out = (program.address(index) for index in range(9))
     if len(form.products) == len(_PRODUCTS[0]):
         first, z, of_heads = program.room(2 * form.channels), program.room(2 * form.values), first
         program.add(kernels.part_heads, [of_heads, first, z, form.keys, form.rows, form.values // form.keys])
@@ -162,7 +151,6 @@ def _program(form: DeltaForm, threads: int) -> Program:
     program.add(kernels.delta_step, words, min(threads, -(-form.values * form.rows // WORTH_A_THREAD)))
     program.add(joint_kernels.narrow, [result, out, form.values])
     form.norm.add_to(program, form.columns, out, weight, out, form.heads, z)
-    return program
 
 
 def _after(place: Place, nbytes: int) -> Place:
@@ -179,9 +167,10 @@ def _trial_cache(kept: torch.Tensor, state: torch.Tensor) -> Any:
     )
 
 
-@torch.no_grad()
-def _has_bits(module: Any, form: DeltaForm) -> bool:
-    """Whether a module's class has the same result and states, with other products and parameters."""
+def right_form(module: Any, form: DeltaForm | None) -> DeltaForm | None:
+    """The form if a module's class has the same result and states, with other products and parameters; else None."""
+    if form is None:
+        return None
     random = RandomTensors()
 
     def with_weight(part: Any, weight: torch.Tensor) -> Any:
@@ -204,7 +193,7 @@ def _has_bits(module: Any, form: DeltaForm) -> bool:
         states = random.normal(1, form.channels, form.taps), state
         own_states = [tensor.clone() for tensor in states]
         expected = class_result(like, hidden_states=x, cache=_trial_cache(*own_states), attention_mask=None)
-        result = _step(form, like, x, _trial_cache(*states))
+        result = step(form, like, x, _trial_cache(*states))
         if result is None or not is_result(result, expected) or not all(map(torch.equal, states, own_states)):
-            return False
-    return True
+            return None
+    return form

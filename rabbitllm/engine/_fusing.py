@@ -7,7 +7,7 @@ import functools
 import gc
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,7 +15,10 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from rabbitllm.base.dict_changes import remembered
+from rabbitllm.base.openmp import torchs_team
 from rabbitllm.engine.transformers_api import is_for_outputs, keeps_outputs
+from rabbitllm.quant.plain import PlainMatrix
 
 MAX_ELEMENTS = 1 << 15
 """Elements from which torch computes in several threads."""
@@ -23,55 +26,71 @@ _NUMBERS = ("eps", "variance_epsilon", "act", "training", "top_k", "norm_topk_pr
 _OWN = ("forward", "config", *_NUMBERS, "_forward_hooks", "_forward_pre_hooks", "_parameters", "_modules")
 """Attributes of a module and its parts that what they compute depends on."""
 _Fact: TypeAlias = tuple[dict[str, Any], str]
-Facts: TypeAlias = tuple[Callable[[], bool], Sequence[dict[Any, Any]]]
-"""A function that tells whether something is still true, and the dicts that this depends on, for `remembered`."""
-Key = TypeVar("Key")
-Forward: TypeAlias = Callable[..., Any] | None
-"""A forward as a function, whose first argument is the module; None for that of the class."""
+Form = TypeVar("Form", bound=Hashable)
+Compute: TypeAlias = Callable[..., Any]
+"""What is computed in place of a class's forward: a form, a module and the arguments of its forward -> the result; None
+if that is left to the class."""
 
 
-def fuse(model: nn.Module, key_of: Callable[[Any], Key | None], forward_of: Callable[[Any, Key], Forward]) -> int:
-    """Let modules of a model compute by another forward than their class's.
+def fuse(
+    model: nn.Module,
+    compute: Compute,
+    form_of: Callable[[Any], Form | None],
+    trial: Callable[[Any, Form], object],
+    kind: Callable[[nn.Module], object] | None = None,
+) -> int:
+    """Let modules of a model compute otherwise than by their class's forward, after a trial.
 
     Args:
         model: its modules that have a forward of their own keep it.
-        key_of: what the forward of a module depends on; None if it keeps its class's.
-        forward_of: the first module with a key, and that -> the forward for all of them.
+        compute: what they compute, each by its form.
+        form_of: the form that a module may have; None if it keeps its class's forward.
+        trial: the first module of a kind with a form, and that -> true if it has the results of its class, or the form
+            with which it has these; else false.
+        kind: equal for modules of which one is tried for all; None for `kind_of`.
 
     Returns:
         How many these are.
     """
-    fused, forwards = 0, dict[Key, Forward]()
+    fused, forms = 0, dict[object, Any]()
     for module in model.modules():
-        if "forward" in vars(module) or (key := key_of(module)) is None:
+        if "forward" in vars(module) or (form := form_of(module)) is None:
             continue
-        if key not in forwards:
-            forwards[key] = forward_of(module, key)
-        if (forward := forwards[key]) is not None:
-            # a method: a copy of the module then binds it to itself
-            module.forward = MethodType(until_patched(forward, type(module).forward), module)
+        key = (kind or kind_of)(module), form
+        if key not in forms:
+            with torch.no_grad():
+                right = trial(module, form)
+            forms[key] = form if right is True else right or None
+        if forms[key] is not None:
+            replace(module, compute, forms[key])
             fused += 1
     return fused
 
 
-def until_patched(forward: Any, tried: Any) -> Any:
-    """A forward that is the class's instead, once that is another than the one that was tried."""
+def replace(module: nn.Module, compute: Compute, form: Any) -> None:
+    """Let a module compute so until a program replaces its class's forward, which computes all that is left to it."""
+    tried: Any = type(module).forward
 
-    @functools.wraps(forward)
+    @functools.wraps(tried)
     def call(module: Any, *args: Any, **named: Any) -> Any:
         own = type(module).forward
-        return (forward if own is tried else own)(module, *args, **named)
+        if own is tried and (result := compute(form, module, *args, **named)) is not None:
+            return result
+        return own(module, *args, **named)
 
-    call.__dict__["tried"] = tried
-    return call
+    call.__dict__.update(fused=(compute, form, tried))
+    module.forward = MethodType(call, module)  # a method: a copy of the module then binds it to itself
 
 
-def forward_in(module: nn.Module) -> Any:
-    """The function that `fuse` gave a module as forward; None if it has its class's, or that is another by now."""
-    function = getattr(vars(module).get("forward"), "__func__", None)
-    if (tried := getattr(function, "tried", None)) is None:
-        return function
-    return function.__wrapped__ if type(module).forward is tried else None  # type: ignore[union-attr]
+def form_in(module: nn.Module, compute: Compute) -> Any:
+    """The form by which `replace` lets a module compute so; None if it does not, or its class has another forward."""
+    own, form, tried = getattr(vars(module).get("forward"), "fused", (None, None, None))
+    return form if own is compute and type(module).forward is tried else None
+
+
+def by_function(function: Any, module: Any, *args: Any, **named: Any) -> Any:
+    """A `Compute` whose form is another forward."""
+    return function(module, *args, **named)
 
 
 def _class_facts(module: nn.Module) -> list[_Fact]:
@@ -88,37 +107,72 @@ def kind_of(module: nn.Module) -> object:
 
 
 def own_facts(module: nn.Module) -> list[_Fact]:
-    """What a module's own computation depends on, for `unchanged`."""
+    """What a module's own computation depends on, for `Watch`."""
     return [(vars(module), name) for name in _OWN]
 
 
-def unchanged(
-    is_true: Callable[[], bool],
-    facts: Iterable[_Fact],
-    parts: Iterable[tuple[nn.Module, str]],
-    others: Iterable[dict[Any, Any]],
-) -> Facts:
+class Watch:
     """Whether what was true of modules still is.
 
     Args:
         is_true: what is asked again after a change.
-        facts: dicts, and the names of those of their values that are to stay.
         parts: modules and the names of their parts, which are to stay, with forwards and numbers, and without hooks.
+        facts: dicts, and the names of those of their values that are to stay.
+        tables: dicts that are to stay as they are, in their order.
         others: dicts that `is_true` depends on, besides.
+        matrices: the parameters of Linears and their matrices: no dict tells of changes of those that are plain.
+        within: other watches that are to hold.
+        always: what no dict tells of, either.
     """
-    true, hooks = list(facts), list[Any]()
-    for parent, name in parts:
-        module: Any = parent._modules[name]
-        true += [(parent._modules, name), *own_facts(module), *_class_facts(parent), *_class_facts(module)]
-        hooks += [module._forward_hooks, module._forward_pre_hooks]
-    tables, names = (list(column) for column in zip(*true, strict=True))
-    values = list(map(dict.get, tables, names))
 
-    def are_true() -> bool:
-        same = map(operator.is_, map(dict.get, tables, names), values)
-        return not are_watching(itertools.chain(*(table.values() for table in hooks))) and is_true() and all(same)
+    def __init__(
+        self,
+        is_true: Callable[[], bool],
+        parts: Iterable[tuple[Any, str]] = (),
+        *,
+        facts: Iterable[_Fact] = (),
+        tables: Iterable[dict[str, Any]] = (),
+        others: Iterable[dict[Any, Any]] = (),
+        matrices: Iterable[tuple[dict[str, Any], Any]] = (),
+        within: Sequence[Watch] = (),
+        always: Iterable[Callable[[], bool]] = (),
+    ) -> None:
+        true, hooks = list(facts), list[Any]()
+        for parent, name in parts:
+            part = parent._modules[name]
+            true += [(parent._modules, name), *own_facts(part), *_class_facts(parent), *_class_facts(part)]
+            hooks += [part._forward_hooks, part._forward_pre_hooks]
+        names, values = [name for _, name in true], [table.get(name) for table, name in true]
+        facts_in, whole = [table for table, _ in true], [(table, dict(table)) for table in tables]
+        others = [*others, *itertools.chain(*(watch.dicts for watch in within))]
 
-    return are_true, [*tables, *hooks, *others]
+        def are_true() -> bool:
+            same = map(operator.is_, map(dict.get, facts_in, names), values)
+            if are_watching(itertools.chain(*(table.values() for table in hooks))) or not (is_true() and all(same)):
+                return False
+            alike = ([*a] == [*b] and all(map(operator.is_, a.values(), b.values())) for a, b in whole)
+            return all(alike) and all(watch.are_true() for watch in within)
+
+        self.are_true = are_true
+        self.dicts: list[dict[Any, Any]] = [*facts_in, *hooks, *(table for table, _ in whole), *others]
+        self.plain = [(table, matrix) for table, matrix in matrices if type(matrix) is PlainMatrix]
+        self.plain += itertools.chain(*(watch.plain for watch in within))
+        self.always: list[Callable[[], bool]] = [*always, *itertools.chain(*(watch.always for watch in within))]
+        self._is_same = remembered(self.are_true, self.dicts)
+
+    def holds(self) -> bool:
+        """Whether it is all still true."""
+        if not self._is_same():
+            return False
+        for table, matrix in self.plain:
+            if not matrix.is_of(table.get("weight")):
+                return False
+        return all(ask() for ask in self.always)
+
+
+def threads_for(count: int) -> int:
+    """Threads that compute so many elements."""
+    return min(torch.get_num_threads(), -(-count // MAX_ELEMENTS)) if torchs_team() is not None else 1
 
 
 def is_transformed() -> bool:

@@ -1,6 +1,6 @@
 """A gated MLP by one call of compiled code, where that has the bits of the model's own class.
 
-Of a mixture with an expert for all tokens, the call also multiplies that by its gate, and adds the chosen experts.
+Of an expert for all tokens of a mixture, the call also multiplies that by its gate, and adds the chosen experts.
 
 bfloat16 has 65,536 values, so an activation is a table of its results, which the activation itself computes.
 """
@@ -17,10 +17,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from rabbitllm.base.openmp import torchs_team
-from rabbitllm.base.programs import Place, Program
+from rabbitllm.base.programs import Place, Program, Programs
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._fusing import MAX_ELEMENTS, class_result, forward_in, fuse, is_result, kind_of, trial_of
+from rabbitllm.engine._fusing import class_result, form_in, fuse, is_result, threads_for, trial_of
 from rabbitllm.engine._siblings import FusedWeight, has_hooks, is_plain, plain_weights
 from rabbitllm.engine.transformers_api import ACT2FN
 from rabbitllm.quant.joint import JointProduct
@@ -29,8 +28,6 @@ MULTIPLE = 64
 """Elements that torch computes at once with any of its vectors; it computes a rest in another way."""
 _PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn"), ("gate_up_proj", "down_proj", "activation_fn")
 """Names of the parts of MLPs, in the order of computation; gate and up may be one matrix."""
-SHARED = ("gate", "experts", "shared_expert", "shared_expert_gate")
-"""Names of the parts of mixtures whose shared expert has a gate."""
 _OF_ANY = frozenset({*vars(nn.Module()), "_is_hf_initialized"})
 """Attributes of any module; transformers sets the last one."""
 _WITHOUT_STATE = int, float, str, FunctionType, BuiltinFunctionType
@@ -47,29 +44,12 @@ def fuse_gates(model: nn.Module) -> int:
     Returns:
         How many these are.
     """
-
-    def key_of(module: nn.Module) -> object:
-        names = names_in(module)
-        kind = act_kind(module._modules[names[-1]]) if names else None
-        return None if kind is None else (kind_of(module), kind)
-
-    return fuse(model, key_of, lambda module, _: _forward if _has_bits(module) else None)
+    return fuse(model, _computed, _form_of, _has_bits)
 
 
-def fuse_shared(model: nn.Module) -> int:
-    """Let mixtures compute what comes after their chosen experts by one call.
-
-    Those are meant whose shared expert has a gate, and is an MLP that `fuse_gates` has replaced.
-
-    Returns:
-        How many these are.
-    """
-
-    def key_of(module: Any) -> object:
-        is_mixture = module._modules.keys() == {*SHARED} and not (module._parameters or module._buffers)
-        return kind_of(module) if is_mixture and is_one_call(module.shared_expert) else None
-
-    return fuse(model, key_of, lambda module, _: shared_forward if has_shared_bits(module) else None)
+def _form_of(module: nn.Module) -> ActKind | None:
+    names = names_in(module)
+    return act_kind(module._modules[names[-1]]) if names else None
 
 
 def names_in(module: nn.Module) -> tuple[str, ...]:
@@ -114,13 +94,8 @@ def table_of(activation: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tens
     return table
 
 
-def is_tabled(act: Any) -> bool:
-    """Whether `gated` has computed an activation of this kind, and nothing sees what this one computes."""
-    return act_kind(act) in _tables and not has_hooks(act)
-
-
-def add_gate(program: Program, act: ActKind, gate: Place, up: Place, out: Place, count: int, threads: int = 1) -> None:
-    """Add `act(gate) * up` to a program; see `is_tabled`."""
+def add_gate(program: Program, gate: Place, up: Place, out: Place, act: ActKind, count: int, threads: int = 1) -> None:
+    """Add `act(gate) * up` to a program; `gated` has computed an activation of this kind."""
     from rabbitllm.engine import _layer_kernels  # numba comes with it
 
     program.add(_layer_kernels.gate, [_tables[act].data_ptr(), gate, up, out, count], threads)
@@ -130,7 +105,7 @@ def add_gates_of_rows(program: Program, act: ActKind, both: Place, out: Place, r
     """Add the same for rows, each of gates and then of factors."""
     for row in range(rows):
         gate, result = both[1] + 4 * row * width, out[1] + 2 * row * width
-        add_gate(program, act, (both[0], gate), (both[0], gate + 2 * width), (out[0], result), width)
+        add_gate(program, (both[0], gate), (both[0], gate + 2 * width), (out[0], result), act, width)
 
 
 class OneCall:
@@ -148,7 +123,7 @@ class OneCall:
         of_input, of_product = JointProduct.of(first, [False] * len(first)), JointProduct.of([down], [False])
         self._products = None
         self._most = 0
-        self._programs = dict[tuple[int, int], Program]()  # by threads and rows, negative for `shared`
+        self._programs = Programs()
         is_fit = sum(matrix.form.shape[0] for matrix in first) == 2 * self._width and first[0].form.shape[1] == columns
         if of_input is not None and of_product is not None and is_fit:
             self._products = of_input, of_product
@@ -156,27 +131,16 @@ class OneCall:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """The MLP's result for rows of input; None if it is not computed by one call."""
-        if not self.is_for(rows := x.numel() // x.shape[-1]):
-            return None
-        program = self._programs.get(key := (torch.get_num_threads(), rows))
-        if program is None:
-            program = self._programs[key] = Program(2)
-            self.add_to(program, rows, program.address(0), program.address(1))
-        out = torch.empty_like(x)
-        program(x.data_ptr(), out.data_ptr())
-        return out
+        rows = x.numel() // x.shape[-1]
+        return self._run(self.add_to, rows, x) if self.is_for(rows) else None
 
     def shared(self, x: torch.Tensor, gates: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         """The MLP's results, each row times the sigmoid of its gate, plus others; `is_for` holds for the rows."""
-        key = torch.get_num_threads(), -len(x)
-        if (program := self._programs.get(key)) is None:
-            program = self._programs[key] = Program(4)
-            result = program.room(2 * x.numel())
-            self.add_to(program, len(x), program.address(0), result)
-            places = [result, *(program.address(index) for index in (1, 2, 3))]
-            add_shared(program, places, len(x), x.shape[1])
-        out = torch.empty_like(x)
-        program(x.data_ptr(), gates.data_ptr(), others.data_ptr(), out.data_ptr())
+        return self._run(self._add_shared, len(x), x, gates, others)
+
+    def _run(self, add: Callable[..., None], rows: int, *tensors: torch.Tensor) -> torch.Tensor:
+        program, out = self._programs.of(add, len(tensors) + 1, rows), torch.empty_like(tensors[0])
+        program(*[tensor.data_ptr() for tensor in (*tensors, out)])
         return out
 
     def is_for(self, rows: int) -> bool:
@@ -184,7 +148,7 @@ class OneCall:
         count = rows * self._width
         return rows <= self._most and self._width % MULTIPLE == 0 and count > 0
 
-    def add_to(self, program: Program, rows: int, x: Place, out: Place) -> None:
+    def add_to(self, program: Program, x: Place, out: Place, rows: int) -> None:
         """Add it to a program, for rows at a place."""
         assert self._products is not None
         of_input, of_product = self._products
@@ -193,65 +157,55 @@ class OneCall:
         gate, up = both, (both[0], both[1] + 2 * count)
         if len(of_input.matrices) == 2:
             of_input.add_to(program, rows, torch.bfloat16, x, [gate, up])
-            add_gate(program, self.act, gate, up, product, count, _threads_for(count))
+            add_gate(program, gate, up, product, self.act, count, threads_for(count))
         else:
             of_input.add_to(program, rows, torch.bfloat16, x, [both])
             add_gates_of_rows(program, self.act, both, product, rows, self._width)
         of_product.add_to(program, rows, torch.bfloat16, product, [out])
 
+    def _add_shared(self, program: Program, x: Place, gates: Place, others: Place, out: Place, rows: int) -> None:
+        columns: int = self.matrices[-1].form.shape[0]
+        terms = program.room(2 * rows * columns)
+        self.add_to(program, x, terms, rows)
+        add_shared(program, terms, gates, others, out, rows, columns)
+
 
 def is_one_call(module: nn.Module) -> bool:
     """Whether `fuse_gates` set its forward."""
-    return forward_in(module) is _forward
+    return form_in(module, _computed) is not None
 
 
-def mlp_weights(module: Any) -> list[FusedWeight] | None:
-    """The weights of an MLP that `fuse_gates` lets compute by one call; None if it does not now."""
-    parts = module._modules
-    *linears, act = names_in(module) or (None,)
-    if module.training or not is_one_call(module) or not linears or not is_tabled(parts[act]):
+def mlp_in(module: Any) -> tuple[ActKind, list[FusedWeight]] | None:
+    """The kind of the activation and the weights of an MLP that `fuse_gates` lets compute by one call; None if it does
+    not now."""
+    *linears, name = names_in(module) or ("",)
+    act = module._modules.get(name)
+    kind = None if module.training or not is_one_call(module) else act_kind(act)
+    if kind is None or kind not in _tables or has_hooks(act):
         return None
-    return plain_weights(*(parts[name] for name in linears))
+    weights = plain_weights(*(module._modules[linear] for linear in linears))
+    return None if weights is None else (kind, weights)
 
 
-def act_of(module: nn.Module) -> ActKind:
-    """The kind of the activation of a gated MLP that has weights by `mlp_weights`."""
-    return act_kind(module._modules[names_in(module)[-1]]) or ()
-
-
-def _forward(module: Any, *args: Any, **named: Any) -> Any:
+def _computed(form: ActKind, module: Any, *args: Any, **named: Any) -> torch.Tensor | None:
     call = call_of(module) if len(args) == 1 and not named and is_plain(args[0]) else None
-    if call is not None and (result := call(args[0])) is not None:
-        return result
-    if call is not None and len(names := names_in(module)) == len(_PARTS[0]):
+    if call is None:
+        return None
+    if (result := call(args[0])) is None and len(names := names_in(module)) == len(_PARTS[0]):
         first, second, down, act = (module._modules[name] for name in names)
-        return down(gated(act, first(args[0]), second(args[0])))
-    return type(module).forward(module, *args, **named)
+        result = down(gated(act, first(args[0]), second(args[0])))
+    return result
 
 
 def call_of(module: Any) -> OneCall | None:
-    """The call of an MLP; None if `mlp_weights` has none."""
-    if (weights := mlp_weights(module)) is None:
+    """The call of an MLP; None if it is none by `mlp_in`."""
+    if (mlp := mlp_in(module)) is None:
         return None
-    own, matrices, act = weights[0], [weight.matrix for weight in weights], act_of(module)
+    act, (own, *_), matrices = *mlp, [weight.matrix for weight in mlp[1]]
     call: OneCall | None = own.calls
     if call is None or call.act != act or not all(map(operator.is_, call.matrices, matrices)):
         call = own.calls = OneCall(act, matrices)
     return call
-
-
-def shared_forward(module: Any, *args: Any, **named: Any) -> Any:
-    if len(args) == 1 and not named and is_plain(args[0]):
-        router, experts, shared, gate = (module._modules[name] for name in SHARED)
-        x = args[0].view(-1, args[0].shape[-1])
-        call = None if has_hooks(shared) else call_of(shared)
-        if call is not None and call.is_for(len(x)):
-            _, weights, index = router(x)
-            others, gates = experts(x, index, weights), gate(x)
-            if is_plain(others) and is_plain(gates):
-                return call.shared(x, gates, others).view(args[0].shape)
-            return (others + torch.sigmoid(gates) * shared(x)).view(args[0].shape)
-    return type(module).forward(module, *args, **named)
 
 
 @functools.cache
@@ -263,50 +217,24 @@ def sigmoids() -> torch.Tensor | None:
     return table if torch.equal(table.nan_to_num(), apart.nan_to_num()) else None
 
 
-def add_shared(program: Program, places: Sequence[Place], rows: int, width: int) -> None:
-    """Add `others + sigmoid(gates) * terms` to a program, whose places are of terms, gates, others and results."""
+def add_shared(program: Program, *places: Any) -> None:
+    """Add `others + sigmoid(gates) * terms` to a program, by the places of terms, gates, others and results, rows and
+    their width."""
     from rabbitllm.engine import _layer_kernels  # numba comes with it
 
     table = sigmoids()
     assert table is not None
-    program.add(_layer_kernels.add_gated, [table.data_ptr(), *places, rows, width])
-
-
-@torch.no_grad()
-def has_shared_bits(module: Any) -> bool:
-    """Whether a mixture's class adds these, and calls its parts so."""
-    random, width, rows = RandomTensors(), MULTIPLE, 3
-    x, others, result = (random.normal(rows, width) for _ in range(3))
-    gates, routing = random.normal(rows, 1) * 4, (object(), object(), object())
-
-    def part(answer: Any, *expected: object) -> Callable[..., Any]:
-        """What returns an answer, but None for another input than x, or for others after it than expected."""
-        return lambda value, *more: answer if torch.equal(value, x) and more == expected else None
-
-    answers = part(routing), part(others, *reversed(routing[1:])), part(result), part(gates)
-    expected = class_result(trial_of(module, _modules=dict(zip(SHARED, answers, strict=True))), x[None])
-    if sigmoids() is None:
-        return False
-    program, out = Program(4), torch.empty_like(x)
-    add_shared(program, [program.address(index) for index in range(4)], rows, width)
-    program(*(tensor.data_ptr() for tensor in (result, gates, others, out)))
-    return is_result(out[None], expected)
+    program.add(_layer_kernels.add_gated, [table.data_ptr(), *places])
 
 
 def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`act(gate) * up`, of tensors without gaps."""
     if (kind := act_kind(act) or ()) not in _tables:
         _tables[kind] = act(every_bfloat())
-    program, out, count = Program(3), torch.empty_like(gate), gate.numel()
-    gates, ups, results = (program.address(index) for index in range(3))
-    add_gate(program, kind, gates, ups, results, count, _threads_for(count))
+    out, count = torch.empty_like(gate), gate.numel()
+    program = Program.of(add_gate, 3, kind, count, threads_for(count))
     program(gate.data_ptr(), up.data_ptr(), out.data_ptr())
     return out
-
-
-def _threads_for(count: int) -> int:
-    """Threads that compute so many elements."""
-    return min(torch.get_num_threads(), -(-count // MAX_ELEMENTS)) if torchs_team() is not None else 1
 
 
 def has_every_gate(act: Any) -> bool:
@@ -317,19 +245,15 @@ def has_every_gate(act: Any) -> bool:
     return all(torch.equal(gated(act, gate, gate), act(gate) * gate) for gate in gates)
 
 
-@torch.no_grad()
-def _has_bits(module: nn.Module) -> bool:
+def _has_bits(module: nn.Module, form: ActKind) -> bool:
     """Whether a module has the results of its class, also for all values of its activation."""
     *linears, name = names_in(module)
     act: Any = module._modules[name]
     random = RandomTensors()
     parts, gates = dict[str, Any](), 2 // (len(linears) - 1)  # of gate and up in a matrix
     for linear in linears:
-        # on the meta device a Linear draws no weights from torch's random state, which is the program's
-        count = MULTIPLE * (gates if linear != linears[-1] else 1)
-        part = nn.Linear(MULTIPLE, count, bias=False, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
-        part.weight.copy_(random.normal(count, MULTIPLE))
-        parts[linear] = part
+        weight = random.normal(MULTIPLE * (gates if linear != linears[-1] else 1), MULTIPLE)
+        parts[linear] = functools.partial(nn.functional.linear, weight=weight)
     *first, down = parts.values()
     like = trial_of(module, _modules={**parts, name: act})
     for rows in (1, 3, 100):

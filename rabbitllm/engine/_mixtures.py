@@ -3,7 +3,8 @@
 It has the bits of the model's class, which is tried when a model is loaded, and experts that are equally probable are
 chosen in torch's order. The call leaves a token to the class where the last bits of torch's exponentials count: if a
 weight lies that near the middle of two numbers of bfloat16, for example; and if experts were not used before, or their
-checksums not compared.
+checksums not compared. What comes after the chosen experts of such a token, or of several, is one call if an expert is
+shared, also where the router is of another kind.
 """
 
 from __future__ import annotations
@@ -11,36 +12,17 @@ from __future__ import annotations
 import functools
 import itertools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from rabbitllm.base.dict_changes import remembered
-from rabbitllm.base.programs import Place, Program
+from rabbitllm.base.programs import Place, Program, Programs
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._first_use import only_checks
-from rabbitllm.engine._fusing import (
-    Forward,
-    class_result,
-    forward_in,
-    fuse,
-    is_result,
-    own_facts,
-    trial_of,
-    unchanged,
-)
-from rabbitllm.engine._gates import (
-    SHARED,
-    OneCall,
-    add_shared,
-    call_of,
-    has_shared_bits,
-    is_one_call,
-    names_in,
-    shared_forward,
-)
+from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, own_facts, trial_of
+from rabbitllm.engine._gates import MULTIPLE, OneCall, add_shared, call_of, is_one_call, names_in, sigmoids
 from rabbitllm.engine._routed import KeptExperts, kept_experts
 from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.forwards import has_row_product
@@ -48,7 +30,8 @@ from rabbitllm.engine.transformers_api import keeps_outputs
 from rabbitllm.quant import plain
 
 _PARTS = "gate", "experts"
-_ROUTERS = SHARED[0], SHARED[3]
+_SHARED = *_PARTS, "shared_expert", "shared_expert_gate"
+"""Names of the parts of mixtures, and of those whose shared expert has a gate."""
 _HEAD = 5
 """Words before those of a chosen matrix."""
 
@@ -58,7 +41,7 @@ class _Routing(NamedTuple):
 
     Attributes:
         kinds: what mixture and router are of; see `_kinds`.
-        used: experts of a token.
+        used: experts of a token; 0 if the router is left to its class.
         is_normed: whether their weights add up to 1.
     """
 
@@ -73,11 +56,12 @@ class _Routing(NamedTuple):
             weights /= weights.sum(-1, keepdim=True)
         return index, weights.bfloat16()
 
-    def add_to(self, program: Program, experts: int, *places: int | Place) -> None:
-        """Add the choice among so many to a program; for the places see `_layer_kernels.choose`."""
+    def add_to(self, program: Program, *places: int | Place) -> None:
+        """Add the choice to a program; for the places, after which comes the number of experts, see
+        `_layer_kernels.choose`."""
         from rabbitllm.engine import _layer_kernels  # numba comes with it
 
-        program.add(_layer_kernels.choose, [*places, experts, self.used, int(self.is_normed)])
+        program.add(_layer_kernels.choose, [*places, self.used, int(self.is_normed)])
 
 
 def fuse_mixtures(model: nn.Module) -> int:
@@ -88,108 +72,94 @@ def fuse_mixtures(model: nn.Module) -> int:
     Returns:
         How many these are.
     """
+    return fuse(model, _computed, _form_of, _trial)
 
-    def key_of(module: Any) -> object:
-        is_known = module._modules.keys() == {*_PARTS} or (_has_shared(module) and is_one_call(module.shared_expert))
-        return _kinds(module) if is_known and not (module._parameters or module._buffers) else None
 
-    def forward_of(module: nn.Module, key: object) -> Forward:
-        routing = _routing_of(module, key)
-        if routing is None or (_has_shared(module) and not has_shared_bits(module)):
-            return None
-        return functools.partial(_forward, routing)
+def _form_of(module: Any) -> object:
+    is_known = module._modules.keys() == {*_PARTS} or (_has_shared(module) and is_one_call(module.shared_expert))
+    return _kinds(module) if is_known and not (module._parameters or module._buffers) else None
 
-    return fuse(model, key_of, forward_of)
+
+def _trial(module: Any, kinds: object) -> _Routing | None:
+    """What a mixture's router makes of its logits; None if nothing of it is one call."""
+    if _has_shared(module) and not _has_shared_bits(module):
+        return None
+    return _routing_of(module, kinds) or (_Routing(kinds, 0, False) if _has_shared(module) else None)
+
+
+def routing_in(module: nn.Module) -> _Routing | None:
+    """The routing of a mixture that `fuse_mixtures` lets compute a token by one call; None if it does not."""
+    routing: _Routing | None = form_in(module, _computed)
+    return routing if routing is not None and routing.used else None
 
 
 def routers_in(model: nn.Module) -> Iterator[nn.Module]:
     """The routers of mixtures that `fuse_mixtures` has replaced, and the gates of their shared experts."""
-    for mixture in filter(is_mixture, model.modules()):
-        yield from (part for name, part in mixture.named_children() if name in _ROUTERS)
+    for mixture in filter(routing_in, model.modules()):
+        yield from (part for name, part in mixture.named_children() if name in (_SHARED[0], _SHARED[3]))
 
 
 def mixture_call(module: Any) -> MixtureCall | None:
     """What `fuse_mixtures` lets a module compute by one call now; None if nothing."""
-    if not is_mixture(module) or not module._modules.keys() >= {*_PARTS} or keeps_outputs():
+    if (routing := routing_in(module)) is None or not module._modules.keys() >= {*_PARTS} or keeps_outputs():
         return None
-    routing = forward_in(module).args[0]
-    kept = kept_experts(module._modules["experts"])
-    if kept is None:
+    if (kept := kept_experts(module._modules["experts"])) is None:
         return None
     call: MixtureCall | None = kept.calls.get(module)
-    if call is None or not (call.is_current() and call.has_plain()):
+    if call is None or not call.watch.holds():
         shared = call_of(module._modules["shared_expert"]) if _has_shared(module) else None
         if not _is_so(routing, module, kept, shared):
             return None
         call = kept.calls[module] = MixtureCall(routing, module, kept, shared)
-    return call if call.has_classes() else None
+    return call
 
 
 def _has_shared(module: nn.Module) -> bool:
     """Whether a mixture has a shared expert with a gate."""
-    return module._modules.keys() == {*SHARED}
-
-
-def is_mixture(module: nn.Module) -> bool:
-    """Whether `fuse_mixtures` set its forward."""
-    return getattr(forward_in(module), "func", None) is _forward
+    return module._modules.keys() == {*_SHARED}
 
 
 class MixtureCall:
     """What a mixture computes by one call; what is kept of its experts keeps it.
 
     Attributes:
-        facts: tell whether it still is what the modules compute, as `is_current` does.
+        watch: whether it still is what the modules compute.
     """
 
     def __init__(self, routing: _Routing, module: Any, kept: KeptExperts, shared: OneCall | None) -> None:
         gate, experts = (module._modules[name] for name in _PARTS)
         self._routing, self._kept, self._module, self._shared = routing, kept, module, shared
-        self._classes = [(type(part), type(part).forward) for part in (module, gate)]
-        of_shared = [] if shared is None else zip(names_in(module.shared_expert), shared.matrices, strict=False)
-        linears = [(module.shared_expert._modules[name]._parameters, matrix) for name, matrix in of_shared]
-        self._plain = [(table, matrix) for table, matrix in linears if type(matrix) is plain.PlainMatrix]
         routers = [gate] if shared is None else [gate, module.shared_expert_gate]
         self._routers, self._words = [router._parameters for router in routers], array("q")
         self._places = list[Any]()
         self._products = [routed[0] for each in routers if (routed := plain.routed(each.weight)) is not None]
-        self._programs, self._fits = dict[int, Program](), dict[int, bool]()
+        self._programs, self._fits = Programs(), dict[int, bool]()
 
-        is_true = functools.partial(_is_so, routing, module, kept, shared)
-        facts = [(module._modules, "experts"), *own_facts(experts)]
         parts = [(module, "gate"), *((experts, name) for name in experts._modules)]
         others = [vars(module), vars(experts.config), experts._forward_hooks, experts._forward_pre_hooks]
+        matrices = list[tuple[dict[str, Any], Any]]()
         if shared is not None:
-            of_shared = module.shared_expert._modules
-            parts += [(module, name) for name in SHARED[2:]] + [(module.shared_expert, name) for name in of_shared]
-            others += [part._parameters for part in (*of_shared.values(), module.shared_expert_gate)]
-        self.facts = unchanged(is_true, facts, parts, others)
-        self.is_current = remembered(*self.facts)
+            linears = [module.shared_expert._modules[name]._parameters for name in names_in(module.shared_expert)]
+            parts += [(module, name) for name in _SHARED[2:]]
+            parts += [(module.shared_expert, name) for name in names_in(module.shared_expert)]
+            others += [*linears, module.shared_expert_gate._parameters]
+            matrices = list(zip(linears, shared.matrices, strict=False))
+        is_true = functools.partial(_is_so, routing, module, kept, shared)
+        facts = [(module._modules, "experts"), *own_facts(experts)]
+        self.watch = Watch(is_true, parts, facts=facts, others=others, matrices=matrices)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """The result for a row of input; None if it is left to the class."""
         if (arrays := self.arrays(x)) is None:
             return None
-        if (program := self._programs.get(threads := torch.get_num_threads())) is None:
-            program = Program(4)
-            at_x, at_out, *others = (program.address(index) for index in range(4))
-            self.add_to(program, at_x, at_out, others)
-            self._programs[threads] = program
         out = torch.empty_like(x)
-        program(x.data_ptr(), out.data_ptr(), *[each.buffer_info()[0] for each in arrays])
+        addresses = x.data_ptr(), out.data_ptr(), *[each.buffer_info()[0] for each in arrays]
+        self._programs.of(self.add_to, len(addresses))(*addresses)
         return out if arrays[1][0] else self.by_class(x)
 
     def is_kept(self) -> bool:
-        """Whether the experts are those of the call, whose facts do not tell of their parameters' data."""
-        return kept_experts(self._module._modules["experts"]) is self._kept and self.has_plain() and self.has_classes()
-
-    def has_plain(self) -> bool:
-        """Whether the shared expert's plain matrices are those of its weights, of which no fact tells either."""
-        return all(matrix.is_of(table.get("weight")) for table, matrix in self._plain)
-
-    def has_classes(self) -> bool:
-        """Whether the classes of mixture and router still compute as they did when the call was made."""
-        return all(kind.forward is forward for kind, forward in self._classes)
+        """Whether the experts are those of the call, whose watch does not tell of their parameters' data."""
+        return kept_experts(self._module._modules["experts"]) is self._kept
 
     def arrays(self, x: torch.Tensor) -> tuple[array[int], array[int]] | None:
         """What a call for a row of input is given, which stays until its end: the router's words, and what becomes 1
@@ -217,44 +187,54 @@ class MixtureCall:
             fits = self._fits[threads] = self._kept.fits(product.shape, self._routing.used, threads)
         return (self._words, array("q", [0])) if fits else None
 
-    def add_to(self, program: Program, x: Place, out: Place, arrays: Sequence[Place]) -> None:
+    def add_to(self, program: Program, x: Place, out: Place, words: Place, done: Place) -> None:
         """Add it to a program: for a row at a place, with its `arrays` at others."""
-        (product, *_), used, (words, done) = self._products, self._routing.used, arrays
-        experts = product.shape[0]
+        (product, *_), used = self._products, self._routing.used
+        experts, columns = product.shape
         logits, chosen, weights = map(program.room, (2 * experts, 8 * (1 + 4 * used), 2 * used))
         product.add_to(program, 1, x, words, logits, 0, 0)
-        self._routing.add_to(program, experts, logits, self._kept.place_of_words, chosen, weights, done)
+        self._routing.add_to(program, logits, self._kept.place_of_words, chosen, weights, done, experts)
         self._kept.add_to(program, used, x, chosen, weights, out)
         if self._shared is not None:
-            columns, of_gate = product.shape[1], program.room(2)
-            result, nbytes = program.room(2 * columns), 8 * len(self._words) // len(self._products)
+            of_gate, result, nbytes = program.room(2), program.room(2 * columns), 4 * len(self._words)
             self._products[1].add_to(program, 1, x, (words[0], words[1] + nbytes), of_gate, 0, 0)
-            self._shared.add_to(program, 1, x, result)
-            add_shared(program, [result, of_gate, out, out], 1, columns)
+            self._shared.add_to(program, x, result, 1)
+            add_shared(program, result, of_gate, out, out, 1, columns)
 
     def by_class(self, x: torch.Tensor) -> torch.Tensor:
         """The result by the class, after which more experts are known."""
-        result: torch.Tensor = _by_class(self._module, x)
+        result = _after_experts(self._module, x)
+        result = type(self._module).forward(self._module, x) if result is None else result
         self._kept.note()
         return result
 
 
-def _forward(routing: _Routing, module: Any, *args: Any, **named: Any) -> Any:
-    if len(args) == 1 and not named and is_plain(args[0]) and (call := mixture_call(module)) is not None:
-        result = call(args[0])
-        if result is not None:
-            return result
-    return _by_class(module, *args, **named)
+def _computed(routing: _Routing, module: Any, *args: Any, **named: Any) -> torch.Tensor | None:
+    if len(args) != 1 or named or not is_plain(args[0]):
+        return None
+    result = None if (call := mixture_call(module)) is None else call(args[0])
+    return _after_experts(module, args[0]) if result is None else result
 
 
-def _by_class(module: Any, *args: Any, **named: Any) -> Any:
-    forward = shared_forward if _has_shared(module) else type(module).forward
-    return forward(module, *args, **named)
+def _after_experts(module: Any, rows: torch.Tensor) -> torch.Tensor | None:
+    """The result for rows if a shared expert and the sum of both kinds are one call; None if that is left to the
+    class."""
+    if not _has_shared(module):
+        return None
+    router, experts, shared, gate = (module._modules[name] for name in _SHARED)
+    x, call = rows.view(-1, rows.shape[-1]), None if has_hooks(shared) else call_of(shared)
+    if call is None or not call.is_for(len(x)):
+        return None
+    _, weights, index = router(x)
+    others, gates = experts(x, index, weights), gate(x)
+    if is_plain(others) and is_plain(gates):
+        return call.shared(x, gates, others).view(rows.shape)
+    return (others + torch.sigmoid(gates) * shared(x)).view(rows.shape)  # type: ignore[no-any-return]
 
 
 def _is_so(routing: _Routing, module: Any, kept: KeptExperts, shared: OneCall | None) -> bool:
     """Whether modules compute what a call does, with our routers' products, and nothing sees what is within."""
-    names = SHARED if _has_shared(module) else _PARTS
+    names = _SHARED if _has_shared(module) else _PARTS
     gate, experts, *others = (module._modules[name] for name in names)
     if not has_row_product(gate) or any(map(has_hooks, (gate, *experts._modules.values(), *others))):
         return False
@@ -276,7 +256,25 @@ def _kinds(mixture: Any) -> object:
     return type(mixture), type(mixture.gate), len(mixture._modules), *itertools.chain.from_iterable(numbers)
 
 
-@torch.no_grad()
+def _has_shared_bits(module: Any) -> bool:
+    """Whether a mixture's class adds `others + sigmoid(gates) * terms`, and calls its parts so."""
+    random, width, rows = RandomTensors(), MULTIPLE, 3
+    x, others, result = (random.normal(rows, width) for _ in range(3))
+    gates, routing = random.normal(rows, 1) * 4, (object(), object(), object())
+
+    def part(answer: Any, *expected: object) -> Callable[..., Any]:
+        """What returns an answer, but None for another input than x, or for others after it than expected."""
+        return lambda value, *more: answer if torch.equal(value, x) and more == expected else None
+
+    answers = part(routing), part(others, *reversed(routing[1:])), part(result), part(gates)
+    expected = class_result(trial_of(module, _modules=dict(zip(_SHARED, answers, strict=True))), x[None])
+    if sigmoids() is None:
+        return False
+    out = torch.empty_like(x)
+    Program.of(add_shared, 4, rows, width)(*(tensor.data_ptr() for tensor in (result, gates, others, out)))
+    return is_result(out[None], expected)
+
+
 def _routing_of(module: Any, kinds: object) -> _Routing | None:
     """What the class of a router computes, if that of its mixture hands it to the experts and returns their results."""
     router, random, seen = module.gate, RandomTensors(), list[Any]()
@@ -307,14 +305,13 @@ def _routing_of(module: Any, kinds: object) -> _Routing | None:
 def _chooses_alike(routing: _Routing, experts: int) -> bool:
     """Whether a call chooses the experts of torch, also among many that are equally probable, and their weights."""
     random, known, compared = RandomTensors(), torch.arange(1, experts + 1, device="cpu"), 0
+    program = Program.of(routing.add_to, 5, experts)
     for turn in range(32):
         # many are equal, or few; none of those is near 0, where a call leaves the choice to torch
         equal = (2 * random.integers(-16, 17, 1, experts, dtype=torch.int8) + 1).bfloat16() / 8
         logits = equal if turn % 2 else 2 * random.normal(1, experts)
-        program, done = Program(5), torch.empty(1, dtype=torch.int64, device="cpu")
-        chosen = torch.empty(1 + 4 * routing.used, dtype=torch.int64, device="cpu")
+        done, chosen = (torch.empty(n, dtype=torch.int64, device="cpu") for n in (1, 1 + 4 * routing.used))
         weights = torch.empty(1, routing.used, dtype=torch.bfloat16, device="cpu")
-        routing.add_to(program, experts, *(program.address(index) for index in range(5)))
         program(*(tensor.data_ptr() for tensor in (logits, known, chosen, weights, done)))
         index, expected = routing.choice(logits)
         if done and not (torch.equal(chosen[4::4][None], index) and torch.equal(weights, expected)):

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from rabbitllm.base.openmp import torchs_team
-from rabbitllm.base.programs import Place, Program, float_bits
+from rabbitllm.base.programs import Place, Program, float_bits, prepared
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import (
     MAX_ELEMENTS,
-    Forward,
-    class_result,
-    forward_in,
+    form_in,
     fuse,
     is_result,
     is_transformed,
-    kind_of,
+    result_of,
+    threads_for,
     trial_of,
 )
 from rabbitllm.engine._gates import every_bfloat, table_of
@@ -37,8 +34,7 @@ LANES = (8, 16, -8, -16)
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
-@dataclass(frozen=True)
-class NormForm:
+class NormForm(NamedTuple):
     """What a norm computes: torch's lanes (`LANES`), the number added to the mean of squares, and transformers' name of
     the activation of a gate, which multiplies the result in float32, if there is a gate."""
 
@@ -77,11 +73,11 @@ def fuse_norms(model: nn.Module) -> int:
     Returns:
         How many these are.
     """
-    return fuse(model, _key_of, _forward_of)
+    return fuse(model, _computed, _form_of, _right_form)
 
 
-def _key_of(module: nn.Module) -> tuple[object, int, torch.dtype, float, str | None] | None:
-    """The kind, size, dtype, epsilon and activation of a module that may be a norm; None if it has another form."""
+def _form_of(module: nn.Module) -> tuple[int, torch.dtype, NormForm] | None:
+    """The size and dtype of a module that may be a norm, and its form without lanes; None if it has another form."""
     name, activation = type(module).__name__, None
     if not name.endswith(("RMSNorm", "RMSNormGated")) or module._buffers:
         return None
@@ -94,13 +90,13 @@ def _key_of(module: nn.Module) -> tuple[object, int, torch.dtype, float, str | N
         activation = vars(module).get("activation")
         if weight.dtype is not torch.bfloat16 or not isinstance(activation, str) or activation not in ACT2FN:
             return None
-    return kind_of(module), len(weight), weight.dtype, epsilon, activation
+    return len(weight), weight.dtype, NormForm(0, epsilon, activation)
 
 
 def norm_form(module: nn.Module, activation: str | None = None) -> NormForm | None:
     """What `fuse_norms` lets a norm compute, if it has a gate with this activation, or none; else None."""
-    lanes, own = _fused.get(forward_in(module), (0, None))
-    return NormForm(lanes, epsilon_of(module), activation) if lanes and own == activation else None
+    form: NormForm | None = form_in(module, _computed)
+    return form if form is not None and form[1:] == (epsilon_of(module), activation) else None
 
 
 def with_weight(module: nn.Module, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -115,21 +111,19 @@ def epsilon_of(module: nn.Module) -> Any:
     return own.get("eps") if value is None else value
 
 
-def _forward(lanes: int, activation: str | None, module: Any, *args: Any, **named: Any) -> Any:
+def _computed(form: NormForm, module: Any, *args: Any, **named: Any) -> torch.Tensor | None:
     weight = module._parameters.get("weight")  # None where it is parametrized
-    is_step = len(args) == 1 + (activation is not None) and not named and type(weight) is nn.Parameter
-    if is_step and not is_transformed() and type(x := args[0]) is torch.Tensor:
+    is_step = len(args) == 1 + (form.activation is not None) and not named and type(weight) is nn.Parameter
+    if is_step and not is_transformed() and type(x := args[0]) is torch.Tensor and epsilon_of(module) == form.epsilon:
         count, columns, dtype = x.numel(), weight.shape[0], x.dtype
-        is_alike = dtype is weight.dtype and dtype in _DTYPES and x.shape[-1] == columns
-        if is_alike and activation is not None:
+        is_alike = dtype is weight.dtype and dtype in _DTYPES and x.shape[-1] == columns and count > 0
+        if is_alike and form.activation is not None:
             gate = args[1]
             is_alike = is_plain(gate) and gate.dtype is dtype and gate.shape == x.shape
-            is_alike = is_alike and module.activation == activation
-        is_alike = is_alike and count > 0 and (activation is None or count < MAX_ELEMENTS)
+            is_alike = is_alike and module.activation == form.activation and count < MAX_ELEMENTS
         if is_alike and x.is_cpu and _has_rows(x) and not torch.is_grad_enabled():
-            form = lanes, epsilon_of(module), activation
             return _norm(x.contiguous(), weight, count // columns, form, *args[1:])
-    return type(module).forward(module, *args, **named)
+    return None
 
 
 def _has_rows(x: torch.Tensor) -> bool:
@@ -137,55 +131,31 @@ def _has_rows(x: torch.Tensor) -> bool:
     return x.is_contiguous() or (x.stride(-1) == 1 and torch.empty_like(x).is_contiguous())
 
 
-_fused = dict[Callable[..., Any], tuple[int, str | None]]()
-"""Forwards of norms -> their lanes and the activation of their gate."""
-
-
-@functools.cache
-def _forward_by(lanes: int, activation: str | None) -> Callable[..., Any]:
-    """A forward for norms; no `partial`, which `torch.compile` does not take for the forward of a module."""
-
-    def forward(module: Any, *args: Any, **named: Any) -> Any:
-        return _forward(lanes, activation, module, *args, **named)
-
-    _fused[forward] = lanes, activation
-    return forward
-
-
-def _norm(
-    x: torch.Tensor, weight: torch.Tensor, rows: int, form: tuple[int, float, str | None], *gate: torch.Tensor
-) -> torch.Tensor:
-    """What a `NormForm` of these numbers computes; making one would take as long as finding the program."""
-    out = torch.empty_like(x)
-    threads = min(torch.get_num_threads(), -(-x.numel() // MAX_ELEMENTS)) if torchs_team() is not None else 1
-    program = _program(x.dtype is torch.bfloat16, rows, weight.shape[0], *form, threads)
+def _norm(x: torch.Tensor, weight: torch.Tensor, rows: int, form: NormForm, *gate: torch.Tensor) -> torch.Tensor:
+    """What a norm computes of rows."""
+    out, numbers = torch.empty_like(x), (x.dtype is torch.bfloat16, rows, weight.shape[0], threads_for(x.numel()))
+    program = prepared(_add, 3 + len(gate), form, *numbers)
     program(*[tensor.data_ptr() for tensor in (x, weight, out, *gate)])
     return out
 
 
-@functools.lru_cache(1024)
-def _program(
-    is_bfloat: bool, rows: int, columns: int, lanes: int, epsilon: float, activation: str | None, threads: int
-) -> Program:
-    program, form = Program(3 + (activation is not None)), NormForm(lanes, epsilon, activation)
-    x, weight, out, gate = (program.address(index) for index in range(4))
-    form.add_to(program, columns, x, weight, out, rows, gate, is_bfloat=is_bfloat, threads=threads)
-    return program
+def _add(program: Program, x: Place, weight: Place, out: Place, *others: Any) -> None:
+    """Add a norm to a program; the others are the place of a gate, if there is one, the form, and `_norm`'s numbers."""
+    *gate, form, is_bfloat, rows, columns, threads = others
+    form.add_to(program, columns, x, weight, out, rows, *gate, is_bfloat=is_bfloat, threads=threads)
 
 
-@torch.no_grad()
-def _forward_of(module: Any, key: tuple[object, int, torch.dtype, float, str | None]) -> Forward:
-    """The forward with which a norm has the results of its class, also for all values of a gate; None if none has."""
-    _, columns, dtype, epsilon, activation = key
+def _right_form(module: Any, key: tuple[int, torch.dtype, NormForm]) -> NormForm | None:
+    """The form with which a norm has the results of its class, also for all values of a gate; None if none has."""
+    columns, dtype, form = key
     random = RandomTensors()
     samples = list[tuple[torch.Tensor, torch.Tensor, int, Any, Any]]()
 
     def add(rows: int, scale: float, dtype: torch.dtype, *gate: torch.Tensor) -> None:
         x, weight = random.normal(rows, columns, dtype=dtype) * scale, random.positive(columns, dtype=dtype)
-        like = trial_of(module, _parameters={"weight": nn.Parameter(weight)})
-        samples.append((x, weight, rows, gate, class_result(like, x, *gate)))
+        samples.append((x, weight, rows, gate, result_of(with_weight(module, weight), x, *gate)))
 
-    if activation is not None:
+    if form.activation is not None:
         gates = every_bfloat()
         gates = gates[gates.isfinite()]
         rows = len(gates) // columns
@@ -195,8 +165,8 @@ def _forward_of(module: Any, key: tuple[object, int, torch.dtype, float, str | N
             for rows in (1, 3, max(MAX_ELEMENTS // columns // 2, 1), 2 * MAX_ELEMENTS // columns + 1):
                 add(rows, 10.0 ** (rows % 3), computed)
     for lanes in LANES:
-        form = lanes, epsilon, activation
-        results = (is_result(_norm(x, w, rows, form, *gate), y) for x, w, rows, gate, y in samples)
+        own = form._replace(lanes=lanes)
+        results = (is_result(_norm(x, w, rows, own, *gate), y) for x, w, rows, gate, y in samples)
         if abs(lanes) <= columns and all(results):
-            return _forward_by(lanes, activation)
+            return own
     return None

@@ -13,15 +13,15 @@ import inspect
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._delta_layers import MAX_ROWS, RUN, WORTH_A_THREAD, DeltaForm, delta_forward
-from rabbitllm.engine._fusing import Forward, fuse, is_transformed, with_globals
+from rabbitllm.engine._delta_layers import MAX_ROWS, RUN, WORTH_A_THREAD, DeltaForm, right_form, step
+from rabbitllm.engine._fusing import fuse, is_transformed, with_globals
 from rabbitllm.engine.transformers_api import ACT2FN
 
 MAX_TOKENS = 32
@@ -34,6 +34,8 @@ _EPSILON = 1e-6
 _NO_LIMIT = (0.0, math.inf)
 _Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Of a step: its result and the next state."""
+_OF_STATES = "state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z"
+"""Arguments of steps of Mamba."""
 _STATE_SPACE_STEP = "mamba2_selective_state_update"
 _DTYPES = torch.bfloat16, torch.float32
 
@@ -48,16 +50,18 @@ def fuse_recurrences(model: nn.Module, prompts: bool = False) -> int:
         How many layers these are.
     """
 
-    def forward_of(module: nn.Module, key: tuple[type[nn.Module], DeltaForm | None]) -> Forward:
-        own, form = key
-        if (function := _forward_of(own, prompts)) is None:
-            return None
-        if form is not None:
-            function = delta_forward(module, form, function)
-        # torch.compile cannot follow it
-        return lambda *args, **named: (own.forward if is_transformed() else function)(*args, **named)
+    def trial(module: nn.Module, form: tuple[DeltaForm | None]) -> object:
+        return (function := _forward_of(type(module), prompts)) and (right_form(module, form[0]), function)
 
-    return fuse(model, lambda module: (type(module), DeltaForm.of(module)), forward_of)
+    return fuse(model, _forward, lambda module: (DeltaForm.of(module),), trial, kind=type)
+
+
+def _forward(forms: tuple[DeltaForm | None, Any], module: Any, *args: Any, **named: Any) -> Any:
+    form, function = forms
+    if is_transformed():  # torch.compile cannot follow it
+        return None
+    result = None if form is None or args else step(form, module, **named)
+    return function(module, *args, **named) if result is None else result
 
 
 def _forward_of(kind: type[nn.Module], prompts: bool) -> Callable[..., Any] | None:
@@ -79,6 +83,14 @@ def step_of(ordinary: Callable[..., Any], prompts: bool = False) -> _Steps:
     return DeltaStep(ordinary, prompts) if kind is DeltaStep else kind(ordinary)
 
 
+class _Call(NamedTuple):
+    """What one call computes: the name of an activation, operands, and others with which it is tried, if any."""
+
+    named: str | None
+    operands: Sequence[torch.Tensor]
+    tried: Sequence[torch.Tensor] = ()
+
+
 class _Recurrence:
     """A function of transformers, and the operands for which one call has its bits.
 
@@ -86,9 +98,22 @@ class _Recurrence:
         ordinary: transformers' own.
     """
 
+    _returns_state = False
+
     def __init__(self, ordinary: Callable[..., Any]) -> None:
         self._ordinary = ordinary
         self._tried = dict[object, bool]()
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        call = self._call(*args, **named)
+        if call is None or not self._has_bits(call.named, call.tried or call.operands):
+            return self._ordinary(*args, **named)
+        results = self._computed(call.named, call.operands)
+        return results if self._returns_state else results[0]
+
+    def _call(self, *args: Any, **named: Any) -> _Call | None:
+        """What one call is to compute of such arguments; None if they have another form."""
+        raise NotImplementedError
 
     def _has_bits(self, named: str | None, operands: Sequence[torch.Tensor]) -> bool:
         """Whether one call computes such operands; it is tried once with random values of their shapes and dtypes."""
@@ -122,6 +147,8 @@ class DeltaStep(_Recurrence):
         prompts: whether any number of tokens is computed so, also without a state.
     """
 
+    _returns_state = True
+
     def __init__(self, ordinary: Callable[..., Any], prompts: bool = False) -> None:
         super().__init__(ordinary)
         self._prompts = prompts
@@ -129,20 +156,19 @@ class DeltaStep(_Recurrence):
         self._normalized = module["l2norm"]
         self._by_token = module[_BY_TOKEN[ordinary.__name__]] if ordinary.__name__ in _BY_TOKEN else ordinary
 
-    def __call__(
+    def _call(
         self, query: Any, key: Any, value: Any, g: Any = None, beta: Any = None, initial_state: Any = None, **more: Any
-    ) -> Any:
-        is_whole = more.get("output_final_state") and more.get("use_qk_l2norm_in_kernel") and not _is_packed(more)
+    ) -> _Call | None:
         state, tokens = initial_state, key.shape[1]
-        if is_whole and state is None and self._prompts:
+        if not (more.get("output_final_state") and more.get("use_qk_l2norm_in_kernel")) or _is_packed(more):
+            return None
+        if state is None and self._prompts:
             shape = len(key), value.shape[2], key.shape[-1], value.shape[-1]
             state = torch.zeros(shape, dtype=torch.float32, device="cpu")
-        if is_whole and state is not None and (self._prompts or tokens <= MAX_TOKENS):
-            of_tokens = query, key, value, g, beta
-            few = of_tokens if tokens <= _TRIED else [x[:, :_TRIED] for x in of_tokens]
-            if self._fits(key, value, state) and self._has_bits(None, (*few, state)):
-                return self._computed(None, (*of_tokens, state))
-        return self._ordinary(query, key, value, g=g, beta=beta, initial_state=initial_state, **more)
+        if state is None or not (self._prompts or tokens <= MAX_TOKENS) or not self._fits(key, value, state):
+            return None
+        of_tokens = query, key, value, g, beta
+        return _Call(None, (*of_tokens, state), (*(x[:, :_TRIED] for x in of_tokens), state) if tokens > _TRIED else ())
 
     @staticmethod
     def _fits(key: Any, value: Any, state: Any) -> bool:
@@ -172,13 +198,11 @@ class DeltaStep(_Recurrence):
 class ConvolutionStep(_Recurrence):
     """A causal convolution of each channel over the last tokens: (B, C, 1) of bfloat16 or float32."""
 
-    def __call__(
+    def _call(
         self, hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: Any = None
-    ) -> Any:
+    ) -> _Call | None:
         operands = (hidden_states, conv_state, weight) if bias is None else (hidden_states, conv_state, weight, bias)
-        if hidden_states.shape[-1] == 1 and self._fits(*operands) and self._has_bits(activation, operands):
-            return self._computed(activation, operands)[0]
-        return self._ordinary(hidden_states, conv_state, weight, bias, activation)
+        return _Call(activation, operands) if hidden_states.shape[-1] == 1 and self._fits(*operands) else None
 
     @staticmethod
     def _fits(x: Any, state: Any, weight: Any, bias: Any = None) -> bool:
@@ -202,30 +226,13 @@ class ConvolutionStep(_Recurrence):
 class _StateStep(_Recurrence):
     """A step of Mamba in bfloat16, whose states are float32."""
 
-    def __call__(
-        self,
-        state: Any,
-        hidden_states: Any,
-        dt: Any,
-        A: Any,
-        B: Any,
-        C: Any,
-        D: Any = None,
-        dt_bias: Any = None,
-        dt_softplus: bool = False,
-        z: Any = None,
-        **more: Any,
-    ) -> Any:
-        whole = state, hidden_states, dt, A, B, C, D, dt_bias
-        operands = self._operands(*whole, z) if dt_softplus and not _is_packed(more) and state.is_contiguous() else None
-        if operands is not None and self._has_bits(None, operands):
-            return self._computed(None, operands)[0]
-        return self._ordinary(*whole, dt_softplus, z, **more)
+    def _call(self, *args: Any, **named: Any) -> _Call | None:
+        arguments = dict(zip(_OF_STATES, args, strict=False)) | named
+        *tensors, is_soft, z = (arguments.get(name) for name in _OF_STATES)
+        operands = self._operands(*tensors, z) if is_soft and not _is_packed(arguments) else None
+        return None if operands is None or not operands[0].is_contiguous() else _Call(None, operands)
 
-    @staticmethod
-    def _operands(
-        state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, bias: Any, z: Any
-    ) -> tuple[torch.Tensor, ...] | None:
+    def _operands(self, *tensors: Any) -> tuple[torch.Tensor, ...] | None:
         """The tensors that one call computes with; None if they have another form."""
         raise NotImplementedError
 
@@ -237,10 +244,8 @@ class StateSpaceStep(_StateStep):
     and A are numbers of heads, which transformers expands to all dimensions.
     """
 
-    @staticmethod
-    def _operands(
-        state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, bias: Any, z: Any
-    ) -> tuple[torch.Tensor, ...] | None:
+    def _operands(self, *tensors: Any) -> tuple[torch.Tensor, ...] | None:
+        state, x, dt, a, b, c, d, bias, z = tensors
         is_whole = d is not None and bias is not None and z is None
         if not is_whole or (x.dim(), dt.dim(), a.dim(), d.dim(), bias.dim()) != (3, 3, 3, 2, 2):
             return None
@@ -277,10 +282,8 @@ class SelectiveStep(_StateStep):
     float32.
     """
 
-    @staticmethod
-    def _operands(
-        state: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, d: Any, bias: Any, z: Any
-    ) -> tuple[torch.Tensor, ...] | None:
+    def _operands(self, *tensors: Any) -> tuple[torch.Tensor, ...] | None:
+        state, x, dt, a, b, c, d, bias, z = tensors
         if d is None or bias is None or z is None or state.dim() != 3:
             return None
         count, channels, size = state.shape

@@ -18,10 +18,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from rabbitllm.base.openmp import torchs_team
-from rabbitllm.base.programs import Program
+from rabbitllm.base.programs import Place, Program, prepared
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._fusing import MAX_ELEMENTS, fuse, is_transformed, with_globals
+from rabbitllm.engine._fusing import by_function, fuse, is_transformed, result_of, threads_for, with_globals
 from rabbitllm.engine.row_attention import attended
 from rabbitllm.engine.transformers_api import sdpa_attention_forward
 
@@ -39,7 +38,7 @@ def fuse_rotary(model: nn.Module, *, prompts: bool) -> int:
     Returns:
         How many these are.
     """
-    return fuse(model, type, lambda _, kind: rotating_forward(kind, prompts=prompts))
+    return fuse(model, by_function, type, lambda _, kind: rotating_forward(kind, prompts=prompts), kind=type)
 
 
 def rotating_forward(kind: Any, *, prompts: bool) -> Callable[..., Any] | None:
@@ -96,33 +95,27 @@ def _rotated(ordinary: Callable[..., Any], *args: Any, **named: Any) -> Any:
 def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rotated = q.clone(), k.clone()
-    threads = min(torch.get_num_threads(), -(-q.numel() // MAX_ELEMENTS)) if torchs_team() is not None else 1
-    program = _program(q.shape[1], k.shape[1], cos.shape[-1], q.shape[3], q.shape[2], threads)
+    rotated, (_, heads, tokens, width) = (q.clone(), k.clone()), q.shape
+    program = prepared(_add, 4, heads, k.shape[1], cos.shape[-1], width, tokens, threads_for(q.numel()))
     program(*(x.data_ptr() for x in (*rotated, cos, sin)))
     return rotated
 
 
-@functools.lru_cache(1024)
-def _program(heads: int, key_heads: int, rotated: int, width: int, tokens: int, threads: int) -> Program:
+def _add(program: Program, q: Place, k: Place, cos: Place, sin: Place, heads: int, keys: int, *sizes: int) -> None:
     from rabbitllm.engine import _layer_kernels  # numba comes with it
 
-    program = Program(4)
-    q, k, cos, sin = (program.address(index) for index in range(4))
-    for x, count in ((q, heads), (k, key_heads)):
-        program.add(_layer_kernels.rotate, [x, cos, sin, count, rotated, width, tokens], threads)
-    return program
+    *of_heads, threads = sizes
+    for x, count in ((q, heads), (k, keys)):
+        program.add(_layer_kernels.rotate, [x, cos, sin, count, *of_heads], threads)
 
 
-@torch.no_grad()
 def _has_bits(ordinary: Callable[..., Any]) -> bool:
     random = RandomTensors()
     for width, rotated in _WIDTHS:
         forms = (1, 4, 1, width), (1, 2, 1, width), (1, 1, rotated), (1, 1, rotated)
         q, k, cos, sin = (random.normal(*form) for form in forms)
-        try:
-            expected = ordinary(q, k, cos, sin)
-        except (TypeError, RuntimeError):  # it has other arguments, or rotates whole heads only
+        expected = result_of(ordinary, q, k, cos, sin)
+        if expected is None:  # it has other arguments, or rotates whole heads only
             return rotated < width
         if type(expected) is not tuple or not all(map(torch.equal, expected, _rotate(q, k, cos, sin))):
             return False

@@ -23,19 +23,10 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rabbitllm.base.programs import Place, Program, Words
+from rabbitllm.base.programs import Place, Program, Programs, Words, prepared
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._first_use import unchecked_in
-from rabbitllm.engine._fusing import (
-    Forward,
-    class_result,
-    forward_in,
-    fuse,
-    is_result,
-    is_transformed,
-    kind_of,
-    trial_of,
-)
+from rabbitllm.engine._fusing import class_result, form_in, fuse, is_result, is_transformed, trial_of
 from rabbitllm.engine._gates import (
     MULTIPLE,
     ActKind,
@@ -60,8 +51,6 @@ _GRAIN = 1 << 15
 """Elements for which torch computes in a further thread (GRAIN_SIZE)."""
 _resident: Any = WeakTensorKeyDictionary()
 """Parameter with all experts of a module -> where they are, and their stack."""
-_pairs = dict[tuple[float, float], tuple[torch.Tensor, torch.Tensor]]()
-"""Numbers of `_ExpertsForm.limited` -> what gates and factors become."""
 
 
 @dataclass(frozen=True)
@@ -118,18 +107,17 @@ class _ExpertsForm:
         if self.act is not None:
             gate, up = (half.contiguous() for half in both.chunk(2, 1))
             return gated(act, gate, up)
-        program, out = Program(2), both.new_empty(len(both), both.shape[1] // 2)
-        self.add_gates(program, program.address(0), program.address(1), *out.shape)
-        program(both.data_ptr(), out.data_ptr())
+        out = both.new_empty(len(both), both.shape[1] // 2)
+        Program.of(self.add_gates, 2, *out.shape)(both.data_ptr(), out.data_ptr())
         return out
 
 
+@functools.cache
 def _pair_tables(alpha: float, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
-    if (alpha, limit) not in _pairs:
-        every = every_bfloat()
-        gates = every.clamp(max=limit)
-        _pairs[alpha, limit] = gates * torch.sigmoid(gates * alpha), every.clamp(-limit, limit) + 1
-    return _pairs[alpha, limit]
+    """What gates and factors become, by the numbers of `_ExpertsForm.limited`."""
+    every = every_bfloat()
+    gates = every.clamp(max=limit)
+    return gates * torch.sigmoid(gates * alpha), every.clamp(-limit, limit) + 1
 
 
 def fuse_experts(model: nn.Module) -> int:
@@ -141,15 +129,7 @@ def fuse_experts(model: nn.Module) -> int:
     Returns:
         How many these are.
     """
-
-    def key_of(module: nn.Module) -> tuple[object, _ExpertsForm] | None:
-        form = _ExpertsForm.of(module)
-        return None if form is None else (kind_of(module), form)
-
-    def forward_of(module: nn.Module, key: tuple[object, _ExpertsForm]) -> Forward:
-        return functools.partial(_forward, key[1]) if _has_bits(key[1], module) else None
-
-    return fuse(model, key_of, forward_of)
+    return fuse(model, _forward, _ExpertsForm.of, _has_bits)
 
 
 class _Expert(NamedTuple):
@@ -164,7 +144,7 @@ class _Expert(NamedTuple):
     """
 
     matrices: tuple[Any, Any]
-    products: tuple[RoutedProduct, RoutedProduct]
+    products: list[RoutedProduct]
     words: array[int]
     address: int
     most: int
@@ -183,7 +163,7 @@ class _Expert(NamedTuple):
         if first is None or second is None:
             return None
         words, most = array("q", [*first[1], *second[1]]), min(first[0].max_inputs, second[0].max_inputs)
-        expert = cls(matrices, (first[0], second[0]), words, words.buffer_info()[0], most)
+        expert = cls(matrices, [first[0], second[0]], words, words.buffer_info()[0], most)
         if is_coded:
             gate_up.calls = expert
         return expert
@@ -197,82 +177,33 @@ class _ExpertSums(NamedTuple):
     width: int
     is_wide: bool
 
-    def add_to(self, program: Program, products: Place, weights: Place, places: int | Place, out: Place) -> None:
-        """Add them to a program."""
-        from rabbitllm.engine import _layer_kernels  # numba comes with it
-
-        words: Words = [products, weights, places, out, self.tokens, self.used, self.width, int(self.is_wide)]
-        program.add(_layer_kernels.combine, words)
-
     def __call__(self, products: torch.Tensor, weights: torch.Tensor, places: array[int]) -> torch.Tensor:
         """They themselves, (tokens, width), for rows in some order, and the number of each expert's row in it."""
         out = torch.empty(self.tokens, self.width, dtype=torch.bfloat16, device="cpu")
-        _sums(self)(products.data_ptr(), weights.data_ptr(), places.buffer_info()[0], out.data_ptr())
+        program = prepared(_add_sums, 4, self)
+        program(products.data_ptr(), weights.data_ptr(), places.buffer_info()[0], out.data_ptr())
         return out
 
 
-@functools.lru_cache(1024)
-def _sums(sums: _ExpertSums) -> Program:
-    program = Program(4)
-    products, weights, places, out = (program.address(index) for index in range(4))
-    sums.add_to(program, products, weights, places, out)
-    return program
-
-
-@functools.lru_cache(1024)
-def _program(*form: Any) -> Program:
-    """`_add_experts` of such a form, in so many threads (the last one), for the addresses of a call, in its order."""
-    count = 6 + 2 * form[1].is_biased
-    program = Program(count)
-    _add_experts(program, [program.address(at) for at in range(count)], *form[:-1])
-    return program
-
-
-def _add_experts(
-    program: Program,
-    places: Sequence[Any],
-    products: tuple[RoutedProduct, RoutedProduct],
-    form: _ExpertsForm,
-    rows: int,
-    sums: _ExpertSums,
-    is_whole: bool,
-    has_one_input: bool,
+def _add_sums(
+    program: Program, products: Place, weights: Place, places: int | Place, out: Place, sums: _ExpertSums
 ) -> None:
-    """Add the results of experts for some rows, all with one input and another expert, or not; of all, `sums` of them.
+    from rabbitllm.engine import _layer_kernels  # numba comes with it
 
-    The places are of inputs, of the chosen experts, of the numbers of rows' inputs, and of the results; of weights and
-    the numbers of their rows; and of biases.
-    """
-    from rabbitllm.engine import _layer_kernels
-
-    first, second = products
-    width = second.shape[1]
-    x, chosen, sources, out, weights, numbers, *biases = places
-    both, product = program.room(4 * rows * width), program.room(2 * rows * width)
-    first.add_to(program, rows, x, chosen, both, -1 if has_one_input else sources, 0)
-    if form.is_biased:
-        program.add(_layer_kernels.add_biases, [chosen, biases[0], both, 2 * width])
-    form.add_gates(program, both, product, rows, width)
-    results = program.room(2 * rows * sums.width) if is_whole else out
-    second.add_to(program, rows, product, chosen, results, 0, 1)
-    if form.is_biased:
-        program.add(_layer_kernels.add_biases, [chosen, biases[1], results, sums.width])
-    if is_whole:
-        sums.add_to(program, results, weights, numbers, out)
+    words: Words = [products, weights, places, out, sums.tokens, sums.used, sums.width, int(sums.is_wide)]
+    program.add(_layer_kernels.combine, words)
 
 
-def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch.Tensor:
-    own = module
-    if len(args) == 3 and not named and _takes_few(module, *args[:2]):
-        stacks = [_stack(module._parameters.get(name)) for name in _MATRICES]
-        if all(stack is not None for stack in stacks):  # `in` would compare stacks
-            result = _computed(form, module, stacks, *args) if is_plain(args[0]) else None
-            if result is not None:
-                return result
-            if any(stack is not module._parameters[name] for name, stack in zip(_MATRICES, stacks, strict=True)):
-                parameters = {**module._parameters, **dict(zip(_MATRICES, stacks, strict=True))}
-                own = trial_of(module, _parameters=parameters)
-    return type(module).forward(own, *args, **named)  # type: ignore[no-any-return]
+def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch.Tensor | None:
+    if len(args) != 3 or named or not _takes_few(module, *args[:2]):
+        return None
+    stacks = [_stack(module._parameters.get(name)) for name in _MATRICES]
+    if any(stack is None for stack in stacks):  # `in` would compare stacks
+        return None
+    if is_plain(args[0]) and (result := _computed(form, module, stacks, *args)) is not None:
+        return result
+    own = trial_of(module, _parameters={**module._parameters, **dict(zip(_MATRICES, stacks, strict=True))})
+    return type(module).forward(own, *args)  # type: ignore[no-any-return]
 
 
 def _takes_few(module: Any, x: torch.Tensor, index: torch.Tensor) -> bool:
@@ -289,11 +220,11 @@ def _is_grouped(module: Any) -> bool:
 
 def kept_experts(module: Any) -> KeptExperts | None:
     """What is kept of the experts of a module that `fuse_experts` lets compute few tokens; None if nothing is yet."""
-    if getattr(fused := forward_in(module), "func", None) is not _forward:
+    if (form := form_in(module, _forward)) is None:
         return None
     stack, down = (_stack(module._parameters.get(name)) for name in _MATRICES)
     kept: KeptExperts | None = None if stack is None or down is None else stack.kept
-    return kept if kept is not None and kept.down is down and kept.form is fused.args[0] else None
+    return kept if kept is not None and kept.down is down and kept.form is form else None
 
 
 def _stack(weight: Any) -> ExpertStack | None:
@@ -317,6 +248,7 @@ class KeptExperts:
     Attributes:
         form, down: the form and the other stack that it is for.
         experts: those that stay in memory.
+        products: of gate and up and of down, with any expert; none before the first one.
         unchecked: those whose checksums are to be compared yet; None if none are.
         calls: of the mixtures whose experts these are.
         place_of_rows: the address of 0, 1, 2, ...
@@ -331,7 +263,7 @@ class KeptExperts:
         self._hidden, self._width = (width, hidden) if form.is_turned else (hidden, width)
         self.experts = dict[int, _Expert]()
         self._sums = dict[tuple[Any, ...], _ExpertSums | None]()
-        self._programs = dict[tuple[Any, ...], Program]()
+        self._programs, self.products = Programs(), list[RoutedProduct]()
         self._rows, self._words = array("q", range(MAX_GROUPED)), array("q", bytes(8 * self._count))
         self.place_of_rows, self.place_of_words = self._rows.buffer_info()[0], self._words.buffer_info()[0]
         self.calls = dict[Any, Any]()
@@ -368,28 +300,45 @@ class KeptExperts:
 
     def add_to(self, program: Program, used: int, x: Place, chosen: Place, weights: Place, out: Place) -> None:
         """Add the weighted sum of a row's chosen experts to a program, in bfloat16."""
-        products, sums = next(iter(self.experts.values())).products, _ExpertSums(1, used, self._hidden, False)
-        places = x, chosen, self.place_of_rows, out, weights, self.place_of_rows
-        _add_experts(program, places, products, self.form, used, sums, True, True)
+        sums, rows = _ExpertSums(1, used, self._hidden, False), self.place_of_rows
+        self._add(program, x, chosen, rows, out, weights, rows, used, sums, True, True)
 
-    def program(
-        self, expert: _Expert, rows: int, sums: _ExpertSums, is_whole: bool, has_one_input: bool, threads: int
-    ) -> Program:
-        """See `_program`; an expert's matrices have the form of all."""
-        key = rows, sums, is_whole, has_one_input, threads
-        if (program := self._programs.get(key)) is None:
-            program = self._programs[key] = _program(expert.products, self.form, *key)
-        return program
+    def _add(self, program: Program, *words: Any) -> None:
+        """Add the results of experts for some rows to a program.
 
-    def step(self, numbers: Sequence[int], sums: _ExpertSums, threads: int) -> tuple[list[int], Program] | None:
+        After it come the places of inputs, of the chosen experts, of the numbers of rows' inputs, of the results, of
+        weights and of the numbers of their rows, and those of biases; how many rows there are, their sums, whether they
+        are all of these, and whether each has another expert, and all have one input.
+        """
+        from rabbitllm.engine import _layer_kernels
+
+        x, chosen, sources, out, weights, numbers, *biases, rows, sums, is_whole, has_one_input = words
+        (first, second), width = self.products, self._width
+        both, product = program.room(4 * rows * width), program.room(2 * rows * width)
+        first.add_to(program, rows, x, chosen, both, -1 if has_one_input else sources, 0)
+        if biases:
+            program.add(_layer_kernels.add_biases, [chosen, biases[0], both, 2 * width])
+        self.form.add_gates(program, both, product, rows, width)
+        results = program.room(2 * rows * sums.width) if is_whole else out
+        second.add_to(program, rows, product, chosen, results, 0, 1)
+        if biases:
+            program.add(_layer_kernels.add_biases, [chosen, biases[1], results, sums.width])
+        if is_whole:
+            _add_sums(program, results, weights, numbers, out, sums)
+
+    def program(self, rows: int, sums: _ExpertSums, is_whole: bool, has_one_input: bool) -> Program:
+        """See `_add`, which gets the addresses of a call."""
+        return self._programs.of(self._add, 6 + 2 * self.form.is_biased, rows, sums, is_whole, has_one_input)
+
+    def step(self, numbers: Sequence[int], sums: _ExpertSums) -> tuple[list[int], Program] | None:
         """What the program of one token gets for these experts, in this order, and the program; None if not all are
         known."""
-        words, expert = [len(numbers)], None
+        words = [len(numbers)]
         for row, number in enumerate(numbers):
             if (expert := self.experts.get(number)) is None:
                 return None
             words += expert.address, row, 1, number
-        return None if expert is None else (words, self.program(expert, len(numbers), sums, True, True, threads))
+        return words, self.program(len(numbers), sums, True, True)
 
     def batches(
         self, stack: ExpertStack, left: Sequence[int]
@@ -409,6 +358,8 @@ class KeptExperts:
             batch = [left[position] for position in filled or pending[:1]]
             of_down = [*down.supply.each(down.leaf, batch)]
             experts = [*map(_Expert.of, stack.supply.each(stack.leaf, batch), of_down)]
+            if experts[0] is not None:
+                self.products = experts[0].products
             if self._stays:
                 for number, expert in zip(batch, experts, strict=True):
                     if expert is not None:
@@ -417,16 +368,9 @@ class KeptExperts:
             left = [expert for expert in left if expert not in batch]
 
 
-def _computed(
-    form: _ExpertsForm,
-    module: Any,
-    stacks: Sequence[Any],
-    x: torch.Tensor,
-    index: torch.Tensor,
-    weights: torch.Tensor,
-) -> torch.Tensor | None:
+def _computed(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: torch.Tensor) -> torch.Tensor | None:
     """The result of a module; None if it is left to the class."""
-    stack, down = stacks
+    (stack, down), (x, index, weights) = stacks, args
     kept: KeptExperts | None = stack.kept
     if kept is None or kept.form is not form or kept.down is not down:
         kept = stack.kept = KeptExperts(form, stack, down, module)
@@ -438,7 +382,7 @@ def _computed(
     if any(type(bias) is not nn.Parameter or bias.dtype is not x.dtype for bias in biases):
         return None
     used, rows = sums.used, sums.tokens * sums.used
-    if sums.tokens == 1 and (step := kept.step(index.tolist()[0], sums, threads)) is not None:
+    if sums.tokens == 1 and (step := kept.step(index.tolist()[0], sums)) is not None:
         of_experts, out = array("q", step[0]), torch.empty_like(x)
         addresses = of_experts.buffer_info()[0], 0, out.data_ptr(), weights.data_ptr(), kept.place_of_rows
         step[1](x.data_ptr(), *addresses, *[bias.data_ptr() for bias in biases])
@@ -461,8 +405,7 @@ def _computed(
         is_whole = len(sources) == rows
         if results is None and not is_whole:
             results = x.new_empty(rows, x.shape[1])
-        assert experts[0] is not None
-        program = kept.program(experts[0], len(sources), sums, is_whole, has_one_input, threads)
+        program = kept.program(len(sources), sums, is_whole, has_one_input)
         to = out.data_ptr() if results is None else results.data_ptr() + 2 * x.shape[1] * begin
         arrays = array("q", chosen), array("q", sources), places
         at_chosen, at_sources, at_places = (values.buffer_info()[0] for values in arrays)
@@ -492,8 +435,7 @@ def _adds_alike(sums: _ExpertSums, threads: int) -> bool:
     return torch.equal(sums(values, weights, places), expected)
 
 
-@torch.no_grad()
-def _has_bits(form: _ExpertsForm, module: Any) -> bool:
+def _has_bits(module: Any, form: _ExpertsForm) -> bool:
     """Whether a class has these results, with matrices in memory, and its activation those of its table."""
     act, random = module._modules.get("act_fn"), RandomTensors()
     hidden, width, experts = MULTIPLE, 2 * MULTIPLE, 4

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
-from rabbitllm.engine._fusing import are_watching, forward_in, is_transformed
+from rabbitllm.engine._fusing import are_watching, is_transformed
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant import plain
 from rabbitllm.quant.joint import JointProduct
@@ -277,7 +277,8 @@ def multiplies_plain(module: nn.Module) -> bool:
 
 def is_installed(module: nn.Module) -> bool:
     """Whether `Sibling.install` set its forward, and that of its class is the one that this replaces."""
-    return forward_in(module) is _forward and type(module).forward is _OF_CLASS
+    forward = vars(module).get("forward")
+    return getattr(forward, "__func__", None) is _forward and type(module).forward is _OF_CLASS
 
 
 def _finished(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

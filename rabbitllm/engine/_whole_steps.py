@@ -13,22 +13,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import operator
 from array import array
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import DynamicCache
 
-from rabbitllm.base.dict_changes import remembered
-from rabbitllm.base.programs import OWN, STEPS, Program
+from rabbitllm.base.programs import Place, Program, Programs
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._attention import CACHES, LayerCalls, are_rows, is_step, layer_calls, values_of
-from rabbitllm.engine._fusing import Forward, fuse, is_transformed, result_of, trial_of
-from rabbitllm.engine._mixtures import is_mixture, mixture_call
+from rabbitllm.engine._attention import CACHES, LayerCalls, Places, are_rows, is_step, layer_calls, values_of
+from rabbitllm.engine._fusing import Watch, form_in, fuse, is_transformed, result_of, trial_of
+from rabbitllm.engine._mixtures import mixture_call, routing_in
 from rabbitllm.engine._siblings import has_hooks
 from rabbitllm.engine.kv_room import NotTogetherError, is_ordinary, keeps_every_token, room_for, sequences_in
 from rabbitllm.engine.row_attention import CACHED
@@ -46,6 +44,8 @@ _PAST = 2
 """Tokens in the cache of a trial."""
 _HEAD = 6
 """Addresses of a call that belong to no layer."""
+_Form: TypeAlias = tuple[frozenset[str], MutableMapping[nn.Module, "_Whole"]]
+"""Arguments of a class that may be given, and what is kept of its models."""
 
 
 def fuse_models(model: nn.Module) -> int:
@@ -55,11 +55,20 @@ def fuse_models(model: nn.Module) -> int:
         How many these are.
     """
 
-    def key_of(module: nn.Module) -> int | None:
+    def form_of(module: nn.Module) -> int | None:
         layers = module._modules.get("layers")
         return id(module) if isinstance(layers, nn.ModuleList) and _calls_of([*layers]) else None
 
-    return fuse(model, key_of, lambda module, _: _forward_of(module))
+    def trial(module: nn.Module, form: int) -> _Form | None:
+        names = _KNOWN & inspect.signature(inspect.unwrap(type(module).forward)).parameters.keys()
+        return (names, WeakKeyDictionary()) if _is_sequence(module, names) else None
+
+    return fuse(model, _forward, form_of, trial)
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Whether `fuse_models` set its forward."""
+    return form_in(module, _forward) is not None
 
 
 def _calls_of(layers: Sequence[nn.Module]) -> list[LayerCalls]:
@@ -68,7 +77,7 @@ def _calls_of(layers: Sequence[nn.Module]) -> list[LayerCalls]:
         of_layer
         for layer in layers
         if (of_layer := layer_calls(layer)) is not None and of_layer.can_add()
-        if not of_layer.calls_mlp or is_mixture(layer._modules["mlp"])  # type: ignore[arg-type]
+        if not of_layer.calls_mlp or routing_in(layer._modules["mlp"])  # type: ignore[arg-type]
     ]
     is_whole = len(calls) == len(layers) > 1 and len({(of_layer.form, of_layer.columns) for of_layer in calls}) == 1
     return calls if is_whole and len({*_indices_of(layers)}) == len(layers) else []
@@ -79,46 +88,26 @@ def _indices_of(layers: Sequence[Any]) -> list[int]:
     return [layer._modules["self_attn"].layer_idx for layer in layers]
 
 
-class _NotWholeError(Exception):
-    """The layers are to be called one by one."""
-
-
-def _forward_of(module: Any) -> Forward:
-    """The forward of a model whose class calls its layers one after the other; else None."""
-    tried = type(module).forward
-    names = _KNOWN & inspect.signature(inspect.unwrap(tried)).parameters.keys()
-    forward = functools.update_wrapper(functools.partial(_forward, tried, names, WeakKeyDictionary()), tried)
-    forward.takes_sequences = True  # type: ignore[attr-defined]
-    return forward if _is_sequence(module, names) else None
-
-
-def _forward(
-    tried: Callable[..., Any],
-    names: frozenset[str],
-    kept: MutableMapping[nn.Module, _Whole],
-    module: Any,
-    *args: Any,
-    **named: Any,
-) -> Any:
+def _forward(form: _Form, module: Any, *args: Any, **named: Any) -> Any:
+    names, kept = form
     inputs = [value for name in _INPUTS if (value := named.get(name)) is not None]
     given = {name: value for name, value in named.items() if name != _ROUTERS or value}
     cache = next((named[name] for name in CACHES if name in named), None)
     sequences = sequences_in(cache)
     rows = sum(count for _, count in sequences)
     is_few = not args and len(inputs) == 1 and inputs[0].shape[:2] == (1, rows) and given.keys() <= names
-    is_few = is_few and type(module).forward is tried and not keeps_outputs()
     # rows of one that waits for others at its layers are computed with theirs there
-    is_few = is_few and (sequences[0][0] is not cache or not _waits(module))
+    is_few = is_few and not keeps_outputs() and (sequences[0][0] is not cache or not _waits(module))
     if is_few and not torch.is_grad_enabled() and not is_transformed():
         whole = kept.get(module)
-        if whole is None or not (whole.is_current() and all(of_layer.has_plain() for of_layer in whole.calls)):
+        if whole is None or not whole.holds():
             whole = kept[module] = _Whole(module, names)
         if whole.calls and _hides_nothing(named, sequences):
-            with contextlib.suppress(_NotWholeError):
-                return inspect.unwrap(tried)(whole.like, **given)
+            with contextlib.suppress(NotTogetherError):
+                return inspect.unwrap(type(module).forward)(whole.like, **given)
     if sequences[0][0] is not cache:
         raise NotTogetherError
-    return type(module).forward(module, *args, **named)
+    return None
 
 
 def _waits(module: nn.Module) -> bool:
@@ -141,7 +130,7 @@ class _Whole:
         calls: of each layer; none if they are to be called one by one.
         mixtures: of those that are one.
         like: the model with one layer that computes what all do.
-        is_current: whether this still holds.
+        holds: whether this is so yet.
     """
 
     def __init__(self, module: Any, names: frozenset[str]) -> None:
@@ -154,42 +143,32 @@ class _Whole:
         # experts that were not used yet, or something has changed since it was loaded
         if not self.calls or None in mixtures or not _is_sequence(module, names):
             steps = iter(range(_STEPS_BETWEEN))
-            self.is_current: Callable[[], bool] = lambda: next(steps, None) is not None
+            self.holds: Callable[[], bool] = lambda: next(steps, None) is not None
             self.calls = []
             return
         self.mixtures = {number: mixture for number, mixture in zip(mixed, mixtures, strict=True) if mixture}
-        self._indices = _indices_of(layers)
+        self._indices, self._programs = _indices_of(layers), Programs()
         self._tables = [table for of_layer in self.calls for table in of_layer.tables]
         self._sizes = [size for of_layer in self.calls for size in of_layer.sizes]
-        self._programs = dict[tuple[int, int], tuple[Program, list[int]]]()  # by threads and rows
         whole = trial_of(layers[0], forward=self._compute, _compiled_call_impl=None)
         self.like = trial_of(module, _modules={**module._modules, "layers": [whole]})
-        watched = [vars(module), module._modules, vars(modules), modules._modules, vars(config)]
+        tables = [vars(module), module._modules, vars(modules), modules._modules, vars(config)]
         for layer, of_layer in zip(layers, self.calls, strict=True):
             queries = layer._modules["self_attn"]._modules[of_layer.form.linears[0]]
-            watched += [vars(layer), layer._forward_hooks, layer._forward_pre_hooks, queries._parameters]
-        before, facts = [dict(table) for table in watched], [of_layer.facts for of_layer in self.calls]
-        facts += [mixture.facts for mixture in self.mixtures.values()]
-
-        def are_true() -> bool:
-            same = (
-                [*table] == [*old] and all(map(operator.is_, table.values(), old.values()))  # in the same order
-                for table, old in zip(watched, before, strict=True)
-            )
-            return all(same) and all(holds() for holds, _ in facts)
-
-        is_same = remembered(are_true, [*watched, *(table for _, tables in facts for table in tables)])
-        self.is_current = lambda: is_same() and all(mixture.is_kept() for mixture in self.mixtures.values())
+            tables += [vars(layer), layer._forward_hooks, layer._forward_pre_hooks, queries._parameters]
+        within = [*(each.watch for each in self.calls), *(each.watch for each in self.mixtures.values())]
+        always = [mixture.is_kept for mixture in self.mixtures.values()]
+        self.holds = Watch(lambda: True, tables=tables, within=within, always=always).holds
 
     def _compute(self, x: Any, *args: Any, **named: Any) -> torch.Tensor:
         """What all layers do.
 
         Raises:
-            _NotWholeError: nothing, but that they are to be called.
+            NotTogetherError: they are to be called.
         """
         values = values_of({"hidden_states": x, **named})
         if args or values is None:
-            raise _NotWholeError
+            raise NotTogetherError
         _, angles, mask, cache = values
         sequences = sequences_in(cache)
         rows = sum(count for _, count in sequences)
@@ -198,63 +177,51 @@ class _Whole:
         is_fit = is_step(form, x, angles, mask, rows) and x.shape[-1] == self.calls[0].columns
         is_fit = is_fit and are_rows(weights, self._sizes) and all(of_layer.can_add(rows) for of_layer in self.calls)
         if not is_fit or any(len(cache.layers) <= max(self._indices) for cache, _ in sequences):
-            raise _NotWholeError
+            raise NotTogetherError
         layers = [(cache.layers[index], count) for index in self._indices for cache, count in sequences]
         if any(layer.keys is None or layer.keys.dim() != 4 for layer, _ in layers):
-            raise _NotWholeError
+            raise NotTogetherError
         rooms = [room_for(layer, layer.keys.shape[2] + count) for layer, count in layers]
         like = torch.bfloat16, x.device, 1, form.keys, form.width, form.width
         is_apart = len({*(id(layer) for layer, _ in layers), *map(id, rooms)}) == 2 * len(rooms)  # not a layer twice
         if not is_apart or any(room.form != like for room in rooms):
-            raise _NotWholeError
+            raise NotTogetherError
         arrays = [mixture.arrays(x) for mixture in self.mixtures.values()]
         routers = [words[0].buffer_info()[0] for words in arrays if words is not None]
         if len(routers) < len(arrays):
-            raise _NotWholeError
+            raise NotTogetherError
         cached = [
             word
             for room, (_, count) in zip(rooms, layers, strict=True)
             for tokens in range(room.used + 1, room.used + 1 + count)
             for word in (*room.addresses, tokens, *room.steps)
         ]
-        program, ends = self._programs.get((torch.get_num_threads(), rows)) or self._build(len(weights), rows)
         out, normed, left = torch.empty_like(x), torch.empty_like(x), array("q", [0])
-        addresses = [*(tensor.data_ptr() for tensor in (x, *angles, out, normed)), left.buffer_info()[0], *cached]
-        addresses += [*(weight.data_ptr() for weight in weights), *routers]
+        addresses = [*(tensor.data_ptr() for tensor in (x, *angles, out, normed)), left.buffer_info()[0], *routers]
+        addresses += [*(weight.data_ptr() for weight in weights), *cached]
+        program = self._programs.of(self._add, len(addresses), rows)
         program(*addresses)
         while (number := left[0]) < 0:  # a mixture is left to its class
             out += self.mixtures[~number].by_class(normed)
             left[0] = 0
-            program(*addresses, begin=ends[~number])
+            program(*addresses, begin=program.ends[~number])
         for (layer, count), room in zip(layers, rooms, strict=True):
             room.extend(layer, room.used + count)
         return out
 
-    def _build(self, weights: int, rows: int) -> tuple[Program, list[int]]:
-        """The program for rows and for as many threads as there are now, and where each layer ends in it."""
-        from rabbitllm.engine import _layer_kernels  # numba comes with it
-
-        cached, columns, ends = _HEAD, self.calls[0].columns, list[int]()
-        first = _HEAD + CACHED * rows * len(self.calls)
-        routers = first + weights
-        program = Program(routers + len(self.mixtures))
-        x, cos, sin, out, normed, left = (program.address(index) for index in range(_HEAD))
+    def _add(self, program: Program, x: Place, cos: Place, sin: Place, out: Place, *others: Any) -> None:
+        """Add all layers for rows, whose number comes last."""
+        normed, left, *more, rows = others
+        places, cached = iter(more), len(more) - CACHED * rows * len(self.calls) + _HEAD
+        routers = {number: next(places) for number in self.mixtures}
         for number, of_layer in enumerate(self.calls):
+            weights, words = [next(places) for _ in of_layer.tables], routers.get(number, left)
+            at = Places(x, cos, sin, x, out, normed, words, left, weights, cached, rows)
             with program.passing():
-                of_layer.add_to(program, x, (cos, sin), out, cached, first, normed, rows)
-                if (mixture := self.mixtures.get(number)) is not None:
-                    of_mlp = program.room(2 * columns)
-                    mixture.add_to(program, normed, of_mlp, [program.address(routers), left])
-                    program.add(_layer_kernels.stop, [left, ~number, (OWN, 8 * STEPS)])
-                    program.add(_layer_kernels.add, [out, of_mlp, out, columns])
-                    routers += 1
-            x, cached, first = out, cached + CACHED * rows, first + len(of_layer.tables)
-            ends.append(program.steps)
-        self._programs[torch.get_num_threads(), rows] = program, ends
-        return program, ends
+                of_layer.add_to(program, at, self.mixtures.get(number), ~number)
+            x, cached = out, cached + CACHED * rows
 
 
-@torch.no_grad()
 def _is_sequence(module: Any, names: frozenset[str]) -> bool:
     """Whether the forward of a model's class calls its layers one after the other, all with the same arguments, and
     does nothing else that depends on how many they are."""
@@ -273,16 +240,8 @@ def _is_sequence(module: Any, names: frozenset[str]) -> bool:
             calls.append((number, args, named))
             return results[number - count]
 
-        parts = [
-            trial_of(
-                layer,
-                forward=functools.partial(called, n),
-                _forward_hooks={},
-                _forward_pre_hooks={},
-                _compiled_call_impl=None,
-            )
-            for n, layer in enumerate(layers[:count])
-        ]
+        free: dict[str, Any] = {"_forward_hooks": {}, "_forward_pre_hooks": {}, "_compiled_call_impl": None}
+        parts = [trial_of(each, forward=functools.partial(called, n), **free) for n, each in enumerate(layers[:count])]
         like = trial_of(module, _modules={**module._modules, "layers": parts})
         own = dict(vars(like))
         # a mask that hides something is a tensor, which layers of two kinds have two of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rabbitllm.engine._fusing import forward_in, until_patched, with_globals
+from rabbitllm.engine._fusing import by_function, form_in, replace, with_globals
 from rabbitllm.engine._siblings import LastCall, Sibling, is_installed, multiplies_plain, row_product
 from rabbitllm.engine.transformers_api import group_keys_if, kept_in_float32
 from rabbitllm.quant import bfloat_products
@@ -187,8 +187,8 @@ class RowProducts:
             if type(module).forward is nn.Linear.forward:
                 if is_free or (is_installed(module) and not multiplies_plain(module)):
                     self._undo.append(Sibling(module, last_call).install_for_plain())
-            elif is_free and (forward := _router_forward(own := type(module).forward)) is not None:
-                module.forward = MethodType(until_patched(forward, own), module)
+            elif is_free and (forward := _router_forward(type(module).forward)) is not None:
+                replace(module, by_function, forward)
                 self._undo.append(functools.partial(delattr, module, "forward"))
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ def has_row_product(module: Any) -> bool:
     """Whether `RowProducts` set the forward of a router or Linear."""
     if multiplies_plain(module):
         return is_installed(module)
-    forward = forward_in(module)
+    forward = form_in(module, by_function)
     return forward is not None and forward is _router_forward(type(module).forward)
 
 

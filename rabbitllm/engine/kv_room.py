@@ -13,8 +13,6 @@ from transformers import DynamicCache, DynamicLayer
 if TYPE_CHECKING:
     from transformers import CacheLayerMixin
 
-    from rabbitllm.engine.streamed_model import StreamedModel
-
 MIN_ROOM_BYTES = 1 << 16
 """Minimum bytes of keys for spare room; below it a copy (11 microseconds) takes as long as two views (8)."""
 
@@ -86,14 +84,8 @@ def updated(cache: Any, keys: torch.Tensor, values: torch.Tensor, index: int) ->
         keys, values: as for `append`.
         index: of the layer.
     """
-    if is_ordinary(cache) and index < len(cache.layers):
-        layer = cache.layers[index]
-        if keeps_every_token(layer) and (before := layer.keys) is not None and len(keys) == 1:
-            is_like = (before.dtype, before.device) == (keys.dtype, keys.device)
-            if is_like and before.shape[:2] == keys.shape[:2]:
-                return append(layer, keys, values)
-    result: tuple[torch.Tensor, torch.Tensor] = cache.update(keys, values, index)
-    return result
+    pair = _grown(cache, keys, values, index) if is_ordinary(cache) else None
+    return pair or cache.update(keys, values, index)
 
 
 class GrowingCache(DynamicCache):  # type: ignore[misc]
@@ -103,13 +95,19 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `DynamicCache.update`."""
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if layer is not None and keeps_every_token(layer) and len(key_states) == 1 and not torch.is_grad_enabled():
-            return append(layer, key_states, value_states)
-        updated: tuple[torch.Tensor, torch.Tensor] = super().update(
-            key_states, value_states, layer_idx, *args, **kwargs
-        )
-        return updated
+        pair = None if torch.is_grad_enabled() else _grown(self, key_states, value_states, layer_idx)
+        return pair or super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def _grown(
+    cache: Any, keys: torch.Tensor, values: torch.Tensor, index: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Append to a layer of a cache with every token of one sequence, alike the new ones; None if it is another."""
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if layer is None or not keeps_every_token(layer) or (before := layer.keys) is None or len(keys) != 1:
+        return None
+    is_like = (before.dtype, before.device) == (keys.dtype, keys.device) and before.shape[:2] == keys.shape[:2]
+    return append(layer, keys, values) if is_like else None
 
 
 def sequences_in(cache: Any) -> list[tuple[Any, int]]:
@@ -117,16 +115,8 @@ def sequences_in(cache: Any) -> list[tuple[Any, int]]:
     return getattr(cache, "sequences", None) or [(cache, 1)]
 
 
-def takes_sequences(model: StreamedModel) -> bool:
-    """Whether a model may compute rows of several sequences by one call of all its layers (`_whole_steps.py`): none of
-    them is streamed."""
-    return not model.placement.streamed_bytes and any(
-        getattr(vars(module).get("forward"), "takes_sequences", False) for module in model.modules()
-    )
-
-
 class NotTogetherError(Exception):
-    """A pass was to be one call, and cannot be; nothing has changed."""
+    """Layers were to be one call, and cannot be; nothing has changed."""
 
 
 def is_ordinary(cache: Any) -> bool:

@@ -18,7 +18,7 @@ from rabbitllm.engine._attention import fuse_attention, fuse_layers
 from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
-from rabbitllm.engine._gates import fuse_gates, fuse_shared
+from rabbitllm.engine._gates import fuse_gates
 from rabbitllm.engine._mixtures import fuse_mixtures, routers_in
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._recurrences import fuse_recurrences
@@ -248,7 +248,6 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
         fuse_experts(model)
         fuse_mixtures(model)
         if is_multiplied:
-            fuse_shared(model)
             fuse_layers(model)
             fuse_models(model)
         fuse_rotary(model, prompts=is_multiplied)  # of attentions that are not replaced as a whole

@@ -5,17 +5,16 @@ Both round their result alone, where torch also rounds the weights of tokens. A 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from rabbitllm.base.openmp import torchs_team
-from rabbitllm.base.programs import Place, Program, float_bits
+from rabbitllm.base.programs import Place, Program, float_bits, prepared
 from rabbitllm.engine._fusing import is_transformed
 from rabbitllm.engine.transformers_api import sdpa_attention_forward
-from rabbitllm.quant import attention
+from rabbitllm.quant import prompt_attention
 
 CACHED = 7
 """Words of a row's keys and values: see `cached`."""
@@ -60,12 +59,12 @@ def attended(
         else:
             mask = ...
         if mask is not ...:
-            return attention.attend(query, key, value, mask, scaling), None
+            return prompt_attention.attend(query, key, value, mask, scaling), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
 
 
 def _is_prompt(module: Any, query: Any, key: Any, value: Any, named: dict[str, Any]) -> bool:
-    """Whether `attention.attend` computes what `sdpa` would of these, but for rounding and the mask."""
+    """Whether `prompt_attention.attend` computes what `sdpa` would of these, but for rounding and the mask."""
     is_causal = named.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not is_causal or named.get("dropout") or any(named.get(name) is not None for name in _OTHERS):
@@ -80,7 +79,7 @@ def _is_prompt(module: Any, query: Any, key: Any, value: Any, named: dict[str, A
         return False
     if is_transformed() or torch.is_grad_enabled():
         return False
-    return attention.attends(query.shape[3])
+    return prompt_attention.attends(query.shape[3])
 
 
 def attend(queries: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scaling: float) -> torch.Tensor:
@@ -97,7 +96,7 @@ def attend(queries: torch.Tensor, pairs: Sequence[tuple[torch.Tensor, torch.Tens
     out, (rows, heads, width) = torch.empty_like(queries), queries.shape
     form = heads, pairs[0][0].shape[1], width, scaling
     words = (word for keys, values in pairs for word in cached(keys, values))
-    _program(rows, form, torch.get_num_threads())(queries.data_ptr(), out.data_ptr(), *words)
+    prepared(_add, 2 + CACHED * rows, rows, form, torch.get_num_threads())(queries.data_ptr(), out.data_ptr(), *words)
     return out
 
 
@@ -113,8 +112,6 @@ def _is_plain(x: torch.Tensor) -> bool:
     return x.dtype is torch.bfloat16 and x.is_cpu and x.stride(-1) == 1
 
 
-@functools.lru_cache(256)
-def _program(rows: int, form: HeadForm, threads: int) -> Program:
-    program = Program(2 + CACHED * rows)
-    add_attention(program, program.address(0), program.address(1), 2, rows, form)
-    return program
+def _add(program: Program, queries: Place, out: Place, *others: Any) -> None:
+    *_, rows, form, _ = others
+    add_attention(program, queries, out, 2, rows, form)

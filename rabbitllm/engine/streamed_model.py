@@ -25,6 +25,7 @@ from rabbitllm.engine._expert_pool import read_uses, write_uses
 from rabbitllm.engine._processor import read_processor
 from rabbitllm.engine._saving import Origin, compare_resident, save
 from rabbitllm.engine._streamer import Streamer
+from rabbitllm.engine._whole_steps import is_whole
 from rabbitllm.engine.pass_line import PassLine, pass_input_of
 from rabbitllm.engine.placement import Placement
 from rabbitllm.engine.transformers_api import has_adapter
@@ -144,6 +145,11 @@ class StreamedModel(_TransformersModel):
     def device(self) -> torch.device:
         """The device of the inputs."""
         return self._internals.device
+
+    @property
+    def takes_sequences(self) -> bool:
+        """Whether rows of several sequences may be one call of all layers (`_whole_steps.py`): none is streamed."""
+        return not self.placement.streamed_bytes and any(map(is_whole, self.modules()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a pass.

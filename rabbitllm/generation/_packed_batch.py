@@ -31,7 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 
 from rabbitllm.base.contexts import assigned
 from rabbitllm.engine import row_attention
-from rabbitllm.engine.kv_room import NotTogetherError, append, takes_sequences
+from rabbitllm.engine.kv_room import NotTogetherError, append
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.generation._cache_file import NO_MEMORY, CacheFile
 from rabbitllm.generation.kv_cache import (
@@ -548,7 +548,7 @@ class PackedForward:
         self._layers = list(map(type, cache_layers(model)))
         self._shares = shares_keys(model)
         self._vocabulary = ModelLimits.of(model).vocabulary
-        self._joins = takes_sequences(model)
+        self._joins = model.takes_sequences
         # passes so far; and of rows that were not one call, from which on it is tried again whether they are
         self._passes, self._next = 0, dict[int, int]()
         self._positions = getattr(config, "max_position_embeddings", None) or 1 << 62

@@ -248,7 +248,7 @@ class CacheMemory:
         self, model: StreamedModel, cache_bytes: int | None, *, throughput: bool = False, running: int = 1
     ) -> None:
         config = model.config.get_text_config(decoder=True)
-        self._least = 0 if kv_room.takes_sequences(model) else kv_room.MIN_ROOM_BYTES
+        self._least = 0 if model.takes_sequences else kv_room.MIN_ROOM_BYTES
         self._cost: CacheCost = replace(cost_by_config(config, model.dtype), least=self._least)
         self._is_measured = False
         free = free_memory(model)

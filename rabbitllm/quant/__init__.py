@@ -1,7 +1,6 @@
 """Schemes of quantization, codes, kernels and products."""
 
 __all__ = [
-    "attention",
     "bfloat_products",
     "block_encoders",
     "coded",
@@ -11,6 +10,7 @@ __all__ = [
     "joint_kernels",
     "plain",
     "products",
+    "prompt_attention",
     "quantize",
     "quantize_kernels",
     "routed",

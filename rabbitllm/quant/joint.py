@@ -64,9 +64,9 @@ class JointProduct:
         """
         key = torch.get_num_threads(), x.shape, x.dtype
         if (prepared := self._programs.get(key)) is None:
-            program = Program(1 + len(self.matrices))
-            places = [program.address(1 + index) for index in range(len(self.matrices))]
-            self.add_to(program, rows, x.dtype, program.address(0), places)
+            program = Program.of(
+                lambda to, at, *results: self.add_to(to, rows, x.dtype, at, results), 1 + len(self._rows)
+            )
             prepared = self._programs[key] = program, self._forms(x)
         program, forms = prepared
         results = [torch.empty_like(form) for form in forms]

@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from rabbitllm.engine import _gates
-from rabbitllm.engine._gates import fuse_gates, fuse_shared
+from rabbitllm.engine._gates import fuse_gates
+from rabbitllm.engine._mixtures import fuse_mixtures
 from rabbitllm.quant import _vectors
 from tests.engine.test_siblings import SIZES, assert_same_logits, checkpoint
 from tests.support.builders import DELTA, EXPERTS, Family
@@ -161,8 +162,8 @@ def test_a_mixture_with_a_gated_shared_expert_has_the_same_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     directory = checkpoint(tmp_path, family, "q8_0", **{**SHARED, **settings})
-    monkeypatch.setattr("rabbitllm.engine.load.fuse_mixtures", lambda model: 0)
-    assert_same_logits(directory, budget, "fuse_shared", "SparseMoeBlock", monkeypatch)
+    monkeypatch.setattr("rabbitllm.engine._mixtures._routing_of", lambda *given: None)  # its class chooses
+    assert_same_logits(directory, budget, "fuse_mixtures", "SparseMoeBlock", monkeypatch)
     assert shared == [4] * 2 + [1] * 2 * 4
 
 
@@ -228,7 +229,7 @@ def test_a_mixture_that_adds_otherwise_is_not_replaced(tmp_path: Path) -> None:
     del mixture.forward
     for kind, count in ((type(mixture), 1), (Twice, 0), (Other, 0)):
         mixture.__class__ = kind
-        assert fuse_shared(mixture) == count
+        assert fuse_mixtures(mixture) == count
         vars(mixture).pop("forward", None)
 
 

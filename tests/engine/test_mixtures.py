@@ -17,7 +17,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from rabbitllm.base.programs import Program
 from rabbitllm.engine import _layer_kernels, _mixtures
-from rabbitllm.engine._fusing import forward_in
 from rabbitllm.engine._mixtures import MixtureCall
 from rabbitllm.engine.forwards import has_row_product
 from rabbitllm.errors import IncompleteSplitError
@@ -410,7 +409,7 @@ def test_classes_that_choose_or_add_otherwise_are_not_replaced() -> None:
         config.norm_topk_prob = is_normed
         module = Qwen3MoeSparseMoeBlock(config).bfloat16()
         assert _mixtures.fuse_mixtures(module) == 1
-        assert forward_in(module).args[0].is_normed is is_normed
+        assert _mixtures.routing_in(module).is_normed is is_normed
     module = Doubled(config).bfloat16()
     assert _mixtures.fuse_mixtures(module) == 0
     module = Qwen3MoeSparseMoeBlock(config)

@@ -150,14 +150,14 @@ def test_a_model_has_the_same_logits(
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
     """The mask of each attention to a prompt in one call."""
-    assert row_attention.attention.attends(32)  # whose trial attends, too
-    masks, compute = list[Any](), row_attention.attention.attend
+    assert row_attention.prompt_attention.attends(32)  # whose trial attends, too
+    masks, compute = list[Any](), row_attention.prompt_attention.attend
 
     def counted(*args: Any) -> torch.Tensor:
         masks.append(args[3])
         return compute(*args)
 
-    monkeypatch.setattr(row_attention.attention, "attend", counted)
+    monkeypatch.setattr(row_attention.prompt_attention, "attend", counted)
     return masks
 
 

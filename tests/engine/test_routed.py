@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from rabbitllm.base.programs import Program
 from rabbitllm.engine import _routed
 from rabbitllm.engine._attention import relative_error
+from rabbitllm.engine._fusing import replace
 from rabbitllm.engine._gates import OneCall
 from rabbitllm.engine.experts import ExpertStack, MappedExperts, ResidentExperts
 from rabbitllm.quant import _kernels, _vectors
@@ -264,7 +263,7 @@ def test_a_class_that_computes_something_else_is_not_replaced() -> None:
     for kind, has_bits in ((Qwen3MoeExperts, True), (Limited, False)):
         form = _routed._ExpertsForm.of(kind(config))
         assert form is not None
-        assert _routed._has_bits(form, kind(config)) is has_bits
+        assert _routed._has_bits(kind(config), form) is has_bits
 
 
 @pytest.mark.parametrize("act", [nn.Bilinear(2, 2, 2), nn.Sequential(nn.SiLU()), BothGated()])
@@ -347,7 +346,7 @@ def test_only_chosen_experts_are_touched(
             result = module(x, index, weights)
         del module.forward
         expected = module(x, index, weights)
-        module.forward = MethodType(functools.partial(_routed._forward, _routed._ExpertsForm.of(module)), module)
+        replace(module, _routed._forward, _routed._ExpertsForm.of(module))
         assert seen == (set(index.flatten().tolist()) if budget == ALL else set())
         if form in AS_BFLOAT16:  # sums of another order
             assert relative_error(result, expected) < 1 / 256
@@ -376,7 +375,7 @@ def test_pairs_that_are_gated_otherwise_are_left_to_the_class() -> None:
     for kind, has_bits in ((GptOssExperts, True), (Unlimited, False)):
         form = _routed._ExpertsForm.of(kind(config))
         assert form == _routed._ExpertsForm(None, (1.702, 7.0), True, True)
-        assert _routed._has_bits(form, kind(config)) is has_bits
+        assert _routed._has_bits(kind(config), form) is has_bits
 
 
 class _Operations(TorchDispatchMode):

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rabbitllm.quant import _vectors
-from rabbitllm.quant.attention import attend, attends
+from rabbitllm.quant.prompt_attention import attend, attends
 
 pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
 ROUNDING = 2**-8

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from rabbitllm.base.openmp import torchs_team
-from rabbitllm.base.programs import Program, float_bits
+from rabbitllm.base.programs import Program, float_bits, prepared
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.quant import _kernels
 
@@ -48,19 +49,17 @@ def attend(
     addresses = [x.data_ptr() for x in (queries, keys, values, out)]
     of_mask = (0, 0) if mask is None else (mask.data_ptr(), mask.stride(0))
     factor = float_bits(scaling * math.log2(math.e))
-    numbers = of_mask[0], rows, keys.shape[2], *steps, of_mask[1], heads, heads // keys.shape[1], factor
-    _program(width, torch.get_num_threads() if torchs_team() is not None else 1)(*addresses, *numbers)
+    addresses += [of_mask[0], rows, keys.shape[2], *steps, of_mask[1], heads, heads // keys.shape[1], factor]
+    threads = torch.get_num_threads() if torchs_team() is not None else 1
+    prepared(_add, len(addresses), width, threads)(*addresses)
     return out
 
 
-@functools.cache
-def _program(width: int, threads: int) -> Program:
+def _add(program: Program, *words: Any) -> None:
     from rabbitllm.quant import _attention_kernels
 
-    program = Program(_attention_kernels.WORDS - 1)
-    words = [program.address(index) for index in range(_attention_kernels.WORDS - 1)]
-    program.add(_attention_kernels.attend(width), words, threads)
-    return program
+    *places, width, threads = words
+    program.add(_attention_kernels.attend(width), places, threads)
 
 
 @functools.cache
