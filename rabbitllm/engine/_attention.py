@@ -39,7 +39,7 @@ from rabbitllm.engine._rotary import rotating_forward
 from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
 from rabbitllm.engine.row_attention import CACHED, add_attention, cached
-from rabbitllm.engine.transformers_api import attention_of, keeps_outputs
+from rabbitllm.engine.transformers_api import attends_by_sdpa, keeps_outputs, sdpa_tables
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
 from rabbitllm.quant.plain import PlainMatrix
@@ -165,14 +165,14 @@ def _facts_of(
     tables: list[dict[str, Any]] = [linear._parameters for linear in linears]
     facts = [(table, "bias") for table in tables if table["bias"] is None]
     facts += [(table, "weight") for table in tables[1:] if type(table["weight"]) is QuantizedWeight]
-    facts += [(vars(attention), "config")]
+    facts += [(vars(attention), "config"), *((table, "sdpa") for table in sdpa_tables())]
     is_true = functools.partial(_attends_so, attention, form)
     return unchanged(is_true, facts, parts, [vars(attention.config)])
 
 
 def _attends_so(attention: Any, form: _AttentionForm) -> bool:
     """Whether an attention's class computes what we do."""
-    return not attention.training and attention.scaling == form.scaling and attention_of(attention.config) == "sdpa"
+    return not attention.training and attention.scaling == form.scaling and attends_by_sdpa(attention.config)
 
 
 class LayerCalls:
@@ -612,7 +612,7 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
     """Whether a module's class has the same keys and values, and nearly the same attention, with other products."""
     parameters = inspect.signature(type(module).forward).parameters
     name_of_cache = next((name for name in CACHES if name in parameters), "")
-    if attention_of(module.config) != "sdpa" or not name_of_cache:
+    if not attends_by_sdpa(module.config) or not name_of_cache:
         return False
     random = RandomTensors()
     x, past = torch.zeros(1, 1, form.width, dtype=torch.bfloat16, device="cpu"), _Past(form, random)

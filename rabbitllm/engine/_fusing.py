@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from rabbitllm.base.dict_changes import Answer, remembered
 from rabbitllm.engine.transformers_api import is_for_outputs, keeps_outputs
 
 MAX_ELEMENTS = 1 << 15
@@ -55,14 +57,15 @@ def fuse(model: nn.Module, key_of: Callable[[Any], Key | None], forward_of: Call
 
 
 def until_patched(forward: Any, tried: Any) -> Any:
-    """A forward that is the class's instead, once that is another than the one that was tried."""
+    """A forward that is the class's instead, once that is another than the one that was tried, or calls others."""
+    calls_same = _calls_same(tried)
 
     @functools.wraps(forward)
     def call(module: Any, *args: Any, **named: Any) -> Any:
         own = type(module).forward
-        return (forward if own is tried else own)(module, *args, **named)
+        return (forward if own is tried and calls_same() else own)(module, *args, **named)
 
-    call.__dict__["tried"] = tried
+    call.__dict__.update(tried=tried, calls_same=calls_same)
     return call
 
 
@@ -71,14 +74,41 @@ def forward_in(module: nn.Module) -> Any:
     function = getattr(vars(module).get("forward"), "__func__", None)
     if (tried := getattr(function, "tried", None)) is None:
         return function
-    return function.__wrapped__ if type(module).forward is tried else None  # type: ignore[union-attr]
+    is_same = type(module).forward is tried and function.calls_same()  # type: ignore[union-attr]
+    return function.__wrapped__ if is_same else None  # type: ignore[union-attr]
+
+
+def _calls_same(function: Any) -> Answer:
+    """Whether what a function calls by names of its module, and what that calls in turn, still is the same."""
+    facts = _globals_in(function)
+    values = [table[name] for table, name in facts]
+
+    def are_same() -> bool:
+        return all(table.get(name) is value for (table, name), value in zip(facts, values, strict=True))
+
+    return remembered(are_same, [table for table, _ in facts]) if facts else lambda: True
+
+
+def _globals_in(function: Any) -> list[_Fact]:
+    """What programs may replace of what a function does: values of its module that it uses, and that these use."""
+    functions, facts = [inspect.unwrap(function)], dict[str, _Fact]()
+    variables = getattr(functions[0], "__globals__", {})
+    while functions:
+        for name in getattr(getattr(functions.pop(), "__code__", None), "co_names", ()):
+            if name in variables and name not in facts:
+                facts[name] = variables, name
+                value = inspect.unwrap(variables[name]) if callable(variables[name]) else None
+                functions += [value] if getattr(value, "__globals__", None) is variables else []
+    return [*facts.values()]
 
 
 def _class_facts(module: nn.Module) -> list[_Fact]:
-    """The forward of a module's class, which programs may replace, in it or in a class that comes before its own."""
+    """The forward of a module's class, which programs may replace, in it or in a class that comes before its own, and
+    what it calls."""
     classes = type(module).__mro__
     count = next(index for index, each in enumerate(classes) if "forward" in vars(each)) + 1
-    return [(gc.get_referents(vars(each))[0], "forward") for each in classes[:count]]
+    facts = [(gc.get_referents(vars(each))[0], "forward") for each in classes[:count]]
+    return facts + _globals_in(type(module).forward)
 
 
 def kind_of(module: nn.Module) -> object:
