@@ -408,6 +408,11 @@ def _layer_forward(layer: Any, *args: Any, **named: Any) -> Any:
     return type(layer).forward(layer, *args, **named)
 
 
+def is_whole_layer(module: Any) -> bool:
+    """Whether `fuse_layers` set its forward, and `fuse_gates` that of its MLP."""
+    return forward_in(module) is _layer_forward and is_one_call(module.mlp)
+
+
 def _form_in(layer: nn.Module) -> _AttentionForm | None:
     """The form of the attention in a layer; None if `fuse_attention` did not replace it."""
     fused = forward_in(layer._modules["self_attn"])  # type: ignore[arg-type]
