@@ -28,7 +28,7 @@ from rabbitllm.engine._rotary import rotating_forward
 from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
 from rabbitllm.engine.row_attention import CACHED, add_attention, cached
-from rabbitllm.engine.transformers_api import attention_of, keeps_outputs
+from rabbitllm.engine.transformers_api import attends_by_sdpa, keeps_outputs, sdpa_tables
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
 
@@ -167,7 +167,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _attends_so(attention: Any, form: _AttentionForm) -> bool:
     """Whether an attention's class computes what we do."""
-    return not attention.training and attention.scaling == form.scaling and attention_of(attention.config) == "sdpa"
+    return not attention.training and attention.scaling == form.scaling and attends_by_sdpa(attention.config)
 
 
 class LayerCalls:
@@ -344,6 +344,11 @@ def _layer_forward(form: object, layer: Any, *args: Any, **named: Any) -> torch.
     return _called(of_attention, layer._modules["self_attn"], {"hidden_states": args[0], **named}, layer)
 
 
+def is_whole_layer(module: Any) -> bool:
+    """Whether `fuse_layers` set its forward, and `fuse_gates` that of its MLP."""
+    return form_in(module, _layer_forward) is not None and is_one_call(module.mlp)
+
+
 def _form_in(layer: nn.Module) -> _AttentionForm | None:
     """The form of the attention in a layer; None if `fuse_attention` did not replace it."""
     forms = form_in(layer._modules["self_attn"], _forward)  # type: ignore[arg-type]
@@ -504,7 +509,7 @@ def _prepared(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | Non
     watch = Watch(
         functools.partial(_attends_so, module, form),
         watched,
-        facts=[*facts, (vars(module), "config")],
+        facts=[*facts, (vars(module), "config"), *((table, "sdpa") for table in sdpa_tables())],
         others=[vars(module.config)],
         matrices=zip(tables, matrices, strict=True),
         always=[lambda: all(table.get("bias") is not None for table in biased)] if biased else (),
@@ -547,7 +552,7 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
     """Whether a module's class has the same keys and values, and nearly the same attention, with other products."""
     parameters = inspect.signature(type(module).forward).parameters
     name_of_cache = next((name for name in CACHES if name in parameters), "")
-    if attention_of(module.config) != "sdpa" or not name_of_cache:
+    if not attends_by_sdpa(module.config) or not name_of_cache:
         return False
     random = RandomTensors()
     x, past = torch.zeros(1, 1, form.width, dtype=torch.bfloat16, device="cpu"), _Past(form, random)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from rabbitllm.base.dict_changes import remembered
+from rabbitllm.base.dict_changes import Answer, remembered
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.engine.transformers_api import is_for_outputs, keeps_outputs
 from rabbitllm.quant.plain import PlainMatrix
@@ -68,24 +69,26 @@ def fuse(
 
 
 def replace(module: nn.Module, compute: Compute, form: Any) -> None:
-    """Let a module compute so until a program replaces its class's forward, which computes all that is left to it."""
+    """Let a module compute so until a program replaces its class's forward, which computes all that is left to it, or
+    what that calls."""
     tried: Any = type(module).forward
+    calls_same = _calls_same(tried)
 
     @functools.wraps(tried)
     def call(module: Any, *args: Any, **named: Any) -> Any:
         own = type(module).forward
-        if own is tried and (result := compute(form, module, *args, **named)) is not None:
+        if own is tried and calls_same() and (result := compute(form, module, *args, **named)) is not None:
             return result
         return own(module, *args, **named)
 
-    call.__dict__.update(fused=(compute, form, tried))
+    call.__dict__.update(fused=(compute, form, lambda module: type(module).forward is tried and calls_same()))
     module.forward = MethodType(call, module)  # a method: a copy of the module then binds it to itself
 
 
 def form_in(module: nn.Module, compute: Compute) -> Any:
-    """The form by which `replace` lets a module compute so; None if it does not, or its class has another forward."""
-    own, form, tried = getattr(vars(module).get("forward"), "fused", (None, None, None))
-    return form if own is compute and type(module).forward is tried else None
+    """The form by which `replace` lets a module compute so; None if it does not, or its class computes otherwise now."""
+    own, form, is_as_tried = getattr(vars(module).get("forward"), "fused", (None, None, None))
+    return form if own is compute and is_as_tried is not None and is_as_tried(module) else None
 
 
 def by_function(function: Any, module: Any, *args: Any, **named: Any) -> Any:
@@ -93,11 +96,37 @@ def by_function(function: Any, module: Any, *args: Any, **named: Any) -> Any:
     return function(module, *args, **named)
 
 
+def _calls_same(function: Any) -> Answer:
+    """Whether what a function calls by names of its module, and what that calls in turn, still is the same."""
+    facts = _globals_in(function)
+    values = [table[name] for table, name in facts]
+
+    def are_same() -> bool:
+        return all(table.get(name) is value for (table, name), value in zip(facts, values, strict=True))
+
+    return remembered(are_same, [table for table, _ in facts]) if facts else lambda: True
+
+
+def _globals_in(function: Any) -> list[_Fact]:
+    """What programs may replace of what a function does: values of its module that it uses, and that these use."""
+    functions, facts = [inspect.unwrap(function)], dict[str, _Fact]()
+    variables = getattr(functions[0], "__globals__", {})
+    while functions:
+        for name in getattr(getattr(functions.pop(), "__code__", None), "co_names", ()):
+            if name in variables and name not in facts:
+                facts[name] = variables, name
+                value = inspect.unwrap(variables[name]) if callable(variables[name]) else None
+                functions += [value] if getattr(value, "__globals__", None) is variables else []
+    return [*facts.values()]
+
+
 def _class_facts(module: nn.Module) -> list[_Fact]:
-    """The forward of a module's class, which programs may replace, in it or in a class that comes before its own."""
+    """The forward of a module's class, which programs may replace, in it or in a class that comes before its own, and
+    what it calls."""
     classes = type(module).__mro__
     count = next(index for index, each in enumerate(classes) if "forward" in vars(each)) + 1
-    return [(gc.get_referents(vars(each))[0], "forward") for each in classes[:count]]
+    facts = [(gc.get_referents(vars(each))[0], "forward") for each in classes[:count]]
+    return facts + _globals_in(type(module).forward)
 
 
 def kind_of(module: nn.Module) -> object:

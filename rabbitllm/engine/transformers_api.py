@@ -34,6 +34,7 @@ with checked_parts():
     from transformers.core_model_loading import rename_source_key as rename_source_key
     from transformers.integrations import sdpa_attention
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.auto import modeling_auto
     from transformers.quantizers.auto import AutoHfQuantizer as AutoHfQuantizer
     from transformers.quantizers.base import HfQuantizer as HfQuantizer
@@ -293,6 +294,16 @@ def conversions_of(model: PreTrainedModel, quantizer: HfQuantizer | None) -> lis
 def attention_of(config: PretrainedConfig) -> str | None:
     """Name of the attention implementation of a config; None if it has none."""
     return getattr(config, "_attn_implementation", None)
+
+
+def attends_by_sdpa(config: PretrainedConfig) -> bool:
+    """Whether a config names transformers' own `sdpa`, and that is not replaced."""
+    return attention_of(config) == "sdpa" and ALL_ATTENTION_FUNCTIONS.get("sdpa") is sdpa_attention_forward
+
+
+def sdpa_tables() -> list[dict[str, Any]]:
+    """The dicts that say what `sdpa` is."""
+    return [ALL_ATTENTION_FUNCTIONS._global_mapping, ALL_ATTENTION_FUNCTIONS._local_mapping]
 
 
 def experts_implementation_of(config: PretrainedConfig) -> str | None:

@@ -154,6 +154,8 @@ class GenerationEstimate:
 STAYING = (Tier.RESIDENT, Tier.PACKED, Tier.PINNED)
 """Tiers that are not read from the disk again."""
 _COPIED = (Tier.PINNED, Tier.STREAMED)
+ONE_CALL = 0.5
+"""Overhead of a decoder layer that is computed with all others by one call, in modules."""
 BITSANDBYTES = "bitsandbytes "
 """Prefix of the forms of checkpoints that are published for bitsandbytes."""
 
@@ -192,7 +194,8 @@ class UnitWork:
         products: the matrices it multiplies with.
         bound: number of parameters that are bound for each pass.
         made: bytes of those that are made from others for each pass.
-        modules: number of modules inside it, itself included; 0 outside of decoder layers.
+        modules: number of modules inside it, itself included; 0 outside of decoder layers; `ONE_CALL` where all of
+            these are one call.
         once: whether it is part of an encoder, which only the first token needs.
     """
 
@@ -203,12 +206,14 @@ class UnitWork:
     products: tuple[Product, ...]
     bound: int
     made: int
-    modules: int
+    modules: float
     once: bool
 
 
 def work_of(plan: LoadPlan) -> tuple[UnitWork, ...]:
     """Return the work of a pass, unit by unit, in its order."""
+    from rabbitllm.engine.load_plan import is_one_call
+
     picked, encoder = picked_by(plan.model.config.get_text_config()), _encoder_path(plan.model)
     hosts = plan.placement.hosts
     alike: dict[int, tuple[tuple[Product, ...], int]] = {}  # in an outline one source is of many layers
@@ -226,6 +231,8 @@ def work_of(plan: LoadPlan) -> tuple[UnitWork, ...]:
         made = _made_bytes(source) if hooked else 0
         once = encoder is not None and (placed.unit + ".").startswith(encoder)
         work.append(UnitWork(placed.unit, placed.device, streamed, uploaded, products, bound, made, modules, once))
+    if is_one_call(plan):
+        return tuple(replace(unit, modules=ONE_CALL if unit.modules else 0) for unit in work)
     return tuple(work)
 
 

@@ -45,6 +45,7 @@ from rabbitllm.generation.kv_cache import (
     beside_of,
     bytes_of,
     cache_layers,
+    can_be_cropped,
     common_prefix,
     copied,
     keeps,
@@ -201,6 +202,7 @@ class CacheManager:
         self._trimmed = time.monotonic()
         self._config = model.config.get_text_config(decoder=True)
         self._keeps = keeps(model)
+        self._has_states = self._keeps and not all(map(can_be_cropped, cache_layers(model)))
         self._shares = self._keeps and not limits.exact
         self._same_angles = angles_change_after(self._config)
         # Phi-3's own code drops the cache where the angles change; transformers' ordinary code goes on with it
@@ -269,6 +271,8 @@ class CacheManager:
         if sequence.request.media is not None:  # its first pass is not packed, as sequences in the file are
             fits = self._lengths().fits(sequence.length, self.memory)
             return CacheAllocation.MEMORY if fits else CacheAllocation.LATER
+        if self._has_states and not self.memory.is_measured and any(map(self.continues, self._running)):
+            return CacheAllocation.LATER  # the config does not say how large states are
         return self._lengths().allocation(sequence.length, others, self.memory)
 
     def over_limit(self) -> list[Sequence]:

@@ -238,6 +238,7 @@ class CacheMemory:
         rows: maximum rows of several sequences in a packed forward; None for no limit.
         logits: maximum rows of a pass with logits, if there are any besides those of its sequences.
         max_sequences: maximum sequences in one pass: `running`, or fewer if memory for their logits is short.
+        is_measured: whether the bytes of a token, and of states, are those of a cache.
         is_tight: whether memory freed after a pass must be returned to the system at once.
 
     Raises:
@@ -250,7 +251,7 @@ class CacheMemory:
         config = model.config.get_text_config(decoder=True)
         self._least = 0 if model.takes_sequences else kv_room.MIN_ROOM_BYTES
         self._cost: CacheCost = replace(cost_by_config(config, model.dtype), least=self._least)
-        self._is_measured = False
+        self.is_measured = False
         free = free_memory(model)
         self.limit = cache_bytes if cache_bytes is not None else free // 2
         if cache_bytes is None and self.limit < self.bytes_for(MIN_CACHE_TOKENS):
@@ -321,11 +322,11 @@ class CacheMemory:
         Args:
             caches: of each sequence, a cache with some tokens in it or None.
         """
-        if self._is_measured:
+        if self.is_measured:
             return
         for cache in caches:
             if cache is not None and (cost := cost_by_cache(cache)) is not None:
-                self._cost, self._is_measured = replace(cost, least=self._least), True
+                self._cost, self.is_measured = replace(cost, least=self._least), True
                 return
 
 

@@ -1,7 +1,7 @@
 """Attention of the rows of a prompt as compiled code, in float32, with one rounding: of the results.
 
 Scores and sums are made of blocks of keys that begin at multiples of `KEYS`. So a row of the result has the same bits
-in a prompt's pass and in one of its last part, for any number of threads, and where rows after it are others.
+in a prompt's pass and in one of its last part, for any number of threads, and where rows after it are others, also NaN.
 """
 
 from __future__ import annotations
@@ -127,8 +127,10 @@ def _finish(emit, source, target, count, state):  # type: ignore[no-untyped-def]
 
 
 ONE = 0x3F800000
+_INFINITE = np.uint32(0x7F800000)
+"""The exponent's bits of a float32 that is not finite."""
 SCORES: Any = None
-PRODUCTS = WEIGH = WIDEN = FINISH = TURN = room = SCORES
+PRODUCTS = ADD = WEIGH = WIDEN = FINISH = TURN = room = SCORES
 WIDTH = LANES = TILE = 0
 
 
@@ -179,14 +181,17 @@ def _attend(data, start, end, parts):  # type: ignore[no-untyped-def]
                 state[2 * (i * QUERIES + row)] = _NONE
                 state[2 * (i * QUERIES + row) + 1] = 0
         last = tokens if mask_at != 0 else before + many - 1
+        bits = to_array(words_at(values), 2 * KEYS * WIDTH).view(np.uint32)
         for begin in range(0, last, KEYS):
             here = min(KEYS, last - begin)
+            is_hidden = mask_at == 0 and before < begin + here
             if mask_at != 0:
                 is_seen = False
                 for row in range(first, first + many):
                     of_row = to_array(words_at(mask_at + row * words[14] + begin), KEYS // 2).view(np.uint8)
                     for j in range(here):
                         is_seen |= of_row[j] != 0
+                        is_hidden |= of_row[j] == 0
                 if not is_seen:
                     continue
             at, values_at = words[2] + of_keys * words[10], words[3] + of_keys * words[12]
@@ -196,6 +201,11 @@ def _attend(data, start, end, parts):  # type: ignore[no-untyped-def]
                 TURN(lines, keys + key * pitch, pitch)
             for key in range(here):
                 WIDEN(values_at + (begin + key) * words[13], values + key * pitch, WIDTH, ONE)
+            largest = np.uint32(0)
+            if is_hidden:
+                for j in range(here * WIDTH):
+                    largest = max(largest, bits[j] & _INFINITE)
+            is_finite = largest < _INFINITE  # else a weight of 0 hides nothing
             for i in range(many_heads):
                 for row in range(0, many, TILE):
                     seen = here if mask_at != 0 else min(here, before + min(row + TILE, many) - 1 - begin)
@@ -219,7 +229,13 @@ def _attend(data, start, end, parts):  # type: ignore[no-untyped-def]
                         WEIGH(
                             scores + 4 * KEYS * r, of_row, shown, states + 8 * (line + r), totals + (line + r) * pitch
                         )
-                    for column in range(0, WIDTH, 2 * LANES):
+                        for key in range(0 if is_finite else of_row):
+                            for column in range(0, WIDTH if bytes_shown[key] else 0, 2 * LANES):
+                                ADD(
+                                    scores + 4 * (KEYS * r + key), values + key * pitch + 4 * column,
+                                    totals + (line + r) * pitch + 4 * column, 1, pitch, 4 * LANES, pitch,
+                                )  # fmt: skip
+                    for column in range(0, WIDTH if is_finite else 0, 2 * LANES):
                         PRODUCTS(
                             scores, values + 4 * column, totals + line * pitch + 4 * column,
                             seen, pitch, 4 * LANES, pitch,
@@ -246,6 +262,7 @@ def attend(width: int) -> Callable[..., None]:
         TILE=tile,
         SCORES=emitted(_tile(tile, width, True), lanes),
         PRODUCTS=emitted(_tile(tile, KEYS, False), lanes),
+        ADD=emitted(_tile(1, KEYS, False), lanes),
         WEIGH=emitted(functools.partial(_weigh, width), lanes),
         WIDEN=emitted(_widen, lanes),
         FINISH=emitted(_finish, lanes),

@@ -201,7 +201,7 @@ def resolve_name(name: str) -> str:
 
     Raises:
         OptionError: an address on the hub that is not a repository's.
-        CheckpointNotFoundError: the file does not belong to the checkpoint of its folder.
+        CheckpointNotFoundError: a pipe or a device; or the file does not belong to the checkpoint of its folder.
         InvalidIndexError, UnsafePathError: see `read_index`.
         IncompleteSplitError, SplitMismatchError: see `read_manifest`.
     """
@@ -211,6 +211,11 @@ def resolve_name(name: str) -> str:
     path = expand(name)
     if not name or path.is_dir():
         return name
+    if path.exists() and not path.is_file():
+        raise CheckpointNotFoundError(
+            f"{path} is neither a file nor a folder, but a pipe or a device.",
+            "A checkpoint is not read in one go: write it to a file, and use that.",
+        )
     if is_gguf_file(path) or _has_own_split(path):
         return name
     if path.is_file():

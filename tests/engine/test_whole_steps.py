@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from rabbitllm.engine import _whole_steps
@@ -162,6 +163,13 @@ MORE: dict[str, Change] = {
     "class of MLPs": lambda patch, model: patch.setattr(LlamaMLP, "forward", lambda mlp, x: x * 2),
     "class of attentions": lambda patch, model: patch.setattr(
         LlamaAttention, "forward", lambda attention, hidden_states, **named: (hidden_states * 2, None)
+    ),
+    "function of attentions": lambda patch, model: patch.setattr(
+        modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * 2, k)
+    ),
+    "function of a function": lambda patch, model: patch.setattr(modeling_llama, "rotate_half", torch.zeros_like),
+    "attention": lambda patch, model: patch.setitem(
+        modeling_llama.ALL_ATTENTION_FUNCTIONS, "sdpa", lambda module, q, *args, **named: (q.transpose(1, 2), None)
     ),
 }
 ROWS = torch.randn(512, 256, generator=torch.Generator().manual_seed(1)).bfloat16()

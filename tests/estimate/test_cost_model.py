@@ -14,16 +14,17 @@ from rabbitllm.engine._expert_pool import ExpertCache
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
 from rabbitllm.engine.placement import Tier
-from rabbitllm.estimate.cost_model import Product, UnitWork, experts_of, routed_work, work_of
+from rabbitllm.estimate.cost_model import ONE_CALL, Product, UnitWork, experts_of, routed_work, work_of
 from tests.splitter.test_plan import planned
 from tests.support.builders import build_checkpoint
 
 
 def drawn(
-    folder: Path, family: str, compression: str | None = None, room: int = 1 << 34, **settings: object
+    folder: Path, family: str, compression: str | None = None, room: int = 1 << 34, bits: int = 16, **settings: object
 ) -> LoadPlan:
+    dtype = "bfloat16" if bits == 16 else "float32"
     build_checkpoint(folder, family, dtype=torch.bfloat16, tied=family == "t5", **settings)  # type: ignore[arg-type]
-    options = RunOptions(device="cpu", max_memory={"cpu": room}, show_progress=False)
+    options = RunOptions(device="cpu", max_memory={"cpu": room}, show_progress=False, dtype=dtype)
     return make_load_plan(planned(folder, compression), options, folder, [CpuDevice()])
 
 
@@ -38,7 +39,16 @@ def test_each_matrix_of_a_dense_model_is_multiplied_once(tmp_path: Path) -> None
     assert touched(work, "bfloat16") == sum(2 * linear.weight.numel() for linear in linears)
     assert touched(work, "bfloat16", 16) == touched(work, "bfloat16")
     assert not any(unit.bound or unit.made or unit.streamed for unit in work)
-    assert [unit.modules > 5 for unit in work] == [".layers." in unit.unit for unit in work]
+    assert [unit.modules > 0 for unit in work] == [".layers." in unit.unit for unit in work]
+
+
+@pytest.mark.parametrize(("room", "bits", "is_one"), [(1 << 34, 16, True), (1 << 34, 32, False), (0, 16, False)])
+def test_layers_that_are_one_call_count_as_little(tmp_path: Path, room: int, bits: int, is_one: bool) -> None:
+    """As of a model that is loaded."""
+    sizes: dict[str, int] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    plan = drawn(tmp_path / "m", "llama", "4bit", room, bits, intermediate_size=256, **sizes)
+    layers = [unit.modules for unit in work_of(plan) if unit.modules]
+    assert [count == ONE_CALL for count in layers] == [is_one] * 3
 
 
 @pytest.mark.parametrize("scheme", ["4bit", "8bit"])

@@ -14,7 +14,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rabbitllm.errors import OptionError
 from rabbitllm.generation import _sequence
-from rabbitllm.generation.kv_cache import cost_by_cache, cost_by_config, keeps
+from rabbitllm.generation.cache_manager import CacheManager
+from rabbitllm.generation.kv_cache import bytes_of, cost_by_cache, cost_by_config, keeps
 from rabbitllm.generation.request import BatchStats, Delta, Event, FinishReason, Limits, Request
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.generation.submitting import Open, Submitted, alone, answered, prompt
@@ -87,6 +88,21 @@ def test_preempted_requests_get_their_tokens_alone(tmp_path: Path, open_batch: O
     for answer in answered(batch, requests()):
         assert answer.tokens == alone(plain, answer.request)
     assert_resumed(family, plain, batch.stats)
+
+
+def test_states_count_from_the_first_pass(tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build_checkpoint(tmp_path / "model", FAMILIES["qwen3_next"], dtype=torch.float32)
+    shares, measure = [], CacheManager.measure
+
+    def measured(caches: CacheManager) -> None:
+        held = sum(bytes_of(sequence.cache) for sequence in caches._running)
+        shares.append(held / caches.memory.limit)
+        measure(caches)
+
+    monkeypatch.setattr(CacheManager, "measure", measured)
+    batch, _ = open_batch(limits(plain_model(folder, dtype=torch.float32)), folder=split(folder))
+    answered(batch, [Request(prompt(9, seed), 4) for seed in range(6)])
+    assert 0.5 < max(shares) <= 1
 
 
 @pytest.mark.parametrize("rooms", [1, 100])

@@ -61,6 +61,13 @@ def test_a_row_has_the_same_bits(width: int) -> None:
     assert torch.equal(attend(q, k, v, causal(300, 300), 0.125), result)
     k[:, :, 200:], v[:, :, 200:] = 3, -7
     assert torch.equal(attend(q, k, v, None, 0.125)[:, :200], result[:, :200])
+    v[:, :, 201], v[:, :, 220] = torch.inf, torch.nan  # the rest of a tile
+    for mask in (None, causal(300, 300)):
+        spoilt = attend(q, k, v, mask, 0.125)
+        assert torch.equal(spoilt[:, :200], result[:, :200])
+        assert not spoilt[:, 200].isnan().any()
+        assert not spoilt[:, 201:].isfinite().all(-1).any()
+    v[:, :, 201:] = 1
     one = attend(q[:, 3:6], k[:, 1:], v[:, 1:], None, 0.125)  # the heads of the second of the keys'
     assert torch.equal(one, attend(q, k, v, None, 0.125)[:, :, 3:6])
 

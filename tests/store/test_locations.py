@@ -252,6 +252,14 @@ def test_a_file_that_is_no_model_is_named_itself(tmp_path: Path) -> None:
         assert caught.value.remedy == "Use the folder or file that holds the weights, or a repository id."
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+@pytest.mark.parametrize("name", ["63", "a.gguf"])
+def test_a_pipe_is_called_one(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointNotFoundError, match=rf"{name} is neither a file nor a folder, but a pipe"):
+        resolve_name(str(tmp_path / name))
+
+
 def test_served_name(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "my-model", "llama")
     (folder / "splitted_model.4bit").mkdir()
