@@ -674,6 +674,10 @@ def test_heads_that_cannot_be_built_are_refused(tmp_path: Path, name: str, tenso
     load(directory)
     with pytest.raises(OptionError, match=f"cannot be built: they .*{why}"):
         load(directory, heads=True)
+    for words in (("inspect", str(folder)), ("inspect", str(directory)), ("plan", str(folder), "--bandwidth", "1GB")):
+        said = command(*words)
+        assert "--draft mtp" not in said
+        assert ("multi-token" in said) == bool(re.search(f"not used: they .*{why}", said)) == (name == "qwen4_exp")
 
 
 def command(*words: str) -> str:
