@@ -660,6 +660,11 @@ def test_heads_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
     save_file(tensors, folder / SINGLE_NAME, {"format": "pt"})
     with pytest.raises(OptionError, match="layers of type compressed_sparse_attention; expected full_attention, "):
         load(split(folder), heads=True)
+    folder = build_with_head(tmp_path / "blocks", OF_BLOCKS)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "mtp_layers_block_type": []}))
+    with pytest.raises(OptionError, match="a head of no blocks; expected one full_attention"):
+        load(split(folder), heads=True)
 
 
 @pytest.mark.parametrize(
