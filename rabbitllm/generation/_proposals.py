@@ -279,12 +279,9 @@ class FromItself(FromModel):
     `FromModel`; `track` is the one of that pass.
     """
 
-    _is_prompt = True
-
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
-        """Propose up to `most` tokens after `ids`, (1, tokens); none after a prompt, which is read first."""
-        is_prompt, self._is_prompt = self._is_prompt, False
-        if is_prompt or most < 1:
+        """Propose up to `most` tokens after `ids`, (1, tokens), of which the cache has all but the last few."""
+        if most < 1:
             return Proposal(ids[:, :0])
         begin = self._track.tokens
         try:

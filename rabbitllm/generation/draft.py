@@ -124,9 +124,14 @@ class Drafting:
                     ids = self._ended(ids, forced, stopping_criteria)
                     is_over = True
                     break
-                # a prompt would be the first rows of the next pass, too, and windows would grow to its length
-                waits = not track.keeps_every_token if is_prompt else known - track.tokens > MAX_CARRIED
-                most, lacks = 0 if waits else generation_config.max_length - known - 1, known - seen
+                # a prompt would be the first rows of the next pass, too, and windows would grow to its length; copies
+                # would compute it, which the model's own pass leaves to them
+                if is_prompt:
+                    waits = draft == SELF or not track.keeps_every_token
+                else:
+                    waits = known - track.tokens > MAX_CARRIED
+                most = 0 if waits else generation_config.max_length - known - 1
+                lacks = 0 if draft == SELF else known - seen
                 begin, proposal, rows = time.perf_counter(), nothing, ids
                 forced = forced[: max(most, 0)]
                 wanted = 0
