@@ -127,11 +127,11 @@ class Drafting:
                 # a prompt would be the first rows of the next pass, too, and windows would grow to its length; copies
                 # would compute it, which the model's own pass leaves to them
                 if is_prompt:
-                    waits = draft == SELF or not track.keeps_every_token
+                    waits = proposals.reads_along or not track.keeps_every_token
                 else:
                     waits = known - track.tokens > MAX_CARRIED
                 most = 0 if waits else generation_config.max_length - known - 1
-                lacks = 0 if draft == SELF else known - seen
+                lacks = 0 if proposals.reads_along else known - seen
                 begin, proposal, rows = time.perf_counter(), nothing, ids
                 forced = forced[: max(most, 0)]
                 wanted = 0
