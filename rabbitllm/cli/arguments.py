@@ -261,7 +261,7 @@ class ModelOptions:
 
 
 def command_draft(draft: str, request: LoadRequest) -> Any:
-    """The draft of a model, as `auto_model.draft_of` returns it; a draft model has the compression of its split here."""
+    """The draft of a model, as `auto_model.draft_of` gives it; a draft model has the compression of its split here."""
     from rabbitllm import auto_model
     from rabbitllm.models.library import compression_here
 

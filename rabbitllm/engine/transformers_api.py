@@ -207,7 +207,9 @@ class _Blocks(torch.nn.ModuleList):
     def __init__(self, config: Any, index: int) -> None:
         types = blocks_of_head(config)
         if types.count("full_attention") != 1 or not {*types} <= {"full_attention", "moe", "mlp"}:
-            raise ValueError(f"a head of {', '.join(types) or 'no blocks'}; expected one full_attention, and moe or mlp")
+            raise ValueError(
+                f"a head of {', '.join(types) or 'no blocks'}; expected one full_attention, and moe or mlp"
+            )
         own = copy.deepcopy(config)
         own.layer_types = types
         super().__init__(self.block(own, place) for place in range(len(types)))
