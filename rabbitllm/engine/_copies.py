@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -38,9 +38,6 @@ from rabbitllm.store.layer_store import WeightFiles
 _ENCODED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 HEAD = "IQ4_XS"
 """The type of the blocks of all copies outside of layers: at 2 bits a head alone would change a third of the tokens."""
-
-WORTH_MAKING = 1.1
-"""How many times the tokens a second copies of another type must promise: free memory varies from start to start."""
 
 
 def _type_of(kind: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
@@ -69,15 +66,12 @@ def expert_copy_bytes(source: ExpertSource, kind: str) -> int:
     return source.experts * sum(_copy_bytes(kind, leaf.shape, leaf.entry.dtype, is_matrix=True) for leaf in leaves)
 
 
-def place_with_copies(
-    plain: Placement, place: Callable[[str, bool], Placement], kept: Container[str] = ()
-) -> Placement:
+def place_with_copies(plain: Placement, place: Callable[[str, bool], Placement]) -> Placement:
     """The placement with copies of all that it streams that is expected to give the most tokens a second.
 
     Args:
         plain: the placement without copies.
         place: a type of blocks, and whether a head stays in memory before any layer -> the placement with such copies.
-        kept: types of which there are files, which are used unless others promise more than `WORTH_MAKING`.
 
     Raises:
         OptionError: there is nothing to copy, no room for copies, no kernel for them, or another device than the CPU
@@ -103,11 +97,7 @@ def place_with_copies(
             f"{advice if is_less else 'Copies of these weights save no memory:'} use draft='auto': the checkpoint's "
             f"own heads or the text so far. {remedy}",
         )
-    possible = [
-        (tokens_per_read(p, p.copies) * (WORTH_MAKING if p.copies.kind in kept else 1), p)
-        for p in placements
-        if p.copies is not None and not p.copies.lacking
-    ]
+    possible = [(tokens_per_read(p, p.copies), p) for p in placements if p.copies is not None and not p.copies.lacking]
     return max(possible, key=operator.itemgetter(0))[1]
 
 

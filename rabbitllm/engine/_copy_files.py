@@ -12,7 +12,7 @@ import glob
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -79,12 +79,6 @@ class CopyJob:
         forms = {form.name: (torch_dtype(form.dtype), form.shape) for form in self.forms}
         plain = all(type(weight) is torch.Tensor for weight in weights.values())
         return plain and {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()} == forms
-
-
-def kinds_kept(folder: Path, names: Container[str]) -> set[str]:
-    """The types of blocks of which a split directory has copies of units, or of experts, of these names."""
-    files = (path.name.rsplit(".", 4) for path in (folder / COPIES_NAME).glob(f"*{LAYER_SUFFIX}"))
-    return {kind for name, kind, *_ in files if name in names}
 
 
 def kept_or_made(jobs: Sequence[CopyJob], store: WeightFiles) -> list[CopyBytes]:

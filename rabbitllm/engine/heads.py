@@ -186,18 +186,11 @@ def plan_heads(
     return HeadsPlan(planned, device, nbytes), plan
 
 
-def placed_beside(
-    plan: LoadPlan,
-    taken: Mapping[str, int],
-    devices: Sequence[Device],
-    options: RunOptions,
-    folder: Path | None = None,
-) -> LoadPlan:
-    """The plan, placed in the memory that something else leaves; `taken` has its bytes by device. For `folder` see
-    `place_units`."""
+def placed_beside(plan: LoadPlan, taken: Mapping[str, int], devices: Sequence[Device], options: RunOptions) -> LoadPlan:
+    """The plan, placed in the memory that something else leaves; `taken` has its bytes by device."""
     budgets = {device.name: max(budget_of(device, options) - taken.get(device.name, 0), 0) for device in devices}
     limited = replace(options, max_memory={**(options.max_memory or {}), **budgets})
-    placement = place_units(plan.model, plan.sources, plan.experts, devices, limited, plan.choosers, folder)
+    placement = place_units(plan.model, plan.sources, plan.experts, devices, limited, plan.choosers)
     return replace(plan, placement=placement)
 
 

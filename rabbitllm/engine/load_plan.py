@@ -26,7 +26,6 @@ from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.base.terminal import size
 from rabbitllm.engine import _published, skeleton
 from rabbitllm.engine._copies import expert_copy_bytes, place_with_copies, unit_copy_bytes
-from rabbitllm.engine._copy_files import kinds_kept
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._pieces import in_pieces
 from rabbitllm.engine._weights import WeightMap, advice_on_names, check_unused, map_weights
@@ -333,9 +332,7 @@ class LoadPlanner:
         if plan is not checked:
             return plan
         # other memory may be free now than when it was checked
-        placement = place_units(
-            plan.model, plan.sources, plan.experts, self._devices, options, plan.choosers, store.folder
-        )
+        placement = place_units(plan.model, plan.sources, plan.experts, self._devices, options, plan.choosers)
         return replace(plan, placement=placement)
 
     def tokenizer(self, home: Path) -> PreTrainedTokenizerBase | None:
@@ -422,7 +419,7 @@ def _plan_of(
     if not options.exact and all(device.shares_host_memory for device in devices):
         most = max((source.buffer_bytes for source in sources.values() if source.unit.is_layer), default=0)
         sources = {n: s if s.unit.is_layer else in_pieces(s, most) for n, s in sources.items()}
-    placement = place_units(model, sources, experts, devices, options, choosers, store.folder)
+    placement = place_units(model, sources, experts, devices, options, choosers)
     return LoadPlan(model, weights, sources, tuple(experts), placement, bare.quantizer, bare.is_narrowed, choosers)
 
 
@@ -523,11 +520,8 @@ def place_units(
     devices: Sequence[Device],
     options: RunOptions,
     choosers: Mapping[str, MatrixChooser] = MappingProxyType({}),
-    folder: Path | None = None,
 ) -> Placement:
     """The placement of every unit, within the free memory or the caller's limits; see `LoadPlan` for `choosers`.
-
-    Copies are chosen with regard to those that a split directory, `folder`, has already.
 
     GPUs try their products only if not all units are resident. bitsandbytes' own products take a part of their
     memory in each pass.
@@ -560,9 +554,7 @@ def place_units(
             sizes = unit_costs(model, sources, experts, kind=kind)
             return placed(sizes, experts=inside, kind=kind, small_first=small_first and options.small_layers_resident)
 
-        layers = {name for name, source in sources.items() if source.unit.is_layer} | {e.name for e in experts}
-        kept = kinds_kept(folder, layers) if folder is not None else set[str]()
-        placement = place_with_copies(placement, with_copies, kept)
+        placement = place_with_copies(placement, with_copies)
     name = model.config.model_type
     if name in SCALES_IN_PLACE and not placement.is_resident:
         raise RabbitLLMError(

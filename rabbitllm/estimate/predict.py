@@ -171,7 +171,7 @@ class _DraftEstimator:
             return beside, held, PassEstimator.of(drafting, machine)
         if draft == SELF:
             options = dataclasses.replace(machine.options, self_draft=True)
-            plan = placed_beside(plan, {}, machine.devices, options, store.folder)
+            plan = placed_beside(plan, {}, machine.devices, options)
             copies = plan.placement.copies
             assert copies is not None
             work, routed = by_copies(work_of(plan), routed_work(plan), copies)

@@ -310,11 +310,6 @@ class FromItself(FromModel):
         """Nothing is kept."""
 
     @property
-    def tokens(self) -> int:
-        """Nothing is kept."""
-        return 0
-
-    @property
     def beside(self) -> None:
         """Nothing is kept."""
 

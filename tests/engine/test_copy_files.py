@@ -90,25 +90,6 @@ def test_later_starts_read_what_the_first_one_made(tmp_path: Path, name: str, mo
     assert files_in(directory) == made
 
 
-def test_a_little_more_memory_makes_no_other_copies(
-    llama: tuple[Path, int, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, room, _ = llama
-
-    def kind_with(budget: int) -> str:
-        kind: str = load(directory, budget, self_draft=True).placement.copies.kind
-        return kind
-
-    first = kind_with(room)
-    budgets = range(room, 2 * room, room // 50)
-    more = next(budget for budget in budgets if shutil.rmtree(directory / "copies") or kind_with(budget) != first)
-    shutil.rmtree(directory / "copies")
-    assert kind_with(room) == first
-    with encoding_nothing(monkeypatch):
-        assert kind_with(more) == first
-    assert kind_with(room * 3 // 2) != first
-
-
 def test_copies_in_memory_have_the_same_bits(
     llama: tuple[Path, int, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
