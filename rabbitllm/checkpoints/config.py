@@ -54,6 +54,18 @@ def predicts_more(config: Mapping[str, Any]) -> bool:
     return any(("nextn" in name or "mtp" in name) and bool(value) for name, value in settings.items())
 
 
+UNBUILT_HEADS = {
+    "hy_v4": "they are layers without hyper-connections, of which transformers has no class",
+    "qwen4_exp_text": "they take the several streams of hidden states that the model's class returns mixed into one",
+}
+"""Type of a text model -> why its heads for multi-token prediction, whose definition is published, are not built."""
+
+
+def why_no_heads(config: Mapping[str, Any]) -> str:
+    """Why the heads of a checkpoint are not built, by the content of its config.json; empty if nothing is known."""
+    return UNBUILT_HEADS.get(model_type_of(text_config(config) or config) or "", "")
+
+
 def layers_before_heads(config: Mapping[str, Any]) -> int | None:
     """The number of layers of the model, if layers for multi-token prediction have the numbers behind them."""
     text = config.get("text_config", config)

@@ -102,7 +102,7 @@ def batch_command(
     request = options.request(model)
     cache_bytes = None if cache_memory is None else parse_size(cache_memory, "--cache-memory")
     disk_bytes = None if cache_disk is None else parse_size(cache_disk, "--cache-disk")
-    limits = JobLimits(sequences, cache_bytes, exact, disk_bytes, command_draft(draft, request, for_many=True))
+    limits = JobLimits(sequences, cache_bytes, exact, disk_bytes, command_draft(draft, request))
     output = expand(out)
     task = BatchJob(
         source if source == STDIN else expand(source),

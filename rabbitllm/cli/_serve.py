@@ -185,7 +185,7 @@ def serve_command(
     )
     sampling = answers.sampling
     requests = {name: options.request(model) for name, model in named.items()}
-    proposing = command_draft(draft, next(iter(requests.values())), for_many=True)
+    proposing = command_draft(draft, next(iter(requests.values())))
     _refuse_for_several(models, {f"--draft {draft}": None if isinstance(proposing, str) else proposing})
     logs.show("rabbitllm.server")
     console = Console(stderr=True, highlight=False)
@@ -229,5 +229,5 @@ def _refuse_for_several(models: Sequence[str], values: Mapping[str, Any]) -> Non
     if len(models) > 1 and (wrong := [name for name, value in values.items() if value is not None]):
         raise OptionError(
             f"{wrong[0]} is for one model, and {len(models)} are to be served.",
-            "Leave it out: names are set by NAME=MODEL, drafts of several models are mtp, ngram, auto or none.",
+            "Leave it out: names are set by NAME=MODEL, drafts of several models are mtp, ngram, self, auto or none.",
         )

@@ -119,8 +119,9 @@ BatchDraftOption = Annotated[
         "--draft",
         metavar="MODEL",
         help="A small model with the same vocabulary proposes tokens for each request, and a pass checks as many of "
-        "them as pays; mtp: the checkpoint's own heads; ngram: tokens that followed the same words before; none; or "
-        "auto for mtp or else ngram where layers are streamed.",
+        "them as pays; mtp: the checkpoint's own heads; ngram: tokens that followed the same words before; self: "
+        "copies of the streamed layers at few bits, in memory; none; or auto for mtp or else ngram where layers are "
+        "streamed.",
         autocompletion=complete_model,
     ),
 ]
@@ -259,22 +260,12 @@ class ModelOptions:
         return replace(request, split=None) if self.no_split else request
 
 
-def command_draft(draft: str, request: LoadRequest, *, for_many: bool = False) -> Any:
-    """The draft of a model, as `auto_model.draft_of` returns it; a draft model has the compression of its split here.
-
-    Raises:
-        OptionError: it is "self" for many requests, which serves one at a time.
-    """
+def command_draft(draft: str, request: LoadRequest) -> Any:
+    """The draft of a model, as `auto_model.draft_of` gives it; a draft model has the compression of its split here."""
     from rabbitllm import auto_model
-    from rabbitllm.errors import OptionError
     from rabbitllm.models.library import compression_here
 
-    drafting = auto_model.draft_of(draft, request, compression_here)
-    if for_many and drafting == "self":
-        raise OptionError(
-            "--draft self cannot be used for many requests.", "Expected a model, mtp, ngram, auto or none."
-        )
-    return drafting
+    return auto_model.draft_of(draft, request, compression_here)
 
 
 @dataclass(frozen=True, slots=True)

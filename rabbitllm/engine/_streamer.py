@@ -343,6 +343,9 @@ class Streamer:
     def drafting(self) -> Iterator[None]:
         """A context in which the passes of this thread use `copies` instead of the disk; others wait."""
         with self.pass_lock:
+            if self.is_drafting:  # for several sequences at once
+                yield
+                return
             self._release_all()  # an interrupted pass would do so later, and unbind the copies
             with self.copies.bound():
                 self._set_drafting(value=True)

@@ -20,6 +20,7 @@ from torch import nn
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.base.terminal import error_line, listed, size
+from rabbitllm.checkpoints.config import UNBUILT_HEADS
 from rabbitllm.checkpoints.naming import head_of
 from rabbitllm.engine import _published, skeleton
 from rabbitllm.engine._streamer import Streamer
@@ -44,11 +45,6 @@ from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
 IN_MEMORY = (*READY, Tier.PACKED, Tier.ROWS)
 _LEAVE_OUT = "Leave --draft mtp out, or use another draft."
-_UNBUILT = {
-    "hy_v4": "they are layers without hyper-connections, of which transformers has no class",
-    "qwen4_exp_text": "they take the several streams of hidden states that the model's class returns mixed into one",
-}
-"""Model type -> why its heads, whose definition is published, are not built."""
 _RAISE = "Raise max_memory, use a stronger compression, or leave --draft mtp out."
 
 
@@ -204,7 +200,7 @@ def _plan_alone(plan: LoadPlan, store: WeightFiles, home: Path, options: RunOpti
         name: head_of(name, model.config.get_text_config(decoder=True).num_hidden_layers) for name in store.tensors
     }
     count = max((number + 1 for number in numbers.values() if number is not None), default=0)
-    if why := _UNBUILT.get(model.config.get_text_config(decoder=True).model_type):
+    if why := UNBUILT_HEADS.get(model.config.get_text_config(decoder=True).model_type):
         raise OptionError(f"Heads for multi-token prediction of {store.label} cannot be built: {why}.", _LEAVE_OUT)
     if not count or not has_heads():
         why = "transformers 5.24 or later is needed" if count else "no tensors mtp.*, or layers behind the model's last"

@@ -235,6 +235,10 @@ class StreamedModel(_TransformersModel):
     @contextlib.contextmanager
     def joint_pass(self, pass_input: PassInput) -> Iterator[None]:
         """A context around one pass of several callers; see `rabbitllm.generation`."""
+        if self.streamer.is_drafting:
+            with self.streamer.passing(), torch.no_grad():
+                yield
+            return
         openmp.look()
         shown = contextlib.nullcontext() if self.pass_line is None else self.pass_line.over(pass_input, None)
         with self.streamer.passing(), torch.no_grad(), shown, self.profiler.forward(pass_input, None):

@@ -160,7 +160,7 @@ def build_heads(model: PreTrainedModel, config: PretrainedConfig) -> Any:
         config: of the heads, by `heads_config`.
     """
     decoder = model.get_decoder()
-    if blocks_of_head(config):
+    if getattr(config, "mtp_layers_block_type", None) is not None:
         layer: Any = type("Blocks", (_Blocks,), {"block": type(decoder.layers[0])})(config, 0)
         config.rms_norm_eps = config.layer_norm_epsilon
     else:
@@ -208,7 +208,9 @@ class _Blocks(torch.nn.ModuleList):
     def __init__(self, config: Any, index: int) -> None:
         types = blocks_of_head(config)
         if types.count("full_attention") != 1 or not {*types} <= {"full_attention", "moe", "mlp"}:
-            raise ValueError(f"a head of {', '.join(types)}; expected one full_attention, and moe or mlp")
+            raise ValueError(
+                f"a head of {', '.join(types) or 'no blocks'}; expected one full_attention, and moe or mlp"
+            )
         own = copy.deepcopy(config)
         own.layer_types = types
         super().__init__(self.block(own, place) for place in range(len(types)))

@@ -13,7 +13,7 @@ from rabbitllm import prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import NO_TOKENIZER, Checkpoint, SourceIdentity, lacks_tokenizer
-from rabbitllm.checkpoints.config import experts_a_token, layers_before_heads, quantized_as
+from rabbitllm.checkpoints.config import experts_a_token, layers_before_heads, quantized_as, why_no_heads
 from rabbitllm.checkpoints.naming import predicts_further
 from rabbitllm.errors import InvalidIndexError, NotEnoughSpaceException
 from rabbitllm.quant.schemes import COMPRESSIONS
@@ -97,9 +97,9 @@ class SourceScan:
                     warnings[-1] += "; it is kept where shards are deleted"
         if self._mtp_layers:
             nbytes = size(sum(self.base.layouts[layer].size for layer in self._mtp_layers if self.base is not None))
-            warnings.append(
-                f"{listed(self._mtp_layers, 3)} ({nbytes}, multi-token prediction) is used by --draft mtp only"
-            )
+            why = why_no_heads(self.config)
+            used = f"is not used: {why}" if why else "is used by --draft mtp only"
+            warnings.append(f"{listed(self._mtp_layers, 3)} ({nbytes}, multi-token prediction) {used}")
         if self.checkpoint is not None and lacks_tokenizer(self.checkpoint.sidecar_sizes(), self.config):
             warnings.append(f"the checkpoint has {NO_TOKENIZER}")
         if self.config:

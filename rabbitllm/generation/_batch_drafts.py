@@ -1,11 +1,12 @@
 """The drafts of all sequences of a batch, and the tokens that grammars force.
 
-A draft model proposes for all of them in passes of its own: each proposal is a coroutine, as each answer is. So do the
-heads of a checkpoint in calls of their own.
+A draft model proposes for all of them in passes of its own: each proposal is a coroutine, as each answer is. So does
+the model itself with its copies, and so do the heads of a checkpoint in calls of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from rabbitllm.generation._coroutines import Coroutine
 from rabbitllm.generation._lookahead import Lookahead
 from rabbitllm.generation._model_runner import ModelRunner
 from rabbitllm.generation._mtp import PackedHeads
-from rabbitllm.generation._proposals import MTP, NGRAM, Draft, proposals_of
+from rabbitllm.generation._proposals import MTP, NGRAM, SELF, Draft, proposals_of
 from rabbitllm.generation._rewind import Rewindable
 from rabbitllm.generation._sequence import SequenceStatus
 from rabbitllm.generation._width import Width, costs_of
@@ -43,17 +44,19 @@ class BatchDrafts:
 
     Args:
         model: a model for which `keeps` and `can_go_back` hold.
-        draft: what proposes tokens, after `prepare_draft`; not "self". None for forced tokens alone.
+        draft: what proposes tokens, after `prepare_draft`; None for forced tokens alone.
         stats: totals, of which it raises the drafted and the accepted tokens.
+        runner: of the model.
     """
 
-    def __init__(self, model: StreamedModel, draft: Draft | None, stats: BatchStats) -> None:
+    def __init__(self, model: StreamedModel, draft: Draft | None, stats: BatchStats, runner: ModelRunner) -> None:
         self._model = model
         self._draft = draft
         self._stats = stats
         if draft is not None:
             stats.drafts = replace(stats.drafts, name=draft if isinstance(draft, str) else "a draft model")
-        self._runner = None if draft is None or isinstance(draft, str) else ModelRunner(draft)
+        self._of_draft = None if draft is None or isinstance(draft, str) else ModelRunner(draft)
+        self._runner = runner if draft == SELF else self._of_draft
         self._heads = PackedHeads(model.heads) if draft == MTP and model.heads is not None else None
         # proposals are the most probable tokens: random numbers are those of the answer
         self._config = GenerationConfig(do_sample=False, eos_token_id=sorted(end_tokens(model)) or None)
@@ -89,7 +92,8 @@ class BatchDrafts:
             The number of drafted tokens.
         """
         begin = time.perf_counter()
-        errors = self._each(wanting) if self._runner is None else self._together(self._runner, wanting)
+        with self._model.streamer.drafting() if wanting and self._draft == SELF else contextlib.nullcontext():
+            errors = self._each(wanting) if self._runner is None else self._together(self._runner, wanting)
         for (lookahead, *_), error in zip(wanting, errors, strict=True):
             if error is not None:  # such as a lack of memory; the sequence goes on without
                 logger.warning("A draft has failed: %s", error)
@@ -118,7 +122,7 @@ class BatchDrafts:
         reading, copying = list[int](), list[int]()
         for index, (lookahead, ids, most) in enumerate(wanting):
             lengths = [0 if lookahead.nbytes else common_prefix(ids, wanting[other][1]) for other in reading]
-            if (shared := max(lengths, default=0)) < MIN_PREFIX_TOKENS:
+            if self._draft == SELF or (shared := max(lengths, default=0)) < MIN_PREFIX_TOKENS:
                 reading.append(index)
                 continue
             copying.append(index)
@@ -142,8 +146,8 @@ class BatchDrafts:
 
     def close(self) -> None:
         """Restore the draft model."""
-        if self._runner is not None:
-            self._runner.coroutines.close()
+        if self._of_draft is not None:
+            self._of_draft.coroutines.close()
 
 
 def _cost_of(model: StreamedModel, draft: Draft | None) -> CacheCost:

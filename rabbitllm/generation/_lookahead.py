@@ -113,7 +113,7 @@ class Lookahead:
         self._forced = self._grammar.rows(ids)[:most] if self._grammar is not None else []
         if self._width is None or not drafts:
             return len(self._forced)
-        self._unread = len(ids) - self._seen
+        self._unread = 0 if self._proposals.reads_along else len(ids) - self._seen
         self._wanted = self._width.choose(most - len(self._forced), self._unread, rows, sequences)
         return len(self._forced) + self._wanted
 
@@ -132,6 +132,7 @@ class Lookahead:
         if most == len(forced):
             return
         self._seen, after = len(ids), [*ids, *forced]
+        self._track.tokens = self._track.cache.get_seq_length()
         drafted = self._proposals.propose(torch.tensor([after]), most - len(forced)).tokens[0].tolist()
         if self._grammar is not None:
             drafted = drafted[: self._grammar.valid(after, drafted)]

@@ -70,7 +70,13 @@ class Proposal:
 
 
 class Proposals(Protocol):
-    """A source of proposals for one sequence."""
+    """A source of proposals for one sequence.
+
+    Attributes:
+        reads_along: whether it uses the model's own cache, so that it has read all that the model has.
+    """
+
+    reads_along: bool
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, int64 of shape (1, tokens). It may be none."""
@@ -103,6 +109,7 @@ class FromText:
                 return Proposal(ids[:, begin : begin + most])
         return Proposal(ids[:, :0])
 
+    reads_along = False
     tokens = 0
     beside = None
 
@@ -130,6 +137,7 @@ class FromModel:
         of: the model that checks the proposals, and its cache, beside which the draft's stays; None if it does not.
     """
 
+    reads_along = False
     _usual = MODEL_TOKENS
 
     def __init__(
@@ -279,12 +287,11 @@ class FromItself(FromModel):
     `FromModel`; `track` is the one of that pass.
     """
 
-    _is_prompt = True
+    reads_along = True
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
-        """Propose up to `most` tokens after `ids`, (1, tokens); none after a prompt, which is read first."""
-        is_prompt, self._is_prompt = self._is_prompt, False
-        if is_prompt or most < 1:
+        """Propose up to `most` tokens after `ids`, (1, tokens), of which the cache has all but the last few."""
+        if most < 1:
             return Proposal(ids[:, :0])
         begin = self._track.tokens
         try:
@@ -300,6 +307,10 @@ class FromItself(FromModel):
         return logits
 
     def settle(self, tokens: int, path: Sequence[int]) -> None:
+        """Nothing is kept."""
+
+    @property
+    def beside(self) -> None:
         """Nothing is kept."""
 
 

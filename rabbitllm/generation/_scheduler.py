@@ -113,7 +113,7 @@ class TokenBudget:
 
 
 def batch_draft(
-    model: StreamedModel, draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"] | None, *, exact: bool
+    model: StreamedModel, draft: StreamedModel | Literal["auto", "mtp", "ngram", "self", "none"] | None, *, exact: bool
 ) -> Draft | None:
     """The draft of a batch as `chosen_draft` says; "auto" is none where there are no drafts.
 
@@ -224,7 +224,7 @@ class Scheduler:
         self._max_running = float(limits.running)  # sequences for which devices had enough memory recently
         self._recent_seconds = 1.0  # moving average of the seconds that a request took
         looks_ahead = draft is not None or (keeps(model) and not limits.exact and can_go_back(model))
-        self._drafts = BatchDrafts(model, draft, self.totals) if looks_ahead else None
+        self._drafts = BatchDrafts(model, draft, self.totals, self._runner) if looks_ahead else None
         self._closing: float | None = None  # time at which unfinished requests are cancelled
         self._pauses = 0
         self._change = own_lock(threading.Condition())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, StoppingCriteriaList, StopStringCriteria
 
 from rabbitllm.base.terminal import size
 from rabbitllm.engine.skeleton import read_tokenizer
@@ -38,7 +38,7 @@ from rabbitllm.telemetry.passes import Drafts
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
+    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
 
     from rabbitllm.engine.placement import Placement
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -124,9 +124,14 @@ class Drafting:
                     ids = self._ended(ids, forced, stopping_criteria)
                     is_over = True
                     break
-                # a prompt would be the first rows of the next pass, too, and windows would grow to its length
-                waits = not track.keeps_every_token if is_prompt else known - track.tokens > MAX_CARRIED
-                most, lacks = 0 if waits else generation_config.max_length - known - 1, known - seen
+                # a prompt would be the first rows of the next pass, too, and windows would grow to its length; copies
+                # would compute it, which the model's own pass leaves to them
+                if is_prompt:
+                    waits = proposals.reads_along or not track.keeps_every_token
+                else:
+                    waits = known - track.tokens > MAX_CARRIED
+                most = 0 if waits else generation_config.max_length - known - 1
+                lacks = 0 if proposals.reads_along else known - seen
                 begin, proposal, rows = time.perf_counter(), nothing, ids
                 forced = forced[: max(most, 0)]
                 wanted = 0
@@ -265,6 +270,7 @@ class _WithDraft:
 
     def generate(self, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
         """As in transformers, with a draft where it can be used."""
+        generation_config = _without_stop_strings(generation_config, options)
         if _serves(self, inputs, generation_config, options):
             processors = options.get("logits_processor") or ()
             grammar = next((each for each in processors if isinstance(each, GrammarState)), None)
@@ -273,11 +279,27 @@ class _WithDraft:
         return parent.generate(inputs, generation_config=generation_config, **options)
 
 
+def _without_stop_strings(config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig | None:
+    """The config of a call, whose stop strings become a criterion of its options; with steps of their own, `generate`
+    forgets the tokenizer that they need."""
+    stops = options.get("stop_strings") or getattr(config, "stop_strings", None)
+    if not stops or options.get("tokenizer") is None:
+        return config
+    criterion = StopStringCriteria(options["tokenizer"], stops)
+    options["stopping_criteria"] = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), criterion])
+    options["stop_strings"] = None
+    if config is not None:
+        config = copy.deepcopy(config)
+        config.stop_strings = None
+    return config
+
+
 _ALONE: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_return_sequences"), (None, 1)),
     **dict.fromkeys(("return_dict_in_generate", "use_mtp"), (None, False)),
     **dict.fromkeys(("cache_implementation", "prefill_chunk_size", "prompt_lookup_num_tokens"), (None,)),
     **dict.fromkeys(("penalty_alpha", "dola_layers", "guidance_scale", "assistant_early_exit"), (None,)),
+    "stop_strings": (None,),  # of the model's own config
     "use_cache": (None, True),
 }
 """Options of `generate` -> values with which drafts can be used."""

@@ -527,8 +527,8 @@ class Limits:
         throughput: optimize throughput, not the latency of single answers: a pass takes as many prompt tokens as memory
             allows, and its sequences go through each layer in parts.
         draft: what proposes tokens for each request, which are checked in the same pass: a model with the same tokens,
-            "mtp" or "ngram"; "none" or None; or "auto", where each pass moves weights: "mtp" if the model has heads,
-            else "ngram" if they are the same weights for any number of rows.
+            "mtp", "ngram" or "self"; "none" or None; or "auto", where each pass moves weights: "mtp" if the model has
+            heads, else "ngram" if they are the same weights for any number of rows.
         prompt_bytes: limit of the prefix cache on disk, which survives restarts; 0 for none. See `_prompt_cache.py`.
         prompt_folder: folder of that cache; None for `prompts` in `locations.home()`.
         running_of_key, waiting_of_key: like `running` and `waiting`, of each `Request.owner`; None for no limit.
@@ -543,7 +543,7 @@ class Limits:
     swap_folder: Path | None = None
     throughput: bool = False
     file_bytes: int | None = 0
-    draft: StreamedModel | Literal["auto", "mtp", "ngram", "none"] | None = "auto"
+    draft: StreamedModel | Literal["auto", "mtp", "ngram", "self", "none"] | None = "auto"
     prompt_bytes: int = 0
     prompt_folder: Path | None = None
     running_of_key: int | None = None

@@ -20,7 +20,7 @@ from typing import Any
 from rabbitllm import prepare
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, is_sidecar
-from rabbitllm.checkpoints.config import model_type_of
+from rabbitllm.checkpoints.config import model_type_of, why_no_heads
 from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, gguf_label, read_index
@@ -79,6 +79,7 @@ class Tensors:
         metadata: `__metadata__` of a safetensors file.
         left_out: keys of a training checkpoint that hold no weights of the model.
         left_tensors: the tensors that they hold.
+        why_no_heads: why heads for multi-token prediction are not used; empty if they are, or if a file has no config.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -86,6 +87,7 @@ class Tensors:
     metadata: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     left_tensors: tuple[LeftOut, ...] = ()
+    why_no_heads: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -326,14 +328,19 @@ def _read(path: Path, form: Weights | WeightlessFile) -> Content:
 def layers_of(names: Iterable[str], folder: Path) -> tuple[dict[str, str], tuple[str, ...]]:
     """The id of each tensor's layer, and all ids in the order of a pass; guessed if the folder's config names no
     known family."""
-    try:
-        family = model_type_of(read_json(folder / "config.json"))
-    except (CheckpointError, OSError):
-        family = None
+    family = model_type_of(config_of(folder))
     assigned = assign_layers(list(names), family, naming_for(family) or naming_by_block())
     stems = {layer.id: layer.stem for layer in assigned.values()}
     ids = {tensor: layer.id for tensor, layer in assigned.items()}
     return ids, tuple(sorted(stems, key=lambda layer: layer_order(stems[layer])))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json; empty if it cannot be read."""
+    try:
+        return read_json(folder / "config.json")
+    except (CheckpointError, OSError):
+        return {}
 
 
 def of_spec(spec: TensorSpec, layer: str) -> TensorInfo:
@@ -403,7 +410,8 @@ def _look_at_split(folder: Path) -> Inspection:
         order = tuple(record.id for record in manifest.layers)
         origin = f"of {manifest.source.title}"
         gguf = gguf_label(manifest.source.fingerprints, manifest.source_metadata)
-    content = Tensors(tuple(_of_stored(tensor, layers[tensor.name]) for tensor in store.tensors.values()), order)
+    tensors = tuple(_of_stored(tensor, layers[tensor.name]) for tensor in store.tensors.values())
+    content = Tensors(tensors, order, why_no_heads=why_no_heads(config_of(folder)))
     title = f"a split directory, {store.compression or gguf or 'uncompressed'}, {origin}"
     return Inspection(str(folder), title, total, content, sizes, beside=beside, gguf=gguf)
 
@@ -433,7 +441,11 @@ def _look_at_checkpoint(name: str, revision: str | None) -> Inspection:
         name if commit is None else f"{name} at commit {commit}",
         "a checkpoint on the hub" if commit is not None else "a checkpoint",
         sum(shard.size for shard in metadata.values()),
-        Tensors(tuple(of_spec(spec, layers[spec.name]) for spec in specs), order),
+        Tensors(
+            tuple(of_spec(spec, layers[spec.name]) for spec in specs),
+            order,
+            why_no_heads=why_no_heads(config_of(source.config_folder)),
+        ),
         {shard: info.size for shard, info in metadata.items()},
         absent,
         tuple(sorted(checkpoint.sidecar_sizes())),

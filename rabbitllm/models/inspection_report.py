@@ -275,7 +275,8 @@ def _tensor_facts(tensors: Tensors) -> Iterator[tuple[str, str]]:
     yield "layer files", f"{len(tensors.layers):,}: {_list_some(runs(tensors.layers))}" if tensors.layers else "0"
     if heads := tensors.heads:
         nbytes = size(sum(tensor.nbytes for tensor in tensors.tensors if tensor.layer in heads))
-        yield "heads", f"{_list_some(heads)} ({nbytes}, multi-token prediction), for --draft mtp"
+        use = f"not used: {tensors.why_no_heads}" if tensors.why_no_heads else "for --draft mtp"
+        yield "heads", f"{_list_some(heads)} ({nbytes}, multi-token prediction), {use}"
     if tensors.sharing:
         yield "shared", f"{counted(tensors.sharing, 'tensor')} in the bytes of others"
     if tensors.strided:

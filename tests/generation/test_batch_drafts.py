@@ -28,12 +28,15 @@ from rabbitllm.generation.request import Limits, Request, Sampling
 from tests.generation.submitting import Open, answered, answered_together, begin, prompt
 from tests.generation.test_lookahead import NEW_TOKENS, NONE, endless, requests, same
 from tests.generation.test_rewind import spoiled
+from tests.generation.test_self_draft import load_with_copies
 from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
 from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.mtp_heads import build_with_head, make_predictable
 from tests.support.tiny_models import load, split
 
+COPIED = ("qwen3_next", "mixtral", "gemma3_text")
+SELF = Limits(draft="self")
 HOT = Sampling(1.3, 0.95, seed=3)
 
 
@@ -94,6 +97,50 @@ def test_a_draft_model_proposes_for_all_requests_in_one_pass(
     same(answered(batch, [stop]), ended)
     same(answered(batch, further), continued)
     assert batch.stats.kept_tokens > stats.kept_tokens
+
+
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in COPIED)])
+def test_copies_propose_for_all_requests_in_one_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Packed and by itself; also where caches go on, and where requests are preempted."""
+    model = load_with_copies(endless(tmp_path / "model", name), dtype="float32", exact=False, profiling=True)
+    run, together, recorded = ModelRunner.run, list[int](), 0
+
+    def running(self: ModelRunner, coroutines: Any) -> None:
+        if model.streamer.is_drafting:
+            together.append(len(coroutines))
+        run(self, coroutines)
+
+    monkeypatch.setattr(ModelRunner, "run", running)
+    answers, stats, preempted = [], [], list[Any]()
+    questions = [*requests(top_logprobs=2), Request(prompt(20, 1), 8, HOT, top_logprobs=3)]
+
+    def over_limit(self: CacheManager) -> list[Any]:
+        begun = [sequence for sequence in self._running if len(sequence.tokens) > 4][: len(preempted) < 2]
+        preempted.extend(begun)
+        return begun
+
+    for limits in (NONE, SELF, SELF):
+        if len(stats) == 2:
+            monkeypatch.setattr(CacheManager, "over_limit", over_limit)
+        model.profiler.clear()
+        batch = Batch(model, replace(limits, chunk=16))
+        first = answered_together(batch, questions)
+        further = [Request((*answer.request.prompt, *answer.tokens, *prompt(3)), 4) for answer in first[:2]]
+        answers.append([*first, *answered(batch, further)])
+        batch.close(0)
+        stats.append(batch.stats)
+        recorded = sum(sums.passes for sums in model.profiler.sums.values())
+        assert recorded == batch.stats.passes  # drafts count as none
+    plain, drafted, moved = stats
+    same(answers[1], answers[0])
+    same(answers[2], answers[0])
+    assert max(together) >= 4
+    assert 0 < drafted.accepted_tokens < drafted.drafted_tokens
+    assert drafted.passes < plain.passes
+    assert moved.preempted == len(preempted) == 2
+    assert moved.accepted_tokens > 0
 
 
 def test_a_draft_models_cache_has_the_text_alone(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from rabbitllm import AutoModel
 from rabbitllm.errors import CheckpointError, OptionError
@@ -255,6 +256,23 @@ def test_plain_generate_uses_the_draft_that_the_model_was_loaded_with(folder: Pa
     assert passes < 12
     # one token is left to choose from
     assert torch.equal(passes_of(model, do_sample=True, min_p=1.0)[0], expected)
+
+
+def test_plain_generate_with_a_draft_ends_at_stop_strings(folder: Path) -> None:
+    plain, model = loaded(folder, **STREAMED), loaded(folder, draft="ngram", **STREAMED)
+    whole = passes_of(plain)[0][0, REPETITIVE.shape[1] :]
+    text = plain.tokenizer.decode(whole[10:11])
+    config = GenerationConfig(stop_strings=[text])
+    for options in ({"stop_strings": [text]}, {"generation_config": config}):
+        (expected, without), (tokens, passes) = (
+            passes_of(each, tokenizer=plain.tokenizer, **options) for each in (plain, model)
+        )
+        assert torch.equal(tokens, expected)
+        assert passes < without < len(whole)
+    assert config.stop_strings == [text]
+    for each in (plain, model):
+        each.generation_config.stop_strings = [text]
+    assert torch.equal(*(passes_of(each, tokenizer=plain.tokenizer)[0] for each in (plain, model)))
 
 
 class Pieces:

@@ -660,6 +660,11 @@ def test_heads_of_an_unknown_type_are_refused(tmp_path: Path) -> None:
     save_file(tensors, folder / SINGLE_NAME, {"format": "pt"})
     with pytest.raises(OptionError, match="layers of type compressed_sparse_attention; expected full_attention, "):
         load(split(folder), heads=True)
+    folder = build_with_head(tmp_path / "blocks", OF_BLOCKS)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "mtp_layers_block_type": []}))
+    with pytest.raises(OptionError, match="a head of no blocks; expected one full_attention"):
+        load(split(folder), heads=True)
 
 
 @pytest.mark.parametrize(
@@ -674,6 +679,10 @@ def test_heads_that_cannot_be_built_are_refused(tmp_path: Path, name: str, tenso
     load(directory)
     with pytest.raises(OptionError, match=f"cannot be built: they .*{why}"):
         load(directory, heads=True)
+    for words in (("inspect", str(folder)), ("inspect", str(directory)), ("plan", str(folder), "--bandwidth", "1GB")):
+        said = command(*words)
+        assert "--draft mtp" not in said
+        assert ("multi-token" in said) == bool(re.search(f"not used: they .*{why}", said)) == (name == "qwen4_exp")
 
 
 def command(*words: str) -> str:

@@ -69,7 +69,8 @@ def test_greedy_answers_are_the_models_own(tmp_path: Path, name: str) -> None:
     assert drafted.passes < plain.passes == TOKENS - 1  # drafts count as no passes,
     if not model.placement.pools:
         read = drafted.disk_bytes / model.placement.streamed_bytes
-        assert drafted.passes <= read < drafted.passes + 1  # and read nothing, but rows of tables
+        # and read nothing, but rows of tables; a pass may find what the one before read ahead
+        assert abs(read - drafted.passes) < 1
     assert asked(model).tokens == expected
 
 
