@@ -308,7 +308,7 @@ def checked_completion(
     if candidates < n:
         raise bad(f"best_of is {candidates}, less than n, which is {n}.", "best_of")
     if candidates > n and body.stream:
-        raise bad("best_of needs whole answers; omit it, or stream.", "best_of")
+        raise bad("best_of needs whole answers, which are not streamed; omit best_of or stream.", "best_of")
     entries = list_prompts(body.prompt)
     if not entries:
         raise bad("There is no prompt.", "prompt")
