@@ -184,7 +184,8 @@ def _variables(body: ChatBody, template: ChatTemplate, settings: Settings, *, wi
                 f"chat_template_kwargs: {harmless(name, 60)} is no variable of this model's chat template.{hint}",
                 "chat_template_kwargs",
             )
-    form = body.response_format.model_dump(exclude_none=True) if body.response_format is not None else {"type": "text"}
+    asked = body.response_format
+    form = {"type": "text"} if asked is None else asked.model_dump(exclude_none=True, by_alias=True)
     is_read = form["type"] != "text" and "response_format" in settable
     fields = {"response_format": form if is_read else None, "reasoning_effort": body.reasoning_effort}
     if body.reasoning_effort is not None and "reasoning_effort" not in settable:
