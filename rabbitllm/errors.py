@@ -203,6 +203,15 @@ class ResultsError(RabbitLLMError):
     """
 
 
+class NotANumberError(RabbitLLMError, ArithmeticError):
+    """A model's scores of the next token are not numbers, so none can be chosen.
+
+    What to do:
+        Load the model with another `dtype` (float16 overflows where bfloat16 does not), and check its weights
+        with `rabbitllm verify`. Other requests go on.
+    """
+
+
 class ScoringError(RabbitLLMError):
     """Texts cannot be scored on this model, or not in the available memory.
 

@@ -28,7 +28,7 @@ from rabbitllm.batch_jobs._requests import PreparedItem, RequestBuilder, call_li
 from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Choose, Embed, Item, JobLimits, Key, ScoreItem
 from rabbitllm.engine.devices import OutOfDeviceMemory
-from rabbitllm.errors import BatchError, OptionError, RabbitLLMError
+from rabbitllm.errors import BatchError, NotANumberError, OptionError, RabbitLLMError
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import (
     MAX_CHOICES,
@@ -300,7 +300,7 @@ def _is_fatal(error: Exception) -> bool:
     if isinstance(error, _FATAL):
         return True
     if isinstance(error, RabbitLLMError):
-        return not isinstance(error, OptionError)
+        return not isinstance(error, OptionError | NotANumberError)
     return isinstance(error, RuntimeError) and "memory" in str(error)  # torch's error on the CPU
 
 

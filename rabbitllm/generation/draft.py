@@ -32,7 +32,7 @@ from rabbitllm.generation._width import Width, costs_of
 from rabbitllm.generation.grammar import GrammarState
 from rabbitllm.generation.kv_cache import CACHE_ARGUMENT, cache_argument, can_go_back, layers_of, why_not_back
 from rabbitllm.generation.request import check_generates, tokenizer_of
-from rabbitllm.generation.transformers_api import has_dynamic_cache
+from rabbitllm.generation.transformers_api import CheckedProcessors, has_dynamic_cache
 from rabbitllm.telemetry.passes import Drafts
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class Drafting:
 
         Raises:
             OptionError: beams, several sequences, or outputs other than tokens are wanted.
+            NotANumberError: see `CheckedProcessors`.
         """
         cache: Any = model_kwargs.get(cache_argument(model))
         _check_form(model, input_ids, cache, generation_config)
@@ -114,6 +115,7 @@ class Drafting:
         width = self._width
         draft = self._draft or NGRAM
         proposals = proposals_of(draft, model, track, logits_processor, generation_config, width)
+        checked = CheckedProcessors(logits_processor)
         ids, nothing = input_ids, Proposal(input_ids[:, :0])
         is_prompt, is_over, seen = True, False, proposals.tokens
         try:
@@ -153,7 +155,7 @@ class Drafting:
                 end = 0.0
                 while True:
                     node = path[-1] if path else -1
-                    scores = logits_processor(ids, logits[node + 1 : node + 2])
+                    scores = checked(ids, logits[node + 1 : node + 2])
                     followers = [index for index, parent in enumerate(parents) if parent == node]
                     token, index = _chosen(scores, proposal, followers, generation_config.do_sample)
                     end = end or time.perf_counter()  # not before a GPU has computed the token

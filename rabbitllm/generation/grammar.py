@@ -244,7 +244,7 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
         banned = torch.ones(scores.shape[-1], dtype=torch.bool, device=scores.device)
         banned[: len(known)] = known
         allowed = scores.masked_fill(banned, -torch.inf)
-        if not torch.isfinite(allowed).any():  # another processor excludes all that may follow
+        if float(allowed.amax()) == -torch.inf:  # another processor excludes all that may follow
             allowed = torch.zeros_like(scores).masked_fill(banned, -torch.inf)
         return allowed
 

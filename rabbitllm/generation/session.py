@@ -47,6 +47,7 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.streams import TextStream, Think
 from rabbitllm.generation.template import REASONING, SYSTEM, USER, ChatTemplate, PromptRefused
+from rabbitllm.generation.transformers_api import sample
 from rabbitllm.telemetry.passes import EXPERT_TIERS, PINNED_UPLOAD, READ, UPLOAD, Drafts, PassSums
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def generate(
 
     Raises:
         OSError: `write` raised it.
+        NotANumberError: the model's scores of a token are none.
     """
     stops = (*request.stop, *stop_strings(model))
     grammar = request.grammar.state(model) if request.grammar is not None else None
@@ -107,6 +109,7 @@ def generate(
         arguments["custom_generate"] = drafting = drafting.streaming_to(stream, grammar)
     else:
         drafting = None
+        arguments["custom_generate"] = partial(sample, streamer=stream)
     if stops:
         arguments["stopping_criteria"] = StoppingCriteriaList([partial(_is_at_stop_string, stream)])
     before = model.profiler.sums

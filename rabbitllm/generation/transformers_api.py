@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 
 from rabbitllm.base.transformers_version import check_call, checked_parts
+from rabbitllm.errors import NotANumberError
 
 with checked_parts():
     from transformers import processing_utils
@@ -44,9 +46,32 @@ def has_dynamic_cache(model: PreTrainedModel) -> bool:
     return bool(model._supports_default_dynamic_cache())
 
 
-def sample(model: Any, ids: torch.Tensor, **options: Any) -> Any:
-    """The loop of `generate` that chooses one token after the other, for `custom_generate`."""
-    return type(model)._sample(model, ids, **options)
+class CheckedProcessors(LogitsProcessorList):  # type: ignore[misc]
+    """Processors of scores whose result has a highest one: without, token 0 would be chosen."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """As in transformers.
+
+        Raises:
+            NotANumberError: a score is NaN or infinite, or no token may be chosen.
+        """
+        scores = super().__call__(input_ids, scores, **kwargs)
+        highest = float(scores.amax())  # NaN if any is; takes a tenth of the time of `argmax`
+        if not math.isfinite(highest):
+            raise NotANumberError(
+                f"The scores of the next token are not numbers (the highest is {highest}), so none can be chosen.",
+                "Try another --dtype, as float16 overflows where bfloat16 does not; check the weights with verify.",
+            )
+        return scores
+
+
+def sample(model: Any, ids: torch.Tensor, logits_processor: LogitsProcessorList, **options: Any) -> Any:
+    """The loop of `generate` that chooses one token after the other, for `custom_generate`.
+
+    Raises:
+        NotANumberError: see `CheckedProcessors`.
+    """
+    return type(model)._sample(model, ids, logits_processor=CheckedProcessors(logits_processor), **options)
 
 
 def processor_arguments() -> set[str]:

@@ -16,7 +16,7 @@ from rabbitllm.generation.grammar import Grammar, final_head, lark_text, marks_o
 from rabbitllm.generation.reasoning import CHANNEL, MESSAGE, Thoughts
 from rabbitllm.server._tools import ARGUMENTS, CLOSE, FORMS, MISTRAL, OPEN
 from rabbitllm.server.api_error import bad, bad_options, unsupported
-from rabbitllm.server.schemas import ChatBody, GenerationBody, Tool
+from rabbitllm.server.schemas import ChatBody, GenerationBody, ResponseFormat, Tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,7 +105,7 @@ def _asked(body: GenerationBody) -> Grammar | None:
         if form is None or is_free:
             return None
         with bad_options(FORMAT, "invalid_grammar"):
-            return Grammar.of_schema(_ANY if form.type == "json_object" else _schema(form.json_schema))
+            return Grammar.of_schema(_schema(form))
     if not is_free:
         raise bad(f"{FORMAT} and {OUTPUTS} both describe the answer; omit one of them.", OUTPUTS)
     given = {name: value for name, value in body.structured_outputs.items() if value not in (None, False)}
@@ -129,8 +129,11 @@ def _names(given: Mapping[str, Any]) -> str:
     return harmless(listed(list(given), 4, " and "), 100) if given else "nothing"
 
 
-def _schema(json_schema: Mapping[str, Any] | None) -> Any:
-    """The schema of `json_schema`, which has a name and more around it."""
+def _schema(form: ResponseFormat) -> Any:
+    """The schema of a format; that of `json_schema` has a name and more around it."""
+    json_schema = form.json_schema
+    if form.type == "json_object" or (json_schema is None and form.bare is not None):
+        return _ANY if form.bare is None else form.bare
     if json_schema is None or "schema" not in json_schema:
         raise bad(f"{FORMAT}.json_schema has no schema.", FORMAT)
     if unknown := [name for name in json_schema if name not in _OF_SCHEMA]:

@@ -38,7 +38,8 @@ CLASSIFIER = "ForSequenceClassification"
 SETTINGS = "config_sentence_transformers.json"
 NO_SCORES = (
     f"This model ranks no documents: it is a %s without the files of an embedding model. Expected a *{CLASSIFIER} with "
-    "one label, or a modules.json with a supported pooling or LogitScore."
+    "one label, or a modules.json with a supported pooling or LogitScore. A Qwen3-Reranker needs the files of "
+    "sentence-transformers and the chat template that newer revisions of its repository have."
 )
 _ROLES = ("query", "document")
 _NAMES = ("input_ids", "token_type_ids")

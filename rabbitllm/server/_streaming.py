@@ -31,10 +31,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rabbitllm.errors import BusyError, ClosedError, OptionError
+from rabbitllm.errors import BusyError, ClosedError, NotANumberError, OptionError
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Request, Result, TokenLogprob
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder
-from rabbitllm.server.api_error import BUSY, TOO_LATE, APIError, bad, broken, closing
+from rabbitllm.server.api_error import BROKEN, BUSY, TOO_LATE, APIError, bad, broken, closing
 
 logger = logging.getLogger(__name__)
 
@@ -247,6 +247,8 @@ def api_error_of(error: Exception) -> APIError:
     if isinstance(error, OptionError):
         return bad(error.problem)
     logger.error("A request failed.", exc_info=error)
+    if isinstance(error, NotANumberError):
+        return APIError(BROKEN, error.problem, code="not_a_number", headers=NO_RETRY)
     return broken()
 
 

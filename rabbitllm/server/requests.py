@@ -184,7 +184,8 @@ def _variables(body: ChatBody, template: ChatTemplate, settings: Settings, *, wi
                 f"chat_template_kwargs: {harmless(name, 60)} is no variable of this model's chat template.{hint}",
                 "chat_template_kwargs",
             )
-    form = body.response_format.model_dump(exclude_none=True) if body.response_format is not None else {"type": "text"}
+    asked = body.response_format
+    form = {"type": "text"} if asked is None else asked.model_dump(exclude_none=True, by_alias=True)
     is_read = form["type"] != "text" and "response_format" in settable
     fields = {"response_format": form if is_read else None, "reasoning_effort": body.reasoning_effort}
     if body.reasoning_effort is not None and "reasoning_effort" not in settable:
@@ -308,7 +309,7 @@ def checked_completion(
     if candidates < n:
         raise bad(f"best_of is {candidates}, less than n, which is {n}.", "best_of")
     if candidates > n and body.stream:
-        raise bad("best_of needs whole answers; omit it, or stream.", "best_of")
+        raise bad("best_of needs whole answers, which are not streamed; omit best_of or stream.", "best_of")
     entries = list_prompts(body.prompt)
     if not entries:
         raise bad("There is no prompt.", "prompt")

@@ -62,10 +62,11 @@ class StreamOptionsBody(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """`response_format`."""
+    """`response_format`; llama.cpp's clients send the schema without a name around it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
+    bare: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class GenerationBody(_Strict):

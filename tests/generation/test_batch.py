@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
+import shutil
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +18,24 @@ import pytest
 import torch
 import transformers
 from greenlet import greenlet
+from safetensors.torch import save_file
 from transformers.cache_utils import DynamicCache
 
 from rabbitllm.engine._expert_pool import ExpertPool
-from rabbitllm.errors import BusyError, ClosedError, OptionError
+from rabbitllm.errors import BusyError, ClosedError, NotANumberError, OptionError
 from rabbitllm.generation import cache_manager
 from rabbitllm.generation._cache_file import CacheFile
 from rabbitllm.generation._model_runner import ModelRunner, PackedGroup
 from rabbitllm.generation._packed_batch import PackedSequence
 from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.draft import Drafting
+from rabbitllm.generation.grammar import Grammar
 from rabbitllm.generation.kv_cache import bytes_of, cost_by_config
 from rabbitllm.generation.memory import PassCost
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request, Result, Sampling
+from rabbitllm.generation.session import generate
 from tests.generation.submitting import Open, Submitted, alone, answered, answered_together, begin, prompt
-from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint, make_tokenizer
+from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint, make_tokenizer, read_tensors
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_configs import models
 from tests.support.tiny_models import plain_model, split
@@ -294,6 +301,42 @@ def test_an_error_of_one_request_affects_no_other(open_batch: Open, plain: Any) 
     assert isinstance(failed.end.error, ValueError)
     assert len(failed.tokens) == 2
     assert [other.tokens for other in rest] == [alone(plain, other.request) for other in rest]
+
+
+UNREADABLE = 200
+"""A token whose embedding has a NaN in `with_nan`."""
+
+
+@pytest.fixture(scope="module")
+def with_nan(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nan") / "model"
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("splitted_model*"))
+    tensors = read_tensors(folder)
+    tensors["model.embed_tokens.weight"][UNREADABLE, 3] = math.nan
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return split(folder)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 0.9, seed=1, top_k=20), Sampling(min_tokens=2)])
+@pytest.mark.parametrize("grammar", [None, Grammar.of_choice(["the rain", "a longer one"])])
+def test_scores_that_are_no_numbers_end_their_request_alone(
+    open_batch: Open, with_nan: Path, sampling: Sampling, grammar: Grammar | None
+) -> None:
+    batch, model = open_batch(folder=with_nan)
+    unlucky = Request((*prompt(7, 5), UNREADABLE), 5, sampling, grammar=grammar)
+    lucky = Request(tuple(token for token in prompt(20, 1) if token != UNREADABLE), 5, sampling, grammar=grammar)
+    expected = answered(batch, [lucky])[0].tokens
+    failed, other = answered_together(batch, [unlucky, lucky])
+    assert isinstance(failed.end, Failed)
+    assert isinstance(failed.end.error, NotANumberError)
+    assert failed.tokens == []
+    assert other.tokens == expected
+    for drafting in (None, Drafting("ngram")):
+        with pytest.raises(NotANumberError, match="the highest is nan"):
+            generate(model, unlucky, print, drafting=drafting)
+        assert list(generate(model, replace(lucky, sampling=Sampling()), print, drafting=drafting).tokens)
 
 
 @pytest.mark.parametrize(

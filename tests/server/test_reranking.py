@@ -179,7 +179,7 @@ def test_a_model_that_ranks_nothing_says_what_is_expected(causal: Path) -> None:
         refused = served.post("/v1/rerank", BODY)
         assert refused.status_code == 404
         assert "it is a Qwen3ForCausalLM" in refused.json()["error"]["message"]
-        assert "LogitScore" in refused.json()["error"]["message"]
+        assert "LogitScore. A Qwen3-Reranker needs the files" in refused.json()["error"]["message"]
 
 
 def test_recipes(causal: Path, classifiers: Callable[[str, dict[str, Any]], Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 import time
@@ -640,6 +641,18 @@ def test_shutdown_cancels_requests_after_the_grace_period(split_folder: Path) ->
         assert choice["finish_reason"] == "length"
         assert 0 < answers[0].json()["usage"]["completion_tokens"] < 240
         assert choice["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_scores_that_are_no_numbers_end_the_request(served: Running, stream: bool) -> None:
+    hook = served.model.get_output_embeddings().register_forward_hook(lambda *given: given[-1] * math.nan)
+    answer = served.post(COMPLETION, {"prompt": "the rain", "max_tokens": 3, "stream": stream})
+    hook.remove()
+    if stream:
+        assert '"code":"not_a_number"' in answer.text
+    else:
+        assert "(the highest is nan)" in refused(answer, 500, "not_a_number")
+    assert served.post(COMPLETION, {"prompt": "the rain", "max_tokens": 3}).status_code == 200
 
 
 def test_failed_batch_is_unhealthy(split_folder: Path) -> None:

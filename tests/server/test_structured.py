@@ -129,6 +129,14 @@ def test_parse_gives_an_object(served: Running) -> None:
         assert isinstance(answer.choices[0].message.parsed, Person)
 
 
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_without_a_name_around_it(served: Running, kind: str) -> None:
+    bare = {"type": kind, "schema": {"enum": ["the rain", "a longer one"]}}
+    for seed in range(3):
+        answer = served.openai().chat.completions.create(**HOT, seed=seed, response_format=bare)
+        assert answer.choices[0].message.content in ('"the rain"', '"a longer one"')
+
+
 def test_streamed_answers_are_the_same(served: Running) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": ADD, "strict": True}}
     client = served.openai()
