@@ -46,7 +46,7 @@ from rabbitllm.engine.load_plan import (
 from rabbitllm.engine.pass_line import PassLine
 from rabbitllm.engine.placement import READY, Placement, Tier, enclosing
 from rabbitllm.engine.prefetch import keep_units, wait_for_jobs
-from rabbitllm.engine.span_reader import PROBES, THROUGH_THE_CACHE, ReadMode, choose_read_mode
+from rabbitllm.engine.span_reader import PROBES, ReadMode, choose_read_mode
 from rabbitllm.engine.streamed_model import Internals, StreamedModel, adopt
 from rabbitllm.engine.units import input_embedding
 from rabbitllm.errors import IncompleteSplitError, RabbitLLMError
@@ -260,17 +260,15 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
 def _expert_read_modes(
     experts: Sequence[ExpertSource], placement: Placement, store: WeightFiles, room: int
 ) -> dict[str, ReadMode]:
-    """Device -> the read mode of streamed experts; those that are read through the page cache stay in it, since many
-    are used again."""
+    """Device -> the read mode of streamed experts: out of whole blocks they cannot be read past the page cache."""
     read_modes = {}
     for pool in placement.pools:
         names = {placed.unit for placed in placement.experts if placed.device == pool.device}
         chosen = [source for source in experts if source.name in names]
-        read_mode = THROUGH_THE_CACHE
-        if all(source.in_blocks for source in chosen):
-            sample = [span for source in chosen[:PROBES] for span in source.spans(source.experts // 2)]
-            read_mode = choose_read_mode(store, sample, room, pool.stored)
-        read_modes[pool.device] = read_mode if read_mode.direct else THROUGH_THE_CACHE
+        sample = [span for source in chosen[:PROBES] for span in source.spans(source.experts // 2)]
+        read_mode = choose_read_mode(store, sample, room, pool.stored)
+        in_blocks = all(source.in_blocks for source in chosen)
+        read_modes[pool.device] = read_mode if in_blocks or not read_mode.direct else ReadMode(drop=True)
     return read_modes
 
 

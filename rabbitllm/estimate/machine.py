@@ -29,7 +29,15 @@ from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.devices import Device, aligned_host, resolve_devices
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.prefetch import HostBuffers
-from rabbitllm.engine.span_reader import READ_BYTES, THROUGH_THE_CACHE, FileSpan, ReadMode, SpanReader, drop_cached
+from rabbitllm.engine.span_reader import (
+    PAST_IS_WORTH,
+    READ_BYTES,
+    THROUGH_THE_CACHE,
+    FileSpan,
+    ReadMode,
+    SpanReader,
+    drop_cached,
+)
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.estimate.cost_model import BITSANDBYTES
 from rabbitllm.quant import coded, plain
@@ -107,9 +115,9 @@ class Machine:
         return self._once(mode, lambda: read_rate(self.files, mode)[0])
 
     def disk(self) -> tuple[ReadMode, float] | None:
-        """Return the faster mode of reading from the disk, with its rate."""
+        """Return the mode of reading from the disk that a load would choose, with its rate."""
         rates = [(mode, rate) for mode in (DIRECT, DROPPED) if (rate := self.reading(mode)) is not None]
-        return max(rates, key=lambda pair: pair[1], default=None)
+        return max(rates, key=lambda pair: pair[1] * (PAST_IS_WORTH if pair[0].direct else 1), default=None)
 
     def link(self, device: str) -> float:
         """Return the rate of copying from host memory to a device that does not share it."""

@@ -25,7 +25,7 @@ from rabbitllm.engine._expert_pool import ExpertPool
 from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.placement import Tier
-from rabbitllm.engine.span_reader import SpanReader
+from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
 from rabbitllm.errors import AbsentWeightError, CorruptShardError, OptionError
 from rabbitllm.telemetry.passes import EXPERTS_ON_DEVICE, EXPERTS_READ, READ
 from tests.support.builders import build_checkpoint, reference_logits
@@ -368,6 +368,20 @@ def test_interrupt_while_experts_are_requested(checkpoint: Path, monkeypatch: py
     with torch.inference_mode(), pytest.raises(KeyboardInterrupt):
         model(INPUT)
     monkeypatch.undo()
+    assert_same(run(model), expected)
+
+
+@pytest.mark.parametrize("way", [THROUGH_THE_CACHE, ReadMode(drop=True), ReadMode(direct=True)])
+def test_experts_that_do_not_fit_leave_the_page_cache(
+    checkpoint: Path, way: ReadMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = split(checkpoint)
+    expected = run(load(directory))
+    monkeypatch.setattr("rabbitllm.engine.load.choose_read_mode", lambda *_: way)
+    model = load(directory, 0)
+    (pool,) = model.streamer.pools.values()
+    can_be_past = all(source.in_blocks for source in pool.sources)
+    assert pool._disk.mode == (way if can_be_past or not way.direct else ReadMode(drop=True))
     assert_same(run(model), expected)
 
 

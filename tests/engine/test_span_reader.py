@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.engine import span_reader
+from rabbitllm.engine.free_memory import untouched_bytes
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import (
     BLOCK,
@@ -133,8 +134,11 @@ def test_files_that_fit_into_free_memory_are_read_through_the_cache(tmp_path: Pa
     assert choose_read_mode(store, [span(0, 1)], -5) != THROUGH_THE_CACHE
 
 
-@pytest.mark.parametrize(("past", "through", "chosen"), [(1, 2, ReadMode(direct=True)), (2, 1, ReadMode(drop=True))])
-def test_faster_read_mode_is_chosen(
+@pytest.mark.parametrize(
+    ("past", "through", "chosen"),
+    [(1, 2, ReadMode(direct=True)), (2, 1, ReadMode(drop=True)), (1.2, 1, ReadMode(direct=True))],
+)
+def test_clearly_faster_read_mode_is_chosen(
     tmp_path: Path, past: float, through: float, chosen: ReadMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = folder(tmp_path, 100_000)
@@ -166,6 +170,29 @@ def test_reads_of_what_stays_cached_do_not_decide(tmp_path: Path) -> None:
         assert choose_read_mode(store, [span(0, 50_000)], 0) == ReadMode(direct=True)
         del mapped
         assert drop_cached(store, [span(0, 50_000)]) == [span(0, 50_000)]
+
+
+@on_linux
+def test_a_piece_leaves_the_page_cache_before_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = 4 << 20  # no huge page is in two
+    monkeypatch.setattr(span_reader, "READ_BYTES", piece)
+    store = folder(tmp_path, 3 * piece)
+    with (tmp_path / "x").open("rb+") as written:
+        os.fsync(written.fileno())
+    with PositionalFile(store.path("x")) as file:
+        file.drop_cache(0, 3 * piece)
+        mapped = file.map_privately()
+    if untouched_bytes(mapped) < 3 * piece:
+        pytest.skip("its files are in memory")
+    read, cached = PositionalFile.read_into, list[int]()
+
+    def noted(file: PositionalFile, buffer: memoryview, offset: int) -> int:
+        cached.append(offset - untouched_bytes(mapped[:offset]))
+        return read(file, buffer, offset)
+
+    monkeypatch.setattr(PositionalFile, "read_into", noted)
+    SpanReader(store, ReadMode(drop=True)).read([span(0, 3 * piece)], page_aligned(3 * piece))
+    assert cached == [0, 0, 0]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
