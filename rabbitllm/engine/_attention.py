@@ -53,7 +53,7 @@ _PAST = 37
 """Tokens in the cache of a trial."""
 
 
-class Places(NamedTuple):
+class LayerPlaces(NamedTuple):
     """Where a program finds what a layer computes with.
 
     Attributes:
@@ -215,7 +215,7 @@ class LayerCalls:
 
     def programs(self, mixture: MixtureCall | None) -> tuple[Program, Program, MixtureCall | None] | None:
         """The two programs, of which the second one computes a mixture, too; None if matrices are not multiplied as
-        integers. Their addresses are those of `Places`."""
+        integers. Their addresses are those of `LayerPlaces`."""
         if len(self._products) < len(_LINEARS):
             return None
         kept = self._programs.get(threads := torch.get_num_threads())
@@ -223,7 +223,7 @@ class LayerCalls:
             count = _HEAD + len(self.tables)
 
             def add(program: Program, *places: Place) -> None:
-                at = Places._make([*places[:_HEAD], places[_HEAD:count], count, 1])
+                at = LayerPlaces._make([*places[:_HEAD], places[_HEAD:count], count, 1])
                 self._add_before(program, at) if len(places) == count else self._add_after(program, at, mixture)
 
             kept = self._programs[threads] = Program.of(add, count), Program.of(add, count + CACHED), mixture
@@ -237,7 +237,7 @@ class LayerCalls:
         most = min(product.max_inputs for product in self._products)
         return is_apart and rows <= most and (rows == 1 if self._mlp is None else self._mlp.is_for(rows))
 
-    def add_to(self, program: Program, at: Places, mixture: MixtureCall | None, number: int) -> None:
+    def add_to(self, program: Program, at: LayerPlaces, mixture: MixtureCall | None, number: int) -> None:
         """Add a layer, which writes keys and values into caches, to a program; if its mixture is left to its class, the
         program ends, and `done` is a number."""
         at = at._replace(heads=program.room(2 * at.rows * self.form.total * self.form.width))
@@ -245,7 +245,7 @@ class LayerCalls:
         self.form.add_keeping(program, at.heads, at.cached, at.rows)
         self._add_after(program, at, mixture, number)
 
-    def _add_before(self, program: Program, at: Places) -> None:
+    def _add_before(self, program: Program, at: LayerPlaces) -> None:
         """Queries, keys and values, with their biases, norms and rotation."""
         from rabbitllm.engine import _layer_kernels  # numba comes with it
 
@@ -265,7 +265,7 @@ class LayerCalls:
             program.add(_layer_kernels.add_bias, words)
         self.form.add_rotation(program, at.heads, at.cos, at.sin, others, rows)
 
-    def _add_after(self, program: Program, at: Places, mixture: MixtureCall | None, number: int = -1) -> None:
+    def _add_after(self, program: Program, at: LayerPlaces, mixture: MixtureCall | None, number: int = -1) -> None:
         """Attention and, in a layer, what comes after it."""
         from rabbitllm.engine import _layer_kernels
 

@@ -83,7 +83,7 @@ def step_of(ordinary: Callable[..., Any], prompts: bool = False) -> _Steps:
     return DeltaStep(ordinary, prompts) if kind is DeltaStep else kind(ordinary)
 
 
-class _Call(NamedTuple):
+class _StepCall(NamedTuple):
     """What one call computes: the name of an activation, operands, and others with which it is tried, if any."""
 
     named: str | None
@@ -111,7 +111,7 @@ class _Recurrence:
         results = self._computed(call.named, call.operands)
         return results if self._returns_state else results[0]
 
-    def _call(self, *args: Any, **named: Any) -> _Call | None:
+    def _call(self, *args: Any, **named: Any) -> _StepCall | None:
         """What one call is to compute of such arguments; None if they have another form."""
         raise NotImplementedError
 
@@ -158,7 +158,7 @@ class DeltaStep(_Recurrence):
 
     def _call(
         self, query: Any, key: Any, value: Any, g: Any = None, beta: Any = None, initial_state: Any = None, **more: Any
-    ) -> _Call | None:
+    ) -> _StepCall | None:
         state, tokens = initial_state, key.shape[1]
         if not (more.get("output_final_state") and more.get("use_qk_l2norm_in_kernel")) or _is_packed(more):
             return None
@@ -168,7 +168,8 @@ class DeltaStep(_Recurrence):
         if state is None or not (self._prompts or tokens <= MAX_TOKENS) or not self._fits(key, value, state):
             return None
         of_tokens = query, key, value, g, beta
-        return _Call(None, (*of_tokens, state), (*(x[:, :_TRIED] for x in of_tokens), state) if tokens > _TRIED else ())
+        few = (*(x[:, :_TRIED] for x in of_tokens), state) if tokens > _TRIED else ()
+        return _StepCall(None, (*of_tokens, state), few)
 
     @staticmethod
     def _fits(key: Any, value: Any, state: Any) -> bool:
@@ -200,9 +201,9 @@ class ConvolutionStep(_Recurrence):
 
     def _call(
         self, hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: Any = None
-    ) -> _Call | None:
+    ) -> _StepCall | None:
         operands = (hidden_states, conv_state, weight) if bias is None else (hidden_states, conv_state, weight, bias)
-        return _Call(activation, operands) if hidden_states.shape[-1] == 1 and self._fits(*operands) else None
+        return _StepCall(activation, operands) if hidden_states.shape[-1] == 1 and self._fits(*operands) else None
 
     @staticmethod
     def _fits(x: Any, state: Any, weight: Any, bias: Any = None) -> bool:
@@ -226,11 +227,11 @@ class ConvolutionStep(_Recurrence):
 class _StateStep(_Recurrence):
     """A step of Mamba in bfloat16, whose states are float32."""
 
-    def _call(self, *args: Any, **named: Any) -> _Call | None:
+    def _call(self, *args: Any, **named: Any) -> _StepCall | None:
         arguments = dict(zip(_OF_STATES, args, strict=False)) | named
         *tensors, is_soft, z = (arguments.get(name) for name in _OF_STATES)
         operands = self._operands(*tensors, z) if is_soft and not _is_packed(arguments) else None
-        return None if operands is None or not operands[0].is_contiguous() else _Call(None, operands)
+        return None if operands is None or not operands[0].is_contiguous() else _StepCall(None, operands)
 
     def _operands(self, *tensors: Any) -> tuple[torch.Tensor, ...] | None:
         """The tensors that one call computes with; None if they have another form."""

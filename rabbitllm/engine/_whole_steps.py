@@ -24,7 +24,7 @@ from transformers import DynamicCache
 
 from rabbitllm.base.programs import Place, Program, Programs
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._attention import CACHES, LayerCalls, Places, are_rows, is_step, layer_calls, values_of
+from rabbitllm.engine._attention import CACHES, LayerCalls, LayerPlaces, are_rows, is_step, layer_calls, values_of
 from rabbitllm.engine._fusing import Watch, form_in, fuse, is_transformed, result_of, trial_of
 from rabbitllm.engine._mixtures import mixture_call, routing_in
 from rabbitllm.engine._siblings import has_hooks
@@ -216,7 +216,7 @@ class _Whole:
         routers = {number: next(places) for number in self.mixtures}
         for number, of_layer in enumerate(self.calls):
             weights, words = [next(places) for _ in of_layer.tables], routers.get(number, left)
-            at = Places(x, cos, sin, x, out, normed, words, left, weights, cached, rows)
+            at = LayerPlaces(x, cos, sin, x, out, normed, words, left, weights, cached, rows)
             with program.passing():
                 of_layer.add_to(program, at, self.mixtures.get(number), ~number)
             x, cached = out, cached + CACHED * rows
