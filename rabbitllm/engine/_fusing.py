@@ -86,7 +86,7 @@ def replace(module: nn.Module, compute: Compute, form: Any) -> None:
 
 
 def form_in(module: nn.Module, compute: Compute) -> Any:
-    """The form by which `replace` lets a module compute so; None if it does not, or its class computes otherwise now."""
+    """The form by which `replace` lets a module compute so; None if it does not, or its class does otherwise now."""
     own, form, is_as_tried = getattr(vars(module).get("forward"), "fused", (None, None, None))
     return form if own is compute and is_as_tried is not None and is_as_tried(module) else None
 
