@@ -20,7 +20,7 @@ from torch import nn
 
 from rabbitllm.base.programs import OWN, STEPS, Place, Program, Words
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, trial_of
+from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, kind_of, trial_of
 from rabbitllm.engine._gates import ActKind, OneCall, is_one_call, mlp_in, names_in, sigmoids
 from rabbitllm.engine._mixtures import MixtureCall, mixture_call
 from rabbitllm.engine._norms import NormForm, norm_form, with_weight
@@ -28,7 +28,7 @@ from rabbitllm.engine._rotary import rotating_forward
 from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
 from rabbitllm.engine.row_attention import CACHED, add_attention, cached
-from rabbitllm.engine.transformers_api import attends_by_sdpa, keeps_outputs, sdpa_tables
+from rabbitllm.engine.transformers_api import attends_by_sdpa, function_tables, keeps_outputs
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
 
@@ -324,11 +324,11 @@ def fuse_layers(model: nn.Module) -> int:
         How many these are.
     """
 
-    def form_of(module: nn.Module) -> tuple[str, ...] | None:
+    def form_of(module: nn.Module) -> object:
         names = _norms_in(module) if not (module._parameters or module._buffers) else ()
-        return names if names and all(norm_form(getattr(module, name)) for name in names) else None
+        return kind_of(module) if names and all(norm_form(getattr(module, name)) for name in names) else None
 
-    return fuse(model, _layer_forward, form_of, _is_around)
+    return fuse(model, _layer_forward, form_of, lambda layer, _: _is_around(layer, _norms_in(layer)))
 
 
 def _norms_in(layer: nn.Module) -> tuple[str, ...]:
@@ -490,7 +490,7 @@ def _prepared(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | Non
             return None
         if of_mlp is None and (is_one_call(layer.mlp) or len(outer) > len(_AROUND[0])):
             return None
-        if any(dropout.training for dropout in dropouts):
+        if any(dropout.training for dropout in dropouts) or kind_of(layer) != form_in(layer, _layer_forward):
             return None
         norms += outer
         watched += [(layer, name) for name in layer._modules]
@@ -507,10 +507,10 @@ def _prepared(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | Non
     # the first one's keeps what is made here
     facts += [(table, "weight") for table in tables[1:] if type(table["weight"]) is QuantizedWeight]
     watch = Watch(
-        functools.partial(_attends_so, module, form),
+        lambda: _attends_so(module, form) and (layer is None or kind_of(layer) == form_in(layer, _layer_forward)),
         watched,
-        facts=[*facts, (vars(module), "config"), *((table, "sdpa") for table in sdpa_tables())],
-        others=[vars(module.config)],
+        facts=[*facts, (vars(module), "config"), *((table, "sdpa") for table in function_tables())],
+        others=[vars(module.config), *([] if layer is None else [vars(layer)])],
         matrices=zip(tables, matrices, strict=True),
         always=[lambda: all(table.get("bias") is not None for table in biased)] if biased else (),
     )

@@ -72,7 +72,7 @@ def replace(module: nn.Module, compute: Compute, form: Any) -> None:
     """Let a module compute so until a program replaces its class's forward, which computes all that is left to it, or
     what that calls."""
     tried: Any = type(module).forward
-    calls_same = _calls_same(tried)
+    calls_same = _calls_same(type(module))
 
     @functools.wraps(tried)
     def call(module: Any, *args: Any, **named: Any) -> Any:
@@ -96,9 +96,9 @@ def by_function(function: Any, module: Any, *args: Any, **named: Any) -> Any:
     return function(module, *args, **named)
 
 
-def _calls_same(function: Any) -> Answer:
-    """Whether what a function calls by names of its module, and what that calls in turn, still is the same."""
-    facts = _globals_in(function)
+def _calls_same(kind: type[nn.Module]) -> Answer:
+    """Whether what a class's forward calls by names of its file, and what that calls in turn, still is the same."""
+    facts = _called_by(kind)
     values = [table[name] for table, name in facts]
 
     def are_same() -> bool:
@@ -107,10 +107,16 @@ def _calls_same(function: Any) -> Answer:
     return remembered(are_same, [table for table, _ in facts]) if facts else lambda: True
 
 
-def _globals_in(function: Any) -> list[_Fact]:
-    """What programs may replace of what a function does: values of its module that it uses, and that these use."""
-    functions, facts = [inspect.unwrap(function)], dict[str, _Fact]()
-    variables = getattr(functions[0], "__globals__", {})
+def _called_by(kind: Any) -> list[_Fact]:
+    """What programs may replace of what a class's forward does: methods beside it, values of its file that they use,
+    and what these use."""
+    functions, facts = [inspect.unwrap(kind.forward)], dict[object, _Fact]()
+    variables, files = getattr(functions[0], "__globals__", {}), (kind.__module__, kind.forward.__module__)
+    for each in kind.__mro__:
+        own = vars(each).items() if each.__module__ in files else ()
+        methods = {name: value for name, value in own if isinstance(value, FunctionType) and name[:2] != "__"}
+        functions += map(inspect.unwrap, methods.values())
+        facts |= {(each, name): (gc.get_referents(vars(each))[0], name) for name in methods}
     while functions:
         for name in getattr(getattr(functions.pop(), "__code__", None), "co_names", ()):
             if name in variables and name not in facts:
@@ -126,7 +132,7 @@ def _class_facts(module: nn.Module) -> list[_Fact]:
     classes = type(module).__mro__
     count = next(index for index, each in enumerate(classes) if "forward" in vars(each)) + 1
     facts = [(gc.get_referents(vars(each))[0], "forward") for each in classes[:count]]
-    return facts + _globals_in(type(module).forward)
+    return facts + _called_by(type(module))
 
 
 def kind_of(module: nn.Module) -> object:

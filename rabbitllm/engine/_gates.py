@@ -58,12 +58,13 @@ def names_in(module: nn.Module) -> tuple[str, ...]:
 
 
 def act_kind(act: nn.Module | None) -> ActKind | None:
-    """What says all of what an activation computes: its class, and its functions and numbers; None if more does."""
+    """What says all of what an activation computes: its class, with its forward, and its functions and numbers; None if
+    more does."""
     if act is None or act._parameters or act._buffers or act._modules:
         return None
     if not _takes_one(type(act).forward):
         return None
-    kind: list[object] = [type(act)]
+    kind: list[object] = [type(act), type(act).forward]
     for name, value in vars(act).items():
         if name in _OF_ANY:
             continue

@@ -26,7 +26,7 @@ from rabbitllm.engine._gates import MULTIPLE, OneCall, add_shared, call_of, is_o
 from rabbitllm.engine._routed import KeptExperts, kept_experts
 from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.forwards import has_row_product
-from rabbitllm.engine.transformers_api import keeps_outputs
+from rabbitllm.engine.transformers_api import function_tables, keeps_outputs
 from rabbitllm.quant import plain
 
 _PARTS = "gate", "experts"
@@ -137,6 +137,7 @@ class MixtureCall:
 
         parts = [(module, "gate"), *((experts, name) for name in experts._modules)]
         others = [vars(module), vars(experts.config), experts._forward_hooks, experts._forward_pre_hooks]
+        others += function_tables()
         matrices = list[tuple[dict[str, Any], Any]]()
         if shared is not None:
             linears = [module.shared_expert._modules[name]._parameters for name in names_in(module.shared_expert)]

@@ -38,7 +38,7 @@ from rabbitllm.engine._gates import (
 )
 from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.experts import ExpertStack, ResidentExperts
-from rabbitllm.engine.transformers_api import experts_implementation_of
+from rabbitllm.engine.transformers_api import groups_experts
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant import plain
 from rabbitllm.quant.products import MAX_GROUPED
@@ -215,7 +215,7 @@ def _takes_few(module: Any, x: torch.Tensor, index: torch.Tensor) -> bool:
 
 def _is_grouped(module: Any) -> bool:
     """Whether a module computes by transformers' grouped products."""
-    return experts_implementation_of(module.config) == "grouped_mm" and not module._is_expert_parallel
+    return groups_experts(module.config) and not module._is_expert_parallel
 
 
 def kept_experts(module: Any) -> KeptExperts | None:

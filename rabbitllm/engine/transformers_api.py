@@ -33,6 +33,7 @@ with checked_parts():
     from transformers.core_model_loading import dot_natural_key as dot_natural_key
     from transformers.core_model_loading import rename_source_key as rename_source_key
     from transformers.integrations import sdpa_attention
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.auto import modeling_auto
@@ -303,14 +304,16 @@ def attends_by_sdpa(config: PretrainedConfig) -> bool:
     return attention_of(config) == "sdpa" and ALL_ATTENTION_FUNCTIONS.get("sdpa") is sdpa_attention_forward
 
 
-def sdpa_tables() -> list[dict[str, Any]]:
-    """The dicts that say what `sdpa` is."""
-    return [ALL_ATTENTION_FUNCTIONS._global_mapping, ALL_ATTENTION_FUNCTIONS._local_mapping]
+def groups_experts(config: PretrainedConfig) -> bool:
+    """Whether a config names transformers' own `grouped_mm` for experts, and that is not replaced."""
+    is_named = getattr(config, "_experts_implementation", None) == "grouped_mm"
+    return is_named and ALL_EXPERTS_FUNCTIONS.get("grouped_mm") is grouped_mm_experts_forward
 
 
-def experts_implementation_of(config: PretrainedConfig) -> str | None:
-    """Name of the implementation of experts of a config; None if it has none."""
-    return getattr(config, "_experts_implementation", None)
+def function_tables() -> list[dict[str, Any]]:
+    """The dicts that say what `sdpa` and `grouped_mm` are."""
+    interfaces = ALL_ATTENTION_FUNCTIONS, ALL_EXPERTS_FUNCTIONS
+    return [table for each in interfaces for table in (each._global_mapping, each._local_mapping)]
 
 
 def supports_flash_attention_2(model_class: Any) -> bool:

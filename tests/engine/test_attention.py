@@ -395,3 +395,21 @@ def test_classes_that_attend_otherwise_are_not_replaced() -> None:
     assert fuse_attention(Gemma2Attention(of_gemma, 0)) == 0
     odd = LlamaAttention(LlamaConfig(hidden_size=48, num_attention_heads=2), 0)
     assert fuse_attention(odd) == 0
+
+
+@torch.no_grad()
+def test_a_layer_s_own_number_is_noticed(tmp_path: Path) -> None:
+    model = load(checkpoint(tmp_path, Family("granite", {"residual_multiplier": 1.0}), "q8_0"), exact=False)
+    layer, cache = model.model.layers[1], DynamicCache(config=model.config)
+    model(PROMPT, past_key_values=cache)
+
+    def step() -> torch.Tensor:
+        return model(PROMPT[:, :1], past_key_values=copy.deepcopy(cache)).logits  # type: ignore[no-any-return]
+
+    assert _attention.is_whole_layer(layer)
+    ordinary, layer.residual_multiplier = step(), 0.25
+    changed = step()
+    del layer.forward
+    assert torch.equal(changed, step())
+    layer.residual_multiplier = 1.0
+    assert _attention.relative_error(changed, ordinary) > 0.1

@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import DynamicCache, Qwen3MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
 
 from rabbitllm.base.programs import Program
@@ -235,6 +236,15 @@ CHANGES: dict[str, Change] = {
     "hook on the activation": lambda patch, mlp: patch.setitem(mlp.experts.act_fn._forward_hooks, 7, doubled),
     "class of the mixture": lambda patch, mlp: patch.setattr(
         type(mlp), "forward", lambda self, hidden_states: PLAIN_BLOCK(self, hidden_states) * 2
+    ),
+    "class of the activation": lambda patch, mlp: patch.setattr(
+        type(mlp.experts.act_fn), "forward", lambda act, x: torch.sigmoid(x)
+    ),
+    "method of the experts": lambda patch, mlp: patch.setattr(
+        type(mlp.experts), "_apply_gate", lambda self, both: both.chunk(2, -1)[0]
+    ),
+    "function of the experts": lambda patch, mlp: patch.setitem(
+        ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", lambda module, x, index, weights: x * 2
     ),
     "class of the router": lambda patch, mlp: patch.setattr(type(mlp.gate), "forward", half_router),
     "router": lambda patch, mlp: patch.setitem(mlp._modules, "gate", other_router(mlp.gate)),

@@ -66,7 +66,7 @@ def test_bits_of_the_class(norm_type: Any, dtype: torch.dtype, calls: list[int])
 
 
 @torch.no_grad()
-def test_what_is_left_to_the_class(calls: list[int]) -> None:
+def test_what_is_left_to_the_class(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = norm(LlamaRMSNorm, 64, torch.bfloat16)
     fused = copy.deepcopy(plain)
     fuse_norms(fused)
@@ -88,6 +88,11 @@ def test_what_is_left_to_the_class(calls: list[int]) -> None:
     halves = torch.randn(2, 3, 128).bfloat16().chunk(2, -1)  # rows of 64 in rows of 128
     assert all(torch.equal(fused(half), plain(half)) for half in halves)
     assert calls == [6] * 4
+    plain = norm(Gemma3RMSNorm, 64, torch.bfloat16)
+    fused = copy.deepcopy(plain)
+    fuse_norms(fused)
+    monkeypatch.setattr(Gemma3RMSNorm, "_norm", lambda norm, x: x * 2)
+    assert torch.equal(fused(x), plain(x))
 
 
 @torch.no_grad()

@@ -161,6 +161,9 @@ MORE: dict[str, Change] = {
         nn.Linear, "forward", lambda linear, x: nn.functional.linear(x * 2, linear.weight, linear.bias)
     ),
     "class of MLPs": lambda patch, model: patch.setattr(LlamaMLP, "forward", lambda mlp, x: x * 2),
+    "class of activations": lambda patch, model: patch.setattr(
+        type(model.model.layers[1].mlp.act_fn), "forward", lambda act, x: torch.sigmoid(x)
+    ),
     "class of attentions": lambda patch, model: patch.setattr(
         LlamaAttention, "forward", lambda attention, hidden_states, **named: (hidden_states * 2, None)
     ),
