@@ -204,7 +204,7 @@ class ResultsError(RabbitLLMError):
 
 
 class NotANumberError(RabbitLLMError, ArithmeticError):
-    """A model's scores of the next token are not numbers, so none can be chosen.
+    """A model's scores of the next token, or its embeddings, are not numbers.
 
     What to do:
         Load the model with another `dtype` (float16 overflows where bfloat16 does not), and check its weights

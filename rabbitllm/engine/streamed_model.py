@@ -30,7 +30,7 @@ from rabbitllm.engine.pass_line import PassLine, pass_input_of
 from rabbitllm.engine.placement import Placement
 from rabbitllm.engine.transformers_api import has_adapter
 from rabbitllm.engine.weight_tensors import AbsentWeight, untrainable
-from rabbitllm.errors import CopyError, OptionError, RabbitLLMError
+from rabbitllm.errors import CopyError, NotANumberError, OptionError
 from rabbitllm.telemetry.passes import PassInput
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -56,20 +56,23 @@ class SharedPasses(Protocol):
 
 
 def refuse_overflow(values: torch.Tensor, name: str) -> None:
-    """Refuse values that show that float16 has overflowed; -inf is legal: a token that is never chosen.
+    """Refuse values that are no numbers, as where float16 has overflowed; -inf is legal: a token that is never chosen.
 
     Args:
-        values: of any shape and dtype; only float16 is checked.
+        values: of any shape and dtype.
         name: of the values, in the plural.
 
     Raises:
-        RabbitLLMError: NaN or +inf is among them.
+        NotANumberError: NaN or +inf is among them.
     """
-    if values.dtype == torch.float16 and not bool((values < torch.inf).all()):
-        raise RabbitLLMError(
+    if bool((values < torch.inf).all()):
+        return
+    if values.dtype == torch.float16:
+        raise NotANumberError(
             f"The {name} contain inf or nan: values exceed float16.",
             "Load the model with dtype='float32', or dtype='bfloat16' on a GPU that has it.",
         )
+    raise NotANumberError(f"The {name} contain inf or nan; expected numbers.", "Check the weights with verify.")
 
 
 @dataclass(frozen=True)
@@ -225,10 +228,10 @@ class StreamedModel(_TransformersModel):
         """The output, unless its last logits show that float16 has overflowed.
 
         Raises:
-            RabbitLLMError: they do. Tokens would be garbage, and sampling from NaN ends the use of CUDA in a process.
+            NotANumberError: they do. Tokens would be garbage, and sampling from NaN ends the use of CUDA in a process.
         """
         logits = getattr(output, "logits", None)
-        if isinstance(logits, torch.Tensor) and logits.dim() == 3:
+        if isinstance(logits, torch.Tensor) and logits.dim() == 3 and logits.dtype == torch.float16:
             refuse_overflow(logits[:, -1], "logits")
         return output
 

@@ -376,7 +376,8 @@ class CacheManager:
             for sequence in self._running:
                 self._offer_state(sequence, self.prompts)
         if self._keeps:
-            self.memory.measure(sequence.resumable_cache(continues=True) for sequence in self._running)
+            ended = [s.cache for s in self._running if s.has_ended and s.error is None and s.num_computed_tokens]
+            self.memory.measure([*ended, *(s.resumable_cache(continues=True) for s in self._running)])
         if self._trim is not None and time.monotonic() - self._trimmed > TRIM_SECONDS:
             self._trim()
             self._trimmed = time.monotonic()

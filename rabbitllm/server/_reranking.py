@@ -20,6 +20,7 @@ from torch import nn
 
 from rabbitllm.base.building import BUILDING
 from rabbitllm.base.openmp import computed
+from rabbitllm.engine.streamed_model import refuse_overflow
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.generation.request import ModelLimits
@@ -176,5 +177,6 @@ class Reranker:
             with BUILDING.a_pass(), self._model.joint_pass(PassInput(len(ids), len(ids[0]), None, None)):
                 # bypasses the model's own call, which would wait for this very pass
                 output = nn.Module.__call__(self._model, **{n: t.to(self._model.device) for n, t in named.items()})
+            refuse_overflow(output.logits, "scores")
             scores = output.logits[:, 0].float()
         return [float(score) for score in (scores if recipe.is_logit else scores.sigmoid()).tolist()]

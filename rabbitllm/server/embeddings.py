@@ -19,6 +19,7 @@ import torch
 
 from rabbitllm.base.building import BUILDING
 from rabbitllm.base.openmp import computed
+from rabbitllm.engine.streamed_model import refuse_overflow
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.bounded import decode_json, read_json
 from rabbitllm.generation.request import ModelLimits
@@ -152,6 +153,7 @@ class Embedder:
         return [self._pooled(hidden[: len(ids)].float()) for hidden, ids in zip(states, inputs, strict=True)]
 
     def _pooled(self, states: torch.Tensor) -> list[float]:
+        refuse_overflow(states, "hidden states")
         pooled = {"last": states[-1], "cls": states[0], "mean": states.mean(dim=0)}[self._recipe.pooling]
         if self._recipe.normalise:
             pooled = torch.nn.functional.normalize(pooled, dim=0)

@@ -339,6 +339,14 @@ def test_scores_that_are_no_numbers_end_their_request_alone(
         assert list(generate(model, replace(lucky, sampling=Sampling()), print, drafting=drafting).tokens)
 
 
+def test_a_request_that_overflows_float16_ends_alone(open_batch: Open, with_nan: Path) -> None:
+    batch, _ = open_batch(folder=with_nan, dtype="float16")
+    failed, other = answered_together(batch, [Request((5, UNREADABLE), 3), Request((5, 6), 3)])
+    assert isinstance(failed.end, Failed)
+    assert isinstance(failed.end.error, NotANumberError)
+    assert len(other.tokens) == 3
+
+
 @pytest.mark.parametrize(
     "error",
     [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), OSError("input/output error")],

@@ -18,7 +18,7 @@ from rabbitllm.generation.cache_manager import CacheManager
 from rabbitllm.generation.kv_cache import bytes_of, cost_by_cache, cost_by_config, keeps
 from rabbitllm.generation.request import BatchStats, Delta, Event, FinishReason, Limits, Request
 from rabbitllm.storage.durable import Step, observe_steps
-from tests.generation.submitting import Open, Submitted, alone, answered, prompt
+from tests.generation.submitting import Open, Submitted, alone, answered, answered_together, prompt
 from tests.support.builders import FAMILIES, build_checkpoint, make_tokenizer
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import plain_model, split
@@ -103,6 +103,14 @@ def test_states_count_from_the_first_pass(tmp_path: Path, open_batch: Open, monk
     batch, _ = open_batch(limits(plain_model(folder, dtype=torch.float32)), folder=split(folder))
     answered(batch, [Request(prompt(9, seed), 4) for seed in range(6)])
     assert 0.5 < max(shares) <= 1
+
+
+def test_states_are_measured_of_a_request_that_ends_in_its_first_pass(tmp_path: Path, open_batch: Open) -> None:
+    batch, _ = open_batch(folder=split(build_checkpoint(tmp_path / "model", FAMILIES["qwen3_next"])))
+    for passes in (2, 1):  # the first one alone
+        before = batch.stats.passes
+        answered_together(batch, [Request(prompt(9, seed), 1) for seed in range(6)])
+        assert batch.stats.passes - before == passes
 
 
 @pytest.mark.parametrize("rooms", [1, 100])

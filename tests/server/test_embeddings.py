@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +185,17 @@ def test_texts_of_an_encoder_are_not_padded(tmp_path: Path, family: str) -> None
         assert context is not None
         for tokens, status in ((context, 200), (context + 1, 400)):
             assert served.post("/v1/embeddings", {"input": [5] * tokens}).status_code == status
+
+
+def test_values_that_are_no_numbers_are_refused(served: Running) -> None:
+    hook = served.model.base_model.norm.register_forward_hook(lambda *given: given[-1] * math.nan)
+    answers = [
+        served.post("/v1/embeddings", {"input": TEXTS, "encoding_format": form}) for form in ("float", "base64")
+    ] + [served.post("/v1/completions", {"prompt": "x y", "max_tokens": 0, "echo": True, "logprobs": 1})]
+    hook.remove()
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "not_a_number")
+    assert served.post("/v1/embeddings", {"input": TEXTS}).status_code == 200
 
 
 def test_other_poolings(served: Running, states: list[torch.Tensor]) -> None:
