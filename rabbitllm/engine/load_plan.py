@@ -230,7 +230,7 @@ class LoadPlan:
 _AS_STORED = (*HOOKED, Tier.ROUTED)
 
 
-def is_one_call(plan: LoadPlan) -> bool:
+def layers_are_one_call(plan: LoadPlan) -> bool:
     """Whether all decoder layers stay in memory and compute a token by one call, without experts; the skeleton, which
     needs no weights for this, gets other forwards."""
     layers = [placed for placed in plan.placement.units if plan.sources[placed.unit].unit.is_layer]

@@ -212,7 +212,7 @@ class UnitWork:
 
 def work_of(plan: LoadPlan) -> tuple[UnitWork, ...]:
     """Return the work of a pass, unit by unit, in its order."""
-    from rabbitllm.engine.load_plan import is_one_call
+    from rabbitllm.engine.load_plan import layers_are_one_call
 
     picked, encoder = picked_by(plan.model.config.get_text_config()), _encoder_path(plan.model)
     hosts = plan.placement.hosts
@@ -231,7 +231,7 @@ def work_of(plan: LoadPlan) -> tuple[UnitWork, ...]:
         made = _made_bytes(source) if hooked else 0
         once = encoder is not None and (placed.unit + ".").startswith(encoder)
         work.append(UnitWork(placed.unit, placed.device, streamed, uploaded, products, bound, made, modules, once))
-    if is_one_call(plan):
+    if layers_are_one_call(plan):
         return tuple(replace(unit, modules=ONE_CALL if unit.modules else 0) for unit in work)
     return tuple(work)
 
