@@ -101,8 +101,9 @@ STEPS = (
     Step("attention", "Memory and time of attention", 60, "benchmarks.gpu.hardware:attention"),
     Step("races", "Small models with late copies and late layers", 150, "benchmarks.gpu.models:races"),
     Step("pace", "A pass against its limit", 180, "benchmarks.gpu.models:pace"),
-    Step("overhead", "Layers of next to nothing, beside transformers", 90, "benchmarks.gpu.models:overhead"),
+    Step("overhead", "Layers of next to nothing, beside transformers", 150, "benchmarks.gpu.models:overhead"),
     Step("wide", "Two layers as wide as those of a 72B model", 150, "benchmarks.gpu.models:wide"),
+    Step("whole", "A 72B model in a T4's memory, and all in GPU memory", 180, "benchmarks.gpu.models:whole"),
     Step("forms", "Other forms of weights, experts, and loading", 150, "benchmarks.gpu.models:forms"),
     Step("vram", "Tokens with little VRAM", 180, "benchmarks.gpu.models:little_vram"),
 )

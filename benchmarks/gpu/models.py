@@ -207,6 +207,30 @@ def wide(place: Place) -> Iterator[Row]:
         gc.collect()
 
 
+def whole(place: Place) -> Iterator[Row]:
+    """Tokens of a 72B model at 4bit: in a T4's memory with the rest in pinned memory, and all in GPU memory."""
+    shape, gpu = MODELS["tiny" if place.is_rehearsal else "qwen2.5-72b"], devices.gpus(place)[0]
+    endless = {**shape.config, "bos_token_id": None, "eos_token_id": None}
+    model, begun = replace(shape, config=endless, generation_config={"do_sample": False}), time.perf_counter()
+    sized_model.write(checkpoint(model, 2 / shape.layers), place.work / "whole")
+    folder = _split(place.work / "whole", place.work / "layers-whole")
+    sized_model.repeat_a_layer(folder, 4 if place.is_rehearsal else shape.layers)
+    seconds, nbytes = time.perf_counter() - begun, MIB if place.is_rehearsal else COPIED_BYTES
+    rate = devices.copy_rate(gpu, nbytes, gpu.host_buffer(nbytes))
+    for most in (T4_BYTES, None):
+        devices.limit(gpu, most)
+        budget, begun = (0 if place.is_rehearsal else most - GIB) if most else ALL, time.perf_counter()
+        with devices.watched(place), torch.inference_mode():
+            loaded = _load(folder, [gpu], budget, ALL, verify_checksums=False)
+            row: Row = {"weights": _tiers(loaded), "made s": seconds, "load s": time.perf_counter() - begun}
+            found = passes.generate(loaded, 12)
+            link = passes.copied_bytes(loaded) / rate
+        row |= {"first token s": found["first_token_seconds"], "s/token": found["token_seconds"]}
+        yield row | {"GB a pass": passes.copied_bytes(loaded) / 1e9, "link alone": link, "GiB held": devices.held(gpu) / GIB}
+        del loaded
+        gc.collect()
+
+
 def _peaks(model: Any, gpu: Any, most: int, long: int) -> Iterator[Row]:
     """Of passes of one sequence, of several, of a long prompt; and again in half the memory of the last one."""
     cost, weights = _cost(model), devices.forget_peak(gpu)
@@ -253,8 +277,9 @@ def pace(place: Place) -> Iterator[Row]:
     for compression, host in (("none", ALL), ("4bit", ALL), ("none", 0)):
         with devices.watched(place), torch.inference_mode():
             model = _streamed(place, "pace", compression, gpu, 0, host)
-            passes.generate(model, 3)  # the first products of a kind take long
-            measured, copied = passes.generate(model, 12), passes.copied_bytes(model)
+            # the first products of a kind take long, and for a second after a load copies may take twice as long
+            passes.generate(model, 20)
+            measured, copied = passes.generate(model, 20), passes.copied_bytes(model)
             seconds = measured["token_seconds"]
             link, bring, compute = (
                 copied / rate,

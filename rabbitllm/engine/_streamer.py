@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import send_to_device
@@ -96,6 +96,8 @@ class InputMover:
         self._copies[tensor] = version, copy, copy._version
         return copy
 
+
+_Stored = TypeVar("_Stored")
 
 _calling: ContextVar[object] = ContextVar("streamer of the running pass", default=None)
 """For each thread and greenlet: the calls of the coroutines of a shared pass are interleaved."""
@@ -435,17 +437,27 @@ class Streamer:
         unbind()
         if tier is Tier.PACKED:
             part = self._quantized[unit.name] = self._part(source, device)
-            self._hook(source, device, lambda: part, unbind)
+            self._hook(source, device, lambda: part, functools.partial(source.bind, self._model), unbind)
         else:
             self._stream(source, executor, unbind)
 
     def _stream(self, source: UnitSource, executor: DeviceExecutor, unbind: Callable[[], None]) -> None:
         """Bind a unit whose stored bytes are read or copied for each pass."""
         loaded = list[FilledSlot]()
+        views = dict[int, list[tuple[ParameterEntry, torch.Tensor]]]()  # address of a buffer -> what is bound
+        are_views = source.are_views(executor.device.torch_device)
 
-        def load() -> PartReader:
+        def load() -> torch.Tensor:
             loaded.append(self._taken(source.unit.name, executor))
-            return source.part_of(loaded[-1].slot.buffer)
+            return loaded[-1].slot.buffer
+
+        def bind(buffer: torch.Tensor) -> None:
+            for entry, view in views.get(buffer.data_ptr(), ()):
+                entry.set(view)
+            if buffer.data_ptr() not in views:
+                bound = source.bind(self._model, source.part_of(buffer))
+                if are_views:
+                    views[buffer.data_ptr()] = bound
 
         def release() -> None:
             unbind()
@@ -453,7 +465,7 @@ class Streamer:
                 executor.loader.give_back(loaded[-1])
                 loaded.clear()
 
-        self._hook(source, executor.device, load, release)
+        self._hook(source, executor.device, load, bind, release)
 
     def _taken(self, name: str, executor: DeviceExecutor) -> FilledSlot:
         """What is read at once, by its name; the next one is read meanwhile."""
@@ -464,27 +476,32 @@ class Streamer:
         return loaded
 
     def _hook(
-        self, source: UnitSource, device: Device, load: Callable[[], PartReader], release: Callable[[], None]
+        self,
+        source: UnitSource,
+        device: Device,
+        load: Callable[[], _Stored],
+        bind: Callable[[_Stored], object],
+        release: Callable[[], None],
     ) -> None:
         """Bind a unit's weights before it computes, from the stored bytes that `load` returns; `release` frees them."""
-        name, module = source.unit.name, source.unit.module
+        name, module, entries, dequantizes = source.unit.name, source.unit.module, [*source.entries], source.dequantizes
 
         def before(module: nn.Module, args: Any) -> None:
             if self.is_drafting and name not in self._quantized:  # its copy is bound
                 return
             if name not in self._release:  # else it is bound, by a call that was interrupted
-                for entry in source.entries:
+                for entry in entries:
                     entry.check_absent()
             self._release[name] = release
-            part = load()
-            if is_plain := not source.dequantizes:
+            stored = load()
+            if not dequantizes:
                 self._start(name)  # binding is counted with computing
             # a parameter made in a caller's inference mode does not show that it requires a gradient: see `bindable`
             with self._dequantizing(source), torch.inference_mode(False):
-                source.bind(self._model, part)
+                bind(stored)
                 if self._profiler.enabled:
                     device.synchronise()
-            if not is_plain:
+            if dequantizes:
                 self._start(name)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -528,7 +545,7 @@ class Streamer:
 
         def unbind() -> None:
             for entry, placeholder in absent:
-                entry.bind(placeholder)
+                entry.set(placeholder)
 
         return unbind
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -100,6 +101,8 @@ def load_model(
         bitsandbytes()  # fails now rather than in the first pass
     planner = planner or LoadPlanner(options, chosen, home)
     wait_for_jobs()
+    if not all(device.shares_host_memory for device in chosen):
+        gc.collect()  # the caller's own came too early for the buffers of a dropped model that a job still had
     limits = {device.name: budget_of(device, options) for device in chosen}
     with memory_explained(chosen, limits, "loading"):  # no variable here keeps what is to be freed after an error
         model = _bound(planner, share, store, home, chosen, options)

@@ -419,6 +419,7 @@ class Uploader:
         buffers = [device.device_buffer(largest(sources)) for _ in range(SLOTS if sources else 0)]
         # the first copy waits too: this memory may still be used by a running computation
         slots = [BufferSlot(buffer, device.leave()) for buffer in buffers]
+        self._reads_from_disk = bool(on_disk)
         self._prefetcher = Prefetcher(slots, f"upload-{device.name}" if on_disk else None)
 
     @property
@@ -428,7 +429,7 @@ class Uploader:
 
     def prefetch(self, units: Iterable[str]) -> None:
         """Prefetch these in this order, and cancel all other requests; buffers limit the reads, slots the copies."""
-        order = list(units)
+        order = list(units if self._reads_from_disk else islice(units, SLOTS))
         soon = order[:SLOTS]
         self._prefetcher.forget(but=soon)
         for position, unit in enumerate(soon):

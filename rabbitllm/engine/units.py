@@ -69,8 +69,12 @@ class ParameterEntry:
         return self.shape.numel() * self.dtype.itemsize
 
     def bind(self, tensor: torch.Tensor) -> None:
-        """Set the entry to a tensor or a placeholder; see `bindable`."""
-        self.table[self.leaf] = self.bindable(tensor)
+        """Set the entry to a tensor; see `bindable`."""
+        self.set(self.bindable(tensor))
+
+    def set(self, bindable: torch.Tensor) -> None:
+        """Set the entry to a placeholder, or to a result of `bindable`."""
+        self.table[self.leaf] = bindable
 
     def check_absent(self) -> None:
         """
@@ -317,10 +321,25 @@ class UnitSource:
         """Bytes of its tensors on disk."""
         return sum(tensor.nbytes for tensor in self.stored.values())
 
-    def bind(self, model: PreTrainedModel, part: PartReader) -> None:
-        """Make the parameters and bind them."""
+    def are_views(self, device: torch.device) -> bool:
+        """Whether its parameters only refer to the bytes of a buffer on a device, whichever bytes these are.
+
+        Then they can be bound again once the buffer is filled again.
+        """
+        is_made = any(job.recipe.converter is not None or (job.entries and not job.is_view) for job in self.jobs)
+        parts = [part for tensor in self.stored.values() for part in tensor.parts if part.nbytes]
+        return not (is_made or self.scale_bytes) and all(
+            part.is_one_run and _is_aligned(part, self._position(part), device) for part in parts
+        )
+
+    def bind(self, model: PreTrainedModel, part: PartReader) -> list[tuple[ParameterEntry, torch.Tensor]]:
+        """Make the parameters, bind them, and return them as they are bound; see `ParameterEntry.set`."""
+        bound = []
         for entry, tensor in self.parameters(model, part):
-            entry.bind(tensor)
+            bindable = entry.bindable(tensor)
+            entry.set(bindable)
+            bound.append((entry, bindable))
+        return bound
 
     def parameters(
         self,
@@ -376,16 +395,20 @@ class UnitSource:
 
     def part_of(self, buffer: torch.Tensor) -> PartReader:
         """A reader of parts as views of a buffer that was filled with `spans`, or of a copy of it on a device."""
-        begins = [(span.file, span.offset) for span in self.spans]
 
         def read(spec: TensorSpec) -> torch.Tensor:
             if not spec.nbytes:  # it is in no span
                 return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=buffer.device)
-            span = self.spans[bisect.bisect_right(begins, (spec.file, spec.offset)) - 1]
-            begin = span.at + spec.offset - span.offset
+            begin = self._position(spec)
             return typed(buffer[begin : begin + spec.extent], spec)
 
         return read
+
+    def _position(self, spec: TensorSpec) -> int:
+        """The first byte of a stored part in a buffer that `spans` are read into."""
+        index = bisect.bisect_right(self.spans, (spec.file, spec.offset), key=lambda span: (span.file, span.offset))
+        span = self.spans[index - 1]
+        return span.at + spec.offset - span.offset
 
 
 def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -395,15 +418,18 @@ def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     GPU to 16, as GGUF files are; kernels round differently below that. Codes on a CPU are read by bytes and need none.
     """
     dtype = torch_dtype(spec.dtype)
-    on_cpu = flat.device.type == "cpu"
-    is_code = spec.dtype == "U8" and on_cpu
-    if flat.data_ptr() % (TENSOR_ALIGNMENT if on_cpu else GPU_ALIGNMENT) and not is_code:
+    if not _is_aligned(spec, flat.data_ptr(), flat.device):
         flat = flat.clone()
     if not spec.is_one_run:
         return arranged(flat, spec)
     shape = spec.shape if DTYPES[spec.dtype].bits >= 8 else (*spec.shape[:-1], spec.shape[-1] // 2)
     values = flat if flat.dtype is dtype else flat.view(dtype)
     return values if values.shape == shape else values.view(shape)
+
+
+def _is_aligned(spec: TensorSpec, address: int, device: torch.device) -> bool:
+    on_cpu = device.type == "cpu"
+    return not address % (TENSOR_ALIGNMENT if on_cpu else GPU_ALIGNMENT) or (on_cpu and spec.dtype == "U8")
 
 
 def mapped_part(store: WeightFiles, *, reads_ahead: bool = True) -> PartReader:

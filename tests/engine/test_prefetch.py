@@ -844,7 +844,7 @@ def test_a_model_is_loaded_once_reads_of_a_dropped_one_have_freed_their_buffers(
     folder, gpu = split(build_checkpoint(tmp_path / "model", "llama")), FakeGpu(0, capacity=1 << 30)
     options = RunOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False)
     model: Any = load_model(folder, options, None, [gpu])
-    resident, real, is_reading, may_go_on = gpu.used, SpanReader.read, threading.Event(), threading.Event()
+    highest, resident, real, is_reading, may_go_on = gpu.peak, gpu.used, SpanReader.read, threading.Event(), threading.Event()
 
     def read(self: SpanReader, *given: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -860,6 +860,7 @@ def test_a_model_is_loaded_once_reads_of_a_dropped_one_have_freed_their_buffers(
     assert gpu.used > 0
     threading.Timer(0.2, may_go_on.set).start()
     following = load_model(folder, options, None, [gpu])
+    assert gpu.peak == highest
     gc.collect()
     assert gpu.used == resident
     assert following.placement.moved_bytes
