@@ -226,7 +226,11 @@ def whole(place: Place) -> Iterator[Row]:
             found = passes.generate(loaded, 12)
             link = passes.copied_bytes(loaded) / rate
         row |= {"first token s": found["first_token_seconds"], "s/token": found["token_seconds"]}
-        yield row | {"GB a pass": passes.copied_bytes(loaded) / 1e9, "link alone": link, "GiB held": devices.held(gpu) / GIB}
+        yield row | {
+            "GB a pass": passes.copied_bytes(loaded) / 1e9,
+            "link alone": link,
+            "GiB held": devices.held(gpu) / GIB,
+        }
         del loaded
         gc.collect()
 

@@ -844,7 +844,13 @@ def test_a_model_is_loaded_once_reads_of_a_dropped_one_have_freed_their_buffers(
     folder, gpu = split(build_checkpoint(tmp_path / "model", "llama")), FakeGpu(0, capacity=1 << 30)
     options = RunOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False)
     model: Any = load_model(folder, options, None, [gpu])
-    highest, resident, real, is_reading, may_go_on = gpu.peak, gpu.used, SpanReader.read, threading.Event(), threading.Event()
+    highest, resident, real, is_reading, may_go_on = (
+        gpu.peak,
+        gpu.used,
+        SpanReader.read,
+        threading.Event(),
+        threading.Event(),
+    )
 
     def read(self: SpanReader, *given: Any) -> None:
         if threading.current_thread() is not threading.main_thread():

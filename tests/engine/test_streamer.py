@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import nn
 
+from rabbitllm.base.options import RunOptions
 from rabbitllm.engine._streamer import InputMover
+from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import READY, SLOTS, Tier
-from rabbitllm.engine.units import ParameterEntry
+from rabbitllm.engine.units import ParameterEntry, UnitSource
 from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.errors import RabbitLLMError, ReadOnlyWeightError
 from rabbitllm.telemetry.passes import READ
@@ -174,6 +176,46 @@ def test_only_the_computing_unit_is_bound(model: Any) -> None:
         layer.mlp.register_forward_hook(look)
     logits(model)
     assert seen == [({name}, {name}) for name in LAYERS for _ in range(2)]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize(
+    ("compression", "dtype", "made_again"),
+    [(None, "float32", False), ("4bit", "float32", False), (None, "bfloat16", True)],
+)
+def test_weights_that_only_refer_to_a_buffer_are_made_once(
+    checkpoint: Path,
+    compression: str | None,
+    dtype: str,
+    made_again: bool,
+    on_gpu: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others are values that a pass makes, such as those of another dtype."""
+    gpu, seen = FakeGpu(0), dict[str, list[Any]]()
+    folder = split(checkpoint, compression)
+
+    def loaded() -> Any:
+        if not on_gpu:
+            return load(folder, 0, dtype=dtype, exact=False)
+        return load_model(
+            folder, RunOptions(max_memory={gpu.name: 0, "cpu": 0}, dtype=dtype, show_progress=False), None, [gpu]
+        )
+
+    with watched(), monkeypatch.context() as patch:
+        patch.setattr(UnitSource, "are_views", lambda *_: False)
+        expected = run(loaded())
+    with watched():
+        model = loaded()
+        for name, module in model.named_modules():
+            if name.endswith("_proj"):
+                note = seen.setdefault(name, []).append
+                module.register_forward_pre_hook(lambda module, args, note=note: note(module._parameters["weight"]))
+        for _ in range(3):
+            assert_same(run(model), expected)
+    counts = {len({id(weight) for weight in weights}) for weights in seen.values()}
+    assert len(seen) == 7 * len(LAYERS)
+    assert min(counts) > SLOTS if made_again else max(counts) <= SLOTS, counts
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
