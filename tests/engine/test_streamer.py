@@ -237,17 +237,17 @@ def test_exception_in_a_layer_is_harmless(
 
 
 def test_interrupt_while_a_layer_is_freed(model: Any, expected: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    bind, freed = ParameterEntry.bind, list[str]()
+    set_entry, freed = ParameterEntry.set, list[str]()
 
     def interrupted(entry: ParameterEntry, weight: torch.Tensor) -> None:
-        bind(entry, weight)
+        set_entry(entry, weight)
         if isinstance(weight, AbsentWeight):
             freed.append(entry.target)
             if len(freed) == 2:
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(ParameterEntry, "bind", interrupted)
+        patched.setattr(ParameterEntry, "set", interrupted)
         with pytest.raises(KeyboardInterrupt):
             logits(model)
     assert_nothing_is_bound(model)
