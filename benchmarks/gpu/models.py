@@ -214,11 +214,13 @@ def whole(place: Place) -> Iterator[Row]:
     model, begun = replace(shape, config=endless, generation_config={"do_sample": False}), time.perf_counter()
     sized_model.write(checkpoint(model, 2 / shape.layers), place.work / "whole")
     folder = _split(place.work / "whole", place.work / "layers-whole")
+    shutil.rmtree(place.work / "whole")  # the layers take 41 GB
     sized_model.repeat_a_layer(folder, 4 if place.is_rehearsal else shape.layers)
     seconds, nbytes = time.perf_counter() - begun, MIB if place.is_rehearsal else COPIED_BYTES
     rate = devices.copy_rate(gpu, nbytes, gpu.host_buffer(nbytes))
     for most in (T4_BYTES, None):
         devices.limit(gpu, most)
+        devices.forget_peak(gpu)
         budget, begun = (0 if place.is_rehearsal else most - GIB) if most else ALL, time.perf_counter()
         with devices.watched(place), torch.inference_mode():
             loaded = _load(folder, [gpu], budget, ALL, verify_checksums=False)
