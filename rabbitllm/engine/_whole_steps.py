@@ -112,7 +112,7 @@ def _forward(form: _Form, module: Any, *args: Any, **named: Any) -> Any:
 
 def _waits(module: nn.Module) -> bool:
     """Whether a model's layers are called by something else."""
-    return any(layer._compiled_call_impl is not None for layer in module._modules["layers"].children())  # type: ignore[union-attr]
+    return any(layer._compiled_call_impl is not None for layer in module._modules["layers"]._modules.values())  # type: ignore[union-attr]
 
 
 def _hides_nothing(named: dict[str, Any], sequences: Sequence[tuple[Any, int]]) -> bool:
@@ -147,7 +147,8 @@ class _Whole:
             self.calls = []
             return
         self.mixtures = {number: mixture for number, mixture in zip(mixed, mixtures, strict=True) if mixture}
-        self._indices, self._programs = _indices_of(layers), Programs()
+        self._indices, self._programs, calls = _indices_of(layers), Programs(), self.calls
+        self._can_add = functools.cache(lambda rows: all(of_layer.can_add(rows) for of_layer in calls))
         self._tables = [table for of_layer in self.calls for table in of_layer.tables]
         self._sizes = [size for of_layer in self.calls for size in of_layer.sizes]
         whole = trial_of(layers[0], forward=self._compute, _compiled_call_impl=None)
@@ -175,7 +176,7 @@ class _Whole:
         weights: list[Any] = [table.get(name) for table, name in self._tables]
         form = self.calls[0].form
         is_fit = is_step(form, x, angles, mask, rows) and x.shape[-1] == self.calls[0].columns
-        is_fit = is_fit and are_rows(weights, self._sizes) and all(of_layer.can_add(rows) for of_layer in self.calls)
+        is_fit = is_fit and are_rows(weights, self._sizes) and self._can_add(rows)
         if not is_fit or any(len(cache.layers) <= max(self._indices) for cache, _ in sequences):
             raise NotTogetherError
         layers = [(cache.layers[index], count) for index in self._indices for cache, count in sequences]

@@ -36,9 +36,10 @@ class _CacheRoom:
         addresses: of both.
         steps: bytes from a head to the next and from a token to the next, of keys and of values.
         form: their dtype and device, 1, heads, and widths.
+        views: the keys and values that `extend` gave to a layer.
     """
 
-    __slots__ = ("addresses", "form", "keys", "steps", "used", "values")
+    __slots__ = ("addresses", "form", "keys", "steps", "used", "values", "views")
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
         self.used = keys.shape[2]
@@ -47,25 +48,25 @@ class _CacheRoom:
         steps = [tensor.element_size() * step for tensor in (self.keys, self.values) for step in tensor.stride()[1:3]]
         self.addresses, self.steps = (self.keys.data_ptr(), self.values.data_ptr()), steps
         self.form = keys.dtype, keys.device, len(keys), keys.shape[1], keys.shape[3], values.shape[3]
+        self.views: tuple[torch.Tensor, ...] | tuple[None, None] = None, None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """None: a deep copy of a layer, or one that is read from a file, gets its own."""
         return type(None), ()
 
     def belongs_to(self, layer: CacheLayerMixin) -> bool:
-        """Whether the layer's tensors are views of these, with all used tokens."""
-        return bool(
-            layer.keys.shape[2] == self.used
-            and layer.keys.data_ptr() == self.keys.data_ptr()
-            and layer.values.data_ptr() == self.values.data_ptr()
-            and layer.keys.stride() == self.keys.stride()
-            and (torch.is_inference_mode_enabled() or not self.keys.is_inference())
-        )
+        """Whether the layer has still the tensors that `extend` gave to it, with all used tokens."""
+        is_own = layer.keys is self.views[0] and layer.values is self.views[1]
+        return is_own and (torch.is_inference_mode_enabled() or not self.keys.is_inference())
 
     def extend(self, layer: CacheLayerMixin, end: int) -> None:
         """Let the layer have so many tokens."""
         self.used = end
-        layer.keys, layer.values = self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+        # half the time of `narrow`
+        layer.keys, layer.values = self.views = tuple(
+            tensor.as_strided((*tensor.shape[:2], end, tensor.shape[3]), tensor.stride())
+            for tensor in (self.keys, self.values)
+        )
 
 
 def room_for(layer: CacheLayerMixin, end: int) -> _CacheRoom:

@@ -113,10 +113,10 @@ def drop_last(cache: Cache, tokens: int) -> None:
         cache: a KV cache; windows have recorded their past since before these tokens.
         tokens: number of tokens, or 0.
     """
-    rooms = [room for layer in cache.layers if (room := vars(layer).get("_room")) and room.belongs_to(layer)]
+    own = [(room, layer) for layer in cache.layers if (room := vars(layer).get("_room")) and room.belongs_to(layer)]
     cache.crop(-tokens)
-    for room in rooms:
-        room.used -= tokens  # otherwise the next token would copy the layer into new room
+    for room, layer in own:
+        room.extend(layer, room.used - tokens)  # otherwise the next token would copy the layer into new room
 
 
 def empty_cache(model: StreamedModel) -> DynamicCache:

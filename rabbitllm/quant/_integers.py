@@ -95,41 +95,38 @@ def round_inputs(data):  # type: ignore[no-untyped-def]
     """
     given = to_array(data, 11)
     is_bfloat, rows, steps, row, step, group = given[2], given[3], given[4], given[5], given[6], given[7]
-    width, floats_a_step = steps * step, 1 + (step // group if group else 0)
-    x = words_at(given[1])
-    singles, words = to_array(x, 2 * rows * row).view(np.float32), to_array(x, rows * row).view(np.int16)
-    places = to_array(words_at(given[8]), 2 * step).view(np.int32)
-    results = to_array(words_at(given[9]), rows * width).view(np.int16)
-    others = to_array(words_at(given[10]), 2 * rows * steps * floats_a_step).view(np.float32)
+    floats_a_step = 1 + (step // group if group else 0)
+    places = to_array(words_at(given[8]), 2 * step).view(np.uint32)
     values = np.empty(step, np.float32)
     bits = values.view(np.int32)
     largest_bits = np.empty(1, np.int32)
-    for r in range(rows):
-        for index in range(steps):
-            begin, result, other = r * row + index * step, r * width + index * step, (r * steps + index) * floats_a_step
-            if is_bfloat:
-                for i in range(step):
-                    bits[i] = np.int32(words[begin + i]) << 16
-            else:
-                for i in range(step):
-                    values[i] = singles[begin + i]
-            most = np.int32(0)
+    for n in range(rows * steps):
+        # arrays of a step: LLVM knows that no index is negative, which Python counts from the end
+        x = given[1] + (2 if is_bfloat else 4) * (n // steps * row + n % steps * step)
+        results = to_array(words_at(given[9] + 2 * step * n), step)
+        others = to_array(words_at(given[10] + 4 * floats_a_step * n), 2 * floats_a_step).view(np.float32)
+        if is_bfloat:
+            words = to_array(words_at(x), step)
             for i in range(step):
-                most = max(most, bits[i] & np.int32(0x7FFFFFFF))  # ordered as the floats are
-            largest_bits[0] = most
-            largest = largest_bits.view(np.float32)[0]
-            scale = largest / _LARGEST_FLOAT
-            others[other] = scale
-            factor = _LARGEST_FLOAT / largest if largest > _SMALLEST else np.float32(0)
-            for i in range(step):
-                values[i] = values[i] * factor + _NEAREST
-            for g in range(floats_a_step - 1):
-                total = np.int32(0)
-                for i in range(g * group, (g + 1) * group):
-                    total += bits[i] - _NEAREST_BITS
-                others[other + 1 + g] = np.float32(total) * scale
-            for i in range(step):
-                results[result + i] = np.int16(bits[places[i]] & 0xFFFF)
+                bits[i] = np.int32(words[i]) << 16
+        else:
+            values[:] = to_array(words_at(x), 2 * step).view(np.float32)
+        most = np.int32(0)
+        for i in range(step):
+            most = max(most, bits[i] & np.int32(0x7FFFFFFF))  # ordered as the floats are
+        largest_bits[0] = most
+        largest = largest_bits.view(np.float32)[0]
+        others[0] = scale = largest / _LARGEST_FLOAT
+        factor = _LARGEST_FLOAT / largest if largest > _SMALLEST else np.float32(0)
+        for i in range(step):
+            values[i] = values[i] * factor + _NEAREST
+        for g in range(floats_a_step - 1):
+            total = np.int32(0)
+            for value in bits[g * group : (g + 1) * group]:
+                total += value - _NEAREST_BITS
+            others[1 + g] = np.float32(total) * scale
+        for i in range(step):
+            results[i] = np.uint16(bits[places[i]] & 0xFFFF)
 
 
 # Vectors.

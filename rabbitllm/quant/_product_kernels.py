@@ -38,14 +38,16 @@ from rabbitllm.quant._vectors import (
     emit_narrow,
     emitted,
     inlined,
+    lanes,
     narrowed,
     number,
     on_stack,
 )
 
-ROWS, CODE_ROWS = 4, 2
+ROWS, CODE_ROWS = 4, max(lanes() // 8, 1)
 """Rows of the matrix for each load of an input, of a panel and by codes. More rows of codes are no faster in the cache,
-and read from memory they are slower: the processor's own prefetcher does not follow so many."""
+and read from memory they are slower: the processor's own prefetcher does not follow so many. AVX2 has too few registers
+for sums of two rows with several inputs."""
 NEAR_ROWS = 32
 """Rows whose codes stay in a core's cache until they are multiplied with all inputs."""
 TOKENS = 4
@@ -113,41 +115,48 @@ def _total(emit: Emitter, steps: CodeSteps, total: Any, least: Any = None) -> An
     return total if steps.lanes is None else emit.pick(total, total, steps.lanes)
 
 
-def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, rows: int, tokens: int) -> Any:
-    """An intrinsic that multiplies `rows` consecutive rows of codes by up to `tokens` consecutive inputs."""
+def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, together: int, rows: int, tokens: int) -> Any:
+    """An intrinsic that multiplies `rows` consecutive rows of codes by up to `tokens` consecutive inputs.
+
+    So many rows `together` share each load of an input; the sums of all are added up at the end.
+    """
 
     def dot(emit, codes, scales, even, odd, table, out, row_bytes, steps, shift, count, all_rows, row, token):  # type: ignore[no-untyped-def]
         """All arguments are int64: `ARGUMENTS`, then the first row and the first input."""
-        b, of_steps = emit.b, make(emit, table)
+        b, of_steps, nbytes = emit.b, make(emit, table), 4 * emit.width
         last, numbers = b.sub(count, number(1)), [emit.add(token, t) for t in range(tokens)]
         # a tile with fewer inputs computes the last one again
         numbers[1:] = [b.select(b.icmp_signed("<", t, last), t, last) for t in numbers[1:]]
-        sums = [[[*map(emit.variable, of_steps.accumulators)] for _ in numbers] for _ in range(rows)]
         sizes = (even, of_steps.input_bytes), (odd, of_steps.other_bytes)
         before = [b.mul(steps, t) for t in numbers]
-        with emit.loop(steps) as step:
-            places = [emit.add(steps_before, step) for steps_before in before]
-            inputs = [
-                of_steps.inputs(*(emit.add(at, b.mul(place, number(size))) for at, size in sizes)) for place in places
-            ]
-            begin = b.mul(step, number(of_steps.code_bytes))
-            # the bytes after the end of a row are in the cache already; the next tile's rows are needed next
-            is_beyond = b.icmp_unsigned(">=", emit.add(begin, PREFETCHED), row_bytes)
-            ahead = emit.add(b.select(is_beyond, b.mul(row_bytes, number(rows - 1)), number(0)), PREFETCHED)
-            for r, of_row in enumerate(sums):
-                position = scales, emit.add(row, r), steps, step, shift
-                address = emit.add(codes, b.mul(position[1], row_bytes), begin)
-                for line in range(0, of_steps.code_bytes, 64):
-                    emit.prefetch(emit.add(address, ahead, line), 3 if tokens > 1 else 0)
-                for accumulator, values, scales_of in of_steps.products(address, inputs, position):
-                    for variables, value, scale in zip(of_row, values, scales_of, strict=False):
-                        total = variables[accumulator]
-                        b.store(emit.fma(value, scale, b.load(total)), total)
-        for t, of_token in zip(numbers, zip(*sums, strict=True), strict=True):
-            totals = emit.sum(*(_total(emit, of_steps, *map(b.load, variables)) for variables in of_token))
+        totals = emit.memory(rows * tokens * nbytes)
+        with emit.loop(number(rows // together)) as group:
+            first = b.mul(group, number(together))
+            sums = [[[*map(emit.variable, of_steps.accumulators)] for _ in numbers] for _ in range(together)]
+            with emit.loop(steps) as step:
+                places = [emit.add(steps_before, step) for steps_before in before]
+                inputs = [of_steps.inputs(*(emit.add(at, b.mul(n, number(m))) for at, m in sizes)) for n in places]
+                begin = b.mul(step, number(of_steps.code_bytes))
+                # the bytes after the end of a row are in the cache already; the next rows are needed next
+                is_beyond = b.icmp_unsigned(">=", emit.add(begin, PREFETCHED), row_bytes)
+                ahead = emit.add(b.select(is_beyond, b.mul(row_bytes, number(together - 1)), number(0)), PREFETCHED)
+                for r, of_row in enumerate(sums):
+                    position = scales, emit.add(row, first, r), steps, step, shift
+                    address = emit.add(codes, b.mul(position[1], row_bytes), begin)
+                    for line in range(0, of_steps.code_bytes, 64):
+                        emit.prefetch(emit.add(address, ahead, line), 3 if tokens > 1 else 0)
+                    for accumulator, values, scales_of in of_steps.products(address, inputs, position):
+                        for variables, value, scale in zip(of_row, values, scales_of, strict=False):
+                            total = variables[accumulator]
+                            b.store(emit.fma(value, scale, b.load(total)), total)
+            for (r, of_row), t in itertools.product(enumerate(sums), range(tokens)):
+                place = emit.add(totals, b.mul(emit.add(first, r + rows * t), number(nbytes)))
+                emit.store(_total(emit, of_steps, *map(b.load, of_row[t])), place, 4)
+        for n, t in zip(range(0, rows * tokens, rows), numbers, strict=True):
+            of_rows = emit.sum(*(emit.load(emit.add(totals, nbytes * r), emit.floats, 4) for r in range(n, n + rows)))
             if of_steps.factor is not None:
-                totals = b.fmul(totals, emit.spread(of_steps.factor, totals.type.count))
-            emit.store(totals, emit.add(out, b.mul(emit.add(row, b.mul(all_rows, t)), number(4))), 4)
+                of_rows = b.fmul(of_rows, emit.spread(of_steps.factor, of_rows.type.count))
+            emit.store(of_rows, emit.add(out, b.mul(emit.add(row, b.mul(all_rows, t)), number(4))), 4)
 
     return emitted(dot, width)
 
@@ -341,11 +350,11 @@ def rows_kernel(name: str, fill: Any, step_bytes: int) -> Callable[[Any], None]:
 def code_kernel(
     name: str, make: Callable[[Emitter, Any], CodeSteps], width: int, least: int = LEAST_WIDE, rows: int = CODE_ROWS
 ) -> Callable[[Any], None]:
-    """The kernel by codes of steps that `make` returns for an emitter and the address of a table, with tiles of so many
-    rows; for `least`, see `LEAST_WIDE`."""
-    shapes = (1, 1), (rows, 1), (1, TOKENS), (rows, TOKENS)
+    """The kernel by codes of steps that `make` returns for an emitter and the address of a table, with so many rows
+    for each load of an input; for `least`, see `LEAST_WIDE`."""
+    shapes = (1, 1, 1), (rows, ROWS, 1), (1, 1, TOKENS), (rows, ROWS, TOKENS)
     single, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
-    return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, TILE=rows)
+    return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, TILE=ROWS)
 
 
 def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
@@ -360,5 +369,4 @@ def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
             return panel_kernel(name, fill, dot, tile, step_size(PANELS, width))
         dot = functools.partial(dot, scheme=scheme)
         return panel_kernel(name, fill, dot, (ROWS, 1), step_size(PANELS, width), IN_PLACE=True, PANEL_ROWS=ROWS)
-    least = LEAST_SLOW if scheme == "8bit" else LEAST_WIDE
-    return code_kernel(name, OWN_STEPS[scheme], width, least)
+    return code_kernel(name, OWN_STEPS[scheme], width, LEAST_SLOW if scheme == "8bit" else LEAST_WIDE)

@@ -164,11 +164,17 @@ class Emitter:
 
         LLVM would shuffle if it knew that this was just stored; the highest bit of any address, which is 0, hides it.
         """
-        with self.b.goto_entry_block():
-            place = self.b.ptrtoint(self.b.alloca(vector.type), I64)
+        place = self.memory(4 * vector.type.count)
         self.store(vector, place, 4)
         hidden = self.add(place, self.b.lshr(address, number(63)))
         return lambda lane: self.spread(self.load(self.add(hidden, 4 * lane), F32, 4), 8)
+
+    def memory(self, nbytes: int) -> Any:
+        """The address of memory on the stack, valid until the calling function returns."""
+        with self.b.goto_entry_block():  # numba's own way would fill it with zeros, value by value
+            place = self.b.alloca(I8, size=number(nbytes))
+            place.align = 64
+            return self.b.ptrtoint(place, I64)
 
     def sum(self, *vectors: Any) -> Any:
         """A vector of the sum of the lanes of each vector, in an order that does not depend on the processor.
@@ -198,10 +204,7 @@ class Emitter:
 
 def narrowed(b: Any, bits: Any) -> Any:
     """The bits of float32, of which the upper halves are bfloat16: to nearest, ties to even; NaN stays NaN."""
-
-    def of(value: int) -> Any:
-        return every(bits.type, value) if isinstance(bits.type, ir.VectorType) else ir.Constant(bits.type, value)
-
+    of = functools.partial(every, bits.type)
     is_nan = b.icmp_unsigned(">", b.and_(bits, of(0x7FFFFFFF)), of(0x7F800000))
     odd = b.and_(b.lshr(bits, of(16)), of(1))
     return b.select(is_nan, of(0x7FC00000), b.add(bits, b.add(odd, of(0x7FFF))))
@@ -209,11 +212,14 @@ def narrowed(b: Any, bits: Any) -> Any:
 
 def emit_narrow(emit: Emitter, source: Any, target: Any, count: Any) -> None:
     """Round float32 to bfloat16."""
-    b = emit.b
-    with emit.loop(count) as index:
-        value = narrowed(b, emit.load(emit.add(source, b.shl(index, number(2))), I32, 4))
-        value = b.trunc(b.lshr(value, ir.Constant(I32, 16)), I16)
-        emit.store(value, emit.add(target, b.shl(index, number(1))), 2)
+    b, whole = emit.b, emit.b.udiv(count, number(emit.width))
+    rest = b.mul(whole, number(emit.width))
+    for lanes, first, times in ((emit.width, number(0), whole), (1, rest, b.sub(count, rest))):
+        ints, words = ir.VectorType(I32, lanes), ir.VectorType(I16, lanes)
+        with emit.loop(times) as index:
+            place = emit.add(first, b.mul(index, number(lanes)))
+            bits = narrowed(b, emit.load(emit.add(source, b.shl(place, number(2))), ints, 4))
+            emit.store(b.trunc(b.lshr(bits, every(ints, 16)), words), emit.add(target, place, place), 2)
 
 
 def half_power(emit: Emitter, address: Any) -> Any:
@@ -257,15 +263,8 @@ def emitted(emit_code: Callable[..., Any], width: int, result: Any = types.void)
 
 
 def on_stack(nbytes: int) -> Any:
-    """An intrinsic: the address of memory on the stack, valid until the calling function returns."""
-
-    def reserve(emit):  # type: ignore[no-untyped-def]
-        with emit.b.goto_entry_block():  # numba's own way would fill it with zeros, value by value
-            place = emit.b.alloca(I8, size=number(nbytes))
-        place.align = 64
-        return emit.b.ptrtoint(place, I64)
-
-    return emitted(reserve, 16, types.int64)
+    """An intrinsic: see `Emitter.memory`."""
+    return emitted(lambda emit: emit.memory(nbytes), 16, types.int64)
 
 
 # Inlined into each caller: a separate function would have the same name in every kernel. A process that loads two
