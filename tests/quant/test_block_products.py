@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import gguf
@@ -23,6 +24,7 @@ from rabbitllm.quant.gguf_blocks import sample
 from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import Quantized
 from tests.quant import test_coded, test_products
+from tests.support.forked import in_a_fork
 from tests.support.integer_products import as_multiplied, rounded_inputs, rounded_to_bytes, width_of
 from tests.support.rounding import assert_products
 
@@ -190,17 +192,21 @@ def test_the_same_bits_with_other_instructions() -> None:
 
 
 def test_bytes_need_little_stack() -> None:
-    code = """
-import threading
-from tests.quant.test_block_products import BYTES, inputs, matrix, width_of
-multiply = lambda: matrix("Q8_0", 130, 1024).times_by(BYTES, width_of(BYTES, "Q8_0"), inputs(7, 1024))
-multiply()
-threading.stack_size(256 << 10)
-thread = threading.Thread(target=multiply)
-thread.start()
-thread.join()
-"""
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    """Too little of it would end the process, so it is a fork's."""
+    products: list[torch.Tensor] = []
+
+    def multiply() -> None:
+        products.append(matrix("Q8_0", 130, 1024).times_by(BYTES, width_of(BYTES, "Q8_0"), inputs(7, 1024)))
+
+    def multiply_with_little_stack() -> bool:
+        threading.stack_size(256 << 10)
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+        return torch.equal(*products)
+
+    multiply()
+    assert in_a_fork(multiply_with_little_stack)
 
 
 def test_row_groups_with_separate_matrices() -> None:
