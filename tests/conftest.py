@@ -6,11 +6,13 @@ file, so what is begun last should be short.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 import signal
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 from tests.support.after_import import after_import
 from tests.support.one_thread import THREADS
 from tests.support.parts import chosen, relative
+from tests.support.quick_measuring import measure_little
 from tests.support.sweeps import leave_the_rest_to_the_long_run
 
 PROCESSOR_SECONDS = "processor seconds"
@@ -40,6 +43,9 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 # The same examples each time, and no deadlines: how long one takes says nothing on a machine that others use.
 after_import("hypothesis", lambda hypothesis: hypothesis.settings.load_profile("ci"))
+
+# What plans measure of this machine is of no interest; tests of the measurements ask for their own sizes.
+after_import("rabbitllm.estimate.machine", measure_little)
 
 if os.environ.get("RABBITLLM_TEST_VECTORS") == "emulated":
     from tests.support import emulated_vectors
@@ -168,11 +174,27 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return relative(collection_path) not in {line.partition("::")[0] for line in lines} or None
 
 
+def import_a_share(config: pytest.Config) -> None:
+    """Import the tests that are this process's share of all, before it collects them.
+
+    All processes collect all tests, in the same order, and each would compile every one that has changed; so each
+    compiles its share, and finds the others compiled.
+    """
+    worker: Mapping[str, Any] = getattr(config, "workerinput", {})
+    if not worker or config.args_source is not pytest.Config.ArgsSource.TESTPATHS or listed(config):
+        return
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    for path in sorted(Path(__file__).parent.rglob("test_*.py"))[number::count]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # collecting it says what is wrong
+            importlib.import_module(".".join(path.relative_to(config.rootpath).with_suffix("").parts))
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """No search for cycles looks at libraries and tests, half a second each time: they stay to the end."""
     gc.disable()
     try:
+        import_a_share(session.config)
         yield
     finally:
         gc.freeze()

@@ -8,6 +8,7 @@ the problems that people meet most: each heading of the third level has the patt
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -70,10 +71,15 @@ def text_of(node: ast.expr, around: ast.AST) -> list[str] | None:
 def values_of(name: str, around: ast.AST) -> list[str] | None:
     """The texts that a variable is given in a function."""
     found: list[str] = []
-    for node in ast.walk(around):
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+    for node in assignments(around):
+        if any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
             found += text_of(node.value, around) or []
     return found or None
+
+
+@functools.cache
+def assignments(around: ast.AST) -> list[ast.Assign]:
+    return [node for node in ast.walk(around) if isinstance(node, ast.Assign)]
 
 
 def passes_on(node: ast.expr) -> bool:
@@ -95,6 +101,8 @@ def spoken(call: ast.Call) -> str | None:
 MAKERS = ("missing_package",)
 WARNING = "warn_once"
 """A function that logs its second argument."""
+SPEAKS = re.compile(rf"\b(?:{'|'.join((*ERRORS, *MAKERS, WARNING, 'warning'))})\b")
+"""What a file contains that has a message; to parse the others takes a second."""
 
 
 def missing(call: ast.Call, around: ast.AST) -> list[str] | None:
@@ -107,10 +115,15 @@ def missing(call: ast.Call, around: ast.AST) -> list[str] | None:
 
 def messages() -> Iterator[Message]:
     for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if not SPEAKS.search(text := path.read_text(encoding="utf-8")):
+            continue
+        tree = ast.parse(text)
+        nodes = [*ast.walk(tree)]
+        functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        for call in (node for node in nodes if isinstance(node, ast.Call)):
             error = spoken(call)
+            if error is None and getattr(call.func, "id", "") not in MAKERS:
+                continue
             around = next((f for f in reversed(functions) if f.lineno <= call.lineno <= (f.end_lineno or 0)), tree)
             where = f"{path.relative_to(PACKAGE)}:{call.lineno}"
             if getattr(around, "name", "") in (*MAKERS, WARNING):
@@ -136,8 +149,13 @@ def sections() -> dict[str, str]:
 
 
 def fits(pattern: str, message: Message) -> bool:
-    wanted = ".*".join(re.escape(part) for part in pattern.split(HOLE))
-    return re.search(wanted, message.text, re.DOTALL) is not None
+    return expression(pattern).search(message.text) is not None
+
+
+@functools.cache
+def expression(pattern: str) -> re.Pattern[str]:
+    """Compiled once: `re` remembers fewer than there are."""
+    return re.compile(".*".join(re.escape(part) for part in pattern.split(HOLE)), re.DOTALL)
 
 
 MESSAGES = [*messages()]

@@ -10,6 +10,7 @@ import torch
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.quant import products
 from tests.support.builders import build_checkpoint
+from tests.support.forked import in_a_fork
 from tests.support.fresh_process import in_a_fresh_process
 from tests.support.tiny_models import load, split
 
@@ -43,7 +44,7 @@ def compare_products() -> None:
 
 def test_products_have_the_same_bits() -> None:
     """As of experts, which are multiplied without a call of torch that leaves the default device aside."""
-    in_a_fresh_process(compare_products)
+    in_a_fork(compare_products)
 
 
 def test_passes_have_the_same_bits(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import shutil
 import subprocess
 import sys
 import threading
@@ -265,9 +266,16 @@ class Opened:
         return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
+@pytest.fixture(scope="module")
+def sound_split(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tmp_path_factory.mktemp("prefetch") / "model"
+    return split(build_checkpoint(model, "llama", shards=2, num_hidden_layers=6))
+
+
 @pytest.fixture
-def opened(tmp_path: Path) -> Opened:
-    return Opened(split(build_checkpoint(tmp_path / "model", "llama", shards=2, num_hidden_layers=6)))
+def opened(sound_split: Path, tmp_path: Path) -> Opened:
+    """A copy, which a test may damage."""
+    return Opened(shutil.copytree(sound_split, tmp_path / "split"))
 
 
 def until(condition: Callable[[], bool]) -> bool:

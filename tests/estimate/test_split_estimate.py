@@ -414,7 +414,9 @@ def files(folder: Path, sizes: list[int]) -> list[Path]:
     return paths
 
 
-def test_small_files_are_read_whole(tmp_path: Path) -> None:
+def test_small_files_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "SAMPLE_BYTES", 128 << 20)
+    monkeypatch.setattr(machine, "READ_SECONDS", 60.0)
     rate, nbytes = machine.read_rate(files(tmp_path, [CHUNK_BYTES + 5, 100, 0, 3 * MIB]), machine.DROPPED)
     assert rate is not None
     assert rate > 0

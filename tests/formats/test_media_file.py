@@ -102,7 +102,7 @@ BROKEN = {
     "truncated WebP": (PICTURES["WEBP"][:100], "truncated|damaged"),
     "a wrong sum": (PICTURES["PNG"][:40] + b"\0" + PICTURES["PNG"][41:], "damaged"),
     "too large": (png(8192, 8192, 1), "pixels"),
-    "very large": (png(1 << 30, 1 << 30, 1), "pixels"),
+    "very large": (png(1 << 30, 1 << 30, 0), "pixels"),
     "no pixels": (png(0, 0, 0), "damaged"),
     "WebP too large": (webp(16_384, 16_384), "pixels"),
     "many letters": (

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import subprocess
 import sys
+import threading
+from typing import Any
 
 import gguf
 import pytest
@@ -20,6 +23,8 @@ from rabbitllm.quant._kernel_interface import BYTES, CODES, DEQUANTIZED
 from rabbitllm.quant.gguf_blocks import sample
 from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import Quantized
+from tests.quant import test_coded, test_products
+from tests.support.forked import in_a_fork
 from tests.support.integer_products import as_multiplied, rounded_inputs, rounded_to_bytes, width_of
 from tests.support.rounding import assert_products
 
@@ -164,40 +169,44 @@ def test_inputs_that_are_slices() -> None:
     assert torch.equal(of.linear(x, None), of.linear(x.contiguous(), None))
 
 
+def digests() -> list[str]:
+    """Of products by every kind of kernel."""
+    matrices: list[Any] = [matrix(name, 37, 1024) for name in FEW]
+    matrices += [test_products.Matrix(*test_products.matrix(name, 37, 1024)) for name in test_products.SCHEMES]
+    products = [of.times_by(CODES, width_of(CODES), inputs(5, 1024)) for of in matrices]
+    products += [matrix(name, 37, 1024).times_by(BYTES, width_of(BYTES, name), inputs(7, 1024)) for name in FEW]
+    products.append(test_coded.matrix("fp4 U8 1x32", 37, 1024).times_by(CODES, 64, inputs(5, 1024)))
+    return [hashlib.sha256(product.numpy().tobytes()).hexdigest() for product in products]
+
+
+@pytest.mark.skipif(
+    _vectors.lanes() < 16 and "avxvnni" not in _vectors.features(), reason="kernels use AVX2 alone here"
+)
 def test_the_same_bits_with_other_instructions() -> None:
     """A process that may use AVX2 alone multiplies as this one does."""
-    code = """
-import hashlib
-from tests.quant.test_block_products import BYTES, CODES, FEW, inputs, matrix, width_of
-from tests.quant import test_coded, test_products
-matrices = [matrix(name, 37, 1024) for name in FEW]
-matrices += [test_products.Matrix(*test_products.matrix(name, 37, 1024)) for name in test_products.SCHEMES]
-products = [of.times_by(CODES, width_of(CODES), inputs(5, 1024)) for of in matrices]
-products += [matrix(name, 37, 1024).times_by(BYTES, width_of(BYTES, name), inputs(7, 1024)) for name in FEW]
-products.append(test_coded.matrix("fp4 U8 1x32", 37, 1024).times_by(CODES, 64, inputs(5, 1024)))
-for product in products:
-    print(hashlib.sha256(product.numpy().tobytes()).hexdigest())
-"""
-    outputs = set()
-    for features in (sorted(_vectors.features()), ["avx2", "avx", "fma", "f16c", "sse4.2", "ssse3", "popcnt"]):
-        environment = {**os.environ, "NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in features)}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        outputs.add(done.stdout)
-    assert len(outputs) == 1
+    code = "from tests.quant.test_block_products import digests; print(*digests())"
+    features = ["avx2", "avx", "fma", "f16c", "sse4.2", "ssse3", "popcnt"]
+    environment = {**os.environ, "NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in features)}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == digests()
 
 
 def test_bytes_need_little_stack() -> None:
-    code = """
-import threading
-from tests.quant.test_block_products import BYTES, inputs, matrix, width_of
-multiply = lambda: matrix("Q8_0", 130, 1024).times_by(BYTES, width_of(BYTES, "Q8_0"), inputs(7, 1024))
-multiply()
-threading.stack_size(256 << 10)
-thread = threading.Thread(target=multiply)
-thread.start()
-thread.join()
-"""
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    """Too little of it would end the process, so it is a fork's."""
+    products: list[torch.Tensor] = []
+
+    def multiply() -> None:
+        products.append(matrix("Q8_0", 130, 1024).times_by(BYTES, width_of(BYTES, "Q8_0"), inputs(7, 1024)))
+
+    def multiply_with_little_stack() -> bool:
+        threading.stack_size(256 << 10)
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+        return torch.equal(*products)
+
+    multiply()
+    assert in_a_fork(multiply_with_little_stack)
 
 
 def test_row_groups_with_separate_matrices() -> None:

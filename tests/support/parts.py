@@ -5,6 +5,7 @@ A file is never divided: its fixtures are made once.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -106,6 +107,7 @@ def chosen(files: Iterable[str], part: str, seconds: Mapping[str, int] = SECONDS
     return frozenset(parts[int(number) - 1])
 
 
+@functools.cache  # asked for each test
 def relative(path: Path) -> str:
     """The name of a file of tests, as `SECONDS` has it; that of another file is its whole path."""
     folder = Path(__file__).parent.parent
