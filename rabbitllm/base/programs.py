@@ -50,7 +50,7 @@ class Program:
     def __init__(self, addresses: int) -> None:
         self._addresses = addresses
         self._nbytes = self._used = 0
-        self._steps: list[tuple[Callable[..., None], Words, int]] = []
+        self._steps: list[tuple[Callable[..., None] | None, Words, int]] = []
         self._words: array[int] | None = None
         self.ends = list[int]()
 
@@ -88,8 +88,15 @@ class Program:
         """Add a function, which is compiled, the int64s after the first that it gets, and how many threads call it."""
         self._steps.append((function, words, threads))
 
-    def __call__(self, *addresses: int, begin: int = 0) -> None:
-        """Run it, from a function on: all before are left out."""
+    def ask(self) -> None:
+        """Add a step of Python: the next value of the iterator that a call is given, which calls no program."""
+        self._steps.append((None, [(OWN, 8 * STEPS)], 1))
+
+    def __call__(self, *addresses: int, begin: int = 0, asked: Iterator[object] | None = None) -> None:
+        """Run it, from a function on: all before are left out.
+
+        An error of the iterator that is asked ends it.
+        """
         if self._words is None:
             self._words = self._joined()
         data = self._words[:]
@@ -98,7 +105,14 @@ class Program:
         data[SCRATCH] = scratch.data_ptr()
         data[BEGIN] = begin
         data[FIRST : FIRST + len(addresses)] = array("q", addresses)
+        if asked is None:
+            _compiled()(own)
+            return
+        _kept.asked, _kept.errors = asked, list[BaseException]()
         _compiled()(own)
+        del _kept.asked  # it may keep a model
+        if _kept.errors:
+            raise _kept.errors.pop()
 
     def _joined(self) -> array[int]:
         """All words: those of `parts.run_program`, the addresses of a call, places, functions, and their words."""
@@ -112,7 +126,8 @@ class Program:
         for function, step, threads in self._steps:
             place = OWN, 8 * (first + len(words))
             places += [of_calls + len(calls) + 1, *place]
-            calls += [address_of(function), 0, threads]
+            own = ctypes.cast(_asking, ctypes.c_void_p).value or 0 if function is None else address_of(function)
+            calls += [own, 0, threads]
             for word in (place, *step):
                 if isinstance(word, tuple):
                     places += [first + len(words), *word]
@@ -143,14 +158,29 @@ def _compiled() -> Callable[[int], None]:
     from rabbitllm.base.compiling import address_of
     from rabbitllm.base.parts import run_program
 
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address_of(run_program))
+    return _as_function(address_of(run_program))
 
 
 class _Kept(threading.local):
     memory: torch.Tensor | None = None
+    asked: Iterator[object]
+    errors: list[BaseException]
 
 
 _kept = _Kept()
+_as_function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _ask(address: int) -> None:
+    try:
+        next(_kept.asked)
+    except BaseException as error:  # ctypes would drop it, a user's Ctrl-C too
+        _kept.errors.append(error)
+        steps = ctypes.c_int64.from_address(address + 8).value
+        ctypes.c_int64.from_address(steps).value = 0
+
+
+_asking = _as_function(_ask)
 
 
 def _scratch(nbytes: int) -> torch.Tensor:

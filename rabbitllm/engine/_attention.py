@@ -3,8 +3,9 @@
 The first multiplies queries, keys and values, adds biases, normalizes and rotates, with the bits of the model's own
 class. The second attends over what the cache returns, and multiplies the result; attention rounds its result alone,
 where torch also rounds the weights of tokens. A layer's first norm is part of the first call, and its sums, other norms
-and MLP of the second. What a class computes is tried when a model is loaded. Anything else, a mask or a hook for
-example, is left to the class.
+and MLP of the second. A layer of the gated delta rule (`_delta_layers.py`) has its decays computed between the two.
+What a class computes is tried when a model is loaded. Anything else, a mask or a hook for example, is left to the
+class.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from rabbitllm.base.programs import OWN, STEPS, Place, Program, Words
 from rabbitllm.base.random_tensors import RandomTensors
+from rabbitllm.engine._delta_layers import DeltaForm
 from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, kind_of, trial_of
 from rabbitllm.engine._gates import ActKind, OneCall, is_one_call, mlp_in, names_in, sigmoids
 from rabbitllm.engine._mixtures import MixtureCall, mixture_call
 from rabbitllm.engine._norms import NormForm, norm_form, with_weight
+from rabbitllm.engine._recurrences import delta_form
 from rabbitllm.engine._rotary import rotating_forward
 from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import updated
@@ -44,6 +47,8 @@ _AROUND = (
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
 """Names of a layer's norms: before its attention and its MLP, or also after them."""
+_MIXERS = "self_attn", "linear_attn"
+"""Names of a layer's attention, or of the delta rule in its place."""
 _ORDINARY = (torch.Tensor, nn.Parameter)
 _MULTIPLE = 32
 """Width of heads in steps."""
@@ -58,11 +63,11 @@ class LayerPlaces(NamedTuple):
 
     Attributes:
         x, cos, sin, out: of rows: hidden states, angles, and the results.
-        heads: gates, queries, keys and values, in this order.
+        heads: gates, queries, keys and values, in this order; of a delta rule what its first Linears compute.
         normed: the input of an MLP that is not part of it.
         words, done: the arrays of a mixture.
         weights: those in `LayerCalls.tables`.
-        cached: the first of the addresses of a call that are those of `cached` of each row.
+        cached: the first of the addresses of a call that are those of `cached` of each row, or of a delta rule's.
     """
 
     x: Place
@@ -96,6 +101,8 @@ class _AttentionForm:
     norms: tuple[NormForm, ...] = ()
     linears: tuple[str, ...] = _LINEARS[0]
     is_gated: bool = False
+    is_recurrent = False
+    words = CACHED
 
     @property
     def gates(self) -> int:
@@ -108,14 +115,38 @@ class _AttentionForm:
         return self.gates + self.queries + 2 * self.keys
 
     @property
-    def heads(self) -> list[int]:
-        """Heads that each Linear computes but the last, which multiplies what was attended to."""
-        return [self.total] if len(self.linears) == 2 else [self.gates + self.queries, self.keys, self.keys]
+    def outputs(self) -> list[int]:
+        """Values that each Linear computes but the last, which multiplies what was attended to."""
+        heads = [self.total] if len(self.linears) == 2 else [self.gates + self.queries, self.keys, self.keys]
+        return [self.width * count for count in heads]
 
     @functools.cached_property
     def heads_like(self) -> torch.Tensor:
         """A tensor like that of all heads, of one element: `torch.empty` takes twice the time of `torch.empty_like`."""
         return torch.empty((), dtype=torch.bfloat16, device="cpu").expand(1, self.total, 1, self.width)
+
+    def is_of(self, module: Any) -> bool:
+        """Whether a module still has it, and its class computes what we do."""
+        is_so = not module.training and module.scaling == self.scaling and attends_by_sdpa(module.config)
+        return is_so and _form_of(module) == self
+
+    @staticmethod
+    def own_parts(module: Any) -> list[nn.Module]:
+        """Its norms."""
+        return [norm for name in _NORMS if (norm := module._modules.get(name)) is not None]
+
+    def between(self, module: Any, cache: Any, heads: torch.Tensor) -> tuple[Sequence[Any], Sequence[int]]:
+        """All keys and values, after those of a token are in its cache, and the addresses of a row."""
+        pair = tuple(map(_plain, updated(cache, *self.split(heads), module.layer_idx)))
+        return pair, cached(*pair)
+
+    def add_first(self, program: Program, at: LayerPlaces, own: Sequence[Place]) -> None:
+        """Add what follows the first Linears to a program."""
+        self.add_rotation(program, at.heads, at.cos, at.sin, own, at.rows)
+
+    def add_last(self, program: Program, at: LayerPlaces, own: Sequence[Place], out: Place) -> None:
+        """Add what comes before the last Linear."""
+        self.add_attention(program, at.heads, out, at.cached, at.rows)
 
     def _queries_in(self, heads: Place, rows: int) -> Place:
         return heads[0], heads[1] + 2 * rows * self.gates * self.width
@@ -136,12 +167,12 @@ class _AttentionForm:
             program.add(_layer_kernels.rotate, [heads, cos, sin, count, self.rotated, self.width, rows])
             heads = heads[0], heads[1] + 2 * rows * count * self.width
 
-    def add_keeping(self, program: Program, heads: Place, first: int, rows: int = 1) -> None:
-        """Write the keys and values of rows into caches; from `first` on addresses are those of `cached` of each."""
+    def add_between(self, program: Program, at: LayerPlaces) -> None:
+        """Write the keys and values of rows into caches."""
         from rabbitllm.engine import _layer_kernels
 
-        begin = heads[0], heads[1] + 2 * rows * (self.gates + self.queries) * self.width
-        program.add(_layer_kernels.keep, [begin, program.word(first), rows, self.keys, self.width])
+        begin = at.heads[0], at.heads[1] + 2 * at.rows * (self.gates + self.queries) * self.width
+        program.add(_layer_kernels.keep, [begin, program.word(at.cached), at.rows, self.keys, self.width])
 
     def add_attention(self, program: Program, heads: Place, out: Place, first: int, rows: int = 1) -> None:
         """Attend; from `first` on the addresses of a call are those of `cached` of each row."""
@@ -160,14 +191,12 @@ class _AttentionForm:
         return keys, values
 
 
+_Form: TypeAlias = _AttentionForm | DeltaForm
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """What a cache returns, in bfloat16, and without gaps between the values of a token."""
     return tensor if tensor.dtype is torch.bfloat16 and tensor.stride(3) == 1 else tensor.bfloat16().contiguous()
-
-
-def _attends_so(attention: Any, form: _AttentionForm) -> bool:
-    """Whether an attention's class computes what we do."""
-    return not attention.training and attention.scaling == form.scaling and attends_by_sdpa(attention.config)
 
 
 class LayerCalls:
@@ -176,7 +205,7 @@ class LayerCalls:
     Args:
         matrices: of queries, keys, values and output; and of the MLP's gate, up and down.
         firsts: the parameters of the Linears of queries, keys and values.
-        norms: the parameters of all norms, in the order of computation.
+        norms: those of the form's own parts and of a layer's norms, in the order of computation.
         around: of a layer its norms, see `_AROUND`.
         act: the kind of the activation of its MLP; None if there is none, or its module is called.
 
@@ -190,7 +219,7 @@ class LayerCalls:
 
     def __init__(
         self,
-        form: _AttentionForm,
+        form: _Form,
         matrices: Sequence[Any],
         firsts: Sequence[dict[str, Any]],
         norms: Sequence[dict[str, Any]],
@@ -202,10 +231,12 @@ class LayerCalls:
         self._biased = [table["bias"] is not None for table in firsts]
         self.tables = [(table, "bias") for table in firsts if table["bias"] is not None]
         self.tables += [(table, "weight") for table in norms]
-        self.before = sum(self._biased) + len(form.norms) + bool(around)
-        self.sizes = [form.width * heads for heads, wide in zip(form.heads, self._biased, strict=True) if wide]
-        self.sizes += [form.width] * len(form.norms) + [self.columns] * len(around)
+        own = [table["weight"].numel() for table in norms[: len(norms) - len(around)]]
+        self.before = sum(self._biased) + len(own) + bool(around)
+        self.sizes = [count for count, wide in zip(form.outputs, self._biased, strict=True) if wide]
+        self.sizes += own + [self.columns] * len(around)
         (*first, last), of_mlp = matrices[: len(firsts) + 1], matrices[len(firsts) + 1 :]
+        self._attended = last.form.shape[1]
         products = JointProduct.of(first, self._biased), JointProduct.of([last], [False])
         self._mlp = None if act is None else OneCall(act, of_mlp)
         self.calls_mlp = bool(around) and self._mlp is None
@@ -226,23 +257,25 @@ class LayerCalls:
                 at = LayerPlaces._make([*places[:_HEAD], places[_HEAD:count], count, 1])
                 self._add_before(program, at) if len(places) == count else self._add_after(program, at, mixture)
 
-            kept = self._programs[threads] = Program.of(add, count), Program.of(add, count + CACHED), mixture
+            kept = self._programs[threads] = Program.of(add, count), Program.of(add, count + self.form.words), mixture
         return kept
 
     def can_add(self, rows: int = 1) -> bool:
         """Whether `add_to` adds a whole layer for rows, or all before its MLP if it calls that."""
         if len(self._products) < len(_LINEARS) or not self._around:
             return False
-        is_apart = rows == 1 or len(self.form.linears) > len(_LINEARS[1])  # one Linear leaves heads of a row together
+        # one Linear leaves heads of a row together
+        is_apart = rows == 1 or not (self.form.is_recurrent or len(self.form.linears) == len(_LINEARS[1]))
         most = min(product.max_inputs for product in self._products)
         return is_apart and rows <= most and (rows == 1 if self._mlp is None else self._mlp.is_for(rows))
 
     def add_to(self, program: Program, at: LayerPlaces, mixture: MixtureCall | None, number: int) -> None:
         """Add a layer, which writes keys and values into caches, to a program; if its mixture is left to its class, the
         program ends, and `done` is a number."""
-        at = at._replace(heads=program.room(2 * at.rows * self.form.total * self.form.width))
+        if not self.form.is_recurrent:
+            at = at._replace(heads=program.room(2 * at.rows * sum(self.form.outputs)))
         self._add_before(program, at)
-        self.form.add_keeping(program, at.heads, at.cached, at.rows)
+        self.form.add_between(program, at)
         self._add_after(program, at, mixture, number)
 
     def _add_before(self, program: Program, at: LayerPlaces) -> None:
@@ -254,25 +287,26 @@ class LayerCalls:
             source = program.room(2 * rows * self.columns)
             self._around[0].add_to(program, self.columns, at.x, others.pop(), source, rows)
         place, results, sums = at.heads, list[Place](), list[Words]()
-        for count, is_biased in zip(self.form.heads, self._biased, strict=True):
-            nbytes = 2 * rows * self.form.width * count
+        for count, is_biased in zip(self.form.outputs, self._biased, strict=True):
+            nbytes = 2 * rows * count
             results.append(program.room(2 * nbytes) if is_biased else place)
             if is_biased:
-                sums.append([results[-1], others.pop(0), place, count * self.form.width, rows])
+                sums.append([results[-1], others.pop(0), place, count, rows])
             place = place[0], place[1] + nbytes
         self._products[0].add_to(program, rows, torch.bfloat16, source, results)
         for words in sums:
             program.add(_layer_kernels.add_bias, words)
-        self.form.add_rotation(program, at.heads, at.cos, at.sin, others, rows)
+        self.form.add_first(program, at, others)
 
     def _add_after(self, program: Program, at: LayerPlaces, mixture: MixtureCall | None, number: int = -1) -> None:
         """Attention and, in a layer, what comes after it."""
         from rabbitllm.engine import _layer_kernels
 
         rows, columns = at.rows, self.columns
-        attended = program.room(2 * rows * self.form.width * self.form.queries)
+        attended = program.room(2 * rows * self._attended)
         product = program.room(2 * rows * columns) if self._around else at.out
-        self.form.add_attention(program, at.heads, attended, at.cached, rows)
+        own = at.weights[sum(self._biased) : self.before - bool(self._around)]
+        self.form.add_last(program, at, own, attended)
         self._products[1].add_to(program, rows, torch.bfloat16, attended, [product])
         norms = list(zip(self._around[1:], at.weights[self.before :], strict=True))
         is_double = len(self._around) == len(_AROUND[1])
@@ -334,32 +368,38 @@ def fuse_layers(model: nn.Module) -> int:
 def _norms_in(layer: nn.Module) -> tuple[str, ...]:
     """The names of the norms of a module that may be a layer; none if it is not."""
     parts = {name for name, part in layer._modules.items() if type(part) is not nn.Dropout}
-    return next((names for names in _AROUND if parts == {"self_attn", "mlp", *names}), ())
+    return next((names for names in _AROUND if any(parts == {name, "mlp", *names} for name in _MIXERS)), ())
+
+
+def mixer_in(layer: nn.Module) -> Any:
+    """The attention of a layer, or its delta rule."""
+    return next(layer._modules[name] for name in _MIXERS if name in layer._modules)
 
 
 def _layer_forward(form: object, layer: Any, *args: Any, **named: Any) -> torch.Tensor | None:
     of_attention = _form_in(layer)
     if of_attention is None or len(args) != 1 or keeps_outputs():
         return None
-    return _called(of_attention, layer._modules["self_attn"], {"hidden_states": args[0], **named}, layer)
+    return _called(of_attention, mixer_in(layer), {"hidden_states": args[0], **named}, layer)
 
 
 def is_whole_layer(module: Any) -> bool:
-    """Whether `fuse_layers` set its forward, and `fuse_gates` that of its MLP."""
-    return form_in(module, _layer_forward) is not None and is_one_call(module.mlp)
+    """Whether `fuse_layers` set its forward, and others those of its parts."""
+    is_layer = form_in(module, _layer_forward) is not None and _form_in(module) is not None
+    return is_layer and is_one_call(module.mlp)
 
 
-def _form_in(layer: nn.Module) -> _AttentionForm | None:
-    """The form of the attention in a layer; None if `fuse_attention` did not replace it."""
-    forms = form_in(layer._modules["self_attn"], _forward)  # type: ignore[arg-type]
-    return None if forms is None else forms[0]
+def _form_in(layer: nn.Module) -> _Form | None:
+    """The form of a layer's attention or delta rule; None if neither `fuse_attention` nor another replaced it."""
+    forms = form_in(mixer := mixer_in(layer), _forward)
+    return delta_form(mixer) if forms is None else forms[0]
 
 
 def layer_calls(layer: nn.Module) -> LayerCalls | None:
     """What a decoder layer without hooks computes by two calls now; None if it is no such layer."""
     if form_in(layer, _layer_forward) is None or (form := _form_in(layer)) is None:
         return None
-    return _current(form, layer._modules["self_attn"], layer)
+    return _current(form, mixer_in(layer), layer)
 
 
 def _is_around(layer: Any, names: tuple[str, ...]) -> bool:
@@ -368,7 +408,8 @@ def _is_around(layer: Any, names: tuple[str, ...]) -> bool:
     x = random.normal(1, 1, width)
     parts: dict[str, Any] = {name: nn.Identity() for name in layer._modules}  # of dropouts, which do nothing
     parts["mlp"] = lambda value: value.flip(-1)
-    parts["self_attn"] = lambda hidden_states, **named: (hidden_states.roll(1, -1), None)
+    parts[_MIXERS[0]] = lambda hidden_states, **named: (hidden_states.roll(1, -1), None)
+    parts[_MIXERS[1]] = lambda hidden_states, **named: hidden_states.roll(1, -1)
     for name in names:
         parts[name] = with_weight(layer._modules[name], random.positive(width))
     like = trial_of(layer, _modules=parts, training=False)
@@ -402,7 +443,7 @@ def _form_of(module: Any) -> _AttentionForm | None:
     share = (getattr(module.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
     numbers = queries // width, keys // width, width, int(width * share), scaling
     form = _AttentionForm(*numbers, of_norms, names, is_gated)
-    return form if [width * heads for heads in form.heads] == sizes else None
+    return form if form.outputs == sizes else None
 
 
 def _forward(forms: tuple[_AttentionForm, Any], module: Any, *args: Any, **named: Any) -> Any:
@@ -412,7 +453,7 @@ def _forward(forms: tuple[_AttentionForm, Any], module: Any, *args: Any, **named
     return None if rotating is None else rotating(module, *args, **named)
 
 
-def _called(form: _AttentionForm, module: Any, named: dict[str, Any], layer: Any = None) -> torch.Tensor | None:
+def _called(form: _Form, module: Any, named: dict[str, Any], layer: Any = None) -> torch.Tensor | None:
     """`_step` for the arguments of an attention or of its layer."""
     return None if (values := values_of(named)) is None else _step(form, module, *values, layer)
 
@@ -426,7 +467,7 @@ def values_of(named: dict[str, Any]) -> tuple[Any, Any, Any, Any] | None:
 
 
 def _step(
-    form: _AttentionForm, module: Any, x: Any, angles: Any, mask: Any, cache: Any, layer: Any = None
+    form: _Form, module: Any, x: Any, angles: Any, mask: Any, cache: Any, layer: Any = None
 ) -> torch.Tensor | None:
     """The result of an attention or, if it is given, of the layer around it; None if that is left to the class."""
     if not is_step(form, x, angles, mask) or (calls := _current(form, module, layer)) is None:
@@ -443,8 +484,11 @@ def _step(
     addresses += (0, 0) if arrays is None else [each.buffer_info()[0] for each in arrays]
     addresses += [weight.data_ptr() for weight in weights]
     programs[0](*addresses)
-    keys, values = map(_plain, updated(cache, *form.split(heads), module.layer_idx))
-    programs[1](*addresses, *cached(keys, values))
+    if (between := form.between(module, cache, heads)) is None:
+        return None
+    programs[1](*addresses, *between[1])
+    if form.is_recurrent:
+        cache.update_recurrent_state(between[0][1], module.layer_idx)
     if not calls.calls_mlp or (arrays is not None and arrays[1][0] > 0):
         return out
     if mixture is not None and arrays is not None:
@@ -453,16 +497,21 @@ def _step(
     return out + (of_mlp[0] if type(of_mlp) is tuple else of_mlp)  # type: ignore[no-any-return]
 
 
-def is_step(form: _AttentionForm, x: Any, angles: Any, mask: Any, rows: int = 1) -> bool:
+def is_step(form: _Form, x: Any, angles: Any, mask: Any, rows: int = 1) -> bool:
     """Whether so many rows are given, and a mask that hides nothing."""
-    has_rows = is_plain(x) and x.shape[:-1] == (1, rows)
-    if not has_rows or type(angles) is not tuple or len(angles) != 2 or not are_rows(angles, [rows * form.rotated] * 2):
+    if not is_plain(x) or x.shape[:-1] != (1, rows) or type(angles) is not tuple or len(angles) != 2:
         return False
-    # a window's mask hides nothing either: what left the window is no longer in the cache
+    if form.rotated is not None and not are_rows(angles, [rows * form.rotated] * 2):
+        return False
+    return hides_nothing(mask)
+
+
+def hides_nothing(mask: Any) -> bool:
+    """Whether a layer's mask hides no token; a window's may not: what left the window is no longer in the cache."""
     return mask is None or (isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and bool(mask.all()))
 
 
-def _current(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | None:
+def _current(form: _Form, module: Any, layer: Any) -> LayerCalls | None:
     """What an attention or the layer around it computes by two calls now; None if nothing."""
     first = module._modules[form.linears[0]]
     weight = fused_weight(first) if isinstance(first, nn.Module) else None
@@ -471,15 +520,13 @@ def _current(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | None
     return calls if calls is not None and calls.watch.holds() else _prepared(form, module, layer)
 
 
-def _prepared(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | None:
+def _prepared(form: _Form, module: Any, layer: Any) -> LayerCalls | None:
     """The same, made now."""
     parts = module._modules
     linears = [parts[name] for name in form.linears]
     weights = plain_weights(*linears, with_bias=True)
-    norms = [norm for name in _NORMS if (norm := parts.get(name)) is not None]
-    if weights is None or linears[-1]._parameters["bias"] is not None or _form_of(module) != form:
-        return None
-    if not _attends_so(module, form):
+    norms = form.own_parts(module)
+    if weights is None or linears[-1]._parameters["bias"] is not None or not form.is_of(module):
         return None
     watched, around, act = [(module, name) for name in parts], list[NormForm](), None
     if layer is not None:
@@ -507,10 +554,10 @@ def _prepared(form: _AttentionForm, module: Any, layer: Any) -> LayerCalls | Non
     # the first one's keeps what is made here
     facts += [(table, "weight") for table in tables[1:] if type(table["weight"]) is QuantizedWeight]
     watch = Watch(
-        lambda: _attends_so(module, form) and (layer is None or kind_of(layer) == form_in(layer, _layer_forward)),
+        lambda: form.is_of(module) and (layer is None or kind_of(layer) == form_in(layer, _layer_forward)),
         watched,
         facts=[*facts, (vars(module), "config"), *((table, "sdpa") for table in function_tables())],
-        others=[vars(module.config), *([] if layer is None else [vars(layer)])],
+        others=[vars(getattr(module, "config", module)), *([] if layer is None else [vars(layer)])],
         matrices=zip(tables, matrices, strict=True),
         always=[lambda: all(table.get("bias") is not None for table in biased)] if biased else (),
     )
@@ -564,7 +611,8 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
     like = trial_of(module, _modules=parts, training=False)
     for scale in (1, 4):
         heads = random.normal(1, form.total, 1, form.width) * scale
-        for name, part in zip(form.linears, torch.split(heads, form.heads, 1), strict=False):
+        of_linears = torch.split(heads, [count // form.width for count in form.outputs], 1)
+        for name, part in zip(form.linears, of_linears, strict=False):
             row = part.reshape(1, 1, -1).clone()
             parts[name] = lambda value, row=row: row if value is x else value
         named = {"hidden_states": x, "position_embeddings": (cos, sin), "attention_mask": None, name_of_cache: past}

@@ -1,4 +1,4 @@
-"""A layer of the gated delta rule for one token: all between its products by one call, with the bits of its class.
+"""The gated delta rule for one token: all between its products by one call, with the bits of its class.
 
 transformers takes some seventy operations of torch there. What a class computes is tried when a model is loaded, with
 random values of its sizes. Anything else, several tokens, a hook or a state of another form, is left to the class.
@@ -7,6 +7,7 @@ random values of its sizes. Anything else, several tokens, a hook or a state of 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from rabbitllm.base.programs import Place, Program, Words, float_bits, prepared
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import class_result, is_result, trial_of
 from rabbitllm.engine._gates import sigmoids, table_of
-from rabbitllm.engine._norms import NormForm, norm_form
+from rabbitllm.engine._norms import NormForm, epsilon_of, norm_form
 from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.transformers_api import ACT2FN
 
@@ -49,6 +50,10 @@ class DeltaForm:
     activation: str
     norm: NormForm
     products: tuple[str, ...]
+    is_recurrent = True
+    rotated = None
+    words = 3
+    """Addresses of a row: those of the convolution's state, of the other one, and of the decays."""
 
     @classmethod
     def of(cls, module: Any) -> DeltaForm | None:
@@ -67,6 +72,28 @@ class DeltaForm:
         if heads % keys or rows % RUN or rows > MAX_ROWS or rows < norm.lanes:
             return None
         return cls(keys, heads, rows, columns, taps, act, norm, names)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Names of the Linears."""
+        return *self.products, "out_proj"
+
+    @property
+    def outputs(self) -> list[int]:
+        """Values that each Linear computes but the last."""
+        of_first = self.channels + self.values
+        return [of_first, 2 * self.heads] if self._is_mixed else [self.channels, self.values, *[self.heads] * 2]
+
+    @functools.cached_property
+    def heads_like(self) -> torch.Tensor:
+        """A tensor like that of what the Linears compute, with betas and then rates last."""
+        count = sum(self.outputs) + 2 * self.heads * self._is_mixed
+        return torch.empty((), dtype=torch.bfloat16, device="cpu").expand(count)
+
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether a Linear computes all that belongs to a head of keys."""
+        return len(self.products) == len(_PRODUCTS[0])
 
     @property
     def values(self) -> int:
@@ -89,6 +116,64 @@ class DeltaForm:
                 return False
         return True
 
+    def is_of(self, module: Any) -> bool:
+        """Whether a module still has it."""
+        return DeltaForm.of(module) == self
+
+    @staticmethod
+    def own_parts(module: Any) -> list[nn.Module]:
+        """The convolution and the norm."""
+        return [module._modules["conv1d"], module._modules["norm"]]
+
+    def states(self, module: Any, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Those of the convolution and of the rule, which are changed in place; None if that is left to the class."""
+        index, (convolution, norm) = module.layer_idx, self.own_parts(module)
+        kept, state = cache.get_conv_state(index, state_idx=0), cache.get_recurrent_state(index, state_idx=0)
+        taps, weight = (part._parameters.get("weight") for part in (convolution, norm))
+        if convolution._parameters["bias"] is not None or not self.has(kept, state, taps, weight):
+            return None
+        is_own = not (cache.is_recording_past(index) or has_hooks(convolution) or has_hooks(norm))
+        return (kept, state) if is_own else None
+
+    def between(self, module: Any, cache: Any, heads: torch.Tensor) -> tuple[Sequence[Any], Sequence[int]] | None:
+        """States and decays, and the addresses of a row; None if it is left to the class."""
+        if (states := self.states(module, cache)) is None:
+            return None
+        tensors = *states, decays_of(module, heads[-self.heads :])
+        return tensors, [tensor.data_ptr() for tensor in tensors]
+
+    def decide(self, modules: Iterable[Any], heads: torch.Tensor, decays: torch.Tensor) -> Iterator[None]:
+        """Compute the decays of layers, one after the other, each after its first Linears."""
+        rates = heads[-self.heads :]
+        for module in modules:
+            decays.copy_(decays_of(module, rates))
+            yield
+
+    def add_first(self, program: Program, at: Any, own: Sequence[Place]) -> None:
+        """Add what follows the first Linears to a program; `at` are `LayerPlaces`."""
+        from rabbitllm.engine import _recurrent_kernels as kernels
+
+        if self._is_mixed:
+            betas, rates = self._of_heads(at.heads)
+            both = at.heads[0], at.heads[1] + 2 * self.outputs[0]
+            program.add(kernels.part_heads, [both, betas, rates, self.keys, 0, self.heads // self.keys])
+
+    def add_between(self, program: Program, at: Any) -> None:
+        """Add what comes before `add_last` where a call of all layers is given their `decide`."""
+        program.ask()
+
+    def add_last(self, program: Program, at: Any, own: Sequence[Place], out: Place) -> None:
+        """Add what comes before the last Linear."""
+        kept, state, decays = (program.address(at.cached + index) for index in range(self.words))
+        z, (taps, weight) = _after(at.heads, 2 * self.channels), own
+        others = self._of_heads(at.heads)[0], decays, kept, taps, state, weight, out, self, torch.get_num_threads()
+        _add(program, at.heads, z, *others)
+
+    def _of_heads(self, heads: Place) -> tuple[Place, Place]:
+        """Where betas and rates are."""
+        end = 2 * self.heads_like.numel()
+        return _after(heads, end - 4 * self.heads), _after(heads, end - 2 * self.heads)
+
 
 def step(
     form: DeltaForm, module: Any, hidden_states: Any = None, cache: Any = None, **named: Any
@@ -99,25 +184,27 @@ def step(
         return None
     if any(value is not None and name not in _READ for name, value in named.items()):
         return None
-    parts, index = module._modules, module.layer_idx
-    kept, state = cache.get_conv_state(index, state_idx=0), cache.get_recurrent_state(index, state_idx=0)
-    convolution, norm = parts["conv1d"], parts["norm"]
-    taps, weight = (part._parameters.get("weight") for part in (convolution, norm))
-    if convolution._parameters["bias"] is not None or not form.has(kept, state, taps, weight):
+    parts, norm = module._modules, module._modules["norm"]
+    numbers = vars(module).get("activation"), epsilon_of(norm), vars(norm).get("activation")
+    if numbers != (form.activation, *form.norm[1:]) or (states := form.states(module, cache)) is None:
         return None
-    if cache.is_recording_past(index) or has_hooks(convolution) or has_hooks(norm):
-        return None
+    kept, state = states
+    taps, weight = (part._parameters["weight"] for part in form.own_parts(module))
     first, *others = (parts[name](x) for name in form.products)
     z, b, a = others if len(others) > 1 else (first, *others[0].view(form.keys, 2, -1).transpose(0, 1).unbind())
     if not all(map(is_plain, (first, z, *others))):
         return None
-    rates, b = nn.functional.softplus(a.reshape(-1).float() + module.dt_bias), b.reshape(-1).contiguous()
-    decays = torch.exp(-module.A_log.float().exp() * rates)
+    decays, b = decays_of(module, a.reshape(-1)), b.reshape(-1).contiguous()
     out = torch.empty(1, 1, form.values, dtype=x.dtype, device="cpu")
-    tensors = first, z, b, decays, kept, taps, state, weight, out
+    tensors: Any = first, z, b, decays, kept, taps, state, weight, out
     prepared(_add, 9, form, torch.get_num_threads())(*[tensor.data_ptr() for tensor in tensors])
-    cache.update_recurrent_state(state, index)
+    cache.update_recurrent_state(state, module.layer_idx)
     return parts["out_proj"](out)  # type: ignore[no-any-return]
+
+
+def decays_of(module: Any, rates: torch.Tensor) -> torch.Tensor:
+    """The decay of each head's state, in float32, by torch, whose exponentials no kernel repeats."""
+    return torch.exp(-module.A_log.float().exp() * nn.functional.softplus(rates.float() + module.dt_bias))
 
 
 @functools.cache
@@ -132,7 +219,7 @@ def _add(program: Program, *arguments: Any) -> None:
     first, z, b, decays, kept, taps, state, weight, out, form, threads = arguments
     table = sigmoids()
     assert table is not None
-    if len(form.products) == len(_PRODUCTS[0]):
+    if form._is_mixed:
         first, z, of_heads = program.room(2 * form.channels), program.room(2 * form.values), first
         program.add(kernels.part_heads, [of_heads, first, z, form.keys, form.rows, form.values // form.keys])
     mixed, betas = program.room(2 * form.channels), program.room(4 * form.heads)

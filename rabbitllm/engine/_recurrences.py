@@ -21,7 +21,7 @@ from torch import nn
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._delta_layers import MAX_ROWS, RUN, WORTH_A_THREAD, DeltaForm, right_form, step
-from rabbitllm.engine._fusing import fuse, is_transformed, with_globals
+from rabbitllm.engine._fusing import form_in, fuse, is_transformed, with_globals
 from rabbitllm.engine.transformers_api import ACT2FN
 
 MAX_TOKENS = 32
@@ -62,6 +62,12 @@ def _forward(forms: tuple[DeltaForm | None, Any], module: Any, *args: Any, **nam
         return None
     result = None if form is None or args else step(form, module, **named)
     return function(module, *args, **named) if result is None else result
+
+
+def delta_form(module: nn.Module) -> DeltaForm | None:
+    """The form by which `fuse_recurrences` lets a layer compute one token by one call; None if it does not."""
+    forms = form_in(module, _forward)
+    return None if forms is None else forms[0]
 
 
 def _forward_of(kind: type[nn.Module], prompts: bool) -> Callable[..., Any] | None:

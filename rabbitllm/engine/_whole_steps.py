@@ -5,7 +5,8 @@ class runs with a single layer in place of all, which computes what they do. Wha
 when a model is loaded: one after the other, each with the same arguments. What may have changed since is compared
 before each step. Anything else, a hook of a layer, a mask, or a KV cache without every token, is left to the layers.
 Mixtures whose experts are in memory are part of it; what their call leaves to their class is computed by that, and the
-program goes on behind it.
+program goes on behind it. Layers of the gated delta rule may stand between those of attention, with masks of their own;
+the program asks Python for their decays.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import contextlib
 import functools
 import inspect
 from array import array
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -24,25 +25,35 @@ from transformers import DynamicCache
 
 from rabbitllm.base.programs import Place, Program, Programs
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._attention import CACHES, LayerCalls, LayerPlaces, are_rows, is_step, layer_calls, values_of
+from rabbitllm.engine._attention import (
+    CACHES,
+    LayerCalls,
+    LayerPlaces,
+    are_rows,
+    hides_nothing,
+    is_step,
+    layer_calls,
+    mixer_in,
+    values_of,
+)
 from rabbitllm.engine._fusing import Watch, form_in, fuse, is_transformed, result_of, trial_of
 from rabbitllm.engine._mixtures import mixture_call, routing_in
 from rabbitllm.engine._siblings import has_hooks
 from rabbitllm.engine.kv_room import NotTogetherError, is_ordinary, keeps_every_token, room_for, sequences_in
 from rabbitllm.engine.row_attention import CACHED
-from rabbitllm.engine.transformers_api import keeps_outputs
+from rabbitllm.engine.transformers_api import LinearAttentionCacheLayerMixin, keeps_outputs
 
 _INPUTS = "input_ids", "inputs_embeds"
-_KNOWN = frozenset({*_INPUTS, *CACHES, "attention_mask", "position_ids", "cache_position", "use_cache"})
+_ROUTERS, _MASK = "output_router_logits", "attention_mask"
+_KNOWN = frozenset({*_INPUTS, *CACHES, _MASK, "position_ids", "cache_position", "use_cache"})
 """Arguments with which a class is known to call its layers as it was tried."""
-_ROUTERS = "output_router_logits"
 _OUTPUTS = {"output_hidden_states": False, "output_attentions": False, _ROUTERS: False, "return_dict": True}
 """Attributes of a config, and their values if only the last layer's result is wanted."""
 _STEPS_BETWEEN = 16
 """After how many steps whose layers were called one by one it is tried again whether they must be."""
 _PAST = 2
 """Tokens in the cache of a trial."""
-_HEAD = 6
+_HEAD = 7
 """Addresses of a call that belong to no layer."""
 _Form: TypeAlias = tuple[frozenset[str], MutableMapping[nn.Module, "_Whole"]]
 """Arguments of a class that may be given, and what is kept of its models."""
@@ -79,13 +90,22 @@ def _calls_of(layers: Sequence[nn.Module]) -> list[LayerCalls]:
         if (of_layer := layer_calls(layer)) is not None and of_layer.can_add()
         if not of_layer.calls_mlp or routing_in(layer._modules["mlp"])  # type: ignore[arg-type]
     ]
-    is_whole = len(calls) == len(layers) > 1 and len({(of_layer.form, of_layer.columns) for of_layer in calls}) == 1
+    # all attentions have one form, and all delta rules
+    kinds = {of_layer.form: of_layer.form.is_recurrent for of_layer in calls}.values()
+    is_whole = len(calls) == len(layers) > 1 and len({of_layer.columns for of_layer in calls}) == 1
+    is_whole = is_whole and False in kinds and len({*kinds}) == len(kinds)
     return calls if is_whole and len({*_indices_of(layers)}) == len(layers) else []
 
 
 def _indices_of(layers: Sequence[Any]) -> list[int]:
     """Their numbers in the KV cache."""
-    return [layer._modules["self_attn"].layer_idx for layer in layers]
+    return [mixer_in(layer).layer_idx for layer in layers]
+
+
+def _least(calls: Sequence[LayerCalls]) -> int:
+    """How many layers have all forms, and so all masks."""
+    forms = [of_layer.form for of_layer in calls]
+    return 1 + max(map(forms.index, forms))
 
 
 def _forward(form: _Form, module: Any, *args: Any, **named: Any) -> Any:
@@ -116,11 +136,26 @@ def _waits(module: nn.Module) -> bool:
 
 
 def _hides_nothing(named: dict[str, Any], sequences: Sequence[tuple[Any, int]]) -> bool:
-    """Whether no token is masked, and the caches have every token."""
+    """Whether no token is masked, and the caches have every token, or states."""
     mask = named.get("attention_mask")
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())):
         return False
-    return all(is_ordinary(cache) and all(map(keeps_every_token, cache.layers)) for cache, _ in sequences)
+    return all(is_ordinary(cache) and all(map(_keeps_all, cache.layers)) for cache, _ in sequences)
+
+
+def _keeps_all(layer: Any) -> bool:
+    return keeps_every_token(layer) or isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def _passed(x: Any, *args: Any, attention_mask: Any = None, **named: Any) -> Any:
+    """What stands for a layer before the one that computes all: its mask may be another one.
+
+    Raises:
+        NotTogetherError: it hides something.
+    """
+    if not hides_nothing(attention_mask):
+        raise NotTogetherError
+    return x
 
 
 class _Whole:
@@ -129,7 +164,7 @@ class _Whole:
     Attributes:
         calls: of each layer; none if they are to be called one by one.
         mixtures: of those that are one.
-        like: the model with one layer that computes what all do.
+        like: the model with few layers, of which the last one computes what all do.
         holds: whether this is so yet.
     """
 
@@ -151,11 +186,16 @@ class _Whole:
         self._can_add = functools.cache(lambda rows: all(of_layer.can_add(rows) for of_layer in calls))
         self._tables = [table for of_layer in self.calls for table in of_layer.tables]
         self._sizes = [size for of_layer in self.calls for size in of_layer.sizes]
-        whole = trial_of(layers[0], forward=self._compute, _compiled_call_impl=None)
-        self.like = trial_of(module, _modules={**module._modules, "layers": [whole]})
+        self._form: Any = next(of_layer.form for of_layer in self.calls if not of_layer.form.is_recurrent)
+        pairs: Any = [(of_layer.form, mixer_in(layer)) for of_layer, layer in zip(self.calls, layers, strict=True)]
+        self._recurrent = [(form, mixer) for form, mixer in pairs if form.is_recurrent]
+        *first, last = layers[: _least(self.calls)]
+        few = [trial_of(layer, forward=_passed, _compiled_call_impl=None) for layer in first]
+        few.append(trial_of(last, forward=self._compute, _compiled_call_impl=None))
+        self.like = trial_of(module, _modules={**module._modules, "layers": few})
         tables = [vars(module), module._modules, vars(modules), modules._modules, vars(config)]
         for layer, of_layer in zip(layers, self.calls, strict=True):
-            queries = layer._modules["self_attn"]._modules[of_layer.form.linears[0]]
+            queries = mixer_in(layer)._modules[of_layer.form.linears[0]]
             tables += [vars(layer), layer._forward_hooks, layer._forward_pre_hooks, queries._parameters]
         within = [*(each.watch for each in self.calls), *(each.watch for each in self.mixtures.values())]
         always = [mixture.is_kept for mixture in self.mixtures.values()]
@@ -174,13 +214,15 @@ class _Whole:
         sequences = sequences_in(cache)
         rows = sum(count for _, count in sequences)
         weights: list[Any] = [table.get(name) for table, name in self._tables]
-        form = self.calls[0].form
+        form = self._form
         is_fit = is_step(form, x, angles, mask, rows) and x.shape[-1] == self.calls[0].columns
         is_fit = is_fit and are_rows(weights, self._sizes) and self._can_add(rows)
         if not is_fit or any(len(cache.layers) <= max(self._indices) for cache, _ in sequences):
             raise NotTogetherError
-        layers = [(cache.layers[index], count) for index in self._indices for cache, count in sequences]
-        if any(layer.keys is None or layer.keys.dim() != 4 for layer, _ in layers):
+        of_forms = zip(self.calls, self._indices, strict=True)
+        indices = [index for of_layer, index in of_forms if not of_layer.form.is_recurrent]
+        layers = [(cache.layers[index], count) for index in indices for cache, count in sequences]
+        if any(not keeps_every_token(layer) or layer.keys is None or layer.keys.dim() != 4 for layer, _ in layers):
             raise NotTogetherError
         rooms = [room_for(layer, layer.keys.shape[2] + count) for layer, count in layers]
         like = torch.bfloat16, x.device, 1, form.keys, form.width, form.width
@@ -191,50 +233,74 @@ class _Whole:
         routers = [words[0].buffer_info()[0] for words in arrays if words is not None]
         if len(routers) < len(arrays):
             raise NotTogetherError
-        cached = [
+        of_rooms = [
             word
             for room, (_, count) in zip(rooms, layers, strict=True)
             for tokens in range(room.used + 1, room.used + 1 + count)
             for word in (*room.addresses, tokens, *room.steps)
         ]
+        heads, of_rules, asked = self._rules(sequences[0][0])
         out, normed, left = torch.empty_like(x), torch.empty_like(x), array("q", [0])
-        addresses = [*(tensor.data_ptr() for tensor in (x, *angles, out, normed)), left.buffer_info()[0], *routers]
-        addresses += [*(weight.data_ptr() for weight in weights), *cached]
+        addresses = [*(tensor.data_ptr() for tensor in (x, *angles)), heads, out.data_ptr(), normed.data_ptr()]
+        addresses += [left.buffer_info()[0], *routers, *(weight.data_ptr() for weight in weights), *of_rooms, *of_rules]
         program = self._programs.of(self._add, len(addresses), rows)
-        program(*addresses)
+        program(*addresses, asked=asked)
         while (number := left[0]) < 0:  # a mixture is left to its class
             out += self.mixtures[~number].by_class(normed)
             left[0] = 0
-            program(*addresses, begin=program.ends[~number])
+            program(*addresses, begin=program.ends[~number], asked=asked)
         for (layer, count), room in zip(layers, rooms, strict=True):
             room.extend(layer, room.used + count)
         return out
 
-    def _add(self, program: Program, x: Place, cos: Place, sin: Place, out: Place, *others: Any) -> None:
+    def _rules(self, cache: Any) -> tuple[int, list[int], Iterator[None] | None]:
+        """Of the delta rules where each has what its Linears compute, the addresses that they are given, and what
+        computes their decays, and keeps these tensors.
+
+        Raises:
+            NotTogetherError: a state is left to the class.
+        """
+        if not self._recurrent:
+            return 0, [], None
+        form, modules = self._recurrent[0][0], [module for _, module in self._recurrent]
+        heads, decays = torch.empty_like(form.heads_like), torch.empty(form.heads, dtype=torch.float32, device="cpu")
+        pairs = [pair for module in modules if (pair := form.states(module, cache)) is not None]
+        addresses = [tensor.data_ptr() for pair in pairs for tensor in (*pair, decays)]
+        if len({*addresses}) < 2 * len(modules) + 1:  # one is missing, or there twice
+            raise NotTogetherError
+        return heads.data_ptr(), addresses, form.decide(modules, heads, decays)
+
+    def _add(self, program: Program, x: Place, cos: Place, sin: Place, heads: Place, *others: Any) -> None:
         """Add all layers for rows, whose number comes last."""
-        normed, left, *more, rows = others
-        places, cached = iter(more), len(more) - CACHED * rows * len(self.calls) + _HEAD
+        out, normed, left, *more, rows = others
+        places, count = iter(more), rows * CACHED * (len(self.calls) - len(self._recurrent))
         routers = {number: next(places) for number in self.mixtures}
+        # rooms of caches come before states
+        of_rule = _HEAD + len(more) - sum(form.words for form, _ in self._recurrent)
+        cached = {False: of_rule - count, True: of_rule}
         for number, of_layer in enumerate(self.calls):
             weights, words = [next(places) for _ in of_layer.tables], routers.get(number, left)
-            at = LayerPlaces(x, cos, sin, x, out, normed, words, left, weights, cached, rows)
+            form = of_layer.form
+            at = LayerPlaces(x, cos, sin, heads, out, normed, words, left, weights, cached[form.is_recurrent], rows)
             with program.passing():
                 of_layer.add_to(program, at, self.mixtures.get(number), ~number)
-            x, cached = out, cached + CACHED * rows
+            x = out
+            cached[form.is_recurrent] += rows * form.words
 
 
 def _is_sequence(module: Any, names: frozenset[str]) -> bool:
     """Whether the forward of a model's class calls its layers one after the other, all with the same arguments, and
     does nothing else that depends on how many they are."""
     layers, random = [*module._modules["layers"]], RandomTensors()
-    of_layer = _calls_of(layers)[0]
-    x, results = random.normal(1, 1, of_layer.columns), [random.normal(1, 1, of_layer.columns) for _ in layers]
+    of_layers = _calls_of(layers)
+    form: Any = next(each.form for each in of_layers if not each.form.is_recurrent)
+    x, *results = (random.normal(1, 1, of_layers[0].columns) for _ in range(len(layers) + 1))
     last = list[torch.Tensor]()
-    for count in (len(layers), 1):
+    for count in (len(layers), _least(of_layers)):
         cache, calls = DynamicCache(config=module.config), list[tuple[int, tuple[Any, ...], dict[str, Any]]]()
-        past = torch.zeros(1, of_layer.form.keys, _PAST, of_layer.form.width, dtype=torch.bfloat16, device="cpu")
-        for index in _indices_of(layers):
-            if result_of(cache.update, past, past, index) is None:
+        past = torch.zeros(1, form.keys, _PAST, form.width, dtype=torch.bfloat16, device="cpu")
+        for index, each in zip(_indices_of(layers), of_layers, strict=True):
+            if not each.form.is_recurrent and result_of(cache.update, past, past, index) is None:
                 return False
 
         def called(number: int, *args: Any, calls: list[Any] = calls, count: int = count, **named: Any) -> torch.Tensor:
@@ -255,10 +321,12 @@ def _is_sequence(module: Any, names: frozenset[str]) -> bool:
             return False
         if vars(like).keys() != own.keys() or any(vars(like)[name] is not value for name, value in own.items()):
             return False
-        first = calls[0][2]
+        first, masks = calls[0][2], dict[object, Any]()  # a mask for each form
         for number, args, given in calls:
             is_next = len(args) == 1 and (number == 0 or args[0] is results[number - 1 - count])
-            if not is_next or given.keys() != first.keys() or any(given[name] is not first[name] for name in first):
+            of_kind = masks.setdefault(of_layers[number].form, given.get(_MASK))
+            is_alike = of_kind is given.get(_MASK) and given.keys() == first.keys()
+            if not (is_next and is_alike) or any(given[name] is not first[name] for name in first if name != _MASK):
                 return False
         last.append(hidden)
     return torch.equal(*last)

@@ -243,8 +243,12 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     if is_fast:
         RowProducts(model)
     is_multiplied = any(is_coded for _, is_coded in multiplied) or is_fast
-    if not options.exact and all(device.shares_host_memory for device in devices):
+    is_fused = not options.exact and all(device.shares_host_memory for device in devices)
+    if is_fused:
         fuse_norms(model)
+    if not options.exact and on_cpu:
+        fuse_recurrences(model, prompts=is_multiplied)
+    if is_fused:
         if is_multiplied:
             fuse_attention(model)
             fuse_gates(model)
@@ -254,8 +258,6 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
             fuse_layers(model)
             fuse_models(model)
         fuse_rotary(model, prompts=is_multiplied)  # of attentions that are not replaced as a whole
-    if not options.exact and on_cpu:
-        fuse_recurrences(model, prompts=is_multiplied)
     if is_multiplied and not (is_fast or options.exact):  # experts' inputs are rounded then, more than routers' sums
         RowProducts(model, routers_in(model))
 

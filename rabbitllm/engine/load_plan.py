@@ -31,6 +31,7 @@ from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._gates import fuse_gates
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._pieces import in_pieces
+from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._weights import WeightMap, advice_on_names, check_unused, map_weights
 from rabbitllm.engine.devices import Device, budget_of, host_room
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
@@ -241,7 +242,7 @@ def layers_are_one_call(plan: LoadPlan) -> bool:
     )
     if plan.model.dtype != torch.bfloat16 or not stay:
         return False
-    for fuse in (fuse_norms, fuse_attention, fuse_gates, fuse_layers):
+    for fuse in (fuse_norms, fuse_recurrences, fuse_attention, fuse_gates, fuse_layers):
         fuse(plan.model)
     return all(map(is_whole_layer, (plan.sources[placed.unit].unit.module for placed in layers)))
 

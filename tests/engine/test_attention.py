@@ -37,6 +37,8 @@ PHI = {
 }
 # queries with gates, of which a quarter of each head is rotated, after norms; the MLP is a mixture or not
 GATED = {"head_dim": 64, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+# the gated delta rule in one of two layers
+HYBRID: dict[str, Any] = {**GATED, "layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 32}
 # other angles from the ninth token on
 LONG = {
     "max_position_embeddings": 64,
@@ -105,11 +107,12 @@ def test_attention_of_a_row(heads: int, keys: int, width: int) -> None:
 
 @torch.no_grad()
 def cached_logits(model: Any, steps: int = 12) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits of steps with given tokens, and the first layer's keys and values; more tokens than a window has."""
+    """Logits of steps with given tokens, and the first keys and values; more tokens than a window has."""
     cache = DynamicCache(config=model.config)
     model(PROMPT, past_key_values=cache)
     seen = [model(torch.tensor([[step + 1]]), past_key_values=cache).logits for step in range(steps)]
-    return torch.cat(seen, 1), [cache.layers[0].keys, cache.layers[0].values]
+    first = next(layer for layer in cache.layers if hasattr(layer, "keys"))
+    return torch.cat(seen, 1), [first.keys, first.values]
 
 
 @pytest.mark.parametrize(
@@ -165,6 +168,8 @@ def test_a_model_has_the_class_s_cache_and_nearly_its_logits(
         ("phi3", "q8_0", PHI),
         ("phi3", "q8_0", LONG),
         (Family("qwen3_5_text", DELTA), "q8_0", GATED),
+        ("qwen3_next", "q8_0", HYBRID),
+        (Family("qwen3_5_text", DELTA), "4bit", HYBRID),
         ("llama", None, {}),
         ("gemma3", None, GEMMA),
     ],

@@ -106,13 +106,17 @@ def test_a_model_has_the_same_logits(
         (Family("qwen2_moe"), "4bit"),
         ("qwen3_moe", None),
         (Family("qwen2_moe"), None),
+        *((family, "4bit") for family in HYBRIDS),
     ],
 )
 def test_a_token_of_all_layers_by_one_call(
     tmp_path: Path, family: str | Family, compression: str | None, calls: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = counted_steps(monkeypatch)
-    settings = {**MANY, **HEADS, **SHARED, "num_hidden_layers": 3}
+    settings: dict[str, Any] = {**MANY, **HEADS, **SHARED, "num_hidden_layers": 3}
+    if family in HYBRIDS:
+        kinds = ["linear_attention", "full_attention", "linear_attention"]
+        settings |= {"layer_types": kinds, "linear_value_head_dim": 32}
     directory = checkpoint(tmp_path, family, compression, **settings)
     model = fast(directory)
     got = [logits(model) for _ in range(2)]

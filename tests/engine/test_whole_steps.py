@@ -16,19 +16,21 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
-from rabbitllm.engine import _whole_steps
+from rabbitllm.engine import _delta_layers, _whole_steps
 from rabbitllm.engine._fusing import form_in
 from rabbitllm.engine._siblings import fused_weight
 from rabbitllm.engine._whole_steps import fuse_models
 from rabbitllm.generation.request import Request, Sampling
 from rabbitllm.generation.session import answer
 from rabbitllm.quant import _vectors
-from tests.engine.test_attention import CHANGES, GEMMA, PHI
+from tests.engine.test_attention import CHANGES, GEMMA, HYBRID, PHI
 from tests.engine.test_siblings import PROMPT, checkpoint
+from tests.support.builders import DELTA, Family
 from tests.support.tiny_models import load
 
 pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
 STEPS = 5
+RULES = Family("qwen3_5_text", DELTA)
 
 
 @pytest.fixture
@@ -59,12 +61,19 @@ def pair(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @torch.no_grad()
 def results_of(model: Any, **named: Any) -> list[torch.Tensor]:
-    """Logits of a prompt and some steps, and all keys and values."""
+    """Logits of a prompt and some steps, and all keys, values and states."""
     cache = DynamicCache(config=model.config)
     results = [model(PROMPT, past_key_values=cache).logits]
     for step in range(STEPS):
         results.append(model(torch.tensor([[step + 1]]), past_key_values=cache, **named).logits)
-    return results + [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return results + [tensor for layer in cache.layers for tensor in kept_by(layer)]
+
+
+def kept_by(layer: Any) -> list[torch.Tensor]:
+    """What a layer of a cache keeps of a text."""
+    rules = [*layer.conv_states.values(), *layer.recurrent_states.values()] if hasattr(layer, "conv_states") else []
+    kept: list[torch.Tensor] = rules or [layer.keys, layer.values]
+    return kept
 
 
 @pytest.mark.parametrize(
@@ -77,11 +86,17 @@ def results_of(model: Any, **named: Any) -> list[torch.Tensor]:
         ("llama", None, {"num_hidden_layers": 3}),
         ("qwen2", None, {}),
         ("phi3", None, {**PHI, "sliding_window": None}),
+        (
+            RULES,
+            "4bit",
+            {**HYBRID, "num_hidden_layers": 3, "layer_types": ["linear_attention", *HYBRID["layer_types"]]},
+        ),
+        (RULES, None, {**HYBRID, "layer_types": HYBRID["layer_types"][::-1]}),
     ],
 )
 def test_a_token_has_the_bits_of_its_layers(
     tmp_path: Path,
-    family: str,
+    family: str | Family,
     compression: str | None,
     settings: dict[str, Any],
     whole: list[int],
@@ -231,6 +246,89 @@ def test_a_change_between_two_steps_is_noticed(
         whole.clear()
         assert all(map(torch.equal, steps(), ordinary)), name
         assert whole == [2], name
+
+
+def numbers_of(name: str) -> Change:
+    """Other numbers of a delta rule, in their place."""
+    return lambda patch, model: patch.setattr(
+        model.model.layers[0].linear_attn.get_parameter(name),
+        "data",
+        model.model.layers[0].linear_attn.get_parameter(name).data / 2 + 1,
+    )
+
+
+def of_the_rule(change: Callable[[pytest.MonkeyPatch, Any], None]) -> Change:
+    return lambda patch, model: change(patch, model.model.layers[0].linear_attn)
+
+
+OF_RULES: dict[str, Change] = {
+    **{name: numbers_of(name) for name in ("A_log", "dt_bias", "conv1d.weight", "norm.weight")},
+    "short norm": of_the_rule(lambda patch, rule: patch.setattr(rule.norm.weight, "data", HALF)),
+    "bias": of_the_rule(
+        lambda patch, rule: patch.setitem(rule.conv1d._parameters, "bias", nn.Parameter(torch.ones(192).bfloat16()))
+    ),
+    "matrix": of_the_rule(
+        lambda patch, rule: patch.setitem(rule.in_proj_b._parameters, "weight", rule.in_proj_a.weight)
+    ),
+    "hook of the norm": of_the_rule(
+        lambda patch, rule: patch.setitem(rule.norm._forward_hooks, 7, lambda module, args, output: output * 2)
+    ),
+    "hook": of_the_rule(
+        lambda patch, rule: patch.setitem(rule._forward_hooks, 7, lambda module, args, output: output * 2)
+    ),
+    "forward": of_the_rule(
+        lambda patch, rule: patch.setitem(vars(rule), "forward", lambda hidden_states, **named: hidden_states * 2)
+    ),
+    "class": of_the_rule(
+        lambda patch, rule: patch.setattr(type(rule), "forward", lambda rule, hidden_states, **named: hidden_states)
+    ),
+    "function": of_the_rule(
+        lambda patch, rule: patch.setitem(
+            inspect.unwrap(type(rule).forward).__globals__, "apply_mask_to_padding_states", lambda x, mask: x * 2
+        )
+    ),
+    "number": of_the_rule(lambda patch, rule: patch.setattr(rule.norm, "variance_epsilon", 1.0)),
+    "activation": of_the_rule(lambda patch, rule: patch.setattr(rule, "activation", "gelu")),
+}
+
+
+@torch.no_grad()
+def test_a_change_of_a_delta_rule_is_noticed(tmp_path: Path, whole: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    models = pair(checkpoint(tmp_path, RULES, "4bit", **HYBRID), monkeypatch)
+    cache = DynamicCache(config=models[0].config)
+    models[0](PROMPT, past_key_values=cache)
+
+    def steps(prepare: Callable[[Any], object] = lambda cache: None) -> list[torch.Tensor]:
+        results = []
+        for model in models:
+            prepare(own := copy.deepcopy(cache))
+            results.append(model(PROMPT[:, :1], past_key_values=own).logits)
+        return results
+
+    ordinary = steps()
+    for name, change in OF_RULES.items():
+        with monkeypatch.context() as patch:
+            for model in models[: 1 if name in ("class", "function") else 2]:
+                change(patch, model)
+            changed = steps()
+        assert torch.equal(*changed), name
+        assert not torch.equal(changed[0], ordinary[0]), name
+        form_in(models[0].model, _whole_steps._forward)[1].clear()
+        whole.clear()
+        assert all(map(torch.equal, steps(), ordinary)), name
+        assert whole == [2], name
+    whole.clear()
+    assert torch.equal(*steps(lambda cache: cache.layers[0].activate_past_recording()))
+    assert not whole
+
+    def interrupt(*given: Any) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_delta_layers, "decays_of", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            steps()
+    assert all(map(torch.equal, steps(), ordinary))
 
 
 @torch.no_grad()

@@ -174,7 +174,7 @@ def test_disk_reads_overlap_computing_and_page_cache_reads_do_not(
 def test_python_takes_time_for_every_module_and_every_bound_weight(
     tmp_path: Path, known_rates: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = checkpoint(tmp_path / "m")
+    folder = checkpoint(tmp_path / "m", head_dim=32)
     before = [foretell(folder, room=room).token_seconds for room in (0, 1 << 34)]
     monkeypatch.setattr(Machine, "overhead", lambda self, device: Overhead(7.0, 1.0))
     after = [foretell(folder, room=room).token_seconds for room in (0, 1 << 34)]
