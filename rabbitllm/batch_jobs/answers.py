@@ -28,7 +28,7 @@ from rabbitllm.batch_jobs._requests import PreparedItem, RequestBuilder, call_li
 from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Choose, Embed, Item, JobLimits, Key, ScoreItem
 from rabbitllm.engine.devices import OutOfDeviceMemory
-from rabbitllm.errors import BatchError, NotANumberError, OptionError, RabbitLLMError
+from rabbitllm.errors import BatchError, NotANumberError, OptionError, RabbitLLMError, ScoringError
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import (
     MAX_CHOICES,
@@ -278,9 +278,7 @@ def _answered(ended: list[_OpenGeneration], batch: Batch) -> tuple[list[BatchAns
     failed: BaseException | None = None
     for generation in ended:
         if generation.error is not None and not (batch.error or _is_fatal(generation.error)):
-            broken = APIError(BROKEN, f"{type(generation.error).__name__}: {generation.error}")
-            api_error = bad(generation.error.problem) if isinstance(generation.error, OptionError) else broken
-            answers.append(refused_answer(generation.prepared.item, api_error))
+            answers.append(refused_answer(generation.prepared.item, _api_error(generation.error)))
         elif generation.error is not None:
             failed = batch.error or generation.error
         elif generation.is_unanswered:
@@ -302,6 +300,15 @@ def _is_fatal(error: Exception) -> bool:
     if isinstance(error, RabbitLLMError):
         return not isinstance(error, OptionError | NotANumberError)
     return isinstance(error, RuntimeError) and "memory" in str(error)  # torch's error on the CPU
+
+
+def _api_error(error: Exception) -> APIError:
+    """The error of a line that cannot be answered."""
+    if isinstance(error, NotANumberError):
+        return APIError(BROKEN, error.problem, code="not_a_number")
+    if isinstance(error, OptionError | ScoringError):
+        return bad(error.problem)
+    return APIError(BROKEN, f"{type(error).__name__}: {error}")
 
 
 MAX_TOKENS = 1 << 22
@@ -332,7 +339,7 @@ class _OpenScores:
         """The answer to the item."""
         results = [self.results[text.index] for text in self.texts]
         if (error := next((result.error for result in results if result.error is not None), None)) is not None:
-            return refused_answer(self.item, bad(error.problem))
+            return refused_answer(self.item, _api_error(error))
         return BatchAnswer(self.item.index, self.item.key, self.line_of(results), False, self.tokens, 0)
 
     @property
