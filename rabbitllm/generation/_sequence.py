@@ -129,7 +129,8 @@ class Sequence:
         self._notify: Callable[[Event], object] | None = notify
         self._wake = wake
         self._first: float | None = None
-        self._ends = end_tokens(model, ignored=request.sampling.ignore_eos)
+        of_model = end_tokens(model, ignored=request.sampling.ignore_eos)
+        self._ends = of_model if self.grammar is None else self.grammar.end_tokens
         self._pieces: list[str] = []
         stops = (*request.stop, *stop_strings(model))
         self._stream = TextStream(
