@@ -218,6 +218,13 @@ class Sequence:
         return cache
 
     @property
+    def waiting_cache(self) -> Any | None:
+        """The KV cache with which it waits for its next pass, also one of `generate`, if that is all it keeps."""
+        if self.coroutine is None or not self.coroutine.is_outside or self.coroutine.has_state:
+            return None
+        return self.coroutine.inputs[1]
+
+    @property
     def can_look_ahead(self) -> bool:
         """Whether its next pass may have further rows: if that computes its last token."""
         if self.lookahead is None or not self.num_new_tokens or self.has_dropped_cache:
