@@ -27,25 +27,36 @@ def keeps_every_token(layer: CacheLayerMixin) -> bool:
     return type(layer) is DynamicLayer
 
 
+CACHED = 7
+"""Words of a row's keys and values, for compiled code: see `cached`."""
+
+
+def cached(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, ...]:
+    """Addresses of keys and values (1, heads, tokens, width), their tokens, and bytes to the next head and token."""
+    _, of_head, of_token, of_key = keys.stride()
+    _, of_value_head, of_value_token, of_value = values.stride()
+    assert of_key == of_value == 1
+    size = keys.element_size()
+    steps = size * of_head, size * of_token, size * of_value_head, size * of_value_token
+    return keys.data_ptr(), values.data_ptr(), keys.shape[2], *steps
+
+
 class _CacheRoom:
     """Key and value tensors with spare room; those of a layer are views of their first tokens.
 
     Attributes:
         keys, values: (1, heads, tokens, width).
         used: number of tokens in use.
-        addresses: of both.
-        steps: bytes from a head to the next and from a token to the next, of keys and of values.
         form: their dtype and device, 1, heads, and widths.
     """
 
-    __slots__ = ("addresses", "form", "keys", "steps", "used", "values")
+    __slots__ = ("_words", "form", "keys", "used", "values")
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
         self.used = keys.shape[2]
         self.keys = _longer(keys, tokens)
         self.values = _longer(values, tokens)
-        steps = [tensor.element_size() * step for tensor in (self.keys, self.values) for step in tensor.stride()[1:3]]
-        self.addresses, self.steps = (self.keys.data_ptr(), self.values.data_ptr()), steps
+        self._words = cached(self.keys, self.values)
         self.form = keys.dtype, keys.device, len(keys), keys.shape[1], keys.shape[3], values.shape[3]
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -61,6 +72,10 @@ class _CacheRoom:
             and layer.keys.stride() == self.keys.stride()
             and (torch.is_inference_mode_enabled() or not self.keys.is_inference())
         )
+
+    def cached(self, tokens: int) -> tuple[int, ...]:
+        """`cached` of the first tokens."""
+        return *self._words[:2], tokens, *self._words[3:]
 
     def extend(self, layer: CacheLayerMixin, end: int) -> None:
         """Let the layer have so many tokens."""

@@ -22,7 +22,7 @@ from rabbitllm.base.programs import Program
 from rabbitllm.engine import _attention, _whole_steps, kv_room
 from rabbitllm.engine._attention import _AttentionForm, _plain, fuse_attention, fuse_layers, relative_error
 from rabbitllm.engine._norms import fuse_norms
-from rabbitllm.engine.row_attention import cached
+from rabbitllm.engine.kv_room import cached
 from rabbitllm.quant import _vectors
 from tests.engine.test_siblings import PROMPT, checkpoint
 from tests.support.builders import DELTA, Family
