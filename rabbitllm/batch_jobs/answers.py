@@ -17,6 +17,7 @@ Spaces at the end of a context belong to the continuation too. An empty context 
 
 from __future__ import annotations
 
+import math
 import queue
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -305,12 +306,14 @@ def _is_fatal(error: Exception) -> bool:
 def _api_error(error: Exception) -> APIError:
     """The error of a line that cannot be answered."""
     if isinstance(error, NotANumberError):
-        return APIError(BROKEN, error.problem, code="not_a_number")
+        return APIError(BROKEN, error.problem, code=NO_NUMBER)
     if isinstance(error, OptionError | ScoringError):
         return bad(error.problem)
     return APIError(BROKEN, f"{type(error).__name__}: {error}")
 
 
+NO_NUMBER = "not_a_number"
+"""Code of lines whose results would be numbers that JSON lacks."""
 MAX_TOKENS = 1 << 22
 """Tokens per call of scoring, which makes as few passes of them as memory allows; more would only occupy memory."""
 MAX_TEXTS = 1 << 16
@@ -340,6 +343,8 @@ class _OpenScores:
         results = [self.results[text.index] for text in self.texts]
         if (error := next((result.error for result in results if result.error is not None), None)) is not None:
             return refused_answer(self.item, _api_error(error))
+        if any(result.logprob == -math.inf for result in results):
+            return refused_answer(self.item, bad("A token of the continuation has the probability 0.", code=NO_NUMBER))
         return BatchAnswer(self.item.index, self.item.key, self.line_of(results), False, self.tokens, 0)
 
     @property

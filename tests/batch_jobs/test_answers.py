@@ -330,6 +330,17 @@ def test_texts_whose_values_are_no_numbers_fail_alone(model: Any, number: float)
     assert [lines[index]["response"]["status_code"] for index in (8, 9)] == [500, 200]
 
 
+def test_a_continuation_of_probability_0_fails_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    never = parted(model.tokenizer, "the", " hare")[1][-1]
+    assert never not in parted(model.tokenizer, "the", " rabbit")[1]
+    head = model.get_output_embeddings()
+    ordinary = head.forward
+    monkeypatch.setattr(head, "forward", lambda x: ordinary(x).index_fill(-1, torch.tensor([never]), -math.inf))
+    lines = line(model, *(Item(n, n, ScoreItem("the", (word,))) for n, word in enumerate((" hare", " rabbit"))))
+    assert lines[0]["error"]["code"] == "not_a_number"
+    assert math.isfinite(lines[1]["logprob"])
+
+
 def test_invalid_scores_are_errors_in_place(model: Any) -> None:
     long = " the rabbit" * 200
     lines = line(
