@@ -246,7 +246,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class UnsafePathError(CheckpointError):
-    """A checkpoint names a file outside its folder, or by a name that is not plain.
+    """A checkpoint names a file outside its folder or by a name that is not plain, or has something else in its place.
 
     What to do:
         Do not use this checkpoint unless you trust its author. A link may lead to weights on another disk; put

@@ -5,7 +5,6 @@ __all__ = [
     "collection",
     "compiling",
     "contexts",
-    "dict_changes",
     "forks",
     "interrupts",
     "logs",

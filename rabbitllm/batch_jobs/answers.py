@@ -17,6 +17,7 @@ Spaces at the end of a context belong to the continuation too. An empty context 
 
 from __future__ import annotations
 
+import math
 import queue
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from rabbitllm.batch_jobs._requests import PreparedItem, RequestBuilder, call_li
 from rabbitllm.batch_jobs.inputs import ERRORS, GENERATIONS, kind_of
 from rabbitllm.batch_jobs.items import BatchAnswer, BatchCall, Choose, Embed, Item, JobLimits, Key, ScoreItem
 from rabbitllm.engine.devices import OutOfDeviceMemory
-from rabbitllm.errors import BatchError, NotANumberError, OptionError, RabbitLLMError
+from rabbitllm.errors import BatchError, NotANumberError, OptionError, RabbitLLMError, ScoringError
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import (
     MAX_CHOICES,
@@ -278,9 +279,7 @@ def _answered(ended: list[_OpenGeneration], batch: Batch) -> tuple[list[BatchAns
     failed: BaseException | None = None
     for generation in ended:
         if generation.error is not None and not (batch.error or _is_fatal(generation.error)):
-            broken = APIError(BROKEN, f"{type(generation.error).__name__}: {generation.error}")
-            api_error = bad(generation.error.problem) if isinstance(generation.error, OptionError) else broken
-            answers.append(refused_answer(generation.prepared.item, api_error))
+            answers.append(refused_answer(generation.prepared.item, _api_error(generation.error)))
         elif generation.error is not None:
             failed = batch.error or generation.error
         elif generation.is_unanswered:
@@ -304,6 +303,17 @@ def _is_fatal(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "memory" in str(error)  # torch's error on the CPU
 
 
+def _api_error(error: Exception) -> APIError:
+    """The error of a line that cannot be answered."""
+    if isinstance(error, NotANumberError):
+        return APIError(BROKEN, error.problem, code=NO_NUMBER)
+    if isinstance(error, OptionError | ScoringError):
+        return bad(error.problem)
+    return APIError(BROKEN, f"{type(error).__name__}: {error}")
+
+
+NO_NUMBER = "not_a_number"
+"""Code of lines whose results would be numbers that JSON lacks."""
 MAX_TOKENS = 1 << 22
 """Tokens per call of scoring, which makes as few passes of them as memory allows; more would only occupy memory."""
 MAX_TEXTS = 1 << 16
@@ -332,7 +342,9 @@ class _OpenScores:
         """The answer to the item."""
         results = [self.results[text.index] for text in self.texts]
         if (error := next((result.error for result in results if result.error is not None), None)) is not None:
-            return refused_answer(self.item, bad(error.problem))
+            return refused_answer(self.item, _api_error(error))
+        if any(result.logprob == -math.inf for result in results):
+            return refused_answer(self.item, bad("A token of the continuation has the probability 0.", code=NO_NUMBER))
         return BatchAnswer(self.item.index, self.item.key, self.line_of(results), False, self.tokens, 0)
 
     @property

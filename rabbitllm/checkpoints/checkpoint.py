@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from rabbitllm.checkpoints.index import CheckpointIndex, gguf_models
-from rabbitllm.errors import OptionError
+from rabbitllm.errors import OptionError, UnsafePathError
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.storage.files import PositionalFile
 
@@ -355,10 +355,25 @@ def _samples(header: Header, size: int) -> Iterator[tuple[int, int]]:
 
 
 def sidecars_in(folder: Path) -> dict[str, Path]:
-    """Sidecar files below a folder: name -> path, sorted by name."""
-    paths = (path for pattern in SIDECAR_PATTERNS for path in folder.glob(pattern) if path.is_file())
-    sidecars = {path.relative_to(folder).as_posix(): path for path in paths}
-    return {name: path for name, path in sorted(sidecars.items()) if is_sidecar(name, path.stat().st_size)}
+    """Sidecar files below a folder: name -> path, sorted by name.
+
+    Raises:
+        UnsafePathError: in the place of one is a pipe, a device, a folder or a link to nothing.
+    """
+    paths = [(path, pattern) for pattern in SIDECAR_PATTERNS for path in folder.glob(pattern)]
+    named = [(folder / pattern, pattern) for pattern in SIDECAR_PATTERNS if "*" not in pattern]
+    paths += [(path, pattern) for path, pattern in named if path.is_symlink()]  # `glob` leaves out one to nothing
+    sidecars = {path.relative_to(folder).as_posix(): path for path, _ in paths}
+    for path, pattern in paths:
+        if path.is_file() or (pattern.endswith("*") and path.is_dir()):  # licences may be in a folder
+            continue
+        if is_sidecar(path.relative_to(folder).as_posix(), 0):
+            raise UnsafePathError(
+                f"{path} is a pipe, a device, a folder or a link to nothing; expected a file.",
+                "Put the model's own file there, or remove it if the model has none of this name.",
+            )
+    files = {name: path for name, path in sorted(sidecars.items()) if path.is_file()}
+    return {name: path for name, path in files.items() if is_sidecar(name, path.stat().st_size)}
 
 
 def is_sidecar(name: str, size: int) -> bool:

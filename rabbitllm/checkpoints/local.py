@@ -269,9 +269,10 @@ class LocalCheckpoint(Checkpoint):
         return [index]
 
     def sidecars(self) -> Mapping[str, Path]:
-        paths = sidecars_in(self.folder)
-        if gguf_models(self.index.shards) and not {CONFIG_NAME, *TOKENIZER_NAMES} & paths.keys():
+        named = (self.folder / name for name in (CONFIG_NAME, *TOKENIZER_NAMES))
+        if gguf_models(self.index.shards) and not any(map(os.path.lexists, named)):
             return {}  # a folder of downloads, whose texts belong to no model
+        paths = sidecars_in(self.folder)
         weights = [self.folder / shard for shard in self.index.shards if self._is_link(shard)]
         linked_folders = {weight.resolve().parent for weight in weights}
         for path in paths.values():

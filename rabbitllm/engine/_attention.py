@@ -29,8 +29,8 @@ from rabbitllm.engine._norms import NormForm, norm_form, with_weight
 from rabbitllm.engine._recurrences import delta_form
 from rabbitllm.engine._rotary import rotating_forward
 from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_weights
-from rabbitllm.engine.kv_room import updated
-from rabbitllm.engine.row_attention import CACHED, add_attention, cached
+from rabbitllm.engine.kv_room import CACHED, cached, updated
+from rabbitllm.engine.row_attention import add_attention
 from rabbitllm.engine.transformers_api import attends_by_sdpa, function_tables, keeps_outputs
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct

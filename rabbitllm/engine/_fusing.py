@@ -8,17 +8,18 @@ import gc
 import inspect
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from rabbitllm.base.dict_changes import Answer, remembered
 from rabbitllm.base.openmp import torchs_team
-from rabbitllm.engine.transformers_api import is_for_outputs, keeps_outputs
+from rabbitllm.engine._dict_changes import Answer, remembered
+from rabbitllm.engine.transformers_api import ALL_ATTENTION_FUNCTIONS, is_for_outputs, keeps_outputs
 from rabbitllm.quant.plain import PlainMatrix
 
 MAX_ELEMENTS = 1 << 15
@@ -27,6 +28,9 @@ _NUMBERS = ("eps", "variance_epsilon", "act", "training", "top_k", "norm_topk_pr
 _OWN = ("forward", "config", *_NUMBERS, "_forward_hooks", "_forward_pre_hooks", "_parameters", "_modules")
 """Attributes of a module and its parts that what they compute depends on."""
 _Fact: TypeAlias = tuple[dict[str, Any], str]
+_MOST_ANSWERS = 256
+_answers = dict[frozenset[tuple[int, str]], tuple[list[Any], Answer]]()
+"""Facts -> their values, and whether they are these yet: for modules of a class that are asked one after the other."""
 Form = TypeVar("Form", bound=Hashable)
 Compute: TypeAlias = Callable[..., Any]
 """What is computed in place of a class's forward: a form, a module and the arguments of its forward -> the result; None
@@ -72,7 +76,7 @@ def replace(module: nn.Module, compute: Compute, form: Any) -> None:
     """Let a module compute so until a program replaces its class's forward, which computes all that is left to it, or
     what that calls."""
     tried: Any = type(module).forward
-    calls_same = _calls_same(type(module))
+    calls_same = _calls_same(module)
 
     @functools.wraps(tried)
     def call(module: Any, *args: Any, **named: Any) -> Any:
@@ -96,43 +100,68 @@ def by_function(function: Any, module: Any, *args: Any, **named: Any) -> Any:
     return function(module, *args, **named)
 
 
-def _calls_same(kind: type[nn.Module]) -> Answer:
-    """Whether what a class's forward calls by names of its file, and what that calls in turn, still is the same."""
-    facts = _called_by(kind)
-    values = [table[name] for table, name in facts]
+def _calls_same(module: nn.Module) -> Answer:
+    """Whether what a module's forward uses besides its own values, and the forwards of its parts, still is the same."""
+    parts = [part for part in module.children() if type(part).forward is not nn.Module.forward]
+    facts = {(id(table), name): (table, name) for table, name in _used_by(module)}
+    facts |= {(id(table), name): (table, name) for part in parts for table, name in _class_facts(part)}
+    key, values = frozenset(facts), [table.get(name) for table, name in facts.values()]
+    known, answer = _answers.get(key, ([], lambda: True))
+    if len(known) == len(values) and all(map(operator.is_, known, values)):
+        return answer
+    tables, names = [table for table, _ in facts.values()], [name for _, name in facts.values()]
+    same = remembered(lambda: all(map(operator.is_, map(dict.get, tables, names), values)), tables)
+    if len(_answers) > _MOST_ANSWERS:
+        _answers.clear()
+    _answers[key] = values, same
+    return same
 
-    def are_same() -> bool:
-        return all(table.get(name) is value for (table, name), value in zip(facts, values, strict=True))
 
-    return remembered(are_same, [table for table, _ in facts]) if facts else lambda: True
+def _used_by(module: Any) -> list[_Fact]:
+    """What programs may replace of what a module's forward uses: see `_called_by`, and values of its config."""
+    kind: Any = type(module)
+    facts, names = _called_by(kind, kind.forward)
+    config = vars(module).get("config")
+    own = getattr(config, "__dict__", {})
+    return [*facts, *((own, name) for name in names if name in own or hasattr(type(config), name))]
 
 
-def _called_by(kind: Any) -> list[_Fact]:
-    """What programs may replace of what a class's forward does: methods beside it, values of its file that they use,
-    and what these use."""
-    functions, facts = [inspect.unwrap(kind.forward)], dict[object, _Fact]()
-    variables, files = getattr(functions[0], "__globals__", {}), (kind.__module__, kind.forward.__module__)
+@functools.lru_cache(256)
+def _called_by(kind: Any, forward: Any) -> tuple[list[_Fact], list[str]]:
+    """Methods beside a class's forward, values of its file that they use, and what these use, of modules the values
+    that they name; and all names in its methods."""
+    functions, facts, used = [inspect.unwrap(forward)], dict[object, _Fact](), dict[str, None]()
+    variables, files = getattr(functions[0], "__globals__", {}), (kind.__module__, forward.__module__)
     for each in kind.__mro__:
         own = vars(each).items() if each.__module__ in files else ()
         methods = {name: value for name, value in own if isinstance(value, FunctionType) and name[:2] != "__"}
         functions += map(inspect.unwrap, methods.values())
         facts |= {(each, name): (gc.get_referents(vars(each))[0], name) for name in methods}
     while functions:
-        for name in getattr(getattr(functions.pop(), "__code__", None), "co_names", ()):
-            if name in variables and name not in facts:
-                facts[name] = variables, name
-                value = inspect.unwrap(variables[name]) if callable(variables[name]) else None
-                functions += [value] if getattr(value, "__globals__", None) is variables else []
-    return [*facts.values()]
+        names = getattr(getattr(functions.pop(), "__code__", None), "co_names", ())
+        used |= dict.fromkeys(names)
+        tables = [variables]
+        for table in tables:
+            for name in filter(table.__contains__, names):
+                value = table[name]
+                if isinstance(value, ModuleType) and not any(vars(value) is each for each in tables):
+                    tables.append(vars(value))
+                elif value is ALL_ATTENTION_FUNCTIONS:
+                    facts["sdpa"] = vars(nn.functional), "scaled_dot_product_attention"
+                elif table is variables and (id(table), name) not in facts and callable(value):
+                    inner = inspect.unwrap(value)
+                    functions += [inner] if getattr(inner, "__globals__", None) is variables else []
+                facts[id(table), name] = table, name
+    return [*facts.values()], [*used]
 
 
 def _class_facts(module: nn.Module) -> list[_Fact]:
     """The forward of a module's class, which programs may replace, in it or in a class that comes before its own, and
-    what it calls."""
+    what it uses."""
     classes = type(module).__mro__
     count = next(index for index, each in enumerate(classes) if "forward" in vars(each)) + 1
     facts = [(gc.get_referents(vars(each))[0], "forward") for each in classes[:count]]
-    return facts + _called_by(type(module))
+    return facts + _used_by(module)
 
 
 def kind_of(module: nn.Module) -> object:
@@ -172,11 +201,12 @@ class Watch:
         within: Sequence[Watch] = (),
         always: Iterable[Callable[[], bool]] = (),
     ) -> None:
-        true, hooks = list(facts), list[Any]()
+        listed, hooks = list(facts), list[Any]()
         for parent, name in parts:
             part = parent._modules[name]
-            true += [(parent._modules, name), *own_facts(part), *_class_facts(parent), *_class_facts(part)]
+            listed += [(parent._modules, name), *own_facts(part), *_class_facts(parent), *_class_facts(part)]
             hooks += [part._forward_hooks, part._forward_pre_hooks]
+        true = {(id(table), name): (table, name) for table, name in listed}.values()
         names, values = [name for _, name in true], [table.get(name) for table, name in true]
         facts_in, whole = [table for table, _ in true], [(table, dict(table)) for table in tables]
         others = [*others, *itertools.chain(*(watch.dicts for watch in within))]
@@ -192,17 +222,35 @@ class Watch:
         self.dicts: list[dict[Any, Any]] = [*facts_in, *hooks, *(table for table, _ in whole), *others]
         self.plain = [(table, matrix) for table, matrix in matrices if type(matrix) is PlainMatrix]
         self.plain += itertools.chain(*(watch.plain for watch in within))
+        self._in_place: tuple[list[Any], list[Any]] = [], []
         self.always: list[Callable[[], bool]] = [*always, *itertools.chain(*(watch.always for watch in within))]
         self._is_same = remembered(self.are_true, self.dicts)
 
     def holds(self) -> bool:
         """Whether it is all still true."""
-        if not self._is_same():
+        return self._is_same() and self._are_in_place() and all(ask() for ask in self.always)
+
+    def _are_in_place(self) -> bool:
+        """Whether the plain weights still lie where their matrices do; no dict tells of other `data` of one."""
+        weights = [table.get("weight") for table, _ in self.plain]
+        known, places = self._in_place
+        are_known = len(known) == len(weights) and all(map(operator.is_, weights, map(operator.call, known)))
+        if not weights or (are_known and _places_of(weights) == places):
+            return True
+        if not all(matrix.is_of(weight) for (_, matrix), weight in zip(self.plain, weights, strict=True)):
             return False
-        for table, matrix in self.plain:
-            if not matrix.is_of(table.get("weight")):
-                return False
-        return all(ask() for ask in self.always)
+        self._in_place = [*map(weakref.ref, weights)], _places_of(weights)
+        return True
+
+
+_dtype_of = operator.attrgetter("dtype")
+
+
+def _places_of(weights: Sequence[Any]) -> list[Any]:
+    """Where tensors lie, and in which form."""
+    own = torch.Tensor
+    facts = map(own.data_ptr, weights), map(own.size, weights), map(own.stride, weights), map(_dtype_of, weights)
+    return [*itertools.chain(*facts, map(type, weights))]
 
 
 def threads_for(count: int) -> int:

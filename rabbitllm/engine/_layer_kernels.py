@@ -11,11 +11,10 @@ import numba
 import numpy as np
 
 from rabbitllm.base.compiling import POWERS_OF_2, to_array, wide, words_at
+from rabbitllm.engine.kv_room import CACHED
 
 _NEAR = 1 << 12
 """Values that are computed while they are in the processor's smallest cache."""
-_CACHED = 7
-"""Words of a row's keys and values, see `row_attention.cached`."""
 _LOG2_E = np.float32(1.4426950408889634)
 _C6, _C5, _C4, _C3, _C2, _C1, _ = map(np.float32, POWERS_OF_2)
 
@@ -359,14 +358,13 @@ def combine(data):  # type: ignore[no-untyped-def]
 def keep(data):  # type: ignore[no-untyped-def]
     """Write the keys and values of rows, each as the last token of its own.
 
-    After the own address those of the rows' keys, before their values, and of seven words for each row: the addresses
-    of all its keys and values, the tokens, and bytes from a head to the next and from a token to the next, of keys and
-    of values. The rows, heads and their width.
+    After the own address those of the rows' keys, before their values, and of `kv_room.cached` of each row; rows, heads
+    and their width.
     """
     words = to_array(data, 6)
     rows, heads, width = words[3], words[4], words[5]
     for row in range(rows):
-        cached = integers(words[2] + 8 * _CACHED * row, _CACHED)
+        cached = integers(words[2] + 8 * CACHED * row, CACHED)
         for half in range(2):
             for head in range(heads):
                 source = bfloats(words[1] + 2 * width * ((half * rows + row) * heads + head), width)
@@ -431,20 +429,20 @@ def _attend(query, cached, head, scores, powers, total):  # type: ignore[no-unty
 def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
     """Attention of rows, each to keys and values of its own: some parts of all heads, by their tokens.
 
-    After the own address those of queries, of results, and of seven words for each row, see `keep`; rows, heads, heads
+    After the own address those of queries, of results, and of `kv_room.cached` for each row; rows, heads, heads
     for each of the keys', their width, and the bits of the factor of scores.
     """
     words = to_array(data, 9)
     rows, heads, group, width, factor = words[4], words[5], words[6], words[7], float_of(words[8]) * _LOG2_E
     total, most = 0, 0
     for row in range(rows):
-        tokens = integers(words[3] + 8 * _CACHED * row, _CACHED)[2]
+        tokens = integers(words[3] + 8 * CACHED * row, CACHED)[2]
         total, most = total + heads * tokens, max(most, tokens)
     scores, powers = np.empty(most, np.float32), np.empty(most, np.int32)
     query, summed = np.empty(width, np.float32), np.empty(width, np.float32)
     begin = 0
     for row in range(rows):
-        cached = integers(words[3] + 8 * _CACHED * row, _CACHED)
+        cached = integers(words[3] + 8 * CACHED * row, CACHED)
         tokens = cached[2]
         first, last = max(start * total // parts - begin, 0), max(end * total // parts - begin, 0)
         for head in range(-(-first // tokens), min(-(-last // tokens), heads)):

@@ -39,8 +39,7 @@ from rabbitllm.engine._attention import (
 from rabbitllm.engine._fusing import Watch, form_in, fuse, is_transformed, result_of, trial_of
 from rabbitllm.engine._mixtures import mixture_call, routing_in
 from rabbitllm.engine._siblings import has_hooks
-from rabbitllm.engine.kv_room import NotTogetherError, is_ordinary, keeps_every_token, room_for, sequences_in
-from rabbitllm.engine.row_attention import CACHED
+from rabbitllm.engine.kv_room import CACHED, NotTogetherError, is_ordinary, keeps_every_token, room_for, sequences_in
 from rabbitllm.engine.transformers_api import LinearAttentionCacheLayerMixin, keeps_outputs
 
 _INPUTS = "input_ids", "inputs_embeds"
@@ -237,7 +236,7 @@ class _Whole:
             word
             for room, (_, count) in zip(rooms, layers, strict=True)
             for tokens in range(room.used + 1, room.used + 1 + count)
-            for word in (*room.addresses, tokens, *room.steps)
+            for word in room.cached(tokens)
         ]
         heads, of_rules, asked = self._rules(sequences[0][0])
         out, normed, left = torch.empty_like(x), torch.empty_like(x), array("q", [0])

@@ -27,26 +27,37 @@ def keeps_every_token(layer: CacheLayerMixin) -> bool:
     return type(layer) is DynamicLayer
 
 
+CACHED = 7
+"""Words of a row's keys and values, for compiled code: see `cached`."""
+
+
+def cached(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, ...]:
+    """Addresses of keys and values (1, heads, tokens, width), their tokens, and bytes to the next head and token."""
+    _, of_head, of_token, of_key = keys.stride()
+    _, of_value_head, of_value_token, of_value = values.stride()
+    assert of_key == of_value == 1
+    size = keys.element_size()
+    steps = size * of_head, size * of_token, size * of_value_head, size * of_value_token
+    return keys.data_ptr(), values.data_ptr(), keys.shape[2], *steps
+
+
 class _CacheRoom:
     """Key and value tensors with spare room; those of a layer are views of their first tokens.
 
     Attributes:
         keys, values: (1, heads, tokens, width).
         used: number of tokens in use.
-        addresses: of both.
-        steps: bytes from a head to the next and from a token to the next, of keys and of values.
         form: their dtype and device, 1, heads, and widths.
         views: the keys and values that `extend` gave to a layer.
     """
 
-    __slots__ = ("addresses", "form", "keys", "steps", "used", "values", "views")
+    __slots__ = ("_words", "form", "keys", "used", "values", "views")
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
         self.used = keys.shape[2]
         self.keys = _longer(keys, tokens)
         self.values = _longer(values, tokens)
-        steps = [tensor.element_size() * step for tensor in (self.keys, self.values) for step in tensor.stride()[1:3]]
-        self.addresses, self.steps = (self.keys.data_ptr(), self.values.data_ptr()), steps
+        self._words = cached(self.keys, self.values)
         self.form = keys.dtype, keys.device, len(keys), keys.shape[1], keys.shape[3], values.shape[3]
         self.views: tuple[torch.Tensor, ...] | tuple[None, None] = None, None
 
@@ -58,6 +69,10 @@ class _CacheRoom:
         """Whether the layer has still the tensors that `extend` gave to it, with all used tokens."""
         is_own = layer.keys is self.views[0] and layer.values is self.views[1]
         return is_own and (torch.is_inference_mode_enabled() or not self.keys.is_inference())
+
+    def cached(self, tokens: int) -> tuple[int, ...]:
+        """`cached` of the first tokens."""
+        return *self._words[:2], tokens, *self._words[3:]
 
     def extend(self, layer: CacheLayerMixin, end: int) -> None:
         """Let the layer have so many tokens."""

@@ -13,11 +13,10 @@ import torch
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, float_bits, prepared
 from rabbitllm.engine._fusing import is_transformed
+from rabbitllm.engine.kv_room import CACHED, cached
 from rabbitllm.engine.transformers_api import sdpa_attention_forward
 from rabbitllm.quant import prompt_attention
 
-CACHED = 7
-"""Words of a row's keys and values: see `cached`."""
 HeadForm = tuple[int, int, int, float]
 """Heads of queries and of keys, their width, and the factor of scores."""
 _MULTIPLE = 32
@@ -26,15 +25,6 @@ _LEAST_ROWS = 16
 """Rows from which attention is a prompt's."""
 _OTHERS = "position_bias", "softcap", "output_attentions"
 """Arguments that say that attention is another one."""
-
-
-def cached(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, ...]:
-    """Addresses of keys and values (1, heads, tokens, width), their tokens, and bytes to the next head and token."""
-    _, of_head, of_token, of_key = keys.stride()
-    _, of_value_head, of_value_token, of_value = values.stride()
-    assert of_key == of_value == 1
-    steps = 2 * of_head, 2 * of_token, 2 * of_value_head, 2 * of_value_token
-    return keys.data_ptr(), values.data_ptr(), keys.shape[2], *steps
 
 
 def add_attention(program: Program, queries: Place, out: Place, first: int, rows: int, form: HeadForm) -> None:

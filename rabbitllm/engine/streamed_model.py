@@ -56,16 +56,17 @@ class SharedPasses(Protocol):
 
 
 def refuse_overflow(values: torch.Tensor, name: str) -> None:
-    """Refuse values that are no numbers, as where float16 has overflowed; -inf is legal: a token that is never chosen.
+    """Refuse values that are no numbers, as where float16 has overflowed; logits may be -inf, of a token that is never
+    chosen.
 
     Args:
         values: of any shape and dtype.
         name: of the values, in the plural.
 
     Raises:
-        NotANumberError: NaN or +inf is among them.
+        NotANumberError: NaN or an infinite value is among them.
     """
-    if bool((values < torch.inf).all()):
+    if bool((values < torch.inf if name == "logits" else values.isfinite()).all()):
         return
     if values.dtype == torch.float16:
         raise NotANumberError(

@@ -35,7 +35,7 @@ with checked_parts():
     from transformers.integrations import sdpa_attention
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa_attention_forward
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ALL_ATTENTION_FUNCTIONS
     from transformers.models.auto import modeling_auto
     from transformers.quantizers.auto import AutoHfQuantizer as AutoHfQuantizer
     from transformers.quantizers.base import HfQuantizer as HfQuantizer

@@ -129,7 +129,8 @@ class Sequence:
         self._notify: Callable[[Event], object] | None = notify
         self._wake = wake
         self._first: float | None = None
-        self._ends = end_tokens(model, ignored=request.sampling.ignore_eos)
+        of_model = end_tokens(model, ignored=request.sampling.ignore_eos)
+        self._ends = of_model if self.grammar is None else self.grammar.end_tokens
         self._pieces: list[str] = []
         stops = (*request.stop, *stop_strings(model))
         self._stream = TextStream(
@@ -215,6 +216,13 @@ class Sequence:
         if not entry.past or entry.past >= self.length.tokens or not (continues or entry.length == 1):
             return None
         return cache
+
+    @property
+    def waiting_cache(self) -> Any | None:
+        """The KV cache with which it waits for its next pass, also one of `generate`, if that is all it keeps."""
+        if self.coroutine is None or not self.coroutine.is_outside or self.coroutine.has_state:
+            return None
+        return self.coroutine.inputs[1]
 
     @property
     def can_look_ahead(self) -> bool:

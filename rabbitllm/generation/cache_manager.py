@@ -48,12 +48,14 @@ from rabbitllm.generation.kv_cache import (
     can_be_cropped,
     common_prefix,
     copied,
+    has_states,
     keeps,
     usable,
 )
 from rabbitllm.generation.memory import CacheMemory
 from rabbitllm.generation.request import BatchStats, Limits
 from rabbitllm.generation.swap import SwapSpace, default_folder
+from rabbitllm.generation.transformers_api import has_dynamic_cache
 from rabbitllm.store.locations import home
 
 if TYPE_CHECKING:
@@ -202,7 +204,10 @@ class CacheManager:
         self._trimmed = time.monotonic()
         self._config = model.config.get_text_config(decoder=True)
         self._keeps = keeps(model)
-        self._has_states = self._keeps and not all(map(can_be_cropped, cache_layers(model)))
+        layers = cache_layers(model) if has_dynamic_cache(model) else []
+        # of others a cache may have what grows in another way, and the config's estimate is kept
+        self._is_measurable = all(can_be_cropped(layer) or has_states(layer) for layer in layers) and bool(layers)
+        self._waits_for_states = self._is_measurable and any(map(has_states, layers))
         self._shares = self._keeps and not limits.exact
         self._same_angles = angles_change_after(self._config)
         # Phi-3's own code drops the cache where the angles change; transformers' ordinary code goes on with it
@@ -271,7 +276,7 @@ class CacheManager:
         if sequence.request.media is not None:  # its first pass is not packed, as sequences in the file are
             fits = self._lengths().fits(sequence.length, self.memory)
             return CacheAllocation.MEMORY if fits else CacheAllocation.LATER
-        if self._has_states and not self.memory.is_measured and any(map(self.continues, self._running)):
+        if self._waits_for_states and not self.memory.is_measured and any(map(self._tells_of_states, self._running)):
             return CacheAllocation.LATER  # the config does not say how large states are
         return self._lengths().allocation(sequence.length, others, self.memory)
 
@@ -375,9 +380,15 @@ class CacheManager:
         if self.prompts is not None and self.prompts.has_states:
             for sequence in self._running:
                 self._offer_state(sequence, self.prompts)
-        if self._keeps:
-            ended = [s.cache for s in self._running if s.has_ended and s.error is None and s.num_computed_tokens]
-            self.memory.measure([*ended, *(s.resumable_cache(continues=True) for s in self._running)])
+        if self._is_measurable and not self.memory.is_measured:
+            ended = [s for s in self._running if s.has_ended and s.error is None]
+            caches = [s.cache for s in ended if s.num_computed_tokens]
+            if self._keeps:
+                caches += [s.resumable_cache(continues=True) for s in self._running]
+            else:
+                caches += [s.waiting_cache for s in self._running]
+                self._waits_for_states = False  # if none is left, or modules have states, the next pass has none either
+            self.memory.measure(caches)
         if self._trim is not None and time.monotonic() - self._trimmed > TRIM_SECONDS:
             self._trim()
             self._trimmed = time.monotonic()
@@ -402,6 +413,10 @@ class CacheManager:
             prompts.offer_state(sequence.ids[:tokens], cache)
 
     # the life of a sequence ------------------------------------------------------------------------------------------
+
+    def _tells_of_states(self, sequence: Sequence) -> bool:
+        """Whether a running sequence has a cache that will be measured."""
+        return self.continues(sequence) if self._keeps else sequence.request.media is None
 
     def continues(self, sequence: Sequence) -> bool:
         """Whether a sequence that begins may continue a KV cache with several tokens at once, as with a prefix."""

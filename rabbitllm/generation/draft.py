@@ -272,7 +272,7 @@ class _WithDraft:
 
     def generate(self, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
         """As in transformers, with a draft where it can be used."""
-        generation_config = _without_stop_strings(generation_config, options)
+        generation_config = _without_stop_strings(self, generation_config, options)
         if _serves(self, inputs, generation_config, options):
             processors = options.get("logits_processor") or ()
             grammar = next((each for each in processors if isinstance(each, GrammarState)), None)
@@ -281,10 +281,12 @@ class _WithDraft:
         return parent.generate(inputs, generation_config=generation_config, **options)
 
 
-def _without_stop_strings(config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig | None:
+def _without_stop_strings(
+    model: Any, config: GenerationConfig | None, options: dict[str, Any]
+) -> GenerationConfig | None:
     """The config of a call, whose stop strings become a criterion of its options; with steps of their own, `generate`
     forgets the tokenizer that they need."""
-    stops = options.get("stop_strings") or getattr(config, "stop_strings", None)
+    stops = _setting(model, config, options, "stop_strings")
     if not stops or options.get("tokenizer") is None:
         return config
     criterion = StopStringCriteria(options["tokenizer"], stops)
@@ -296,12 +298,20 @@ def _without_stop_strings(config: GenerationConfig | None, options: dict[str, An
     return config
 
 
+def _setting(model: Any, config: GenerationConfig | None, options: Mapping[str, Any], name: str) -> Any:
+    """An option of a call of `generate`: the call's own, None too, comes before its config's and the model's."""
+    if name in options:
+        return options[name]
+    both = (getattr(config, name, None), getattr(model.generation_config, name, None))
+    return next((setting for setting in both if setting is not None), None)
+
+
 _ALONE: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_return_sequences"), (None, 1)),
     **dict.fromkeys(("return_dict_in_generate", "use_mtp"), (None, False)),
     **dict.fromkeys(("cache_implementation", "prefill_chunk_size", "prompt_lookup_num_tokens"), (None,)),
     **dict.fromkeys(("penalty_alpha", "dola_layers", "guidance_scale", "assistant_early_exit"), (None,)),
-    "stop_strings": (None,),  # of the model's own config
+    "stop_strings": (None,),  # others need a tokenizer
     "use_cache": (None, True),
 }
 """Options of `generate` -> values with which drafts can be used."""
@@ -311,11 +321,6 @@ _INPUTS_OR_CACHE = _INPUTS | {"logits_processor", "stopping_criteria", CACHE_ARG
 
 def _serves(model: Any, inputs: Any, config: GenerationConfig | None, options: Mapping[str, Any]) -> bool:
     """Whether a call of `generate` is for one sequence of text, decoded in the usual way."""
-
-    def value(name: str) -> Any:
-        of = (options.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
-        return next((setting for setting in of if setting is not None), None)
-
     ids = options.get("input_ids") if inputs is None else inputs
     known = {name for name, setting in options.items() if setting is not None} - _INPUTS_OR_CACHE
     caches = [options[name] for name in (CACHE_ARGUMENT, "cache", "cache_params") if options.get(name) is not None]
@@ -326,7 +331,7 @@ def _serves(model: Any, inputs: Any, config: GenerationConfig | None, options: M
         and not ids.is_floating_point()
         and all(hasattr(model.generation_config, name) for name in known)
         and all(_takes(model, cache) for cache in caches)
-        and all(value(name) in allowed for name, allowed in _ALONE.items())
+        and all(_setting(model, config, options, name) in allowed for name, allowed in _ALONE.items())
     )
 
 

@@ -178,12 +178,13 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
 
     Attributes:
         saved: number of forced tokens that had no pass of their own; counted by those who run passes.
+        end_tokens: the tokens that end the answer; of a tokenizer without an end token, one that no text has.
     """
 
     def __init__(self, matcher: LLMatcher, ends: Sequence[int], end: int, kind: str, tokens: LLTokenizer) -> None:
         self.saved = 0
         self._matcher, self._tokens = matcher, tokens
-        self._ends, self._end, self._kind = list(ends) or [end], end, kind
+        self.end_tokens, self._end, self._kind = list(ends) or [end], end, kind
         self._prompt: int | None = None  # tokens before the answer
         self._known: list[int] = []  # tokens of the answer, and those that must follow them
         self._free = 0  # number of the former
@@ -206,7 +207,7 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
 
     def ends(self, forced: Sequence[int]) -> bool:
         """Whether the answer is over after these tokens that must follow."""
-        return bool(forced) and forced[-1] in self._ends
+        return bool(forced) and forced[-1] in self.end_tokens
 
     def rows(self, ids: Sequence[int]) -> list[int]:
         """Those of `forced` that are rows of a pass: all but an end token."""
@@ -215,7 +216,7 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
 
     def valid(self, ids: Sequence[int], draft: Sequence[int]) -> int:
         """How many tokens of a draft after `ids` the grammar allows."""
-        if following := self.forced(ids):
+        if (following := self.forced(ids)) or self._banned is None:
             return _shared(draft, following)
         self._wait()
         return self._matcher.validate_tokens(list(draft))
@@ -235,11 +236,10 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
                 f"A grammar's state is for one sequence; found {len(input_ids)}.", "Generate one sequence a call."
             )
         following = self.forced(input_ids[0].tolist())
-        if following:
+        if following or self._banned is None:  # after an end at which `generate` does not stop, further ones
             only = torch.full_like(scores, -torch.inf)
-            only[0, following[0]] = 0
+            only[0, (following or self.end_tokens)[0]] = 0
             return only
-        assert self._banned is not None
         known = self._banned.result()[: scores.shape[-1]].to(scores.device)
         banned = torch.ones(scores.shape[-1], dtype=torch.bool, device=scores.device)
         banned[: len(known)] = known
@@ -252,9 +252,10 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
         """Go to an answer of these tokens, and on to the next choice."""
         self._wait()
         self._banned = None
-        same = _shared(tokens, self._known[: self._read])
-        is_over = len(tokens) > same and tokens[-1] in self._ends
-        matcher, new = self._matcher, tokens[same : len(tokens) - is_over]
+        same, end = _shared(tokens, self._known[: self._read]), len(tokens)
+        while end > same and tokens[end - 1] in self.end_tokens:
+            end -= 1
+        matcher, new, is_over = self._matcher, tokens[same:end], end < len(tokens)
         if self._read > same:
             matcher.rollback(self._read - same)
         read = matcher.try_consume_tokens(new)
@@ -263,7 +264,7 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
         self._free, self._read = len(tokens), same + len(new) + len(forced)
         self._known = [*tokens, *forced]
         if is_over or matcher.is_stopped():
-            self._known += [] if is_over else self._ends[:1]
+            self._known += [] if is_over else self.end_tokens[:1]
         else:
             self._banned = _workers().submit(self._mask)
 
@@ -274,7 +275,7 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
         banned = torch.from_numpy(np.unpackbits(bits, bitorder="little") == 0)
         goes_on = bool(banned[self._end])
         banned[self._end] = True
-        banned[self._ends] = goes_on
+        banned[self.end_tokens] = goes_on
         return banned
 
     def _check(self, unread: int) -> None:

@@ -57,6 +57,11 @@ def is_indexed(layer: CacheLayerMixin) -> bool:
     return type(layer) is DynamicIndexedLayer
 
 
+def has_states(layer: CacheLayerMixin) -> bool:
+    """Whether a layer has the states of linear attention or the like."""
+    return hasattr(layer, "conv_states")
+
+
 def is_plain(layer: CacheLayerMixin) -> bool:
     """Whether a layer has neither a state nor indexes."""
     return keeps_every_token(layer) or is_window(layer) or is_nothing(layer)
@@ -208,10 +213,10 @@ def _state_bytes(config: PretrainedConfig) -> int:
 
 
 def cost_by_cache(cache: Cache) -> CacheCost | None:
-    """The cost measured on a cache with some tokens in it; None if it cannot be derived."""
+    """The cost measured on a cache with some tokens in it; None if it cannot be derived, or nothing is in it."""
     every_token = fixed = layers = 0
     windows = []
-    for layer in cache.layers:
+    for layer in layers_of(cache):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         tensors = sum(tensor.nbytes for tensor in tensors_in(vars(layer)))
         if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.dim() == 4 and keys.shape[-2]:
@@ -228,7 +233,8 @@ def cost_by_cache(cache: Cache) -> CacheCost | None:
         elif tensors == 0 and getattr(layer, "is_initialized", True) and not is_nothing(layer):
             return None
         fixed += tensors
-    return CacheCost(every_token, max(layers, 1), tuple(windows), fixed)
+    cost = CacheCost(every_token, max(layers, 1), tuple(windows), fixed)
+    return cost if cost.bytes_for(1) else None
 
 
 def bytes_of(cache: Any) -> int:
@@ -575,7 +581,7 @@ def keeps(model: StreamedModel) -> bool:
         return False  # the number of its tokens would be unknown
     if getattr(model, "hosts", None) is not None and not all(map(keeps_every_token, layers)):
         return False  # a snapshot has the layers of this host only
-    states = [layer for layer in layers if hasattr(layer, "conv_states")]
+    states = [layer for layer in layers if has_states(layer)]
     return len(plain) == len(layers) or (config.model_type in CONTINUING and len(states) + len(plain) == len(layers))
 
 

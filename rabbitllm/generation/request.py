@@ -634,7 +634,7 @@ def generate_arguments(
     from rabbitllm.generation.kv_cache import CACHE_ARGUMENT
 
     ids = torch.tensor([[*request.prompt, *tokens]], device=model.device)
-    ends, pad = end_tokens(model), tokenizer_of(model).pad_token_id
+    ends, pad = end_tokens(model) if grammar is None else grammar.end_tokens, tokenizer_of(model).pad_token_id
     sampling = request.sampling
     # None would be the model's own
     limits: dict[str, Any] = {"eos_token_id": [NO_TOKEN] if sampling.ignore_eos else ends or None}

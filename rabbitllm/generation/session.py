@@ -121,7 +121,7 @@ def generate(
         finish = FinishReason.CANCELLED
         stream.end()
     if finish is None:
-        ends = end_tokens(model, ignored=request.sampling.ignore_eos)
+        ends = grammar.end_tokens if grammar else end_tokens(model, ignored=request.sampling.ignore_eos)
         is_over = not stream.tokens or stream.tokens[-1] in ends or stream.stop is not None
         finish = FinishReason.STOP if is_over else FinishReason.LENGTH
     brought = drafting.brought if drafting is not None else Drafts()

@@ -181,6 +181,19 @@ def small_file_that_leads_elsewhere_than_the_weights(folder: Path) -> None:
     (folder / "tokenizer.json").symlink_to(folder.parent / "outside" / "secret.json")
 
 
+@attack("tokenizer.json is a pipe, a device, a folder or a link to nothing")
+def small_file_that_is_a_folder(folder: Path) -> None:
+    (folder / SINGLE).write_bytes(SOUND)
+    (folder / "tokenizer.json").mkdir()
+
+
+@attack("1_Pooling/config.json is a pipe, a device, a folder or a link to nothing")
+def small_file_in_a_folder_that_leads_to_nothing(folder: Path) -> None:
+    (folder / SINGLE).write_bytes(SOUND)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").symlink_to("nowhere.json")
+
+
 @attack("a.safetensors is a link that leads out of the hub cache")
 def shard_in_a_hub_cache_that_leads_to_weights_outside(folder: Path) -> None:
     commit = folder / "models--o--n" / "snapshots" / "c1"
@@ -212,6 +225,16 @@ if sys.platform != "win32":
     def shard_that_is_a_pipe(folder: Path) -> None:
         os.mkfifo(folder / "a.safetensors")
         index(folder, {"t": "a.safetensors"})
+
+    @attack("chat_template.jinja is a pipe, a device, a folder or a link to nothing")
+    def small_file_that_is_a_pipe(folder: Path) -> None:
+        (folder / SINGLE).write_bytes(SOUND)
+        os.mkfifo(folder / "chat_template.jinja")
+
+    @attack("merges.txt is a pipe, a device, a folder or a link to nothing")
+    def small_file_that_is_a_device(folder: Path) -> None:
+        (folder / SINGLE).write_bytes(SOUND)
+        (folder / "merges.txt").symlink_to("/dev/null")
 
     @attack("is a link that leads outside its folder, to /dev/zero")
     def shard_that_is_a_device(folder: Path) -> None:

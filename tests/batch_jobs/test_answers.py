@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -297,6 +298,47 @@ def test_embeddings_in_openais_form(model: Any) -> None:
     cut = torch.nn.functional.normalize(vector[:8], dim=0)
     assert body["data"][0]["embedding"] == pytest.approx(cut.tolist(), abs=CLOSE)
     assert "dimensions is 1,000,000" in refused["response"]["body"]["error"]["message"]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_texts_whose_values_are_no_numbers_fail_alone(model: Any, number: float) -> None:
+    (odd,) = model.tokenizer("rabbit", add_special_tokens=False)["input_ids"][:1]
+    both = "the rabbit", "the hare"
+    tasks = [
+        *(Embed((text,), pooling=pooling) for text in both for pooling in ("last", "mean")),
+        *(ScoreItem(text, (" and",)) for text in both),
+        *(Choose("the", (word, " or")) for word in (" rabbit", " hare")),
+        *(BatchCall("/v1/embeddings", {"input": [text, "x"]}) for text in both),
+    ]
+    items = [Item(index, index, task) for index, task in enumerate(tasks)]
+    expected = line(model, *items)
+
+    def overflow(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.masked_fill((inputs[0] == odd)[..., None], number)
+
+    hook = model.get_input_embeddings().register_forward_hook(overflow)
+    try:
+        lines = line(model, *items)
+    finally:
+        hook.remove()
+    failed = [0, 1, 4, 6, 8]
+    for index in set(range(8)).difference(failed):
+        assert lines[index].keys() == expected[index].keys()
+    for index in failed[:-1]:
+        assert lines[index]["error"]["code"] == "not_a_number"
+        assert "contain inf or nan" in lines[index]["error"]["message"]
+    assert [lines[index]["response"]["status_code"] for index in (8, 9)] == [500, 200]
+
+
+def test_a_continuation_of_probability_0_fails_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    never = parted(model.tokenizer, "the", " hare")[1][-1]
+    assert never not in parted(model.tokenizer, "the", " rabbit")[1]
+    head = model.get_output_embeddings()
+    ordinary = head.forward
+    monkeypatch.setattr(head, "forward", lambda x: ordinary(x).index_fill(-1, torch.tensor([never]), -math.inf))
+    lines = line(model, *(Item(n, n, ScoreItem("the", (word,))) for n, word in enumerate((" hare", " rabbit"))))
+    assert lines[0]["error"]["code"] == "not_a_number"
+    assert math.isfinite(lines[1]["logprob"])
 
 
 def test_invalid_scores_are_errors_in_place(model: Any) -> None:

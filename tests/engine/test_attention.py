@@ -22,7 +22,7 @@ from rabbitllm.base.programs import Program
 from rabbitllm.engine import _attention, _whole_steps, kv_room
 from rabbitllm.engine._attention import _AttentionForm, _plain, fuse_attention, fuse_layers, relative_error
 from rabbitllm.engine._norms import fuse_norms
-from rabbitllm.engine.row_attention import cached
+from rabbitllm.engine.kv_room import cached
 from rabbitllm.quant import _vectors
 from tests.engine.test_siblings import PROMPT, checkpoint
 from tests.support.builders import DELTA, Family
@@ -257,6 +257,44 @@ def test_a_change_between_two_steps_is_noticed(tmp_path: Path, monkeypatch: pyte
         assert torch.equal(*changed), name
         assert not torch.equal(changed[0], ordinary[0]), name
         assert all(map(torch.equal, steps(), ordinary)), name
+
+
+@torch.no_grad()
+def test_what_a_class_reads_of_its_config_or_of_torch_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(checkpoint(tmp_path, Family("olmo"), "q8_0"), exact=False)
+    forwards = [(module, vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)]
+    cache = DynamicCache(config=model.config)
+    model(PROMPT, past_key_values=cache)
+    attentions = [module for module, _ in forwards if hasattr(module, "q_proj")]
+    mlps = [module for module, _ in forwards if hasattr(module, "up_proj")]
+    assert len(attentions) == len(mlps) == len(model.model.layers)
+
+    def of_both() -> list[torch.Tensor]:
+        results = []
+        for kept in (forwards, []):
+            for module, forward in forwards:
+                vars(module).pop("forward", None)
+                vars(module).update({"forward": forward} if kept else {})
+            calls = (PROMPT, None), (PROMPT[:, :1], copy.deepcopy(cache)), (PROMPT[:, :3], copy.deepcopy(cache))
+            results += [model(ids, past_key_values=past).logits for ids, past in calls]
+        return results
+
+    ordinary = of_both()
+    changes: list[Callable[[pytest.MonkeyPatch], None]] = [
+        lambda patch: patch.setattr(model.config, "clip_qkv", 0.02),
+        lambda patch: patch.setattr(nn.functional, "silu", lambda x, **named: torch.relu(x)),
+        lambda patch: patch.setattr(nn.functional, "scaled_dot_product_attention", lambda q, *args, **named: q * 2),
+    ]
+    for change in changes:
+        with monkeypatch.context() as patch:
+            change(patch)
+            changed = of_both()
+        for fused, plain, before in zip(changed, changed[3:], ordinary, strict=False):
+            assert _attention.relative_error(fused, plain) < 0.02 < _attention.relative_error(fused, before)
+        for fused, before in zip(of_both(), ordinary, strict=True):
+            assert torch.equal(fused, before)
 
 
 @torch.no_grad()

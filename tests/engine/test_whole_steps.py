@@ -186,6 +186,10 @@ MORE: dict[str, Change] = {
         modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * 2, k)
     ),
     "function of a function": lambda patch, model: patch.setattr(modeling_llama, "rotate_half", torch.zeros_like),
+    "torch's attention": lambda patch, model: patch.setattr(
+        nn.functional, "scaled_dot_product_attention", lambda q, *args, **named: q * 2
+    ),
+    "torch's activation": lambda patch, model: patch.setattr(nn.functional, "silu", lambda x, **named: torch.relu(x)),
     "attention": lambda patch, model: patch.setitem(
         modeling_llama.ALL_ATTENTION_FUNCTIONS, "sdpa", lambda module, q, *args, **named: (q.transpose(1, 2), None)
     ),

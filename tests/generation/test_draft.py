@@ -270,9 +270,15 @@ def test_plain_generate_with_a_draft_ends_at_stop_strings(folder: Path) -> None:
         assert torch.equal(tokens, expected)
         assert passes < without < len(whole)
     assert config.stop_strings == [text]
+    other = plain.tokenizer.decode(whole[5:6])
     for each in (plain, model):
-        each.generation_config.stop_strings = [text]
-    assert torch.equal(*(passes_of(each, tokenizer=plain.tokenizer)[0] for each in (plain, model)))
+        each.generation_config.stop_strings = [other]
+    assert other not in text
+    for calls in ({}, {"stop_strings": text}, {"generation_config": config, "stop_strings": None}):
+        named: dict[str, Any] = {"tokenizer": plain.tokenizer, **calls}
+        (expected, without), (tokens, passes) = (passes_of(each, **named) for each in (plain, model))
+        assert torch.equal(tokens, expected)
+        assert passes < without
 
 
 class Pieces:

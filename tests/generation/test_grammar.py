@@ -369,6 +369,26 @@ def test_ignoring_the_end_does_not_hold_what_can_only_end(ask: Ask, logprobs: in
     assert second.finished.finish is FinishReason.STOP
 
 
+def test_an_answer_ends_without_an_end_token(folder: Path) -> None:
+    model: Any = load(folder, ALL, dtype="float32", exact=False)
+    model.tokenizer = make_tokenizer()
+    model.tokenizer.eos_token, model.generation_config.eos_token_id = None, None
+    texts = "the rain", "the rainbow"  # one may end where the other goes on
+    grammar = Grammar.of_choice(texts)
+    asked = [Request(prompt(9, seed), 30, Sampling(1.5, seed=seed), grammar=grammar) for seed in range(3)]
+    results = [answer(model, each, lambda text: None, draft=draft) for each in asked for draft in (None, NGRAM)]
+    for limits in (NONE, LOOKUP):
+        with Batch(model, limits) as batch:
+            results += [submitted.finished for submitted in answered_together(batch, asked)]
+    assert {(result.text in texts, result.finish) for result in results} == {(True, FinishReason.STOP)}
+    state, ids = grammar.state(model), torch.tensor([asked[0].prompt])
+    options: Any = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "logits_processor": [state]}
+    tokens = model.generate(ids, **options)[0, 9:].tolist()  # without an end token it goes on
+    assert model.tokenizer.decode(tokens, skip_special_tokens=True) in texts
+    assert len(tokens) == 12
+    assert tokens[-1] == state.end_tokens[0]
+
+
 def test_other_tokenizers_are_refused_by_name() -> None:
     class Slow:
         eos_token_id = 2

@@ -15,8 +15,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from rabbitllm.errors import OptionError
 from rabbitllm.generation import _sequence
 from rabbitllm.generation.cache_manager import CacheManager
-from rabbitllm.generation.kv_cache import bytes_of, cost_by_cache, cost_by_config, keeps
+from rabbitllm.generation.kv_cache import bytes_of, cost_by_cache, cost_by_config
 from rabbitllm.generation.request import BatchStats, Delta, Event, FinishReason, Limits, Request
+from rabbitllm.generation.transformers_api import has_dynamic_cache
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.generation.submitting import Open, Submitted, alone, answered, answered_together, prompt
 from tests.support.builders import FAMILIES, build_checkpoint, make_tokenizer
@@ -47,7 +48,7 @@ def limits(model: Any, **options: Any) -> Limits:
     config = model.config.get_text_config(decoder=True)
     predicted = cost_by_config(config, model.dtype)
     measured = None
-    if keeps(model):
+    if has_dynamic_cache(model):
         cache = DynamicCache(config=config)
         model(torch.tensor([prompt(9, 9)]), past_key_values=cache)
         measured = cost_by_cache(cache)
@@ -91,26 +92,29 @@ def test_preempted_requests_get_their_tokens_alone(tmp_path: Path, open_batch: O
 
 
 def test_states_count_from_the_first_pass(tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = build_checkpoint(tmp_path / "model", FAMILIES["qwen3_next"], dtype=torch.float32)
-    shares, measure = [], CacheManager.measure
+    shares, measure = list[float](), CacheManager.measure
 
     def measured(caches: CacheManager) -> None:
-        held = sum(bytes_of(sequence.cache) for sequence in caches._running)
+        held = sum(bytes_of(cache) for each in caches._running if (cache := each.cache or each.waiting_cache))
         shares.append(held / caches.memory.limit)
         measure(caches)
 
     monkeypatch.setattr(CacheManager, "measure", measured)
-    batch, _ = open_batch(limits(plain_model(folder, dtype=torch.float32)), folder=split(folder))
-    answered(batch, [Request(prompt(9, seed), 4) for seed in range(6)])
-    assert 0.5 < max(shares) <= 1
+    for family in ("qwen3_next", "jamba"):  # a cache that is kept, and one that `generate` makes
+        folder = build_checkpoint(tmp_path / family, FAMILIES[family], dtype=torch.float32)
+        batch, _ = open_batch(limits(plain_model(folder, dtype=torch.float32)), folder=split(folder))
+        answered(batch, [Request(prompt(9, seed), 4) for seed in range(6)])
+        assert 0.5 < max(shares) <= 1
+        shares.clear()
 
 
 def test_states_are_measured_of_a_request_that_ends_in_its_first_pass(tmp_path: Path, open_batch: Open) -> None:
-    batch, _ = open_batch(folder=split(build_checkpoint(tmp_path / "model", FAMILIES["qwen3_next"])))
-    for passes in (2, 1):  # the first one alone
-        before = batch.stats.passes
-        answered_together(batch, [Request(prompt(9, seed), 1) for seed in range(6)])
-        assert batch.stats.passes - before == passes
+    for family in ("qwen3_next", "jamba"):
+        batch, _ = open_batch(folder=split(build_checkpoint(tmp_path / family, FAMILIES[family])))
+        for passes in (2, 1):  # the first one alone
+            before = batch.stats.passes
+            answered_together(batch, [Request(prompt(9, seed), 1) for seed in range(6)])
+            assert batch.stats.passes - before == passes
 
 
 @pytest.mark.parametrize("rooms", [1, 100])

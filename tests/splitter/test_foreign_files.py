@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rabbitllm.errors import InvalidIndexError, SplitMismatchError, StorageError
+from rabbitllm.errors import InvalidIndexError, SplitMismatchError, StorageError, UnsafePathError
 from rabbitllm.store.manifest import JOURNAL_NAME
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.forked import in_a_fork
@@ -60,6 +60,22 @@ def test_a_pipe_is_refused_at_once(model: Path, tmp_path: Path) -> None:
             return error.value.problem
 
         assert name in in_a_fork(refused)
+    assert contents(model) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+def test_a_pipe_in_the_place_of_a_tokenizer_is_refused_before_a_shard_is_deleted(model: Path, tmp_path: Path) -> None:
+    before = contents(model)
+    for name in ("tokenizer.json", "tokenizer.model"):
+        os.mkfifo(model / name)
+
+        def refused() -> str:
+            with pytest.raises(UnsafePathError) as error:
+                Call(str(model), str(tmp_path / "X")).make()
+            return error.value.problem
+
+        assert f"{model / name} is a pipe" in in_a_fork(refused)
+        (model / name).unlink()
     assert contents(model) == before
 
 

@@ -32,7 +32,7 @@ from rabbitllm.base.building import BUILDING
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.engine.free_memory import available_ram
 from rabbitllm.engine.placement import READY, Tier
-from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError
+from rabbitllm.errors import BatchError, NotANumberError, OptionError, RabbitLLMError, ScoringError
 from rabbitllm.generation._coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
 from rabbitllm.generation._packed_batch import PACKABLE, NotPackable, can_be_packed, grouped, shares_keys
 from rabbitllm.generation._sequence import ranked
@@ -72,6 +72,8 @@ FILLABLE = PACKABLE | frozenset(
 """Model types whose results do not change if sequences are padded at the end (transformers 5.23 and 5.24), tested in
 `tests/generation/scoring/test_every_family.py`. In such a model no token depends on later ones, by attention or by a
 state, and no result depends on the length of the longest sequence in the batch."""
+_OF_TEXTS = ScoringError, NotANumberError, OutOfDeviceMemory
+"""Errors that other texts may not have."""
 WAITING_SHARE, COMPUTING_SHARE = 2, 4
 """1 / `WAITING_SHARE` of free memory is for waiting micro-batches, 1 / `COMPUTING_SHARE` for the current one."""
 MIN_TOKENS, MAX_TOKENS = 512, 8192
@@ -267,8 +269,7 @@ def score(
     Raises:
         OptionError: the model cannot score, or `room` is invalid.
         BatchError: the model is answering requests.
-        OSError, RabbitLLMError: the weights cannot be read, there is no room for waiting micro-batches, or a value in
-            the model is beyond the range of float16.
+        OSError, RabbitLLMError: the weights cannot be read, or there is no room for waiting micro-batches.
     """
     check_scores(model)
     limits, has_head = ModelLimits.of(model), model.get_output_embeddings() is not None
@@ -425,7 +426,7 @@ def _pass(
         error = coroutine.error
         if not isinstance(error, Exception):
             raise error or ScoringError("A micro-batch returned no result.")
-        if isinstance(error, OSError | RabbitLLMError) and not isinstance(error, ScoringError | OutOfDeviceMemory):
+        if isinstance(error, OSError | RabbitLLMError) and not isinstance(error, _OF_TEXTS):
             raise error
         failed.append((batch, error))
     return [result for index in sorted(results) for result in results[index]], failed

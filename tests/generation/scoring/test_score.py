@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
-from rabbitllm.errors import BatchError, OptionError, RabbitLLMError, ScoringError
+from rabbitllm.errors import BatchError, NotANumberError, OptionError, RabbitLLMError, ScoringError
 from rabbitllm.generation.memory import HEAP_BLOCK_BYTES, PassCost, cost_of_a_pass, repeated_bytes
 from rabbitllm.generation.scoring import Room, ScoredText, score
 from rabbitllm.generation.scoring.micro_batches import TextLayout
@@ -384,7 +384,7 @@ def test_wide_models_still_get_useful_groups() -> None:
     assert PassCost(1, 0, 1, 0, 1, HEAP_BLOCK_BYTES).max_tokens == 512
 
 
-def test_float16_overflow_is_an_error(tmp_path: Path) -> None:
+def test_float16_overflow_is_an_error_of_each_text(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)
     weights = read_tensors(folder)
     weights["model.layers.1.mlp.up_proj.weight"] *= 1000
@@ -399,7 +399,8 @@ def test_float16_overflow_is_an_error(tmp_path: Path) -> None:
         "hidden states": [ScoredText(index, (1, 40, 81 + index), (), "mean") for index in range(2)],
     }
     for values, exact in itertools.product(texts, (True, False)):
-        with pytest.raises(RabbitLLMError, match=f"The {values} contain inf or nan") as caught:
-            scored(model, texts[values], Room(exact=exact))
-        assert "float32" in caught.value.remedy
+        for result in scored(model, texts[values], Room(exact=exact)).values():
+            assert isinstance(result.error, NotANumberError)
+            assert f"The {values} contain inf or nan" in result.error.problem
+            assert "float32" in result.error.remedy
         assert [result.error for result in scored(wide, texts[values], Room(exact=exact)).values()] == [None, None]

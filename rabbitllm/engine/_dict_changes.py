@@ -73,8 +73,8 @@ class _Watched:
 @functools.cache
 def _function(name: str) -> tuple[Any, int]:
     """A function of `_dict_kernels`, which runs with the interpreter lock, and its address."""
-    from rabbitllm.base import _dict_kernels  # numba comes with it
     from rabbitllm.base.compiling import CALLBACK, address_of
+    from rabbitllm.engine import _dict_kernels  # numba comes with it
 
     address = address_of(getattr(_dict_kernels, name), CALLBACK)
     return ctypes.PYFUNCTYPE(ctypes.c_int32, ctypes.c_int32, *[ctypes.c_int64] * 3)(address), address

@@ -1,4 +1,4 @@
-"""Compiled code of `dict_changes.py`, of the signature `compiling.CALLBACK`."""
+"""Compiled code of `_dict_changes.py`, of the signature `compiling.CALLBACK`."""
 
 from __future__ import annotations
 

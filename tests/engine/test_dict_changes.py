@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from rabbitllm.base import dict_changes
-from rabbitllm.base.dict_changes import remembered
+from rabbitllm.engine import _dict_changes as dict_changes
+from rabbitllm.engine._dict_changes import remembered
 
 TELLS = dict_changes._way() is not dict_changes._unknown
 
