@@ -13,7 +13,7 @@ import functools
 import struct
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ Place = tuple[int, int]
 """A place in memory: which of the addresses of a call of a `Program`, and bytes from there on."""
 Words = Sequence[int | Place]
 """Int64s; a place is replaced by its address."""
-OWN, STEPS, SCRATCH, BEGIN, FIRST = 0, 4, 7, 8, 9
+OWN, STEPS, SCRATCH, BEGIN, ASKED, FIRST = 0, 4, 7, 8, 9, 10
 """The words of a program with its own address, the number of its functions, that of the scratch memory, the function
-that a call begins with, and the first address of a call. A function that sets the second to 0 is the last one."""
+that a call begins with, that of the steps of Python, and the first address of a call. A function that sets the second
+to 0 is the last one."""
 KEPT_BYTES = 1 << 20
 """Bytes of scratch memory that a thread keeps for its next call."""
 _ALIGNMENT = 64
@@ -90,7 +91,7 @@ class Program:
 
     def ask(self) -> None:
         """Add a step of Python: the next value of the iterator that a call is given, which calls no program."""
-        self._steps.append((None, [(OWN, 8 * STEPS)], 1))
+        self._steps.append((None, [], 1))
 
     def __call__(self, *addresses: int, begin: int = 0, asked: Iterator[object] | None = None) -> None:
         """Run it, from a function on: all before are left out.
@@ -108,32 +109,35 @@ class Program:
         if asked is None:
             _compiled()(own)
             return
-        _kept.asked, _kept.errors = asked, list[BaseException]()
+        errors = list[BaseException]()
+        next(answers := _answers(asked, data, errors))
+        answer = _as_function(answers.send)
+        data[ASKED] = ctypes.cast(answer, ctypes.c_void_p).value or 0
         _compiled()(own)
-        del _kept.asked  # it may keep a model
-        if _kept.errors:
-            raise _kept.errors.pop()
+        if errors:
+            raise errors.pop()
 
     def _joined(self) -> array[int]:
         """All words: those of `parts.run_program`, the addresses of a call, places, functions, and their words."""
         from rabbitllm.base.compiling import address_of  # numba comes with it
 
         begin = FIRST + self._addresses
-        count = 2 * len(self._steps) + sum(isinstance(word, tuple) for _, step, _ in self._steps for word in step)
+        count = sum(2 + (own is None) + sum(isinstance(word, tuple) for word in step) for own, step, _ in self._steps)
         of_calls = begin + 3 * count
         first = of_calls + 3 * len(self._steps)
         places, calls, words = list[int](), list[int](), list[int]()
         for function, step, threads in self._steps:
             place = OWN, 8 * (first + len(words))
             places += [of_calls + len(calls) + 1, *place]
-            own = ctypes.cast(_asking, ctypes.c_void_p).value or 0 if function is None else address_of(function)
-            calls += [own, 0, threads]
+            if function is None:
+                places += [of_calls + len(calls), ASKED, 0]
+            calls += [0 if function is None else address_of(function), 0, threads]
             for word in (place, *step):
                 if isinstance(word, tuple):
                     places += [first + len(words), *word]
                 words.append(0 if isinstance(word, tuple) else word)
         of_team = team.address if (team := torchs_team()) is not None else 0
-        head = [0, first + len(words), begin, count, len(self._steps), of_team, PARTS, *[0] * (2 + self._addresses)]
+        head = [0, first + len(words), begin, count, len(self._steps), of_team, PARTS, *[0] * (3 + self._addresses)]
         return array("q", [*head, *places, *calls, *words])
 
 
@@ -163,24 +167,28 @@ def _compiled() -> Callable[[int], None]:
 
 class _Kept(threading.local):
     memory: torch.Tensor | None = None
-    asked: Iterator[object]
-    errors: list[BaseException]
 
 
 _kept = _Kept()
 _as_function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def _ask(address: int) -> None:
+def _answers(asked: Iterator[object], data: array[int], errors: list[BaseException]) -> Generator[None, object, None]:
+    """Take the next value each time that it is sent something; an error ends a program with these words.
+
+    Python raises a Ctrl-C that came while compiled code ran as soon as any code of its own runs again: here within
+    `try`. From a function it would go to ctypes, which drops errors.
+    """
     try:
-        next(_kept.asked)
-    except BaseException as error:  # ctypes would drop it, a user's Ctrl-C too
-        _kept.errors.append(error)
-        steps = ctypes.c_int64.from_address(address + 8).value
-        ctypes.c_int64.from_address(steps).value = 0
-
-
-_asking = _as_function(_ask)
+        while True:
+            yield
+            next(asked)
+    except GeneratorExit:  # the program has ended
+        return
+    except BaseException as error:
+        data[STEPS] = 0
+        errors.append(error)
+    yield
 
 
 def _scratch(nbytes: int) -> torch.Tensor:
