@@ -51,13 +51,14 @@ class _CacheRoom:
         views: the keys and values that `extend` gave to a layer.
     """
 
-    __slots__ = ("_words", "form", "keys", "used", "values", "views")
+    __slots__ = ("_places", "_width", "_words", "form", "keys", "used", "values", "views")
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
         self.used = keys.shape[2]
         self.keys = _longer(keys, tokens)
         self.values = _longer(values, tokens)
         self._words = cached(self.keys, self.values)
+        self._places, self._width = self._words[:2], self.keys[:, :, 0].numel()
         self.form = keys.dtype, keys.device, len(keys), keys.shape[1], keys.shape[3], values.shape[3]
         self.views: tuple[torch.Tensor, ...] | tuple[None, None] = None, None
 
@@ -67,7 +68,11 @@ class _CacheRoom:
 
     def belongs_to(self, layer: CacheLayerMixin) -> bool:
         """Whether the layer has still the tensors that `extend` gave to it, with all used tokens."""
-        is_own = layer.keys is self.views[0] and layer.values is self.views[1]
+        keys, values = layer.keys, layer.values
+        if keys is not self.views[0] or values is not self.views[1] or keys is None or values is None:
+            return False
+        # other `data` of the same tensors
+        is_own = (keys.data_ptr(), values.data_ptr()) == self._places and keys.numel() == self.used * self._width
         return is_own and (torch.is_inference_mode_enabled() or not self.keys.is_inference())
 
     def cached(self, tokens: int) -> tuple[int, ...]:

@@ -253,7 +253,8 @@ def test_room_of_another_layer_is_not_written(length: int) -> None:
 @pytest.mark.usefixtures("small_layers_have_room")
 @pytest.mark.parametrize("seed", range(4))
 def test_any_operations_on_a_layer(seed: int) -> None:
-    """Cut, copied with and without its tensors, both copies going on, put back to tensors of before."""
+    """Cut, copied with and without its tensors, both copies going on, put back to tensors of before, or given other
+    `data`."""
     chance = random.Random(seed)
     torch.manual_seed(seed)
     pairs = [(DynamicLayer(), DynamicLayer())]
@@ -262,7 +263,7 @@ def test_any_operations_on_a_layer(seed: int) -> None:
     for _ in range(150):
         index = chance.randrange(len(pairs))
         layer, plain = pairs[index]
-        match chance.choice(["append"] * 6 + ["cut", "fork", "clone", "keep", "put back"]):
+        match chance.choice(["append"] * 6 + ["cut", "fork", "clone", "keep", "put back", "data"]):
             case "append":
                 both(layer, plain, chance.randint(1, 5))
             case "cut":
@@ -277,6 +278,10 @@ def test_any_operations_on_a_layer(seed: int) -> None:
             case "put back":
                 layer, plain = pairs[saved[0]]
                 layer.keys, layer.values, plain.keys, plain.values = saved[1:]
+            case "data" if layer.keys.shape[2] > 3:
+                begin = chance.choice([0, 2])
+                for tensor in (layer.keys, layer.values, plain.keys, plain.values):
+                    tensor.data = tensor.data[:, :, begin : begin - 2 or None]
         for layer, plain in pairs:
             assert torch.equal(layer.keys, plain.keys)
             assert torch.equal(layer.values, plain.values)
