@@ -40,7 +40,7 @@ from rabbitllm.engine._fusing import Watch, form_in, fuse, is_transformed, resul
 from rabbitllm.engine._mixtures import mixture_call, routing_in
 from rabbitllm.engine._siblings import has_hooks
 from rabbitllm.engine.kv_room import CACHED, NotTogetherError, is_ordinary, keeps_every_token, room_for, sequences_in
-from rabbitllm.engine.transformers_api import LinearAttentionCacheLayerMixin, keeps_outputs
+from rabbitllm.engine.transformers_api import LinearAttentionLayer, keeps_outputs
 
 _INPUTS = "input_ids", "inputs_embeds"
 _ROUTERS, _MASK = "output_router_logits", "attention_mask"
@@ -48,6 +48,8 @@ _KNOWN = frozenset({*_INPUTS, *CACHES, _MASK, "position_ids", "cache_position", 
 """Arguments with which a class is known to call its layers as it was tried."""
 _OUTPUTS = {"output_hidden_states": False, "output_attentions": False, _ROUTERS: False, "return_dict": True}
 """Attributes of a config, and their values if only the last layer's result is wanted."""
+_OF_STATES = frozenset({"get_conv_state", "get_recurrent_state", "update_recurrent_state"})
+"""Methods by which a layer of the delta rule reads and writes states, which a cache may have replaced."""
 _STEPS_BETWEEN = 16
 """After how many steps whose layers were called one by one it is tried again whether they must be."""
 _PAST = 2
@@ -139,11 +141,12 @@ def _hides_nothing(named: dict[str, Any], sequences: Sequence[tuple[Any, int]]) 
     mask = named.get("attention_mask")
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())):
         return False
-    return all(is_ordinary(cache) and all(map(_keeps_all, cache.layers)) for cache, _ in sequences)
-
-
-def _keeps_all(layer: Any) -> bool:
-    return keeps_every_token(layer) or isinstance(layer, LinearAttentionCacheLayerMixin)
+    caches = [cache for cache, _ in sequences]
+    return all(is_ordinary(each) and _OF_STATES.isdisjoint(vars(each)) for each in caches) and all(
+        keeps_every_token(layer) or (type(layer) is LinearAttentionLayer and _OF_STATES.isdisjoint(vars(layer)))
+        for each in caches
+        for layer in each.layers
+    )
 
 
 def _passed(x: Any, *args: Any, attention_mask: Any = None, **named: Any) -> Any:

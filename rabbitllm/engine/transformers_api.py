@@ -26,6 +26,7 @@ with checked_parts():
     from transformers.cache_utils import DynamicIndexedLayer as DynamicIndexedLayer
     from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer
     from transformers.cache_utils import LinearAttentionCacheLayerMixin as LinearAttentionCacheLayerMixin
+    from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
     from transformers.conversion_mapping import get_model_conversion_mapping as get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming as WeightRenaming
     from transformers.core_model_loading import WeightTransform as WeightTransform

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import DynamicCache, LlamaModel
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
@@ -296,6 +297,25 @@ OF_RULES: dict[str, Change] = {
 }
 
 
+class OwnStates(LinearAttentionLayer):  # type: ignore[misc]
+    """May keep its states in another form."""
+
+
+def halves_states(cache: Any) -> None:
+    """Let a cache give halves of its states."""
+    given = cache.get_recurrent_state
+    cache.get_recurrent_state = lambda *args, **named: given(*args, **named) / 2
+
+
+OWN_STATES: list[Callable[[Any], object]] = [
+    halves_states,
+    lambda cache: setattr(cache, "update_recurrent_state", cache.update_recurrent_state),
+    lambda cache: setattr(cache.layers[0], "update_recurrent_state", cache.layers[0].update_recurrent_state),
+    lambda cache: setattr(cache.layers[0], "__class__", OwnStates),
+]
+"""Changes of caches, which may read and write their states otherwise then."""
+
+
 @torch.no_grad()
 def test_a_change_of_a_delta_rule_is_noticed(tmp_path: Path, whole: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     models = pair(checkpoint(tmp_path, RULES, "4bit", **HYBRID), monkeypatch)
@@ -322,8 +342,9 @@ def test_a_change_of_a_delta_rule_is_noticed(tmp_path: Path, whole: list[int], m
         assert all(map(torch.equal, steps(), ordinary)), name
         assert whole == [2], name
     whole.clear()
-    assert torch.equal(*steps(lambda cache: cache.layers[0].activate_past_recording()))
-    assert not whole
+    for prepare in (lambda cache: cache.layers[0].activate_past_recording(), *OWN_STATES):
+        assert torch.equal(*steps(prepare))
+        assert not whole
 
     def interrupt(*given: Any) -> torch.Tensor:
         raise KeyboardInterrupt
