@@ -361,13 +361,15 @@ def sidecars_in(folder: Path) -> dict[str, Path]:
         UnsafePathError: in the place of one is a pipe, a device, a folder or a link to nothing.
     """
     paths = [(path, pattern) for pattern in SIDECAR_PATTERNS for path in folder.glob(pattern)]
-    named = [(folder / pattern, pattern) for pattern in SIDECAR_PATTERNS if "*" not in pattern]
+    named = [(folder / name, name) for name in (*SIDECAR_PATTERNS, *COMPANIONS) if "*" not in name]
     paths += [(path, pattern) for path, pattern in named if path.is_symlink()]  # `glob` leaves out one to nothing
     sidecars = {path.relative_to(folder).as_posix(): path for path, _ in paths}
     for path, pattern in paths:
         if path.is_file() or (pattern.endswith("*") and path.is_dir()):  # licences may be in a folder
             continue
-        if is_sidecar(path.relative_to(folder).as_posix(), 0):
+        if path.name.startswith(".") or (pattern in COMPANIONS and path.is_dir()):
+            continue  # the lock of Emacs is a link to nothing, `.#config.json`
+        if pattern in COMPANIONS or is_sidecar(path.relative_to(folder).as_posix(), 0):
             raise UnsafePathError(
                 f"{path} is a pipe, a device, a folder or a link to nothing; expected a file.",
                 "Put the model's own file there, or remove it if the model has none of this name.",

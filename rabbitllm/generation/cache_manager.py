@@ -387,6 +387,7 @@ class CacheManager:
                 caches += [s.resumable_cache(continues=True) for s in self._running]
             else:
                 caches += [s.waiting_cache for s in self._running]
+            if not self._shares:
                 self._waits_for_states = False  # if none is left, or modules have states, the next pass has none either
             self.memory.measure(caches)
         if self._trim is not None and time.monotonic() - self._trimmed > TRIM_SECONDS:
@@ -416,7 +417,7 @@ class CacheManager:
 
     def _tells_of_states(self, sequence: Sequence) -> bool:
         """Whether a running sequence has a cache that will be measured."""
-        return self.continues(sequence) if self._keeps else sequence.request.media is None
+        return self.continues(sequence) if self._shares else sequence.request.media is None
 
     def continues(self, sequence: Sequence) -> bool:
         """Whether a sequence that begins may continue a KV cache with several tokens at once, as with a prefix."""

@@ -194,6 +194,12 @@ def small_file_in_a_folder_that_leads_to_nothing(folder: Path) -> None:
     (folder / "1_Pooling" / "config.json").symlink_to("nowhere.json")
 
 
+@attack("1_Pooling is a pipe, a device, a folder or a link to nothing")
+def folder_of_a_small_file_that_leads_to_nothing(folder: Path) -> None:
+    (folder / SINGLE).write_bytes(SOUND)
+    (folder / "1_Pooling").symlink_to("nowhere")
+
+
 @attack("a.safetensors is a link that leads out of the hub cache")
 def shard_in_a_hub_cache_that_leads_to_weights_outside(folder: Path) -> None:
     commit = folder / "models--o--n" / "snapshots" / "c1"

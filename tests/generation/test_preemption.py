@@ -100,9 +100,9 @@ def test_states_count_from_the_first_pass(tmp_path: Path, open_batch: Open, monk
         measure(caches)
 
     monkeypatch.setattr(CacheManager, "measure", measured)
-    for family in ("qwen3_next", "jamba"):  # a cache that is kept, and one that `generate` makes
-        folder = build_checkpoint(tmp_path / family, FAMILIES[family], dtype=torch.float32)
-        batch, _ = open_batch(limits(plain_model(folder, dtype=torch.float32)), folder=split(folder))
+    for family, exact in (("qwen3_next", False), ("qwen3_next", True), ("jamba", False)):  # kept, and of `generate`
+        folder = build_checkpoint(tmp_path / f"{family}-{exact}", FAMILIES[family], dtype=torch.float32)
+        batch, _ = open_batch(limits(plain_model(folder, dtype=torch.float32), exact=exact), folder=split(folder))
         answered(batch, [Request(prompt(9, seed), 4) for seed in range(6)])
         assert 0.5 < max(shares) <= 1
         shares.clear()

@@ -79,6 +79,14 @@ def test_a_pipe_in_the_place_of_a_tokenizer_is_refused_before_a_shard_is_deleted
     assert contents(model) == before
 
 
+def test_an_editors_lock_is_no_side_file(model: Path, tmp_path: Path) -> None:
+    """Emacs makes one, a link to nothing, while a file has changes that are not saved."""
+    (model / ".#config.json").symlink_to("rabbit@burrow.1234:5678")
+    folder = Call(str(model), str(tmp_path / "X")).make()
+    assert (folder / "config.json").is_file()
+    assert not list(folder.glob(".#*"))
+
+
 def test_same_config_and_tokenizer_are_accepted(model: Path, tmp_path: Path) -> None:
     """A call that was killed before its first record has left them."""
     folder = tmp_path / "X" / "splitted_model"
