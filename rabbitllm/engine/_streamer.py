@@ -39,7 +39,7 @@ from rabbitllm.engine.devices import Device, memory_explained
 from rabbitllm.engine.placement import HOOKED, READY, SLOTS, Placement, Tier
 from rabbitllm.engine.prefetch import FilledSlot, HostBuffers, Loader, Uploader, bytes_of, largest
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader, compare
-from rabbitllm.engine.units import ParameterEntry, PartReader, TensorsByRecipe, UnitSource, mapped_part
+from rabbitllm.engine.units import KeptViews, ParameterEntry, PartReader, TensorsByRecipe, UnitSource, mapped_part
 from rabbitllm.engine.weight_tensors import called_by, untrainable
 from rabbitllm.errors import AbsentWeightError
 from rabbitllm.store.layer_store import WeightFiles
@@ -444,7 +444,7 @@ class Streamer:
     def _stream(self, source: UnitSource, executor: DeviceExecutor, unbind: Callable[[], None]) -> None:
         """Bind a unit whose stored bytes are read or copied for each pass."""
         loaded = list[FilledSlot]()
-        views = dict[int, list[tuple[ParameterEntry, torch.Tensor]]]()  # address of a buffer -> what is bound
+        views = dict[int, KeptViews]()  # address of a buffer -> what is bound
         are_views = source.are_views(executor.device.torch_device)
 
         def load() -> torch.Tensor:
@@ -452,12 +452,13 @@ class Streamer:
             return loaded[-1].slot.buffer
 
         def bind(buffer: torch.Tensor) -> None:
-            for entry, view in views.get(buffer.data_ptr(), ()):
-                entry.set(view)
-            if buffer.data_ptr() not in views:
-                bound = source.bind(self._model, source.part_of(buffer))
-                if are_views:
-                    views[buffer.data_ptr()] = bound
+            kept = views.get(address := buffer.data_ptr())
+            if kept is not None and kept.are_as_made():
+                kept.bind()
+                return
+            bound = source.bind(self._model, source.part_of(buffer))
+            if are_views:
+                views[address] = KeptViews(bound)
 
         def release() -> None:
             unbind()

@@ -14,7 +14,7 @@ import bisect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -115,6 +115,33 @@ class ParameterEntry:
         weight = AbsentWeight(lambda: read(self), *form, is_parameter=is_parameter, marks=self.marks)
         weight.look_up, weight.by_pieces = look_up, by_pieces
         return weight
+
+
+_form_of = operator.attrgetter("shape", "dtype", "requires_grad")
+
+
+class KeptViews:
+    """Bound tensors that are views of a buffer, to be bound again."""
+
+    def __init__(self, bound: Sequence[tuple[ParameterEntry, torch.Tensor]]) -> None:
+        self._bound = bound
+        self._plain = [tensor for _, tensor in bound if not isinstance(tensor, QuantizedWeight)]
+        self._as_made = self._forms()
+
+    def are_as_made(self) -> bool:
+        """Whether no program has given one of them other `data`, or an attribute that says what it did to the values,
+        which are read anew for each pass. Quantized ones refuse to be changed."""
+        return self._forms() == self._as_made
+
+    def bind(self) -> None:
+        """Set their entries to them."""
+        for entry, tensor in self._bound:
+            entry.set(tensor)
+
+    def _forms(self) -> list[object]:
+        plain, own = self._plain, torch.Tensor
+        places = map(own.data_ptr, plain), map(own.stride, plain), map(_form_of, plain)
+        return [*itertools.chain(*places, map(len, map(vars, plain)))]
 
 
 @dataclass(frozen=True)

@@ -218,6 +218,37 @@ def test_weights_that_only_refer_to_a_buffer_are_made_once(
     assert min(counts) > SLOTS if made_again else max(counts) <= SLOTS, counts
 
 
+def _scale(weight: Any) -> None:
+    weight.data = weight.data * 2
+
+
+def _scale_unmarked(weight: Any) -> None:
+    if not hasattr(weight, "is_scaled"):
+        weight.data.mul_(2)
+        weight.is_scaled = True
+
+
+def _scale_and_train(weight: Any) -> None:
+    weight.data.mul_(2)
+    assert weight.requires_grad
+    weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [_scale, _scale_unmarked, _scale_and_train])
+def test_a_weight_that_a_hook_changes_is_changed_in_that_pass_alone(
+    model: Any, expected: Reference, change: Callable[[Any], None]
+) -> None:
+    """Its values are read anew for each pass: what a hook says of them, or puts in their place, ends with it too."""
+    layer = model.model.layers[1].mlp.down_proj
+    hook = layer.register_forward_pre_hook(lambda module, args: change(module.weight))
+    changed = [logits(model) for _ in range(2 * SLOTS)]
+    assert not torch.equal(changed[0], expected.logits)
+    assert all(torch.equal(result, changed[0]) for result in changed)
+    hook.remove()
+    for _ in range(SLOTS):
+        assert torch.equal(logits(model), expected.logits)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
 def test_exception_in_a_layer_is_harmless(
     model: Any, expected: Reference, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
