@@ -39,7 +39,7 @@ from rabbitllm.engine.devices import Device, memory_explained
 from rabbitllm.engine.placement import HOOKED, READY, SLOTS, Placement, Tier
 from rabbitllm.engine.prefetch import FilledSlot, HostBuffers, Loader, Uploader, bytes_of, largest
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader, compare
-from rabbitllm.engine.units import KeptViews, ParameterEntry, PartReader, TensorsByRecipe, UnitSource, mapped_part
+from rabbitllm.engine.units import BufferViews, ParameterEntry, PartReader, TensorsByRecipe, UnitSource, mapped_part
 from rabbitllm.engine.weight_tensors import called_by, untrainable
 from rabbitllm.errors import AbsentWeightError
 from rabbitllm.store.layer_store import WeightFiles
@@ -97,7 +97,8 @@ class InputMover:
         return copy
 
 
-_Stored = TypeVar("_Stored")
+T = TypeVar("T")
+_Release = Callable[[], None]
 
 _calling: ContextVar[object] = ContextVar("streamer of the running pass", default=None)
 """For each thread and greenlet: the calls of the coroutines of a shared pass are interleaved."""
@@ -235,7 +236,7 @@ class Streamer:
         self._read: dict[str, dict[str, torch.Tensor]] = {}
         self._read_memos: dict[str, TensorsByRecipe] = {name: {} for name in executors}
         self.tables: dict[str, TableRows] = {}
-        self._release: dict[str, Callable[[], None]] = {}
+        self._release: dict[str, _Release] = {}
         self._current = _CurrentDevices()
         for placed in placement.units:
             with loading.stage(placed.unit, LOAD, placed.stored if placed.tier in (*READY, Tier.PACKED) else 0):
@@ -444,21 +445,10 @@ class Streamer:
     def _stream(self, source: UnitSource, executor: DeviceExecutor, unbind: Callable[[], None]) -> None:
         """Bind a unit whose stored bytes are read or copied for each pass."""
         loaded = list[FilledSlot]()
-        views = dict[int, KeptViews]()  # address of a buffer -> what is bound
-        are_views = source.are_views(executor.device.torch_device)
 
         def load() -> torch.Tensor:
             loaded.append(self._taken(source.unit.name, executor))
             return loaded[-1].slot.buffer
-
-        def bind(buffer: torch.Tensor) -> None:
-            kept = views.get(address := buffer.data_ptr())
-            if kept is not None and kept.are_as_made():
-                kept.bind()
-                return
-            bound = source.bind(self._model, source.part_of(buffer))
-            if are_views:
-                views[address] = KeptViews(bound)
 
         def release() -> None:
             unbind()
@@ -466,7 +456,8 @@ class Streamer:
                 executor.loader.give_back(loaded[-1])
                 loaded.clear()
 
-        self._hook(source, executor.device, load, bind, release)
+        views = BufferViews(source, self._model, executor.device.torch_device)
+        self._hook(source, executor.device, load, views.bind, release)
 
     def _taken(self, name: str, executor: DeviceExecutor) -> FilledSlot:
         """What is read at once, by its name; the next one is read meanwhile."""
@@ -477,14 +468,9 @@ class Streamer:
         return loaded
 
     def _hook(
-        self,
-        source: UnitSource,
-        device: Device,
-        load: Callable[[], _Stored],
-        bind: Callable[[_Stored], object],
-        release: Callable[[], None],
+        self, source: UnitSource, device: Device, load: Callable[[], T], bind: Callable[[T], object], release: _Release
     ) -> None:
-        """Bind a unit's weights before it computes, from the stored bytes that `load` returns; `release` frees them."""
+        """Bind a unit's weights before it computes, from what `load` returns, by `bind`; `release` frees them."""
         name, module, entries, dequantizes = source.unit.name, source.unit.module, [*source.entries], source.dequantizes
 
         def before(module: nn.Module, args: Any) -> None:

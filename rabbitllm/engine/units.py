@@ -14,7 +14,7 @@ import bisect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -115,33 +115,6 @@ class ParameterEntry:
         weight = AbsentWeight(lambda: read(self), *form, is_parameter=is_parameter, marks=self.marks)
         weight.look_up, weight.by_pieces = look_up, by_pieces
         return weight
-
-
-_form_of = operator.attrgetter("shape", "dtype", "requires_grad")
-
-
-class KeptViews:
-    """Bound tensors that are views of a buffer, to be bound again."""
-
-    def __init__(self, bound: Sequence[tuple[ParameterEntry, torch.Tensor]]) -> None:
-        self._bound = bound
-        self._plain = [tensor for _, tensor in bound if not isinstance(tensor, QuantizedWeight)]
-        self._as_made = self._forms()
-
-    def are_as_made(self) -> bool:
-        """Whether no program has given one of them other `data`, or an attribute that says what it did to the values,
-        which are read anew for each pass. Quantized ones refuse to be changed."""
-        return self._forms() == self._as_made
-
-    def bind(self) -> None:
-        """Set their entries to them."""
-        for entry, tensor in self._bound:
-            entry.set(tensor)
-
-    def _forms(self) -> list[object]:
-        plain, own = self._plain, torch.Tensor
-        places = map(own.data_ptr, plain), map(own.stride, plain), map(_form_of, plain)
-        return [*itertools.chain(*places, map(len, map(vars, plain)))]
 
 
 @dataclass(frozen=True)
@@ -436,6 +409,36 @@ class UnitSource:
         index = bisect.bisect_right(self.spans, (spec.file, spec.offset), key=lambda span: (span.file, span.offset))
         span = self.spans[index - 1]
         return span.at + spec.offset - span.offset
+
+
+_form_of = operator.attrgetter("shape", "dtype", "requires_grad")
+
+
+class BufferViews:
+    """Binds a unit that is read into one of a few buffers; what only refers to a buffer is made once for each."""
+
+    def __init__(self, source: UnitSource, model: PreTrainedModel, device: torch.device) -> None:
+        self._source, self._model, self._are_views = source, model, source.are_views(device)
+        self._kept: dict[int, tuple[list[tuple[ParameterEntry, torch.Tensor]], list[object]]] = {}  # by address
+
+    def bind(self, buffer: torch.Tensor) -> None:
+        """Bind the unit whose bytes are in a buffer."""
+        bound, forms = self._kept.get(buffer.data_ptr(), ([], []))
+        # a program may have given one other `data`, or an attribute that says what it did to the values
+        if bound and _forms(bound) == forms:
+            for entry, tensor in bound:
+                entry.set(tensor)
+            return
+        bound = self._source.bind(self._model, self._source.part_of(buffer))
+        if self._are_views:
+            self._kept[buffer.data_ptr()] = bound, _forms(bound)
+
+
+def _forms(bound: Iterable[tuple[ParameterEntry, torch.Tensor]]) -> list[object]:
+    """What a change of a plain tensor changes; quantized ones refuse to be changed."""
+    plain, own = [tensor for _, tensor in bound if not isinstance(tensor, QuantizedWeight)], torch.Tensor
+    places = map(own.data_ptr, plain), map(own.stride, plain), map(_form_of, plain)
+    return [*itertools.chain(*places, map(len, map(vars, plain)))]
 
 
 def typed(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
