@@ -305,27 +305,28 @@ class Streamer:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        shared = getattr(self._model, "shared_passes", None)
+        # Python raises a Ctrl-C behind a call: so `_calling` is set within `try`, and set back last
+        shared, caller = getattr(self._model, "shared_passes", None), _calling.get()
         if shared is not None and shared.is_coroutine():
-            token = _calling.set(self)
             try:
+                _calling.set(self)
                 yield
             finally:
-                _calling.reset(token)
+                _calling.set(caller)
                 if not self._in_pass:
                     self._release_read()
             return
         with self.pass_lock:
             self._check_process()
-            token, inside = _calling.set(self), self._in_pass
+            inside, self._in_pass = self._in_pass, True
             try:
-                self._in_pass = True
+                _calling.set(self)
                 if not inside:
                     self.begin()
                 yield
             finally:
-                _calling.reset(token)
                 self._in_pass = inside
+                _calling.set(caller)
                 if not inside:
                     self._release_all()
 

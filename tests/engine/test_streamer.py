@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rabbitllm.base.options import RunOptions
+from rabbitllm.engine import _streamer
 from rabbitllm.engine._streamer import InputMover
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import READY, SLOTS, Tier
@@ -283,6 +284,40 @@ def test_interrupt_while_a_layer_is_freed(model: Any, expected: Reference, monke
             logits(model)
     assert_nothing_is_bound(model)
     assert torch.equal(in_time(lambda: logits(model)), expected.logits)
+
+
+class _InterruptedVariable:
+    """A context variable; Ctrl-C comes right behind one of its changes."""
+
+    def __init__(self, variable: Any) -> None:
+        self.get, self._variable, self.changes, self.interrupted_at = variable.get, variable, 0, 0
+
+    def set(self, value: Any) -> Any:
+        return self._then(self._variable.set(value))
+
+    def reset(self, token: Any) -> None:
+        self._then(self._variable.reset(token))
+
+    def _then(self, result: Any) -> Any:
+        self.changes += 1
+        if self.changes == self.interrupted_at:
+            raise KeyboardInterrupt
+        return result
+
+
+def test_interrupts_at_the_ends_of_a_pass(model: Any, expected: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = _InterruptedVariable(_streamer._calling)
+    monkeypatch.setattr(_streamer, "_calling", variable)
+    logits(model)
+    for change in range(1, variable.changes + 1):
+        variable.changes, variable.interrupted_at = 0, change
+        with pytest.raises(KeyboardInterrupt):
+            logits(model)
+        for _ in range(SLOTS):
+            variable.interrupted_at = 0
+            assert torch.equal(in_time(lambda: logits(model)), expected.logits)
+            assert variable.get() is None
+        assert_nothing_is_bound(model)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
