@@ -186,10 +186,12 @@ def test_a_sequence_over_the_memory_limit_is_preempted_and_loses_no_token(open_b
     token_bytes = 2 * 2 * 16 * 4 * 3  # key and value, heads, width, float32, layers
     batch, _ = open_batch(Limits(cache_bytes=155 * token_bytes))
     requests = [Request(prompt(10, index), 90, top_logprobs=1) for index in (1, 2)]
-    several = answered(batch, requests)
-    for answer in several:
-        assert answer.tokens == alone(plain, answer.request)
-        assert len(answer.chosen) == len(answer.finished.tokens)
+    for _ in range(9):
+        for answer in answered(batch, requests):
+            assert answer.tokens == alone(plain, answer.request)
+            assert len(answer.chosen) == len(answer.finished.tokens)
+        if batch.stats.preempted:  # on a busy machine the first may end before the second begins
+            break
     stats = batch.stats
     assert stats.preempted > 0
     assert stats.cache_bytes <= stats.cache_limit_bytes
