@@ -44,7 +44,7 @@ from rabbitllm.generation.request import (
 )
 from rabbitllm.generation.request import Limits as BatchLimits
 from rabbitllm.generation.scoring import Room, Scored, ScoredText, score
-from rabbitllm.server.api_error import BROKEN, APIError, bad
+from rabbitllm.server.api_error import BROKEN, NOT_A_NUMBER, APIError, bad
 from rabbitllm.server.embeddings import checked_embedding
 from rabbitllm.server.schemas import Embedding, parsed
 
@@ -306,14 +306,12 @@ def _is_fatal(error: Exception) -> bool:
 def _api_error(error: Exception) -> APIError:
     """The error of a line that cannot be answered."""
     if isinstance(error, NotANumberError):
-        return APIError(BROKEN, error.problem, code=NO_NUMBER)
+        return APIError(BROKEN, error.problem, code=NOT_A_NUMBER)
     if isinstance(error, OptionError | ScoringError):
         return bad(error.problem)
     return APIError(BROKEN, f"{type(error).__name__}: {error}")
 
 
-NO_NUMBER = "not_a_number"
-"""Code of lines whose results would be numbers that JSON lacks."""
 MAX_TOKENS = 1 << 22
 """Tokens per call of scoring, which makes as few passes of them as memory allows; more would only occupy memory."""
 MAX_TEXTS = 1 << 16
@@ -344,7 +342,9 @@ class _OpenScores:
         if (error := next((result.error for result in results if result.error is not None), None)) is not None:
             return refused_answer(self.item, _api_error(error))
         if any(result.logprob == -math.inf for result in results):
-            return refused_answer(self.item, bad("A token of the continuation has the probability 0.", code=NO_NUMBER))
+            return refused_answer(
+                self.item, bad("A token of the continuation has the probability 0.", code=NOT_A_NUMBER)
+            )
         return BatchAnswer(self.item.index, self.item.key, self.line_of(results), False, self.tokens, 0)
 
     @property

@@ -55,18 +55,18 @@ class SharedPasses(Protocol):
         """
 
 
-def refuse_overflow(values: torch.Tensor, name: str) -> None:
-    """Refuse values that are no numbers, as where float16 has overflowed; logits may be -inf, of a token that is never
-    chosen.
+def refuse_overflow(values: torch.Tensor, name: str, *, can_exclude: bool = False) -> None:
+    """Refuse values that are no numbers, as where float16 has overflowed.
 
     Args:
         values: of any shape and dtype.
         name: of the values, in the plural.
+        can_exclude: whether they may be -inf: logits are, of a token that is never chosen.
 
     Raises:
-        NotANumberError: NaN or an infinite value is among them.
+        NotANumberError: NaN, inf or, unless `can_exclude`, -inf is among them.
     """
-    if bool((values < torch.inf if name == "logits" else values.isfinite()).all()):
+    if bool((values < torch.inf if can_exclude else values.isfinite()).all()):
         return
     if values.dtype == torch.float16:
         raise NotANumberError(
@@ -233,7 +233,7 @@ class StreamedModel(_TransformersModel):
         """
         logits = getattr(output, "logits", None)
         if isinstance(logits, torch.Tensor) and logits.dim() == 3 and logits.dtype == torch.float16:
-            refuse_overflow(logits[:, -1], "logits")
+            refuse_overflow(logits[:, -1], "logits", can_exclude=True)
         return output
 
     @contextlib.contextmanager

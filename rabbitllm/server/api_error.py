@@ -24,6 +24,8 @@ _Field = TypeVar("_Field", list[Any], dict[str, Any])
 
 BAD_REQUEST, UNAUTHORISED, FORBIDDEN, NOT_FOUND = 400, 401, 403, 404
 TIMED_OUT, TOO_LARGE, BUSY, BROKEN, CLOSING, TOO_LATE = 408, 413, 429, 500, 503, 504
+NOT_A_NUMBER = "not_a_number"
+"""The code of results that JSON has no numbers for."""
 
 _ERROR_TYPES = {
     UNAUTHORISED: "authentication_error",

@@ -345,7 +345,7 @@ class ScoringForward:
         with assigned(_active, cut):
             ids = torch.zeros((1, len(states)), dtype=torch.long, device=self._model.device)
             logits: torch.Tensor = self._model.forward(input_ids=ids, use_cache=False, **_RETURN).logits
-            refuse_overflow(logits, "logits")
+            refuse_overflow(logits, "logits", can_exclude=True)
             return logits[0]
 
     def _chances(self, cut: _Cut, inputs: dict[str, Any], targets: dict[int, list[int]]) -> _Chances:
@@ -421,7 +421,7 @@ def _chances_in(logits: torch.Tensor, targets: Mapping[int, Sequence[int]]) -> _
         logits: (rows, vocabulary).
         targets: index in the batch of each of these rows -> its target tokens.
     """
-    refuse_overflow(logits, "logits")
+    refuse_overflow(logits, "logits", can_exclude=True)
     logprobs = torch.log_softmax(logits.float(), -1)
     wanted = [(index, row, token) for index, (row, tokens) in enumerate(targets.items()) for token in tokens]
     indices = torch.tensor([(index, token) for index, _, token in wanted], device=logprobs.device)
