@@ -21,7 +21,7 @@ from benchmarks.gpu import devices, passes, sized_model
 from benchmarks.gpu.child import Place
 from benchmarks.lib import worker
 from benchmarks.lib.models import MODELS
-from benchmarks.lib.published import checkpoint
+from benchmarks.lib.published import Model, checkpoint
 from benchmarks.lib.report import LIMIT_GOAL
 from rabbitllm.base.options import RunOptions
 from rabbitllm.checkpoints.hub import HubAccess
@@ -195,8 +195,7 @@ T4_BYTES = 14 * GIB
 def wide(place: Place) -> Iterator[Row]:
     """Peaks of passes in a T4's memory, and a pass after one with too little memory."""
     shape = MODELS["tiny" if place.is_rehearsal else "qwen2.5-72b"]
-    endless = {**shape.config, "bos_token_id": None, "eos_token_id": None}
-    model = replace(shape, config=endless, generation_config={"do_sample": False})
+    model = _endless(shape)
     part, gpu, most = checkpoint(model, 2 / shape.layers), devices.gpus(place)[0], T4_BYTES
     sized_model.write(part, place.work / "wide")
     folder = _split(place.work / "wide", place.work / "layers-wide")
@@ -207,12 +206,17 @@ def wide(place: Place) -> Iterator[Row]:
         gc.collect()
 
 
+def _endless(model: Model, **config: Any) -> Model:
+    """A model that generates greedily, and ends no text."""
+    config = {**model.config, **config, "bos_token_id": None, "eos_token_id": None}
+    return replace(model, config=config, generation_config={"do_sample": False})
+
+
 def whole(place: Place) -> Iterator[Row]:
     """Tokens of a 72B model at 4bit: in a T4's memory with the rest in pinned memory, and all in GPU memory."""
     shape, gpu = MODELS["tiny" if place.is_rehearsal else "qwen2.5-72b"], devices.gpus(place)[0]
-    endless = {**shape.config, "bos_token_id": None, "eos_token_id": None}
-    model, begun = replace(shape, config=endless, generation_config={"do_sample": False}), time.perf_counter()
-    sized_model.write(checkpoint(model, 2 / shape.layers), place.work / "whole")
+    begun = time.perf_counter()
+    sized_model.write(checkpoint(_endless(shape), 2 / shape.layers), place.work / "whole")
     folder = _split(place.work / "whole", place.work / "layers-whole")
     shutil.rmtree(place.work / "whole")  # the layers take 41 GB
     sized_model.repeat_a_layer(folder, 4 if place.is_rehearsal else shape.layers)
@@ -225,9 +229,9 @@ def whole(place: Place) -> Iterator[Row]:
         with devices.watched(place), torch.inference_mode():
             loaded = _load(folder, [gpu], budget, ALL, verify_checksums=False)
             row: Row = {"weights": _tiers(loaded), "made s": seconds, "load s": time.perf_counter() - begun}
-            found = passes.generate(loaded, 12)
+            measured = passes.generate(loaded, 12)
             link = passes.copied_bytes(loaded) / rate
-        row |= {"first token s": found["first_token_seconds"], "s/token": found["token_seconds"]}
+        row |= {"first token s": measured["first_token_seconds"], "s/token": measured["token_seconds"]}
         yield row | {
             "GB a pass": passes.copied_bytes(loaded) / 1e9,
             "link alone": link,
@@ -386,8 +390,7 @@ def _in_form(form: str, place: Place, nbytes: int) -> Path:
         source, given["compression"] = place.work / "experts", "4bit"
         model = MODELS["tiny-moe" if place.is_rehearsal else "coder-next"]
         few = {} if place.is_rehearsal else {"num_experts": EXPERTS}
-        endless = {**model.config, **few, "bos_token_id": None, "eos_token_id": None}
-        model = replace(model, config=endless, generation_config={"do_sample": False})
+        model = _endless(model, **few)
         sized_model.write(checkpoint(model, 4 / model.layers), source)
     target = place.work / f"layers-{form}"
     rabbitllm.AutoModel.from_pretrained(source, device="cpu", layer_shards_saving_path=target, **given)

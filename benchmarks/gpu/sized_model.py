@@ -68,8 +68,8 @@ def repeat_a_layer(folder: Path, layers: int) -> None:
     """
     path, config = folder / "split.json", folder / "config.json"
     split, old = json.loads(path.read_text()), "model.layers.1."
-    at = next(index for index, entry in enumerate(split["layers"]) if entry["id"] == "layers.1")
-    text = json.dumps({key: value for key, value in split["layers"][at].items() if key != "blocks"})
+    first = next(index for index, entry in enumerate(split["layers"]) if entry["id"] == "layers.1")
+    text = json.dumps({key: value for key, value in split["layers"][first].items() if key != "blocks"})
     with (folder / "model.layers.1.safetensors").open("rb") as source:
         length = int.from_bytes(source.read(8), "little")
         header = source.read(length).decode()
@@ -83,7 +83,7 @@ def repeat_a_layer(folder: Path, layers: int) -> None:
             shutil.copyfile(folder / f"{old}safetensors.done", folder / f"{new}safetensors.done")
             renamed = text.replace(old, new).replace('"model.layers.1"', f'"model.layers.{layer}"')
             entry: dict[str, Any] = json.loads(renamed) | {"id": f"layers.{layer}"}
-            split["layers"].insert(at + layer - 1, entry)
+            split["layers"].insert(first + layer - 1, entry)
     path.write_text(json.dumps(split))
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": layers}))
 
