@@ -459,8 +459,8 @@ def products(x: torch.Tensor, matrices: Sequence[tuple[KernelMatrix, tuple[str, 
             others = tensors[1].data_ptr()
         piece = codes, scales, place, others, table, tensors[0].data_ptr(), *sizes, len(x), rows
         jobs.setdefault((method, matrix.kernel, width), []).append(piece)
-    for how, pieces in jobs.items() if len(x) else ():
-        _kernels.run(*how, pieces, sum(piece[6] * piece[10] for piece in pieces))
+    for (method, kernel, width), pieces in jobs.items() if len(x) else ():
+        _kernels.run(method, kernel, width, pieces, sum(piece[6] * piece[10] for piece in pieces))
     are_wide = [is_wide for *_, is_wide in matrices]
     return [result if wide else result.to(x.dtype) for (*_, result), wide in zip(results, are_wide, strict=True)]
 
