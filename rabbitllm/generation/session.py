@@ -41,7 +41,6 @@ from rabbitllm.generation.request import (
     Sampling,
     Work,
     check_generates,
-    end_tokens,
     generate_arguments,
     tokenizer_of,
 )
@@ -121,8 +120,7 @@ def generate(
         finish = FinishReason.CANCELLED
         stream.end()
     if finish is None:
-        ends = grammar.end_tokens if grammar else end_tokens(model, ignored=request.sampling.ignore_eos)
-        is_over = not stream.tokens or stream.tokens[-1] in ends or stream.stop is not None
+        is_over = not stream.tokens or stream.tokens[-1] in arguments["eos_token_id"] or stream.stop is not None
         finish = FinishReason.STOP if is_over else FinishReason.LENGTH
     brought = drafting.brought if drafting is not None else Drafts()
     return Result(
