@@ -26,7 +26,7 @@ import torch
 from transformers import DynamicCache, DynamicLayer, GenerationMixin
 
 from rabbitllm.engine import kv_room
-from rabbitllm.engine.kv_room import GrowingCache, keeps_every_token
+from rabbitllm.engine.kv_room import GrowingCache, has_states, keeps_every_token
 from rabbitllm.engine.transformers_api import DummyLayer, DynamicIndexedLayer, DynamicSlidingWindowLayer
 from rabbitllm.generation.transformers_api import has_dynamic_cache
 
@@ -55,11 +55,6 @@ def is_nothing(layer: CacheLayerMixin) -> bool:
 def is_indexed(layer: CacheLayerMixin) -> bool:
     """Whether a layer has the KV cache of every token, keys of an index, and nothing else."""
     return type(layer) is DynamicIndexedLayer
-
-
-def has_states(layer: CacheLayerMixin) -> bool:
-    """Whether a layer has the states of linear attention or the like."""
-    return hasattr(layer, "conv_states")
 
 
 def is_plain(layer: CacheLayerMixin) -> bool:
