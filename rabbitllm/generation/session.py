@@ -216,9 +216,8 @@ class Session:
         thinking: Thinking = Thinking(),  # noqa: B008  immutable
     ) -> None:
         if model.tokenizer is None:
-            raise ChatError(
-                "The model has no tokenizer.", "Put the tokenizer files into the folder with its config.json."
-            )
+            files = f"Put its tokenizer files beside its config.json in {model.name_or_path}."
+            raise ChatError("The model has no tokenizer.", files)
         check_generates(model)
         if model.config.is_encoder_decoder:
             raise ChatError(
