@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +220,8 @@ def _plan_alone(plan: LoadPlan, store: WeightFiles, home: Path, options: RunOpti
             f"The heads for multi-token prediction of {store.label} have a form that is not supported: {problem}",
             _LEAVE_OUT,
         ) from cause
-    return plan_with(heads, weights, files, options, [device], quantizer, plan.is_narrowed)
+    planned = plan_with(heads, weights, files, options, [device])
+    return replace(planned, quantizer=quantizer, is_narrowed=plan.is_narrowed)
 
 
 def _plain_linears(heads: Any, stored: Mapping[str, StoredTensor]) -> Iterator[str]:

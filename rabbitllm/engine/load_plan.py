@@ -433,24 +433,19 @@ def _plan_of(
             weights = map_weights(model, store.tensors, store.label, bare.quantizer)
             if not store.is_split:
                 check_unused(model, weights, store)
-        return plan_with(model, weights, store, options, devices, bare.quantizer, bare.is_narrowed)
+        plan = plan_with(model, weights, store, options, devices)
     except IncompleteSplitError as error:
         if store.is_split:
             raise
         remedy = advice_on_names(store.tensors, model.state_dict()) or _CHECK_THE_SOURCE
         raise IncompleteCheckpointError(f"{error.problem} Nothing was deleted.", remedy) from error
+    return replace(plan, quantizer=bare.quantizer, is_narrowed=bare.is_narrowed)
 
 
 def plan_with(
-    model: PreTrainedModel,
-    weights: WeightMap,
-    store: WeightFiles,
-    options: RunOptions,
-    devices: Sequence[Device],
-    quantizer: HfQuantizer | None,
-    is_narrowed: bool,
+    model: PreTrainedModel, weights: WeightMap, store: WeightFiles, options: RunOptions, devices: Sequence[Device]
 ) -> LoadPlan:
-    """The plan of a skeleton with the recipes of its parameters."""
+    """The plan of a skeleton with the recipes of its parameters, but for what loads and narrows these."""
     choose_matrix, choosers = choosers_for(devices, options)
     units = find_units(model)
     experts = expert_sources(model, units, weights, store, choose_matrix)
@@ -459,7 +454,7 @@ def plan_with(
         most = max((source.buffer_bytes for source in sources.values() if source.unit.is_layer), default=0)
         sources = {n: s if s.unit.is_layer else in_pieces(s, most) for n, s in sources.items()}
     placement = place_units(model, sources, experts, devices, options, choosers)
-    return LoadPlan(model, weights, sources, tuple(experts), placement, quantizer, is_narrowed, choosers)
+    return LoadPlan(model, weights, sources, tuple(experts), placement, choosers=choosers)
 
 
 def choosers_for(
