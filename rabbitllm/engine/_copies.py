@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from rabbitllm.base.terminal import size_rounded_up
 from rabbitllm.engine._copy_files import CopyBytes, CopyJob, kept_or_made
 from rabbitllm.engine.expert_source import ExpertParameter, ExpertPart, ExpertSource, with_tables
-from rabbitllm.engine.experts import MappedExperts, stack_of
+from rabbitllm.engine.experts import ResidentExperts, stack_of
 from rabbitllm.engine.placement import ACCEPTED, Placement, Tier, tokens_per_read
 from rabbitllm.engine.prefetch import bytes_of
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, SpanReader
@@ -124,16 +124,6 @@ def _kept(encoded: torch.Tensor, blocks: str | None, entry: ParameterEntry, shap
         return encoded
     form = Quantized(blocks, tuple(shape), str(entry.dtype).removeprefix("torch."))
     return QuantizedWeight(Matrix(form, encoded, NO_SCALES, NO_SCALES), entry.dtype, entry.sibling)
-
-
-class _CopiedExperts(MappedExperts):
-    """The copies of the experts of one module, by the name of the leaf and the expert."""
-
-    def __init__(self, weights: Mapping[tuple[str, int], torch.Tensor]) -> None:
-        self._weights = weights
-
-    def _weight(self, leaf: str, expert: int) -> torch.Tensor:
-        return self._weights[leaf, expert]
 
 
 _Copy: TypeAlias = tuple[ParameterEntry, torch.Tensor]
@@ -249,7 +239,7 @@ class _ExpertCopies:
 
     def bindable(self, encoded: CopyBytes) -> Iterator[_Copy]:
         leaves = self._source.leaves
-        supply = _CopiedExperts(
+        supply = ResidentExperts(
             {
                 (name, expert): _kept(encoded[f"{name}.{expert}"], self._blocks[name], leaf.entry, self._shapes[name])
                 for name, leaf in leaves.items()

@@ -39,8 +39,16 @@ from rabbitllm.engine._attention import (
 from rabbitllm.engine._fusing import Watch, form_in, fuse, is_transformed, result_of, trial_of
 from rabbitllm.engine._mixtures import mixture_call, routing_in
 from rabbitllm.engine._siblings import has_hooks
-from rabbitllm.engine.kv_room import CACHED, NotTogetherError, is_ordinary, keeps_every_token, room_for, sequences_in
-from rabbitllm.engine.transformers_api import LinearAttentionLayer, keeps_outputs
+from rabbitllm.engine.kv_room import (
+    CACHED,
+    NotTogetherError,
+    has_states_alone,
+    is_ordinary,
+    keeps_every_token,
+    room_for,
+    sequences_in,
+)
+from rabbitllm.engine.transformers_api import keeps_outputs
 
 _INPUTS = "input_ids", "inputs_embeds"
 _ROUTERS, _MASK = "output_router_logits", "attention_mask"
@@ -143,7 +151,7 @@ def _hides_nothing(named: dict[str, Any], sequences: Sequence[tuple[Any, int]]) 
         return False
     caches = [cache for cache, _ in sequences]
     return all(is_ordinary(each) and _OF_STATES.isdisjoint(vars(each)) for each in caches) and all(
-        keeps_every_token(layer) or (type(layer) is LinearAttentionLayer and _OF_STATES.isdisjoint(vars(layer)))
+        keeps_every_token(layer) or (has_states_alone(layer) and _OF_STATES.isdisjoint(vars(layer)))
         for each in caches
         for layer in each.layers
     )

@@ -229,11 +229,10 @@ FileBytes = Callable[[str], torch.Tensor]
 
 
 class ResidentExperts:
-    """The experts of one module that are in memory; of stacks, by their names, as views."""
+    """The experts of one module that are in memory: by the name of the leaf and the expert, or views of stacks."""
 
-    def __init__(self, **stacks: torch.Tensor) -> None:
-        self._stacks = stacks
-        self._ready: dict[tuple[str, int], torch.Tensor] = {}
+    def __init__(self, ready: dict[tuple[str, int], torch.Tensor] | None = None, **stacks: torch.Tensor) -> None:
+        self._ready, self._stacks = ready or {}, stacks
 
     def stays(self, leaf: str) -> bool:
         """See `experts.ExpertProvider`."""

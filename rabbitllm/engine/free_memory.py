@@ -181,10 +181,10 @@ def _status_bytes(root: Path, field: str, file: str = "proc/self/status") -> int
     return 0
 
 
-def has_nvidia_driver(root: Path = Path("/")) -> bool:
+def has_nvidia_driver() -> bool:
     """Whether NVIDIA's driver is installed; WSL and Windows have its program `nvidia-smi` alone."""
-    paths = (root / "proc/driver/nvidia/version", root / "dev/nvidiactl")
-    return any(path.exists() for path in paths) or shutil.which("nvidia-smi") is not None
+    files = map(Path, ("/proc/driver/nvidia/version", "/dev/nvidiactl"))
+    return any(file.exists() for file in files) or shutil.which("nvidia-smi") is not None
 
 
 # The allocator of glibc

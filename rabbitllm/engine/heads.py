@@ -26,8 +26,7 @@ from rabbitllm.engine import _published, skeleton
 from rabbitllm.engine._streamer import Streamer
 from rabbitllm.engine._weights import KeyRenaming, map_weights, unexpected
 from rabbitllm.engine.devices import Device, budget_of
-from rabbitllm.engine.expert_finding import expert_sources, without_experts
-from rabbitllm.engine.load_plan import LoadPlan, choosers_for, held_bytes, place_units
+from rabbitllm.engine.load_plan import LoadPlan, held_bytes, plan_with
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.engine.streamed_model import StreamedModel
 from rabbitllm.engine.transformers_api import (
@@ -38,7 +37,6 @@ from rabbitllm.engine.transformers_api import (
     logits_of_heads,
     share_with_heads,
 )
-from rabbitllm.engine.units import find_units, source_of
 from rabbitllm.errors import OptionError, RabbitLLMError
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
@@ -189,9 +187,7 @@ def plan_heads(
 def placed_beside(plan: LoadPlan, taken: Mapping[str, int], devices: Sequence[Device], options: RunOptions) -> LoadPlan:
     """The plan, placed in the memory that something else leaves; `taken` has its bytes by device."""
     budgets = {device.name: max(budget_of(device, options) - taken.get(device.name, 0), 0) for device in devices}
-    limited = replace(options, max_memory={**(options.max_memory or {}), **budgets})
-    placement = place_units(plan.model, plan.sources, plan.experts, devices, limited, plan.choosers)
-    return replace(plan, placement=placement)
+    return plan.placed(devices, options, budgets)
 
 
 def _plan_alone(plan: LoadPlan, store: WeightFiles, home: Path, options: RunOptions, device: Device) -> LoadPlan:
@@ -224,12 +220,8 @@ def _plan_alone(plan: LoadPlan, store: WeightFiles, home: Path, options: RunOpti
             f"The heads for multi-token prediction of {store.label} have a form that is not supported: {problem}",
             _LEAVE_OUT,
         ) from cause
-    choose_matrix, choosers = choosers_for([device], options)
-    units = find_units(heads)
-    experts = expert_sources(heads, units, weights, files, choose_matrix)
-    sources = {unit.name: source_of(without_experts(unit, experts), weights, files, choose_matrix) for unit in units}
-    placement = place_units(heads, sources, experts, [device], options, choosers)
-    return LoadPlan(heads, weights, sources, tuple(experts), placement, quantizer, plan.is_narrowed, choosers)
+    planned = plan_with(heads, weights, files, options, [device])
+    return replace(planned, quantizer=quantizer, is_narrowed=plan.is_narrowed)
 
 
 def _plain_linears(heads: Any, stored: Mapping[str, StoredTensor]) -> Iterator[str]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, DynamicLayer
 
+from rabbitllm.engine.transformers_api import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
 if TYPE_CHECKING:
     from transformers import CacheLayerMixin
 
@@ -25,6 +27,16 @@ def spare(tokens: int) -> int:
 def keeps_every_token(layer: CacheLayerMixin) -> bool:
     """Whether a layer has the KV cache of every token and nothing else."""
     return type(layer) is DynamicLayer
+
+
+def has_states(layer: CacheLayerMixin) -> bool:
+    """Whether a layer has states of linear attention or the like, alone or beside a KV cache."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def has_states_alone(layer: CacheLayerMixin) -> bool:
+    """Whether a layer has such states, as transformers keeps them, and nothing else."""
+    return type(layer) is LinearAttentionLayer
 
 
 CACHED = 7

@@ -245,7 +245,7 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     is_multiplied = any(is_coded for _, is_coded in multiplied) or is_fast
     is_fused = not options.exact and all(device.shares_host_memory for device in devices)
     if is_fused:
-        fuse_norms(model)
+        fuse_norms(model)  # first: recurrences take their forms
     if not options.exact and on_cpu:
         fuse_recurrences(model, prompts=is_multiplied)
     if is_fused:

@@ -227,6 +227,15 @@ class LoadPlan:
         experts = tuple(with_matrices(source, chosen.get(source.name)) for source in self.experts)
         return replace(self, sources=sources, experts=experts, choosers={})
 
+    def placed(
+        self, devices: Sequence[Device], options: RunOptions, limits: Mapping[str, int] = MappingProxyType({})
+    ) -> LoadPlan:
+        """The plan, placed again; `limits` are bytes for weights by device, instead of those of `options`."""
+        if limits:
+            options = replace(options, max_memory={**(options.max_memory or {}), **limits})
+        placement = place_units(self.model, self.sources, self.experts, devices, options, self.choosers)
+        return replace(self, placement=placement)
+
 
 _AS_STORED = (*HOOKED, Tier.ROUTED)
 
@@ -351,9 +360,7 @@ class LoadPlanner:
             self._bare = self._plan = None
         if plan is not checked:
             return plan
-        # other memory may be free now than when it was checked
-        placement = place_units(plan.model, plan.sources, plan.experts, self._devices, options, plan.choosers)
-        return replace(plan, placement=placement)
+        return plan.placed(self._devices, options)  # other memory may be free now than when it was checked
 
     def tokenizer(self, home: Path) -> PreTrainedTokenizerBase | None:
         """The tokenizer in a folder, as `skeleton.read_tokenizer` gives it."""
@@ -419,28 +426,35 @@ def _plan_of(
 ) -> LoadPlan:
     """The plan of a skeleton with these files; `weights` are the recipes, if they are known."""
     model = bare.model
-    # a matrix that its forward changes cannot be multiplied from its codes
-    changes_itself = model.config.model_type in SCALES_IN_PLACE
-    as_chosen = replace(options, exact=True, fast_bfloat16=None) if changes_itself else options
-    choose_matrix, choosers = choosers_for(devices, as_chosen)
-    units = find_units(model)
+    if model.config.model_type in SCALES_IN_PLACE:  # a matrix that its forward changes has no codes
+        options = replace(options, exact=True, fast_bfloat16=None)
     try:
         if weights is None:
             weights = map_weights(model, store.tensors, store.label, bare.quantizer)
             if not store.is_split:
                 check_unused(model, weights, store)
-        experts = expert_sources(model, units, weights, store, choose_matrix)
+        plan = plan_with(model, weights, store, options, devices)
     except IncompleteSplitError as error:
         if store.is_split:
             raise
         remedy = advice_on_names(store.tensors, model.state_dict()) or _CHECK_THE_SOURCE
         raise IncompleteCheckpointError(f"{error.problem} Nothing was deleted.", remedy) from error
+    return replace(plan, quantizer=bare.quantizer, is_narrowed=bare.is_narrowed)
+
+
+def plan_with(
+    model: PreTrainedModel, weights: WeightMap, store: WeightFiles, options: RunOptions, devices: Sequence[Device]
+) -> LoadPlan:
+    """The plan of a skeleton with the recipes of its parameters, but for what loads and narrows these."""
+    choose_matrix, choosers = choosers_for(devices, options)
+    units = find_units(model)
+    experts = expert_sources(model, units, weights, store, choose_matrix)
     sources = {unit.name: source_of(without_experts(unit, experts), weights, store, choose_matrix) for unit in units}
     if not options.exact and all(device.shares_host_memory for device in devices):
         most = max((source.buffer_bytes for source in sources.values() if source.unit.is_layer), default=0)
         sources = {n: s if s.unit.is_layer else in_pieces(s, most) for n, s in sources.items()}
     placement = place_units(model, sources, experts, devices, options, choosers)
-    return LoadPlan(model, weights, sources, tuple(experts), placement, bare.quantizer, bare.is_narrowed, choosers)
+    return LoadPlan(model, weights, sources, tuple(experts), placement, choosers=choosers)
 
 
 def choosers_for(
@@ -483,8 +497,7 @@ def only_a_part(
     part = share(plan.model, plan.sources, unit_costs(plan.model, plan.sources, plan.experts), store, budgets)
     sources = {name: source for name, source in plan.sources.items() if name in part.units}
     experts = tuple(source for source in plan.experts if source.unit in part.units)
-    limited = replace(options, max_memory={**(options.max_memory or {}), **part.budgets})
-    placement = place_units(plan.model, sources, experts, devices, limited, plan.choosers)
+    placement = replace(plan, sources=sources, experts=experts).placed(devices, options, part.budgets).placement
     placed_here = {placed.unit: placed for placed in placement.units}
     units = (
         placed_here.get(name) or PlacedUnit(name, placement.home, Tier.ELSEWHERE, source.stored_bytes)

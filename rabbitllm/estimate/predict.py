@@ -20,7 +20,7 @@ from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.options import RunOptions, SplitOptions
 from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained, resolve_devices
 from rabbitllm.engine.heads import placed_beside, plan_heads
-from rabbitllm.engine.load_plan import LoadPlan, cache_room, held_bytes, make_load_plan, place_units, too_little_memory
+from rabbitllm.engine.load_plan import LoadPlan, cache_room, held_bytes, make_load_plan, too_little_memory
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, stays_cached
 from rabbitllm.engine.units import UnitSource, input_embedding
@@ -277,8 +277,7 @@ def stretched(sample: LoadPlan, layers: Sequence[int], machine: Machine) -> Load
         for expert in sample.experts
         if expert.unit == short
     )
-    placement = place_units(sample.model, sources, experts, machine.devices, machine.options, sample.choosers)
-    return dataclasses.replace(sample, sources=sources, experts=experts, placement=placement)
+    return dataclasses.replace(sample, sources=sources, experts=experts).placed(machine.devices, machine.options)
 
 
 # Times: a roofline. Every byte is read once at the rate of where it is, and each module costs Python's time.

@@ -392,9 +392,10 @@ def _tokenizer_of(reference: Any, model: StreamedModel) -> Any:
     """
     first, second = reference.tokenizer, model.tokenizer
     if first is None or second is None:
+        folder = (reference if first is None else model).name_or_path
         raise QualityError(
             "The model has no tokenizer, so the text cannot be tokenized.",
-            "Put the tokenizer's files into the folder of the weights.",
+            f"Put its tokenizer files beside its config.json in {folder}.",
         )
     if first.get_vocab() != second.get_vocab():
         raise QualityError(

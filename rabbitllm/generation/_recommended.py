@@ -60,7 +60,7 @@ def tokenizer_of(model: StreamedModel) -> PreTrainedTokenizerBase:
     if model.tokenizer is None:
         raise OptionError(
             "This model has no tokenizer, so text cannot be tokenized.",
-            "Put its tokenizer files into the folder with its config.json.",
+            f"Put its tokenizer files beside its config.json in {model.name_or_path}.",
         )
     return model.tokenizer
 

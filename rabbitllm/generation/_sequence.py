@@ -30,7 +30,6 @@ from rabbitllm.generation.request import (
     Request,
     Result,
     TokenLogprob,
-    end_tokens,
     generate_arguments,
     tokenizer_of,
 )
@@ -129,8 +128,7 @@ class Sequence:
         self._notify: Callable[[Event], object] | None = notify
         self._wake = wake
         self._first: float | None = None
-        of_model = end_tokens(model, ignored=request.sampling.ignore_eos)
-        self._ends = of_model if self.grammar is None else self.grammar.end_tokens
+        self._ends: list[int] = []
         self._pieces: list[str] = []
         stops = (*request.stop, *stop_strings(model))
         self._stream = TextStream(
@@ -298,6 +296,7 @@ class Sequence:
 
     def _generate(self, chunk: int | None) -> None:
         arguments = generate_arguments(self._model, self.request, self.tokens, self.cache, self.grammar)
+        self._ends = arguments["eos_token_id"]
         arguments["stopping_criteria"] = StoppingCriteriaList([self._take])
         arguments |= {"prefill_chunk_size": chunk, "custom_generate": self._choose_tokens}
         try:

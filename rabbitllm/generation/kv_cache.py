@@ -26,7 +26,7 @@ import torch
 from transformers import DynamicCache, DynamicLayer, GenerationMixin
 
 from rabbitllm.engine import kv_room
-from rabbitllm.engine.kv_room import GrowingCache, keeps_every_token
+from rabbitllm.engine.kv_room import GrowingCache, has_states, keeps_every_token
 from rabbitllm.engine.transformers_api import DummyLayer, DynamicIndexedLayer, DynamicSlidingWindowLayer
 from rabbitllm.generation.transformers_api import has_dynamic_cache
 
@@ -55,11 +55,6 @@ def is_nothing(layer: CacheLayerMixin) -> bool:
 def is_indexed(layer: CacheLayerMixin) -> bool:
     """Whether a layer has the KV cache of every token, keys of an index, and nothing else."""
     return type(layer) is DynamicIndexedLayer
-
-
-def has_states(layer: CacheLayerMixin) -> bool:
-    """Whether a layer has the states of linear attention or the like."""
-    return hasattr(layer, "conv_states")
 
 
 def is_plain(layer: CacheLayerMixin) -> bool:
@@ -576,13 +571,12 @@ def keeps(model: StreamedModel) -> bool:
         return False
     config = model.config.get_text_config(decoder=True)
     layers = cache_layers(model)
-    plain = [layer for layer in layers if can_be_cropped(layer)]
     if not any(isinstance(layer, DynamicLayer) for layer in layers):
         return False  # the number of its tokens would be unknown
     if getattr(model, "hosts", None) is not None and not all(map(keeps_every_token, layers)):
         return False  # a snapshot has the layers of this host only
-    states = [layer for layer in layers if has_states(layer)]
-    return len(plain) == len(layers) or (config.model_type in CONTINUING and len(states) + len(plain) == len(layers))
+    continues = config.model_type in CONTINUING
+    return all(can_be_cropped(layer) or (continues and has_states(layer)) for layer in layers)
 
 
 def _continues(model: StreamedModel) -> bool:
@@ -625,11 +619,9 @@ class ConversationCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors of the cache, its snapshots, and what a draft keeps beside it."""
-        owners = [vars(layer) for layer in self.cache.layers]
-        owners += [dict(attributes) for layers in self._snapshots.values() for attributes in layers.values()]
         beside = beside_of(self.cache)
-        kept = beside.nbytes if beside is not None else 0
-        return kept + sum(tensor.nbytes for attributes in owners for tensor in tensors_in(attributes))
+        kept = [*map(vars, self.cache.layers), self._snapshots]
+        return sum(tensor.nbytes for tensor in tensors_in(kept)) + (beside.nbytes if beside is not None else 0)
 
     def crop(self, length: int) -> int:
         """Cut the cache, and return its new length.

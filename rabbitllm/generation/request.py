@@ -620,7 +620,8 @@ def generate_arguments(
     cache: Any = None,
     grammar: GrammarState | None = None,
 ) -> dict[str, Any]:
-    """Arguments for transformers' `generate`, as both executors call it for one sequence.
+    """Arguments for transformers' `generate`, as both executors call it for one sequence; `eos_token_id` has the tokens
+    that end the answer.
 
     Args:
         model: a model with its `tokenizer`.
@@ -634,10 +635,9 @@ def generate_arguments(
     from rabbitllm.generation.kv_cache import CACHE_ARGUMENT
 
     ids = torch.tensor([[*request.prompt, *tokens]], device=model.device)
-    ends, pad = end_tokens(model) if grammar is None else grammar.end_tokens, tokenizer_of(model).pad_token_id
-    sampling = request.sampling
-    # None would be the model's own
-    limits: dict[str, Any] = {"eos_token_id": [NO_TOKEN] if sampling.ignore_eos else ends or None}
+    sampling, pad = request.sampling, tokenizer_of(model).pad_token_id
+    ends = end_tokens(model, ignored=sampling.ignore_eos) if grammar is None else grammar.end_tokens
+    limits: dict[str, Any] = {"eos_token_id": ends or [NO_TOKEN]}  # None would be the model's own
     if sampling.min_tokens is not None:
         limits["min_new_tokens"] = max(sampling.min_tokens - len(tokens), 0)
     if sampling.logit_bias:

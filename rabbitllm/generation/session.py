@@ -41,7 +41,6 @@ from rabbitllm.generation.request import (
     Sampling,
     Work,
     check_generates,
-    end_tokens,
     generate_arguments,
     tokenizer_of,
 )
@@ -121,8 +120,7 @@ def generate(
         finish = FinishReason.CANCELLED
         stream.end()
     if finish is None:
-        ends = grammar.end_tokens if grammar else end_tokens(model, ignored=request.sampling.ignore_eos)
-        is_over = not stream.tokens or stream.tokens[-1] in ends or stream.stop is not None
+        is_over = not stream.tokens or stream.tokens[-1] in arguments["eos_token_id"] or stream.stop is not None
         finish = FinishReason.STOP if is_over else FinishReason.LENGTH
     brought = drafting.brought if drafting is not None else Drafts()
     return Result(
@@ -218,9 +216,8 @@ class Session:
         thinking: Thinking = Thinking(),  # noqa: B008  immutable
     ) -> None:
         if model.tokenizer is None:
-            raise ChatError(
-                "The model has no tokenizer.", "Put the tokenizer files into the folder with its config.json."
-            )
+            files = f"Put its tokenizer files beside its config.json in {model.name_or_path}."
+            raise ChatError("The model has no tokenizer.", files)
         check_generates(model)
         if model.config.is_encoder_decoder:
             raise ChatError(

@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from rabbitllm.base.compiling import POWERS_OF_2, to_array, words_at
 from rabbitllm.quant import _byte_kernels, _product_kernels, _vectors
-from rabbitllm.quant._vectors import F32, I16, I32, emitted, every, narrowed, number, on_stack
+from rabbitllm.quant._vectors import F32, I16, I32, NEAREST, NEAREST_BITS, emitted, every, narrowed, number, on_stack
 
 KEYS, QUERIES, HEADS = 64, 48, 4
 """Keys of a block; rows and heads that are multiplied with a block while it is in the processor's cache."""
@@ -23,7 +23,6 @@ WORDS = 18
 """Int64s that the kernel gets: see `attend`."""
 _NONE, _HIDDEN = -1.7e38, -3.4e38
 """The largest score before there is one, and the score of what a row does not see."""
-_NEAREST, _NEAREST_BITS = float(3 << 22), 0x4B400000
 
 
 def _tile(rows: int, pitch: int, is_first: bool) -> Any:
@@ -75,26 +74,21 @@ def _weigh(width, emit, scores, seen, mask, state, total):  # type: ignore[no-un
 
     def power(x: Any) -> Any:
         x = larger(x, every(x.type, -127.0))  # whose power is 0
-        moved = b.fadd(x, every(x.type, _NEAREST))
-        rest, result = b.fsub(x, b.fsub(moved, every(x.type, _NEAREST))), every(x.type, POWERS_OF_2[0])
+        moved = b.fadd(x, every(x.type, NEAREST))
+        rest, result = b.fsub(x, b.fsub(moved, every(x.type, NEAREST))), every(x.type, POWERS_OF_2[0])
         for coefficient in POWERS_OF_2[1:]:
             result = emit.fma(result, rest, every(x.type, coefficient))
-        bits = b.sub(b.bitcast(moved, emit.ints), emit.every(_NEAREST_BITS - 127))
+        bits = b.sub(b.bitcast(moved, emit.ints), emit.every(NEAREST_BITS - 127))
         return b.fmul(result, b.bitcast(b.shl(bits, emit.every(23)), emit.floats))
 
     before, most = emit.spread(emit.load(state, F32, 4)), functools.reduce(larger, shown)
-    share = lanes
-    while (share := share // 2) > 0:
-        most = larger(most, emit.pick(most, most, [lane ^ share for lane in range(lanes)]))
-    most = larger(before, most)
+    most = larger(before, emit.spread(emit.reduced(most, larger)))
     weights = [power(b.fsub(value, most)) for value in shown]
     for v, weight in enumerate(weights):
         emit.store(weight, emit.add(scores, 4 * lanes * v), 4)
     # NaN for a score that is NaN or infinite
     summed = [emit.fma(value, emit.zero, weight) for value, weight in zip(shown, weights, strict=True)]
-    summed, share = functools.reduce(b.fadd, summed), lanes
-    while (share := share // 2) > 0:
-        summed = b.fadd(summed, emit.pick(summed, summed, [lane ^ share for lane in range(lanes)]))
+    summed = emit.spread(emit.reduced(functools.reduce(b.fadd, summed), b.fadd))
     factor = power(b.fsub(before, most))
     of_state = emit.spread(emit.load(emit.add(state, 4), F32, 4))
     emit.store(b.extract_element(most, lowest), state, 4)

@@ -10,6 +10,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -83,23 +84,29 @@ def scale_and_minimum(emit: Emitter, form: BlockFormat, base: Any, halves: list[
     return [scale, *least]
 
 
+@contextmanager
+def each_block(emit: Emitter, scheme: str, codes: Any, row_bytes: Any, *part: Any) -> Iterator[tuple[Any, ...]]:
+    """A loop over the blocks of a part of a row, which is given as the row, its first step, the number of steps, and
+    the elements of a step. Gives a block's number and address, its scale and minimum, and what loads from an offset."""
+    b, block, (row, first, steps, elements) = emit.b, BLOCK_TYPES[scheme], part
+    first, count = (b.udiv(b.mul(step, number(elements)), number(block.elements)) for step in (first, steps))
+    start = emit.add(codes, b.mul(row, row_bytes), b.mul(first, number(block.nbytes)))
+    with emit.loop(count) as index:
+        base = emit.add(start, b.mul(index, number(block.nbytes)))
+        # what is loaded again after a store, LLVM loads again
+        load = functools.cache(lambda offset, ir_type: emit.load(emit.add(base, offset), ir_type, 1))
+        yield index, base, halves_of(emit, FORMATS[scheme], base), load
+
+
 def _fill(method: str, scheme: str, width: int) -> Any:
     """See `_product_kernels._fill`; a step is two vectors of elements. Scales, table and shift are unused."""
     block, form = BLOCK_TYPES[scheme], FORMATS[scheme]
     size = 2 if method == BFLOATS else 4
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
-        builder = emit.b
-        first, count = (
-            builder.udiv(builder.mul(step, number(2 * width)), number(block.elements)) for step in (first, steps)
-        )
-        start = emit.add(codes, builder.mul(row, row_bytes), builder.mul(first, number(block.nbytes)))
-        with emit.loop(count) as index:
-            base = emit.add(start, builder.mul(index, number(block.nbytes)))
+        builder, part = emit.b, (row, first, steps, 2 * width)
+        with each_block(emit, scheme, codes, row_bytes, *part) as (index, base, halves, load):
             place = emit.add(panel, builder.mul(index, number(block.elements * size)))
-            halves = halves_of(emit, form, base)
-            # what is loaded again after a store, LLVM loads again
-            load = functools.cache(lambda offset, ir_type, base=base: emit.load(emit.add(base, offset), ir_type, 1))
             for element in range(0, block.elements, width):
                 if element % form.run == 0:
                     codes_of_run = codes_of(emit, form, load, element)

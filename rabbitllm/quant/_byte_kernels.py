@@ -26,7 +26,7 @@ import torch
 from llvmlite import binding, ir
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant import _block_kernels, _product_kernels, _vectors
+from rabbitllm.quant import _block_kernels, _integers, _product_kernels, _vectors
 from rabbitllm.quant._block_formats import FORMATS
 from rabbitllm.quant._kernel_interface import BYTE_STEP as STEP
 from rabbitllm.quant._kernel_interface import BYTE_WIDTH, WORD_WIDTH
@@ -41,8 +41,6 @@ INPUTS = {torch.float32: "inputs", torch.bfloat16: "bfloat16_inputs"}
 """Dtype -> in place of a scheme: the kernel that rounds such inputs, which are in place of codes."""
 LARGEST_INPUT, _LARGEST_CODE = {1: 127.0, 2: float((1 << 14) - 1)}, (1 << 12) - 1
 """Size -> the largest integer of inputs; that of codes of two bytes: 32 products fit 32 bits."""
-_NEAREST, _NEAREST_BITS = float(3 << 22), 0x4B400000
-"""A float32 that, added to a small one, leaves the nearest integer in its last bits."""
 _WORDS = ir.VectorType(I16, STEP)
 _OFFSET = 128
 """What is added to values that may be negative."""
@@ -113,9 +111,8 @@ def table_of(scheme: str, levels: bytes, width: int) -> npt.NDArray[Any] | None:
     values /= most
     numbers = np.arange(112.0, 127.25, 0.25) if SIZES[width] == 1 else [float(_LARGEST_CODE)]
     steps = min(numbers, key=lambda n: np.square(np.rint(values * n) / n - values).sum())
-    integers = (np.rint(values * steps) + (_OFFSET if SIZES[width] == 1 else 0)).astype(np.int16)
-    planes = [integers.view(np.uint8)[part::2] for part in range(SIZES[width])]
-    return np.concatenate([*planes, np.array([most / steps], np.float32).view(np.uint8)])
+    integers = np.rint(values * steps) + (_OFFSET if SIZES[width] == 1 else 0)
+    return _integers.packed(integers, SIZES[width], most / steps)
 
 
 def _store_step(emit: Emitter, place: Any, codes: Any, groups: list[tuple[Any, Any]]) -> None:
@@ -150,18 +147,11 @@ def _fill_blocks(scheme: str, width: int) -> Any:
     is_byte, offset = SIZES[width] == 1, 0
     if is_byte:  # codes as they are stored
         form, offset = replace(form, least=0), -_OFFSET if form.values else form.least
-    steps_of_block = block.elements // STEP
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
-        b = emit.b
-        first, count = (b.udiv(step, number(steps_of_block)) for step in (first, steps))
-        start = emit.add(codes, b.mul(row, row_bytes), b.mul(first, number(block.nbytes)))
-        with emit.loop(count) as index:
-            base = emit.add(start, b.mul(index, number(block.nbytes)))
-            place = emit.add(panel, b.mul(index, number(steps_of_block * nbytes)))
-            halves = _block_kernels.halves_of(emit, form, base)
-            # what is loaded again after a store, LLVM loads again
-            load = functools.cache(lambda offset, ir_type, base=base: emit.load(emit.add(base, offset), ir_type, 1))
+        b, part = emit.b, (row, first, steps, STEP)
+        with _block_kernels.each_block(emit, scheme, codes, row_bytes, *part) as (index, base, halves, load):
+            place = emit.add(panel, b.mul(index, number(block.elements // STEP * nbytes)))
             for begin in range(0, block.elements, STEP):
                 runs = range(begin, begin + STEP, form.run)
                 code = emit.joined(*(_block_kernels.codes_of(emit, form, load, run) for run in runs))
@@ -231,8 +221,8 @@ def _ramps(emit: Emitter, table: Any, size: int) -> tuple[Callable[[Any], Any], 
 def _nearest(emit: Emitter, values: Any, factor: Any) -> Any:
     """The integers nearest to float32 times a factor, which are small."""
     b, ints = emit.b, ir.VectorType(I32, values.type.count)
-    moved = b.fadd(b.fmul(values, factor), every(values.type, _NEAREST))
-    return b.sub(b.bitcast(moved, ints), every(ints, _NEAREST_BITS))
+    moved = b.fadd(b.fmul(values, factor), every(values.type, _vectors.NEAREST))
+    return b.sub(b.bitcast(moved, ints), every(ints, _vectors.NEAREST_BITS))
 
 
 def _dot(width: int, group: int, is_moved: bool, vectors: int, tokens: int) -> Any:
@@ -320,16 +310,6 @@ def _round(width: int, is_wide: bool) -> Any:
 
     def fill(emit, x, scales, table, out, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
         b, ints, floats = emit.b, ir.VectorType(I32, STEP), ir.VectorType(F32, STEP)
-
-        def reduced(vector: Any, join: Callable[[Any, Any], Any]) -> Any:
-            """The only lane of a vector whose halves are joined until it has one."""
-            while (count := vector.type.count // 2) > 0:
-                vector = join(*halves(vector, count))
-            return b.extract_element(vector, ir.Constant(I32, 0))
-
-        def halves(vector: Any, count: int) -> list[Any]:
-            return [emit.pick(vector, vector, range(begin, begin + count)) for begin in (0, count)]
-
         start = emit.add(x, b.mul(row, row_bytes))
         with emit.loop(steps) as index:
             step = emit.add(out, b.mul(index, number(nbytes)))
@@ -339,7 +319,7 @@ def _round(width: int, is_wide: bool) -> Any:
                 bits = b.zext(emit.load(emit.add(start, b.mul(index, number(2 * STEP))), _WORDS, 2), ints)
                 bits = b.shl(bits, every(ints, 16))
             sizes = b.and_(bits, every(ints, 0x7FFFFFFF))  # ordered as the floats are
-            largest = reduced(sizes, lambda one, other: b.select(b.icmp_signed(">", one, other), one, other))
+            largest = emit.reduced(sizes, lambda one, other: b.select(b.icmp_signed(">", one, other), one, other))
             largest = b.bitcast(largest, F32)
             factor = b.fdiv(ir.Constant(F32, largest_input), largest)
             is_small = b.fcmp_ordered("<", largest, ir.Constant(F32, 1e-30))
@@ -347,7 +327,7 @@ def _round(width: int, is_wide: bool) -> Any:
             integers = _nearest(emit, b.bitcast(bits, floats), factor)
             emit.store(b.trunc(integers, ir.VectorType(ir.IntType(8 * size), STEP)), step, 4)
             scale = b.fmul(largest, ir.Constant(F32, 1 / largest_input))
-            sums = [reduced(half, b.add) for half in halves(integers, STEP // 2)]
+            sums = [emit.reduced(half, b.add) for half in emit.halves(integers)]
             values = [b.fmul(b.sitofp(total, F32), scale) for total in (b.add(*sums), *sums)]
             for place, value in enumerate([scale, *values]):
                 emit.store(value, emit.add(step, STEP * size + 4 * place), 4)

@@ -23,6 +23,7 @@ import torch
 from llvmlite import ir
 
 from rabbitllm.base.compiling import address_of, to_array, words_at
+from rabbitllm.quant import _vectors
 from rabbitllm.quant._kernel_interface import SEGMENT, InputRows, call
 from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, ZERO_CODE, Emitter, every, features, number
 
@@ -81,9 +82,7 @@ class InputLayout:
         return InputRows(integers, floats)
 
 
-_NEAREST = np.float32(3 << 22)
-"""A float32 of less than 2**22, added to this one, becomes the nearest integer in the lowest bits."""
-_NEAREST_BITS = np.int32(0x4B400000)
+_NEAREST, _NEAREST_BITS = np.float32(_vectors.NEAREST), np.int32(_vectors.NEAREST_BITS)
 _LARGEST_FLOAT, _SMALLEST = np.float32(LARGEST_INPUT), np.float32(1e-30)
 
 
@@ -326,20 +325,20 @@ def table_of(scheme: str, levels: bytes) -> npt.NDArray[np.uint8] | None:
     if not np.isfinite(most) or not most:
         return None
     if scheme == "4bit":
-        integers = np.rint(values / most * LARGEST_CODE).astype(np.int16).view(np.uint8)
-        parts = [integers[::2], integers[1::2]]
-        factor = most / LARGEST_CODE
-    else:
-        # from zero upwards; the product of a code has the opposite sign
-        side = np.arange(256) - ZERO_CODE
-        ahead = values[ZERO_CODE:] / most * _LARGEST_LINE
-        starts = np.rint(ahead[:128:8]).astype(np.int64)
-        slopes = np.rint((ahead[7:128:8] - ahead[:128:8]) / 7).astype(np.int64)
-        line = np.minimum(np.abs(side) // 8, 15)
-        approximated = np.minimum(starts[line] + slopes[line] * (np.abs(side) - 8 * line), _LARGEST_LINE)
-        off = np.abs(np.copysign(approximated, side) / _LARGEST_LINE - values / most).max()
-        if off > _LINE_ERROR or slopes.min() < 0 or slopes.max() > 255 or starts.min() < 0:
-            return None
-        parts = [slopes.astype(np.uint8), (starts & 255).astype(np.uint8), (starts >> 8).astype(np.uint8)]
-        factor = -most / _LARGEST_LINE
-    return np.concatenate([*parts, np.array([factor], np.float32).view(np.uint8)])
+        return packed(np.rint(values / most * LARGEST_CODE), 2, most / LARGEST_CODE)
+    # from zero upwards; the product of a code has the opposite sign
+    side = np.arange(256) - ZERO_CODE
+    ahead = values[ZERO_CODE:] / most * _LARGEST_LINE
+    starts, slopes = np.rint(ahead[:128:8]), np.rint((ahead[7:128:8] - ahead[:128:8]) / 7)
+    line = np.minimum(np.abs(side) // 8, 15)
+    approximated = np.minimum(starts[line] + slopes[line] * (np.abs(side) - 8 * line), _LARGEST_LINE)
+    off = np.abs(np.copysign(approximated, side) / _LARGEST_LINE - values / most).max()
+    if off > _LINE_ERROR or slopes.min() < 0 or slopes.max() > 255 or starts.min() < 0:
+        return None
+    return np.concatenate([slopes.astype(np.uint8), packed(starts, 2, -most / _LARGEST_LINE)])
+
+
+def packed(integers: npt.NDArray[Any], size: int, factor: float) -> npt.NDArray[np.uint8]:
+    """Whole numbers by their bytes, the lowest of all first, and the factor of an integer, float32."""
+    planes = [integers.astype(np.int16).view(np.uint8)[part::2] for part in range(size)]
+    return np.concatenate([*planes, np.array([factor], np.float32).view(np.uint8)])

@@ -74,6 +74,8 @@ def _ramps(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
     return np.concatenate([slopes, slopes, starts, starts])
 
 
+NEAREST, NEAREST_BITS = float(3 << 22), 0x4B400000
+"""A float32 that, added to one of less than 2**22, leaves the nearest integer in its last bits; and its own bits."""
 F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
@@ -187,6 +189,17 @@ class Emitter:
             halves = ([lane for lane in range(lanes.type.count) if lane // share % 2 == upper] for upper in (0, 1))
             lanes = self.b.fadd(*(self.pick(lanes, lanes, order) for order in halves))
         return lanes
+
+    def halves(self, vector: Any) -> tuple[Any, Any]:
+        """The lower and the upper lanes of a vector."""
+        count = vector.type.count // 2
+        return self.pick(vector, vector, range(count)), self.pick(vector, vector, range(count, 2 * count))
+
+    def reduced(self, vector: Any, join: Callable[[Any, Any], Any]) -> Any:
+        """The only lane of a vector whose halves are joined until it has one."""
+        while vector.type.count > 1:
+            vector = join(*self.halves(vector))
+        return self.b.extract_element(vector, ir.Constant(I32, 0))
 
     def joined(self, *vectors: Any) -> Any:
         """Vectors, as many as a power of two, one after the other."""

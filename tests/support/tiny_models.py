@@ -22,7 +22,7 @@ from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions, SplitOptions
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.load_plan import make_load_plan, place_units
+from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.engine.placement import Pool, Tier
 from rabbitllm.engine.units import find_units
 from rabbitllm.quant import block_encoders
@@ -67,7 +67,7 @@ def budget_that_keeps(folder: Path, share: float, **options: Any) -> int:
     def pools(budget: int) -> tuple[Pool, ...]:
         """As loaded with so many bytes; placing by itself is quick."""
         wanted = dataclasses.replace(settings, max_memory={"cpu": budget})
-        return place_units(drawn.model, drawn.sources, drawn.experts, [CpuDevice()], wanted).pools
+        return drawn.placed([CpuDevice()], wanted).placement.pools
 
     low, high = 0, 1 << 22
     while high - low > 1000:
