@@ -51,7 +51,8 @@ class DeltaForm:
     norm: NormForm
     products: tuple[str, ...]
     is_recurrent = True
-    rotated = None
+    parameters = ()
+    angles = None
     words = 3
     """Addresses of a row: those of the convolution's state, of the other one, and of the decays."""
 
@@ -186,7 +187,7 @@ def step(
         return None
     parts, norm = module._modules, module._modules["norm"]
     numbers = vars(module).get("activation"), epsilon_of(norm), vars(norm).get("activation")
-    if numbers != (form.activation, *form.norm[1:]) or (states := form.states(module, cache)) is None:
+    if numbers != (form.activation, *form.norm[1:3]) or (states := form.states(module, cache)) is None:
         return None
     kept, state = states
     taps, weight = (part._parameters["weight"] for part in form.own_parts(module))
@@ -230,7 +231,7 @@ def _add(program: Program, *arguments: Any) -> None:
     program.add(kernels.convolution_step, convolved, min(threads, -(-form.channels // _WORTH_CHANNELS)))
     program.add(kernels.look_up, [table_of(form.activation).data_ptr(), mixed, queries, form.channels])
     program.add(kernels.look_up, [table.data_ptr(), b, betas, form.heads])
-    norm, ones = NormForm(abs(form.norm.lanes), _EPSILON), _ones(form.rows).data_ptr()
+    norm, ones = NormForm(form.norm.lanes, _EPSILON), _ones(form.rows).data_ptr()
     norm.add_to(program, form.rows, queries, ones, queries, 2 * form.keys, is_bfloat=False, is_mean=False)
     program.add(kernels.divide, [queries, count, float_bits(form.rows**0.5)])
     sizes = 1, 1, form.heads, form.heads // form.keys, form.rows, form.columns, 0

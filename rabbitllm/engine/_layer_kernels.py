@@ -77,18 +77,18 @@ def rotate(data, start, end, parts):  # type: ignore[no-untyped-def]
     """`x * cos + rotate_half(x) * sin` in place: some parts of the tokens.
 
     After the own address those of heads, cosines and sines, the number of heads, the width of what is rotated, that of
-    a head, and the number of tokens.
+    a head, the number of tokens, and how many angles each has, which may be those of one half.
     """
-    words = to_array(data, 8)
-    heads, width, step, tokens = words[4], words[5], words[6], words[7]
+    words = to_array(data, 9)
+    heads, width, step, tokens, angles = words[4], words[5], words[6], words[7], words[8]
     half = width // 2
     cos, sin = np.empty(width, np.float32), np.empty(width, np.float32)
     x, turned = np.empty(width, np.float32), np.empty(width, np.float32)
     for token in range(start * tokens // parts, end * tokens // parts):
-        cos_bits = bfloats(words[2] + 2 * width * token, width)
-        sin_bits = bfloats(words[3] + 2 * width * token, width)
+        cos_bits = bfloats(words[2] + 2 * angles * token, angles)
+        sin_bits = bfloats(words[3] + 2 * angles * token, angles)
         for i in range(width):
-            cos[i], sin[i] = wide(cos_bits[i]), wide(sin_bits[i])
+            cos[i], sin[i] = wide(cos_bits[i % angles]), wide(sin_bits[i % angles])
         for head in range(token * heads, token * heads + heads):
             bits = bfloats(words[1] + 2 * step * head, width)
             for i in range(width):
@@ -400,11 +400,12 @@ def _add_rows(total, begin, step, shares, count, width):  # type: ignore[no-unty
 
 
 @numba.njit(nogil=True)
-def _attend(query, cached, head, scores, powers, total):  # type: ignore[no-untyped-def]
-    """What a head of queries attends to, in all tokens of a head of keys and values."""
+def _attend(query, cached, head, sink, scores, powers, total):  # type: ignore[no-untyped-def]
+    """What a head of queries attends to, in all tokens of a head of keys and values, and in none: the score of that,
+    -inf without one, is its sink."""
     tokens, width, exponents = len(scores), len(query), powers.view(np.float32)
     keys, values = cached[0] + head * cached[3], cached[1] + head * cached[5]
-    most, summed = np.float32(-np.inf), np.float32(0)
+    most, summed = sink, np.float32(0)
     for token in range(tokens):
         score = _dot(query, bfloats(keys + token * cached[4], width), width)
         scores[token] = score
@@ -420,6 +421,7 @@ def _attend(query, cached, head, scores, powers, total):  # type: ignore[no-unty
         scores[token] *= exponents[token]
     for token in range(tokens):
         summed += scores[token]
+    summed += np.exp2(sink - most)
     total[:] = 0
     _add_rows(total, values, cached[6], scores, tokens, width)
     for i in range(width):
@@ -430,16 +432,19 @@ def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
     """Attention of rows, each to keys and values of its own: some parts of all heads, by their tokens.
 
     After the own address those of queries, of results, and of `kv_room.cached` for each row; rows, heads, heads
-    for each of the keys', their width, and the bits of the factor of scores.
+    for each of the keys', their width, the bits of the factor of scores, and the address of sinks of all heads, or 0.
     """
-    words = to_array(data, 9)
+    words = to_array(data, 10)
     rows, heads, group, width, factor = words[4], words[5], words[6], words[7], float_of(words[8]) * _LOG2_E
     total, most = 0, 0
     for row in range(rows):
         tokens = integers(words[3] + 8 * CACHED * row, CACHED)[2]
         total, most = total + heads * tokens, max(most, tokens)
     scores, powers = np.empty(most, np.float32), np.empty(most, np.int32)
-    query, summed = np.empty(width, np.float32), np.empty(width, np.float32)
+    query, summed, sinks = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(heads, np.float32)
+    sinks[:] = np.float32(-np.inf)
+    for head in range(heads if words[9] != 0 else 0):
+        sinks[head] = wide(bfloats(words[9], heads)[head]) * _LOG2_E
     begin = 0
     for row in range(rows):
         cached = integers(words[3] + 8 * CACHED * row, CACHED)
@@ -450,6 +455,6 @@ def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
             bits = bfloats(words[1] + offset, width)
             for i in range(width):
                 query[i] = wide(bits[i]) * factor
-            _attend(query, cached, head // group, scores[:tokens], powers[:tokens], summed)
+            _attend(query, cached, head // group, sinks[head], scores[:tokens], powers[:tokens], summed)
             store_rounded(summed, bfloats(words[2] + offset, width))
         begin += heads * tokens

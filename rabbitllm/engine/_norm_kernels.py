@@ -13,6 +13,8 @@ import numpy as np
 from rabbitllm.base.compiling import to_array, wide
 from rabbitllm.engine._layer_kernels import bfloats, float_of, floats, round_values, store_rounded
 
+TWICE, ONCE, SHIFTED = KINDS = 0, 1, 2
+"""Norms that also round before they multiply by their weight, that do not, and that multiply by `1 + weight` then."""
 _VECTORS, _LEVELS = 4, 4
 """Vectors that are added to side by side, and levels of runs."""
 
@@ -34,14 +36,14 @@ def norm(data, start, end, parts):  # type: ignore[no-untyped-def]
     """`weight * (x / rms(x))`, in place too: some parts of its rows.
 
     After the own address those of x, of the weight and of the results; whether these are bfloat16, else float32; rows
-    and columns; torch's lanes, negative for the factor `1 + weight`; the bits of epsilon; and the divisor of the sum of
-    squares, which is 1 for rows of length 1.
+    and columns; torch's lanes; the bits of epsilon; the divisor of the sum of squares, which is 1 for rows of length 1;
+    and one of `KINDS`.
 
-    Every step is rounded as torch rounds it: to float32, and with bfloat16 the product again, and the quotient unless
-    the factor is `1 + weight`.
+    Every step is rounded as torch rounds it: to float32, and with bfloat16 the product again, and the quotient if the
+    kind is `TWICE`.
     """
-    words = to_array(data, 10)
-    is_bfloat, rows, columns, lanes, is_shifted = words[4], words[5], words[6], abs(words[7]), words[7] < 0
+    words = to_array(data, 11)
+    is_bfloat, rows, columns, lanes, kind = words[4], words[5], words[6], words[7], words[10]
     epsilon, one, width = float_of(words[8]), np.float32(1), _VECTORS * lanes
     values, factor = np.empty(columns, np.float32), np.empty(columns, np.float32)
     sums = np.empty((_LEVELS, width), np.float32)
@@ -52,7 +54,7 @@ def norm(data, start, end, parts):  # type: ignore[no-untyped-def]
         power += 1
     power = max(4, power // _LEVELS)
     _load(words[2], is_bfloat, factor)
-    if is_shifted:
+    if kind == SHIFTED:
         factor += one
     for row in range(start * rows // parts, end * rows // parts):
         begin = row * columns * (2 if is_bfloat else 4)
@@ -86,7 +88,7 @@ def norm(data, start, end, parts):  # type: ignore[no-untyped-def]
         inverse = one / np.sqrt(total / np.float32(words[9]) + epsilon)
         for i in range(columns):
             values[i] *= inverse
-        if is_bfloat and not is_shifted:
+        if is_bfloat and kind == TWICE:
             round_values(values)
         for i in range(columns):
             values[i] *= factor[i]

@@ -7,6 +7,7 @@ devices and large inputs of norms with a gate are left to the class.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,18 +30,20 @@ from rabbitllm.engine._gates import every_bfloat, table_of
 from rabbitllm.engine._siblings import is_plain
 from rabbitllm.engine.transformers_api import ACT2FN
 
-LANES = (8, 16, -8, -16)
-"""Elements of the vectors that torch may add squares with; negative for norms that multiply by `1 + weight`."""
+LANES = 8, 16
+"""Elements of the vectors that torch may add squares with."""
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
 class NormForm(NamedTuple):
     """What a norm computes: torch's lanes (`LANES`), the number added to the mean of squares, and transformers' name of
-    the activation of a gate, which multiplies the result in float32, if there is a gate."""
+    the activation of a gate, which multiplies the result in float32, if there is a gate; and one of
+    `_norm_kernels.KINDS`."""
 
     lanes: int
     epsilon: float
     activation: str | None = None
+    kind: int = 0
 
     def add_to(
         self,
@@ -60,7 +63,7 @@ class NormForm(NamedTuple):
         from rabbitllm.engine import _layer_kernels, _norm_kernels  # numba comes with it
 
         words: list[int | Place] = [x, weight, out, int(is_bfloat), rows, columns, self.lanes, float_bits(self.epsilon)]
-        program.add(_norm_kernels.norm, [*words, columns if is_mean else 1], threads)
+        program.add(_norm_kernels.norm, [*words, columns if is_mean else 1, self.kind], threads)
         if self.activation is not None:
             assert gate is not None
             table = table_of(self.activation, torch.float32)
@@ -96,7 +99,7 @@ def _form_of(module: nn.Module) -> tuple[int, torch.dtype, NormForm] | None:
 def norm_form(module: nn.Module, activation: str | None = None) -> NormForm | None:
     """What `fuse_norms` lets a norm compute, if it has a gate with this activation, or none; else None."""
     form: NormForm | None = form_in(module, _computed)
-    return form if form is not None and form[1:] == (epsilon_of(module), activation) else None
+    return form if form is not None and form[1:3] == (epsilon_of(module), activation) else None
 
 
 def with_weight(module: nn.Module, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -164,9 +167,9 @@ def _right_form(module: Any, key: tuple[int, torch.dtype, NormForm]) -> NormForm
         for computed in (dtype, torch.float32):
             for rows in (1, 3, max(MAX_ELEMENTS // columns // 2, 1), 2 * MAX_ELEMENTS // columns + 1):
                 add(rows, 10.0 ** (rows % 3), computed)
-    for lanes in LANES:
-        own = form._replace(lanes=lanes)
+    for lanes, kind in itertools.product(LANES, range(3)):
+        own = form._replace(lanes=lanes, kind=kind)
         results = (is_result(_norm(x, w, rows, own, *gate), y) for x, w, rows, gate, y in samples)
-        if abs(lanes) <= columns and all(results):
+        if lanes <= columns and all(results):
             return own
     return None

@@ -96,7 +96,8 @@ def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rotated, (_, heads, tokens, width) = (q.clone(), k.clone()), q.shape
-    program = prepared(_add, 4, heads, k.shape[1], cos.shape[-1], width, tokens, threads_for(q.numel()))
+    angles = cos.shape[-1]
+    program = prepared(_add, 4, heads, k.shape[1], angles, width, tokens, angles, threads_for(q.numel()))
     program(*(x.data_ptr() for x in (*rotated, cos, sin)))
     return rotated
 
@@ -104,9 +105,9 @@ def _rotate(
 def _add(program: Program, q: Place, k: Place, cos: Place, sin: Place, heads: int, keys: int, *sizes: int) -> None:
     from rabbitllm.engine import _layer_kernels  # numba comes with it
 
-    *of_heads, threads = sizes
+    *of_heads, angles, threads = sizes
     for x, count in ((q, heads), (k, keys)):
-        program.add(_layer_kernels.rotate, [x, cos, sin, count, *of_heads], threads)
+        program.add(_layer_kernels.rotate, [x, cos, sin, count, *of_heads, angles], threads)
 
 
 def _has_bits(ordinary: Callable[..., Any]) -> bool:

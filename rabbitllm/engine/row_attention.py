@@ -27,12 +27,15 @@ _OTHERS = "position_bias", "softcap", "output_attentions"
 """Arguments that say that attention is another one."""
 
 
-def add_attention(program: Program, queries: Place, out: Place, first: int, rows: int, form: HeadForm) -> None:
-    """Add attention of rows to a program; from `first` on the addresses of a call are those of `cached` of each row."""
+def add_attention(
+    program: Program, queries: Place, out: Place, first: int, rows: int, form: HeadForm, sinks: Place | int = 0
+) -> None:
+    """Add attention of rows to a program, with sinks of heads or 0; from `first` on the addresses of a call are those
+    of `cached` of each row."""
     from rabbitllm.engine import _layer_kernels  # numba comes with it
 
     heads, keys, width, scaling = form
-    words = queries, out, program.word(first), rows, heads, heads // keys, width, float_bits(scaling)
+    words = queries, out, program.word(first), rows, heads, heads // keys, width, float_bits(scaling), sinks
     program.add(_layer_kernels.attend, words, torch.get_num_threads() if torchs_team() is not None else 1)
 
 

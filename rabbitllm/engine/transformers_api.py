@@ -300,9 +300,10 @@ def attention_of(config: PretrainedConfig) -> str | None:
     return getattr(config, "_attn_implementation", None)
 
 
-def attends_by_sdpa(config: PretrainedConfig) -> bool:
-    """Whether a config names transformers' own `sdpa`, and that is not replaced."""
-    return attention_of(config) == "sdpa" and ALL_ATTENTION_FUNCTIONS.get("sdpa") is sdpa_attention_forward
+def attends_by(config: PretrainedConfig, name: str) -> bool:
+    """Whether a config names transformers' own `sdpa`, or the file's own `eager`, and that is not replaced."""
+    own = sdpa_attention_forward if name == "sdpa" else None
+    return attention_of(config) == name and ALL_ATTENTION_FUNCTIONS.get(name) is own
 
 
 def groups_experts(config: PretrainedConfig) -> bool:

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.cohere.modeling_cohere import CohereAttention, CohereConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2Config
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 from transformers.models.olmo.modeling_olmo import OlmoConfig, OlmoDecoderLayer
 
@@ -39,6 +41,14 @@ PHI = {
 GATED = {"head_dim": 64, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
 # the gated delta rule in one of two layers
 HYBRID: dict[str, Any] = {**GATED, "layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 32}
+# sinks, biases of all Linears, and a window in one of two layers; all experts, of which rounding can choose no others
+OSS = {
+    "head_dim": 32,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 4,
+}
 # other angles from the ninth token on
 LONG = {
     "max_position_embeddings": 64,
@@ -79,9 +89,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return modules
 
 
-def attended(form: _AttentionForm, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def attended(
+    form: _AttentionForm, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     program, out, plain = Program(9), torch.empty_like(q), [_plain(keys), _plain(values)]
-    form.add_attention(program, program.address(0), program.address(1), 2)
+    of_heads = 0 if sinks is None else sinks.data_ptr()
+    form.add_attention(program, program.address(0), program.address(1), 2, sinks=of_heads)
     program(q.data_ptr(), out.data_ptr(), *cached(*plain))
     return out
 
@@ -100,6 +113,11 @@ def test_attention_of_a_row(heads: int, keys: int, width: int) -> None:
             torch.set_num_threads(1 if threads > 1 else 2)
             assert torch.equal(attended(form, q, k, v.transpose(2, 3).contiguous().transpose(2, 3)), out)
             torch.set_num_threads(threads)
+            sinks = torch.randn(heads).bfloat16() * 4
+            scores = q.double() @ k.double().repeat_interleave(heads // keys, 1).mT * form.scaling
+            shares = torch.cat([scores, sinks.double().view(1, heads, 1, 1)], -1).softmax(-1)[..., :-1]
+            expected = shares @ v.double().repeat_interleave(heads // keys, 1)
+            assert relative_error(attended(form, q, k, v, sinks), expected) < ROUNDING
     k = torch.randn(1, keys, 9, width).bfloat16()
     k[0, 0, 4, 3] = torch.nan
     assert attended(form, torch.ones(1, heads, 1, width).bfloat16(), k, k)[0, 0].isnan().all()
@@ -128,7 +146,9 @@ def cached_logits(model: Any, steps: int = 12) -> tuple[torch.Tensor, list[torch
         ("phi3", "q8_0", {**LONG, "num_attention_heads": 4, "num_key_value_heads": 2}),
         ("qwen3_next", "q8_0", GATED),
         (Family("qwen3_5_text", DELTA), "4bit", GATED),
+        ("gpt_oss", "8bit", OSS),
         ("qwen2", None, {}),
+        ("gpt_oss", None, OSS),
         ("gemma3", None, GEMMA),
         ("phi3", None, PHI),
     ],
@@ -172,6 +192,7 @@ def test_a_model_has_the_class_s_cache_and_nearly_its_logits(
         (Family("qwen3_5_text", DELTA), "4bit", HYBRID),
         ("llama", None, {}),
         ("gemma3", None, GEMMA),
+        ("gpt_oss", "4bit", OSS),
     ],
 )
 def test_a_layer_has_the_bits_of_its_parts(
@@ -295,6 +316,39 @@ def test_what_a_class_reads_of_its_config_or_of_torch_is_noticed(
             assert _attention.relative_error(fused, plain) < 0.02 < _attention.relative_error(fused, before)
         for fused, before in zip(of_both(), ordinary, strict=True):
             assert torch.equal(fused, before)
+
+
+@torch.no_grad()
+def test_weights_of_tokens_and_another_function_are_those_of_the_class(
+    tmp_path: Path, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where attention has sinks, which `sdpa` does not know."""
+    model = load(checkpoint(tmp_path, "gpt_oss", None, **OSS), exact=False, fast_bfloat16=True)
+    cache = DynamicCache(config=model.config)
+    model(PROMPT, past_key_values=cache)
+
+    def step(**named: Any) -> Any:
+        return model(PROMPT[:, :1], past_key_values=copy.deepcopy(cache), **named)
+
+    ordinary = step().logits
+    assert len(calls) == 2
+    weights = step(output_attentions=True).attentions
+    assert [of_layer.shape[:3] for of_layer in weights] == [(1, model.config.num_attention_heads, 1)] * 2
+    own = modeling_gpt_oss.eager_attention_forward
+
+    def doubled(*given: Any, **named: Any) -> Any:
+        result, of_tokens = own(*given, **named)
+        return result * 2, of_tokens
+
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_gpt_oss, "eager_attention_forward", doubled)
+        assert not torch.equal(changed := step().logits, ordinary)
+    with monkeypatch.context() as patch:
+        patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "eager", doubled)
+        assert torch.equal(step().logits, changed)
+    assert len(calls) == 2
+    assert torch.equal(step().logits, ordinary)
+    assert len(calls) == 4
 
 
 @torch.no_grad()

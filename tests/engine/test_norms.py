@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -46,7 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("norm_type", [LlamaRMSNorm, Qwen3RMSNorm, Gemma3RMSNorm, Qwen3NextRMSNorm])
+@pytest.mark.parametrize("norm_type", [LlamaRMSNorm, Qwen3RMSNorm, Gemma3RMSNorm, Qwen3NextRMSNorm, GptOssRMSNorm])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @torch.no_grad()
 def test_bits_of_the_class(norm_type: Any, dtype: torch.dtype, calls: list[int]) -> None:
