@@ -331,7 +331,7 @@ def test_responses_refuse_what_needs_a_store(scripted: Running) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported: this server stores no responses"),
         ({"background": True}, "background is not supported"),
         ({"tools": [{**NAMESPACE, "tools": [{"type": "custom"}]}]}, "tools.0.tools.0 is of type custom"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0 is of type web_search; only functions are supported"),
+        ({"tools": [{"type": "web_search"}]}, "web_search; only functions are supported. Leave it out; in Codex"),
         ({"truncation": "auto"}, "truncation is not supported"),
         ({"include": ["message.output_text.logprobs"]}, "include: message.output_text.logprobs is not supported"),
         ({"content": [{"role": "user", "content": [LOW]}]}, "has the detail low; expected auto"),
