@@ -24,4 +24,5 @@ __all__ = [
     "transformers_check",
     "units",
     "weight_tensors",
+    "whole_layers",
 ]

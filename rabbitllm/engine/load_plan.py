@@ -25,13 +25,9 @@ from rabbitllm.base.options import RunOptions
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.base.terminal import size
 from rabbitllm.engine import _published, skeleton
-from rabbitllm.engine._attention import fuse_attention, fuse_layers, is_whole_layer
 from rabbitllm.engine._copies import expert_copy_bytes, place_with_copies, unit_copy_bytes
 from rabbitllm.engine._embedding_rows import has_readable_rows
-from rabbitllm.engine._gates import fuse_gates
-from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._pieces import in_pieces
-from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._weights import WeightMap, advice_on_names, check_unused, map_weights
 from rabbitllm.engine.devices import Device, budget_of, host_room
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
@@ -238,22 +234,6 @@ class LoadPlan:
 
 
 _AS_STORED = (*HOOKED, Tier.ROUTED)
-
-
-def layers_are_one_call(plan: LoadPlan) -> bool:
-    """Whether all decoder layers stay in memory and compute a token by one call, without experts; the skeleton, which
-    needs no weights for this, gets other forwards."""
-    layers = [placed for placed in plan.placement.units if plan.sources[placed.unit].unit.is_layer]
-    stay = all(
-        placed.device in plan.placement.hosts
-        and (placed.tier is Tier.RESIDENT or (placed.tier is Tier.PACKED and plan.sources[placed.unit].is_view))
-        for placed in layers
-    )
-    if plan.model.dtype != torch.bfloat16 or not stay:
-        return False
-    for fuse in (fuse_norms, fuse_recurrences, fuse_attention, fuse_gates, fuse_layers):
-        fuse(plan.model)
-    return all(map(is_whole_layer, (plan.sources[placed.unit].unit.module for placed in layers)))
 
 
 TooLittle: TypeAlias = Literal["refuse", "warn", "ignore"]

@@ -233,7 +233,8 @@ def talking(tokenizer: Any, context: int | None = None) -> Any:
     if context is not None:
         config.max_position_embeddings = context
     table = SimpleNamespace(num_embeddings=VOCABULARY_SIZE)
-    return SimpleNamespace(tokenizer=tokenizer, config=config, base_model=None, get_input_embeddings=lambda: table)
+    parts = {"config": config, "base_model": None, "get_input_embeddings": lambda: table, "name_or_path": "a/model"}
+    return SimpleNamespace(tokenizer=tokenizer, **parts)
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
