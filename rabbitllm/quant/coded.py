@@ -166,7 +166,7 @@ class CodedMatrix(KernelMatrix):
         if width == PAIRS:
             return InputRows(x.contiguous())
         even_and_odd = torch.empty(2, len(x), x.shape[1] // 2, dtype=torch.float32, device="cpu")
-        return InputRows(*even_and_odd.copy_(x.view(len(x), -1, 2).permute(2, 0, 1)))
+        return InputRows(*even_and_odd.copy_(x.view(len(x), x.shape[1] // 2, 2).permute(2, 0, 1)))
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
         from rabbitllm.quant._code_kernels import shift_of

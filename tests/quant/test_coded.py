@@ -122,6 +122,7 @@ def test_inputs_of_every_dtype_and_a_bias(name: str, dtype: torch.dtype, count: 
     of, x, bias = matrix(name, 150, 640), inputs(2 * count, 640, dtype).view(2, count, 640), inputs(1, 150, dtype)[0]
     out = of.linear(x, bias)
     assert (out.dtype, out.shape) == (dtype, (2, count, 150))
+    assert of.linear(x[:0], bias).shape == (0, count, 150)
     flat = x.reshape(-1, 640)
     many = 2 * count > MAX_INPUTS[coded.kernel_for(of.form.kernel, dtype)]
     sums = dtype if many else torch.float32
