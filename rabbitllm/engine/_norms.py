@@ -164,7 +164,7 @@ def _right_form(module: Any, key: tuple[int, torch.dtype, NormForm]) -> NormForm
         rows = len(gates) // columns
         add(rows, 3, dtype, gates[: rows * columns].view(rows, columns))
     else:
-        for computed in (dtype, torch.float32):
+        for computed in _DTYPES:
             for rows in (1, 3, max(MAX_ELEMENTS // columns // 2, 1), 2 * MAX_ELEMENTS // columns + 1):
                 add(rows, 10.0 ** (rows % 3), computed)
     for lanes, kind in itertools.product(LANES, range(3)):

@@ -152,3 +152,14 @@ def test_norms_with_a_gate(norm_type: Any, monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(fused(x.float(), gate), plain(x.float(), gate))
         monkeypatch.undo()
     assert calls == ([1, 32] * 2 if norm_type is not KimiLinearRMSNormGated else [])
+
+
+@pytest.mark.parametrize("norm_type", [GptOssRMSNorm, LlamaRMSNorm])
+def test_a_norm_that_is_cast_later_rounds_as_its_class(norm_type: Any, calls: list[int]) -> None:
+    """In float32 both kinds have the same bits, so that alone does not say which one it is."""
+    module = norm(norm_type, 256, torch.float32)
+    ordinary, x = copy.deepcopy(module).bfloat16(), torch.randn(40, 256).bfloat16()
+    assert fuse_norms(module) == 1
+    with torch.no_grad():
+        assert torch.equal(module.bfloat16()(x), ordinary(x))
+    assert calls
