@@ -334,7 +334,8 @@ class LayerCalls:
         self._products[1].add_to(program, rows, torch.bfloat16, attended, [sums])
         if self._adds_last:
             program.add(_layer_kernels.add_bias, [sums, at.weights[-1], product, columns, rows])
-        norms = list(zip(self._around[1:], at.weights[self.before :], strict=False))
+        of_norms = at.weights[self.before : len(at.weights) - self._adds_last]
+        norms = list(zip(self._around[1:], of_norms, strict=True))
         is_double = len(self._around) == len(_AROUND[1])
 
         def add_norm(x: Place, out: Place) -> None:
@@ -536,15 +537,15 @@ def is_step(form: _Form, x: Any, angles: Any, mask: Any, rows: int = 1) -> bool:
         return False
     if form.angles is not None and not are_rows(angles, [rows * form.angles] * 2):
         return False
-    return hides_nothing(mask, bool(form.parameters))  # `eager` adds it
+    return hides_nothing(mask, is_added=bool(form.parameters))  # as `eager` does
 
 
-def hides_nothing(mask: Any, is_added: bool = False) -> bool:
-    """Whether a layer's mask, which may be added to scores, hides no token; a window's may not: what left the window is
-    no longer in the cache."""
+def hides_nothing(mask: Any, *, is_added: bool = False) -> bool:
+    """Whether a layer's mask hides no token; a window's may not: what left the window is no longer in the cache. One
+    that is added to scores, but not to sinks, has to be 0."""
     if not isinstance(mask, torch.Tensor):
         return mask is None
-    return bool(mask.all()) if mask.dtype is torch.bool else is_added and not mask.any()
+    return not mask.any() if is_added else mask.dtype is torch.bool and bool(mask.all())
 
 
 def _current(form: _Form, module: Any, layer: Any) -> LayerCalls | None:

@@ -150,6 +150,8 @@ def _add(program: Program, x: Place, weight: Place, out: Place, *others: Any) ->
 
 def _right_form(module: Any, key: tuple[int, torch.dtype, NormForm]) -> NormForm | None:
     """The form with which a norm has the results of its class, also for all values of a gate; None if none has."""
+    from rabbitllm.engine._norm_kernels import KINDS  # numba comes with it
+
     columns, dtype, form = key
     random = RandomTensors()
     samples = list[tuple[torch.Tensor, torch.Tensor, int, Any, Any]]()
@@ -167,7 +169,7 @@ def _right_form(module: Any, key: tuple[int, torch.dtype, NormForm]) -> NormForm
         for computed in _DTYPES:
             for rows in (1, 3, max(MAX_ELEMENTS // columns // 2, 1), 2 * MAX_ELEMENTS // columns + 1):
                 add(rows, 10.0 ** (rows % 3), computed)
-    for lanes, kind in itertools.product(LANES, range(3)):
+    for lanes, kind in itertools.product(LANES, KINDS):
         own = form._replace(lanes=lanes, kind=kind)
         results = (is_result(_norm(x, w, rows, own, *gate), y) for x, w, rows, gate, y in samples)
         if lanes <= columns and all(results):

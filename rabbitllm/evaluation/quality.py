@@ -395,7 +395,7 @@ def _tokenizer_of(reference: Any, model: StreamedModel) -> Any:
         folder = (reference if first is None else model).name_or_path
         raise QualityError(
             "The model has no tokenizer, so the text cannot be tokenized.",
-            f"Put its tokenizer files beside its config.json in {folder}.",
+            f"Put its tokenizer files into {folder}, where its config.json is.",
         )
     if first.get_vocab() != second.get_vocab():
         raise QualityError(

@@ -60,7 +60,7 @@ def tokenizer_of(model: StreamedModel) -> PreTrainedTokenizerBase:
     if model.tokenizer is None:
         raise OptionError(
             "This model has no tokenizer, so text cannot be tokenized.",
-            f"Put its tokenizer files beside its config.json in {model.name_or_path}.",
+            f"Put its tokenizer files into {model.name_or_path}, where its config.json is.",
         )
     return model.tokenizer
 

@@ -216,7 +216,7 @@ class Session:
         thinking: Thinking = Thinking(),  # noqa: B008  immutable
     ) -> None:
         if model.tokenizer is None:
-            files = f"Put its tokenizer files beside its config.json in {model.name_or_path}."
+            files = f"Put its tokenizer files into {model.name_or_path}, where its config.json is."
             raise ChatError("The model has no tokenizer.", files)
         check_generates(model)
         if model.config.is_encoder_decoder:

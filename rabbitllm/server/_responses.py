@@ -149,14 +149,13 @@ def _functions(tools: Sequence[Any]) -> Iterator[tuple[Any, str, Any]]:
             yield function, f"{where}.tools.{inner}", tool.get("name")
 
 
+_LEAVE_OUT = {"web_search": 'Leave it out; in Codex\'s config.toml: web_search = "disabled".'}
+
+
 def _tool(tool: Any, where: str, namespace: Any) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, dict) else tool
-        hint = (
-            'Leave it out; in Codex\'s config.toml: web_search = "disabled".'
-            if kind == "web_search"
-            else "Leave it out."
-        )
+        hint = _LEAVE_OUT.get(str(kind), "Leave it out.")
         raise unsupported(f"{where} is of type {str(kind)[:40]}; only functions are supported. {hint}", where)
     if not isinstance(tool.get("name"), str):
         raise bad(f"{where} has no name.", where)

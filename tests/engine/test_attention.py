@@ -336,8 +336,8 @@ def test_weights_of_tokens_and_another_function_are_those_of_the_class(
     assert [of_layer.shape[:3] for of_layer in weights] == [(1, model.config.num_attention_heads, 1)] * 2
     own = modeling_gpt_oss.eager_attention_forward
 
-    def doubled(*given: Any, **named: Any) -> Any:
-        result, of_tokens = own(*given, **named)
+    def doubled(*arguments: Any, **named: Any) -> Any:
+        result, of_tokens = own(*arguments, **named)
         return result * 2, of_tokens
 
     with monkeypatch.context() as patch:
@@ -346,6 +346,8 @@ def test_weights_of_tokens_and_another_function_are_those_of_the_class(
     with monkeypatch.context() as patch:
         patch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "eager", doubled)
         assert torch.equal(step().logits, changed)
+    added = torch.ones(1, 1, 1, PROMPT.shape[1] + 1, dtype=torch.bool)  # to scores, though not to sinks
+    step(attention_mask={"full_attention": added, "sliding_attention": added[..., -OSS["sliding_window"] :]})
     assert len(calls) == 2
     assert torch.equal(step().logits, ordinary)
     assert len(calls) == 4

@@ -111,5 +111,5 @@ def test_an_empty_template_is_none() -> None:
 
 
 def test_a_model_without_a_tokenizer() -> None:
-    with pytest.raises(OptionError, match=r"(?s)no tokenizer.* in a/model"):
+    with pytest.raises(OptionError, match=r"(?s)no tokenizer.*into a/model"):
         prompt_ids(None, "Hello")
