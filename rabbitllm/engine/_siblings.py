@@ -28,8 +28,8 @@ from rabbitllm.quant.joint import JointProduct
 _has_global_hook: Callable[[], bool] = modules._has_any_global_hook
 MAX_UNUSED = 3
 """How often the result of a Linear may be left unused; then it is computed by its own calls alone."""
-_MOST_INPUTS = 512
-"""Rows of input up to which products are computed together; for more the calls around them take no time."""
+_MOST_INPUTS = 48
+"""Rows of input up to which any matrix is multiplied as integers."""
 _DTYPES = frozenset({torch.bfloat16, torch.float32})
 _PLAIN = "_plain_sibling"
 """The attribute of a Linear with the `Sibling` by which plain weights are multiplied."""
@@ -70,6 +70,7 @@ class _Together:
         weights: of each follower that has a weight: its module's parameters, their weight and whether it has a bias.
         absent: the others.
         product: None if there is none.
+        most: rows of input up to which it is used.
     """
 
     followers: list[Sibling]
@@ -77,6 +78,7 @@ class _Together:
     weights: list[tuple[Sibling, dict[str, Any], FusedWeight, bool]]
     absent: list[Sibling]
     product: JointProduct | None
+    most: int
 
     def is_valid(self, followers: list[Sibling], is_wide: bool) -> bool:
         """Whether these are still the weights."""
@@ -167,7 +169,7 @@ class Sibling:
         if together is None or not together.is_valid(followers, bias is not None):
             together = own.joint = _together(matrix, followers, bias is not None)
         product = together.product
-        if product is None or not product.takes(rows, x.dtype):
+        if product is None or rows > together.most or x.dtype not in product.dtypes:
             return matrix.linear(x, bias)  # type: ignore[no-any-return]
         call.leader.lead(self)
         result, *others = product(x, rows)
@@ -296,4 +298,4 @@ def _together(matrix: Any, followers: list[Sibling], is_wide: bool) -> _Together
     absent = [sibling for sibling in followers if all(sibling is not present for present, *_ in weights)]
     matrices = [matrix, *(weight.matrix for _, _, weight, _ in weights)]
     product = JointProduct.of(matrices, [is_wide, *(wide for *_, wide in weights)])
-    return _Together(followers, is_wide, weights, absent, product)
+    return _Together(followers, is_wide, weights, absent, product, product.max_inputs if product is not None else 0)

@@ -15,8 +15,8 @@ import torch
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, DEQUANTIZED, INTEGERS
-from rabbitllm.quant.products import FusedMatrix, KernelMatrix, products
+from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, INTEGERS
+from rabbitllm.quant.products import FusedMatrix, KernelMatrix
 from rabbitllm.quant.routed import preparation
 
 
@@ -24,8 +24,8 @@ class JointProduct:
     """Multiplies matrices, (N, K) with one K, with the same rows of input; see `of`.
 
     Attributes:
-        max_inputs: rows of input up to which codes are decoded for every few of them.
-        dtypes: of so many inputs, which all of them take.
+        max_inputs: rows of input up to which this is the fastest method for all of them.
+        dtypes: of inputs that all of them take.
     """
 
     def __init__(self, matrices: Sequence[KernelMatrix], is_wide: Sequence[bool]) -> None:
@@ -55,24 +55,13 @@ class JointProduct:
                 return None
         return cls(usable, is_wide)
 
-    def takes(self, rows: int, dtype: torch.dtype) -> bool:
-        """Whether it is faster than separate products for so many rows of a dtype."""
-        if rows <= self.max_inputs:
-            return dtype in self.dtypes
-        return all(matrix.method_for(rows, dtype)[0] != DEQUANTIZED for matrix in self.matrices)
-
     def __call__(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
         """`x @ W.T` for each matrix, (..., N) of x's dtype or float32.
 
         Args:
-            x: (..., K), which it `takes`, without gaps.
+            x: (..., K), of one of `dtypes`, without gaps.
             rows: of all its dimensions but the last.
         """
-        if rows > self.max_inputs:
-            methods = [matrix.method_for(rows, x.dtype) for matrix in self.matrices]
-            flat = x.view(rows, self._columns)
-            results = products(flat, [*zip(self.matrices, methods, self._is_wide, strict=True)])
-            return [result.view(*x.shape[:-1], -1) for result in results]
         key = torch.get_num_threads(), x.shape, x.dtype
         if (prepared := self._programs.get(key)) is None:
             program = Program.of(

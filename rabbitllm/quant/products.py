@@ -36,7 +36,6 @@ from rabbitllm.quant._kernel_interface import (
     DEQUANTIZED,
     INTEGERS,
     PAIRS,
-    PANELS,
     SEGMENT,
     WORD_WIDTH,
     CodeKernel,
@@ -257,14 +256,18 @@ class KernelMatrix(ABC):
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same; the kernels' sums are in float32."""
         flat = x.reshape(-1, x.shape[-1])
-        how = self.method_for(len(flat), x.dtype)
-        if how[0] == DEQUANTIZED:
+        method, width = self.method_for(len(flat), x.dtype)
+        if method == DEQUANTIZED:
             result = self.in_chunks(flat, bias)
         else:
-            (result,) = products(flat, [(self, how, bias is not None)])
+            product = GroupedProduct(flat, self, torch.empty)
+            if method == BYTES and bias is None and x.dtype == torch.bfloat16:
+                product.rounded = torch.empty_like(product.out, dtype=x.dtype)
+            if len(flat):
+                product.run(method, width, [(self, 0, len(flat))])
             if bias is not None:
-                result += bias
-                result = result.to(x.dtype)
+                product.out += bias
+            result = product.result()
         return result.view(*x.shape[:-1], self.form.shape[0])
 
     def grouped(self, x: torch.Tensor) -> GroupedProduct | None:
@@ -284,7 +287,10 @@ class KernelMatrix(ABC):
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
-        return products(x, [(self, (method, width), True)])[0]
+        product = GroupedProduct(x, self, torch.empty)
+        if len(x):
+            product.run(method, width, [(self, 0, len(x))])
+        return product.out
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,14 +403,18 @@ class GroupedProduct:
     Args:
         x: (S, K), of a floating dtype.
         like: a matrix of the form, (N, K).
+        make: makes `out`.
 
     Attributes:
         out: the products, (S, N), float32.
+        rounded: the same in bfloat16, if a kernel by bytes is to round them.
     """
 
-    def __init__(self, x: torch.Tensor, like: KernelMatrix) -> None:
+    rounded: torch.Tensor | None = None
+
+    def __init__(self, x: torch.Tensor, like: KernelMatrix, make: Callable[..., torch.Tensor] = torch.zeros) -> None:
         self._x = x
-        self.out = torch.zeros(len(x), like.form.shape[0], dtype=torch.float32, device="cpu")
+        self.out = make(len(x), like.form.shape[0], dtype=torch.float32, device="cpu")
         self._inputs: dict[int, InputRows] = {}
 
     def multiply(self, matrices: Sequence[KernelMatrix], groups: Sequence[tuple[int, int]]) -> None:
@@ -427,42 +437,14 @@ class GroupedProduct:
         for matrix, begin, end in work:
             codes, scales, table, *sizes = matrix.operands(width)
             (place, others), to = inputs.of(begin), start + begin * rows * 4
+            if self.rounded is not None:
+                others = self.rounded[begin:].data_ptr()
             pieces.append((codes, scales, place, others, table, to, *sizes, end - begin, rows))
         _kernels.run(method, work[0][0].kernel, width, pieces, rows * sizes[0] * len(work))
 
     def result(self) -> torch.Tensor:
         """The products of all groups, (S, N) of x's dtype; rows of no group are zero."""
-        return self.out.to(self._x.dtype)
-
-
-def products(x: torch.Tensor, matrices: Sequence[tuple[KernelMatrix, tuple[str, int], bool]]) -> list[torch.Tensor]:
-    """`x @ W.T` for several matrices (N, K): inputs are prepared once, and matrices of one kernel are one job.
-
-    Args:
-        x: (T, K), of a floating dtype.
-        matrices: each with the method and width of its kernel, and whether its product stays in float32.
-
-    Returns:
-        (T, N) for each, float32 or of x's dtype.
-    """
-    inputs, jobs, results = dict[object, InputRows](), dict[Any, list[tuple[int, ...]]](), list[list[torch.Tensor]]()
-    for matrix, (method, width), is_wide in matrices:
-        kind = width, matrix.layout() if width == INTEGERS else None
-        if kind not in inputs:
-            inputs[kind] = matrix.inputs(width, x)
-        codes, scales, table, *sizes = matrix.operands(width)
-        (place, others), rows = inputs[kind].of(0), matrix.form.shape[0]
-        tensors = [torch.empty(len(x), rows, dtype=torch.float32, device="cpu")]
-        results.append(tensors)
-        if method in _ROUNDING and not is_wide and x.dtype == torch.bfloat16:
-            tensors.append(torch.empty_like(tensors[0], dtype=x.dtype))
-            others = tensors[1].data_ptr()
-        piece = codes, scales, place, others, table, tensors[0].data_ptr(), *sizes, len(x), rows
-        jobs.setdefault((method, matrix.kernel, width), []).append(piece)
-    for (method, kernel, width), pieces in jobs.items() if len(x) else ():
-        _kernels.run(method, kernel, width, pieces, sum(piece[6] * piece[10] for piece in pieces))
-    are_wide = [is_wide for *_, is_wide in matrices]
-    return [result if wide else result.to(x.dtype) for (*_, result), wide in zip(results, are_wide, strict=True)]
+        return self.out.to(self._x.dtype) if self.rounded is None else self.rounded
 
 
 def dense_product(
@@ -536,7 +518,5 @@ _TRIALS = {
 _TOLERANCES = {INTEGERS: 3e-4, WORD_WIDTH: 3e-4, BYTE_WIDTH: 1e-2, BFLOATS: 4e-3}
 """The tolerated error by width or method: integers of 16 bits, and of 8; weights that are rounded to bfloat16."""
 _BYTE_WIDTHS = BYTE_WIDTH, WORD_WIDTH
-_ROUNDING = BYTES, PANELS
-"""Methods whose kernels round the sums, too."""
 _NO_TABLE = -1
 """In place of the address of a table, for kernels whose values are in their code."""

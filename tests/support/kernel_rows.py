@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
 
-from rabbitllm.quant import _vectors, bfloat_products, joint, products
-from rabbitllm.quant.plain import PlainMatrix
+from rabbitllm.quant import _vectors, bfloat_products
 
 
 @pytest.fixture
@@ -24,11 +20,6 @@ def kernel_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(x.shape[:-1].numel())
         return ordinary(x, weight, bias)
 
-    def together(x: torch.Tensor, matrices: Sequence[Any]) -> list[torch.Tensor]:
-        rows.extend(len(x) for matrix, *_ in matrices if isinstance(matrix, PlainMatrix))
-        return products.products(x, matrices)
-
-    monkeypatch.setattr(joint, "products", together)
     monkeypatch.setattr(bfloat_products, "max_rows", lambda: bfloat_products.ALL_ROWS)
     monkeypatch.setattr(bfloat_products, "linear", linear)
     return rows
