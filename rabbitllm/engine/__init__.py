@@ -7,6 +7,7 @@ __all__ = [
     "experts",
     "forwards",
     "free_memory",
+    "fusions",
     "heads",
     "identity",
     "kv_room",
@@ -24,5 +25,4 @@ __all__ = [
     "transformers_check",
     "units",
     "weight_tensors",
-    "whole_layers",
 ]

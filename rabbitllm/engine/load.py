@@ -15,24 +15,19 @@ from accelerate.utils import send_to_device
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import _published, skeleton
-from rabbitllm.engine._attention import fuse_attention, fuse_layers
 from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
-from rabbitllm.engine._gates import fuse_gates
-from rabbitllm.engine._mixtures import fuse_mixtures, routers_in
-from rabbitllm.engine._norms import fuse_norms
+from rabbitllm.engine._mixtures import routers_in
 from rabbitllm.engine._recurrences import fuse_recurrences
-from rabbitllm.engine._rotary import fuse_rotary
-from rabbitllm.engine._routed import fuse_experts
 from rabbitllm.engine._saving import origin_of
 from rabbitllm.engine._streamer import Streamer, device_executors
 from rabbitllm.engine._weights import check_unused
-from rabbitllm.engine._whole_steps import fuse_models
 from rabbitllm.engine.devices import Device, budget_of, memory_explained, resolve_devices
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import bind_experts
 from rabbitllm.engine.forwards import RowProducts, keep_finite, load_kernels, repeat_keys_on, widen_inputs
+from rabbitllm.engine.fusions import fuse
 from rabbitllm.engine.heads import Heads, plan_heads
 from rabbitllm.engine.load_plan import (
     SCALES_IN_PLACE,
@@ -243,21 +238,10 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     if is_fast:
         RowProducts(model)
     is_multiplied = any(is_coded for _, is_coded in multiplied) or is_fast
-    is_fused = not options.exact and all(device.shares_host_memory for device in devices)
-    if is_fused:
-        fuse_norms(model)  # first: recurrences take their forms
-    if not options.exact and on_cpu:
+    if not options.exact and all(device.shares_host_memory for device in devices):
+        fuse(model, is_multiplied=is_multiplied)
+    elif not options.exact and on_cpu:
         fuse_recurrences(model, prompts=is_multiplied)
-    if is_fused:
-        if is_multiplied:
-            fuse_attention(model)
-            fuse_gates(model)
-        fuse_experts(model)
-        fuse_mixtures(model)
-        if is_multiplied:
-            fuse_layers(model)
-            fuse_models(model)
-        fuse_rotary(model, prompts=is_multiplied)  # of attentions that are not replaced as a whole
     if is_multiplied and not (is_fast or options.exact):  # experts' inputs are rounded then, more than routers' sums
         RowProducts(model, routers_in(model))
 

@@ -212,7 +212,7 @@ class UnitWork:
 
 def work_of(plan: LoadPlan) -> tuple[UnitWork, ...]:
     """Return the work of a pass, unit by unit, in its order."""
-    from rabbitllm.engine.whole_layers import layers_are_one_call
+    from rabbitllm.engine.fusions import layers_are_one_call
 
     picked, encoder = picked_by(plan.model.config.get_text_config()), _encoder_path(plan.model)
     hosts = plan.placement.hosts

@@ -167,7 +167,7 @@ def test_a_model_has_the_class_s_cache_and_nearly_its_logits(
     model = load(directory, budget, exact=False, fast_bfloat16=True)
     got, cached = cached_logits(model)
     assert len(calls) == 2 * 12
-    monkeypatch.setattr("rabbitllm.engine.load.fuse_attention", lambda model: 0)
+    monkeypatch.setattr("rabbitllm.engine.fusions.fuse_attention", lambda model: 0)
     expected, cached_by_class = cached_logits(load(directory, budget, exact=False, fast_bfloat16=True))
     assert all(map(torch.equal, cached, cached_by_class))
     assert relative_error(got, expected) < 8 * ROUNDING
@@ -210,7 +210,7 @@ def test_a_layer_has_the_bits_of_its_parts(
         return result
 
     monkeypatch.setattr(_attention, "_step", counted)
-    monkeypatch.setattr("rabbitllm.engine.load.fuse_models", lambda model: 0)
+    monkeypatch.setattr("rabbitllm.engine.fusions.fuse_models", lambda model: 0)
     directory = checkpoint(tmp_path, family, compression, **settings)
     model = load(directory, exact=False, fast_bfloat16=True)
     got, _ = cached_logits(model)
@@ -227,7 +227,7 @@ def test_a_layer_has_the_bits_of_its_parts(
     epsilon = "eps" if hasattr(norm, "eps") else "variance_epsilon"
     setattr(norm, epsilon, 1.0)
     assert not torch.equal(changed := cached_logits(model)[0], got)
-    monkeypatch.setattr("rabbitllm.engine.load.fuse_layers", lambda model: 0)
+    monkeypatch.setattr("rabbitllm.engine.fusions.fuse_layers", lambda model: 0)
     parts = load(directory, exact=False, fast_bfloat16=True)
     assert torch.equal(cached_logits(parts)[0], got)
     setattr(parts.model.layers[0].input_layernorm, epsilon, 1.0)
@@ -260,7 +260,7 @@ CHANGES: dict[str, Change] = {
 def test_a_change_between_two_steps_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = checkpoint(tmp_path, "llama", "q8_0")
     models = [load(directory, exact=False)]
-    monkeypatch.setattr("rabbitllm.engine.load.fuse_layers", lambda model: 0)
+    monkeypatch.setattr("rabbitllm.engine.fusions.fuse_layers", lambda model: 0)
     models.append(load(directory, exact=False))
     cache = DynamicCache(config=models[0].config)
     models[0](PROMPT, past_key_values=cache)

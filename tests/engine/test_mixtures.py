@@ -91,7 +91,7 @@ def test_a_model_has_the_same_logits(
     assert kept != "resident" or sum(calls) > STEPS  # of two layers
     assert sum(calls) < len(calls) or kept != "resident"  # an expert's first use
     del calls[:]
-    monkeypatch.setattr("rabbitllm.engine.load.fuse_mixtures", lambda model: 0)
+    monkeypatch.setattr("rabbitllm.engine.fusions.fuse_mixtures", lambda model: 0)
     assert torch.equal(logits(fast(directory, budget)), got)
     assert not calls
     monkeypatch.undo()
@@ -126,7 +126,7 @@ def test_a_token_of_all_layers_by_one_call(
     model.model.layers[1].mlp.gate.top_k = 2
     got.append(logits(model))
     assert model(PROMPT, output_router_logits=True).router_logits[0].shape == (PROMPT.shape[1], MANY["num_experts"])
-    monkeypatch.setattr("rabbitllm.engine.load.fuse_models", lambda model: 0)
+    monkeypatch.setattr("rabbitllm.engine.fusions.fuse_models", lambda model: 0)
     other = fast(directory)
     expected = [logits(other) for _ in range(2)]
     other.model.layers[1].mlp.gate.top_k = 2
@@ -298,7 +298,7 @@ def compared(
 ) -> tuple[list[Any], Callable[[], list[torch.Tensor]], list[torch.Tensor]]:
     """A model whose mixtures are one call, and one without such; what returns the logits of both, and these now."""
     models = [fast(directory)]
-    monkeypatch.setattr("rabbitllm.engine.load.fuse_mixtures", lambda model: 0)
+    monkeypatch.setattr("rabbitllm.engine.fusions.fuse_mixtures", lambda model: 0)
     models.append(fast(directory))
 
     def both() -> list[torch.Tensor]:
@@ -318,7 +318,7 @@ def test_a_change_between_two_steps_is_noticed(
     tmp_path: Path, has_layers: bool, calls: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_layers:
-        monkeypatch.setattr("rabbitllm.engine.load.fuse_layers", lambda model: 0)
+        monkeypatch.setattr("rabbitllm.engine.fusions.fuse_layers", lambda model: 0)
     directory = checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY, **HEADS)
     models, both, ordinary = compared(directory, calls, monkeypatch)
     OTHERS[:] = [models[0].model.layers[0].mlp.experts]

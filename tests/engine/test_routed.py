@@ -80,7 +80,7 @@ def test_a_model_has_the_same_logits(
     directory = checkpoint(tmp_path, family, compression, **settings)
     quarter = kept == "a quarter"
     budget = budget_that_keeps(directory, 0.25, exact=False) if quarter else ALL * (kept == "resident")
-    monkeypatch.setattr("rabbitllm.engine.load.fuse_mixtures", lambda model: 0)  # which computes some of the steps
+    monkeypatch.setattr("rabbitllm.engine.fusions.fuse_mixtures", lambda model: 0)  # which computes some of the steps
     assert_same_logits(directory, budget, "fuse_experts", "Experts", monkeypatch)
     layers = {"deepseek_v3": 1, "qwen3_next": 4}.get(family, 2)
     steps = [programs for tokens, programs in calls if tokens == 1]

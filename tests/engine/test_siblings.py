@@ -66,14 +66,14 @@ def checkpoint(tmp_path: Path, family: str | Family, compression: str | None, **
 
 
 def assert_same_logits(directory: Path, budget: int, fuse: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model has the same logits without a function of `engine.load`, which with `exact=True` replaces no forward.
+    """A model has the same logits without a function of `engine.fusions`, which with `exact=True` replaces no forward.
 
     Args:
         fuse: the name of the function.
         kind: part of the names of the classes whose forwards it replaces.
     """
     got = logits(load(directory, budget, exact=False))
-    monkeypatch.setattr(f"rabbitllm.engine.load.{fuse}", lambda model, **options: 0)
+    monkeypatch.setattr(f"rabbitllm.engine.fusions.{fuse}", lambda model, **options: 0)
     assert torch.equal(got, logits(load(directory, budget, exact=False)))
     monkeypatch.undo()
     exact = load(directory, budget)
@@ -104,7 +104,7 @@ def test_a_decode_step_has_few_products_and_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for fuse in ("fuse_attention", "fuse_gates"):  # which make fewer calls
-        monkeypatch.setattr(f"rabbitllm.engine.load.{fuse}", lambda model, **options: 0)
+        monkeypatch.setattr(f"rabbitllm.engine.fusions.{fuse}", lambda model, **options: 0)
     model = load(checkpoint(tmp_path, family, compression), budget, exact=False, fast_bfloat16=compression is None)
     with separately():
         expected = logits(model)

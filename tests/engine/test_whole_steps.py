@@ -56,7 +56,7 @@ def pair(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A model with whole steps, and one without."""
     models = [load(directory, exact=False, fast_bfloat16=True)]
     with monkeypatch.context() as patch:
-        patch.setattr("rabbitllm.engine.load.fuse_models", lambda model: 0)
+        patch.setattr("rabbitllm.engine.fusions.fuse_models", lambda model: 0)
         return [*models, load(directory, exact=False, fast_bfloat16=True)]
 
 
@@ -419,7 +419,7 @@ class Doubling(LlamaModel):  # type: ignore[misc]
 
 
 def test_classes_that_do_otherwise_are_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rabbitllm.engine.load.fuse_models", lambda model: 0)
+    monkeypatch.setattr("rabbitllm.engine.fusions.fuse_models", lambda model: 0)
     model = load(checkpoint(tmp_path, "llama", "q8_0"), exact=False)
     inner = model.model
     assert fuse_models(model) == 1

@@ -1,0 +1,53 @@
+"""Which modules compute by compiled code, and in which order they get it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from rabbitllm.engine._attention import fuse_attention, fuse_layers, is_whole_layer
+from rabbitllm.engine._gates import fuse_gates
+from rabbitllm.engine._mixtures import fuse_mixtures
+from rabbitllm.engine._norms import fuse_norms
+from rabbitllm.engine._recurrences import fuse_recurrences
+from rabbitllm.engine._rotary import fuse_rotary
+from rabbitllm.engine._routed import fuse_experts
+from rabbitllm.engine._whole_steps import fuse_models
+from rabbitllm.engine.load_plan import LoadPlan
+from rabbitllm.engine.placement import Tier
+
+
+def fuse(model: nn.Module, *, is_multiplied: bool) -> None:
+    """Give forwards of compiled code to the modules of a model all of whose devices are CPUs.
+
+    Args:
+        model: with its weights.
+        is_multiplied: whether matrices are multiplied by this package's kernels, which whole layers need.
+    """
+    fuse_norms(model)  # first: recurrences take their forms
+    fuse_recurrences(model, prompts=is_multiplied)
+    if is_multiplied:
+        fuse_attention(model)
+        fuse_gates(model)
+    fuse_experts(model)
+    fuse_mixtures(model)
+    if is_multiplied:
+        fuse_layers(model)
+        fuse_models(model)
+    fuse_rotary(model, prompts=is_multiplied)  # of attentions that are not replaced as a whole
+
+
+def layers_are_one_call(plan: LoadPlan) -> bool:
+    """Whether all decoder layers stay in memory and compute a token by one call, without experts; the skeleton, which
+    needs no weights for this, gets other forwards."""
+    layers = [placed for placed in plan.placement.units if plan.sources[placed.unit].unit.is_layer]
+    stay = all(
+        placed.device in plan.placement.hosts
+        and (placed.tier is Tier.RESIDENT or (placed.tier is Tier.PACKED and plan.sources[placed.unit].is_view))
+        for placed in layers
+    )
+    if plan.model.dtype != torch.bfloat16 or not stay:
+        return False
+    for fuse_parts in (fuse_norms, fuse_recurrences, fuse_attention, fuse_gates, fuse_layers):
+        fuse_parts(plan.model)
+    return all(map(is_whole_layer, (plan.sources[placed.unit].unit.module for placed in layers)))
