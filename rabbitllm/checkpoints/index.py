@@ -459,8 +459,11 @@ def check_inside(path: Path, folder: Path, linked_folders: Collection[Path] | No
     """
     try:
         resolved = path.resolve()
-    except (OSError, RuntimeError):  # links in a cycle
-        raise UnsafePathError(f"{path} is a link that leads to itself; expected a file.", _LINKS) from None
+        is_cycle = resolved.is_symlink()  # since Python 3.13 that is no error
+    except (OSError, RuntimeError):
+        is_cycle = True
+    if is_cycle:
+        raise UnsafePathError(f"{path} is a link that leads to itself; expected a file.", _LINKS)
     is_inside = resolved.is_relative_to(folder.resolve())
     if not is_inside and resolved.is_file():
         is_inside = (
