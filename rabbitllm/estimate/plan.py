@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rabbitllm import prepare
@@ -38,7 +39,7 @@ from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.request import disk_budget_of, kept_in_cache, resumed_disk_budget
 from rabbitllm.storage.folders import existing
 from rabbitllm.store.layer_file import LAYER_SUFFIX
-from rabbitllm.store.manifest import MANIFEST_NAME
+from rabbitllm.store.manifest import AUTO, MANIFEST_NAME
 
 MIN_FREE_DISK = "1GB"
 
@@ -100,7 +101,9 @@ def plan(
         max_memory=max_memory,
     )
     assert request.split is not None
-    options, run_options = prepare.with_memory(request.split, request.run), request.run
+    run_options = request.run
+    of_auto = prepare.with_memory(replace(request.split, compression=AUTO), run_options)  # it is planned, too
+    options = replace(of_auto, compression=request.split.compression)
     rate = None if bandwidth is None else _given_rate(bandwidth)
     source = prepare.find(request.spec, only_look=True)
     scan = SourceScan(source, request.spec, options)

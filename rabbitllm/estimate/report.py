@@ -43,7 +43,7 @@ from rabbitllm.estimate.split_estimate import (
     smallest,
 )
 from rabbitllm.splitter.bit_allocation import AllocationSummary
-from rabbitllm.store.manifest import SPLITS
+from rabbitllm.store.manifest import AUTO, SPLITS
 
 # The bit allocation of "auto": a line for each role, and the expected loss.
 
@@ -51,15 +51,16 @@ _ROLE_WIDTH = 22
 _CELL_WIDTH = 11
 
 
-def show_allocation(console: Console, allocation: AllocationSummary) -> None:
-    """Print the bytes of each role at each number of bits, and the expected loss next to those of uniform schemes."""
+def show_allocation(console: Console, allocation: AllocationSummary, *, is_whole: bool = True) -> None:
+    """Print the expected loss next to those of uniform schemes, and the bytes of each role at each number of bits."""
     schemes = sorted({share.scheme for share in allocation.shares}, key=SPLITS.index)
-    heads = "".join(f"{scheme or 'as is':>{_CELL_WIDTH}}" for scheme in schemes)
-    put(console, Text(f"  {'bits chosen':<{_ROLE_WIDTH}}{heads}", "dim"))
     sizes = {(share.role, share.scheme): share.nbytes for share in allocation.shares}
-    for role in dict.fromkeys(share.role for share in allocation.shares):
-        cells = "".join(f"{_cell(sizes.get((role, scheme))):>{_CELL_WIDTH}}" for scheme in schemes)
-        put(console, Text(f"  {role:<{_ROLE_WIDTH}}{cells}"))
+    if is_whole:
+        heads = "".join(f"{scheme or 'as is':>{_CELL_WIDTH}}" for scheme in schemes)
+        put(console, Text(f"  {'bits chosen':<{_ROLE_WIDTH}}{heads}", "dim"))
+        for role in dict.fromkeys(share.role for share in allocation.shares):
+            cells = "".join(f"{_cell(sizes.get((role, scheme))):>{_CELL_WIDTH}}" for scheme in schemes)
+            put(console, Text(f"  {role:<{_ROLE_WIDTH}}{cells}"))
     compared = allocation.compared
     uniform = {scheme: loss for scheme, loss in allocation.uniform.items() if allocation.fitted or scheme != compared}
     losses = ", ".join(f"{_times(loss)} at {scheme}" for scheme, loss in uniform.items())
@@ -231,7 +232,7 @@ def _show_estimate(console: Console, plan: SplitEstimate, estimate: CompressionE
     if estimate.obstacle is not None:
         put(console, Text(f"  not possible: {estimate.obstacle}", "red"))
     elif estimate.mixture is not None:
-        show_allocation(console, estimate.mixture)
+        show_allocation(console, estimate.mixture, is_whole=plan.compression == AUTO)
     for route in estimate.routes:
         put(console, _row(plan, estimate, route))
 

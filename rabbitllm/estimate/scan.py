@@ -48,7 +48,7 @@ class SourceScan:
             manifest = read_manifest(folder)
             return {manifest.compression if manifest is not None else self.spec.compression: folder}
         folders = {c: prepare.folder_at(self.source, self.spec, c) for c in (*COMPRESSIONS, *SPLITS)}
-        named = (*COMPRESSIONS, self.options.compression)
+        named = (*COMPRESSIONS, AUTO, self.options.compression)
         return {
             c: folder
             for c, folder in folders.items()

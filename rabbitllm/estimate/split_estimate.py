@@ -429,13 +429,19 @@ def route_of(
 def best(
     estimates: Sequence[CompressionEstimate], requested: str | None, refused: Collection[str | None] = ()
 ) -> tuple[CompressionEstimate, Route | None] | None:
-    """Select the compression and route: the requested compression if it fits, else the least compressed one that does.
+    """Select the compression and route: the requested compression if it fits, else none; then what is finished, "auto",
+    and of the others the least compressed one that fits.
 
     The route is the first one that fits; None as a route means that the split is finished. None if nothing fits.
     Compressions that are `refused` are left out: they could not be loaded here.
     """
     possible = [estimate for estimate in estimates if estimate.compression not in refused]
-    for estimate in sorted(possible, key=lambda estimate: estimate.compression != requested):
+
+    def rank(estimate: CompressionEstimate) -> tuple[bool, ...]:
+        compression = estimate.compression
+        return compression != requested, compression is not None, not estimate.finished, compression != AUTO
+
+    for estimate in sorted(possible, key=rank):
         if estimate.finished:
             return estimate, None
         for route in estimate.routes:

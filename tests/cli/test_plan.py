@@ -42,6 +42,7 @@ SHARDS = 6
 PER_FILE = 64 * 1024
 """What the prediction may exceed the truth by, for every file that a split makes."""
 COMPRESSIONS = [None, "8bit", "4bit", "4bit-double"]
+PLANNED = [*COMPRESSIONS, "auto"]
 LOCAL_ROUTES = ["standard", "sequential_file"]
 KEYS = {
     *("source", "kind", "label", "commit", "compression", "max_disk", "min_free_disk", "anatomy", "disks", "outlooks"),
@@ -131,7 +132,7 @@ def test_folder_as_text(folder: Path) -> None:
     assert re.search(r"layer files +8, the largest layers\.\d with", text)
     assert "100 MB/s (as given) from this disk" in text
     assert "Estimated times" in text
-    assert text.count("fits") == len(COMPRESSIONS) * 2 + 1
+    assert text.count("fits") == len(PLANNED) * 2 + 1
     assert f'model = AutoModel.from_pretrained("{folder}")' in text.replace("\n    ", "").replace(",\n)", ")")
     assert "\x1b" not in text
 
@@ -157,7 +158,7 @@ def test_folder_as_json(folder: Path) -> None:
     record = json.loads(run(str(folder), "--json", "--compression", "4bit", "--max-disk", "1GiB"))
     assert set(record) == KEYS
     assert set(record["anatomy"]) == ANATOMY_KEYS
-    assert [entry["compression"] for entry in record["outlooks"]] == COMPRESSIONS
+    assert [entry["compression"] for entry in record["outlooks"]] == PLANNED
     for entry in record["outlooks"]:
         assert set(entry) == OUTLOOK_KEYS
         assert [route["name"] for route in entry["routes"]] == LOCAL_ROUTES
@@ -562,7 +563,7 @@ def test_memory_as_on_the_command_line(tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "m", "llama", hidden_size=128, intermediate_size=512)
     options = ("--device", "cpu", "--max-memory", "cpu=500kB", "--bandwidth", "1GB")
     record = json.loads(run(str(source), "--json", *options))
-    assert [set(entry) for entry in record["generations"]] == [GENERATION_KEYS] * len(COMPRESSIONS)
+    assert [set(entry) for entry in record["generations"]] == [GENERATION_KEYS] * len(PLANNED)
     streamed = [entry["read_bytes"] for entry in record["generations"]]
     assert streamed[0] > streamed[2] == 0
     assert 'max_memory={"cpu": "500kB"}' in record["choice"]["call"]
@@ -611,7 +612,7 @@ def test_terminal_of_80_columns_is_enough(
     wide = re.sub(r"\x1b\[[\d;]*m", "", on_terminal(forecast, 120))
     assert "".join(plain.split()) == "".join(wide.split())
     rows = [line for line in plain.splitlines() if re.match(r"  (standard|sequential)", line)]
-    assert len(rows) == 4 * len(COMPRESSIONS)
+    assert len(rows) == 4 * len(PLANNED)
     assert all(re.search(r"(fits|no, [\d.]+ [MG]B (over|short)) +(under )?\d+ (s|min)$", row) for row in rows)
     assert {line for line in rows if "fits" in line} < set(rows)
 

@@ -39,6 +39,7 @@ from tests.support.quick_measuring import quick_measuring  # noqa: F401  another
 from tests.support.tiny_models import one_thread, split  # noqa: F401  one more
 
 COMPRESSIONS = [None, "8bit", "4bit", "4bit-double"]
+PLANNED = [*COMPRESSIONS, "auto"]
 
 
 @pytest.fixture
@@ -84,8 +85,8 @@ def test_a_plan_predicts_the_load(tmp_path: Path, room: int | None) -> None:
     limits: Any = {"device": "cpu", "max_memory": None if room is None else {"cpu": room}}
     plan = rabbitllm.plan(folder, bandwidth="1GB", **limits)
     assert plan.devices == ("cpu",)
-    assert [generation.compression for generation in plan.generations] == COMPRESSIONS
-    for compression in COMPRESSIONS:
+    assert [generation.compression for generation in plan.generations] == PLANNED
+    for compression in PLANNED:
         estimate = at(plan, compression)
         model = rabbitllm.AutoModel.from_pretrained(
             folder, compression=compression, show_layer_progress=False, **limits
@@ -325,7 +326,7 @@ def test_unknown_architectures_are_an_obstacle(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "hare", "architectures": ["Hare"]}))
     plan = rabbitllm.plan(folder, bandwidth="1GB", device="cpu")
     assert plan.choice is None
-    assert [generation.obstacle is None for generation in plan.generations] == [False] * len(COMPRESSIONS)
+    assert [generation.obstacle is None for generation in plan.generations] == [False] * len(PLANNED)
     assert all("cannot build the model" in (generation.obstacle or "") for generation in plan.generations)
     assert all("loading would fail" in str(outlook.obstacle) for outlook in plan.outlooks)
 

@@ -253,6 +253,9 @@ def test_best_is_the_requested_or_the_least_compressed() -> None:
     assert chosen(full, half, every[2]) == ("8bit", "sequential_stream")
     assert chosen(full, every[1], every[2]) == ("8bit", "standard")
     assert chosen(full, half, every[2], asked="4bit") == ("4bit", "standard")
+    assert chosen(full, half, outlook("auto", route("standard", 1))) == ("8bit", "sequential_stream")
+    assert chosen(full, half, outlook("auto", route("standard"))) == ("auto", "standard")
+    assert chosen(full, outlook("4bit", state="finished"), outlook("auto", route("standard"))) == ("4bit", None)
     assert chosen(full) is None
     assert chosen() is None
 
