@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.generation.reasoning import Thoughts
@@ -191,8 +191,8 @@ class ChatChoices(_Choices):
         super().__init__(call, texts, ends)
         self._new_id = new_id
         thoughts = [request.thoughts or Thoughts() for request in call.requests]
-        of_calls = call.tools, call.types, call.most_calls
-        self._readers = [AnswerReader(each.form, each.tail, *of_calls) for each in thoughts]
+        make = partial(AnswerReader, must_call=call.must_call)
+        self._readers = [make(each.form, each.tail, call.tools, call.types, call.most_calls) for each in thoughts]
 
     def begin(self, choice: int) -> list[dict[str, Any]]:
         """The role."""
@@ -207,7 +207,7 @@ class ChatChoices(_Choices):
 
     def end(self, choice: int, finished: Result) -> list[dict[str, Any]]:
         """The withheld reasoning and text, the tool calls and the finish reason."""
-        piece = self._readers[choice].end()
+        piece = self._readers[choice].end(is_cut=REASONS[finished.finish] == "length")
         fields = _delta_fields(piece)
         chunks = [_delta(choice, fields)] if fields else []
         if piece.calls:
@@ -217,7 +217,8 @@ class ChatChoices(_Choices):
 
     def whole(self, choice: int, delta: Delta, finished: Result) -> dict[str, Any]:
         """The message."""
-        piece, rest = self._readers[choice].feed(delta.text), self._readers[choice].end()
+        reader, is_cut = self._readers[choice], REASONS[finished.finish] == "length"
+        piece, rest = reader.feed(delta.text), reader.end(is_cut=is_cut)
         calls, text, reasoning = rest.calls, piece.text + rest.text, piece.reasoning + rest.reasoning
         text = text.rstrip() if calls else text
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
@@ -341,4 +342,5 @@ def _delta(
 
 
 def _reason(finished: Result, calls: Sequence[ParsedToolCall]) -> str:
-    return "tool_calls" if calls else REASONS[finished.finish]
+    reason = REASONS[finished.finish]
+    return "tool_calls" if calls and reason == "stop" else reason
