@@ -22,6 +22,8 @@ from rabbitllm.server.requests import CheckedCall
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rabbitllm.engine.streamed_model import StreamedModel
+
 REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -145,13 +147,13 @@ class _Choices:
     Args:
         call: the request.
         texts: the texts and bytes of tokens.
-        ends: end-of-text tokens.
+        model: the model.
     """
 
-    def __init__(self, call: CheckedCall, texts: TokenTexts, ends: frozenset[int]) -> None:
+    def __init__(self, call: CheckedCall, texts: TokenTexts, model: StreamedModel) -> None:
         self._call = call
         self._texts = texts
-        self._ends = frozenset() if call.requests[0].sampling.ignore_eos else ends
+        self._ends = call.requests[0].ends(model)
 
     def whole(self, choice: int, delta: Delta, finished: Result) -> dict[str, Any]:
         """One choice."""
@@ -183,12 +185,12 @@ class ChatChoices(_Choices):
     """Choices of `/v1/chat/completions`: messages and their deltas, reasoning, tool calls, log probabilities.
 
     Args:
-        call, texts, ends: see `_Choices`.
+        call, texts, model: see `_Choices`.
         new_id: makes the id of a tool call.
     """
 
-    def __init__(self, call: CheckedCall, texts: TokenTexts, ends: frozenset[int], new_id: Callable[[], str]) -> None:
-        super().__init__(call, texts, ends)
+    def __init__(self, call: CheckedCall, texts: TokenTexts, model: StreamedModel, new_id: Callable[[], str]) -> None:
+        super().__init__(call, texts, model)
         self._new_id = new_id
         thoughts = [request.thoughts or Thoughts() for request in call.requests]
         make = partial(AnswerReader, must_call=call.must_call)
@@ -254,7 +256,7 @@ class CompletionChoices(_Choices):
     """Choices of `/v1/completions`: text, and log probabilities in the older form.
 
     Args:
-        call, texts, ends: see `_Choices`.
+        call, texts, model: see `_Choices`.
         prompts: prompt -> log probabilities of its tokens, if they are part of the answer.
     """
 
@@ -262,10 +264,10 @@ class CompletionChoices(_Choices):
         self,
         call: CheckedCall,
         texts: TokenTexts,
-        ends: frozenset[int],
+        model: StreamedModel,
         prompts: Mapping[tuple[int, ...], Sequence[TokenLogprob]] | None = None,
     ) -> None:
-        super().__init__(call, texts, ends)
+        super().__init__(call, texts, model)
         self._lengths = [0] * len(call.requests)
         self._prompts = prompts or {}
 

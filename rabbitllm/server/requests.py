@@ -360,5 +360,5 @@ def token_ids(
     if not isinstance(prompt, str):
         return prompt
     with bad_options(field, "context_length_exceeded"):
-        limits.check_letters(len(prompt))
+        limits.check_letters(len(prompt), f"The {field}")
     return [int(token) for token in tokenizer(prompt)["input_ids"]]

@@ -438,6 +438,10 @@ def test_tokens_and_templates(scripted: Running) -> None:
     assert chat == tokenizer("user:<go>", add_special_tokens=False)["input_ids"]
     for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [1 << 20]}), ("/detokenize", {"tokens": "a"})):
         assert scripted.post(path, body).status_code == 400
+    refused = scripted.post("/detokenize", {"tokens": [1 << 20]})
+    assert refused.json()["error"]["message"].startswith("The list has the token 1048576; ")
+    refused = scripted.post("/tokenize", {"content": "a" * 4_000_000})
+    assert refused.json()["error"]["message"].startswith("The text has 4,000,000 letters; ")
     refused = scripted.post("/v1/rerank", {"query": "a", "documents": ["b"]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "no_embeddings")
 

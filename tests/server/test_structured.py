@@ -300,6 +300,18 @@ def test_forced_calls_in_streams_and_batch_lines(of_form: Any, split_folder: Pat
     assert re.fullmatch("[ab]{3}-[0-9]", matched["message"]["content"])
 
 
+def test_probabilities_have_no_end(split_folder: Path) -> None:
+    """Neither that of a tokenizer without one, nor where ends are ignored: the grammar ends the answer."""
+    model = load(split_folder, STREAMED)
+    model.tokenizer.eos_token, model.generation_config.eos_token_id = None, None
+    asked = {"structured_outputs": {"choice": ["the rain"]}, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": "a", "logprobs": 1, **asked}, {"messages": HELLO, "logprobs": True, **asked}
+    urls = "/v1/completions", "/v1/chat/completions"
+    lines = [{"custom_id": url, "url": url, "body": each} for url, each in zip(urls, body, strict=True)]
+    plain, chat = (line["response"]["body"]["choices"][0]["logprobs"] for line in rabbitllm.batch(model, lines))
+    assert "".join(plain["tokens"]) == "".join(entry["token"] for entry in chat["content"]) == "the rain"
+
+
 def test_responses_have_a_form(of_form: Any) -> None:
     responses = of_form("hermes").openai().responses
     hot: Any = {"model": NAME, "input": "hi", "temperature": 1.5, "max_output_tokens": 600}
