@@ -28,7 +28,6 @@ from rabbitllm.generation.request import (
     Prompt,
     Request,
     Result,
-    end_tokens,
     options_of,
 )
 from rabbitllm.generation.template import ChatTemplate
@@ -89,7 +88,7 @@ class RequestBuilder:
         self.tokenizer = self.template.tokenizer
         self.limits = ModelLimits.of(model)
         self.width = int(model.config.get_text_config(decoder=True).hidden_size)
-        self.ends = frozenset(end_tokens(model))
+        self._model = model
         self._of_the_model = options_of(model)
         self.name = name
 
@@ -156,14 +155,14 @@ class RequestBuilder:
         if task.url == "/v1/chat/completions":
             body = parsed(ChatBody, raw)
             checked = checked_chat(body, self.template, self.limits, settings)
-            choices = ChatChoices(checked, texts, self.ends, lambda: _new("call_"))
+            choices = ChatChoices(checked, texts, self._model, lambda: _new("call_"))
             object_type, lead = "chat.completion", "chatcmpl-"
         else:
             body = parsed(CompletionBody, raw)
             checked = checked_completion(body, self.tokenizer, self.limits, settings)
             if checked.scored:
                 raise unsupported("echo with logprobs is not supported here; use context and continuation.", "echo")
-            choices = CompletionChoices(checked, texts, self.ends)
+            choices = CompletionChoices(checked, texts, self._model)
             object_type, lead = "text_completion", "cmpl-"
 
         def line_of(deltas: Sequence[Delta], results: Sequence[Result]) -> Mapping[str, Any]:

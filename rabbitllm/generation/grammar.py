@@ -163,7 +163,11 @@ class Grammar:
         """
         vocabulary = _vocabulary_of(tokenizer_of(model))
         matcher = vocabulary.compiled(self).deep_copy()
-        return GrammarState(matcher, end_tokens(model), vocabulary.end, self.kind, vocabulary.tokens)
+        return GrammarState(matcher, self.ends(model), vocabulary.end, self.kind, vocabulary.tokens)
+
+    def ends(self, model: StreamedModel) -> list[int]:
+        """The tokens that end an answer; of a tokenizer without an end token, one that no text has."""
+        return end_tokens(model) or [_vocabulary_of(tokenizer_of(model)).end]
 
 
 class GrammarState(LogitsProcessor):  # type: ignore[misc]
@@ -178,13 +182,13 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
 
     Attributes:
         saved: number of forced tokens that had no pass of their own; counted by those who run passes.
-        end_tokens: the tokens that end the answer; of a tokenizer without an end token, one that no text has.
+        end_tokens: see `Grammar.ends`.
     """
 
     def __init__(self, matcher: LLMatcher, ends: Sequence[int], end: int, kind: str, tokens: LLTokenizer) -> None:
         self.saved = 0
         self._matcher, self._tokens = matcher, tokens
-        self.end_tokens, self._end, self._kind = list(ends) or [end], end, kind
+        self.end_tokens, self._end, self._kind = list(ends), end, kind
         self._prompt: int | None = None  # tokens before the answer
         self._known: list[int] = []  # tokens of the answer, and those that must follow them
         self._free = 0  # number of the former

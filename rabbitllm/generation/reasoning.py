@@ -159,8 +159,8 @@ class ReasoningReader(Protocol):
     def feed(self, text: str) -> tuple[str, str]:
         """The next reasoning, and the next text of the answer."""
 
-    def end(self) -> tuple[str, str]:
-        """The rest of both."""
+    def end(self, *, is_cut: bool = False) -> tuple[str, str]:
+        """The rest of both; of an output without an end, a call is kept as far as it is there."""
 
 
 class _Marks:
@@ -207,7 +207,7 @@ class _Marks:
         answer, self._pending = self._pending, ""
         return reasoning, answer
 
-    def end(self) -> tuple[str, str]:
+    def end(self, *, is_cut: bool = False) -> tuple[str, str]:
         rest, self._pending = self._pending, ""
         if self._closing is not None:
             return rest.strip("\n") if self._begins else rest.rstrip("\n"), ""
@@ -248,9 +248,11 @@ class _Channels:
                 return self._take_output()
             self._handle_mark(mark)
 
-    def end(self) -> tuple[str, str]:
+    def end(self, *, is_cut: bool = False) -> tuple[str, str]:
         self._add(self._pending)
         self._pending = ""
+        if is_cut and self._tool is not None:
+            self.calls, self._tool = (*self.calls, (self._tool, self._arguments.lstrip())), None
         self._handle_mark(END)
         return self._take_output()
 

@@ -320,6 +320,10 @@ class Request:
         if self.grammar is not None and self.sampling.ignore_eos:
             object.__setattr__(self, "sampling", replace(self.sampling, ignore_eos=None))
 
+    def ends(self, model: StreamedModel) -> list[int]:
+        """The tokens that end its answer."""
+        return self.grammar.ends(model) if self.grammar else end_tokens(model, ignored=self.sampling.ignore_eos)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -709,21 +713,25 @@ class ModelLimits:
         """Maximum letters of a prompt; a longer text cannot fit into the context."""
         return min(max(self.context or MAX_LETTERS, SMALL_CONTEXT) * LETTERS_OF_A_TOKEN, MAX_LETTERS)
 
-    def check_letters(self, letters: int) -> None:
+    def check_letters(self, letters: int, name: str = "The prompt") -> None:
         """Check the length of a text before it is tokenized.
+
+        Args:
+            letters: the length.
+            name: name of the text in messages.
 
         Raises:
             OptionError: it cannot fit into the context, or is too long to tokenize.
         """
         if letters > self.letters:
-            raise self.too_many_letters(letters)
+            raise self.too_many_letters(letters, name)
 
-    def too_many_letters(self, letters: int) -> OptionError:
+    def too_many_letters(self, letters: int, name: str = "The prompt") -> OptionError:
         """The error for a text that is too long."""
         limit = f"expected at most {self.letters:,}"
         if self.context:
             limit = f"{self.context_words} tokens"
-        return OptionError(f"The prompt has {letters:,} letters; {limit}.", "Shorten the prompt.")
+        return OptionError(f"{name} has {letters:,} letters; {limit}.", "Use a shorter text.")
 
     def check_ids(self, ids: Sequence[int], name: str = "The prompt") -> None:
         """Check token ids.

@@ -29,7 +29,7 @@ class AnswerReader:
     Args:
         form: the model's marks.
         tail: see `AnswerFormat.reader`.
-        tools, types: see `CallReader`; without tools there are no calls.
+        tools, types, must_call: see `CallReader`; without tools there are no calls.
         most_calls: how many calls count; None for all.
     """
 
@@ -40,10 +40,12 @@ class AnswerReader:
         tools: Collection[str] = (),
         types: Mapping[str, Mapping[str, str]] | None = None,
         most_calls: int | None = None,
+        *,
+        must_call: bool = False,
     ) -> None:
         self._most_calls = most_calls
         self._split = form.reader(tail, tools)
-        self._calls = CallReader(tools, types, form.pairs) if tools else None
+        self._calls = CallReader(tools, types, form.pairs, must_call=must_call) if tools else None
 
     def feed(self, text: str) -> AnswerPiece:
         """The next reasoning, and the next text that does not belong to a call.
@@ -54,12 +56,16 @@ class AnswerReader:
         reasoning, answer = self._split.feed(text)
         return AnswerPiece(reasoning, self._calls.feed(answer) if self._calls is not None else answer)
 
-    def end(self) -> AnswerPiece:
-        """The rest, and the calls."""
-        reasoning, answer = self._split.end()
+    def end(self, *, is_cut: bool = False) -> AnswerPiece:
+        """The rest, and the calls.
+
+        Args:
+            is_cut: see `CallReader.end`.
+        """
+        reasoning, answer = self._split.end(is_cut=is_cut)
         calls = tuple(ParsedToolCall(*call) for call in self._split.calls)
         if self._calls is None:
             return AnswerPiece(reasoning, answer, calls[: self._most_calls])
         answer = self._calls.feed(answer)
-        rest, last_calls = self._calls.end()
+        rest, last_calls = self._calls.end(is_cut=is_cut)
         return AnswerPiece(reasoning, answer + rest, (*calls, *last_calls)[: self._most_calls])

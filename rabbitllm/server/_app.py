@@ -210,7 +210,7 @@ def routes(models: Models) -> list[BaseRoute]:
         call_lead: str = "call_",
     ) -> Response:
         """The answer to a chat, in the form of any interface."""
-        choices = ChatChoices(call, service.texts, service.ends, lambda: f"{call_lead}{uuid.uuid4().hex[:24]}")
+        choices = ChatChoices(call, service.texts, service.model, lambda: f"{call_lead}{uuid.uuid4().hex[:24]}")
         kinds = lead, "chat.completion", "chat.completion.chunk"
         return await _generated(request, service, body, call, choices, kinds, dialect)
 
@@ -271,7 +271,7 @@ def routes(models: Models) -> list[BaseRoute]:
         else:
             service, text, special = await used(request, body.model), body.text, body.adds_special
             with bad_options("content"):
-                service.limits.check_letters(len(text))
+                service.limits.check_letters(len(text), "The text")
             ids = await service.encoded(lambda: service.tokenizer(text, add_special_tokens=special)["input_ids"])
         return JsonResponse({"tokens": ids, "count": len(ids), "max_model_len": service.limits.context})
 
@@ -279,7 +279,7 @@ def routes(models: Models) -> list[BaseRoute]:
         body = parsed(DetokenizeBody, await body_of(request))
         service = await used(request, body.model)
         with bad_options("tokens"):
-            service.limits.check_ids(body.tokens or [0])
+            service.limits.check_ids(body.tokens or [0], "The list")
         text = await service.encoded(lambda: service.decoded(body.tokens))
         return JsonResponse({"content": text, "prompt": text})
 
@@ -293,7 +293,7 @@ def routes(models: Models) -> list[BaseRoute]:
         limits, own = service.limits, service.settings
         call = await service.encoded(lambda: checked_completion(body, service.tokenizer, limits, own))
         prompts = await unless_disconnected(service.prompt_logprobs(call), request.receive)
-        choices = CompletionChoices(call, service.texts, service.ends, prompts)
+        choices = CompletionChoices(call, service.texts, service.model, prompts)
         kinds = "cmpl-", "text_completion", "text_completion"
         dialect = Dialect(include_usage=body.include_usage)
         return await _generated(request, service, body, call, choices, kinds, dialect)
@@ -448,7 +448,9 @@ async def _model(entry: Entry) -> dict[str, Any]:
     }
 
 
-_OF_HEALTH = ("running", "waiting", "most_running", "most_waiting", "cache_bytes", "cache_limit_bytes")
+_LIMITS_OF_HEALTH = ("most_running", "most_waiting", "cache_limit_bytes")
+"""Null while no model is loaded: they are sums over the loaded ones."""
+_OF_HEALTH = ("running", "waiting", "cache_bytes", *_LIMITS_OF_HEALTH)
 
 
 def _health(models: Models, *, in_full: bool) -> dict[str, Any]:
@@ -456,10 +458,13 @@ def _health(models: Models, *, in_full: bool) -> dict[str, Any]:
     if not in_full:
         return {"status": status}
     all_stats = [service.batch.stats for service in models.services]
+    numbers = {name: sum(getattr(stats, name) for stats in all_stats) for name in _OF_HEALTH}
+    numbers["waiting"] += sum(len(entry.waiters) for entry in models.entries)
     return {
         "status": status,
         "model": models.settings.name,
-        **{name: sum(getattr(stats, name) for stats in all_stats) for name in _OF_HEALTH},
+        **numbers,
+        **({} if all_stats else dict.fromkeys(_LIMITS_OF_HEALTH)),
         "embeddings": any(service.embedder is not None for service in models.services),
     }
 

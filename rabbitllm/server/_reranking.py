@@ -140,7 +140,7 @@ class Reranker:
 
     def _input(self, query: str, document: str) -> dict[str, list[int]]:
         with bad_options("documents", "context_length_exceeded"):
-            self._limits.check_letters(len(query) + len(document))
+            self._limits.check_letters(len(query) + len(document), "A query with its document")
         recipe, template = self._recipe, self._template
         if not recipe.tokens and not all(template.reads(role) for role in _ROLES):
             pair = template.tokenizer(query, document)

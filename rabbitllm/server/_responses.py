@@ -185,7 +185,8 @@ class Responses(Dialect):
     def whole(self, answer: Mapping[str, Any], ends: Sequence[Result]) -> dict[str, Any]:
         """A response."""
         (choice,) = answer["choices"]
-        self._take({**answer, "choices": [{"delta": choice["message"], "finish_reason": choice["finish_reason"]}]})
+        self._take({**answer, "choices": [{"delta": choice["message"], "finish_reason": None}]})
+        self._reason = choice["finish_reason"]
         self._close()
         return self._response(answer["usage"])
 
@@ -236,7 +237,6 @@ class Responses(Dialect):
                 arguments = self._items[-1]["arguments"] = function["arguments"]
                 out += self._of_item("response.function_call_arguments.delta", delta=arguments)
                 out += self._of_item("response.function_call_arguments.done", arguments=arguments)
-                out += self._close()
         return out
 
     def _text(self, kind: str, lead: str, empty: Mapping[str, Any], text: str) -> bytes:

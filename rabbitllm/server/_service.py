@@ -24,7 +24,6 @@ from rabbitllm.generation.request import (
     Request,
     TokenLogprob,
     check_generates,
-    end_tokens,
     options_of,
     recommended_sampling,
     tokenizer_of,
@@ -94,7 +93,6 @@ class Service:
         model: see above.
         limits: bounds that requests are checked against.
         settings: see above, with the sampling that the model recommends.
-        ends: end-of-text tokens.
         sampling_words: how tokens are chosen if a request does not say.
         reranker: see `ranking`.
         split: whether the split existed already, and its folder; None without a split.
@@ -117,7 +115,6 @@ class Service:
         self.sampling_words = sampling.words(recommended)
         self.embedder = embedder
         self.limits = ModelLimits.of(model, settings.context)
-        self.ends = frozenset(end_tokens(model))
         self.metrics = metrics or Metrics()
         self.split: tuple[bool, Path] | None = None
         self.tokenizer = tokenizer_of(model)

@@ -40,7 +40,7 @@ class CallForm:
     Attributes:
         opening, closing: the marks; several calls may be between them.
         call: finds a call, with its `name` and `body`; empty where calls are JSON that has the name inside. Without its
-            end a call was cut off, perhaps in the middle of a value.
+            end a call was cut off, perhaps in the middle of a value. What is before the body is the `head` of a call.
         argument: finds an argument in the body, with its `key` and `value`, and whether it is a `string`: "true" or
             "false", else the tool's schema says that; empty where the body is JSON.
         quote: the mark around strings in JSON whose keys have no quotes; empty for usual JSON.
@@ -58,7 +58,15 @@ class CallForm:
     is_strict: bool = False
     special: tuple[str, ...] = ()
 
+    @property
+    def head(self) -> re.Pattern[str]:
+        """Finds the beginning of a call, with its `name`; what is behind it are the arguments."""
+        head = self.call.partition("(?P<body>")[0] or _JSON_HEAD
+        return re.compile(head.replace(_FIRST, re.escape(self.opening)))
 
+
+_FIRST = r"\A"
+_JSON_HEAD = r'"name"\s*:\s*"(?P<name>[^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
 _NS = "]<]minimax[>["
 _NAME = r"(?P<name>[\w.\-]+)"
 _DSML = CallForm(
@@ -141,6 +149,12 @@ SPECIAL = frozenset(
     }
 )
 """Markers that may be special tokens, and so missing from decoded text."""
+_CUT = (
+    *(form for form in FORMS.values() if form.call),
+    CallForm(MISTRAL, "", rf"\A\s*{_NAME}\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?P<body>)"),
+    CallForm("", ""),
+)
+"""The forms in which a call may begin; the last is JSON, with any opening mark."""
 _UNREAD = "<|open|>call"
 """The mark of a form that is not read though parts of it look like others: Kimi K3."""
 _BARE = re.compile(r"""["']name["'].{0,400}["'](?:parameters|arguments)["']""", re.DOTALL)
@@ -185,6 +199,7 @@ class CallReader:
         tools: names of the tools; an answer that is bare JSON is a call only if it names one of these.
         types: tool -> parameter -> its type in JSON schema; for forms that write values without quotes.
         pairs: opening and closing marks of reasoning.
+        must_call: whether an answer is nothing but calls.
     """
 
     def __init__(
@@ -192,6 +207,8 @@ class CallReader:
         tools: Collection[str],
         types: Mapping[str, Mapping[str, str]] | None = None,
         pairs: Sequence[tuple[str, str]] = (),
+        *,
+        must_call: bool = False,
     ) -> None:
         self._tools = frozenset(tools)
         self._types = types or {}
@@ -202,7 +219,7 @@ class CallReader:
         self._spans = re.compile(f"({spans})", re.DOTALL)
         self._pending = ""
         self._begun = False
-        self._calling = False
+        self._calling = self._must_call = must_call
 
     def feed(self, text: str) -> str:
         """The next text that does not belong to a call.
@@ -246,10 +263,48 @@ class CallReader:
         self._closing = self._closing_of.get(mark)
         return position + len(mark)
 
-    def end(self) -> tuple[str, tuple[ParsedToolCall, ...]]:
-        """The rest of the text, and the calls."""
+    def end(self, *, is_cut: bool = False) -> tuple[str, tuple[ParsedToolCall, ...]]:
+        """The rest of the text, and the calls.
+
+        Args:
+            is_cut: whether the answer has no end; a call that it ends within has the arguments that are there.
+        """
         text, self._pending = self._pending, ""
-        return self._split(text)
+        rest, calls = (self._cut(text) if is_cut else None) or self._split(text)
+        return "" if is_cut and self._must_call else rest, calls
+
+    def _cut(self, text: str) -> tuple[str, tuple[ParsedToolCall, ...]] | None:
+        """Text and calls of a text that ends within a call."""
+        heads = [
+            (form, head)
+            for form in _CUT
+            if form.opening in text
+            for head in form.head.finditer(text)
+            if head["name"] in self._tools and head.end("name") < len(text)
+        ]
+        if not heads or any(mark in text for pair in self._closing_of.items() for mark in pair):
+            return None
+        form, head = max(heads, key=lambda each: each[1].start("name"))
+        before = text[: head.start()].rstrip(_SPACE if form.call else "[{" + _SPACE)
+        mark = max((mark for mark in (*_BLOCKS, *MARKERS) if before.endswith(mark)), key=len, default="")
+        before, earlier = self._split(before.removesuffix(mark))
+        begins = mark or form.call.startswith(_FIRST) or earlier or not before
+        arguments = self._begun_arguments(form, head["name"], text[head.end() :])
+        if arguments is None or not begins or len(earlier) < len(self._split(text)[1]):
+            return None
+        return before.rstrip(), (*earlier, ParsedToolCall(head["name"], arguments))
+
+    def _begun_arguments(self, form: CallForm, name: str, body: str) -> str | None:
+        """The JSON of arguments whose end may be missing; None if the call has an end."""
+        if form.argument or form.tag:
+            whole = replace(form, argument=form.argument.replace(r"|\Z", ""))
+            begun = json.dumps(self._arguments(whole, name, body) or {}, ensure_ascii=False)[:-1]
+            return None if form.closing in body else begun
+        body = _usual_json(body, form.quote)
+        values, end = _values(body)
+        behind = body[end:].strip("}]`" + _SPACE)
+        is_whole = isinstance(next(iter(values), None), dict) and any(c.startswith(behind) for c in _BLOCKS.values())
+        return body[:end] if is_whole else body if not values and body[:1] in ("{", "") else None
 
     def _split(self, pending: str) -> tuple[str, tuple[ParsedToolCall, ...]]:
         lead = pending.strip()
@@ -314,20 +369,24 @@ class CallReader:
             yield from (call for value in _values(inside)[0] for call in _calls_of(value))
             return
         for match in re.finditer(form.call, inside, re.DOTALL):
-            name, body = match["name"].strip(), match["body"]
-            arguments: Any = {}
-            types = self._types.get(name, {})
-            if form.tag:
-                arguments = _elements(body, form.tag, types)
-            elif form.argument:
-                for found in re.finditer(form.argument, body, re.DOTALL):
-                    key, stated = found["key"].strip(), found.groupdict().get("string")
-                    kind = {"true": "string", "false": "json", None: types.get(key, "")}[stated]
-                    arguments[key] = _value(found["value"], kind)
-            elif body.strip():
-                arguments = next(iter(_values(_usual_json(body, form.quote))[0]), None)
+            name = match["name"].strip()
+            arguments = self._arguments(form, name, match["body"])
             if isinstance(arguments, dict):
                 yield ParsedToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+    def _arguments(self, form: CallForm, name: str, body: str) -> Any:
+        arguments: Any = {}
+        types = self._types.get(name, {})
+        if form.tag:
+            arguments = _elements(body, form.tag, types)
+        elif form.argument:
+            for found in re.finditer(form.argument, body, re.DOTALL):
+                key, stated = found["key"].strip(), found.groupdict().get("string")
+                kind = {"true": "string", "false": "json", None: types.get(key, "")}[stated]
+                arguments[key] = _value(found["value"], kind)
+        elif body.strip():
+            arguments = next(iter(_values(_usual_json(body, form.quote))[0]), None)
+        return arguments
 
     def _bare(self, text: str) -> Iterator[ParsedToolCall]:
         values, end = _values(text)
@@ -380,7 +439,10 @@ def _values(text: str) -> tuple[list[Any], int]:
         try:
             value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
-            break
+            if not text.startswith("[{", position):
+                break
+            position += 1  # a list that was cut off: what it begins with
+            continue
         values.append(value)
     return values, position
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.generation.reasoning import Thoughts
@@ -21,6 +21,8 @@ from rabbitllm.server.requests import CheckedCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rabbitllm.engine.streamed_model import StreamedModel
 
 REASONS = {
     FinishReason.STOP: "stop",
@@ -145,13 +147,13 @@ class _Choices:
     Args:
         call: the request.
         texts: the texts and bytes of tokens.
-        ends: end-of-text tokens.
+        model: the model.
     """
 
-    def __init__(self, call: CheckedCall, texts: TokenTexts, ends: frozenset[int]) -> None:
+    def __init__(self, call: CheckedCall, texts: TokenTexts, model: StreamedModel) -> None:
         self._call = call
         self._texts = texts
-        self._ends = frozenset() if call.requests[0].sampling.ignore_eos else ends
+        self._ends = call.requests[0].ends(model)
 
     def whole(self, choice: int, delta: Delta, finished: Result) -> dict[str, Any]:
         """One choice."""
@@ -183,16 +185,16 @@ class ChatChoices(_Choices):
     """Choices of `/v1/chat/completions`: messages and their deltas, reasoning, tool calls, log probabilities.
 
     Args:
-        call, texts, ends: see `_Choices`.
+        call, texts, model: see `_Choices`.
         new_id: makes the id of a tool call.
     """
 
-    def __init__(self, call: CheckedCall, texts: TokenTexts, ends: frozenset[int], new_id: Callable[[], str]) -> None:
-        super().__init__(call, texts, ends)
+    def __init__(self, call: CheckedCall, texts: TokenTexts, model: StreamedModel, new_id: Callable[[], str]) -> None:
+        super().__init__(call, texts, model)
         self._new_id = new_id
         thoughts = [request.thoughts or Thoughts() for request in call.requests]
-        of_calls = call.tools, call.types, call.most_calls
-        self._readers = [AnswerReader(each.form, each.tail, *of_calls) for each in thoughts]
+        make = partial(AnswerReader, must_call=call.must_call)
+        self._readers = [make(each.form, each.tail, call.tools, call.types, call.most_calls) for each in thoughts]
 
     def begin(self, choice: int) -> list[dict[str, Any]]:
         """The role."""
@@ -207,7 +209,7 @@ class ChatChoices(_Choices):
 
     def end(self, choice: int, finished: Result) -> list[dict[str, Any]]:
         """The withheld reasoning and text, the tool calls and the finish reason."""
-        piece = self._readers[choice].end()
+        piece = self._readers[choice].end(is_cut=REASONS[finished.finish] == "length")
         fields = _delta_fields(piece)
         chunks = [_delta(choice, fields)] if fields else []
         if piece.calls:
@@ -217,7 +219,8 @@ class ChatChoices(_Choices):
 
     def whole(self, choice: int, delta: Delta, finished: Result) -> dict[str, Any]:
         """The message."""
-        piece, rest = self._readers[choice].feed(delta.text), self._readers[choice].end()
+        reader, is_cut = self._readers[choice], REASONS[finished.finish] == "length"
+        piece, rest = reader.feed(delta.text), reader.end(is_cut=is_cut)
         calls, text, reasoning = rest.calls, piece.text + rest.text, piece.reasoning + rest.reasoning
         text = text.rstrip() if calls else text
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
@@ -253,7 +256,7 @@ class CompletionChoices(_Choices):
     """Choices of `/v1/completions`: text, and log probabilities in the older form.
 
     Args:
-        call, texts, ends: see `_Choices`.
+        call, texts, model: see `_Choices`.
         prompts: prompt -> log probabilities of its tokens, if they are part of the answer.
     """
 
@@ -261,10 +264,10 @@ class CompletionChoices(_Choices):
         self,
         call: CheckedCall,
         texts: TokenTexts,
-        ends: frozenset[int],
+        model: StreamedModel,
         prompts: Mapping[tuple[int, ...], Sequence[TokenLogprob]] | None = None,
     ) -> None:
-        super().__init__(call, texts, ends)
+        super().__init__(call, texts, model)
         self._lengths = [0] * len(call.requests)
         self._prompts = prompts or {}
 
@@ -341,4 +344,5 @@ def _delta(
 
 
 def _reason(finished: Result, calls: Sequence[ParsedToolCall]) -> str:
-    return "tool_calls" if calls else REASONS[finished.finish]
+    reason = REASONS[finished.finish]
+    return "tool_calls" if calls and reason == "stop" else reason

@@ -53,6 +53,7 @@ class CheckedCall:
         tools: names of the tools in the prompt; empty for none.
         types: tool -> parameter -> its type; see `types_of`.
         most_calls: how many tool calls of an answer count; None for all.
+        must_call: whether an answer is nothing but tool calls.
         echoes: the prompt's text that each completion begins with; empty if `echo` is off.
         candidates: answers to each prompt, of which the `n` most likely ones are returned.
         n: see above; 0 for all.
@@ -65,6 +66,7 @@ class CheckedCall:
     tools: tuple[str, ...] = ()
     types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     most_calls: int | None = None
+    must_call: bool = False
     echoes: tuple[str, ...] = ()
     candidates: int = 1
     n: int = 0
@@ -150,7 +152,8 @@ def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, se
     types = {function.name: types_of(function.parameters or {}) for function in functions}
     names = tuple(function.name for function in functions)
     most_calls, cut = 1 if body.parallel_tool_calls is False else None, _cut(max_tokens, [new_tokens])
-    return CheckedCall(requests, top_logprobs, names, types, most_calls, candidates=n, max_tokens=cut)
+    of_calls = names, types, most_calls, bool(must_call(body))
+    return CheckedCall(requests, top_logprobs, *of_calls, candidates=n, max_tokens=cut)
 
 
 def _budget(
@@ -357,5 +360,5 @@ def token_ids(
     if not isinstance(prompt, str):
         return prompt
     with bad_options(field, "context_length_exceeded"):
-        limits.check_letters(len(prompt))
+        limits.check_letters(len(prompt), f"The {field}")
     return [int(token) for token in tokenizer(prompt)["input_ids"]]

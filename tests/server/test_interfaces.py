@@ -26,9 +26,9 @@ from tests.server.serving import NAME, Running, running
 from tests.support.scripted import scripted_checkpoint
 from tests.support.tiny_models import split
 
-CALL = '{"name": "add", "arguments": {"a": 1}}'
+CALL = ('{"name": "add", "arguments": {"a": ', "1}}")
 LINES = (
-    ("<go>", "<think>", "Why?", " Because.", "</think>", "I add. ", "<tool_call>", CALL, "</tool_call>"),
+    ("<go>", "<think>", "Why?", " Because.", "</think>", "I add. ", "<tool_call>", *CALL, "</tool_call>"),
     ("<talk>", "It is ", "three."),
     ("<agents>", '{"name": "multi_agent_v1__close_agent", "arguments": {"target": "a"}}'),
 )
@@ -98,7 +98,7 @@ def test_a_message_has_blocks(claude: anthropic.Anthropic) -> None:
     assert (thinking.thinking, text.text) == ("Why? Because.", "I add.")
     assert (call.name, call.input, call.id[:6]) == ("add", {"a": 1}, "toolu_")
     assert (answer.stop_reason, answer.stop_sequence, answer.role) == ("tool_use", None, "assistant")
-    assert answer.usage.output_tokens == 9
+    assert answer.usage.output_tokens == 10
     plain = create(claude, "<talk>")
     assert (plain.content[0].text, plain.stop_reason) == ("It is three.", "end_turn")
     stopped = create(claude, "<talk>", stop_sequences=["thr"])
@@ -122,6 +122,11 @@ def test_a_streamed_message_is_the_same(claude: anthropic.Anthropic) -> None:
     assert kinds[0] == "message_start"
     assert kinds[-1] == "message_stop"
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+    messages: list[Any] = [{"role": "user", "content": "<go>"}]
+    with claude.messages.stream(model=NAME, max_tokens=7, messages=messages, tools=[TOOL]) as cut:
+        final = cut.get_final_message()
+    for answer in create(claude, tools=[TOOL], max_tokens=7), final:
+        assert (answer.stop_reason, answer.content[-1].input) == ("max_tokens", {"arguments": '{"a": '})
 
 
 def test_templates_get_a_conversation_of_messages(scripted: Running, claude: anthropic.Anthropic) -> None:
@@ -162,7 +167,7 @@ def test_thinking_has_a_switch_and_a_budget(claude: anthropic.Anthropic) -> None
     budget: Any = {"type": "enabled", "budget_tokens": 1}
     answer = create(claude, thinking=budget, tools=[TOOL])
     assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
-    assert (answer.content[0].thinking, answer.usage.output_tokens) == ("Why?", 8)
+    assert (answer.content[0].thinking, answer.usage.output_tokens) == ("Why?", 9)
     assert create(claude, thinking={"type": "enabled", "budget_tokens": 7}).content[0].thinking == "Why? Because."
 
 
@@ -232,7 +237,7 @@ def test_a_response_has_items(scripted: Running) -> None:
     assert reasoning.content[0].text == "Why? Because."
     assert (answer.output_text, message.content[0].text) == ("I add.", "I add.")
     assert (call.name, json.loads(call.arguments), call.status) == ("add", {"a": 1}, "completed")
-    assert (answer.status, answer.usage.output_tokens) == ("completed", 9)
+    assert (answer.status, answer.usage.output_tokens) == ("completed", 10)
     assert answer.usage.output_tokens_details.reasoning_tokens == 4
     cut = respond(scripted, "<talk>", max_output_tokens=1)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -253,6 +258,14 @@ def test_a_streamed_response_is_the_same(scripted: Running) -> None:
     assert final.output[2].arguments == whole.output[2].arguments
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == final.output_text
+    with scripted.openai().responses.stream(
+        model=NAME, input="<go>", tools=[FUNCTION], temperature=0, max_output_tokens=7
+    ) as stream:
+        *_, last = stream
+    assert last.type == "response.incomplete"
+    for response in respond(scripted, tools=[FUNCTION], max_output_tokens=7), last.response:
+        assert [item.status for item in response.output] == ["completed", "completed", "incomplete"]
+        assert (response.status, response.output[2].arguments) == ("incomplete", '{"a": ')  # type: ignore[union-attr]
     assert final.usage == whole.usage.model_copy(update={"input_tokens_details": final.usage.input_tokens_details})
 
 
@@ -425,6 +438,10 @@ def test_tokens_and_templates(scripted: Running) -> None:
     assert chat == tokenizer("user:<go>", add_special_tokens=False)["input_ids"]
     for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [1 << 20]}), ("/detokenize", {"tokens": "a"})):
         assert scripted.post(path, body).status_code == 400
+    refused = scripted.post("/detokenize", {"tokens": [1 << 20]})
+    assert refused.json()["error"]["message"].startswith("The list has the token 1048576; ")
+    refused = scripted.post("/tokenize", {"content": "a" * 4_000_000})
+    assert refused.json()["error"]["message"].startswith("The text has 4,000,000 letters; ")
     refused = scripted.post("/v1/rerank", {"query": "a", "documents": ["b"]})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "no_embeddings")
 

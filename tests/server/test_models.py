@@ -137,6 +137,8 @@ def weight_bytes(folder: Path) -> int:
 
 def test_models_are_loaded_on_request(folders: dict[str, Path], expected: dict[str, str]) -> None:
     with serving(folders) as served:
+        limits = ("running", "most_running", "cache_limit_bytes")
+        assert [served.get("/health")[name] for name in limits] == [0, None, None]
         listed = served.get("/v1/models")["data"]
         assert [(model["id"], model["loaded"], model["max_model_len"]) for model in listed] == [
             (name, False, None) for name in NAMES
@@ -374,6 +376,7 @@ def test_requests_that_wait_for_a_load(folders: dict[str, Path], expected: dict[
     with serving(folders, before=lambda name: go.wait(PATIENCE), seconds=30.0) as served, ThreadPoolExecutor(3) as pool:
         answers = [pool.submit(served.text, "rabbit") for _ in range(3)]
         states = served.until(lambda states: states["rabbit"]["waiting"] == 3)
+        assert served.get("/health")["waiting"] == 3
         assert states["rabbit"]["state"] == "loading"
         served.models._most_waiting = 3
         busy = served.post("rabbit")

@@ -45,13 +45,15 @@ def test_a_chat_thinks_and_calls(client: Any) -> None:
     message = answer.message
     assert (message.thinking, message.content) == ("Why? Because.", "I add.")
     assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [("add", {"a": 1})]
-    assert (answer.model, answer.done, answer.done_reason, answer.eval_count) == (NAME, True, "stop", 9)
+    assert (answer.model, answer.done, answer.done_reason, answer.eval_count) == (NAME, True, "stop", 10)
     assert answer.prompt_eval_count > 0
     assert answer.total_duration >= answer.eval_duration > 0
     said = client.chat(f"{NAME}:latest", [{"role": "user", "content": "<talk>"}])
     assert said.message.content == "It is three."
     assert client.chat(NAME, GO, think=False).message.content == "It is three."
     assert client.chat(NAME, GO, options={"num_predict": 1}).done_reason == "length"
+    cut = client.chat(NAME, GO, tools=[TOOL], options={"num_predict": 7})
+    assert (cut.done_reason, cut.message.tool_calls[0].function.arguments) == ("length", {"arguments": '{"a": '})
 
 
 def test_a_streamed_chat_is_the_same(client: Any) -> None:
@@ -61,7 +63,7 @@ def test_a_streamed_chat_is_the_same(client: Any) -> None:
     calls = [call.function for part in parts for call in part.message.tool_calls or ()]
     assert [(call.name, call.arguments) for call in calls] == [("add", {"a": 1})]
     assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert (parts[-1].done_reason, parts[-1].eval_count) == ("stop", 9)
+    assert (parts[-1].done_reason, parts[-1].eval_count) == ("stop", 10)
 
 
 def test_thinking_is_a_switch_or_an_effort(client: Any, tmp_path: Path) -> None:

@@ -112,9 +112,11 @@ FORMS: dict[str, Case] = {  # format, end of the prompt, output -> reasoning, te
 }
 
 
-def read(form: AnswerFormat, tail: str, pieces: list[str], tools: tuple[str, ...] = TOOLS) -> Any:
+def read(
+    form: AnswerFormat, tail: str, pieces: list[str], tools: tuple[str, ...] = TOOLS, *, is_cut: bool = False
+) -> Any:
     reader = AnswerReader(form, tail, tools)
-    parts = [*map(reader.feed, pieces), reader.end()]
+    parts = [*map(reader.feed, pieces), reader.end(is_cut=is_cut)]
     return "".join(piece.reasoning for piece in parts), "".join(piece.text for piece in parts), parts[-1].calls
 
 
@@ -136,6 +138,12 @@ def test_result_is_independent_of_chunking(name: str, cuts: list[int]) -> None:
     offsets = sorted({0, len(written), *(min(cut, len(written)) for cut in cuts)})
     assert read(form, tail, [written[a:b] for a, b in pairwise(offsets)]) == read(form, tail, [written])
     assert read(form, tail, list(written)) == read(form, tail, [written])
+
+
+def test_a_call_in_a_channel_that_was_cut_off() -> None:
+    form, tail, written, *_ = FORMS["channels, a call that is cut off"]
+    assert read(form, tail, [written], is_cut=True) == ("Why?", "", (ParsedToolCall("add", '{"a": '),))
+    assert read(form, tail, [written], (), is_cut=True)[2] == ()
 
 
 @PATIENT

@@ -216,9 +216,10 @@ def test_what_cannot_be_guaranteed_is_refused(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forced_calls(of_form: Any, form: str) -> None:
+    """Whole, and cut off, which is no text either."""
     client: openai.OpenAI = of_form(form).openai()
     for choice, several in ("required", True), ("required", False), (FORCED, True):
-        options: Any = {"parallel_tool_calls": several, "seed": 2}
+        options: Any = {"parallel_tool_calls": several, "seed": 1}
         answer = client.chat.completions.create(**HOT, tools=TOOLS, tool_choice=choice, **options)
         calls: Any = answer.choices[0].message.tool_calls
         assert answer.choices[0].finish_reason == "tool_calls"
@@ -227,6 +228,18 @@ def test_forced_calls(of_form: Any, form: str) -> None:
         for call in calls:
             check(SCHEMAS[call.function.name], json.loads(call.function.arguments))
         assert choice == "required" or calls[0].function.name == "add"
+    forced: Any = {**HOT, "tools": TOOLS, "tool_choice": FORCED, "seed": 1}
+    for limit in 2, answer.usage.completion_tokens * 3 // 4:
+        cut = client.chat.completions.create(**{**forced, "max_tokens": limit}).choices[0]
+        begun = [call.function for call in cut.message.tool_calls or ()]
+        assert (cut.finish_reason, cut.message.content or "", bool(begun)) == ("length", "", limit > 2)
+        assert all(call.name == "add" and len(call.arguments) <= len(calls[0].function.arguments) for call in begun)
+        chunks = [*client.chat.completions.create(**{**forced, "max_tokens": limit}, stream=True)]
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        streamed = [call.function for delta in deltas for call in delta.tool_calls or ()]
+        assert [call.arguments for call in streamed] == [call.arguments for call in begun]
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert not any(delta.content for delta in deltas)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -267,7 +280,7 @@ def test_texts_without_quotes_are_free_or_refused(of_form: Any, form: str) -> No
 
 def test_forced_calls_in_streams_and_batch_lines(of_form: Any, split_folder: Path) -> None:
     server: Running = of_form("hermes")
-    options: Any = {"tools": TOOLS, "tool_choice": FORCED, "seed": 2}
+    options: Any = {"tools": TOOLS, "tool_choice": FORCED, "seed": 1}
     whole: Any = server.openai().chat.completions.create(**HOT, **options).choices[0].message.tool_calls
     chunks = [chunk.choices[0] for chunk in server.openai().chat.completions.create(**HOT, **options, stream=True)]
     assert chunks[-1].finish_reason == "tool_calls"
@@ -285,6 +298,18 @@ def test_forced_calls_in_streams_and_batch_lines(of_form: Any, split_folder: Pat
     assert called["finish_reason"] == "tool_calls"
     assert called["message"]["tool_calls"][0]["function"] == whole[0].function.model_dump()
     assert re.fullmatch("[ab]{3}-[0-9]", matched["message"]["content"])
+
+
+def test_probabilities_have_no_end(split_folder: Path) -> None:
+    """Neither that of a tokenizer without one, nor where ends are ignored: the grammar ends the answer."""
+    model = load(split_folder, STREAMED)
+    model.tokenizer.eos_token, model.generation_config.eos_token_id = None, None
+    asked = {"structured_outputs": {"choice": ["the rain"]}, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": "a", "logprobs": 1, **asked}, {"messages": HELLO, "logprobs": True, **asked}
+    urls = "/v1/completions", "/v1/chat/completions"
+    lines = [{"custom_id": url, "url": url, "body": each} for url, each in zip(urls, body, strict=True)]
+    plain, chat = (line["response"]["body"]["choices"][0]["logprobs"] for line in rabbitllm.batch(model, lines))
+    assert "".join(plain["tokens"]) == "".join(entry["token"] for entry in chat["content"]) == "the rain"
 
 
 def test_responses_have_a_form(of_form: Any) -> None:

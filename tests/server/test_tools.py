@@ -14,7 +14,7 @@ from rabbitllm.server._tools import FORMS as TABLE
 from rabbitllm.server._tools import MARKERS, CallReader, ParsedToolCall, is_known
 from tests.server.serving import PATIENT
 
-TOOLS = ("add", "weather")
+TOOLS = ("add", "weather", "full")
 ADD = ParsedToolCall("add", '{"a": 1, "b": [2, "x"]}')
 WEATHER = ParsedToolCall("weather", '{"city": "Köln"}')
 FORMS = {
@@ -199,10 +199,10 @@ TYPES = {
 }
 
 
-def read(pieces: list[str]) -> tuple[str, tuple[ParsedToolCall, ...]]:
-    reader = CallReader(TOOLS, TYPES)
+def read(pieces: list[str], *, is_cut: bool = False) -> tuple[str, tuple[ParsedToolCall, ...]]:
+    reader = CallReader(TOOLS, TYPES, [("<think>", "</think>")])
     text = "".join(reader.feed(piece) for piece in pieces)
-    rest, calls = reader.end()
+    rest, calls = reader.end(is_cut=is_cut)
     return text + rest, calls
 
 
@@ -224,9 +224,18 @@ def test_forms_of_published_templates(name: str) -> None:
         assert [(call.name, json.loads(call.arguments)) for call in calls] == [("full", arguments), ("full", {"a": 2})]
     opening = TABLE[form].opening
     assert is_known(f"{{% if tools %}}{opening}")
-    for length in range(len(opening), written.index("two") - written.index(opening)):
-        cut = written[: written.index(opening) + length]
-        assert read([cut]) == (cut, ())
+    named = written.index("full") + len("full")
+    for end in range(written.index(opening) + len(opening), written.index("two")):
+        assert read([written[:end]]) == (written[:end], ())
+        text, calls = read([written[:end]], is_cut=True)
+        if not calls:  # the name may go on
+            assert (text, end < named + len(":0<|tool_call_argument_begin|>")) == (written[:end], True)
+            continue
+        assert (text.strip(), end > named) == ("", True)
+        assert [call.name for call in calls] == ["full"]
+        with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+            json.loads(calls[0].arguments)
+        assert name == "Gemma 4" or json.dumps(FULL).startswith(calls[0].arguments)
     assert read([written.replace(opening, "<other>")])[0].startswith(written[:1])
 
 
@@ -285,6 +294,57 @@ def test_a_fence_is_held_back_only_while_it_may_be_a_call() -> None:
     assert reader.feed('```json\n{"name": "weather", "arguments": {"city": "Köln"}}') == ""
     assert reader.feed("\n``` Done.") == ""
     assert reader.end() == (" Done.", (WEATHER,))
+
+
+CALLED = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}</tool_call>'
+WRONG = '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'
+CONSIDERED = ' <think><tool_call>{"name": "add", "ar'
+CUT = {
+    "in a value": ('<tool_call>\n{"name": "weather", "arguments": {"city": "K', "", ("weather", '{"city": "K')),
+    "after the arguments": (
+        '<tool_call>{"name": "weather", "arguments": {"city": "x"}',
+        "",
+        ("weather", '{"city": "x"}'),
+    ),
+    "in the closing mark": ('So. <tool_call>{"name": "weather", "arguments": {}}\n</tool', "So.", ("weather", "{}")),
+    "before the arguments": ('<tool_call>{"name": "weather", "arguments": ', "", ("weather", "")),
+    "in a second call": (CALLED + '<tool_call>{"name": "weather", "arguments": {"ci', "", ADD, ("weather", '{"ci')),
+    "in the name of a second one": (CALLED + '<tool_call>{"name": "wea', '<tool_call>{"name": "wea', ADD),
+    "behind a call": (CALLED + " Now ", " Now", ADD),
+    "in a value without quotes": (
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[2",
+        "",
+        ("add", '{"a": 1'),
+    ),
+    "mistral": ('[TOOL_CALLS][{"name": "weather", "arguments": {"city": ', "", ("weather", '{"city": ')),
+    "mistral, in a second call": (
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}, {"name": "weather", "arguments": {',
+        "",
+        ADD,
+        ("weather", "{"),
+    ),
+    "mistral, later": ('[TOOL_CALLS]weather[ARGS]{"city": "K', "", ("weather", '{"city": "K')),
+    "llama 3": ('{"name": "weather", "parameters": {"city": "K', "", ("weather", '{"city": "K')),
+    "llama 3, tagged": ('<|python_tag|>{"name": "weather", "parameters": {"city": "K', "", ("weather", '{"city": "K')),
+    "in a fence": ('So:\n```json\n{"name": "weather", "arguments": {"city": "K', "So:", ("weather", '{"city": "K')),
+    "in a mark that calls nothing": ("Write <tool_call> and so",),
+    "in text that names a tool": ('Write <tool_call>, then {"name": "weather",',),
+    "in json that calls nothing": ('{"name": "Bo", "arguments": {"a',),
+    "in json with the name of a tool inside": ('[1, {"name": "add", "a',),
+    "behind a call whose arguments are none": (WRONG,),
+    "in reasoning behind a call": (CALLED + CONSIDERED, CONSIDERED, ADD),
+    "behind what is no call": ('<tools>{"name": "add", "id": 7}</tools> is',),
+}
+"""Answers without an end, and their text and calls; those without calls stay as they are."""
+
+
+@pytest.mark.parametrize("where", CUT)
+def test_answers_that_were_cut_off(where: str) -> None:
+    written, text, *calls = (*CUT[where], CUT[where][0])[: max(len(CUT[where]), 2)]
+    expected = tuple(call if isinstance(call, ParsedToolCall) else ParsedToolCall(*call) for call in calls)
+    for pieces in [written], list(written):
+        answer, read_calls = read(pieces, is_cut=True)
+        assert (answer.rstrip(), read_calls) == (text.rstrip(), expected)
 
 
 @PATIENT
