@@ -360,9 +360,7 @@ DRAWN = 3
 """Tokens of an answer."""
 
 
-@pytest.mark.parametrize(
-    ("name", "draws"), [("llama", 200), pytest.param("qwen3_next", 200, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("name", "draws"), [("llama", 200), pytest.param("qwen3_next", 200, marks=pytest.mark.long)])
 @torch.no_grad()
 def test_sampled_answers_have_the_models_distribution(tmp_path: Path, name: str, draws: int) -> None:
     """Chi-square over all answers of three tokens; the draft model has another distribution."""
