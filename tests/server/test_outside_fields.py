@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import json
 import os
 import random
 import resource
@@ -139,6 +140,9 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def picture_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint = build(tmp_path_factory.mktemp("pictures") / "gemma3", "gemma3")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 256  # a client may ask for as many tokens
+    (checkpoint / "config.json").write_text(json.dumps(config))
     return split(checkpoint)
 
 
