@@ -27,6 +27,7 @@ from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.quantize import NO_SCALES, NestedScales, dequantize
 from rabbitllm.quant.schemes import STORED, Quantized, code_values
+from rabbitllm.quant.turned import TurnedMatrix
 from rabbitllm.store.layer_store import WeightFiles
 
 BytesOf = Callable[["ExpertPart"], torch.Tensor]
@@ -368,12 +369,13 @@ class ExpertSource:
 
 def with_matrices(source: ExpertSource, choose_matrix: MatrixChooser | None) -> ExpertSource:
     """A source; its matrices are multiplied in quantized form if `choose_matrix` returns a type for them."""
-    if choose_matrix is None or getattr(source.module, "is_transposed", True):  # a kernel multiplies by rows
+    if choose_matrix is None:
         return source
+    is_turned = bool(source.module.is_transposed)
     return replace(
         source,
         leaves={
-            key: replace(leaf, matrix_type=leaf.matrix_type or _matrix_type(leaf, choose_matrix))
+            key: replace(leaf, matrix_type=leaf.matrix_type or _matrix_type(leaf, choose_matrix, is_turned))
             for key, leaf in source.leaves.items()
         },
     )
@@ -422,8 +424,8 @@ def _table(source: ExpertSource, specs: Sequence[TensorSpec], store: WeightFiles
     return torch.frombuffer(bytearray(values.pop()), dtype=torch.float32).to(device)
 
 
-def _matrix_type(leaf: ExpertParameter, choose_matrix: MatrixChooser) -> type[StoredMatrix] | None:
-    """The type that multiplies all rows as one quantized matrix, or None."""
+def _matrix_type(leaf: ExpertParameter, choose_matrix: MatrixChooser, is_turned: bool) -> type[StoredMatrix] | None:
+    """The type that multiplies all rows as one quantized matrix, or None; `is_turned`: from the left."""
     first = leaf.blocks[0].form
     if not leaf.stacks or first is None or len(leaf.shape) != 2:
         return None
@@ -434,7 +436,12 @@ def _matrix_type(leaf: ExpertParameter, choose_matrix: MatrixChooser) -> type[St
             return None
         if block.form.shape[0] * block.form.shape[1] % STORED[first.scheme].block:
             return None
-    return choose_matrix(replace(first, shape=leaf.shape), leaf.recipe.dtype) if leaf.recipe.dtype is not None else None
+    if leaf.recipe.dtype is None:
+        return None
+    matrix_type = choose_matrix(replace(first, shape=leaf.shape), leaf.recipe.dtype)
+    if not is_turned:
+        return matrix_type
+    return TurnedMatrix if matrix_type is Matrix and leaf.recipe.dtype is torch.bfloat16 else None
 
 
 def _as_one(parts: Sequence[ExpertPart]) -> Sequence[ExpertPart]:

@@ -61,6 +61,7 @@ class ExpertStack(WeightStandIn):
         leaf: the name of the parameter.
         shape, dtype, device: of the parameter that it stands for, before the transposition.
         transposed: whether the last two dimensions are exchanged.
+        is_coded: whether the matrices are multiplied from codes.
 
     Attributes:
         kept: what is kept of it between calls; see `_routed`.
@@ -69,6 +70,7 @@ class ExpertStack(WeightStandIn):
     supply: ExpertProvider
     leaf: str
     transposed: bool
+    is_coded: bool
     kept: Any = None
     _whole_shape: torch.Size
     _why = "experts are read from the disk, or by their codes"
@@ -82,10 +84,12 @@ class ExpertStack(WeightStandIn):
         dtype: torch.dtype,
         device: torch.device,
         transposed: bool = False,
+        is_coded: bool = False,
     ) -> ExpertStack:
         seen = torch.Size((*shape[:-2], shape[-1], shape[-2])) if transposed else shape
         stack: ExpertStack = torch.Tensor._make_wrapper_subclass(cls, seen, dtype=dtype, device=device)
         stack.supply, stack.leaf, stack.transposed, stack._whole_shape = supply, leaf, transposed, shape
+        stack.is_coded = is_coded
         return stack
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -102,7 +106,7 @@ class ExpertStack(WeightStandIn):
 
     def again(self, transposed: bool = False) -> ExpertStack:
         """Another object for the same stack; `transposed`: with the last two dimensions exchanged."""
-        form = self.dtype, self.device, self.transposed != transposed
+        form = self.dtype, self.device, self.transposed != transposed, self.is_coded
         return ExpertStack(self.supply, self.leaf, self._whole_shape, *form)
 
     def whole(self) -> torch.Tensor:
@@ -221,7 +225,7 @@ def stack_of(supply: ExpertProvider, name: str, leaf: ExpertParameter, device: t
     """The stack of a leaf's matrices, which may be stored transposed."""
     shape, is_turned = leaf.entry.shape, leaf.coded is not None and leaf.coded.is_turned
     stored = torch.Size((shape[0], shape[2], shape[1])) if is_turned else shape
-    return ExpertStack(supply, name, stored, leaf.entry.dtype, device, is_turned)
+    return ExpertStack(supply, name, stored, leaf.entry.dtype, device, is_turned, leaf.matrix_type is not None)
 
 
 FileBytes = Callable[[str], torch.Tensor]

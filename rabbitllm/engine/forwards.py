@@ -13,6 +13,7 @@ from torch import nn
 
 from rabbitllm.engine._fusing import by_function, form_in, replace, with_globals
 from rabbitllm.engine._siblings import LastCall, Sibling, is_installed, multiplies_plain, row_product
+from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.transformers_api import group_keys_if, kept_in_float32
 from rabbitllm.quant import bfloat_products
 
@@ -137,6 +138,8 @@ def experts_forward(
     Returns:
         (tokens, hidden).
     """
+    if isinstance(experts.gate_up_proj, ExpertStack) and experts.gate_up_proj.is_coded:
+        return _by_codes(experts, hidden_states, top_k_index, top_k_weights)
     scores = top_k_weights.new_zeros(len(hidden_states), experts.num_experts).scatter_(1, top_k_index, top_k_weights)
     summed = torch.zeros_like(hidden_states)
     hit = torch.unique(top_k_index)
@@ -146,6 +149,16 @@ def experts_forward(
         for product in _multiplied(experts, batch, inputs):
             summed += product
     return summed
+
+
+def _by_codes(experts: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The same, each expert with its own tokens alone, by products from the codes."""
+    order = index.flatten().argsort(stable=True)
+    tokens = order // index.shape[1]
+    ends = torch.bincount(index.flatten(), minlength=experts.num_experts).cumsum(0)
+    inputs = x[tokens] * weights.flatten()[order].unsqueeze(-1)
+    gate, up = experts.gate_up_proj.grouped_mm(inputs, ends).chunk(2, dim=-1)
+    return torch.zeros_like(x).index_add_(0, tokens, experts.down_proj.grouped_mm(up * experts.act_fn(gate), ends))
 
 
 def _multiplied(experts: Any, chosen: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
 from rabbitllm.quant.coded import CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix
+from rabbitllm.quant.turned import TurnedMatrix
 
 StoredMatrix: TypeAlias = Matrix | FusedMatrix | CodedMatrix
 """A quantized matrix (N, K) as its stored parts, on the device that multiplies it."""
@@ -362,7 +363,18 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return weight.matrix.linear(input, bias)
 
 
-QuantizedWeight._answers = {torch.nn.functional.linear: _linear}
+def _matmul(input: Any, weight: Any, **options: Any) -> torch.Tensor | None:
+    """The answer to `input @ weight`; None if the matrix is multiplied by rows, or gradients are needed."""
+    matrix = weight.matrix if isinstance(weight, QuantizedWeight) else None
+    if not isinstance(matrix, TurnedMatrix) or options or isinstance(input, QuantizedWeight):
+        return None
+    if input.dtype is not torch.bfloat16 or input.dim() != 2 or (torch.is_grad_enabled() and input.requires_grad):
+        return None
+    return matrix.times(input)
+
+
+_PRODUCTS = torch.mm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__
+QuantizedWeight._answers = {torch.nn.functional.linear: _linear, **dict.fromkeys(_PRODUCTS, _matmul)}
 
 
 class _Differentiable(torch.autograd.Function):

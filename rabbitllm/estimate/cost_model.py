@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.placement import HOOKED, Copies, Placement, Tier, TierContent
 from rabbitllm.engine.published_codes import CodedRecipe
+from rabbitllm.quant.turned import TurnedMatrix
 
 if TYPE_CHECKING:
     from torch import nn
@@ -379,7 +380,7 @@ def _expert_products(source: ExpertSource) -> Iterator[Product]:
         stored, nbytes = leaf.blocks[0].form, sum(part.nbytes for part in leaf.parts)
         if leaf.coded is not None:
             form = leaf.coded.form.scheme
-        elif leaf.matrix_type is not None and stored is not None:
+        elif leaf.matrix_type not in (None, TurnedMatrix) and stored is not None:  # that is decoded to bfloat16
             form = stored.codes.scheme
         else:
             form, nbytes = str(leaf.entry.dtype).removeprefix("torch."), leaf.entry.nbytes // source.experts

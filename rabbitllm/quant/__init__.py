@@ -15,4 +15,5 @@ __all__ = [
     "quantize_kernels",
     "routed",
     "schemes",
+    "turned",
 ]

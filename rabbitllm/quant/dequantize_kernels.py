@@ -24,6 +24,8 @@ _WORTH_A_THREAD = 1 << 16
 """Elements per thread; fewer are finished before another thread has started."""
 _TILE = 32
 """Rows that are transposed at a time: source and target fit the cache."""
+_COLUMNS = 512
+"""Columns whose sums stay in the cache while rows are added."""
 _WORDS = 16
 """Adjacent int32 that are unpacked at a time: a line of the cache."""
 
@@ -100,6 +102,13 @@ def integers(
     share(lambda begin, end: _integers(*operands, begin, end), tiles, out.size)
 
 
+def add_rows(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Add `x @ rows` to `out`, in the order of the rows: float32 (T, k), bfloat16 (k, N), float32 (T, N)."""
+    operands = x.numpy(), rows.view(torch.uint16).numpy(), out.numpy()
+    tiles = -(-out.shape[1] // _COLUMNS)
+    share(lambda begin, end: _add_rows(*operands, begin * _COLUMNS, end * _COLUMNS), tiles, rows.numel())
+
+
 def share(work: Callable[[int, int], Any], count: int, elements: int, threads: int | None = None) -> None:
     """Run `work(begin, end)` for all of `range(count)`, in several threads if there are enough elements.
 
@@ -122,6 +131,32 @@ def _round(words, halves, count):  # type: ignore[no-untyped-def]
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         unordered = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
         halves[i] = np.uint16(0x7FC0) if unordered else np.uint16(rounded)
+
+
+@compiled
+def _add_rows(x, rows, out, begin, end):  # type: ignore[no-untyped-def]
+    words = np.empty((4, _COLUMNS), np.uint32)
+    floats = words.view(np.float32)
+    for first in range(begin, min(end, rows.shape[1]), _COLUMNS):
+        count = min(_COLUMNS, rows.shape[1] - first)
+        for k in range(0, rows.shape[0], 4):
+            few = min(4, rows.shape[0] - k)
+            for i in range(few):
+                row, wide = rows[k + i, first : first + count], words[i]
+                for n in range(count):
+                    wide[n] = np.uint32(row[n]) << np.uint32(16)
+            for t in range(out.shape[0]):
+                sums = out[t, first : first + count]
+                if few == 4:
+                    a, b, c, d = x[t, k], x[t, k + 1], x[t, k + 2], x[t, k + 3]
+                    w, v, u, s = floats[0], floats[1], floats[2], floats[3]
+                    for n in range(count):
+                        sums[n] = (((sums[n] + a * w[n]) + b * v[n]) + c * u[n]) + d * s[n]
+                else:
+                    for i in range(few):
+                        factor, weights = x[t, k + i], floats[i]
+                        for n in range(count):
+                            sums[n] += factor * weights[n]
 
 
 @compiled

@@ -340,22 +340,27 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         return self.payload.data_ptr(), self.absmax.data_ptr(), self.table_for(width), *sizes
 
     def in_chunks(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return dense_product(x, bias, self.form.shape, self.together, self.decoded)
+
+    @property
+    def together(self) -> int:
+        """Some of its rows begin a block at a multiple of so many."""
+        block = STORED[self.form.scheme].block
+        return block // math.gcd(block, self.form.shape[1])
+
+    def decoded(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """Some of its rows, dequantized; the first one begins a block."""
         from rabbitllm.quant import _vectors
 
         form, (rows, columns) = self.form, self.form.shape
-        block = STORED[form.scheme].block
-        codes = self.payload.view(rows, -1)
-
-        def decode(begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-            scales = self.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
-            part = replace(form, shape=(end - begin, columns), dtype=None)  # rounded once, as the kernels' values
-            few = replace(self, form=part, payload=codes[begin:end].reshape(-1, 1), absmax=scales)
-            width = _vectors.lanes()
-            if dtype == torch.bfloat16 and few.table_for(width) and agrees(BFLOATS, form.scheme, width):
-                return few.bfloats(width)
-            return few.dequantized(dtype)
-
-        return dense_product(x, bias, (rows, columns), block // math.gcd(block, columns), decode)
+        block, codes = STORED[form.scheme].block, self.payload.view(rows, -1)
+        scales = self.absmax.view(-1)[begin * columns // block : -(-end * columns // block)]
+        part = replace(form, shape=(end - begin, columns), dtype=None)  # rounded once, as the kernels' values
+        few = replace(self, form=part, payload=codes[begin:end].reshape(-1, 1), absmax=scales)
+        width = _vectors.lanes()
+        if dtype == torch.bfloat16 and few.table_for(width) and agrees(BFLOATS, form.scheme, width):
+            return few.bfloats(width)
+        return few.dequantized(dtype)
 
     def bfloats(self, width: int) -> torch.Tensor:
         """The dequantized matrix in bfloat16, by a kernel of `width` lanes, rounded once."""

@@ -27,9 +27,11 @@ from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
 from rabbitllm.errors import AbsentWeightError, CorruptShardError, OptionError
+from rabbitllm.quant.turned import TurnedMatrix
 from rabbitllm.telemetry.passes import EXPERTS_ON_DEVICE, EXPERTS_READ, READ
 from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.hybrid_families import HYBRIDS
+from tests.support.rounding import assert_as_near, exact_logits
 from tests.support.tiny_models import (
     ALL,
     INPUT,
@@ -408,6 +410,32 @@ def test_experts_from_codes_are_close_to_dequantized_ones(tmp_path: Path) -> Non
             logits[share] = run(with_share(split(folder, compression), share, exact=False)).logits
             assert (logits[share] - expected.logits).norm() / expected.logits.norm() < 1e-3  # inputs have 15 bits
         assert torch.equal(logits[0.0], logits[0.25])
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+def test_experts_of_turned_matrices_are_multiplied_from_their_codes(tmp_path: Path, family: str) -> None:
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention"] * 2,
+    }
+    kind = HYBRIDS["llama4"] if family == "llama4" else family
+    folder = build_checkpoint(tmp_path / "model", kind, dtype=torch.bfloat16, seed=1, **sizes)
+    directory = split(folder, "4bit")
+    plain = dequantized(folder, tmp_path / "plain", "4bit", torch.bfloat16)
+    expected, logits = reference_logits(plain, INPUT, torch.bfloat16).logits, []
+    for budget in (0, ALL):
+        model = load(directory, budget, exact=False, fast_bfloat16=False)
+        for module in routed(model).values():
+            assert module.gate_up_proj.is_coded
+            if budget:
+                weight = next(module.down_proj.each([0]))
+                assert type(weight.matrix) is TurnedMatrix
+                assert module.down_proj.supply.stays("down_proj")
+        logits.append(run(model).logits)
+    assert torch.equal(*logits)
+    assert_as_near(logits[0], expected, exact_logits(plain, INPUT), routed=True)
 
 
 def test_unequal_experts_are_streamed_with_their_layer(checkpoint: Path) -> None:

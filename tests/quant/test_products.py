@@ -32,6 +32,7 @@ from rabbitllm.quant.products import (
 from rabbitllm.quant.quantize import dequantize
 from rabbitllm.quant.schemes import SCHEMES as ALL_SCHEMES
 from rabbitllm.quant.schemes import Quantized, bitsandbytes
+from rabbitllm.quant.turned import FEW_INPUTS, TurnedMatrix
 from tests.support import integer_products
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.rounding import assert_products
@@ -581,3 +582,20 @@ def test_a_cast_matrix_is_not_in_memory_in_both_dtypes(columns: int, monkeypatch
         result = dequantize(form, *there, torch.float16)
     assert torch.equal(result, whole)
     assert gpu.peak - before <= result.nbytes + 5 * (1 << 10)
+
+
+@needs_kernel
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("inputs", [0, 1, 5, FEW_INPUTS + 1])
+def test_products_from_the_left(scheme: str, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several strips, the last of an odd number of rows, and in tiles of columns that are no whole ones."""
+    parts = matrix(scheme, 359, 576 if scheme == "4bit" else 640)
+    turned, x = TurnedMatrix(*parts), torch.randn(inputs, 359).bfloat16()
+    whole = turned.times(x)
+    monkeypatch.setattr("rabbitllm.quant.turned.STRIP_ELEMENTS", 1 << 16)
+    result, expected = turned.times(x), x.double() @ turned.dequantized(torch.bfloat16).double()
+    assert result.dtype == torch.bfloat16
+    assert (result.double() - expected).norm() <= 4e-3 * expected.norm()
+    if inputs <= FEW_INPUTS:  # sums have the order of the rows
+        assert torch.equal(result, whole)
+        assert all(torch.equal(turned.times(x[i : i + 1])[0], row) for i, row in enumerate(result))
