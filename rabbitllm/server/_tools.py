@@ -88,7 +88,7 @@ FORMS: Mapping[str, CallForm] = {
         OPEN,
         CLOSE,
         rf"\A\s*{_NAME}\s*(?P<body>(?:<arg_key>.*)?){CLOSE}",
-        r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+        r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
         special=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
     "Hermes, Qwen 2.5 and 3": CallForm(OPEN, CLOSE),
@@ -155,6 +155,8 @@ _CUT = (
     CallForm("", ""),
 )
 """The forms in which a call may begin; the last is JSON, with any opening mark."""
+_END = re.compile(r"(?:\(\?:[^()]*\)|[^()?]*)\Z")
+"""What a pattern ends with: alternatives, or a text."""
 _UNREAD = "<|open|>call"
 """The mark of a form that is not read though parts of it look like others: Kimi K3."""
 _BARE = re.compile(r"""["']name["'].{0,400}["'](?:parameters|arguments)["']""", re.DOTALL)
@@ -368,7 +370,7 @@ class CallReader:
         if not form.call:
             yield from (call for value in _values(inside)[0] for call in _calls_of(value))
             return
-        for match in re.finditer(form.call, inside, re.DOTALL):
+        for match in _matches(form.call, inside):
             name = match["name"].strip()
             arguments = self._arguments(form, name, match["body"])
             if isinstance(arguments, dict):
@@ -380,10 +382,10 @@ class CallReader:
         if form.tag:
             arguments = _elements(body, form.tag, types)
         elif form.argument:
-            for found in re.finditer(form.argument, body, re.DOTALL):
-                key, stated = found["key"].strip(), found.groupdict().get("string")
+            for match in _matches(form.argument, body):
+                key, stated = match["key"].strip(), match.groupdict().get("string")
                 kind = {"true": "string", "false": "json", None: types.get(key, "")}[stated]
-                arguments[key] = _value(found["value"], kind)
+                arguments[key] = _value(match["value"], kind)
         elif body.strip():
             arguments = next(iter(_values(_usual_json(body, form.quote))[0]), None)
         return arguments
@@ -392,6 +394,13 @@ class CallReader:
         values, end = _values(text)
         if not self._closes(text[end:]):
             yield from (call for value in values for call in _calls_of(value) if call.name in self._tools)
+
+
+def _matches(pattern: str, text: str) -> Iterator[re.Match[str]]:
+    """What a pattern of a form finds; nothing is looked for behind the last place where it can end, since a model that
+    repeats itself may begin thousands of calls."""
+    last = max((match.end() for match in re.finditer(_END.findall(pattern)[0], text)), default=0)
+    return re.finditer(pattern, text[:last], re.DOTALL)
 
 
 def _may_call(inside: str) -> bool:

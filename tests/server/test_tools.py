@@ -248,6 +248,17 @@ def test_forms_in_the_table_are_all_published() -> None:
     assert is_known('{{ tools }} Respond as {"name": function, "parameters": {}}')
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_thousands_of_begun_calls_are_read_in_one_go(name: str) -> None:
+    """As of a model that repeats itself up to its limit; time that grows with their square would be a minute."""
+    form, written = PUBLISHED[name]
+    opening = TABLE[form].opening
+    begun = written[written.index(opening) + len(opening) : written.index("two")]
+    for text in ((opening + begun) * 4_000, opening + begun * 4_000):
+        assert read([text]) == (text, ())
+        assert all(call.name == "full" for call in read([text], is_cut=True)[1])
+
+
 def test_elements_within_each_other_have_the_types_of_the_schema() -> None:
     """Also behind references, which may go round; tags that do not match are no call."""
     node = {"type": "object", "properties": {"n": {"type": "number"}, "next": {"$ref": "#/$defs/node"}}}
