@@ -40,7 +40,7 @@ from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.experts import ExpertStack, ResidentExperts
 from rabbitllm.engine.transformers_api import groups_experts
 from rabbitllm.engine.weight_tensors import QuantizedWeight
-from rabbitllm.quant import plain
+from rabbitllm.quant import plain, turned
 from rabbitllm.quant.products import MAX_GROUPED
 from rabbitllm.quant.routed import RoutedProduct
 
@@ -202,6 +202,8 @@ def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch
         return None
     if is_plain(args[0]) and (result := _computed(form, module, stacks, *args)) is not None:
         return result
+    if form.is_turned:
+        stacks = [stack.again(product=turned.product) for stack in stacks if stack is not None]
     own = trial_of(module, _parameters={**module._parameters, **dict(zip(_MATRICES, stacks, strict=True))})
     return type(module).forward(own, *args)  # type: ignore[no-any-return]
 

@@ -65,6 +65,7 @@ class ExpertStack(WeightStandIn):
 
     Attributes:
         kept: what is kept of it between calls; see `_routed`.
+        product: computes one with a matrix of floats.
     """
 
     supply: ExpertProvider
@@ -72,6 +73,7 @@ class ExpertStack(WeightStandIn):
     transposed: bool
     is_coded: bool
     kept: Any = None
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.mm
     _whole_shape: torch.Size
     _why = "experts are read from the disk, or by their codes"
 
@@ -104,10 +106,12 @@ class ExpertStack(WeightStandIn):
             "model.save_pretrained(folder) writes the whole model.",
         )
 
-    def again(self, transposed: bool = False) -> ExpertStack:
+    def again(self, transposed: bool = False, product: Any = None) -> ExpertStack:
         """Another object for the same stack; `transposed`: with the last two dimensions exchanged."""
         form = self.dtype, self.device, self.transposed != transposed, self.is_coded
-        return ExpertStack(self.supply, self.leaf, self._whole_shape, *form)
+        other = ExpertStack(self.supply, self.leaf, self._whole_shape, *form)
+        other.product = product or self.product
+        return other
 
     def whole(self) -> torch.Tensor:
         """Copies of all experts' matrices."""
@@ -177,7 +181,9 @@ class ExpertStack(WeightStandIn):
     def _product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self.transposed and isinstance(weight, QuantizedWeight):
             return torch.nn.functional.linear(rows, weight)
-        return torch.mm(rows, weight.t() if self.transposed else weight)
+        if isinstance(weight, QuantizedWeight):
+            return torch.mm(rows, weight)
+        return self.product(rows, weight.t() if self.transposed else weight)
 
     @classmethod
     def _operation(cls, func: Any, args: tuple[Any, ...]) -> Any:

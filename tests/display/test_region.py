@@ -169,7 +169,8 @@ def test_exiting_process_leaves_no_rows() -> None:
 
 def test_forked_child_writes_undisturbed() -> None:
     body = """
-        import os, time
+        import os, time, warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork beside threads, since Python 3.12
         from rabbitllm.display.region import THE_REGION
         class TextContent:
             def rows(self, width):

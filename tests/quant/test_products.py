@@ -32,7 +32,7 @@ from rabbitllm.quant.products import (
 from rabbitllm.quant.quantize import dequantize
 from rabbitllm.quant.schemes import SCHEMES as ALL_SCHEMES
 from rabbitllm.quant.schemes import Quantized, bitsandbytes
-from rabbitllm.quant.turned import FEW_INPUTS, TurnedMatrix
+from rabbitllm.quant.turned import FEW_INPUTS, TurnedMatrix, product
 from tests.support import integer_products
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.rounding import assert_products
@@ -599,3 +599,5 @@ def test_products_from_the_left(scheme: str, inputs: int, monkeypatch: pytest.Mo
     if inputs <= FEW_INPUTS:  # sums have the order of the rows
         assert torch.equal(result, whole)
         assert all(torch.equal(turned.times(x[i : i + 1])[0], row) for i, row in enumerate(result))
+        if not bfloat_products.torch_has_instructions():
+            assert torch.equal(product(x, turned.decoded(0, 359, torch.bfloat16)), result)
