@@ -195,12 +195,15 @@ def _add_sums(
 
 
 def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch.Tensor | None:
-    if len(args) != 3 or named or not _takes_few(module, *args[:2]):
+    if len(args) != 3 or named or not _is_decoding(module, *args[:2]):
+        return None
+    is_few = args[1].numel() <= MAX_GROUPED
+    if not is_few and not (form.is_turned and turned.is_faster()):
         return None
     stacks = [_stack(module._parameters.get(name)) for name in _MATRICES]
     if any(stack is None for stack in stacks):  # `in` would compare stacks
         return None
-    if is_plain(args[0]) and (result := _computed(form, module, stacks, *args)) is not None:
+    if is_few and is_plain(args[0]) and (result := _computed(form, module, stacks, *args)) is not None:
         return result
     if form.is_turned:
         stacks = [stack.again(product=turned.product) for stack in stacks if stack is not None]
@@ -208,11 +211,11 @@ def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch
     return type(module).forward(own, *args)  # type: ignore[no-any-return]
 
 
-def _takes_few(module: Any, x: torch.Tensor, index: torch.Tensor) -> bool:
-    """Whether a module computes few tokens by transformers' grouped products, without gradients, on the CPU."""
+def _is_decoding(module: Any, x: torch.Tensor, index: torch.Tensor) -> bool:
+    """Whether a module computes tokens by transformers' grouped products, without gradients, on the CPU."""
     if torch.is_grad_enabled() or is_transformed() or x.dim() != 2 or not x.is_cpu:
         return False
-    return _is_grouped(module) and 0 < index.numel() <= MAX_GROUPED
+    return _is_grouped(module) and index.numel() > 0
 
 
 def _is_grouped(module: Any) -> bool:

@@ -22,6 +22,7 @@ from rabbitllm.engine._gates import OneCall
 from rabbitllm.engine.experts import ExpertStack, MappedExperts, ResidentExperts
 from rabbitllm.quant import _kernels, _vectors
 from rabbitllm.quant.joint import JointProduct
+from rabbitllm.quant.products import MAX_GROUPED
 from tests.engine.test_attention import GEMMA, PHI
 from tests.engine.test_siblings import SIZES, assert_same_logits, checkpoint
 from tests.support import quantized
@@ -353,6 +354,19 @@ def test_only_chosen_experts_are_touched(
         else:
             assert torch.equal(result, expected)
     assert [tokens for tokens, _ in calls] == ([] if form in ("float32", "float16", "turned") else [1, 3])
+
+
+@torch.no_grad()
+def test_many_tokens_of_turned_experts(tmp_path: Path) -> None:
+    """More than a call of few tokens takes; torch needs seconds for each expert where it has no instructions."""
+    module = experts_of(load(split(UNCOMPRESSED["turned"](tmp_path / "model")), exact=False))[0]
+    x, index = torch.randn(MAX_GROUPED, 256).bfloat16(), torch.randint(module.num_experts, (MAX_GROUPED, 2))
+    weights = torch.rand(index.shape).bfloat16()
+    result, forward = module(x, index, weights), vars(module).pop("forward")
+    assert relative_error(result, module(x, index, weights)) < 1 / 256
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rabbitllm.quant.turned.is_faster", lambda: False)
+        assert torch.equal(forward(x, index, weights), module(x, index, weights))
 
 
 def test_gpt_oss_as_published_has_the_same_logits(
