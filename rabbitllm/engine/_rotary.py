@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from rabbitllm.base.programs import Place, Program, prepared
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import by_function, fuse, is_transformed, result_of, threads_for, with_globals
-from rabbitllm.engine.row_attention import attended
+from rabbitllm.engine.row_attention import attended, with_sinks
 from rabbitllm.engine.transformers_api import sdpa_attention_forward
 
 NAME, _INTERFACES = "apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"
@@ -67,13 +67,16 @@ def rotating_forward(kind: Any, *, prompts: bool) -> Callable[..., Any] | None:
 
 @dataclass(frozen=True)
 class _Interfaces:
-    """transformers' attention functions, with `attended` in place of `sdpa`, and of others what they name `fused`."""
+    """transformers' attention functions, with `attended` in place of `sdpa`, of those of models `with_sinks`, and of
+    others what they name `fused`."""
 
     ordinary: AttentionInterface
 
     def get_interface(self, *names: Any) -> Any:
         function = self.ordinary.get_interface(*names)
-        return attended if function is sdpa_attention_forward else getattr(function, "fused", function)
+        if function is sdpa_attention_forward:
+            return attended
+        return with_sinks(function) if names[0] == "eager" else getattr(function, "fused", function)
 
 
 def _rotated(ordinary: Callable[..., Any], *args: Any, **named: Any) -> Any:

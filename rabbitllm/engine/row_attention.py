@@ -5,17 +5,20 @@ Both round their result alone, where torch also rounds the weights of tokens. A 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, float_bits, prepared
-from rabbitllm.engine._fusing import is_transformed
+from rabbitllm.base.random_tensors import RandomTensors
+from rabbitllm.engine._fusing import is_transformed, result_of
 from rabbitllm.engine.kv_room import CACHED, cached
-from rabbitllm.engine.transformers_api import sdpa_attention_forward
-from rabbitllm.quant import prompt_attention
+from rabbitllm.engine.transformers_api import keeps_outputs, sdpa_attention_forward
+from rabbitllm.quant import bfloat_products, prompt_attention
 
 HeadForm = tuple[int, int, int, float]
 """Heads of queries and of keys, their width, and the factor of scores."""
@@ -54,6 +57,44 @@ def attended(
         if mask is not ...:
             return prompt_attention.attend(query, key, value, mask, scaling), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
+
+
+@functools.lru_cache(64)
+def with_sinks(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's own attention whose heads have sinks (`s_aux`), of a prompt in float32 where torch has no instructions
+    for bfloat16; the function itself if it is another one."""
+    if bfloat_products.torch_has_instructions() or not _has_sinks(ordinary):
+        return ordinary
+
+    @functools.wraps(ordinary)
+    def attended(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **named: Any) -> Any:
+        mask, sinks, scaling = attention_mask, named.get("s_aux"), named.get("scaling")
+        is_prompt = not keeps_outputs() and _is_prompt(module, query, key, value, named)
+        if is_prompt and isinstance(sinks, nn.Parameter) and isinstance(scaling, float):
+            forms = [(1, count, query.shape[2], key.shape[2]) for count in (1, query.shape[1])]
+            is_added = type(mask) is torch.Tensor and mask.dtype is torch.bfloat16 and mask.shape in forms
+            if mask is None or is_added:
+                own = None if mask is None else mask[0]
+                return prompt_attention.attend_with_sinks(query, key, value, own, scaling, sinks), None
+        return ordinary(module, query, key, value, attention_mask, **named)
+
+    return attended
+
+
+@torch.no_grad()
+def _has_sinks(ordinary: Callable[..., Any]) -> bool:
+    """Whether a function computes attention with sinks."""
+    random, rows = RandomTensors(), _LEAST_ROWS
+    query, key, value = (random.normal(1, heads, rows, 32) for heads in (4, 2, 2))
+    mask = torch.full((1, 1, rows, rows), torch.finfo(torch.bfloat16).min, device="cpu").triu(1).bfloat16()
+    sinks = nn.Parameter(random.normal(4))
+    module = nn.Module().eval()
+    module.num_key_value_groups, module.sinks, module.is_causal = 2, sinks, True  # type: ignore[assignment]
+    result = result_of(ordinary, module, query, key, value, mask, dropout=0.0, scaling=0.25, s_aux=sinks)
+    expected = prompt_attention.attend_with_sinks(query, key, value, mask[0], 0.25, sinks).float()
+    if type(result) is not tuple or not isinstance(result[0], torch.Tensor) or result[0].shape != expected.shape:
+        return False
+    return bool((result[0].float() - expected).norm() < expected.norm() / 64)
 
 
 def _is_prompt(module: Any, query: Any, key: Any, value: Any, named: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from transformers.models.olmo.modeling_olmo import OlmoConfig, OlmoDecoderLayer
 
 from rabbitllm.base.programs import Program
-from rabbitllm.engine import _attention, _whole_steps, kv_room
+from rabbitllm.engine import _attention, _whole_steps, kv_room, row_attention
 from rabbitllm.engine._attention import _AttentionForm, _plain, fuse_attention, fuse_layers, relative_error
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine.kv_room import cached
@@ -316,6 +316,32 @@ def test_what_a_class_reads_of_its_config_or_of_torch_is_noticed(
             assert _attention.relative_error(fused, plain) < 0.02 < _attention.relative_error(fused, before)
         for fused, before in zip(of_both(), ordinary, strict=True):
             assert torch.equal(fused, before)
+
+
+@torch.no_grad()
+def test_prompts_with_sinks_are_computed_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has no instructions for bfloat16; weights that are asked for are those of the class."""
+    monkeypatch.setattr(row_attention.bfloat_products, "torch_has_instructions", lambda: False)
+    row_attention.with_sinks.cache_clear()
+    numbers, compute = list[int](), row_attention.prompt_attention.attend_with_sinks
+
+    def counted(queries: torch.Tensor, *args: Any) -> torch.Tensor:
+        numbers.append(queries.shape[2])
+        return compute(queries, *args)
+
+    ids = PROMPT.repeat(1, 40 // PROMPT.shape[1] + 1)[:, :40]
+    folder = checkpoint(tmp_path, "gpt_oss", None, **OSS)
+    model = load(folder, exact=False, fast_bfloat16=True)
+    monkeypatch.setattr(row_attention.prompt_attention, "attend_with_sinks", counted)
+    logits = model(ids).logits
+    assert numbers[-2:] == [40, 40]
+    del numbers[:]
+    of_class = model(ids, output_attentions=True)
+    assert not numbers
+    assert len(of_class.attentions) == 2
+    wide = load(folder, dtype="float32")(ids).logits
+    assert relative_error(logits, wide) < 1.2 * relative_error(of_class.logits, wide)
+    row_attention.with_sinks.cache_clear()
 
 
 @torch.no_grad()
