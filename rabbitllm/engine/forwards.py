@@ -118,7 +118,7 @@ def moe_forward(moe: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, to
     chosen = logits.topk(moe.top_k, dim=1).indices
     routed = moe.experts(tokens, chosen, scores.gather(1, chosen))
     out: torch.Tensor = moe.shared_expert(tokens)
-    return out.add_(routed), logits
+    return (out + routed if out.requires_grad else out.add_(routed)), logits
 
 
 def experts_forward(
@@ -138,7 +138,8 @@ def experts_forward(
     Returns:
         (tokens, hidden).
     """
-    if isinstance(experts.gate_up_proj, ExpertStack) and experts.gate_up_proj.is_coded:
+    stacks = experts.gate_up_proj, experts.down_proj
+    if all(isinstance(stack, ExpertStack) and stack.is_coded for stack in stacks):
         return _by_codes(experts, hidden_states, top_k_index, top_k_weights)
     scores = top_k_weights.new_zeros(len(hidden_states), experts.num_experts).scatter_(1, top_k_index, top_k_weights)
     summed = torch.zeros_like(hidden_states)

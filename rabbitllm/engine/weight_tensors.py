@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.utils._pytree import tree_map
 
+from rabbitllm.engine._fusing import is_transformed
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
 from rabbitllm.quant.coded import CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix
@@ -363,14 +364,14 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return weight.matrix.linear(input, bias)
 
 
-def _matmul(input: Any, weight: Any, **options: Any) -> torch.Tensor | None:
-    """The answer to `input @ weight`; None if the matrix is multiplied by rows, or gradients are needed."""
+def _matmul(input: Any = None, weight: Any = None, **options: Any) -> torch.Tensor | None:
+    """The answer to `input @ weight`; None if that is multiplied by rows, a shape differs, or gradients are needed."""
     matrix = weight.matrix if isinstance(weight, QuantizedWeight) else None
-    if not isinstance(matrix, TurnedMatrix) or options or isinstance(input, QuantizedWeight):
+    if not isinstance(matrix, TurnedMatrix) or options or isinstance(input, QuantizedWeight) or is_transformed():
         return None
-    if input.dtype is not torch.bfloat16 or input.dim() != 2 or (torch.is_grad_enabled() and input.requires_grad):
+    if input.dtype is not torch.bfloat16 or input.dim() != 2 or input.shape[1] != matrix.form.shape[0]:
         return None
-    return matrix.times(input)
+    return None if torch.is_grad_enabled() and input.requires_grad else matrix.times(input)
 
 
 _PRODUCTS = torch.mm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__

@@ -29,9 +29,9 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ weight` by the fastest method here, if possible with sums as `TurnedMatrix` has them: (T, K) and (K, N) ->
     (T, N)."""
     are_bfloats = x.dtype is weight.dtype is torch.bfloat16
-    if not is_faster() or not are_bfloats or not weight.is_contiguous():
-        return torch.mm(x, weight)
     rows, columns = weight.shape
+    if not is_faster() or not are_bfloats or not weight.is_contiguous() or x.shape[1] != rows:
+        return torch.mm(x, weight)
     step = rows if len(x) <= FEW_INPUTS else max(STRIP_ELEMENTS // columns, 1)
     return _sums(x, rows, columns, step, lambda begin, end: weight[begin:end])
 

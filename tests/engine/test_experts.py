@@ -438,6 +438,20 @@ def test_experts_of_turned_matrices_are_multiplied_from_their_codes(tmp_path: Pa
     assert_as_near(logits[0], expected, exact_logits(plain, INPUT), routed=True)
 
 
+def test_llama_4_with_one_matrix_from_codes(tmp_path: Path) -> None:
+    """Rows of the other one are no whole segments, so it is an ordinary parameter in memory."""
+    sizes = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    directory = split(build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=torch.bfloat16, **sizes), "4bit")
+    model, expected = load(directory, exact=False, fast_bfloat16=False), run(load(directory))
+    (experts,) = routed(model).values()
+    assert experts.gate_up_proj.is_coded
+    assert type(experts.down_proj) is torch.nn.Parameter
+    result = run(model).logits
+    assert (result - expected.logits).norm() < expected.logits.norm() / 32
+    assert torch.equal(result, run(load(directory, 0, exact=False, fast_bfloat16=False)).logits)
+    model(INPUT).logits.sum().backward()  # the result of the shared expert is not changed in place
+
+
 def test_unequal_experts_are_streamed_with_their_layer(checkpoint: Path) -> None:
     """One of them has another dtype, so its bytes have another layout."""
     shard = sorted(checkpoint.glob("*.safetensors"))[0]

@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from rabbitllm.engine import units
 from rabbitllm.engine.experts import ExpertStack
@@ -22,6 +23,7 @@ from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
 from rabbitllm.quant import _vectors, products
 from rabbitllm.quant.products import Matrix
+from rabbitllm.quant.turned import TurnedMatrix, product
 from tests.quant.test_products import assert_product, error, matrix, meant
 from tests.support.builders import FAMILIES, build_checkpoint, reference_logits
 from tests.support.rounding import assert_greedy
@@ -315,6 +317,25 @@ def test_linear_uses_a_quantized_weight(scheme: str) -> None:
         for y in (module(x), nn.functional.linear(input=x, weight=module.weight, bias=module.bias)):
             assert_product(y, x, quantized.matrix, module.bias)
     assert "QuantizedWeight((32, 128), torch.float32, stored at " + scheme in repr(module.weight)
+
+
+@with_vectors
+def test_products_from_the_left_are_those_of_torch() -> None:
+    turned = TurnedMatrix(*matrix("4bit", 128, 192))
+    quantized = QuantizedWeight(turned, torch.bfloat16)
+    plain, x = quantized.whole(), torch.randn(3, 128).bfloat16()
+    expected, by_codes = x @ plain, turned.times(x)
+    assert torch.equal(x @ quantized, by_codes)
+    for inputs in (x[:, :64], torch.cat([x, x], 1)):
+        for multiply in (torch.matmul, product):
+            with pytest.raises(RuntimeError, match="cannot be multiplied"):
+                multiply(inputs, quantized if multiply is torch.matmul else plain)
+    assert torch.equal(torch.matmul(x, other=quantized), expected)
+    assert torch.equal(torch.mm(input=x, mat2=quantized), expected)
+    assert torch.equal(torch.func.vmap(lambda row: row @ quantized)(x[None])[0], expected)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x) @ quantized  # type: ignore[no-untyped-call]
+        assert torch.equal(forward_ad.unpack_dual(dual).tangent, expected)  # type: ignore[no-untyped-call]
 
 
 @with_vectors
