@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,7 @@ class CallForm:
 _FIRST = r"\A"
 _JSON_HEAD = r'"name"\s*:\s*"(?P<name>[^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
 _NS = "]<]minimax[>["
+_ARGUMENT = "<arg_key>"
 _NAME = r"(?P<name>[\w.\-]+)"
 _DSML = CallForm(
     "<\uff5cDSML\uff5cfunction_calls>",
@@ -81,13 +83,13 @@ FORMS: Mapping[str, CallForm] = {
     "Qwen 3 Coder, 3.5": CallForm(
         OPEN,
         CLOSE,
-        rf"<function=(?P<name>[^>\n]+)>(?P<body>.*?)(?:</function>|{CLOSE})",
-        r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)",
+        rf"<function=(?P<name>[^<>\n]+)>(?P<body>.*?)(?:</function>|{CLOSE})",
+        r"<parameter=(?P<key>[^<>\n]+)>\n?(?P<value>.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)",
     ),
     "GLM 4.5 to 4.7": CallForm(
         OPEN,
         CLOSE,
-        rf"\A\s*{_NAME}\s*(?P<body>(?:<arg_key>.*)?){CLOSE}",
+        rf"\A\s*{_NAME}\s*(?P<body>(?:{_ARGUMENT}.*)?){CLOSE}",
         r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
         special=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
@@ -222,6 +224,7 @@ class CallReader:
         self._pending = ""
         self._begun = False
         self._calling = self._must_call = must_call
+        self._is_cut = False
 
     def feed(self, text: str) -> str:
         """The next text that does not belong to a call.
@@ -236,8 +239,8 @@ class CallReader:
             lead = self._pending.lstrip()
             if not lead:
                 return ""
-            if lead[0] in "{[" and not lead.startswith(MISTRAL[: len(lead)]):  # perhaps a call without a marker
-                self._calling = True
+            if lead[0] in "{[" and not lead.startswith(MISTRAL):  # perhaps a call without a marker
+                self._calling = not MISTRAL.startswith(lead)
                 return ""
             self._begun = True
         out = ""
@@ -271,7 +274,7 @@ class CallReader:
         Args:
             is_cut: whether the answer has no end; a call that it ends within has the arguments that are there.
         """
-        text, self._pending = self._pending, ""
+        text, self._pending, self._is_cut = self._pending, "", is_cut
         rest, calls = (self._cut(text) if is_cut else None) or self._split(text)
         return "" if is_cut and self._must_call else rest, calls
 
@@ -286,19 +289,32 @@ class CallReader:
         ]
         if not heads or any(mark in text for pair in self._closing_of.items() for mark in pair):
             return None
-        form, head = max(heads, key=lambda each: each[1].start("name"))
+        heads.sort(key=lambda each: each[1].start("name"))
+        count = len(self._split(text)[1])
+        first = bisect_left(heads, count, key=lambda each: len(self._split(text[: each[1].start()])[1]))
+        # what follows the first one behind whole calls may be within its arguments
+        cut = (self._cut_at(text, *each, count) for each in (*heads[first : first + 1], heads[-1]))
+        return next(filter(None, cut), None)
+
+    def _cut_at(
+        self, text: str, form: CallForm, head: re.Match[str], count: int
+    ) -> tuple[str, tuple[ParsedToolCall, ...]] | None:
+        """Text and calls if the call that begins at a place has no end, and `count` whole ones are before it."""
         before = text[: head.start()].rstrip(_SPACE if form.call else "[{" + _SPACE)
         mark = max((mark for mark in (*_BLOCKS, *MARKERS) if before.endswith(mark)), key=len, default="")
+        follows = before.endswith((",", ";", "}", ">"))
         before, earlier = self._split(before.removesuffix(mark))
-        begins = mark or form.call.startswith(_FIRST) or earlier or not before
+        begins = mark or form.call.startswith(_FIRST) or (earlier and follows) or not before
         arguments = self._begun_arguments(form, head["name"], text[head.end() :])
-        if arguments is None or not begins or len(earlier) < len(self._split(text)[1]):
+        if arguments is None or not begins or len(earlier) < count:
             return None
         return before.rstrip(), (*earlier, ParsedToolCall(head["name"], arguments))
 
     def _begun_arguments(self, form: CallForm, name: str, body: str) -> str | None:
         """The JSON of arguments whose end may be missing; None if the call has an end."""
         if form.argument or form.tag:
+            if form.call.startswith(_FIRST) and not body.startswith(_ARGUMENT[: len(body)]):
+                return None  # text with the mark
             whole = replace(form, argument=form.argument.replace(r"|\Z", ""))
             begun = json.dumps(self._arguments(whole, name, body) or {}, ensure_ascii=False)[:-1]
             return None if form.closing in body else begun
@@ -336,7 +352,7 @@ class CallReader:
         for part in rest.split(MISTRAL):
             named = _NAMED.match(part)
             start = named.end() if named is not None else 0
-            values, end = _values(part[start:])
+            values, end = _values(part[start:], is_cut=self._is_cut)
             if named is None:
                 calls += [call for value in values for call in _calls_of(value)]
             elif values and isinstance(values[0], dict):
@@ -361,14 +377,14 @@ class CallReader:
 
     def _read(self, form: CallForm, inside: str) -> Iterator[ParsedToolCall]:
         if form.is_strict:
-            values, end = _values(inside)
+            values, end = _values(inside, is_cut=self._is_cut)
             calls = [call for value in values for call in _calls_of(value)]
             is_whole = not inside[end:].removesuffix(form.closing.strip()).strip("}" + _SPACE)
             if is_whole and all(isinstance(value, dict) and value.keys() in _KEYS for value in values):
                 yield from calls if all(call.name in self._tools for call in calls) else ()
             return
         if not form.call:
-            yield from (call for value in _values(inside)[0] for call in _calls_of(value))
+            yield from (call for value in _values(inside, is_cut=self._is_cut)[0] for call in _calls_of(value))
             return
         for match in _matches(form.call, inside):
             name = match["name"].strip()
@@ -391,7 +407,7 @@ class CallReader:
         return arguments
 
     def _bare(self, text: str) -> Iterator[ParsedToolCall]:
-        values, end = _values(text)
+        values, end = _values(text, is_cut=self._is_cut)
         if not self._closes(text[end:]):
             yield from (call for value in values for call in _calls_of(value) if call.name in self._tools)
 
@@ -437,8 +453,8 @@ def _elements(body: str, mark: str, types: Mapping[str, str]) -> Any:
     return dict(open_elements[0][1]) if len(open_elements) == 1 else None
 
 
-def _values(text: str) -> tuple[list[Any], int]:
-    """Consecutive JSON values, up to the first invalid one, and where they end."""
+def _values(text: str, *, is_cut: bool = False) -> tuple[list[Any], int]:
+    """Consecutive JSON values, up to the first invalid one, and where they end; those in a list that is cut, too."""
     decoder = json.JSONDecoder()
     values: list[Any] = []
     position = 0
@@ -448,9 +464,9 @@ def _values(text: str) -> tuple[list[Any], int]:
         try:
             value, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
-            if not text.startswith("[{", position):
+            if not is_cut or values or not text.startswith("[{", position):
                 break
-            position += 1  # a list that was cut off: what it begins with
+            position += 1
             continue
         values.append(value)
     return values, position

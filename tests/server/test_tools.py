@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -310,7 +311,7 @@ def test_a_fence_is_held_back_only_while_it_may_be_a_call() -> None:
 CALLED = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}</tool_call>'
 WRONG = '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'
 CONSIDERED = ' <think><tool_call>{"name": "add", "ar'
-CUT = {
+CUT: dict[str, Any] = {
     "in a value": ('<tool_call>\n{"name": "weather", "arguments": {"city": "K', "", ("weather", '{"city": "K')),
     "after the arguments": (
         '<tool_call>{"name": "weather", "arguments": {"city": "x"}',
@@ -344,6 +345,23 @@ CUT = {
     "in json with the name of a tool inside": ('[1, {"name": "add", "a',),
     "behind a call whose arguments are none": (WRONG,),
     "in reasoning behind a call": (CALLED + CONSIDERED, CONSIDERED, ADD),
+    "in text behind the mark of GLM": ("The mark <tool_call>weather is",),
+    "in text behind a call": (
+        CALLED + 'So {"name": "add", "arguments": {"a',
+        'So {"name": "add", "arguments": {"a',
+        ADD,
+    ),
+    "in a mark within a value": (
+        '<tool_call>{"name": "add", "arguments": {"a": "[TOOL_CALLS]weather <tool_call>full ',
+        "",
+        ("add", '{"a": "[TOOL_CALLS]weather <tool_call>full '),
+    ),
+    "in a value that looks like a call": (
+        '{"name": "add", "parameters": {"name": "full", "arguments": {"a',
+        "",
+        ("add", '{"name": "full", "arguments": {"a'),
+    ),
+    "in a list": ('[{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}, {"na', "", ADD),
     "behind what is no call": ('<tools>{"name": "add", "id": 7}</tools> is',),
 }
 """Answers without an end, and their text and calls; those without calls stay as they are."""
@@ -356,6 +374,18 @@ def test_answers_that_were_cut_off(where: str) -> None:
     for pieces in [written], list(written):
         answer, read_calls = read(pieces, is_cut=True)
         assert (answer.rstrip(), read_calls) == (text.rstrip(), expected)
+
+
+def test_a_list_is_the_same_in_pieces_and_is_no_call_without_its_end() -> None:
+    written = '[{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}]'
+    for pieces in [written], list(written):
+        assert read(pieces) == ("", (ADD,))
+        assert read([*pieces[:-1], pieces[-1][:-1]]) == (written[:-1], ())
+    assert read(list("[TOOL")) == ("[TOOL", ())
+    lists = "[{}," * 25_000
+    assert read([lists], is_cut=True) == (lists, ())
+    for begun in "<tool_call>" + "<function=" * 20_000, "<tool_call><function=add>" + "<parameter=" * 20_000:
+        read([begun], is_cut=True)  # in one go
 
 
 @PATIENT
