@@ -403,8 +403,8 @@ def test_plan_proposes_only_loadable_compressions(checkpoint: Path, monkeypatch:
     assert least[0] > least[1]  # uncompressed, 8bit
     call, text = proposed(int((least[0] + least[1]) / 2 * 1e6))
     assert call is not None
-    assert "compression='8bit'" in call or 'compression="8bit"' in call
-    assert "ncompressed needs more memory than this process may use. 8bit fits" in text
+    assert 'compression="auto"' in call
+    assert "ncompressed needs more memory than this process may use. Auto fits" in text
     call, text = proposed(1 << 16)
     assert call is None
     assert "It fits on the disk, but not in memory. A pass takes at least" in text
