@@ -25,7 +25,7 @@ from rabbitllm.engine.row_attention import attended, with_sinks
 from rabbitllm.engine.transformers_api import sdpa_attention_forward
 
 NAME, _INTERFACES = "apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"
-_GETTER = "get_interface"
+_GETTER, _EAGER = "get_interface", "eager_attention_forward"
 _WIDTHS = (32, 32), (128, 128), (128, 96)
 """Of heads, and of what is rotated, with which functions are tried."""
 _PLAIN = 4
@@ -53,7 +53,8 @@ def rotating_forward(kind: Any, *, prompts: bool) -> Callable[..., Any] | None:
     if NAME in ordinary and _has_bits(ordinary[NAME]):
         ours[NAME] = functools.partial(_rotated, ordinary[NAME])
     if prompts and _GETTER in names and type(functions := ordinary.get(_INTERFACES)) is AttentionInterface:
-        ours[_INTERFACES] = _Interfaces(functions)
+        eager = variables.get(_EAGER)
+        ours[_INTERFACES] = _Interfaces(functions, eager, eager and with_sinks(eager))
     if not ours or (changed := with_globals(own, ours)) is None:
         return None
 
@@ -67,16 +68,18 @@ def rotating_forward(kind: Any, *, prompts: bool) -> Callable[..., Any] | None:
 
 @dataclass(frozen=True)
 class _Interfaces:
-    """transformers' attention functions, with `attended` in place of `sdpa`, of those of models `with_sinks`, and of
-    others what they name `fused`."""
+    """transformers' attention functions, with `attended` in place of `sdpa`, what `with_sinks` makes of a model's own,
+    and of others what they name `fused`."""
 
     ordinary: AttentionInterface
+    eager: Any
+    own: Any
 
     def get_interface(self, *names: Any) -> Any:
         function = self.ordinary.get_interface(*names)
         if function is sdpa_attention_forward:
             return attended
-        return with_sinks(function) if names[0] == "eager" else getattr(function, "fused", function)
+        return self.own if function is self.eager else getattr(function, "fused", function)
 
 
 def _rotated(ordinary: Callable[..., Any], *args: Any, **named: Any) -> Any:

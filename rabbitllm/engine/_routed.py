@@ -195,7 +195,7 @@ def _add_sums(
 
 
 def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch.Tensor | None:
-    if len(args) != 3 or named or not _is_decoding(module, *args[:2]):
+    if len(args) != 3 or named or not _multiplies_groups(module, *args[:2]):
         return None
     is_few = args[1].numel() <= MAX_GROUPED
     if not is_few and not (form.is_turned and turned.is_faster()):
@@ -211,7 +211,7 @@ def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch
     return type(module).forward(own, *args)  # type: ignore[no-any-return]
 
 
-def _is_decoding(module: Any, x: torch.Tensor, index: torch.Tensor) -> bool:
+def _multiplies_groups(module: Any, x: torch.Tensor, index: torch.Tensor) -> bool:
     """Whether a module computes tokens by transformers' grouped products, without gradients, on the CPU."""
     if torch.is_grad_enabled() or is_transformed() or x.dim() != 2 or not x.is_cpu:
         return False
