@@ -33,6 +33,7 @@ _ROUTES = ("standard", "sequential_file", "sequential_stream")
 _LEGEND = (
     "seq.: fits only with --sequential; stream: only with --sequential, which then",
     "streams the shards; no: does not fit, and needs this much disk",
+    "rabbitllm plan MODEL also shows auto: bits by tensor for this memory and disk",
 )
 _LEGEND_OF_ALL = (
     "standard, sequential, stream: peak disk use; sequential: one shard at a time;",
