@@ -27,19 +27,21 @@ RUNNERS: Mapping[str, Runner] = {
     "llama.cpp-bf16": Runner(LLAMA_CPP, "llama_cpp", "BF16"),
     "llama.cpp-q4_0": Runner(LLAMA_CPP, "llama_cpp", "Q4_0"),
     "rabbitllm-2": Runner(THIS, "rabbitllm"),
+    "rabbitllm-2-fast": Runner(THIS, "rabbitllm", options={"fast_bfloat16": None}),
     "rabbitllm-2-4bit": Runner(THIS, "rabbitllm", options={"compression": "4bit"}),
 }
 REFERENCE = "transformers"
-OURS, OURS_4BIT = "rabbitllm-2", "rabbitllm-2-4bit"
+OURS, OURS_FAST, OURS_4BIT = "rabbitllm-2", "rabbitllm-2-fast", "rabbitllm-2-4bit"
+"""As `from_pretrained` does it, with torch's bits; as the commands do; and at 4bit."""
 AT_4BIT = (OURS_4BIT, "llama.cpp-q4_0")
-UNCAPPED = (REFERENCE, OURS, OURS_4BIT, "llama.cpp-bf16", "llama.cpp-q4_0")
+UNCAPPED = (REFERENCE, OURS, OURS_FAST, OURS_4BIT, "llama.cpp-bf16", "llama.cpp-q4_0")
 """These also run without a cap, for tokens to compare and seconds of computing alone."""
 RUN_LIMIT_SECONDS = 90
 
 
 def is_ours(case: CappedCase) -> bool:
     """Whether a row is this project's."""
-    return case.runner in (OURS, OURS_4BIT)
+    return case.runner in (OURS, OURS_FAST, OURS_4BIT)
 
 
 def our_case(case: CappedCase) -> CappedCase:

@@ -1,6 +1,7 @@
 """Layers of a KV cache that grow in place, in tensors with spare room.
 
-transformers' `DynamicLayer` copies its whole tensors for every token.
+transformers' `DynamicLayer` copies its whole tensors for every token, and a layer with a sliding window all of the
+window.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, DynamicLayer
 
-from rabbitllm.engine.transformers_api import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from rabbitllm.engine.transformers_api import (
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 if TYPE_CHECKING:
     from transformers import CacheLayerMixin
@@ -27,6 +32,11 @@ def spare(tokens: int) -> int:
 def keeps_every_token(layer: CacheLayerMixin) -> bool:
     """Whether a layer has the KV cache of every token and nothing else."""
     return type(layer) is DynamicLayer
+
+
+def is_window(layer: CacheLayerMixin) -> bool:
+    """Whether a layer has the KV cache of the last tokens and nothing else."""
+    return type(layer) is DynamicSlidingWindowLayer
 
 
 def has_states(layer: CacheLayerMixin) -> bool:
@@ -54,19 +64,19 @@ def cached(keys: torch.Tensor, values: torch.Tensor) -> tuple[int, ...]:
 
 
 class _CacheRoom:
-    """Key and value tensors with spare room; those of a layer are views of their first tokens.
+    """Key and value tensors with spare room; those of a layer are views of some of their tokens.
 
     Attributes:
         keys, values: (1, heads, tokens, width).
-        used: number of tokens in use.
+        begin, used: the layer's tokens: the first one, which is 0 if it has no window, and the end.
         form: their dtype and device, 1, heads, and widths.
         views: the keys and values that `extend` gave to a layer.
     """
 
-    __slots__ = ("_places", "_width", "_words", "form", "keys", "used", "values", "views")
+    __slots__ = ("_places", "_width", "_words", "begin", "form", "keys", "used", "values", "views")
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
-        self.used = keys.shape[2]
+        self.used, self.begin = keys.shape[2], 0
         self.keys = _longer(keys, tokens)
         self.values = _longer(values, tokens)
         self._words = cached(self.keys, self.values)
@@ -84,7 +94,8 @@ class _CacheRoom:
         if keys is not self.views[0] or values is not self.views[1] or keys is None or values is None:
             return False
         # other `data` of the same tensors
-        is_own = (keys.data_ptr(), values.data_ptr()) == self._places and keys.numel() == self.used * self._width
+        places, tokens = (keys.data_ptr(), values.data_ptr()), self.used - self.begin
+        is_own = places == self._places and keys.numel() == tokens * self._width
         return is_own and (torch.is_inference_mode_enabled() or not self.keys.is_inference())
 
     def cached(self, tokens: int) -> tuple[int, ...]:
@@ -92,19 +103,27 @@ class _CacheRoom:
         return *self._words[:2], tokens, *self._words[3:]
 
     def extend(self, layer: CacheLayerMixin, end: int) -> None:
-        """Let the layer have so many tokens."""
+        """Let the layer have all tokens up to so many."""
         self.used = end
         # half the time of `narrow`
         layer.keys, layer.values = self.views = tuple(
-            tensor.as_strided((*tensor.shape[:2], end, tensor.shape[3]), tensor.stride())
+            tensor.as_strided((*tensor.shape[:2], end - self.begin, tensor.shape[3]), steps, self.begin * steps[2])
             for tensor in (self.keys, self.values)
+            for steps in [tensor.stride()]
         )
+
+    def leave(self, layer: CacheLayerMixin, begin: int) -> None:
+        """Let the layer have no token before so many."""
+        if begin > self.begin:
+            self.begin = begin
+            self.extend(layer, self.used)
+            self._places = layer.keys.data_ptr(), layer.values.data_ptr()
 
 
 def room_for(layer: CacheLayerMixin, end: int) -> _CacheRoom:
     """Room for so many tokens in a layer with keys and values."""
     room = vars(layer).get("_room")
-    if room is None or not room.belongs_to(layer) or room.keys.shape[2] < end:
+    if room is None or not room.belongs_to(layer) or room.keys.shape[2] < end + room.begin:
         room = layer._room = _CacheRoom(layer.keys, layer.values, end + spare(end))
     return room  # type: ignore[no-any-return]
 
@@ -132,12 +151,17 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         return pair or super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
+def _can_grow(layer: CacheLayerMixin) -> bool:
+    """Whether a layer has every token, or the last ones, of which it records none that have left the window."""
+    return keeps_every_token(layer) or (is_window(layer) and not layer.record_past)
+
+
 def _grown(
     cache: Any, keys: torch.Tensor, values: torch.Tensor, index: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Append to a layer of a cache with every token of one sequence, alike the new ones; None if it is another."""
+    """Append to a layer of a cache of one sequence, alike the new tokens; None if it is another."""
     layer = cache.layers[index] if index < len(cache.layers) else None
-    if layer is None or not keeps_every_token(layer) or (before := layer.keys) is None or len(keys) != 1:
+    if layer is None or not _can_grow(layer) or (before := layer.keys) is None or len(keys) != 1:
         return None
     is_like = (before.dtype, before.device) == (keys.dtype, keys.device) and before.shape[:2] == keys.shape[:2]
     return append(layer, keys, values) if is_like else None
@@ -160,29 +184,32 @@ def is_ordinary(cache: Any) -> bool:
 def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Append to a layer, with the values of `layer.update(keys, values)`.
 
-    Its tensors are views of larger ones, up to `spare` tokens longer. The layer can be cut, copied and put back as
-    before, and then gets new room. Only room that no other layer uses is written to: layers that share room are
-    separated at the next token.
+    Its tensors are views of larger ones, up to `spare` tokens longer, where tokens that have left a window stay until
+    there is no room. The layer can be cut, copied and put back as before, and then gets new room. Only room that no
+    other layer uses is written to: layers that share room are separated at the next token.
 
     Args:
         layer: layer of the KV cache of one sequence.
         keys, values: of the new tokens, (1, heads, tokens, width).
 
     Returns:
-        The layer's whole key and value tensor.
+        The layer's whole key and value tensor; of a window all that the first of the new tokens sees, and these.
     """
     before = layer.keys
     has_room = before is not None and (before.nbytes >= MIN_ROOM_BYTES or vars(layer).get("_room") is not None)
-    if not keeps_every_token(layer) or not has_room:
+    if not _can_grow(layer) or not has_room:
         result: tuple[torch.Tensor, torch.Tensor] = layer.update(keys, values)
         return result
-    begin = before.shape[2]
-    end = begin + keys.shape[2]
-    room = room_for(layer, end)
+    room = room_for(layer, before.shape[2] + keys.shape[2])
+    begin, end = room.used, room.used + keys.shape[2]
     room.keys[:, :, begin:end] = keys
     room.values[:, :, begin:end] = values
     room.extend(layer, end)
-    return layer.keys, layer.values
+    pair = layer.keys, layer.values
+    if is_window(layer):
+        layer.cumulative_length += keys.shape[2]
+        room.leave(layer, end - layer.sliding_window + 1)
+    return pair
 
 
 def _longer(tensor: torch.Tensor, tokens: int) -> torch.Tensor:

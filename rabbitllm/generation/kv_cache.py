@@ -26,7 +26,7 @@ import torch
 from transformers import DynamicCache, DynamicLayer, GenerationMixin
 
 from rabbitllm.engine import kv_room
-from rabbitllm.engine.kv_room import GrowingCache, has_states, keeps_every_token
+from rabbitllm.engine.kv_room import GrowingCache, has_states, is_window, keeps_every_token
 from rabbitllm.engine.transformers_api import DummyLayer, DynamicIndexedLayer, DynamicSlidingWindowLayer
 from rabbitllm.generation.transformers_api import has_dynamic_cache
 
@@ -40,11 +40,6 @@ CACHE_ARGUMENT = "cache" if "cache" in _ARGUMENTS else "past_key_values"
 """Name of the argument and of the result with the KV cache; "cache" since transformers 5.24."""
 
 # kinds of layers -----------------------------------------------------------------------------------------------------
-
-
-def is_window(layer: CacheLayerMixin) -> bool:
-    """Whether a layer has the KV cache of the last tokens and nothing else."""
-    return type(layer) is DynamicSlidingWindowLayer
 
 
 def is_nothing(layer: CacheLayerMixin) -> bool:
@@ -142,7 +137,7 @@ STATE_TOKENS = 8
 class CacheCost:
     """The size of the KV cache of one sequence: measured for caches that exist, estimated for future tokens.
 
-    Layers that keep every token have spare room once they are large enough (`append`), which counts too.
+    Layers have spare room once they are large enough (`append`), which counts too.
 
     Attributes:
         every_token: bytes of a token in all layers that keep every token.
@@ -160,10 +155,13 @@ class CacheCost:
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes of the KV cache of a sequence of this length."""
-        has_room = tokens * self.every_token >= 2 * self.layers * self.least
-        allocated = tokens + (kv_room.spare(tokens) if has_room else 0)
-        windows = sum(min(tokens, window) * nbytes for window, nbytes in self.windows)
-        return self.fixed + allocated * self.every_token + windows
+        windows = sum(self._with_room(min(tokens, window), nbytes, 1) for window, nbytes in self.windows)
+        return self.fixed + self._with_room(tokens, self.every_token, self.layers) + windows
+
+    def _with_room(self, tokens: int, nbytes: int, layers: int) -> int:
+        """Bytes of tokens in some layers, of `nbytes` each in all of them."""
+        has_room = tokens * nbytes >= 2 * layers * self.least
+        return nbytes * (tokens + (kv_room.spare(tokens) if has_room else 0))
 
     def tail_bytes(self, tokens: int) -> int:
         """Bytes in memory of a sequence in a file: its last tokens, with sliding windows and states."""
