@@ -3,7 +3,8 @@
 Between the calls of two layers Python takes as long as the products of a small one. Here the forward of a model's own
 class runs with a single layer in place of all, which computes what they do. What a class does with its layers is tried
 when a model is loaded: one after the other, each with the same arguments. What may have changed since is compared
-before each step. Anything else, a hook of a layer, a mask, or a KV cache without every token, is left to the layers.
+before each step. Anything else, a hook of a layer, a mask, or another kind of KV cache, is left to the layers. Layers
+with and without a window are groups, whose masks and angles differ.
 Mixtures whose experts are in memory are part of it; what their call leaves to their class is computed by that, and the
 program goes on behind it. Layers of the gated delta rule may stand between those of attention, with masks of their own;
 the program asks Python for their decays.
@@ -14,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from array import array
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -42,9 +45,9 @@ from rabbitllm.engine._siblings import has_hooks
 from rabbitllm.engine.kv_room import (
     CACHED,
     NotTogetherError,
+    can_grow,
     has_states_alone,
     is_ordinary,
-    keeps_every_token,
     room_for,
     sequences_in,
 )
@@ -64,6 +67,10 @@ _PAST = 2
 """Tokens in the cache of a trial."""
 _HEAD = 7
 """Addresses of a call that belong to no layer."""
+_ANGLES = "position_embeddings"
+"""Besides its mask what a layer shares with those of its group alone, such as all with a window."""
+_angles = ContextVar[dict[int, Any]]("angles")
+"""In a step those of each group so far."""
 _Form: TypeAlias = tuple[frozenset[str], MutableMapping[nn.Module, "_Whole"]]
 """Arguments of a class that may be given, and what is kept of its models."""
 
@@ -81,7 +88,7 @@ def fuse_models(model: nn.Module) -> int:
 
     def trial(module: nn.Module, form: int) -> _Form | None:
         names = _KNOWN & inspect.signature(inspect.unwrap(type(module).forward)).parameters.keys()
-        return (names, WeakKeyDictionary()) if _is_sequence(module, names) else None
+        return (names, WeakKeyDictionary()) if _groups(module, names) else None
 
     return fuse(model, _forward, form_of, trial)
 
@@ -111,10 +118,9 @@ def _indices_of(layers: Sequence[Any]) -> list[int]:
     return [mixer_in(layer).layer_idx for layer in layers]
 
 
-def _least(calls: Sequence[LayerCalls]) -> int:
-    """How many layers have all forms, and so all masks."""
-    forms = [of_layer.form for of_layer in calls]
-    return 1 + max(map(forms.index, forms))
+def _least(groups: Sequence[int]) -> int:
+    """How many layers have one of each group."""
+    return 1 + groups.index(max(groups))
 
 
 def _forward(form: _Form, module: Any, *args: Any, **named: Any) -> Any:
@@ -145,27 +151,16 @@ def _waits(module: nn.Module) -> bool:
 
 
 def _hides_nothing(named: dict[str, Any], sequences: Sequence[tuple[Any, int]]) -> bool:
-    """Whether no token is masked, and the caches have every token, or states."""
+    """Whether no token is masked, and the caches have keys and values, or states."""
     mask = named.get("attention_mask")
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all())):
         return False
     caches = [cache for cache, _ in sequences]
     return all(is_ordinary(each) and _OF_STATES.isdisjoint(vars(each)) for each in caches) and all(
-        keeps_every_token(layer) or (has_states_alone(layer) and _OF_STATES.isdisjoint(vars(layer)))
+        can_grow(layer) or (has_states_alone(layer) and _OF_STATES.isdisjoint(vars(layer)))
         for each in caches
         for layer in each.layers
     )
-
-
-def _passed(x: Any, *args: Any, attention_mask: Any = None, **named: Any) -> Any:
-    """What stands for a layer before the one that computes all: its mask may be another one.
-
-    Raises:
-        NotTogetherError: it hides something.
-    """
-    if not hides_nothing(attention_mask):
-        raise NotTogetherError
-    return x
 
 
 class _Whole:
@@ -186,7 +181,7 @@ class _Whole:
         mixed = [number for number, of_layer in enumerate(self.calls) if of_layer.calls_mlp]
         mixtures = [mixture_call(layers[number].mlp) for number in mixed]
         # experts that were not used yet, or something has changed since it was loaded
-        if not self.calls or None in mixtures or not _is_sequence(module, names):
+        if not self.calls or None in mixtures or not (groups := _groups(module, names)):
             steps = iter(range(_STEPS_BETWEEN))
             self.holds: Callable[[], bool] = lambda: next(steps, None) is not None
             self.calls = []
@@ -199,8 +194,12 @@ class _Whole:
         self._form: Any = next(of_layer.form for of_layer in self.calls if not of_layer.form.is_recurrent)
         pairs: Any = [(of_layer.form, mixer_in(layer)) for of_layer, layer in zip(self.calls, layers, strict=True)]
         self._recurrent = [(form, mixer) for form, mixer in pairs if form.is_recurrent]
-        *first, last = layers[: _least(self.calls)]
-        few = [trial_of(layer, forward=_passed, _compiled_call_impl=None) for layer in first]
+        self._groups, self._others = groups, max(groups)
+        *first, last = layers[: _least(groups)]
+        few = [
+            trial_of(layer, forward=functools.partial(self._pass, number), _compiled_call_impl=None)
+            for number, layer in enumerate(first)
+        ]
         few.append(trial_of(last, forward=self._compute, _compiled_call_impl=None))
         self.like = trial_of(module, _modules={**module._modules, "layers": few})
         tables = [vars(module), module._modules, vars(modules), modules._modules, vars(config)]
@@ -208,8 +207,21 @@ class _Whole:
             queries = mixer_in(layer)._modules[of_layer.form.linears[0]]
             tables += [vars(layer), layer._forward_hooks, layer._forward_pre_hooks, queries._parameters]
         within = [*(each.watch for each in self.calls), *(each.watch for each in self.mixtures.values())]
-        always = [mixture.is_kept for mixture in self.mixtures.values()]
+        always: list[Callable[[], bool]] = [mixture.is_kept for mixture in self.mixtures.values()]
+        if (types := getattr(config, "layer_types", None)) is not None:  # by which a class may tell groups
+            always.append(functools.partial([*types].__eq__, types))
         self.holds = Watch(lambda: True, tables=tables, within=within, always=always).holds
+
+    def _pass(self, number: int, x: Any, *args: Any, attention_mask: Any = None, **named: Any) -> Any:
+        """What stands for a layer before the one that computes all: its angles are kept.
+
+        Raises:
+            NotTogetherError: its mask hides something.
+        """
+        if not hides_nothing(attention_mask, is_added=bool(self._form.parameters)):
+            raise NotTogetherError
+        _angles.set({**(_angles.get() if number else {}), self._groups[number]: named.get(_ANGLES)})
+        return x
 
     def _compute(self, x: Any, *args: Any, **named: Any) -> torch.Tensor:
         """What all layers do.
@@ -221,18 +233,19 @@ class _Whole:
         if args or values is None:
             raise NotTogetherError
         _, angles, mask, cache = values
+        of_groups = [*(_angles.get()[group] for group in range(self._others)), angles]
         sequences = sequences_in(cache)
         rows = sum(count for _, count in sequences)
         weights: list[Any] = [table.get(name) for table, name in self._tables]
         form = self._form
-        is_fit = is_step(form, x, angles, mask, rows) and x.shape[-1] == self.calls[0].columns
+        is_fit = all(is_step(form, x, each, mask, rows) for each in of_groups) and x.shape[-1] == self.calls[0].columns
         is_fit = is_fit and are_rows(weights, self._sizes) and self._can_add(rows)
         if not is_fit or any(len(cache.layers) <= max(self._indices) for cache, _ in sequences):
             raise NotTogetherError
         of_forms = zip(self.calls, self._indices, strict=True)
         indices = [index for of_layer, index in of_forms if not of_layer.form.is_recurrent]
         layers = [(cache.layers[index], count) for index in indices for cache, count in sequences]
-        if any(not keeps_every_token(layer) or layer.keys is None or layer.keys.dim() != 4 for layer, _ in layers):
+        if any(not can_grow(layer) or layer.keys is None or layer.keys.dim() != 4 for layer, _ in layers):
             raise NotTogetherError
         rooms = [room_for(layer, layer.keys.shape[2] + count) for layer, count in layers]
         like = torch.bfloat16, x.device, 1, form.keys, form.width, form.width
@@ -245,14 +258,21 @@ class _Whole:
             raise NotTogetherError
         of_rooms = [
             word
-            for room, (_, count) in zip(rooms, layers, strict=True)
+            for room, (layer, count) in zip(rooms, layers, strict=True)
             for tokens in range(room.used + 1, room.used + 1 + count)
-            for word in room.cached(tokens)
+            for word in room.cached(layer, tokens)
         ]
         heads, of_rules, asked = self._rules(sequences[0][0])
         out, normed, left = torch.empty_like(x), torch.empty_like(x), array("q", [0])
-        addresses = [*(tensor.data_ptr() for tensor in (x, *angles)), heads, out.data_ptr(), normed.data_ptr()]
-        addresses += [left.buffer_info()[0], *routers, *(weight.data_ptr() for weight in weights), *of_rooms, *of_rules]
+        first, *others = [[each.data_ptr() for each in of_group] for of_group in of_groups]
+        addresses = [x.data_ptr(), *first, heads, out.data_ptr(), normed.data_ptr(), left.buffer_info()[0]]
+        addresses += [
+            *itertools.chain(*others),
+            *routers,
+            *(weight.data_ptr() for weight in weights),
+            *of_rooms,
+            *of_rules,
+        ]
         program = self._programs.of(self._add, len(addresses), rows)
         program(*addresses, asked=asked)
         while (number := left[0]) < 0:  # a mixture is left to its class
@@ -260,7 +280,7 @@ class _Whole:
             left[0] = 0
             program(*addresses, begin=program.ends[~number], asked=asked)
         for (layer, count), room in zip(layers, rooms, strict=True):
-            room.extend(layer, room.used + count)
+            room.grow(layer, count)
         return out
 
     def _rules(self, cache: Any) -> tuple[int, list[int], Iterator[None] | None]:
@@ -284,6 +304,7 @@ class _Whole:
         """Add all layers for rows, whose number comes last."""
         out, normed, left, *more, rows = others
         places, count = iter(more), rows * CACHED * (len(self.calls) - len(self._recurrent))
+        angles = [(cos, sin), *((next(places), next(places)) for _ in range(self._others))]
         routers = {number: next(places) for number in self.mixtures}
         # rooms of caches come before states
         of_rule = _HEAD + len(more) - sum(form.words for form, _ in self._recurrent)
@@ -291,27 +312,30 @@ class _Whole:
         for number, of_layer in enumerate(self.calls):
             weights, words = [next(places) for _ in of_layer.tables], routers.get(number, left)
             form = of_layer.form
-            at = LayerPlaces(x, cos, sin, heads, out, normed, words, left, weights, cached[form.is_recurrent], rows)
+            own = angles[self._groups[number]]
+            at = LayerPlaces(x, *own, heads, out, normed, words, left, weights, cached[form.is_recurrent], rows)
             with program.passing():
                 of_layer.add_to(program, at, self.mixtures.get(number), ~number)
             x = out
             cached[form.is_recurrent] += rows * form.words
 
 
-def _is_sequence(module: Any, names: frozenset[str]) -> bool:
-    """Whether the forward of a model's class calls its layers one after the other, all with the same arguments, and
-    does nothing else that depends on how many they are."""
-    layers, random = [*module._modules["layers"]], RandomTensors()
+def _groups(module: Any, names: frozenset[str]) -> tuple[int, ...]:
+    """The group of each layer, numbered in their order; none if the forward of a model's class does not call its layers
+    one after the other, with the same arguments but for the groups' masks and angles, or does anything else that
+    depends on how many they are."""
+    layers, random, groups = [*module._modules["layers"]], RandomTensors(), tuple[int, ...]()
     of_layers = _calls_of(layers)
     form: Any = next(each.form for each in of_layers if not each.form.is_recurrent)
     x, *results = (random.normal(1, 1, of_layers[0].columns) for _ in range(len(layers) + 1))
     last = list[torch.Tensor]()
-    for count in (len(layers), _least(of_layers)):
+    for is_least in (False, True):
+        count = _least(groups) if is_least else len(layers)
         cache, calls = DynamicCache(config=module.config), list[tuple[int, tuple[Any, ...], dict[str, Any]]]()
         past = torch.zeros(1, form.keys, _PAST, form.width, dtype=torch.bfloat16, device="cpu")
         for index, each in zip(_indices_of(layers), of_layers, strict=True):
             if not each.form.is_recurrent and result_of(cache.update, past, past, index) is None:
-                return False
+                return ()
 
         def called(number: int, *args: Any, calls: list[Any] = calls, count: int = count, **named: Any) -> torch.Tensor:
             calls.append((number, args, named))
@@ -328,15 +352,19 @@ def _is_sequence(module: Any, names: frozenset[str]) -> bool:
         result = result_of(inspect.unwrap(type(module).forward), like, **arguments)
         hidden = getattr(result, "last_hidden_state", None)
         if not isinstance(hidden, torch.Tensor) or [number for number, *_ in calls] != [*range(count)]:
-            return False
+            return ()
         if vars(like).keys() != own.keys() or any(vars(like)[name] is not value for name, value in own.items()):
-            return False
-        first, masks = calls[0][2], dict[object, Any]()  # a mask for each form
+            return ()
+        first, of_groups = calls[0][2], list[tuple[int, int]]()
         for number, args, given in calls:
             is_next = len(args) == 1 and (number == 0 or args[0] is results[number - 1 - count])
-            of_kind = masks.setdefault(of_layers[number].form, given.get(_MASK))
-            is_alike = of_kind is given.get(_MASK) and given.keys() == first.keys()
-            if not (is_next and is_alike) or any(given[name] is not first[name] for name in first if name != _MASK):
-                return False
+            shared = first.keys() - {_MASK, _ANGLES}
+            if not is_next or given.keys() != first.keys() or any(given[name] is not first[name] for name in shared):
+                return ()
+            of_groups.append((id(given.get(_MASK)), id(given.get(_ANGLES))))
+        numbers = tuple(map([*dict.fromkeys(of_groups)].index, of_groups))
+        if is_least and numbers != groups[:count]:
+            return ()
+        groups = groups or numbers
         last.append(hidden)
-    return torch.equal(*last)
+    return groups if torch.equal(*last) else ()

@@ -98,9 +98,24 @@ class _CacheRoom:
         is_own = places == self._places and keys.numel() == tokens * self._width
         return is_own and (torch.is_inference_mode_enabled() or not self.keys.is_inference())
 
-    def cached(self, tokens: int) -> tuple[int, ...]:
-        """`cached` of the first tokens."""
-        return *self._words[:2], tokens, *self._words[3:]
+    def cached(self, layer: CacheLayerMixin, end: int) -> tuple[int, ...]:
+        """`cached` of the tokens up to `end` that the last of them sees."""
+        keys, values, _, *steps = self._words
+        begin = max(end - layer.sliding_window, 0) if is_window(layer) else 0
+        return keys + begin * steps[1], values + begin * steps[3], end - begin, *steps
+
+    def grow(self, layer: CacheLayerMixin, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the layer have so many more tokens; return what the first of these sees, and all of them."""
+        self.extend(layer, self.used + tokens)
+        pair = layer.keys, layer.values
+        if is_window(layer):
+            layer.cumulative_length += tokens
+            begin = self.used - layer.sliding_window + 1
+            if begin > self.begin:
+                self.begin = begin
+                self.extend(layer, self.used)
+                self._places = layer.keys.data_ptr(), layer.values.data_ptr()
+        return pair
 
     def extend(self, layer: CacheLayerMixin, end: int) -> None:
         """Let the layer have all tokens up to so many."""
@@ -111,13 +126,6 @@ class _CacheRoom:
             for tensor in (self.keys, self.values)
             for steps in [tensor.stride()]
         )
-
-    def leave(self, layer: CacheLayerMixin, begin: int) -> None:
-        """Let the layer have no token before so many."""
-        if begin > self.begin:
-            self.begin = begin
-            self.extend(layer, self.used)
-            self._places = layer.keys.data_ptr(), layer.values.data_ptr()
 
 
 def room_for(layer: CacheLayerMixin, end: int) -> _CacheRoom:
@@ -151,7 +159,7 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
         return pair or super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def _can_grow(layer: CacheLayerMixin) -> bool:
+def can_grow(layer: CacheLayerMixin) -> bool:
     """Whether a layer has every token, or the last ones, of which it records none that have left the window."""
     return keeps_every_token(layer) or (is_window(layer) and not layer.record_past)
 
@@ -161,7 +169,7 @@ def _grown(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Append to a layer of a cache of one sequence, alike the new tokens; None if it is another."""
     layer = cache.layers[index] if index < len(cache.layers) else None
-    if layer is None or not _can_grow(layer) or (before := layer.keys) is None or len(keys) != 1:
+    if layer is None or not can_grow(layer) or (before := layer.keys) is None or len(keys) != 1:
         return None
     is_like = (before.dtype, before.device) == (keys.dtype, keys.device) and before.shape[:2] == keys.shape[:2]
     return append(layer, keys, values) if is_like else None
@@ -197,19 +205,14 @@ def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> 
     """
     before = layer.keys
     has_room = before is not None and (before.nbytes >= MIN_ROOM_BYTES or vars(layer).get("_room") is not None)
-    if not _can_grow(layer) or not has_room:
+    if not can_grow(layer) or not has_room:
         result: tuple[torch.Tensor, torch.Tensor] = layer.update(keys, values)
         return result
     room = room_for(layer, before.shape[2] + keys.shape[2])
     begin, end = room.used, room.used + keys.shape[2]
     room.keys[:, :, begin:end] = keys
     room.values[:, :, begin:end] = values
-    room.extend(layer, end)
-    pair = layer.keys, layer.values
-    if is_window(layer):
-        layer.cumulative_length += keys.shape[2]
-        room.leave(layer, end - layer.sliding_window + 1)
-    return pair
+    return room.grow(layer, keys.shape[2])
 
 
 def _longer(tensor: torch.Tensor, tokens: int) -> torch.Tensor:

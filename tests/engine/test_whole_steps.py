@@ -31,6 +31,7 @@ from tests.support.tiny_models import load
 
 pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
 STEPS = 5
+WINDOWS = ["sliding_attention", "full_attention"]
 RULES = Family("qwen3_5_text", DELTA)
 
 
@@ -84,6 +85,9 @@ def kept_by(layer: Any) -> list[torch.Tensor]:
         ("qwen2", "q8_0", {}),
         ("qwen3", "q4_k_m", {"head_dim": 64}),
         ("phi3", "8bit", {**PHI, "sliding_window": None}),
+        ("phi3", "8bit", PHI),
+        ("gemma3", "4bit", {**GEMMA, "num_hidden_layers": 3, "layer_types": [*WINDOWS, "full_attention"]}),
+        ("gemma3", None, {**GEMMA, "layer_types": WINDOWS}),
         ("llama", None, {"num_hidden_layers": 3}),
         ("qwen2", None, {}),
         ("phi3", None, {**PHI, "sliding_window": None}),
@@ -426,5 +430,3 @@ def test_classes_that_do_otherwise_are_not_replaced(tmp_path: Path, monkeypatch:
     del inner.forward
     inner.__class__ = Doubling
     assert fuse_models(model) == 0
-    # of layers with a window, and without one
-    assert fuse_models(load(checkpoint(tmp_path / "2", "gemma3", "q8_0", **GEMMA), exact=False)) == 0
