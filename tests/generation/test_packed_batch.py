@@ -65,12 +65,12 @@ def test_exact_passes_have_the_bits_of_each_sequence_alone(folder: Path) -> None
 @pytest.mark.bits
 @pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")
 @pytest.mark.parametrize(
-    ("family", "compression", "settings", "is_whole"),
+    ("family", "compression", "settings"),
     [
-        ("llama", "4bit", {"num_hidden_layers": 3}, True),
-        ("qwen2", "q8_0", {}, True),
-        ("qwen3", "q4_k_m", {"head_dim": 64}, True),
-        ("gemma3", "4bit", {"head_dim": 64, "sliding_window": 9}, False),
+        ("llama", "4bit", {"num_hidden_layers": 3}),
+        ("qwen2", "q8_0", {}),
+        ("qwen3", "q4_k_m", {"head_dim": 64}),
+        ("gemma3", "4bit", {"head_dim": 64, "sliding_window": 9}),
     ],
 )
 @torch.no_grad()
@@ -79,7 +79,6 @@ def test_rows_of_all_sequences_are_one_call(
     family: str,
     compression: str,
     settings: dict[str, Any],
-    is_whole: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each has the bits of its steps alone; the second one has three rows, as of a draft."""
@@ -93,7 +92,7 @@ def test_rows_of_all_sequences_are_one_call(
 
     monkeypatch.setattr(_whole_steps._Whole, "_compute", counted)
     caches, packed, expected = [], list[PackedSequence](), list[torch.Tensor]()
-    for length, rows in ((5, 1), (17, 3 if is_whole else 1), (40, 1), (9, 1)):
+    for length, rows in ((5, 1), (17, 3), (40, 1), (9, 1)):
         cache = empty_cache(model)
         model(prompts([length])[0], **{CACHE_ARGUMENT: cache})
         ids = prompts([rows], seed=length)[0]
@@ -103,7 +102,7 @@ def test_rows_of_all_sequences_are_one_call(
         caches.append(cache)
     del whole[:]
     results = PackedForward(model)(packed)
-    assert [len(shape) and shape[1] for shape in whole] == [6] * is_whole
+    assert [len(shape) and shape[1] for shape in whole] == [6]
     assert all(torch.equal(result.logits, logits) for result, logits in zip(results, expected, strict=True))
     for sequence, cache in zip(packed, caches, strict=True):
         for layer, own in zip(sequence.cache.layers, cache.layers, strict=True):
