@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from rabbitllm.base.contexts import assigned
-from rabbitllm.engine.kv_room import keeps_every_token
+from rabbitllm.engine.kv_room import is_window, keeps_every_token
 from rabbitllm.engine.transformers_api import DummyLayer, attention_of
 from rabbitllm.generation.kv_cache import (
     BY_ROWS,
@@ -34,7 +34,6 @@ from rabbitllm.generation.kv_cache import (
     can_be_cropped,
     drop_last,
     is_nothing,
-    is_window,
     layers_of,
     restore,
     saved,
