@@ -333,7 +333,7 @@ function useModel(id) {
 }
 
 function showSampling({ words, ...options }) {
-  $("sampling").textContent = ` (${words})`;
+  $("sampling").textContent = words && ` (${words})`;
   for (const name of NUMBERS) $(name).placeholder = options[name] ?? "";
 }
 

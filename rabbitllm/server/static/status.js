@@ -36,7 +36,7 @@ export function showStatus(status, mine) {
   }
   const aside = status.aside_bytes ? `, and ${size(status.aside_bytes)} swapped out` : "";
   const kept = `${status.kept_tokens.toLocaleString("en")} found in the prefix cache`;
-  facts.push(
+  if (status.most_running !== null) facts.push(  // it is loaded
     ["KV cache", `${size(status.cache_bytes)} of ${size(status.cache_limit_bytes)}${aside}`],
     ["requests", `${now}; at most ${status.most_running} running, ${status.most_waiting} waiting`],
     ["since the start", `${counted(status.new_tokens, "token")} generated; of ${counted(status.prompt_tokens, "token")} in prompts ${kept}`],
