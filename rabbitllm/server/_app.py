@@ -246,10 +246,11 @@ def routes(models: Models) -> list[BaseRoute]:
 
     async def tags(request: Request) -> Response:
         is_all = request.scope["path"] == "/api/tags"
-        return JsonResponse({"models": [_ollama.shown(e) for e in models.entries if is_all or e.service is not None]})
+        entries = [entry for entry in models.entries if is_all or entry.service is not None]
+        return JsonResponse({"models": [await _ollama.shown(entry) for entry in entries]})
 
     async def show(request: Request) -> Response:
-        return JsonResponse(_ollama.shown(_ollama.named(await body_of(request), models)[1]))
+        return JsonResponse(await _ollama.shown(_ollama.named(await body_of(request), models)[1]))
 
     async def ollama_embed(request: Request) -> Response:
         begun, (raw, entry, kept) = time.perf_counter(), _ollama.named(await body_of(request), models)
