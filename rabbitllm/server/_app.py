@@ -246,10 +246,11 @@ def routes(models: Models) -> list[BaseRoute]:
 
     async def tags(request: Request) -> Response:
         is_all = request.scope["path"] == "/api/tags"
-        return JsonResponse({"models": [_ollama.shown(e) for e in models.entries if is_all or e.service is not None]})
+        entries = [entry for entry in models.entries if is_all or entry.service is not None]
+        return JsonResponse({"models": [await _ollama.shown(entry) for entry in entries]})
 
     async def show(request: Request) -> Response:
-        return JsonResponse(_ollama.shown(_ollama.named(await body_of(request), models)[1]))
+        return JsonResponse(await _ollama.shown(_ollama.named(await body_of(request), models)[1]))
 
     async def ollama_embed(request: Request) -> Response:
         begun, (raw, entry, kept) = time.perf_counter(), _ollama.named(await body_of(request), models)
@@ -476,7 +477,8 @@ def _status(entry: Entry) -> dict[str, Any]:
     this machine.
 
     Returns:
-        The fields of `rabbitllm.generation.request.BatchStats` (seconds, bytes and counts since the server began);
+        The fields of `rabbitllm.generation.request.BatchStats` (seconds, bytes and counts since the server began;
+        limits are None while the model is not loaded);
         `model`; `sampling`: the options of requests that set none, and `words`; and `placement` with, in bytes, the
         reads from disk per pass (`streamed_bytes`), the copies to devices per pass (`uploaded_bytes`), and the
         distribution of the weights: `places`, place -> words -> bytes.
@@ -484,7 +486,9 @@ def _status(entry: Entry) -> dict[str, Any]:
     if (service := entry.service) is None:
         nowhere = {"streamed_bytes": 0, "uploaded_bytes": 0, "places": {}}
         unknown = {**entry.settings.sampling.in_use(), "words": ""}
-        return {"model": entry.settings.name, **asdict(BatchStats()), "sampling": unknown, "placement": nowhere}
+        stats: dict[str, Any] = asdict(BatchStats())
+        stats |= dict.fromkeys(name for name in stats if "most_" in name or "_limit_" in name)
+        return {"model": entry.settings.name, **stats, "sampling": unknown, "placement": nowhere}
     placement, sampling = service.model.placement, service.settings.sampling
     return {
         "model": service.settings.name,

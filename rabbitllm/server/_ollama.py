@@ -180,7 +180,7 @@ def loaded(entry: Entry) -> dict[str, Any]:
     return {"model": entry.settings.name, "created_at": _time(time.time()), **silent, **done}
 
 
-def shown(entry: Entry) -> dict[str, Any]:
+async def shown(entry: Entry) -> dict[str, Any]:
     """A model of `/api/tags`, `/api/show` and `/api/ps`; what its files alone say is there while it is loaded."""
     name, service = entry.settings.name, entry.service
     about: dict[str, Any] = {"name": name, "model": name, "modified_at": _time(entry.created)}
@@ -189,6 +189,7 @@ def shown(entry: Entry) -> dict[str, Any]:
         return {**about, "details": {}, "model_info": {}}
     template, family, placement = service.template, service.model.config.model_type, service.model.placement
     can = ["completion"] * service.model.can_generate() + ["embedding"] * (service.embedder is not None)
+    can += ["vision"] * ("image" in await service.encoded(service.template.media_kinds))
     can += ["tools"] * template.reads("tools", with_tools=True) + ["thinking"] * template.thinks
     info = {"general.architecture": family, f"{family}.context_length": entry.context}
     held = {device: placement.bytes_on(device) for device in placement.limits}

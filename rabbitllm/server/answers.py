@@ -6,6 +6,7 @@ of log probabilities need single tokens as text and as bytes (`TokenTexts`).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -209,17 +210,18 @@ class ChatChoices(_Choices):
 
     def end(self, choice: int, finished: Result) -> list[dict[str, Any]]:
         """The withheld reasoning and text, the tool calls and the finish reason."""
-        piece = self._readers[choice].end(is_cut=REASONS[finished.finish] == "length")
+        is_cut = self._is_cut(choice, finished)
+        piece = self._readers[choice].end(is_cut=is_cut)
         fields = _delta_fields(piece)
         chunks = [_delta(choice, fields)] if fields else []
         if piece.calls:
             listed = [{"index": index, **call} for index, call in enumerate(self._calls(piece.calls))]
             chunks.append(_delta(choice, {"tool_calls": listed}))
-        return [*chunks, _delta(choice, {}, reason=_reason(finished, piece.calls))]
+        return [*chunks, _delta(choice, {}, reason=_reason(finished, piece.calls, is_cut=is_cut))]
 
     def whole(self, choice: int, delta: Delta, finished: Result) -> dict[str, Any]:
         """The message."""
-        reader, is_cut = self._readers[choice], REASONS[finished.finish] == "length"
+        reader, is_cut = self._readers[choice], self._is_cut(choice, finished)
         piece, rest = reader.feed(delta.text), reader.end(is_cut=is_cut)
         calls, text, reasoning = rest.calls, piece.text + rest.text, piece.reasoning + rest.reasoning
         text = text.rstrip() if calls else text
@@ -232,8 +234,11 @@ class ChatChoices(_Choices):
             "index": choice,
             "message": message,
             "logprobs": self._logprobs(delta.tokens),
-            "finish_reason": _reason(finished, calls),
+            "finish_reason": _reason(finished, calls, is_cut=is_cut),
         }
+
+    def _is_cut(self, choice: int, finished: Result) -> bool:
+        return REASONS[finished.finish] == "length" or finished.stop in self._call.requests[choice].stop
 
     def _calls(self, calls: Sequence[ParsedToolCall]) -> list[dict[str, Any]]:
         return [{"id": self._new_id(), "type": "function", "function": asdict(call)} for call in calls]
@@ -343,6 +348,15 @@ def _delta(
     return {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _reason(finished: Result, calls: Sequence[ParsedToolCall]) -> str:
+def _reason(finished: Result, calls: Sequence[ParsedToolCall], *, is_cut: bool) -> str:
     reason = REASONS[finished.finish]
-    return "tool_calls" if calls and reason == "stop" else reason
+    return "tool_calls" if calls and reason == "stop" and not (is_cut and _is_begun(calls[-1])) else reason
+
+
+def _is_begun(call: ParsedToolCall) -> bool:
+    """Whether the end of a call's arguments is missing."""
+    try:
+        json.loads(call.arguments)
+    except ValueError:
+        return True
+    return False

@@ -146,7 +146,8 @@ def test_models_are_loaded_on_request(folders: dict[str, Path], expected: dict[s
         assert served.text("hare") == expected["hare"]
         assert [model["loaded"] for model in served.get("/v1/models")["data"]] == [False, True]
         assert served.get("/status")["model"] == "hare"
-        assert served.get("/status?model=rabbit")["passes"] == 0
+        unloaded = served.get("/status?model=rabbit")
+        assert [unloaded[name] for name in ("passes", "most_running", "cache_limit_bytes")] == [0, None, None]
         assert served.text(None) == expected["rabbit"]  # the first one
         assert served.loads == ["hare", "rabbit"]
         asked = [NAMES[index % 2] for index in range(8)]

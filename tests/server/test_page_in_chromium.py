@@ -501,6 +501,8 @@ def test_the_model_is_picked(browser: Browser, tmp_path: Path) -> None:
             choose = f"picker.value = '{name}'; picker.dispatchEvent(new Event('change'))"
             tab.run(f"(() => {{ const picker = document.querySelector('#model'); {choose}; }})()")
             assert tab.run("document.title") == f"{name} · RabbitLLM"
+            tab.wait("document.querySelector('#facts').textContent.includes('the first request loads them')")
+            assert tab.run("[...document.querySelectorAll('.bar i')].every((part) => part.clientWidth === 0)")
             ask(tab, "Well?")
             tab.wait(f"document.querySelectorAll('.assistant').length === {count}")
             idle(tab)
@@ -665,9 +667,10 @@ def test_a_refused_question_is_edited(tab: Tab) -> None:
     answered(tab, "First?", "hop")
     ask(tab, "x" * 2000)
     assert "The server refused the request. The prompt has" in trouble(tab)
-    press_button(tab, "[role=alert]", "Edit")
+    tab.click("[role=alert] .row button:last-child")
     assert tab.run("document.activeElement.value") == "x" * 2000
     tab.press("Escape")
+    assert tab.run("document.activeElement.textContent") == "Edit"
     assert texts(tab) == ["First?", "hop", "x" * 2000]
     press_button(tab, "[role=alert]", "Edit")
     tab.run("document.activeElement.select()")
@@ -700,6 +703,7 @@ def test_messages_have_versions(tab: Tab) -> None:
     tab.click("[aria-label='Earlier version']")
     assert texts(tab) == ["First?", "hop", "Second?", "hop hop"]
     assert tab.run(VERSIONS) == ["1 / 2", "2 / 2"]
+    assert tab.run("document.activeElement.id") == "log"  # that button can do no more
     tab.click(".assistant [aria-label='Earlier version']")
     assert texts(tab) == ["First?", "hop", "Second?", "hop"]
 

@@ -76,6 +76,7 @@ def expected(checkpoint: Path, *seeds: int) -> tuple[list[str], int]:
 
 def test_models_tell_what_prompts_may_hold(served: Running) -> None:
     assert served.http.get("/v1/models").json()["data"][0]["input_modalities"] == ["text", "image"]
+    assert "vision" in served.http.get("/api/tags").json()["models"][0]["capabilities"]
 
 
 def test_answer_equals_transformers(served: Running, checkpoint: Path, one_thread: None) -> None:

@@ -229,16 +229,18 @@ def test_forced_calls(of_form: Any, form: str) -> None:
             check(SCHEMAS[call.function.name], json.loads(call.function.arguments))
         assert choice == "required" or calls[0].function.name == "add"
     forced: Any = {**HOT, "tools": TOOLS, "tool_choice": FORCED, "seed": 1}
-    for limit in 2, answer.usage.completion_tokens * 3 // 4:
-        cut = client.chat.completions.create(**{**forced, "max_tokens": limit}).choices[0]
+    cuts: Any = {"max_tokens": 2}, {"max_tokens": answer.usage.completion_tokens * 3 // 4}, {"stop": ["km", "light"]}
+    for index, limit in enumerate(cuts):
+        reason = "stop" if "stop" in limit else "length"
+        cut = client.chat.completions.create(**{**forced, **limit}).choices[0]
         begun = [call.function for call in cut.message.tool_calls or ()]
-        assert (cut.finish_reason, cut.message.content or "", bool(begun)) == ("length", "", limit > 2)
+        assert (cut.finish_reason, cut.message.content or "", bool(begun)) == (reason, "", index > 0)
         assert all(call.name == "add" and len(call.arguments) <= len(calls[0].function.arguments) for call in begun)
-        chunks = [*client.chat.completions.create(**{**forced, "max_tokens": limit}, stream=True)]
+        chunks = [*client.chat.completions.create(**{**forced, **limit}, stream=True)]
         deltas = [chunk.choices[0].delta for chunk in chunks]
         streamed = [call.function for delta in deltas for call in delta.tool_calls or ()]
         assert [call.arguments for call in streamed] == [call.arguments for call in begun]
-        assert chunks[-1].choices[0].finish_reason == "length"
+        assert chunks[-1].choices[0].finish_reason == reason
         assert not any(delta.content for delta in deltas)
 
 

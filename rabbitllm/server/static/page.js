@@ -159,9 +159,14 @@ function draw() {
     found.push(troubleNode(trouble, work ? {} : { again: () => again(chat), edit: question && (() => edit(question)) }, withKey));
   }
   if (!found.length) found.push(hello());
-  const log = $("log");
+  const [log, focused] = [$("log"), document.activeElement];
+  const place = [...log.childNodes].findIndex((node) => node.contains(focused));
   for (const node of [...log.childNodes]) if (!found.includes(node)) node.remove();
   found.forEach((node, at) => log.childNodes[at] === node || log.insertBefore(node, log.childNodes[at] ?? null));
+  if (place >= 0 && !focused.isConnected) {  // Tab goes on from what has come in its place
+    const buttons = [...log.childNodes[place]?.querySelectorAll("button:enabled") ?? []];
+    (buttons.find(({ textContent }) => textContent === focused.textContent) ?? log).focus({ preventScroll: true });
+  }
   log.ariaBusy = String(work?.chat === chat);
   $("send").hidden = !!work;
   $("stop").hidden = !work;
@@ -333,7 +338,7 @@ function useModel(id) {
 }
 
 function showSampling({ words, ...options }) {
-  $("sampling").textContent = ` (${words})`;
+  $("sampling").textContent = words && ` (${words})`;
   for (const name of NUMBERS) $(name).placeholder = options[name] ?? "";
 }
 

@@ -58,9 +58,11 @@ export class Message {
   /** Lets a question be changed; `done` gets the new text. */
   edit(content, done) {
     const field = made("textarea", { value: content, dir: "auto", ariaLabel: "Your message, edited", rows: Math.min(12, content.split("\n").length + 1) });
+    const focused = document.activeElement;
     const end = () => {
       form.replaceWith(this.#text);
       this.#under.hidden = false;
+      focused.focus();
     };
     const send = () => field.value.trim() && done(field.value);
     const row = made("div", { className: "row" }, button("Cancel", end), made("button", { className: "chief" }, "Send"));
