@@ -100,6 +100,15 @@ def _emit_wide(builder: Any, word: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(word, _I32), ir.Constant(_I32, 16)), ir.FloatType())
 
 
+def _pointer(kind: Any, emitted: ir.Type) -> Any:
+    """A function for compiled code that makes an address a pointer to values of a kind."""
+    return _emitted(
+        types.CPointer(kind),  # type: ignore[no-untyped-call]
+        types.int64,
+        lambda builder, address: builder.inttoptr(address, emitted.as_pointer()),
+    )
+
+
 def _at(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _I64.as_pointer())
 
@@ -153,6 +162,12 @@ def _emit_own(builder: Any, value: Any) -> Any:
 
 wide = _emitted(types.float32, types.uint16, _emit_wide)
 """The float32 of a bfloat16, given as the word of its bits."""
+float_of = _emitted(
+    types.float32, types.int64, lambda builder, bits: builder.bitcast(builder.trunc(bits, _I32), ir.FloatType())
+)
+"""The float32 of such bits, as `programs.float_bits` gives them."""
+bits_of = _emitted(types.uint32, types.float32, lambda builder, value: builder.bitcast(value, _I32))
+"""The bits of a float32."""
 call_parts = _emitted_ints(_emit_parts)
 """Call the function at an address with the address of its words, the first of some parts, the one after the last of
 them, and the number of all."""
@@ -168,12 +183,10 @@ system_call = _emitted_ints(_emit_system)
 """Call the C library's `syscall`, at an address, with a number and three arguments."""
 own_word = _emitted_ints(_emit_own)
 """The address of an int64 of the compiled function's own, 0 at first; for one use in a function."""
-words_at = _emitted(
-    types.CPointer(types.uint16),  # type: ignore[no-untyped-call]
-    types.int64,
-    lambda builder, address: builder.inttoptr(address, _I16.as_pointer()),
-)
-"""The pointer to words of 16 bits at an address."""
+bytes_at, words_at = _pointer(types.uint8, ir.IntType(8)), _pointer(types.uint16, _I16)
+floats_at, integers_at = _pointer(types.float32, ir.FloatType()), _pointer(types.int64, _I64)
+"""The pointers to bytes, words of 16 bits, float32s and int64s at an address. For a view of another array numba would
+compile its checks."""
 STEP: Any = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
 """The signature of the functions of a `programs.Program`."""
 PARTS: Any = types.void(types.CPointer(types.int64), *[types.int64] * 3)  # type: ignore[no-untyped-call]

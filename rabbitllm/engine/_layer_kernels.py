@@ -10,7 +10,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from rabbitllm.base.compiling import POWERS_OF_2, to_array, wide, words_at
+from rabbitllm.base.compiling import POWERS_OF_2, bits_of, float_of, floats_at, integers_at, to_array, wide, words_at
 from rabbitllm.engine.kv_room import CACHED
 
 _NEAR = 1 << 12
@@ -23,7 +23,7 @@ _SMALL, _LEAST, _UNSURE = np.float32(2.0**-11), np.float32(-64), 32
 number; and units in the last place of a float32 that an exponential and two quotients may be off by."""
 
 
-@numba.njit(nogil=True, inline="always")
+@numba.njit(nogil=True, forceinline=True)
 def nearest(bits):  # type: ignore[no-untyped-def]
     """The bits of a float32 rounded to bfloat16, to nearest, ties to even; the lower half is left over."""
     if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
@@ -31,46 +31,36 @@ def nearest(bits):  # type: ignore[no-untyped-def]
     return np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
 
 
-@numba.njit(nogil=True, inline="always")
+@numba.njit(nogil=True, forceinline=True)
 def bfloats(address, count):  # type: ignore[no-untyped-def]
     """The bits of bfloat16 values at an address."""
     return to_array(words_at(address), count)
 
 
-@numba.njit(nogil=True, inline="always")
+@numba.njit(nogil=True, forceinline=True)
 def floats(address, count):  # type: ignore[no-untyped-def]
     """The float32 values at an address."""
-    return to_array(words_at(address), 2 * count).view(np.float32)
+    return to_array(floats_at(address), count)
 
 
-@numba.njit(nogil=True, inline="always")
+@numba.njit(nogil=True, forceinline=True)
 def integers(address, count):  # type: ignore[no-untyped-def]
     """The int64s at an address."""
-    return to_array(words_at(address), 4 * count).view(np.int64)
+    return to_array(integers_at(address), count)
 
 
-@numba.njit(nogil=True, inline="always")
-def float_of(bits):  # type: ignore[no-untyped-def]
-    """The float32 of such bits, as `programs.float_bits` gives them."""
-    word = np.empty(1, np.uint32)
-    word[0] = np.uint32(bits)
-    return word.view(np.float32)[0]
-
-
-@numba.njit(nogil=True, inline="always")
+@numba.njit(nogil=True, forceinline=True)
 def round_values(values):  # type: ignore[no-untyped-def]
     """Round float32 values in place to those of bfloat16."""
-    bits = values.view(np.uint32)
-    for i in range(len(bits)):
-        bits[i] = nearest(bits[i]) & np.uint32(0xFFFF0000)
+    for i in range(len(values)):
+        values[i] = float_of(nearest(bits_of(values[i])) & np.uint32(0xFFFF0000))
 
 
-@numba.njit(nogil=True, inline="always")
+@numba.njit(nogil=True, forceinline=True)
 def store_rounded(values, results):  # type: ignore[no-untyped-def]
     """Write float32 values as bfloat16, rounded."""
-    bits = values.view(np.uint32)
-    for i in range(len(bits)):
-        results[i] = np.uint16(nearest(bits[i]) >> np.uint32(16))
+    for i in range(len(values)):
+        results[i] = np.uint16(nearest(bits_of(values[i])) >> np.uint32(16))
 
 
 def rotate(data, start, end, parts):  # type: ignore[no-untyped-def]
@@ -307,9 +297,8 @@ def choose(data):  # type: ignore[no-untyped-def]
             summed += np.exp(np.float64(values[i] - most))
     for rank in range(used):
         rounded[rank] = shares[rank] / summed
-    lower = rounded.view(np.uint32)
     for rank in range(used):
-        distance = np.int32(lower[rank] & np.uint32(0xFFFF)) - np.int32(0x8000)
+        distance = np.int32(bits_of(rounded[rank]) & np.uint32(0xFFFF)) - np.int32(0x8000)
         is_sure = is_sure and abs(distance) > _UNSURE
     store_rounded(rounded, bfloats(words[4], used))
     chosen[0] = used if is_sure else 0
@@ -369,7 +358,9 @@ def keep(data):  # type: ignore[no-untyped-def]
             for head in range(heads):
                 source = bfloats(words[1] + 2 * width * ((half * rows + row) * heads + head), width)
                 place = cached[half] + head * cached[3 + 2 * half] + (cached[2] - 1) * cached[4 + 2 * half]
-                bfloats(place, width)[:] = source
+                kept = bfloats(place, width)
+                for i in range(width):
+                    kept[i] = source[i]
 
 
 @numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
@@ -403,7 +394,7 @@ def _add_rows(total, begin, step, shares, count, width):  # type: ignore[no-unty
 def _attend(query, cached, head, sink, scores, powers, total):  # type: ignore[no-untyped-def]
     """What a head of queries attends to, in all tokens of a head of keys and values, and in none: the score of that,
     -inf without one, is its sink."""
-    tokens, width, exponents = len(scores), len(query), powers.view(np.float32)
+    tokens, width = len(scores), len(query)
     keys, values = cached[0] + head * cached[3], cached[1] + head * cached[5]
     most, summed = sink, np.float32(0)
     for token in range(tokens):
@@ -414,11 +405,11 @@ def _attend(query, cached, head, sink, scores, powers, total):  # type: ignore[n
     for token in range(tokens):
         x = max(scores[token] - most, np.float32(-126))
         whole = np.floor(x + np.float32(0.5))
-        powers[token] = (np.int32(whole) + np.int32(127)) << np.int32(23)
+        powers[token] = float_of((np.int32(whole) + np.int32(127)) << np.int32(23))
         x -= whole
         scores[token] = (((((_C6 * x + _C5) * x + _C4) * x + _C3) * x + _C2) * x + _C1) * x + np.float32(1)
     for token in range(tokens):
-        scores[token] *= exponents[token]
+        scores[token] *= powers[token]
     for token in range(tokens):
         summed += scores[token]
     summed += np.exp2(sink - most)
@@ -440,7 +431,7 @@ def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
     for row in range(rows):
         tokens = integers(words[3] + 8 * CACHED * row, CACHED)[2]
         total, most = total + heads * tokens, max(most, tokens)
-    scores, powers = np.empty(most, np.float32), np.empty(most, np.int32)
+    scores, powers = np.empty(most, np.float32), np.empty(most, np.float32)
     query, summed, sinks = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(heads, np.float32)
     sinks[:] = np.float32(-np.inf)
     for head in range(heads if words[9] != 0 else 0):

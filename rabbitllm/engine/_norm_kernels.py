@@ -10,8 +10,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from rabbitllm.base.compiling import to_array, wide
-from rabbitllm.engine._layer_kernels import bfloats, float_of, floats, round_values, store_rounded
+from rabbitllm.base.compiling import float_of, to_array, wide
+from rabbitllm.engine._layer_kernels import bfloats, floats, round_values, store_rounded
 
 TWICE, ONCE, SHIFTED = KINDS = 0, 1, 2
 """Norms that also round before they multiply by their weight, that do not, and that multiply by `1 + weight` then."""
@@ -19,7 +19,7 @@ _VECTORS, _LEVELS = 4, 4
 """Vectors that are added to side by side, and levels of runs."""
 
 
-@numba.njit(inline="always")
+@numba.njit(forceinline=True)
 def _load(address, is_bfloat, values):  # type: ignore[no-untyped-def]
     """Read values at an address, bfloat16 or float32."""
     if is_bfloat:
@@ -95,4 +95,6 @@ def norm(data, start, end, parts):  # type: ignore[no-untyped-def]
         if is_bfloat:
             store_rounded(values, bfloats(words[3] + begin, columns))
         else:
-            floats(words[3] + begin, columns)[:] = values
+            results = floats(words[3] + begin, columns)
+            for i in range(columns):
+                results[i] = values[i]

@@ -19,8 +19,8 @@ import numpy as np
 from numba import types
 from numba.core.extending import intrinsic
 
-from rabbitllm.base.compiling import to_array, wide
-from rabbitllm.engine._layer_kernels import bfloats, float_of, floats, nearest, round_values, store_rounded
+from rabbitllm.base.compiling import bits_of, float_of, to_array, wide
+from rabbitllm.engine._layer_kernels import bfloats, floats, nearest, round_values, store_rounded
 
 RUN = 16
 """Rows that are added in a run."""
@@ -94,7 +94,7 @@ def delta_step(data, start, end, parts):  # type: ignore[no-untyped-def]
 @numba.njit(inline="always")
 def _rounded(value):  # type: ignore[no-untyped-def]
     """The bits of a float32 as bfloat16."""
-    return np.uint16(nearest(np.float32(value).view(np.uint32)) >> np.uint32(16))
+    return np.uint16(nearest(bits_of(value)) >> np.uint32(16))
 
 
 @numba.njit(inline="always")
@@ -103,7 +103,7 @@ def _same(value):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(inline="always")
-def _convolve(float_of, value_of, values_at, words, start, end, parts):  # type: ignore[no-untyped-def]
+def _convolve(wide_of, value_of, values_at, words, start, end, parts):  # type: ignore[no-untyped-def]
     """See `convolution_step`; the first three are how values become floats, and back, and are read at an address."""
     sequences, channels, tokens, taps, has_bias = words[0], words[1], words[2], words[3], words[5]
     inputs, states = values_at(words[6], sequences * channels), values_at(words[7], sequences * channels * tokens)
@@ -113,10 +113,10 @@ def _convolve(float_of, value_of, values_at, words, start, end, parts):  # type:
         for channel in range(start * channels // parts, end * channels // parts):
             place, weight = sequence * channels + channel, channel * taps
             old = place * tokens
-            total = float_of(bias[channel]) if has_bias else np.float32(0)
+            total = wide_of(bias[channel]) if has_bias else np.float32(0)
             for tap in range(taps - 1):
-                total = _fma(float_of(states[old + tokens - taps + 1 + tap]), float_of(weights[weight + tap]), total)
-            results[place] = value_of(_fma(float_of(inputs[place]), float_of(weights[weight + taps - 1]), total))
+                total = _fma(wide_of(states[old + tokens - taps + 1 + tap]), wide_of(weights[weight + tap]), total)
+            results[place] = value_of(_fma(wide_of(inputs[place]), wide_of(weights[weight + taps - 1]), total))
             for token in range(tokens - 1):
                 states[old + token] = states[old + token + 1]
             states[old + tokens - 1] = inputs[place]

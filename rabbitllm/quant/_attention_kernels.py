@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from rabbitllm.base.compiling import POWERS_OF_2, to_array, words_at
+from rabbitllm.base.compiling import POWERS_OF_2, bits_of, bytes_at, floats_at, to_array
 from rabbitllm.quant import _byte_kernels, _product_kernels, _vectors
 from rabbitllm.quant._vectors import F32, I16, I32, NEAREST, NEAREST_BITS, emitted, every, narrowed, number, on_stack
 
@@ -151,11 +151,11 @@ def _attend(data, start, end, parts):  # type: ignore[no-untyped-def]
     lines = scores + TILE * KEYS * 4
     shown = lines + LANES * pitch
     states = shown + KEYS
-    state = to_array(words_at(states), 2 * 2 * HEADS * QUERIES).view(np.float32)
-    bytes_shown = to_array(words_at(shown), KEYS // 2).view(np.uint8)
+    state = to_array(floats_at(states), 2 * HEADS * QUERIES)
+    bytes_shown = to_array(bytes_at(shown), KEYS)
     bytes_shown[:] = 1
-    sums = to_array(words_at(totals), 2 * HEADS * QUERIES * WIDTH).view(np.float32)
-    widened = to_array(words_at(queries), 2 * HEADS * QUERIES * WIDTH).view(np.float32)
+    sums = to_array(floats_at(totals), HEADS * QUERIES * WIDTH)
+    widened = to_array(floats_at(queries), HEADS * QUERIES * WIDTH)
     for item in range(start * count // parts, end * count // parts):
         bundle, turn = item // blocks, item % blocks
         block = turn // 2 if turn % 2 == 0 else blocks - 1 - turn // 2  # cheap and expensive ones in turns
@@ -175,14 +175,14 @@ def _attend(data, start, end, parts):  # type: ignore[no-untyped-def]
                 state[2 * (i * QUERIES + row)] = _NONE
                 state[2 * (i * QUERIES + row) + 1] = 0
         last = tokens if mask_at != 0 else before + many - 1
-        bits = to_array(words_at(values), 2 * KEYS * WIDTH).view(np.uint32)
+        singles = to_array(floats_at(values), KEYS * WIDTH)
         for begin in range(0, last, KEYS):
             here = min(KEYS, last - begin)
             is_hidden = mask_at == 0 and before < begin + here
             if mask_at != 0:
                 is_seen = False
                 for row in range(first, first + many):
-                    of_row = to_array(words_at(mask_at + row * words[14] + begin), KEYS // 2).view(np.uint8)
+                    of_row = to_array(bytes_at(mask_at + row * words[14] + begin), KEYS)
                     for j in range(here):
                         is_seen |= of_row[j] != 0
                         is_hidden |= of_row[j] == 0
@@ -198,7 +198,7 @@ def _attend(data, start, end, parts):  # type: ignore[no-untyped-def]
             largest = np.uint32(0)
             if is_hidden:
                 for j in range(here * WIDTH):
-                    largest = max(largest, bits[j] & _INFINITE)
+                    largest = max(largest, bits_of(singles[j]) & _INFINITE)
             is_finite = largest < _INFINITE  # else a weight of 0 hides nothing
             for i in range(many_heads):
                 for row in range(0, many, TILE):
@@ -216,8 +216,8 @@ def _attend(data, start, end, parts):  # type: ignore[no-untyped-def]
                         if mask_at == 0:
                             of_row = max(min(here, before + row + r - begin), 0)
                         elif row + r < many:
-                            source = words_at(mask_at + (first + row + r) * words[14] + begin)
-                            of_mask = to_array(source, KEYS // 2).view(np.uint8)
+                            source = bytes_at(mask_at + (first + row + r) * words[14] + begin)
+                            of_mask = to_array(source, KEYS)
                             for j in range(here):
                                 bytes_shown[j] = of_mask[j]
                         WEIGH(

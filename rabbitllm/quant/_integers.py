@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from llvmlite import ir
 
-from rabbitllm.base.compiling import address_of, to_array, words_at
+from rabbitllm.base.compiling import address_of, float_of, floats_at, to_array, words_at
 from rabbitllm.quant import _vectors
 from rabbitllm.quant._kernel_interface import SEGMENT, InputRows, call
 from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, ZERO_CODE, Emitter, every, features, number
@@ -98,23 +98,23 @@ def round_inputs(data):  # type: ignore[no-untyped-def]
     places = to_array(words_at(given[8]), 2 * step).view(np.uint32)
     values = np.empty(step, np.float32)
     bits = values.view(np.int32)
-    largest_bits = np.empty(1, np.int32)
     for n in range(rows * steps):
         # arrays of a step: LLVM knows that no index is negative, which Python counts from the end
         x = given[1] + (2 if is_bfloat else 4) * (n // steps * row + n % steps * step)
         results = to_array(words_at(given[9] + 2 * step * n), step)
-        others = to_array(words_at(given[10] + 4 * floats_a_step * n), 2 * floats_a_step).view(np.float32)
+        others = to_array(floats_at(given[10] + 4 * floats_a_step * n), floats_a_step)
         if is_bfloat:
             words = to_array(words_at(x), step)
             for i in range(step):
                 bits[i] = np.int32(words[i]) << 16
         else:
-            values[:] = to_array(words_at(x), 2 * step).view(np.float32)
+            singles = to_array(floats_at(x), step)
+            for i in range(step):
+                values[i] = singles[i]
         most = np.int32(0)
         for i in range(step):
             most = max(most, bits[i] & np.int32(0x7FFFFFFF))  # ordered as the floats are
-        largest_bits[0] = most
-        largest = largest_bits.view(np.float32)[0]
+        largest = float_of(most)
         others[0] = scale = largest / _LARGEST_FLOAT
         factor = _LARGEST_FLOAT / largest if largest > _SMALLEST else np.float32(0)
         for i in range(step):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from rabbitllm.base.compiling import call_parts, shared, to_array, words_at
+from rabbitllm.base.compiling import call_parts, floats_at, integers_at, shared, to_array, wide, words_at
 from rabbitllm.base.openmp import PARTS
 from rabbitllm.base.parts import RUN
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
@@ -65,10 +63,10 @@ def widen_inputs(data):  # type: ignore[no-untyped-def]
         odd = even + 4 * half
         if words[8] != 0:
             even, odd = words[9] + 2 * begin, words[10] + 2 * begin
-        evens, odds = to_array(words_at(even), step).view(np.uint32), to_array(words_at(odd), step).view(np.uint32)
+        evens, odds = to_array(floats_at(even), half), to_array(floats_at(odd), half)
         for i in range(half):
-            evens[i] = np.uint32(x[begin + 2 * i]) << np.uint32(16)
-            odds[i] = np.uint32(x[begin + 2 * i + 1]) << np.uint32(16)
+            evens[i] = wide(x[begin + 2 * i])
+            odds[i] = wide(x[begin + 2 * i + 1])
 
 
 def routed(data):  # type: ignore[no-untyped-def]
@@ -77,23 +75,23 @@ def routed(data):  # type: ignore[no-untyped-def]
     inputs, others, sums, work_at = head[5], head[6], head[7], head[8] + 8 * ROUNDING_WORDS
     columns, input_bytes, other_bytes = head[14], head[18], head[19]
     prepared, rows, width, first = head[20], head[21], head[22], head[23]
-    count = to_array(words_at(head[2]), 4).view(np.int64)[0]
-    chosen = to_array(words_at(head[2] + 8), 16 * count).view(np.int64)
-    rounding = to_array(words_at(head[8]), 4 * ROUNDING_WORDS).view(np.int64)
+    count = to_array(integers_at(head[2]), 1)[0]
+    chosen = to_array(integers_at(head[2] + 8), 4 * count)
+    rounding = to_array(integers_at(head[8]), ROUNDING_WORDS)
     rounding[2], rounding[3], rounding[4], rounding[5] = 1, 1, columns // head[15], columns
     rounding[6], rounding[7], rounding[8] = head[15], head[16], head[17]
     for i in range(prepared):
         source = i
         if head[3] != 0:
-            source = to_array(words_at(head[3] + 8 * i), 4).view(np.int64)[0]
+            source = to_array(integers_at(head[3] + 8 * i), 1)[0]
         rounding[1] = head[1] + 2 * columns * source
         rounding[9], rounding[10] = inputs + input_bytes * i, others + other_bytes * i
         call_parts(head[13], head[8], 0, 1, 1)
-    work = to_array(words_at(work_at), 4 * (BEFORE_WORK + count * _WORK)).view(np.int64)
+    work = to_array(integers_at(work_at), BEFORE_WORK + count * _WORK)
     work[0], work[1] = head[12], count
     for i in range(count):
         begin, tokens = chosen[4 * i + 1], chosen[4 * i + 2]
-        words = to_array(words_at(chosen[4 * i] + 8 * first), 4 * _WORK).view(np.int64)
+        words = to_array(integers_at(chosen[4 * i] + 8 * first), _WORK)
         piece = BEFORE_WORK + i * _WORK
         for j in range(_WORK):
             work[piece + j] = words[j]

@@ -121,7 +121,8 @@ def _nf4_blocks(words, kind, midpoints, codes, scales):  # type: ignore[no-untyp
     values, ranks, edges = np.empty(NF4_BLOCK, np.float32), np.empty(NF4_BLOCK, np.int16), np.empty(15, np.float32)
     bits = values.view(np.uint32)
     pairs = ranks.view(np.uint32)  # the even one in the low half: every machine that numba supports is little-endian
-    edges[:] = midpoints
+    for i in range(15):
+        edges[i] = midpoints[i]
     for block in range(scales.size):
         first = block * NF4_BLOCK
         count = min(NF4_BLOCK, words.size - first)

@@ -63,9 +63,12 @@ class Process:
         return code
 
 
+def words(folder: Path, *options: str) -> list[str]:
+    return ["serve", str(folder), "--device", "cpu", "--max-memory", "cpu=0", *options]
+
+
 def command(folder: Path, *options: str) -> list[str]:
-    start = [sys.executable, "-m", "rabbitllm", "serve", str(folder)]
-    return [*start, "--device", "cpu", "--max-memory", "cpu=0", *options]
+    return [sys.executable, "-m", "rabbitllm", *words(folder, *options)]
 
 
 @contextlib.contextmanager
@@ -188,10 +191,9 @@ def test_used_port_is_refused_before_loading(endless: Path) -> None:
 
 
 def test_a_model_as_its_own_draft_without_room_for_copies_is_refused(endless: Path) -> None:
-    wrong = command(endless, "--port", "0", "--draft", "self")
-    process = subprocess.run(wrong, capture_output=True, text=True, check=False)
-    assert (process.returncode, process.stdout) == (exit_codes.USAGE, "")
-    assert "are lacking for the smallest ones" in process.stderr
+    refused = CliRunner().invoke(app, words(endless, "--port", "0", "--draft", "self"))
+    assert (type(refused.exception), refused.stdout) == (OptionError, "")
+    assert "are lacking for the smallest ones" in str(refused.exception)
 
 
 @pytest.mark.long
@@ -314,10 +316,9 @@ def test_several_models(endless: Path) -> None:
 
 
 def test_missing_media_folder_is_refused(endless: Path, tmp_path: Path) -> None:
-    wrong = command(endless, "--port", "0", "--media-dir", str(tmp_path / "nowhere"))
-    process = subprocess.run(wrong, capture_output=True, text=True, check=False)
-    assert (process.returncode, process.stdout) == (exit_codes.USAGE, "")
-    assert "nowhere is not a folder" in process.stderr
+    refused = CliRunner().invoke(app, words(endless, "--port", "0", "--media-dir", str(tmp_path / "nowhere")))
+    assert (type(refused.exception), refused.stdout) == (OptionError, "")
+    assert "nowhere is not a folder" in str(refused.exception)
 
 
 @pytest.mark.long
