@@ -342,7 +342,7 @@ def test_channels_come_before_the_answer() -> None:
         (lambda: Grammar.of_schema({"const": "\ud83d"}), r"the half letter \\ud83d"),
         (lambda: Grammar.of_regex("\ud83d"), "half letter"),
         (
-            lambda: Grammar.of_rules("start: " + " | ".join(f'"{n}"' for n in range(6000))),
+            lambda: Grammar.of_rules("start: " + " | ".join(f'"x{n}"' for n in range(6000))),
             "too much may follow one letter",
         ),
         (lambda: Grammar.of_schema("{"), "not valid JSON"),
@@ -356,7 +356,7 @@ def test_channels_come_before_the_answer() -> None:
         (lambda: Grammar.of_rules("root ::= " + " | ".join(f'"a{n}"' for n in range(50_000))), "letters; expected"),
         (lambda: Grammar.of_regex("a" * 1_000_000), "1,000,000 letters; expected at most 65,536"),
         (lambda: Grammar.of_schema({"enum": [f"{n:100}" for n in range(100_000)]}), "at most 262,144"),
-        (lambda: Grammar.of_choice([f"{n}" for n in range(21_000)]), "too big"),
+        (lambda: Grammar.of_rules("start: " + "X? " * 18_000 + '\nX: "x"'), "too big"),
     ],
 )
 def test_what_cannot_be_guaranteed_is_refused_by_name(make: Callable[[], Grammar], named: str) -> None:
@@ -379,7 +379,7 @@ NAMED: Any = {"additionalProperties": WHOLE, "propertyNames": {"type": "string",
         ({"properties": {"format": {"const": "date"}}}, ({"format": "date"},), ({"format": "time"},)),
         ({**WHOLE, "minimum": -(1 << 63)}, (-5, 12), ()),
         ({**WHOLE, "minimum": 0, "maximum": (1 << 64) - 1}, (0, (1 << 63) - 1024), (-1,)),
-        ({"type": "number", "maximum": 1e300}, (1e17, -2.5), ()),
+        ({"type": "number", "maximum": 1e300}, (10**17, -2.5), ()),
         ({**WHOLE, "minimum": (1 << 53) + 1, "maximum": (1 << 53) + 3}, ((1 << 53) + 2,), (1 << 53, (1 << 53) + 4)),
         ({**WHOLE, "exclusiveMaximum": 10**19}, (5, 10**18), (10**19,)),
         ({"const": {"minimum": 1 << 60, "propertyNames": True}}, ({"minimum": 1 << 60, "propertyNames": True},), ()),
