@@ -25,6 +25,7 @@ from rabbitllm.base.forks import Workers, own_lock
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import OptionError, missing_package
 from rabbitllm.generation._recommended import end_tokens, tokenizer_of
+from rabbitllm.generation._schemas import exact
 from rabbitllm.generation.reasoning import CHANNEL, END, MESSAGE, START, Thoughts, special_tokens
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ _MOST_LETTERS, _MOST_OF_RULES = 1 << 18, 1 << 16
 """Limits of a grammar as llguidance reads it, and of rules or a pattern in it: more takes minutes."""
 _MOST_SYMBOLS = 20_000
 """Symbols of a grammar; with more, llguidance's time grows with their square."""
+_MOST_ITEMS = 5_000
+"""Rules that one letter may continue, such as 1,250 optional properties: a token with as many takes some 0.2 s."""
 _REASON = 400
 """Letters of llguidance's message that are shown."""
 _TEXT = "TEXT: /(.|\\n)*/"
@@ -85,13 +88,17 @@ class Grammar:
         options = schema.get("x-guidance", {}) if isinstance(schema, Mapping) else None
         if not isinstance(schema, Mapping) or not isinstance(options, Mapping):
             raise OptionError("The JSON schema is not an object; expected one.", "Use a JSON schema.")
-        whole = {**schema, "x-guidance": {**JSON_FORM, **options, **_STRICT}}
-        return cls(f"answer: @{name}", ((name, _dumped({"json_schema": whole})),), kind="JSON schema")
+        try:
+            whole = {**exact(schema), "x-guidance": {**JSON_FORM, **options, **_STRICT}}
+            part = _dumped({"json_schema": whole})
+        except RecursionError:
+            raise OptionError("The JSON schema is nested too deeply.", "Use a flatter one.") from None
+        return cls(f"answer: @{name}", ((name, part),), kind="JSON schema")
 
     @classmethod
     def of_regex(cls, pattern: str) -> Grammar:
         """A text that a regular expression matches from its beginning to its end."""
-        _check_length("regular expression", pattern, _MOST_OF_RULES)
+        _check_text("regular expression", pattern, _MOST_OF_RULES)
         source = json.loads(_llguidance().LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
         return cls("answer: @regex", (("regex", _dumped({"lark_grammar": source})),), kind="regular expression")
 
@@ -105,7 +112,7 @@ class Grammar:
         listed = list(texts)
         if not all(listed) or not listed:
             raise OptionError("A choice has no texts, or an empty one.", "Use texts that are not empty.")
-        return cls("answer: " + " | ".join(map(json.dumps, listed)), kind="choice")
+        return cls("answer: CHOICE\nCHOICE: " + " | ".join(map(_dumped, listed)), kind="choice")
 
     @classmethod
     def of_rules(cls, rules: str) -> Grammar:
@@ -117,7 +124,7 @@ class Grammar:
         _llguidance()
         from llguidance.gbnf_to_lark import any_to_lark
 
-        _check_length("grammar", rules, _MOST_OF_RULES)
+        _check_text("grammar", rules, _MOST_OF_RULES)
         try:
             lark = any_to_lark(rules)
         except Exception as error:  # of its own parser
@@ -326,7 +333,7 @@ class _GrammarVocabulary:
                 f"A {type(tokenizer).__name__} cannot be used with a grammar: {harmless(str(error), _REASON)}.",
                 "Use a checkpoint with a tokenizer.json.",
             ) from None
-        limits = llguidance.LLParserLimits(max_grammar_size=_MOST_SYMBOLS)
+        limits = llguidance.LLParserLimits(max_grammar_size=_MOST_SYMBOLS, max_items_in_row=_MOST_ITEMS)
         self._matcher = functools.partial(llguidance.LLMatcher, self.tokens, log_level=0, limits=limits)
         self.compiled = functools.lru_cache(_KEPT)(self._compiled)
 
@@ -336,12 +343,14 @@ class _GrammarVocabulary:
         Raises:
             OptionError: see `Grammar.check`.
         """
-        _check_length(grammar.kind, source := grammar.source, _MOST_LETTERS)
+        _check_text(grammar.kind, source := grammar.source, _MOST_LETTERS)
         matcher: LLMatcher = self._matcher(source)
         first = matcher if matcher.is_error() else matcher.deep_copy()
         if not matcher.is_error():  # the first step is the longest, and shows whether anything can follow
             _follow(first, self.tokens)
-            first.compute_bitmask()
+            bits = np.unpackbits(np.frombuffer(first.compute_bitmask(), np.uint8), bitorder="little")
+            if bits.any() and not first.is_stopped():  # limits of the first letter are checked after it
+                first.try_consume_tokens([int(bits.argmax())])
         if first.is_error():
             reason, advice = _explained(_short(first.get_error()))
             raise OptionError(f"The {grammar.kind} cannot be used: {reason}.", advice)
@@ -393,7 +402,11 @@ def _shared(first: Sequence[int], second: Sequence[int]) -> int:
     return next((index for index, pair in pairs if pair[0] != pair[1]), min(len(first), len(second)))
 
 
-def _check_length(kind: str, text: str, most: int) -> None:
+def _check_text(kind: str, text: str, most: int) -> None:
+    if letter := re.search("[\ud800-\udfff]", text):
+        raise OptionError(
+            f"The {kind} has the half letter \\u{ord(letter[0]):x}; expected whole ones.", "Write the other half too."
+        )
     if len(text) > most:
         raise OptionError(f"The {kind} has {len(text):,} letters; expected at most {most:,}.", "Use a shorter one.")
 
@@ -417,6 +430,9 @@ def _explained(reason: str) -> tuple[str, str]:
             f'two alternatives of the "oneOf"{where} may fit one value',
             'Use "anyOf", or make them differ in a type.',
         )
+    if "max is" in reason:
+        reason = reason.partition(";")[0]
+        return f"too much may follow one letter ({reason})", "Use fewer optional properties, or fewer alternatives."
     if "NoExtensionBias" not in reason and "Too many items" not in reason:
         return reason, "Leave out what it names, or say it in another way."
     advice = "Give what refers to itself an end, such as an optional property or null, and use shorter texts."
@@ -424,10 +440,7 @@ def _explained(reason: str) -> tuple[str, str]:
 
 
 def _dumped(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        raise OptionError("The JSON schema is nested too deeply.", "Use a flatter one.") from None
+    return json.dumps(value, ensure_ascii=False)
 
 
 def marks_of(tokenizer: Any) -> Mapping[int, str]:

@@ -221,6 +221,7 @@ class CallReader:
         marks = (*_BLOCKS.items(), *pairs)
         spans = "|".join(f"{re.escape(first)}.*?(?:{re.escape(last)}|\\Z)" for first, last in marks)
         self._spans = re.compile(f"({spans})", re.DOTALL)
+        self._marks = re.compile("|".join(map(re.escape, sorted((*MARKERS, *_STRICT, *self._closing_of)))))
         self._pending = ""
         self._begun = False
         self._calling = self._must_call = must_call
@@ -243,30 +244,40 @@ class CallReader:
                 self._calling = not MISTRAL.startswith(lead)
                 return ""
             self._begun = True
-        out = ""
-        while not self._calling and self._pending:
-            certain = self._certain()
-            out, self._pending = out + self._pending[:certain], self._pending[certain:]
-            if not certain:
-                break
+        done, certain = -1, 0
+        stops = dict[str, int]()
+        while not self._calling and done < certain < len(self._pending):
+            done, certain = certain, self._certain(certain, stops)
+        out, self._pending = self._pending[:certain], self._pending[certain:]
         return out
 
-    def _certain(self) -> int:
-        """How much of the pending text belongs to no call, as far as to the next mark."""
+    def _certain(self, start: int, stops: dict[str, int]) -> int:
+        """Where the pending text from a place on may belong to a call, as far as to the next mark.
+
+        Args:
+            start: the place.
+            stops: mark -> the next place of its closing mark, or -1; a text of many marks is searched once.
+        """
+        text = self._pending
         if self._closing is not None:
-            position, mark = next_mark(self._pending, (self._closing,))
+            position, mark = next_mark(text[start:], (self._closing,))
             self._closing = None if mark else self._closing
-            return position + len(mark)
-        position, mark = next_mark(self._pending, (*MARKERS, *_STRICT, *self._closing_of))
+            return start + position + len(mark)
+        match = self._marks.search(text, start)
+        if match is None:
+            return start + next_mark(text[start:], (*MARKERS, *_STRICT, *self._closing_of))[0]
+        mark, position, end = match[0], match.start(), match.end()
         if mark in _STRICT:
-            inside, closed, _ = self._pending[position + len(mark) :].partition(_BLOCKS[mark])
-            self._calling = bool(closed and self._block(mark + inside))
-            return position if self._calling or (not closed and _may_call(inside)) else position + len(mark)
+            if -1 < stops.get(mark, 0) < end:
+                stops[mark] = text.find(_BLOCKS[mark], end)
+            is_closed, may_call = stops[mark] >= 0, _may_call(text, end)
+            self._calling = is_closed and may_call and bool(self._strict(text[end : stops[mark]]))
+            return position if self._calling or (may_call and not is_closed) else end
         if mark in MARKERS:
             self._calling = True
             return position
         self._closing = self._closing_of.get(mark)
-        return position + len(mark)
+        return end
 
     def end(self, *, is_cut: bool = False) -> tuple[str, tuple[ParsedToolCall, ...]]:
         """The rest of the text, and the calls.
@@ -316,7 +327,11 @@ class CallReader:
             if form.call.startswith(_FIRST) and not body.startswith(_ARGUMENT[: len(body)]):
                 return None  # text with the mark
             whole = replace(form, argument=form.argument.replace(r"|\Z", ""))
-            begun = json.dumps(self._arguments(whole, name, body) or {}, ensure_ascii=False)[:-1]
+            if form.tag:
+                arguments = _elements(body, form.tag, self._types.get(name, {}), is_cut=True)
+            else:
+                arguments = self._arguments(whole, name, body)
+            begun = json.dumps(arguments or {}, ensure_ascii=False)[:-1]
             return None if form.closing in body else begun
         body = _usual_json(body, form.quote)
         values, end = _values(body)
@@ -337,14 +352,17 @@ class CallReader:
             return (before.rstrip(), calls) if calls else (pending, ())
         if not any(opening in pending for opening in _OPENINGS):
             return pending, ()
-        text = read = ""
+        texts, read = list[str](), list[str]()
         all_calls: list[ParsedToolCall] = []
         for part in self._spans.split(pending):
             calls = self._block(part)
-            all_calls, text, read = [*all_calls, *calls], text + ("" if calls else part), read + part
+            all_calls += calls
+            texts.append("" if calls else part)
+            read.append(part)
             is_span = part.startswith((*_OPENINGS, *self._closing_of))
             if not is_span and self._closes(part):
-                all_calls, text = [], read  # what was before is only considered
+                all_calls, texts = [], [*read]  # what was before is only considered
+        text = "".join(texts)
         return (text.rstrip() if all_calls else text), tuple(all_calls)
 
     def _mistral(self, rest: str) -> list[ParsedToolCall]:
@@ -377,11 +395,7 @@ class CallReader:
 
     def _read(self, form: CallForm, inside: str) -> Iterator[ParsedToolCall]:
         if form.is_strict:
-            values, end = _values(inside, is_cut=self._is_cut)
-            calls = [call for value in values for call in _calls_of(value)]
-            is_whole = not inside[end:].removesuffix(form.closing.strip()).strip("}" + _SPACE)
-            if is_whole and all(isinstance(value, dict) and value.keys() in _KEYS for value in values):
-                yield from calls if all(call.name in self._tools for call in calls) else ()
+            yield from self._strict(inside.removesuffix(form.closing.strip()))
             return
         if not form.call:
             yield from (call for value in _values(inside, is_cut=self._is_cut)[0] for call in _calls_of(value))
@@ -391,6 +405,16 @@ class CallReader:
             arguments = self._arguments(form, name, match["body"])
             if isinstance(arguments, dict):
                 yield ParsedToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+    def _strict(self, inside: str) -> list[ParsedToolCall]:
+        """The calls in a text that is nothing but JSON of names and arguments of tools."""
+        values, end = _values(inside, is_cut=self._is_cut)
+        calls = [call for value in values for call in _calls_of(value)]
+        if inside[end:].strip("}" + _SPACE) or not all(
+            isinstance(value, dict) and value.keys() in _KEYS for value in values
+        ):
+            return []
+        return calls if all(call.name in self._tools for call in calls) else []
 
     def _arguments(self, form: CallForm, name: str, body: str) -> Any:
         arguments: Any = {}
@@ -419,14 +443,16 @@ def _matches(pattern: str, text: str) -> Iterator[re.Match[str]]:
     return re.finditer(pattern, text[:last], re.DOTALL)
 
 
-def _may_call(inside: str) -> bool:
-    """Whether a text may become JSON of a call, by its first key."""
-    lead = inside.lstrip("{" + _SPACE)
+def _may_call(text: str, start: int) -> bool:
+    """Whether a text may become JSON of a call from a place on, by its first key."""
+    space = re.compile(r"[{ \t\r\n]*").match(text, start)
+    lead = text[space.end() : space.end() + 12] if space is not None else ""
     return any(key.startswith(lead[: len(key)]) for key in ('"name"', '"arguments"', '"parameters"'))
 
 
-def _elements(body: str, mark: str, types: Mapping[str, str]) -> Any:
+def _elements(body: str, mark: str, types: Mapping[str, str], *, is_cut: bool = False) -> Any:
     """Elements within each other: a list of those named `item`, an object of others; None if the tags do not match.
+    Of a text that is cut off, those that are whole.
 
     Args:
         body: the text.
@@ -450,7 +476,7 @@ def _elements(body: str, mark: str, types: Mapping[str, str]) -> Any:
         elif json_type != "object" and content.keys() == {"item"}:
             content = [item for _, item in inner]
         open_elements[-1][1].append((name, content))
-    return dict(open_elements[0][1]) if len(open_elements) == 1 else None
+    return dict(open_elements[0][1]) if is_cut or len(open_elements) == 1 else None
 
 
 def _values(text: str, *, is_cut: bool = False) -> tuple[list[Any], int]:

@@ -237,6 +237,7 @@ def test_forms_of_published_templates(name: str) -> None:
         with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
             json.loads(calls[0].arguments)
         assert name == "Gemma 4" or json.dumps(FULL).startswith(calls[0].arguments)
+    assert '"b":' in calls[0].arguments  # whole ones before the cut one
     assert read([written.replace(opening, "<other>")])[0].startswith(written[:1])
 
 
@@ -386,6 +387,8 @@ def test_a_list_is_the_same_in_pieces_and_is_no_call_without_its_end() -> None:
     assert read([lists], is_cut=True) == (lists, ())
     for begun in "<tool_call>" + "<function=" * 20_000, "<tool_call><function=add>" + "<parameter=" * 20_000:
         read([begun], is_cut=True)  # in one go
+    for marks in "```json" * 10_000, "```json\n" * 10_000, "<tools>{" * 10_000, "<tools></tools>" * 10_000:
+        assert read([marks], is_cut=True) == (marks, ())
 
 
 @PATIENT
