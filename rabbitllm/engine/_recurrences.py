@@ -22,6 +22,7 @@ from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._delta_layers import MAX_ROWS, RUN, WORTH_A_THREAD, DeltaForm, right_form, step
 from rabbitllm.engine._fusing import form_in, fuse, is_transformed, with_globals
+from rabbitllm.engine._widened import with_wide_convolutions
 from rabbitllm.engine.transformers_api import ACT2FN
 
 MAX_TOKENS = 32
@@ -36,6 +37,7 @@ _Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Of a step: its result and the next state."""
 _OF_STATES = "state", "hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z"
 """Arguments of steps of Mamba."""
+_CONVOLUTION = "causal_conv1d_fn"
 _STATE_SPACE_STEP = "mamba2_selective_state_update"
 _DTYPES = torch.bfloat16, torch.float32
 
@@ -77,7 +79,9 @@ def _forward_of(kind: type[nn.Module], prompts: bool) -> Callable[..., Any] | No
     names = [name for name in _STEPS if name in variables and name in inner.__code__.co_names]
     if not names or torchs_team() is None:
         return None
-    steps = {name: step_of(variables[name], prompts) for name in names}
+    steps: dict[str, Any] = {name: step_of(variables[name], prompts) for name in names}
+    if prompts and _CONVOLUTION in variables:
+        steps[_CONVOLUTION] = with_wide_convolutions(variables[_CONVOLUTION])
     forward: Callable[..., Any] | None = with_globals(kind.forward, steps)
     return forward
 
@@ -86,6 +90,8 @@ def _forward_of(kind: type[nn.Module], prompts: bool) -> Callable[..., Any] | No
 def step_of(ordinary: Callable[..., Any], prompts: bool = False) -> _Steps:
     """Ours for a function of transformers, which computes what ours does not."""
     kind = _STEPS[ordinary.__name__]
+    if kind is ConvolutionStep and prompts:
+        return ConvolutionStep(ordinary, with_wide_convolutions(ordinary))
     return DeltaStep(ordinary, prompts) if kind is DeltaStep else kind(ordinary)
 
 
@@ -102,18 +108,20 @@ class _Recurrence:
 
     Args:
         ordinary: transformers' own.
+        otherwise: computes all else; None for the same.
     """
 
     _returns_state = False
 
-    def __init__(self, ordinary: Callable[..., Any]) -> None:
+    def __init__(self, ordinary: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> None:
         self._ordinary = ordinary
+        self._otherwise = otherwise or ordinary
         self._tried = dict[object, bool]()
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         call = self._call(*args, **named)
         if call is None or not self._has_bits(call.named, call.tried or call.operands):
-            return self._ordinary(*args, **named)
+            return self._otherwise(*args, **named)
         results = self._computed(call.named, call.operands)
         return results if self._returns_state else results[0]
 

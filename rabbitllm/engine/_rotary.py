@@ -21,8 +21,10 @@ from transformers import AttentionInterface
 from rabbitllm.base.programs import Place, Program, prepared
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import by_function, fuse, is_transformed, result_of, threads_for, with_globals
-from rabbitllm.engine.row_attention import attended, with_sinks
+from rabbitllm.engine._widened import PRODUCTS, wide_torch
+from rabbitllm.engine.row_attention import attended, in_float32
 from rabbitllm.engine.transformers_api import sdpa_attention_forward
+from rabbitllm.quant import turned
 
 NAME, _INTERFACES = "apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"
 _GETTER, _EAGER = "get_interface", "eager_attention_forward"
@@ -54,7 +56,9 @@ def rotating_forward(kind: Any, *, prompts: bool) -> Callable[..., Any] | None:
         ours[NAME] = functools.partial(_rotated, ordinary[NAME])
     if prompts and _GETTER in names and type(functions := ordinary.get(_INTERFACES)) is AttentionInterface:
         eager = variables.get(_EAGER)
-        ours[_INTERFACES] = _Interfaces(functions, eager, eager and with_sinks(eager))
+        ours[_INTERFACES] = _Interfaces(functions, eager, eager and in_float32(eager))
+    if prompts and turned.is_faster() and not PRODUCTS.isdisjoint(names) and variables.get("torch") is torch:
+        ordinary["torch"], ours["torch"] = torch, wide_torch
     if not ours or (changed := with_globals(own, ours)) is None:
         return None
 
@@ -68,7 +72,7 @@ def rotating_forward(kind: Any, *, prompts: bool) -> Callable[..., Any] | None:
 
 @dataclass(frozen=True)
 class _Interfaces:
-    """transformers' attention functions, with `attended` in place of `sdpa`, what `with_sinks` makes of a model's own,
+    """transformers' attention functions, with `attended` in place of `sdpa`, what `in_float32` makes of a model's own,
     and of others what they name `fused`."""
 
     ordinary: AttentionInterface

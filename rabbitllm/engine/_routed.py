@@ -15,7 +15,7 @@ import functools
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -62,12 +62,14 @@ class _ExpertsForm:
         limited: of pairs, the factor within the sigmoid and the limit of both.
         is_turned: whether matrices are (K, N).
         is_biased: whether sums have biases.
+        is_fast: whether any matrix is multiplied by the fastest product, not by torch's.
     """
 
     act: ActKind | None
     limited: tuple[float, float] = (0.0, 0.0)
     is_turned: bool = False
     is_biased: bool = False
+    is_fast: bool = False
 
     @classmethod
     def of(cls, module: Any) -> _ExpertsForm | None:
@@ -120,16 +122,24 @@ def _pair_tables(alpha: float, limit: float) -> tuple[torch.Tensor, torch.Tensor
     return gates * torch.sigmoid(gates * alpha), every.clamp(-limit, limit) + 1
 
 
-def fuse_experts(model: nn.Module) -> int:
+def fuse_experts(model: nn.Module, *, prompts: bool = False) -> int:
     """Let modules of experts whose activation is reproduced compute few tokens by one call.
 
     It is used while their matrices are multiplied by their codes, or are bfloat16, without gradients, and no hook sees
     what is within.
 
+    Args:
+        prompts: also those of prompts by the fastest products of bfloat16, whose results differ in rounding.
+
     Returns:
         How many these are.
     """
-    return fuse(model, _forward, _ExpertsForm.of, _has_bits)
+
+    def form_of(module: Any) -> _ExpertsForm | None:
+        form = _ExpertsForm.of(module)
+        return form and replace(form, is_fast=prompts)
+
+    return fuse(model, _forward, form_of, _has_bits)
 
 
 class _Expert(NamedTuple):
@@ -197,15 +207,15 @@ def _add_sums(
 def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch.Tensor | None:
     if len(args) != 3 or named or not _multiplies_groups(module, *args[:2]):
         return None
-    is_few = args[1].numel() <= MAX_GROUPED
-    if not is_few and not (form.is_turned and turned.is_faster()):
+    is_few, is_ours = args[1].numel() <= MAX_GROUPED, form.is_turned or form.is_fast
+    if not is_few and not (is_ours and args[0].dtype is torch.bfloat16 and turned.is_faster()):
         return None
-    stacks = [_stack(module._parameters.get(name)) for name in _MATRICES]
+    stacks = [stack_in(module._parameters.get(name)) for name in _MATRICES]
     if any(stack is None for stack in stacks):  # `in` would compare stacks
         return None
     if is_few and is_plain(args[0]) and (result := _computed(form, module, stacks, *args)) is not None:
         return result
-    if form.is_turned:
+    if is_ours:
         stacks = [stack.again(product=turned.product) for stack in stacks if stack is not None]
     own = trial_of(module, _parameters={**module._parameters, **dict(zip(_MATRICES, stacks, strict=True))})
     return type(module).forward(own, *args)  # type: ignore[no-any-return]
@@ -227,12 +237,12 @@ def kept_experts(module: Any) -> KeptExperts | None:
     """What is kept of the experts of a module that `fuse_experts` lets compute few tokens; None if nothing is yet."""
     if (form := form_in(module, _forward)) is None:
         return None
-    stack, down = (_stack(module._parameters.get(name)) for name in _MATRICES)
+    stack, down = (stack_in(module._parameters.get(name)) for name in _MATRICES)
     kept: KeptExperts | None = None if stack is None or down is None else stack.kept
     return kept if kept is not None and kept.down is down and kept.form is form else None
 
 
-def _stack(weight: Any) -> ExpertStack | None:
+def stack_in(weight: Any) -> ExpertStack | None:
     """The stack of a parameter's experts; None if it is neither one nor a tensor in memory."""
     if type(weight) is ExpertStack:
         return weight

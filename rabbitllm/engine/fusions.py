@@ -13,8 +13,11 @@ from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._rotary import fuse_rotary
 from rabbitllm.engine._routed import fuse_experts
 from rabbitllm.engine._whole_steps import fuse_models
+from rabbitllm.engine._widened import widen_convolutions
+from rabbitllm.engine.forwards import group_llama4
 from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.placement import Tier
+from rabbitllm.quant import turned
 
 
 def fuse(model: nn.Module, *, is_multiplied: bool) -> None:
@@ -29,11 +32,14 @@ def fuse(model: nn.Module, *, is_multiplied: bool) -> None:
     if is_multiplied:
         fuse_attention(model)
         fuse_gates(model)
-    fuse_experts(model)
+    fuse_experts(model, prompts=is_multiplied)
     fuse_mixtures(model)
     if is_multiplied:
         fuse_layers(model)
         fuse_models(model)
+        widen_convolutions(model)
+        if turned.is_faster():
+            group_llama4(model)
     fuse_rotary(model, prompts=is_multiplied)  # of attentions that are not replaced as a whole
 
 

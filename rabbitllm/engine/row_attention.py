@@ -6,6 +6,7 @@ Both round their result alone, where torch also rounds the weights of tokens. A 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import nn
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, float_bits, prepared
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._fusing import is_transformed, result_of
+from rabbitllm.engine._fusing import is_transformed, result_of, with_globals
+from rabbitllm.engine._widened import wide_torch
 from rabbitllm.engine.kv_room import CACHED, cached
 from rabbitllm.engine.transformers_api import keeps_outputs, sdpa_attention_forward
 from rabbitllm.quant import bfloat_products, prompt_attention
@@ -26,8 +28,13 @@ _MULTIPLE = 32
 """Width of heads in steps."""
 _LEAST_ROWS = 16
 """Rows from which attention is a prompt's."""
-_OTHERS = "position_bias", "softcap", "output_attentions"
+_OTHERS = "position_bias", "output_attentions"
 """Arguments that say that attention is another one."""
+_MORE = {"s_aux": "sinks", "softcap": "softcap"}
+"""Arguments of a model's own attention, as `attend_in_float32` calls them."""
+_KNOWN = "module", "query", "key", "value", "attention_mask", "scaling", "dropout", "kwargs"
+_FORMS: tuple[tuple[str, ...], ...] = (), ("sinks",), ("softcap",)
+_NONE = nn.Parameter(torch.empty(0, device="cpu"))
 
 
 def add_attention(
@@ -46,7 +53,8 @@ def attended(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **named: Any
 ) -> Any:
     """transformers' `sdpa`: of a sequence's prompt, or of a part of it, by one call."""
-    if _is_prompt(module, query, key, value, named) and type(scaling := named.get("scaling")) is float:
+    is_prompt = named.get("softcap") is None and _is_prompt(module, query, key, value, named)
+    if is_prompt and type(scaling := named.get("scaling")) is float:
         rows, mask = query.shape[2], attention_mask
         if mask is None:  # a cache that has its room in advance
             key, value = key[:, :, :rows], value[:, :, :rows]
@@ -60,38 +68,47 @@ def attended(
 
 
 @functools.lru_cache(64)
-def with_sinks(ordinary: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's own attention whose heads have sinks (`s_aux`), of a prompt in float32 where torch has no instructions
-    for bfloat16; the function itself if it is another one."""
-    if bfloat_products.torch_has_instructions() or not _has_sinks(ordinary):
+def in_float32(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's own attention, computed in float32 where torch has no instructions for bfloat16: of a prompt, if that
+    has no other arguments than sinks (`s_aux`) or `softcap`, with fewer roundings; else with all of its own."""
+    if bfloat_products.torch_has_instructions():
         return ordinary
+    forms = [names for names in _FORMS if _computes(ordinary, names)]
+    others = [name for name in inspect.signature(ordinary).parameters if name not in (*_KNOWN, *_MORE)]
+    own = with_globals(ordinary, {"torch": wide_torch}) or ordinary
 
     @functools.wraps(ordinary)
     def attended(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **named: Any) -> Any:
-        mask, sinks, scaling = attention_mask, named.get("s_aux"), named.get("scaling")
-        is_prompt = not keeps_outputs() and _is_prompt(module, query, key, value, named)
-        if is_prompt and isinstance(sinks, nn.Parameter) and isinstance(scaling, float):
-            forms = [(1, count, query.shape[2], key.shape[2]) for count in (1, query.shape[1])]
-            is_added = type(mask) is torch.Tensor and mask.dtype is torch.bfloat16 and mask.shape in forms
+        mask, scaling = attention_mask, named.get("scaling")
+        more: dict[str, Any] = {ours: x for name, ours in _MORE.items() if (x := named.get(name)) is not None}
+        is_known = tuple(more) in forms and isinstance(more.get("sinks", _NONE), nn.Parameter)
+        is_known = is_known and isinstance(more.get("softcap", 0.0), float) and not keeps_outputs()
+        is_known = is_known and all(named.get(name) is None for name in others)
+        if is_known and isinstance(scaling, float) and _is_prompt(module, query, key, value, named):
+            shapes = [(1, count, query.shape[2], key.shape[2]) for count in (1, query.shape[1])]
+            is_added = type(mask) is torch.Tensor and mask.dtype is torch.bfloat16 and mask.shape in shapes
             if mask is None or is_added:
-                own = None if mask is None else mask[0]
-                return prompt_attention.attend_with_sinks(query, key, value, own, scaling, sinks), None
-        return ordinary(module, query, key, value, attention_mask, **named)
+                added = None if mask is None else mask[0]
+                return prompt_attention.attend_in_float32(query, key, value, added, scaling, **more), None
+        return own(module, query, key, value, attention_mask, **named)
 
     return attended
 
 
 @torch.no_grad()
-def _has_sinks(ordinary: Callable[..., Any]) -> bool:
-    """Whether a function computes attention with sinks."""
+def _computes(ordinary: Callable[..., Any], names: tuple[str, ...]) -> bool:
+    """Whether a function computes attention with these further arguments as `attend_in_float32` does."""
     random, rows = RandomTensors(), _LEAST_ROWS
     query, key, value = (random.normal(1, heads, rows, 32) for heads in (4, 2, 2))
     mask = torch.full((1, 1, rows, rows), torch.finfo(torch.bfloat16).min, device="cpu").triu(1).bfloat16()
     sinks = nn.Parameter(random.normal(4))
     module = nn.Module().eval()
     module.num_key_value_groups, module.sinks, module.is_causal = 2, sinks, True  # type: ignore[assignment]
-    result = result_of(ordinary, module, query, key, value, mask, dropout=0.0, scaling=0.25, s_aux=sinks)
-    expected = prompt_attention.attend_with_sinks(query, key, value, mask[0], 0.25, sinks).float()
+    every: dict[str, Any] = {"sinks": sinks, "softcap": 0.5}
+    more = {name: every[name] for name in names}
+    own = {name: every[ours] for name, ours in _MORE.items() if ours in names}
+    result = result_of(ordinary, module, query, key, value, mask, dropout=0.0, scaling=0.25, **own)
+    expected = prompt_attention.attend_in_float32(query, key, value, mask[0], 0.25, **more).float()
     if type(result) is not tuple or not isinstance(result[0], torch.Tensor) or result[0].shape != expected.shape:
         return False
     return bool((result[0].float() - expected).norm() < expected.norm() / 64)

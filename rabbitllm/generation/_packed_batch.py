@@ -345,7 +345,7 @@ def _attention(
     if attend is None:
         raise NotPackable(f"{type(module).__name__} uses an unknown attention function")
     if is_fused and own == "eager":
-        attend = row_attention.with_sinks(attend)
+        attend = row_attention.in_float32(attend)
     cache = _active.get()
     if cache is None:
         result: tuple[torch.Tensor, torch.Tensor | None] = attend(module, query, key, value, attention_mask, **kwargs)

@@ -17,7 +17,7 @@ from rabbitllm.quant import _kernels
 _MULTIPLE, _MOST = 32, 256
 """Widths of heads: in steps, and the largest."""
 MOST_SCORES = 1 << 24
-"""Scores that `attend_with_sinks` computes at a time: 64 MiB."""
+"""Scores that `attend_in_float32` computes at a time: 64 MiB."""
 _TOLERANCE = 1 / 256
 """Of a result that is rounded once."""
 
@@ -57,15 +57,16 @@ def attend(
     return out
 
 
-def attend_with_sinks(
+def attend_in_float32(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
     scaling: float,
-    sinks: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention whose heads have a sink: a score that takes part in the softmax, and has no value (gpt-oss).
+    """Attention that torch's `sdpa` does not compute, of some rows at a time.
 
     torch takes 30 times as long for products of bfloat16 where it has no instructions for them.
 
@@ -73,24 +74,31 @@ def attend_with_sinks(
         queries, keys, values: as for `attend`, of any floating dtype.
         mask: added to the scores (1 or heads, rows, tokens); None: nothing is.
         scaling: factor of scores.
-        sinks: (heads,).
+        sinks: (heads,), scores that take part in the softmax, and have no value (gpt-oss).
+        softcap: which scores get close to at most (Gemma 2).
 
     Returns:
         (1, rows, heads, width).
     """
-    _, heads, rows, width = queries.shape
-    out = torch.empty(1, rows, heads, width, dtype=queries.dtype, device="cpu")
+    _, heads, rows, _ = queries.shape
+    out = torch.empty(1, rows, heads, values.shape[3], dtype=queries.dtype, device="cpu")
     groups, step = heads // keys.shape[1], max(MOST_SCORES // keys.shape[2] * keys.shape[1] // heads, 1)
     for head, (key, value) in enumerate(zip(keys[0], values[0], strict=True)):
         wide, of_value, own = key.float().mT, value.float(), slice(head * groups, (head + 1) * groups)
-        sink = sinks[own].float().view(-1, 1, 1)
         for begin in range(0, rows, step):
             part = slice(begin, begin + step)
             scores = (queries[0, own, part].float() @ wide).mul_(scaling)
+            if softcap is not None:
+                scores.div_(softcap).tanh_().mul_(softcap)
             if mask is not None:
                 scores += mask[own if len(mask) > 1 else slice(None), part]
-            largest = torch.maximum(scores.amax(-1, keepdim=True), sink)
-            total = scores.sub_(largest).exp_().sum(-1, keepdim=True) + (sink - largest).exp_()
+            largest, sink = scores.amax(-1, keepdim=True), None
+            if sinks is not None:
+                sink = sinks[own].float().view(-1, 1, 1)
+                largest = torch.maximum(largest, sink)
+            total = scores.sub_(largest).exp_().sum(-1, keepdim=True)
+            if sink is not None:
+                total += (sink - largest).exp_()
             out[0, part, own] = (scores @ of_value).div_(total).transpose(0, 1).to(out.dtype)
     return out
 

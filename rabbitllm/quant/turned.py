@@ -25,25 +25,34 @@ def is_faster() -> bool:
     return not bfloat_products.torch_has_instructions()
 
 
-def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight` by the fastest method here, if possible with sums as `TurnedMatrix` has them: (T, K) and (K, N) ->
-    (T, N)."""
-    are_bfloats = x.dtype is weight.dtype is torch.bfloat16
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight + bias` by the fastest method here, if possible with sums as `TurnedMatrix` has them: (T, K), (K, N)
+    and (N,) -> (T, N)."""
     rows, columns = weight.shape
-    if not is_faster() or not are_bfloats or not weight.is_contiguous() or x.shape[1] != rows:
-        return torch.mm(x, weight)
-    step = rows if len(x) <= FEW_INPUTS else max(STRIP_ELEMENTS // columns, 1)
-    return _sums(x, rows, columns, step, lambda begin, end: weight[begin:end])
+    if is_faster() and x.dtype is weight.dtype is torch.bfloat16 and x.is_cpu and x.shape[1] == rows:
+        if weight.is_contiguous():
+            step = rows if len(x) <= FEW_INPUTS else max(STRIP_ELEMENTS // columns, 1)
+            return _sums(x, rows, columns, step, lambda begin, end: weight[begin:end], bias)
+        if bfloat_products.multiplies(x, weight.t()):
+            return bfloat_products.linear(x, weight.t(), bias)
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
 def _sums(
-    x: torch.Tensor, rows: int, columns: int, step: int, strip_of: Callable[[int, int], torch.Tensor]
+    x: torch.Tensor,
+    rows: int,
+    columns: int,
+    step: int,
+    strip_of: Callable[[int, int], torch.Tensor],
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The product with a matrix of which some rows are there at a time."""
     from rabbitllm.quant import dequantize_kernels  # numba comes with it
 
     wide = x.float().contiguous()
     out = torch.zeros(len(x), columns, dtype=torch.float32, device="cpu")
+    if bias is not None:
+        out += bias
     for begin in range(0, rows, step):
         inputs, strip = wide[:, begin : begin + step], strip_of(begin, min(begin + step, rows))
         if len(x) <= FEW_INPUTS:

@@ -318,21 +318,27 @@ def test_what_a_class_reads_of_its_config_or_of_torch_is_noticed(
             assert torch.equal(fused, before)
 
 
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("gpt_oss", OSS), ("gemma2", {"head_dim": 32, "attn_logit_softcapping": 0.5, "final_logit_softcapping": None})],
+)
 @torch.no_grad()
-def test_prompts_with_sinks_are_computed_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_a_class_s_own_attention_are_computed_in_float32(
+    tmp_path: Path, family: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where torch has no instructions for bfloat16; weights that are asked for are those of the class."""
     monkeypatch.setattr(row_attention.bfloat_products, "torch_has_instructions", lambda: False)
-    row_attention.with_sinks.cache_clear()
-    numbers, compute = list[int](), row_attention.prompt_attention.attend_with_sinks
+    row_attention.in_float32.cache_clear()
+    numbers, compute = list[int](), row_attention.prompt_attention.attend_in_float32
 
-    def counted(queries: torch.Tensor, *args: Any) -> torch.Tensor:
+    def counted(queries: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
         numbers.append(queries.shape[2])
-        return compute(queries, *args)
+        return compute(queries, *args, **named)
 
     ids = PROMPT.repeat(1, 40 // PROMPT.shape[1] + 1)[:, :40]
-    folder = checkpoint(tmp_path, "gpt_oss", None, **OSS)
+    folder = checkpoint(tmp_path, family, None, **settings)
     model = load(folder, exact=False, fast_bfloat16=True)
-    monkeypatch.setattr(row_attention.prompt_attention, "attend_with_sinks", counted)
+    monkeypatch.setattr(row_attention.prompt_attention, "attend_in_float32", counted)
     logits = model(ids).logits
     assert numbers[-2:] == [40, 40]
     del numbers[:]
@@ -341,7 +347,28 @@ def test_prompts_with_sinks_are_computed_in_float32(tmp_path: Path, monkeypatch:
     assert len(of_class.attentions) == 2
     wide = load(folder, dtype="float32")(ids).logits
     assert relative_error(logits, wide) < 1.2 * relative_error(of_class.logits, wide)
-    row_attention.with_sinks.cache_clear()
+    row_attention.in_float32.cache_clear()
+
+
+@torch.no_grad()
+def test_attention_with_other_arguments_is_that_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that takes sinks by another name, and ignores them where there are none."""
+    monkeypatch.setattr(row_attention.bfloat_products, "torch_has_instructions", lambda: False)
+    called = list[Any]()
+
+    def own(module: Any, query: Any, key: Any, value: Any, mask: Any, sink: Any = None, **named: Any) -> Any:
+        called.append(sink)
+        repeated = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        return nn.functional.scaled_dot_product_attention(query, *repeated, mask, scale=0.25).transpose(1, 2), None
+
+    attend, module = row_attention.in_float32(own), nn.Module().eval()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    inputs = module, *(torch.randn(1, heads, 20, 32).bfloat16() for heads in (4, 2, 2)), None
+    del called[:]
+    expected = attend(*inputs, scaling=0.25)[0]
+    assert not called
+    assert relative_error(attend(*inputs, scaling=0.25, sink=1.0)[0], expected) < 1 / 64
+    assert called == [1.0]
 
 
 @torch.no_grad()

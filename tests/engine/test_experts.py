@@ -441,7 +441,9 @@ def test_experts_of_turned_matrices_are_multiplied_from_their_codes(tmp_path: Pa
 def test_llama_4_with_one_matrix_from_codes(tmp_path: Path) -> None:
     """Rows of the other one are no whole segments, so it is an ordinary parameter in memory."""
     sizes = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
-    directory = split(build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=torch.bfloat16, **sizes), "4bit")
+    every = {"num_local_experts": 2, "num_experts_per_tok": 2}  # of which rounding can choose no others
+    folder = build_checkpoint(tmp_path / "model", HYBRIDS["llama4"], dtype=torch.bfloat16, **sizes, **every)
+    directory = split(folder, "4bit")
     model, expected = load(directory, exact=False, fast_bfloat16=False), run(load(directory))
     (experts,) = routed(model).values()
     assert experts.gate_up_proj.is_coded

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rabbitllm.quant import _vectors, prompt_attention
-from rabbitllm.quant.prompt_attention import attend, attend_with_sinks, attends
+from rabbitllm.quant.prompt_attention import attend, attend_in_float32, attends
 
 pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
 ROUNDING = 2**-8
@@ -100,17 +100,18 @@ def test_widths_without_a_kernel() -> None:
     assert not any(map(attends, (0, 16, 80, 512)))
 
 
-@pytest.mark.parametrize("most", [1 << 24, 2_000])
-def test_sinks_take_part_in_the_softmax(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most", "softcap"), [(1 << 24, None), (2_000, None), (2_000, 0.5)])
+def test_sinks_take_part_in_the_softmax(most: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a mask for all heads and for each, in parts of rows; a row that sees nothing is zero."""
     monkeypatch.setattr(prompt_attention, "MOST_SCORES", most)
     q, k, v = some(6, 2, 50, 90, 64)
     sinks, seen = torch.tensor([-30.0, -1.0, 0.0, 1.0, 5.0, 40.0]).bfloat16(), causal(50, 90, 30)
     seen[7] = False
     for mask in (None, torch.zeros(1, 50, 90).masked_fill(~seen, -torch.inf), torch.randn(6, 50, 90)):
-        scores = 0.125 * q.double() @ k.double().repeat_interleave(3, 1).mT + (0 if mask is None else mask)
+        scores = 0.125 * q.double() @ k.double().repeat_interleave(3, 1).mT
+        scores = (scores if softcap is None else (scores / softcap).tanh() * softcap) + (0 if mask is None else mask)
         whole = torch.cat([scores, sinks.double().view(1, 6, 1, 1).expand(1, 6, 50, 1)], -1)
         expected = (whole.softmax(-1)[..., :-1] @ v.double().repeat_interleave(3, 1)).transpose(1, 2)
-        result = attend_with_sinks(q, k, v, None if mask is None else mask.bfloat16(), 0.125, sinks)
+        result = attend_in_float32(q, k, v, None if mask is None else mask.bfloat16(), 0.125, sinks, softcap)
         assert (result - expected).norm() <= ROUNDING * expected.norm() * (4 if mask is not None else 1)
-    assert torch.equal(attend_with_sinks(q, k, v, torch.full((1, 50, 90), -torch.inf), 0.125, sinks), 0 * result)
+    assert torch.equal(attend_in_float32(q, k, v, torch.full((1, 50, 90), -torch.inf), 0.125, sinks), 0 * result)
