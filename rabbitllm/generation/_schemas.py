@@ -56,7 +56,7 @@ def _steps(schema: Any) -> Iterator[int]:
     for word, value in schema.items() if isinstance(schema, Mapping) else enumerate(schema):
         if isinstance(value, Mapping | list):
             yield from _steps(value)
-        elif word == "multipleOf" and isinstance(value, int | float) and 0 < value < math.inf:
+        elif word == "multipleOf" and type(value) in (int, float) and 0 < value < math.inf:
             yield int("".join(map(str, Decimal(str(value)).normalize().as_tuple().digits)))
 
 

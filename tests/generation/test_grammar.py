@@ -339,6 +339,7 @@ def test_channels_come_before_the_answer() -> None:
             lambda: Grammar.of_schema({"allOf": [{"multipleOf": step} for step in (9.7, 89, 83, 79)]}),
             "56,606,581 as their least common multiple; expected at most 100,000",
         ),
+        (lambda: Grammar.of_schema({"multipleOf": True}), "'multipleOf', got true"),
         (lambda: Grammar.of_schema({"const": "\ud83d"}), r"the half letter \\ud83d"),
         (lambda: Grammar.of_regex("\ud83d"), "half letter"),
         (
