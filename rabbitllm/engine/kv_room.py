@@ -161,7 +161,7 @@ class GrowingCache(DynamicCache):  # type: ignore[misc]
 
 def can_grow(layer: CacheLayerMixin) -> bool:
     """Whether a layer has every token, or the last ones, of which it records none that have left the window."""
-    return keeps_every_token(layer) or (is_window(layer) and not layer.record_past)
+    return keeps_every_token(layer) or (is_window(layer) and layer.sliding_window > 1 and not layer.record_past)
 
 
 def _grown(

@@ -7,7 +7,7 @@ and for bounds of numbers that it keeps as float64 or int64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -40,37 +40,32 @@ def exact(schema: Mapping[str, Any]) -> dict[str, Any]:
         OptionError: it has numbers that cannot be guaranteed, or take too long.
         RecursionError: it is nested too deeply.
     """
-    steps = math.lcm(*_steps(schema))
-    if steps > _MOST_STEPS:
+    numbers = list[int]()
+    whole: dict[str, Any] = _exact(schema, numbers)
+    if (steps := math.lcm(*numbers)) > _MOST_STEPS:
         raise OptionError(
             f'The JSON schema\'s "multipleOf" have {steps:,} as their least common multiple; expected at most '
             f"{_MOST_STEPS:,}.",
             "Use smaller ones, or leave them out.",
         )
-    whole: dict[str, Any] = _exact(schema)
     return whole
 
 
-def _steps(schema: Any) -> Iterator[int]:
-    """The digits of all `multipleOf`: a number is compared by its remainder after each digit."""
-    for word, value in schema.items() if isinstance(schema, Mapping) else enumerate(schema):
-        if isinstance(value, Mapping | list):
-            yield from _steps(value)
-        elif word == "multipleOf" and type(value) in (int, float) and 0 < value < math.inf:
-            yield int("".join(map(str, Decimal(str(value)).normalize().as_tuple().digits)))
-
-
-def _exact(schema: Any) -> Any:
+def _exact(schema: Any, numbers: list[int]) -> Any:
+    """The same; adds the digits of all `multipleOf`: a number is compared by its remainder after each digit."""
     if isinstance(schema, list):
-        return [_exact(each) for each in schema]
+        return [_exact(each, numbers) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     node = dict(schema)
     for word, value in schema.items():
         if word in _NAMED and isinstance(value, Mapping):
-            node[word] = {name: _exact(each) for name, each in value.items()}
+            node[word] = {name: _exact(each, numbers) for name, each in value.items()}
         elif word not in _VALUES:
-            node[word] = _exact(value)
+            node[word] = _exact(value, numbers)
+    step = schema.get("multipleOf")
+    if type(step) in (int, float) and 0 < step < math.inf:
+        numbers.append(int("".join(map(str, Decimal(str(step)).normalize().as_tuple().digits))))
     for word in "const", "enum":
         _check_numbers(schema.get(word))
     _limit(node, "minimum", "maximum", 1)

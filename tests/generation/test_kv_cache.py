@@ -297,6 +297,13 @@ def test_any_operations_on_a_layer(kind: Callable[[], DynamicLayer], seed: int) 
             assert torch.equal(layer.values, plain.values)
 
 
+@pytest.mark.usefixtures("small_layers_have_room")
+def test_a_window_of_one_token_keeps_all_as_transformers_does() -> None:
+    layer, plain = DynamicSlidingWindowLayer(1), DynamicSlidingWindowLayer(1)
+    for tokens in (20, 1, 1):
+        both(layer, plain, tokens)
+
+
 def test_a_window_that_records_its_past_gets_no_room() -> None:
     layer, plain = window(), window()
     for tokens in (20, 1, 1, 5):
