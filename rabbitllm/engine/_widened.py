@@ -23,8 +23,8 @@ def widen_convolutions(model: nn.Module) -> int:
     return fuse(model, _convolved, lambda module: _BY_FORWARD.get(type(module).forward), lambda module, form: True)
 
 
-def _convolved(form: object, module: Any, x: torch.Tensor) -> torch.Tensor | None:
-    return _in_wide(module._conv_forward, x, module.weight, module.bias)
+def _convolved(form: object, module: Any, input: torch.Tensor) -> torch.Tensor | None:
+    return _in_wide(module._conv_forward, input, module.weight, module.bias)
 
 
 def _in_wide(compute: Callable[..., torch.Tensor], *operands: torch.Tensor | None, **named: Any) -> torch.Tensor | None:
@@ -55,7 +55,7 @@ class _Functional:
 def _are_widened(tensors: list[torch.Tensor]) -> bool:
     """Whether tensors are plain ones of bfloat16 on the CPU, of which nothing else is wanted than the result."""
     are_plain = all(type(x) in (torch.Tensor, nn.Parameter) and x.dtype is torch.bfloat16 and x.is_cpu for x in tensors)
-    return are_plain and not is_transformed() and not torch.is_grad_enabled()
+    return are_plain and not is_transformed() and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
 def _in_float32(ordinary: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -65,7 +65,8 @@ def _in_float32(ordinary: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         if len(tensors) < 2 or not named.keys() <= {"beta", "alpha"} or not _are_widened(tensors):
             return ordinary(*args, **named)
         *before, x, matrix = tensors
-        if x.dim() > 1 and matrix.dim() == 2 and x.shape[-1] == len(matrix) and not named and args[0] is tensors[0]:
+        takes_rows = len(args) == 2 if ordinary is torch.matmul else ordinary is torch.addmm and x.dim() == 2
+        if takes_rows and not named and x.dim() > 1 and matrix.dim() == 2 and 0 < x.shape[-1] == len(matrix):
             bias = before[0] if before else None
             if bias is None or bias.shape == matrix.shape[1:]:
                 rows = x.reshape(-1, len(matrix))

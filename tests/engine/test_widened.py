@@ -66,6 +66,31 @@ def test_products(name: str, operands: list[Any]) -> None:
             assert (wide(*operands, **scaled) - exact).norm() <= 2**-9 * exact.norm()
 
 
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [("bmm", [(2, 3, 32), (32, 40)]), ("addmm", [(40,), (2, 3, 32), (32, 40)]), ("matmul", [(40,), (3, 32), (32, 40)])],
+)
+@torch.no_grad()
+def test_operands_that_torch_refuses(name: str, shapes: list[tuple[int, ...]]) -> None:
+    for module in (torch, wide_torch):
+        with pytest.raises((RuntimeError, TypeError)):
+            getattr(module, name)(*(random(*shape) for shape in shapes))
+
+
+@torch.no_grad()
+def test_a_product_of_nothing() -> None:
+    assert torch.equal(wide_torch.matmul(random(2, 3, 0), random(0, 6)), torch.zeros(2, 3, 6).bfloat16())
+
+
+@torch.no_grad()
+def test_autocast_has_its_own_dtype() -> None:
+    module, x = nn.Conv1d(8, 8, 3).bfloat16(), random(1, 8, 9)
+    assert widen_convolutions(module) == 1
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert module(x).dtype is torch.float16
+        assert wide_torch.matmul(x, random(9, 4)).dtype is torch.float16
+
+
 @pytest.mark.parametrize("rows", [1, 16, 17, 70])
 @torch.no_grad()
 def test_layers_of_gpt2(rows: int) -> None:
@@ -93,7 +118,7 @@ def test_convolutions(convolution: nn.Module, shape: tuple[int, ...]) -> None:
     expected = copy.deepcopy(module).double()(x.double())
     assert widen_convolutions(module) == 1
     with torch.no_grad():
-        result = module(x)
+        result = module(input=x)
         assert torch.equal(copy.deepcopy(module).float()(x.float()), module.float()(x.float()))
     assert result.dtype is torch.bfloat16
     assert (result - expected).norm() <= 2**-9 * expected.norm()
