@@ -37,10 +37,10 @@ def _in_wide(compute: Callable[..., torch.Tensor], *operands: torch.Tensor | Non
 def with_wide_convolutions(function: Any) -> Any:
     """A function of transformers whose `F.conv1d` computes in float32; itself if torch is as fast, or where a function
     around it is unknown."""
-    return (with_globals(function, {"F": _Functional()}) if turned.is_faster() else None) or function
+    return (with_globals(function, {"F": _WideFunctional()}) if turned.is_faster() else None) or function
 
 
-class _Functional:
+class _WideFunctional:
     """`torch.nn.functional` with another `conv1d`."""
 
     @staticmethod
