@@ -64,7 +64,7 @@ def _exact(schema: Any, numbers: list[int]) -> Any:
         elif word not in _VALUES:
             node[word] = _exact(value, numbers)
     step = schema.get("multipleOf")
-    if type(step) in (int, float) and 0 < step < math.inf:
+    if isinstance(step, int | float) and step is not True and 0 < step < math.inf:
         numbers.append(int("".join(map(str, Decimal(str(step)).normalize().as_tuple().digits))))
     for word in "const", "enum":
         _check_numbers(schema.get(word))
