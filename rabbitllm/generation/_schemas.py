@@ -42,13 +42,22 @@ def exact(schema: Mapping[str, Any]) -> dict[str, Any]:
     """
     numbers = list[int]()
     whole: dict[str, Any] = _exact(schema, numbers)
-    if (steps := math.lcm(*numbers)) > _MOST_STEPS:
+    steps = math.lcm(*numbers) if _are_joined(schema) else max(numbers, default=0)
+    if steps > _MOST_STEPS:
         raise OptionError(
             f'The JSON schema\'s "multipleOf" have {steps:,} as their least common multiple; expected at most '
             f"{_MOST_STEPS:,}.",
             "Use smaller ones, or leave them out.",
         )
     return whole
+
+
+def _are_joined(schema: Any) -> bool:
+    """Whether several parts of a schema may have to hold for one number."""
+    if isinstance(schema, Mapping):
+        words = schema.keys() & {"multipleOf", *_BESIDE}
+        return "allOf" in words or len(words) > 1 or any(map(_are_joined, schema.values()))
+    return isinstance(schema, list) and any(map(_are_joined, schema))
 
 
 def _exact(schema: Any, numbers: list[int]) -> Any:

@@ -383,6 +383,11 @@ NAMED: Any = {"additionalProperties": WHOLE, "propertyNames": {"type": "string",
         ({"type": "number", "maximum": 1e300}, (10**17, -2.5), ()),
         ({**WHOLE, "minimum": (1 << 53) + 1, "maximum": (1 << 53) + 3}, ((1 << 53) + 2,), (1 << 53, (1 << 53) + 4)),
         ({**WHOLE, "exclusiveMaximum": 10**19}, (5, 10**18), (10**19,)),
+        (
+            {"type": "array", "items": {"anyOf": [{"multipleOf": 997}, {"multipleOf": 991}]}},
+            ([1994, 991],),
+            ([1],),
+        ),
         ({"const": {"multipleOf": 1000003}}, ({"multipleOf": 1000003},), ({"multipleOf": 3},)),
         ({"const": {"minimum": 1 << 60, "propertyNames": True}}, ({"minimum": 1 << 60, "propertyNames": True},), ()),
         (
