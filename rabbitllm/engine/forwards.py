@@ -168,7 +168,7 @@ def _by_groups(
 
 def group_llama4(model: nn.Module) -> None:
     """Let routed experts of Llama 4 multiply their own tokens alone, by the fastest product of bfloat16 (K, N)."""
-    for module in model.modules():
+    for module in model.modules() if turned.is_faster() else ():
         if isinstance(forward := vars(module).get("forward"), partial) and forward.func is experts_forward:
             module.forward = partial(_grouped_forward, module)
 

@@ -17,7 +17,6 @@ from rabbitllm.engine._widened import widen_convolutions
 from rabbitllm.engine.forwards import group_llama4
 from rabbitllm.engine.load_plan import LoadPlan
 from rabbitllm.engine.placement import Tier
-from rabbitllm.quant import turned
 
 
 def fuse(model: nn.Module, *, is_multiplied: bool) -> None:
@@ -38,8 +37,7 @@ def fuse(model: nn.Module, *, is_multiplied: bool) -> None:
         fuse_layers(model)
         fuse_models(model)
         widen_convolutions(model)
-        if turned.is_faster():
-            group_llama4(model)
+        group_llama4(model)
     fuse_rotary(model, prompts=is_multiplied)  # of attentions that are not replaced as a whole
 
 

@@ -443,10 +443,13 @@ def _matches(pattern: str, text: str) -> Iterator[re.Match[str]]:
     return re.finditer(pattern, text[:last], re.DOTALL)
 
 
+_LEAD = re.compile(r"[{ \t\r\n]*(.{,12})", re.DOTALL)
+"""What comes before the first key of a call, and as much as the longest has."""
+
+
 def _may_call(text: str, start: int) -> bool:
     """Whether a text may become JSON of a call from a place on, by its first key."""
-    space = re.compile(r"[{ \t\r\n]*").match(text, start)
-    lead = text[space.end() : space.end() + 12] if space is not None else ""
+    lead = _LEAD.search(text, start)[1]  # type: ignore[index]
     return any(key.startswith(lead[: len(key)]) for key in ('"name"', '"arguments"', '"parameters"'))
 
 

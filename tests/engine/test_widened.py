@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rabbitllm.engine import _widened, forwards
 from rabbitllm.engine._recurrences import step_of
 from rabbitllm.engine._rotary import fuse_rotary
 from rabbitllm.engine._widened import wide_torch, widen_convolutions, with_wide_convolutions
+from rabbitllm.engine.row_attention import in_float32
 from rabbitllm.quant import bfloat_products, turned
 from tests.engine.test_forwards import by_expert, inputs, layer
 from tests.support.builders import build_checkpoint
@@ -24,9 +26,14 @@ from tests.support.tiny_models import ALL, INPUT, load, plain_model, run, split
 
 
 @pytest.fixture(autouse=True)
-def slow_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor without instructions for bfloat16."""
+def slow_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a processor without instructions for bfloat16; nothing of it is kept for other tests."""
     monkeypatch.setattr(bfloat_products, "torch_has_instructions", lambda: False)
+    for is_over in (False, True):
+        step_of.cache_clear()
+        in_float32.cache_clear()
+        if not is_over:
+            yield
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -115,11 +122,11 @@ def test_layers_of_gpt2(rows: int) -> None:
 )
 def test_convolutions(convolution: nn.Module, shape: tuple[int, ...]) -> None:
     module, x = copy.deepcopy(convolution).bfloat16(), random(*shape)
-    expected = copy.deepcopy(module).double()(x.double())
+    plain, expected = copy.deepcopy(module).float(), copy.deepcopy(module).double()(x.double())
     assert widen_convolutions(module) == 1
     with torch.no_grad():
         result = module(input=x)
-        assert torch.equal(copy.deepcopy(module).float()(x.float()), module.float()(x.float()))
+        assert torch.equal(module.float()(x.float()), plain(x.float()))
     assert result.dtype is torch.bfloat16
     assert (result - expected).norm() <= 2**-9 * expected.norm()
     module.bfloat16()(x).sum().backward()
