@@ -167,6 +167,14 @@ def interleaved_bytes(emit: Emitter, even: Any, odd: Any) -> tuple[Any, Any]:
     return pair[0], pair[1]
 
 
+def _signed(emit: Emitter, words: Any, signs: Any) -> Any:
+    """Words that are negated where the others are negative."""
+    if not _HAS_WORDS:
+        return _divided(emit, WORDS, "avx2.psign.w", "", words, signs)  # 0 where these are 0
+    mask = emit.b.ashr(signs, every(WORDS, 15))
+    return emit.b.sub(emit.b.xor(words, mask), mask)
+
+
 def _divided(emit: Emitter, result: Any, half_name: str, name: str, *vectors: Any) -> Any:
     """An instruction with vectors of 512 bits, or twice the one with halves of them."""
     if "avx512bw" in features():
@@ -285,11 +293,12 @@ class _OnLines(_OwnSegments):
     def _words(self, address: Any) -> Iterable[Any]:
         emit, b = self._emit, self._emit.b
         side = b.sub(every(_BYTES, ZERO_CODE), emit.load(address, _BYTES, 1))  # from 127 to -128
-        is_negative = b.icmp_signed("<", side, every(_BYTES, 0))
-        distance = b.select(is_negative, b.sub(every(_BYTES, 0), side), side)
-        line = b.lshr(distance, every(_BYTES, 3))
-        line = b.select(b.icmp_unsigned("<", line, every(_BYTES, 15)), line, every(_BYTES, 15))
-        along = b.sub(distance, b.shl(line, every(_BYTES, 3)))
+        distance = emit.function("llvm.abs.v64i8", _BYTES, _BYTES, ir.IntType(1))
+        distance = b.call(distance, [side, ir.Constant(ir.IntType(1), 0)])
+        bounded = b.select(b.icmp_unsigned("<", distance, every(_BYTES, 127)), distance, every(_BYTES, 127))
+        before = b.and_(bounded, every(_BYTES, 120))
+        line = b.bitcast(b.lshr(b.bitcast(before, WORDS), every(WORDS, 3)), _BYTES)
+        along = b.sub(distance, before)
         slope, low, high = (look_up(emit, values, line) for values in self._tables)
         lines = interleaved_bytes(emit, slope, low)
         places = interleaved_bytes(emit, along, every(_BYTES, 1))
@@ -301,8 +310,7 @@ class _OnLines(_OwnSegments):
             sums = _divided(emit, WORDS, "avx2.pmadd.ub.sw", "avx512.pmaddubs.w.512", *both)
             value, most = b.add(sums, start), every(WORDS, _LARGEST_LINE)
             value = b.select(b.icmp_signed("<", value, most), value, most)
-            mask = b.ashr(sign, every(WORDS, 15))
-            words.append(b.sub(b.xor(value, mask), mask))
+            words.append(_signed(emit, value, sign))
         return words
 
 
@@ -333,7 +341,7 @@ def table_of(scheme: str, levels: bytes) -> npt.NDArray[np.uint8] | None:
     line = np.minimum(np.abs(side) // 8, 15)
     approximated = np.minimum(starts[line] + slopes[line] * (np.abs(side) - 8 * line), _LARGEST_LINE)
     off = np.abs(np.copysign(approximated, side) / _LARGEST_LINE - values / most).max()
-    if off > _LINE_ERROR or slopes.min() < 0 or slopes.max() > 255 or starts.min() < 0:
+    if off > _LINE_ERROR or slopes.min() < 0 or slopes.max() > 255 or starts.min() < 0 or starts[0]:
         return None
     return np.concatenate([slopes.astype(np.uint8), packed(starts, 2, -most / _LARGEST_LINE)])
 
