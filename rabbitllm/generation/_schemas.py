@@ -7,17 +7,21 @@ and for bounds of numbers that it keeps as float64 or int64.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import OptionError
 
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values are schemas by name."""
-_VALUES = ("const", "enum", "default", "example", "examples", "x-guidance")
-"""Keywords whose values are no schemas."""
+_SCHEMAS = {
+    *("additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items", "not"),
+    *("oneOf", "prefixItems", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
+}
+"""Keywords whose values are schemas. Values of unknown ones are, if a `$ref` leads into them."""
 _MOST, _EDGE = (1 << 63) - 1024, 10**18
 """The largest bound, and the least one that needs a bound on the other side: llguidance overflows beyond."""
 _MOST_STEPS = 100_000
@@ -41,7 +45,7 @@ def exact(schema: Mapping[str, Any]) -> dict[str, Any]:
         RecursionError: it is nested too deeply.
     """
     numbers = list[int]()
-    whole: dict[str, Any] = _exact(schema, numbers)
+    whole: dict[str, Any] = _exact(schema, numbers, _SCHEMAS | {*_referred(schema)} - {"const", "enum"})
     steps = math.lcm(*numbers) if _are_joined(schema) else max(numbers, default=0)
     if steps > _MOST_STEPS:
         raise OptionError(
@@ -60,18 +64,35 @@ def _are_joined(schema: Any) -> bool:
     return isinstance(schema, list) and any(map(_are_joined, schema))
 
 
-def _exact(schema: Any, numbers: list[int]) -> Any:
-    """The same; adds the digits of all `multipleOf`: a number is compared by its remainder after each digit."""
+def _referred(schema: Any) -> Iterator[str]:
+    """The words of all `$ref`."""
+    if isinstance(schema, Mapping):
+        if isinstance(place := schema.get("$ref"), str):
+            words = unquote(place).split("/")
+            yield from (word.replace("~1", "/").replace("~0", "~") for word in words)
+        schema = list(schema.values())
+    for each in schema if isinstance(schema, list) else ():
+        yield from _referred(each)
+
+
+def _exact(schema: Any, numbers: list[int], words: Collection[str]) -> Any:
+    """The same; adds the digits of all `multipleOf`: a number is compared by its remainder after each digit.
+
+    Args:
+        schema: the schema, or several.
+        numbers: they are added to it.
+        words: keywords whose values are schemas.
+    """
     if isinstance(schema, list):
-        return [_exact(each, numbers) for each in schema]
+        return [_exact(each, numbers, words) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     node = dict(schema)
     for word, value in schema.items():
         if word in _NAMED and isinstance(value, Mapping):
-            node[word] = {name: _exact(each, numbers) for name, each in value.items()}
-        elif word not in _VALUES:
-            node[word] = _exact(value, numbers)
+            node[word] = {name: _exact(each, numbers, words) for name, each in value.items()}
+        elif word in words:
+            node[word] = _exact(value, numbers, words)
     step = schema.get("multipleOf")
     if isinstance(step, int | float) and step is not True and 0 < step < math.inf:
         numbers.append(int("".join(map(str, Decimal(str(step)).normalize().as_tuple().digits))))
@@ -101,14 +122,16 @@ def _limit(node: dict[str, Any], word: str, other: str, sign: int) -> None:
         bound = node.get(key)
         if not isinstance(bound, int | float) or isinstance(bound, bool):
             continue
-        if bound * sign > _MOST:
+        if bound * sign >= _MOST:
             raise _too_long(bound)
         if abs(bound) >= _EDGE:
             node.setdefault(other, sign * _MOST)
-        bound = bound if bound * sign > -_MOST else -sign * _MOST
-        if float(bound) * sign < bound * sign:
-            bound = math.nextafter(bound, sign * math.inf)
-        node[key] = int(bound) if abs(bound) > 1 << 53 else bound
+        if abs(bound) >= 1 << 53:  # llguidance compares digits of the shortest text, and adds 1 to excluded ones
+            least = int(max(bound * sign, -(1 << 63))) + (key != word)
+            near = float(max(least, -_MOST))
+            while near < least or int(Decimal(str(near))) < least:
+                near = math.nextafter(near, math.inf)
+            node[key] = int(near) * sign
 
 
 def _name(node: dict[str, Any]) -> None:

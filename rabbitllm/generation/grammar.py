@@ -79,20 +79,20 @@ class Grammar:
             MissingPackageError: llguidance is not installed.
         """
         _llguidance()
-        if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except (ValueError, RecursionError) as error:
-                raise OptionError(f"The JSON schema is not valid JSON: {error}.", "Use a JSON schema.") from None
-        schema = {} if schema is True else schema
-        options = schema.get("x-guidance", {}) if isinstance(schema, Mapping) else None
-        if not isinstance(schema, Mapping) or not isinstance(options, Mapping):
-            raise OptionError("The JSON schema is not an object; expected one.", "Use a JSON schema.")
         try:
+            schema = json.loads(schema) if isinstance(schema, str) else schema
+            schema = {} if schema is True else schema
+            options = schema.get("x-guidance", {}) if isinstance(schema, Mapping) else None
+            if not isinstance(schema, Mapping) or not isinstance(options, Mapping):
+                raise OptionError("The JSON schema is not an object; expected one.", "Use a JSON schema.")
             whole = {**exact(schema), "x-guidance": {**JSON_FORM, **options, **_STRICT}}
             part = _dumped({"json_schema": whole})
+        except OptionError:
+            raise
         except RecursionError:
             raise OptionError("The JSON schema is nested too deeply.", "Use a flatter one.") from None
+        except (TypeError, ValueError) as error:  # of Python: a set, or a number of over 4,300 digits
+            raise OptionError(f"The JSON schema is not valid JSON: {error}.", "Use a JSON schema.") from None
         return cls(f"answer: @{name}", ((name, part),), kind="JSON schema")
 
     @classmethod

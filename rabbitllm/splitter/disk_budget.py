@@ -290,6 +290,7 @@ class Shortage:
             deleted shards add.
         reserve: bytes of the free disk that must stay free (`min_free`).
         besides: the lack of free disk, where `max_disk` is too small too.
+        command: the command that splits so.
     """
 
     need: int
@@ -298,6 +299,7 @@ class Shortage:
     limited: bool = False
     reserve: int = 0
     besides: Shortage | None = None
+    command: str = "pull"
 
     @property
     def missing(self) -> int:
@@ -309,7 +311,8 @@ class Shortage:
         """What makes it fit, as the beginning of a sentence."""
         if not self.limited:
             besides = f" and free {size_rounded_up(self.need - self.have)}" if self.need > self.have else ""
-            lower = f", or lower min_free_disk (rabbitllm pull --min-free-disk){besides}" if self.reserve else ""
+            option = f"min_free_disk (rabbitllm {self.command} --min-free-disk)"
+            lower = f", or lower {option}{besides}" if self.reserve else ""
             return f"Free {size_rounded_up(self.missing)} there{lower}"
         freed = self.besides and size_rounded_up(self.besides.missing)
         return f"Set max_disk to {self.need}" + (f" and free {freed} of the disk" if freed else "")
@@ -404,7 +407,9 @@ def _lack_of_free_disk(use: DiskUse, disk_budget: DiskBudget, options: SplitOpti
         free += disk_budget.lock_bytes if folder == existing(disk_budget.folder) else 0
         if need and need + options.min_free > free:
             reserve = f", of which {size(options.min_free)} must stay free (min_free_disk)" if options.min_free else ""
-            return Shortage(need, free, f"free on the disk of {folder}{reserve}", reserve=options.min_free)
+            where = f"free on the disk of {folder}{reserve}"
+            command = "convert" if options.gguf_dtype else "pull"
+            return Shortage(need, free, where, reserve=options.min_free, command=command)
     return None
 
 
@@ -428,7 +433,10 @@ def _suggest_remedy(plan: SplitPlan, disk_budget: DiskBudget, options: SplitOpti
     ):
         return "shard_transfer='stream' (or 'auto') would fit: it writes no shard to the disk."
     if not options.shards.takes_one_at_a_time and any(need for _, need in disk_budget.downloads):
-        return "Use sequential_shard_processing=True: it downloads one shard at a time instead of all."
+        option = "sequential (--sequential)" if options.gguf_dtype else "sequential_shard_processing=True"
+        return f"Use {option}: it downloads one shard at a time instead of all."
+    if options.gguf_dtype:
+        return f"{short.advice}, or write to another disk (--output)."
     begin = COMPRESSIONS.index(plan.compression) if plan.compression in COMPRESSIONS else 0
     smaller = COMPRESSIONS[begin + 1 :] if plan.compression != AUTO else ()
     for compression in () if disk_budget.used else smaller:

@@ -461,8 +461,10 @@ def test_unsupported_sources_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
             convert(path, new, **deleting)
     with pytest.raises(CheckpointNotFoundError, match="There is no file"):
         convert(tmp_path / "nothing.pth", new)
-    with pytest.raises(NotEnoughSpaceException):
+    with pytest.raises(NotEnoughSpaceException, match=r"to \d+, or write to another disk \(--output\)\.$"):
         convert(folder, new, max_disk=1000)
+    with pytest.raises(NotEnoughSpaceException, match=r"\(rabbitllm convert --min-free-disk\)"):
+        convert(folder, new, min_free_disk="1000TB")
     (tmp_path / "evil.pth").write_bytes(pack(archive(b"\x80\x02cos\nsystem\n.")))
     with pytest.raises(UnsafePickleError):
         convert(tmp_path / "evil.pth", new)
