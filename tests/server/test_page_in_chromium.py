@@ -990,7 +990,7 @@ def test_full_storage_is_told_until_there_is_room(tab: Tab, tmp_path: Path) -> N
         " localStorage.setItem('other' + localStorage.length, 'x'.repeat(size)); } catch {} } })()"
     )
     settings(tab, seed=1)
-    assert "The browser's storage is full. Export" in tab.run(notice)
+    tab.wait(notice + """.includes("The browser's storage is full. Export")""")
     ask(tab, "Well?")
     answered(tab, "Well?", "hop")
     assert "The browser's storage is full. Export" in tab.run(notice)

@@ -475,8 +475,8 @@ def folder_scenes(tmp_path: Path) -> dict[Route, Scene]:
 
 def test_folder(folder_scenes: Mapping[Route, Scene]) -> None:
     ends = run(FolderMachine, 16, 12, scenes=folder_scenes)
-    assert ends["dies: died"] > 2
-    assert sum(count for end, count in ends.items() if "StorageError" in end) > 2
+    assert ends["dies: died"] > 0
+    assert sum(count for end, count in ends.items() if "StorageError" in end) > 0
 
 
 @pytest.mark.long
