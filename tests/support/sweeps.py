@@ -91,25 +91,30 @@ PARTS: Mapping[str, int] = {
     "formats/test_tensor_spec.py::test_any_range_of_any_tensor": 4,
     "models/test_inspection.py::test_attacks_are_refused": 8,
     "models/test_pull.py::test_routes_of_a_repository": 2,
+    "models/test_pull.py::test_gguf_file_is_called_by_its_type_and_may_stay_unsplit": 2,
     "quant/test_compression.py::test_dequantized_values_are_those_of_bitsandbytes": 6,
     "quant/test_fitting.py::test_numba_and_numpy_agree": 6,
     "quant/test_nested_scales.py::test_dequantized_values_are_those_of_bitsandbytes": 6,
     "quant/test_products.py::test_any_number_of_inputs_rows_and_columns_by_bytes": 6,
+    "quant/test_products.py::test_a_compiler_with_fewer_instructions": 2,
     "quant/test_prompt_attention.py::test_the_error_is_one_rounding": 3,
     "quant/test_joint.py::test_bits_of_separate_products": 3,
     "quant/test_block_encoders.py::test_the_error_is_at_most_that_of_llama_cpp": 3,
+    "quant/test_block_products.py::test_methods_by_the_number_of_inputs": 3,
     "server/test_slow_tokenizers.py::test_streams_and_bytes_of_tokens_are_the_whole_text": 16,
     "server/test_structured.py::test_forced_calls": 4,
     "server/test_tools.py::test_thousands_of_begun_calls_are_read_in_one_go": 3,
     "server/test_tool_calls.py::test_marks_of_calls_that_are_special_tokens": 3,
     "server/test_tool_calls.py::test_call_inside_reasoning_is_ignored": 3,
+    "server/test_sampling.py::test_distribution_is_that_of_transformers_processors": 3,
+    "server/test_models.py::test_an_idle_model_is_unloaded": 2,
+    "server/test_reranking.py::test_a_classifier_reads_a_pair": 2,
     "store/test_checkpoint_folder.py::test_chunks_make_the_whole_tensor": 6,
     "pipeline/test_spread.py::test_generated_tokens_equal_transformers": 8,
     "estimate/test_outline.py::test_an_outline_has_the_estimate_of_its_model": 8,
     "estimate/test_outline.py::test_published_figures_are_those_of_the_model_class": 8,
     "prepare/test_acceptance.py::test_faults_are_refused_before_the_first_change": 4,
     "prepare/test_finding.py::test_interrupted_legacy_folder_is_split_again": 10,
-    "prepare/test_make.py::test_two_processes_race_on_a_checkpoint_of_one_file": 4,
     "prepare/test_make.py::test_two_processes_race_on_one_checkpoint": 4,
     "prepare/test_make.py::test_waiting_process_resumes_the_split_of_a_killed_one": 12,
     "prepare/test_mixed.py::test_logits_are_those_of_the_dequantized_weights": 8,
@@ -122,6 +127,8 @@ PARTS: Mapping[str, int] = {
     "splitter/test_shard_fetcher.py::test_damaged_staged_bytes_restart_the_shard": 8,
     "splitter/test_edited_source.py::test_recorded_checksum_is_that_of_the_used_data": 16,
     "splitter/test_failing_disk.py::test_failure_at_some_steps": 12,
+    "splitter/test_failing_disk.py::test_full_disk_cuts_a_write_short": 3,
+    "splitter/test_failing_disk.py::test_short_writes": 3,
     "splitter/test_full_disk.py::test_disk_fills_up_in_the_middle": 12,
     "splitter/test_full_disk.py::test_disk_fills_up_during_a_large_write": 6,
     "splitter/test_full_disk.py::test_less_than_the_predicted_peak_is_refused": 6,
@@ -147,6 +154,10 @@ PARTS: Mapping[str, int] = {
     "test_supported_models.py::test_generating_class": 150,
     "display/test_tier_picture.py::test_experts_on_gpus_and_in_host_memory": 3,
     "display/test_tier_picture.py::test_every_byte_is_drawn_at_its_tier": 3,
+    "base/test_openmp.py::test_threads_wait_actively_for_a_short_time": 3,
+    "base/test_logs.py::test_levels": 3,
+    "run/test_prompt.py::test_piped_or_redirected_text_is_read": 3,
+    "benchmarks/test_gpu_work.py::test_this_project_is_measured_on_the_device": 3,
 }
 """Test -> one case in so many is part of `make test`."""
 
@@ -168,7 +179,7 @@ ROOMS = (
     "splitter",
     "test_auto_model",
 )
-"""Tests that make a model or a split for each case: of those that `PARTS` does not name, one case in four."""
+"""Tests that make a model or a split for each case: of those that `PARTS` does not name, one case in six."""
 
 COVERED: Mapping[str, tuple[str, ...]] = {
     "benchmarks/test_drafts.py::test_it_runs": (
@@ -226,6 +237,10 @@ COVERED: Mapping[str, tuple[str, ...]] = {
         "generation/test_rewind.py::test_sampled_answers_with_a_seed_are_the_same_with_ngrams",
         "generation/test_rewind.py::test_sampled_answers_with_a_seed_are_the_same_with_trees",
     ),
+    "generation/test_mtp.py::test_auto_uses_a_head_where_layers_are_streamed": (
+        "generation/test_draft.py::test_auto_is_for_models_that_move_weights_and_can_go_back",
+        "generation/test_mtp.py::test_commands_name_and_use_the_head",
+    ),
     "generation/test_mtp.py::test_heads_on_gpus": (
         "generation/test_mtp.py::test_greedy_answers_are_the_models_own",
         "engine/test_fake_gpu.py::test_every_family_has_the_bits_of_transformers",
@@ -256,6 +271,9 @@ COVERED: Mapping[str, tuple[str, ...]] = {
     "generation/test_swapped_to_file.py::test_cancelled_requests_leave_no_buffers": (
         "generation/test_preemption.py::test_cancelled_requests_leave_no_swapped_cache",
     ),
+    "prepare/test_make.py::test_two_processes_race_on_a_checkpoint_of_one_file": (
+        "prepare/test_make.py::test_two_processes_race_on_one_checkpoint",
+    ),
     "server/test_drafts.py::test_a_draft_model": (
         "server/test_drafts.py::test_the_same_answers_in_fewer_passes",
         "generation/test_batch_drafts.py::test_a_draft_model_proposes_for_all_requests_in_one_pass",
@@ -264,6 +282,29 @@ COVERED: Mapping[str, tuple[str, ...]] = {
         "server/test_drafts.py::test_the_same_answers_in_fewer_passes",
         "generation/test_batch_drafts.py::test_the_heads_of_a_checkpoint",
         "generation/test_batch_drafts.py::test_states_are_preempted_with_what_they_lack",
+    ),
+    "server/test_page_in_chromium.py::test_a_browser_that_blocks_storage": (
+        "server/test_page_in_chromium.py::test_full_storage_is_told_until_there_is_room",
+    ),
+    "server/test_page_in_chromium.py::test_an_answer_stays_where_no_other_comes": (
+        "server/test_page_in_chromium.py::test_messages_have_versions",
+    ),
+    "server/test_page_in_chromium.py::test_an_edited_question_waits_for_the_end_of_an_answer": (
+        "server/test_page_in_chromium.py::test_messages_have_versions",
+        "server/test_page_in_chromium.py::test_a_refused_question_is_edited",
+    ),
+    "server/test_page_in_chromium.py::test_code_is_copied_without_its_colours": (
+        "server/test_page_in_chromium.py::test_questions_are_copied",
+    ),
+    "server/test_page_in_chromium.py::test_conversations_stay_in_order_when_the_status_comes_late": (
+        "server/test_page_in_chromium.py::test_conversations_are_renamed_deleted_and_restored",
+        "server/test_page_in_chromium.py::test_answer_continues_while_another_conversation_is_open",
+    ),
+    "server/test_page_in_chromium.py::test_number_fields_of_a_row_are_level": (
+        "server/test_page_in_chromium.py::test_every_state_fits_and_is_legible",
+    ),
+    "server/test_page_in_chromium.py::test_shown_elements_are_kept_while_an_answer_streams": (
+        "server/test_page_in_chromium.py::test_streamed_answer_survives_a_reload",
     ),
     "splitter/test_meta_checkpoints.py::test_power_cut": (
         "splitter/test_power_cut.py::test_power_cut",
@@ -294,6 +335,6 @@ def leave_the_rest_to_the_long_run(items: Sequence[pytest.Item]) -> None:
             sweeps[name].append(item)
     for name, cases in sweeps.items():
         drawn = sorted(cases, key=lambda case: (crc32(case.nodeid.encode()), case.nodeid))
-        parts = PARTS.get(name, 4)
+        parts = PARTS.get(name, 6)
         for case in drawn[-(-len(cases) // parts) :]:
             case.add_marker(pytest.mark.long)
