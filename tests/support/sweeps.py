@@ -21,7 +21,6 @@ PARTS: Mapping[str, int] = {
     "generation/test_long_prompts.py::test_preempted_while_the_angles_change": 4,
     "generation/test_long_prompts.py::test_a_conversation_across_the_change_and_back": 2,
     "generation/test_lookahead.py::test_all_families_get_their_tokens_in_fewer_passes": 100,
-    "generation/test_mtp.py::test_heads_of_compressed_folders_have_8_bits": 12,
     "generation/test_batch.py::test_several_requests": 24,
     "generation/test_preemption.py::test_exact_has_the_bits_without_preemption": 6,
     "generation/test_preemption.py::test_preempted_requests_get_their_tokens_alone": 12,
@@ -58,7 +57,6 @@ PARTS: Mapping[str, int] = {
     "engine/test_experts.py::test_bits_do_not_depend_on_where_experts_are": 12,
     "engine/test_experts.py::test_every_kernel_of_transformers_gets_its_experts": 8,
     "engine/test_fake_gpu.py::test_buffers_stay_within_the_limit": 16,
-    "engine/test_fake_gpu.py::test_compressed_models_have_the_bits_of_the_cpu": 12,
     "engine/test_fake_gpu.py::test_every_family_has_the_bits_of_transformers": 16,
     "engine/test_fake_gpu.py::test_gguf_file_without_a_split": 12,
     "engine/test_families.py::test_another_dtype_than_the_stored_one": 6,
@@ -137,14 +135,12 @@ PARTS: Mapping[str, int] = {
     "splitter/test_interrupted.py::test_interrupt_while_a_shard_is_fetched": 4,
     "splitter/test_kill.py::test_kill_at_some_steps": 16,
     "splitter/test_meta_checkpoints.py::test_any_number_of_ranks_makes_the_bytes_of_safetensors": 12,
-    "splitter/test_meta_checkpoints.py::test_disk_peak_equals_the_plan": 6,
     "splitter/test_plan.py::test_planned_placement_on_gpus_equals_that_of_the_split": 8,
     "splitter/test_plan.py::test_planned_tensors_and_placement_equal_those_of_the_split": 24,
     "splitter/test_power_cut.py::test_power_cut": 32,
     "splitter/test_power_cut.py::test_power_cut_where_one_file_is_open_at_a_time": 4,
     "splitter/test_split.py::test_peak_of_the_disk": 12,
     "splitter/test_torch_checkpoints.py::test_every_route_makes_the_bytes_of_safetensors": 12,
-    "splitter/test_torch_checkpoints.py::test_disk_peak_equals_the_plan": 6,
     "splitter/test_torch_checkpoints.py::test_plain_tensors_are_streamed": 6,
     "support/test_rounding.py::test_sums_in_any_order_are_right": 4,
     "support/test_builders.py::test_family_loads_and_generates": 4,
@@ -179,7 +175,7 @@ ROOMS = (
     "splitter",
     "test_auto_model",
 )
-"""Tests that make a model or a split for each case: of those that `PARTS` does not name, one case in six."""
+"""Tests that make a model or a split for each case: of those that `PARTS` does not name, one case in eight."""
 
 COVERED: Mapping[str, tuple[str, ...]] = {
     "benchmarks/test_drafts.py::test_it_runs": (
@@ -196,6 +192,10 @@ COVERED: Mapping[str, tuple[str, ...]] = {
     "cli/test_plan.py::test_peak_of_a_repository": ("cli/test_plan.py::test_peak_of_a_folder",),
     "engine/test_default_dtype.py::test_passes_have_the_same_bits": (
         "engine/test_default_dtype.py::test_products_have_the_same_bits",
+    ),
+    "engine/test_fake_gpu.py::test_compressed_models_have_the_bits_of_the_cpu": (
+        "engine/test_fake_gpu.py::test_4bit_layers_are_multiplied_from_codes_by_a_right_kernel",
+        "engine/test_fake_gpu.py::test_8bit_layers_are_dequantized",
     ),
     "engine/test_fake_gpu.py::test_driver_limit_leaves_some_experts_in_ordinary_memory": (
         "engine/test_fake_gpu.py::test_refused_page_locking_keeps_layers_in_ordinary_memory",
@@ -241,6 +241,10 @@ COVERED: Mapping[str, tuple[str, ...]] = {
         "generation/test_draft.py::test_auto_is_for_models_that_move_weights_and_can_go_back",
         "generation/test_mtp.py::test_commands_name_and_use_the_head",
     ),
+    "generation/test_mtp.py::test_heads_of_compressed_folders_have_8_bits": (
+        "splitter/test_further_heads.py::test_heads_have_8_bits",
+        "generation/test_mtp.py::test_greedy_answers_are_the_models_own",
+    ),
     "generation/test_mtp.py::test_heads_on_gpus": (
         "generation/test_mtp.py::test_greedy_answers_are_the_models_own",
         "engine/test_fake_gpu.py::test_every_family_has_the_bits_of_transformers",
@@ -263,6 +267,10 @@ COVERED: Mapping[str, tuple[str, ...]] = {
     "generation/test_self_draft.py::test_a_chat_keeps_its_cache": (
         "generation/test_rewind.py::test_a_chat_keeps_its_cache",
         "generation/test_self_draft.py::test_greedy_answers_are_the_models_own",
+    ),
+    "generation/test_self_draft.py::test_a_compressed_model_is_its_own_draft": (
+        "generation/test_self_draft.py::test_greedy_answers_are_the_models_own",
+        "generation/test_self_draft.py::test_drafts_compute_with_the_encoded_matrices",
     ),
     "generation/test_swapped_to_file.py::test_a_full_disk_has_them_computed_again": (
         "generation/test_preemption.py::test_a_full_disk_has_them_computed_again",
@@ -306,6 +314,10 @@ COVERED: Mapping[str, tuple[str, ...]] = {
     "server/test_page_in_chromium.py::test_shown_elements_are_kept_while_an_answer_streams": (
         "server/test_page_in_chromium.py::test_streamed_answer_survives_a_reload",
     ),
+    "splitter/test_meta_checkpoints.py::test_disk_peak_equals_the_plan": (
+        "splitter/test_meta_checkpoints.py::test_planned_need_fits_and_less_is_refused",
+        "splitter/test_split.py::test_peak_of_the_disk",
+    ),
     "splitter/test_meta_checkpoints.py::test_power_cut": (
         "splitter/test_power_cut.py::test_power_cut",
         "splitter/test_meta_checkpoints.py::test_any_number_of_ranks_makes_the_bytes_of_safetensors",
@@ -313,6 +325,10 @@ COVERED: Mapping[str, tuple[str, ...]] = {
     "splitter/test_power_cut.py::test_power_cut_after_a_crash_before_each_sync": (
         "splitter/test_power_cut.py::test_power_cut_after_a_crash",
         "splitter/test_power_cut.py::test_power_cut",
+    ),
+    "splitter/test_torch_checkpoints.py::test_disk_peak_equals_the_plan": (
+        "splitter/test_torch_checkpoints.py::test_every_route_makes_the_bytes_of_safetensors",
+        "splitter/test_split.py::test_peak_of_the_disk",
     ),
     "test_matrix.py::test_kernels_for_pairs_of_bfloat16_run_here": (
         "quant/test_coded.py::test_every_kernel_that_this_processor_can_run",
@@ -335,6 +351,6 @@ def leave_the_rest_to_the_long_run(items: Sequence[pytest.Item]) -> None:
             sweeps[name].append(item)
     for name, cases in sweeps.items():
         drawn = sorted(cases, key=lambda case: (crc32(case.nodeid.encode()), case.nodeid))
-        parts = PARTS.get(name, 6)
+        parts = PARTS.get(name, 8)
         for case in drawn[-(-len(cases) // parts) :]:
             case.add_marker(pytest.mark.long)
