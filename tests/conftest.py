@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import draws
 from tests.support.after_import import after_import
 from tests.support.one_thread import THREADS
 from tests.support.parts import chosen, relative
@@ -153,10 +154,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--listed", metavar="FILE", help="run what this file in tests/ names, a file or a test a line")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    draws.SHARE = 4 if "not long" in config.option.markexpr else 1
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A process more than cores: many tests wait for processes that they start."""
-    return (os.cpu_count() or 1) + 1
+    """One a core: tests that wait for processes keep it busy with these, and one more imports all tests once more."""
+    return os.cpu_count() or 1
 
 
 def listed(config: pytest.Config) -> Sequence[str]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from fuzz.__main__ import TARGETS as NAMES
 from fuzz.targets import TARGETS, seeds_of
 from rabbitllm.errors import RabbitLLMError
+from tests.support.draws import draws
 
 LAX = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
@@ -45,7 +46,7 @@ def check(name: str, hostile: bool, times: int, random: Random) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=300, deadline=None, suppress_health_check=LAX)
+@settings(max_examples=draws(300), deadline=None, suppress_health_check=LAX)
 @given(hostile=st.booleans(), times=st.integers(1, 3), seed=st.integers(0, 1 << 62))
 def test_read_or_refused(name: str, hostile: bool, times: int, seed: int) -> None:
     check(name, hostile, times, Random(seed))
@@ -53,7 +54,7 @@ def test_read_or_refused(name: str, hostile: bool, times: int, seed: int) -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=20_000, deadline=None, suppress_health_check=LAX)
+@settings(max_examples=draws(20_000), deadline=None, suppress_health_check=LAX)
 @given(hostile=st.booleans(), times=st.integers(1, 3), seed=st.integers(0, 1 << 62))
 def test_read_or_refused_long(name: str, hostile: bool, times: int, seed: int) -> None:
     check(name, hostile, times, Random(seed))

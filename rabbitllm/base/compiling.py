@@ -5,7 +5,8 @@ unchanged. A compiled function has code of other modules in it: inlined loops, c
 code emits. So a digest of all modules of its package and of this one is part of the name. Files of older sources are
 not removed, as numba leaves its own when a function moves to another line.
 
-What is not in the cache is compiled, which takes seconds; displays of progress are told.
+What is not in the cache is compiled, which takes seconds; displays of progress are told. Processes that need the same
+function at once compile it once: one holds a lock, and the others wait for what it puts into the cache.
 
 If neither the package's folder nor the user's cache can be written (a container without a home), numba raises an error
 for a function that it is to cache; the function is then compiled in each process.
@@ -13,10 +14,12 @@ for a function that it is to cache; the function is then compiled in each proces
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ import numba
 from llvmlite import ir
 from numba import types
 from numba.core import event
+from numba.core.caching import FunctionCache
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.extending import intrinsic
 
 from rabbitllm.base import progress
@@ -197,12 +202,19 @@ CALLBACK: Any = types.int32(types.int32, *[types.int64] * 3)
 
 def compiled(function: Any) -> Any:
     """A function that is compiled when it is first called, and releases the interpreter lock."""
-    return _cached(functools.partial(numba.njit, nogil=True), function)
+    dispatcher = _cached(functools.partial(numba.njit, nogil=True), function)
+    dispatcher.compile = _alone(dispatcher.stats.cache_path, function)(dispatcher.compile)
+    return dispatcher
 
 
 def c_function(signature: Any, function: Any) -> Any:
     """A function of this signature, compiled at once, with an `address` that C code can call."""
-    return _cached(functools.partial(numba.cfunc, signature), function)
+    try:
+        folder = FunctionCache(function).cache_path  # type: ignore[no-untyped-call]
+    except RuntimeError:  # "no locator available"
+        folder = None
+    with _alone(folder, function):
+        return _cached(functools.partial(numba.cfunc, signature), function)
 
 
 @functools.cache
@@ -226,3 +238,41 @@ def _cached(make: Callable[..., Any], function: Any) -> Any:
         except RuntimeError:  # "no locator available"
             pass
     return make()(function)
+
+
+_PATIENCE = 120.0
+"""Seconds after which a function is compiled although another process, which may have been stopped, has its lock."""
+_HELD: set[str] = set()
+"""The locks of this process."""
+
+
+@contextlib.contextmanager
+def _alone(folder: str | None, function: Any) -> Iterator[None]:
+    """Let no other process compile a function meanwhile, where its folder has locks: it finds the result there.
+
+    Nobody waits for whoever waits for him: a process's threads wait for numba's lock first, and functions call each
+    other in no circle. A process that is killed has no locks.
+    """
+    name = f"{folder}/{function.__module__}.{function.__name__}.lock"
+    with global_compiler_lock, contextlib.ExitStack() as stack:
+        if sys.platform != "win32" and folder and name not in _HELD:
+            with contextlib.suppress(OSError):
+                _lock(stack.enter_context(open(name, "ab")).fileno(), stack)
+            _HELD.add(name)
+            stack.callback(_HELD.remove, name)
+        yield
+
+
+def _lock(descriptor: int, stack: contextlib.ExitStack) -> None:
+    import fcntl
+
+    end = time.monotonic() + _PATIENCE
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress.tell(progress.KernelsCompiling())
+            time.sleep(0.02)
+        else:  # a child that is forked meanwhile keeps the file open
+            stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
+            return

@@ -30,7 +30,7 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant._block_formats import FORMATS, IQ4_VALUES, Fields
 from rabbitllm.quant._vectors import inlined
 from rabbitllm.quant.dequantize_kernels import share
-from rabbitllm.quant.quantize_kernels import BF16, F16, F32, load
+from rabbitllm.quant.quantize_kernels import BF16, F16, F32, load, pair
 
 LARGEST = 65504.0
 """The largest float16, which scales are stored in; larger values are refused."""
@@ -87,7 +87,8 @@ def encode(name: str, values: torch.Tensor | npt.NDArray[Any], threads: int | No
     def work(begin: int, end: int) -> None:
         for first in range(begin * step, min(end * step, len(out)), step):
             some = out[first : first + step]
-            largest = kernel(words[first * block.elements :][: len(some) * block.elements], kind, *tables, some)
+            these = words[first * block.elements :][: len(some) * block.elements]
+            largest = kernel(pair(these, kind), kind, *tables, some)
             if largest > _LARGEST_BITS:
                 refused.append(np.uint32(largest))
 
@@ -205,14 +206,14 @@ def _store_half(value, target):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _q8_0(words, kind, out):  # type: ignore[no-untyped-def]
+def _q8_0(both, kind, out):  # type: ignore[no-untyped-def]
     tile = np.empty(32 * LANES, np.float32)
     tile_bits = tile.view(np.uint32)
     largest = np.uint32(0)
     for first in range(0, len(out), LANES):
-        some = words[32 * first : 32 * (first + LANES)]
-        largest = max(largest, load(some, kind, tile[: len(some)], tile_bits[: len(some)]))
-        for block in range(len(some) // 32):
+        count = min(LANES, len(out) - first)
+        largest = max(largest, load(both, kind, 32 * first, 32 * count, tile, tile_bits))
+        for block in range(count):
             values, bits = tile[32 * block : 32 * block + 32], tile_bits[32 * block : 32 * block + 32]
             top = np.uint32(0)
             for i in range(len(values)):
@@ -228,13 +229,14 @@ def _q8_0(words, kind, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _q4_0(words, kind, out):  # type: ignore[no-untyped-def]
+def _q4_0(both, kind, out):  # type: ignore[no-untyped-def]
     """The largest magnitude is tried as code -8 and as 7; least squares in whole numbers, whose sums are exact."""
     t, values = np.empty(_TILE, np.float32), np.empty(32 * LANES, np.float32)
     rests, row = np.empty(LANES, np.int32), np.empty(LANES, np.uint8)
     largest = np.uint32(0)
     for first in range(0, len(out), LANES):
-        largest = max(largest, _load_tile(words[32 * first : 32 * (first + LANES)], kind, 32, t, values))
+        count = min(LANES, len(out) - first)
+        largest = max(largest, _load_tile(both, kind, 32 * first, 32 * count, 32, t, values))
         for g in range(LANES):
             extreme = t[_GREATEST + g] if t[_GREATEST + g] >= -t[_LEAST + g] else t[_LEAST + g]
             t[_EXTREMES + g] = extreme if abs(extreme) > _NOTHING else np.float32(np.inf)
@@ -274,14 +276,13 @@ def _q4_0(words, kind, out):  # type: ignore[no-untyped-def]
                 t[_SCALES + g] = scale if better else t[_SCALES + g]
         for g in range(LANES):
             t[_INVERSES + g] = _inverse(t[_SCALES + g])
-        count = min(LANES, len(out) - first)
         for i in range(16):
             low, high = t[_X + i * LANES : _X + (i + 1) * LANES], t[_X + (i + 16) * LANES : _X + (i + 17) * LANES]
             for g in range(LANES):
                 inverse = t[_INVERSES + g]
-                both = np.int32(min(max(low[g] * inverse + np.float32(8.5), _ZERO), np.float32(15)))
+                lower = np.int32(min(max(low[g] * inverse + np.float32(8.5), _ZERO), np.float32(15)))
                 upper = np.int32(min(max(high[g] * inverse + np.float32(8.5), _ZERO), np.float32(15)))
-                row[g] = np.uint8(np.int32(both | np.int32(upper << np.int32(4))))
+                row[g] = np.uint8(np.int32(lower | np.int32(upper << np.int32(4))))
             column = out[first : first + count, 2 + i]
             for g in range(count):
                 column[g] = row[g]
@@ -322,10 +323,10 @@ def _rows(t, begin):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _load_tile(words, kind, group, t, values):  # type: ignore[no-untyped-def]
+def _load_tile(both, kind, begin, count, group, t, values):  # type: ignore[no-untyped-def]
     """Begin a tile with whole blocks, of which there may be fewer; returns the bits of the largest magnitude."""
-    values[len(words) :] = _ZERO
-    largest = load(words, kind, values[: len(words)], values.view(np.uint32)[: len(words)])
+    values[count:] = _ZERO
+    largest = load(both, kind, begin, count, values, values.view(np.uint32))
     for i in range(group):
         for g in range(LANES):
             t[_X + i * LANES + g] = values[g * group + i]
@@ -557,7 +558,7 @@ def _fit_units(t, begin, end):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _search(words, kind, group, groups, limits, ranges, places, fields, payload, halves, out):  # type: ignore[no-untyped-def]
+def _search(both, kind, group, groups, limits, ranges, places, fields, payload, halves, out):  # type: ignore[no-untyped-def]
     """Encode blocks, into zeros; returns the bits of the largest magnitude."""
     elements, at_once = group * groups, LANES // groups
     low, high, least_factor, most_factor, least_multiple, most_multiple, spread = limits
@@ -569,9 +570,8 @@ def _search(words, kind, group, groups, limits, ranges, places, fields, payload,
     largest = np.uint32(0)
     for first in range(0, len(out), at_once):
         count = min(at_once, len(out) - first)
-        tile = words[first * elements : (first + count) * elements]
         t[:_X] = _ZERO
-        largest = max(largest, _load_tile(tile, kind, group, t, values))
+        largest = max(largest, _load_tile(both, kind, first * elements, count * elements, group, t, values))
         _weigh(group, groups, spread, t)
         _fit_groups(t, group, limits, ranges)
         for g in range(LANES):  # what a scale's error counts, if the minimum follows

@@ -20,7 +20,7 @@ Every function releases the interpreter lock.
 from __future__ import annotations
 
 import functools
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -46,10 +46,11 @@ def quantize(scheme: str, data: memoryview, dtype: str, *, fitted: bool = False)
     Returns:
         The bytes of the codes, at 4 bits two a byte, and of one scale per block, float32.
     """
-    entry, words = SCHEMES[scheme], np.frombuffer(data, np.uint32 if dtype == "F32" else np.uint16)
+    entry, kind = SCHEMES[scheme], _KINDS[dtype]
+    words = np.frombuffer(data, np.uint32 if kind == F32 else np.uint16)
     codes = np.empty(-(-words.size // entry.codes_a_byte), np.uint8)
     scales = np.empty(-(-words.size // entry.block), np.float32)
-    operands = words, _KINDS[dtype]
+    operands = pair(words, kind), kind
     if fitted:
         _fit_blocks(*operands, *fitting_tables(), np.array(MULTIPLES[scheme], np.float32), codes, scales)
     elif entry.codes == "4bit":
@@ -88,15 +89,21 @@ def fitting_tables() -> tuple[Scales, Scales]:
     return midpoints, levels[np.searchsorted(midpoints, steps, side="left")]
 
 
+def pair(words: npt.NDArray[Any], kind: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint32]]:
+    """Floats of 16 and of 32 bits, none of one of them: kernels get both, and are compiled once for all kinds."""
+    return (words[:0].view(np.uint16), words) if kind == F32 else (words, words[:0].view(np.uint32))
+
+
 # Blocks are slices: numba checks an index with a variable start for being negative, and does not vectorize its loop.
 
 
 @compiled
-def load(words, kind, values, bits):  # type: ignore[no-untyped-def]
-    """Load floats as float32, whose bits are `bits`; returns the bits of the largest magnitude."""
+def load(both, kind, first, count, values, bits):  # type: ignore[no-untyped-def]
+    """Load some floats of a `pair` as float32, whose bits are `bits`; returns the bits of the largest magnitude."""
+    words, wide = both[0][first : first + count], both[1][first : first + count]
     if kind == F32:
-        for i in range(len(words)):
-            bits[i] = np.uint32(words[i])
+        for i in range(len(wide)):
+            bits[i] = wide[i]
     elif kind == BF16:
         for i in range(len(words)):
             bits[i] = np.uint32(np.uint32(words[i]) << np.uint32(16))
@@ -111,22 +118,23 @@ def load(words, kind, values, bits):  # type: ignore[no-untyped-def]
                 bits[i] |= np.uint32(0x7F800000)
             bits[i] |= (half & np.uint32(0x8000)) << np.uint32(16)
     largest = np.uint32(0)
-    for i in range(len(words)):  # magnitudes have the order of their bits, and comparisons of these are vectorized
+    for i in range(count):  # magnitudes have the order of their bits, and comparisons of these are vectorized
         largest = np.uint32(max(largest, np.uint32(bits[i] & np.uint32(0x7FFFFFFF))))
     return largest
 
 
 @compiled
-def _nf4_blocks(words, kind, midpoints, codes, scales):  # type: ignore[no-untyped-def]
+def _nf4_blocks(both, kind, midpoints, codes, scales):  # type: ignore[no-untyped-def]
     values, ranks, edges = np.empty(NF4_BLOCK, np.float32), np.empty(NF4_BLOCK, np.int16), np.empty(15, np.float32)
     bits = values.view(np.uint32)
     pairs = ranks.view(np.uint32)  # the even one in the low half: every machine that numba supports is little-endian
     for i in range(15):
         edges[i] = midpoints[i]
+    size = both[0].size + both[1].size
     for block in range(scales.size):
         first = block * NF4_BLOCK
-        count = min(NF4_BLOCK, words.size - first)
-        largest = load(words[first : first + count], kind, values, bits)
+        count = min(NF4_BLOCK, size - first)
+        largest = load(both, kind, first, count, values, bits)
         scale = np.uint32(largest).view(np.float32)
         if largest > np.uint32(0x7F800000):
             for i in range(count - 1, -1, -1):
@@ -151,12 +159,12 @@ def _nf4_blocks(words, kind, midpoints, codes, scales):  # type: ignore[no-untyp
 
 
 @compiled
-def _int8_blocks(words, kind, bins, codes, scales):  # type: ignore[no-untyped-def]
+def _int8_blocks(both, kind, bins, codes, scales):  # type: ignore[no-untyped-def]
     values, places = np.empty(INT8_BLOCK, np.float32), np.empty(INT8_BLOCK, np.uint16)
-    bits = values.view(np.uint32)
+    bits, size = values.view(np.uint32), both[0].size + both[1].size
     for block in range(scales.size):
-        first, last = block * INT8_BLOCK, min((block + 1) * INT8_BLOCK, words.size)
-        largest, some = load(words[first:last], kind, values, bits), values[: last - first]
+        first, last = block * INT8_BLOCK, min((block + 1) * INT8_BLOCK, size)
+        largest, some = load(both, kind, first, last - first, values, bits), values[: last - first]
         scale = np.uint32(largest).view(np.float32)
         if largest >= np.uint32(0x7F800000):  # with infinities or NaNs the scale is the result of these comparisons
             scale = np.float32(0)
@@ -192,18 +200,19 @@ def _fit_error(values, scale, nearest, ys, places, squares):  # type: ignore[no-
 
 
 @compiled
-def _fit_blocks(words, kind, midpoints, nearest, multiples, codes, scales):  # type: ignore[no-untyped-def]
+def _fit_blocks(both, kind, midpoints, nearest, multiples, codes, scales):  # type: ignore[no-untyped-def]
     values = np.empty(NF4_BLOCK, np.float32)
     bits = values.view(np.uint32)
     ys = np.empty(NF4_BLOCK, np.float32)
     places = np.empty(NF4_BLOCK, np.uint16)
     squares = np.empty(NF4_BLOCK, np.float32)
     ranks = np.empty(NF4_BLOCK, np.uint8)
+    size = both[0].size + both[1].size
     for block in range(scales.size):
         first = block * NF4_BLOCK
-        count = min(NF4_BLOCK, words.size - first)
+        count = min(NF4_BLOCK, size - first)
         values[count:] = np.float32(0)
-        largest = np.uint32(load(words[first : first + count], kind, values, bits)).view(np.float32)
+        largest = np.uint32(load(both, kind, first, count, values, bits)).view(np.float32)
         best = largest
         least = np.float32(np.inf)
         if SMALLEST_FITTED < largest < LARGEST_FITTED:

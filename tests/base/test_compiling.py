@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import pytest
 from rabbitllm.base import compiling, progress
 from rabbitllm.engine import _norm_kernels
 from rabbitllm.quant import _product_kernels, _vectors, quantize_kernels
+from tests.support.forked import in_a_fork
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "rabbitllm" / "demo" / "model"
@@ -156,6 +159,39 @@ def test_changed_sources_recompile_a_kernel(tmp_path: Path, monkeypatch: pytest.
     # what was imported before the sources changed is not kept as theirs
     assert of_a_new_process(4, began=False) == (4, False, 4, False)
     assert of_a_new_process(4) == (4, False, 4, False)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="forks")
+def test_processes_that_need_a_function_at_once_compile_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock of one that was killed holds nobody up."""
+    forks = multiprocessing.get_context("fork")
+    together = forks.Barrier(2)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "digest_of", lambda package: "0" * 32)
+    times = compiling.compiled(times_two)
+    folder = times.stats.cache_path
+
+    def die_with_the_lock() -> None:
+        with compiling._alone(folder, times_two):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def compiles() -> int:
+        together.wait()
+        assert times(21) == 42
+        return sum(times.stats.cache_misses.values())
+
+    killed = forks.Process(target=die_with_the_lock)
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    with ThreadPoolExecutor(2) as threads:
+        assert sorted(threads.map(in_a_fork, [compiles] * 2)) == [0, 1]
+
+
+def times_two(x: int) -> int:
+    return 2 * x
 
 
 def test_changed_helpers_recompile_every_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from rabbitllm.checkpoints import meta_checkpoint
 from rabbitllm.checkpoints.meta_checkpoint import derive_tokenizer, special_tokens
 from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError
 from tests.attacks.protobuf_files import HOSTILE
+from tests.support.draws import draws
 from tests.support.meta_files import tiktoken_file
 
 CORPUS = [*Path(__file__).parent.glob("*.py"), *Path(__file__).parent.parent.glob("support/*.py")]
@@ -104,7 +105,7 @@ def test_ids_are_those_of_sentencepiece(from_pieces: tuple[Any, Any], text: str)
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters="<\u2581"), max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws(300), deadline=None)
 def test_ids_of_any_text_are_those_of_sentencepiece(from_pieces: tuple[Any, Any], text: str) -> None:
     tokenizer, library = from_pieces
     assert ids_of(tokenizer, text) == library.encode(text)
@@ -187,7 +188,7 @@ def test_ids_are_those_of_tiktoken(from_ranks: tuple[Any, Any], text: str) -> No
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws(300), deadline=None)
 def test_ids_of_any_text_are_those_of_tiktoken(from_ranks: tuple[Any, Any], text: str) -> None:
     tokenizer, library = from_ranks
     assert ids_of(tokenizer, text) == library.encode(text, allowed_special="all")

@@ -124,7 +124,8 @@ def test_a_full_disk_is_seen_before_the_first_byte(
     assert "Keeping the copies for draft='self' needs" in caplog.text
 
 
-def test_a_crash_at_any_step_leaves_whole_files(llama: tuple[Path, int, torch.Tensor]) -> None:
+@pytest.mark.parametrize("stride", [40, pytest.param(17, marks=pytest.mark.long)])
+def test_a_crash_at_any_step_leaves_whole_files(llama: tuple[Path, int, torch.Tensor], stride: int) -> None:
     directory, room, expected = llama
     load(directory, room, self_draft=True)
     whole = files_in(directory)
@@ -144,7 +145,7 @@ def test_a_crash_at_any_step_leaves_whole_files(llama: tuple[Path, int, torch.Te
                 load(directory, room, self_draft=True)
             break
         except KeyboardInterrupt:
-            steps += 1 if steps < 5 else 17
+            steps += 1 if steps < 5 else stride
         left_over = files_in(directory)
         assert {name: content for name, content in left_over.items() if name in whole}.items() <= whole.items()
         assert {name.removesuffix(".part") for name in left_over} <= whole.keys()

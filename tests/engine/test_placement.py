@@ -37,6 +37,7 @@ from rabbitllm.engine.placement import (
 from tests.engine.test_every_architecture import build
 from tests.engine.test_fake_gpu import load_on
 from tests.support.builders import build_checkpoint
+from tests.support.draws import draws
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import ALL, bytes_when_made, load, split
 from tests.support.tiny_models import tiers as tiers_of
@@ -131,7 +132,7 @@ budget_lists = st.lists(st.tuples(st.integers(0, 20_000), st.booleans()), min_si
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=draws(300))
 @given(units(), budget_lists, st.booleans())
 def test_every_unit_is_placed_once_and_limits_are_kept(
     costs: list[UnitCost], budgets: list[Budget], small_first: bool
@@ -148,7 +149,7 @@ def test_every_unit_is_placed_once_and_limits_are_kept(
         assert footprint(costs, placement, budget.device) <= max(budget.nbytes, least)
 
 
-@settings(max_examples=200)
+@settings(max_examples=draws(200))
 @given(units(), budget_lists)
 def test_units_have_only_possible_tiers(costs: list[UnitCost], budgets: list[Budget]) -> None:
     placement = place(costs, budgets)
@@ -170,7 +171,7 @@ def test_units_have_only_possible_tiers(costs: list[UnitCost], budgets: list[Bud
     assert placement.is_resident == all(placed.tier in READY for placed in placement.units)
 
 
-@settings(max_examples=300)
+@settings(max_examples=draws(300))
 @given(units(), st.integers(0, 20_000), st.integers(0, 1000), st.booleans())
 def test_copies_of_what_is_streamed_are_within_the_limit(
     costs: list[UnitCost], nbytes: int, thousandths: int, small_first: bool
@@ -257,7 +258,7 @@ def test_small_units_are_kept_first_by_default() -> None:
     assert sum(evenly[f"layers.{i}"] is Tier.RESIDENT for i in range(8)) >= 2
 
 
-@settings(max_examples=200)
+@settings(max_examples=draws(200))
 @given(st.integers(1, 60), st.integers(0, 60))
 def test_kept_layers_are_spread_evenly(layers: int, kept: int) -> None:
     """So that the transfer of each streamed layer hides behind the computation of as many others as possible."""
@@ -273,7 +274,7 @@ def test_kept_layers_are_spread_evenly(layers: int, kept: int) -> None:
         assert abs(sum(flags[:length]) - length * kept / layers) <= 1
 
 
-@settings(max_examples=100)
+@settings(max_examples=draws(100))
 @given(st.integers(2, 40), st.integers(0, 3000), st.integers(0, 3000))
 def test_larger_budget_keeps_at_least_as_much(layers: int, room: int, more: int) -> None:
     costs = model(layers, stored=100, ready=250)
@@ -370,7 +371,7 @@ def test_devices_get_runs_in_proportion_to_budgets(rooms: tuple[int, int], count
     assert placement.home == devices[0]
 
 
-@settings(max_examples=100)
+@settings(max_examples=draws(100))
 @given(st.integers(1, 20), st.lists(st.integers(0, 1000), min_size=2, max_size=4))
 def test_devices_alternate_and_links_copy_equally_if_not_all_units_fit(rounds: int, rooms: list[int]) -> None:
     budgets = [Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)]
@@ -427,7 +428,7 @@ gpu_lists = st.lists(st.integers(0, 20_000), min_size=1, max_size=4).map(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=draws(300))
 @given(units(), budget_lists, st.integers(0, 20_000), st.integers(0, 3))
 def test_host_memory_is_not_exceeded_and_serves_other_devices(
     costs: list[UnitCost], budgets: list[Budget], room: int, cached: int
@@ -453,7 +454,7 @@ def test_host_memory_is_not_exceeded_and_serves_other_devices(
     assert placement.uploaded_bytes - placement.streamed_bytes <= sum(placed.stored for placed in pinned)
 
 
-@settings(max_examples=100)
+@settings(max_examples=draws(100))
 @given(units(), gpu_lists)
 def test_without_host_memory_no_unit_is_page_locked(costs: list[UnitCost], budgets: list[Budget]) -> None:
     assert not [p for p in place(costs, budgets, host_bytes=0).units if p.tier is Tier.PINNED and p.stored]
@@ -461,7 +462,7 @@ def test_without_host_memory_no_unit_is_page_locked(costs: list[UnitCost], budge
     assert not [p for p in everything.units if p.tier is Tier.STREAMED and p.stored]
 
 
-@settings(max_examples=200)
+@settings(max_examples=draws(200))
 @given(st.integers(3, 60), st.lists(st.integers(0, 3000), min_size=1, max_size=3), st.integers(0, 60))
 def test_disk_reads_are_spread_evenly_over_the_pass(layers: int, rooms: list[int], kept: int) -> None:
     """Over the units of each device that are not on it: so it reads from the disk at even distances."""
@@ -485,7 +486,7 @@ def test_disk_reads_are_spread_evenly_over_the_pass(layers: int, rooms: list[int
         assert abs(sum(of_device) - len(of_device) * kept / len(away)) <= 2
 
 
-@settings(max_examples=200)
+@settings(max_examples=draws(200))
 @given(st.integers(1, 60), st.integers(0, 60))
 def test_pinned_units_are_spread_evenly_among_kept_ones(layers: int, kept: int) -> None:
     costs = [layer(f"layers.{i}", 100) for i in range(layers)]
@@ -495,7 +496,7 @@ def test_pinned_units_are_spread_evenly_among_kept_ones(layers: int, kept: int) 
         assert abs(sum(flags[:length]) - length * sum(flags) / layers) <= 1
 
 
-@settings(max_examples=100)
+@settings(max_examples=draws(100))
 @given(st.integers(2, 40), st.integers(0, 6000), st.integers(0, 3000))
 def test_more_host_memory_reads_no_more(layers: int, room: int, more: int) -> None:
     costs, gpu = [layer(f"layers.{i}", 100, 250) for i in range(layers)], [Budget("cuda:0", 0, False)]
@@ -575,7 +576,7 @@ def test_units_of_every_token_are_kept_before_experts() -> None:
     assert "experts, by routing" in str(placement)
 
 
-@settings(max_examples=200)
+@settings(max_examples=draws(200))
 @given(st.integers(1, 6), st.integers(0, 20_000), st.booleans())
 def test_units_and_experts_stay_within_the_limit(layers: int, room: int, is_host: bool) -> None:
     costs, experts = mixture(layers)
@@ -587,7 +588,7 @@ def test_units_and_experts_stay_within_the_limit(layers: int, room: int, is_host
     assert all(pool.slots <= layers * EXPERTS for pool in placement.pools)
 
 
-@settings(max_examples=200)
+@settings(max_examples=draws(200))
 @given(st.integers(1, 6), st.integers(0, 14_000), st.integers(0, 4_000))
 def test_larger_budget_keeps_at_least_as_many_experts(layers: int, room: int, more: int) -> None:
     def kept(nbytes: int) -> int:
@@ -597,7 +598,7 @@ def test_larger_budget_keeps_at_least_as_many_experts(layers: int, room: int, mo
     assert kept(room + more) >= kept(room)
 
 
-@settings(max_examples=200)
+@settings(max_examples=draws(200))
 @given(st.integers(1, 6), st.lists(st.integers(0, 8_000), min_size=1, max_size=3), st.integers(0, 20_000))
 def test_host_memory_holds_experts_beyond_the_devices(layers: int, rooms: list[int], host: int) -> None:
     placement = placed(layers, *(Budget(f"cuda:{i}", room, False) for i, room in enumerate(rooms)), host=host)

@@ -47,6 +47,7 @@ from rabbitllm.store.layer_store import LayerStore
 from rabbitllm.telemetry.passes import PINNED_UPLOAD, READ, READ_WAIT, UPLOAD, UPLOAD_WAIT
 from rabbitllm.telemetry.profiler import Profiler
 from tests.support.builders import build_checkpoint
+from tests.support.draws import draws
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import split
 
@@ -514,7 +515,7 @@ def test_wrong_predictions_lose_no_slot(lanes: Lanes) -> None:
     assert all(map(lanes.opened.is_right, held))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 5), max_size=6)), max_size=25),
     st.sets(st.integers(0, 5)),

@@ -26,6 +26,7 @@ from rabbitllm.engine.span_reader import (
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
+from tests.support.draws import draws
 from tests.support.tiny_models import assert_same, load, run, split, tiers
 
 WAYS = [THROUGH_THE_CACHE, ReadMode(drop=True), ReadMode(direct=True)]
@@ -52,7 +53,7 @@ def span(offset: int, nbytes: int, after: int = 0) -> FileSpan:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 39_999), st.integers(1, 20_000)), min_size=1, max_size=4))
 def test_spans_anywhere_in_a_file(tmp_path: Path, way: ReadMode, places: list[tuple[int, int]]) -> None:
     store = folder(tmp_path, 40_001)  # its last block is a part of one

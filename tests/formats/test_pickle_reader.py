@@ -29,6 +29,7 @@ from rabbitllm.formats.pickle_reader import (
 )
 from tests.attacks.attack import Attack
 from tests.attacks.pickles import ATTACKS, LEGAL
+from tests.support.draws import draws
 from tests.support.torch_files import pickled, tensor_pickle
 
 ROOT = Path(__file__).parent.parent.parent
@@ -265,7 +266,7 @@ made_up = st.lists(st.sampled_from([bytes([code]) for code in CODES]) | st.binar
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Python's own listing, at a strange text
-@settings(max_examples=800, deadline=2000, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=draws(800), deadline=2000, suppress_health_check=[HealthCheck.too_slow])
 @given(mutated() | made_up.map(lambda parts: b"\x80\x04" + b"".join(parts) + b"."))
 @pytest.mark.long
 def test_only_our_errors(data: bytes) -> None:

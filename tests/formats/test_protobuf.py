@@ -22,6 +22,7 @@ from rabbitllm.formats._protobuf import (
     schema_of,
 )
 from tests.attacks.protobuf_files import FIXED64, number, real, span, varint
+from tests.support.draws import draws
 
 
 class Colour(IntEnum):
@@ -145,7 +146,7 @@ FIELDS = st.one_of(
 
 
 @given(st.lists(FIELDS, max_size=20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=draws(200), deadline=None)
 def test_unknown_fields_are_skipped(fields: list[bytes]) -> None:
     data = b"".join(fields) + number(3, 9)
     assert read(data) == {"whole": 9}
@@ -153,7 +154,7 @@ def test_unknown_fields_are_skipped(fields: list[bytes]) -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=draws(500), deadline=None)
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     try:
         after = [end for _, _, end in read_fields(data, 0, len(data))]

@@ -32,6 +32,7 @@ from rabbitllm.formats.safetensors_file import (
 )
 from rabbitllm.formats.tensor_spec import DTYPES, Header, TensorSpec, torch_dtype
 from tests.attacks.safetensors_files import ACCEPTED_BY_THE_LIBRARY, HOSTILE, LEGAL, TEXT, file_of
+from tests.support.draws import draws
 
 
 def parse(content: bytes) -> Header:
@@ -159,14 +160,14 @@ def mutations() -> st.SearchStrategy[bytes]:
     return st.composite(mutate)()  # type: ignore[arg-type]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=draws(500), deadline=None)
 @given(content=st.one_of(near_misses(), mutations()))
 def test_accepted_headers_are_accepted_by_the_reference(content: bytes) -> None:
     check_against_reference(content)
 
 
 @pytest.mark.long
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=draws(20_000), deadline=None)
 @given(content=st.one_of(near_misses(), mutations()))
 def test_accepted_headers_are_accepted_by_the_reference_long(content: bytes) -> None:
     check_against_reference(content)
@@ -196,7 +197,7 @@ TABLES = st.dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(table=TABLES, seed=st.integers(0, 99))
 def test_round_trip_of_any_header(tmp_path: Path, table: dict[str, tuple[str, tuple[int, ...]]], seed: int) -> None:
     placed = [TensorToWrite(name, dtype, shape) for name, (dtype, shape) in table.items()]

@@ -43,6 +43,7 @@ from tests.attacks.protobuf_files import (
     real,
     span,
 )
+from tests.support.draws import draws
 
 WORDS = """
     the quick brown fox jumps over lazy dogs while river stones remember every winter 2024 1999 3.14 naïve café
@@ -390,7 +391,7 @@ def test_flipped_input_was_sound() -> None:
 
 
 @given(st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=draws(400), deadline=None)
 def test_flipped_bits_are_refused_or_read_like_the_library(data: st.DataObject) -> None:
     changed = bytearray(FLIPPED)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -416,7 +417,7 @@ PARTS = st.one_of(
 
 
 @given(st.lists(PARTS, max_size=4), st.booleans())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=draws(600), deadline=None)
 def test_generated_files_are_refused_or_read_like_the_library(parts: list[bytes], sound: bool) -> None:
     raw = b"".join([SOUND] * sound + parts)
     model = loads(raw)

@@ -24,6 +24,7 @@ from rabbitllm.formats.tensor_spec import (
     torch_dtype,
 )
 from rabbitllm.storage.files import PositionalFile
+from tests.support.draws import draws
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -104,7 +105,7 @@ def tensors(draw: st.DrawFn) -> TensorSpec:
 
 
 @pytest.mark.parametrize(("staging", "gap"), [(16 << 20, 4096), (64, 4096), (4096, 0), (1, 16)])
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tensor=tensors(), data=st.data())
 def test_any_range_of_any_tensor(
     noise: Path, monkeypatch: pytest.MonkeyPatch, staging: int, gap: int, tensor: TensorSpec, data: st.DataObject

@@ -21,6 +21,7 @@ from tests.attacks import legacy_torch_files
 from tests.attacks.attack import Attack
 from tests.attacks.legacy_torch_files import parts, storage
 from tests.formats.test_torch_zip import assert_equal
+from tests.support.draws import draws
 from tests.support.torch_files import FOUR, bits, every_dtype, tensor, views
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +126,7 @@ def test_file_truncated_anywhere(tmp_path: Path) -> None:
             read_legacy_torch(tmp_path / "x.bin")
 
 
-@settings(max_examples=600, deadline=3000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(600), deadline=3000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 4), st.binary(max_size=4)), min_size=1, max_size=3))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @example([(259, 0, b"\0" * 4), (260, 0, b"G\0\0\0")])  # a float as requires_grad

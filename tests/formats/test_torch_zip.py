@@ -24,6 +24,7 @@ from rabbitllm.formats.torch_file import TorchFile, TorchTensor, parse_torch_zip
 from rabbitllm.storage.files import PositionalFile
 from tests.attacks import pickles, torch_zips
 from tests.attacks.attack import Attack
+from tests.support.draws import draws
 from tests.support.torch_files import (
     FOUR,
     archive,
@@ -394,7 +395,7 @@ def sample() -> list[bytes]:
     return [pack(archive()), pack(archive(root)), pack(changed(archive(root), "0", described=True), zip64={})]
 
 
-@settings(max_examples=800, deadline=3000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(800), deadline=3000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(sample()),
     st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 4), st.binary(max_size=4)), min_size=1, max_size=3),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats._zip_directory import MAX_DIRECTORY_BYTES, ZipEntry, check_local_headers, read_entries
+from tests.support.draws import draws
 from tests.support.torch_files import Member, archive, changed, pack, zip64_extra
 
 
@@ -167,7 +168,7 @@ def test_file_that_shrinks_during_the_read() -> None:
 SOUND = [pack(archive()), pack(changed(archive(), "data/0", described=True), zip64={})]
 
 
-@settings(max_examples=800, deadline=2000)
+@settings(max_examples=draws(800), deadline=2000)
 @given(
     st.sampled_from(SOUND),
     st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 4), st.binary(max_size=8)), min_size=1, max_size=4),

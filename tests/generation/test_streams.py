@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from rabbitllm.generation.streams import StoppedText, TextStream
 from tests.support.builders import build_checkpoint, make_tokenizer
+from tests.support.draws import draws
 from tests.support.tiny_models import load, split
 
 PROMPT = torch.tensor([[1, 7, 8]])
@@ -56,13 +57,13 @@ def decoded(tokenizer: Any, ids: list[int]) -> str:
     return text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=draws(150), deadline=None)
 @given(st.lists(st.integers(0, len(BYTES) - 1), max_size=40), st.integers(1, 4))
 def test_any_tokens_end_as_the_tokenizer_has_them(ids: list[int], at_a_time: int) -> None:
     assert "".join(streamed(BYTES, ids, at_a_time)) == decoded(BYTES, ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=draws(100), deadline=None)
 @given(st.text(max_size=30))
 def test_text_arrives_in_whole_characters(text: str) -> None:
     ids = BYTES.encode(text, add_special_tokens=False)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rabbitllm.quant import _kernels, _product_kernels, _vectors, bfloat_products
 from rabbitllm.quant.bfloat_products import ALL_ROWS, FEW_ROWS, MAX_INPUTS, linear, multiplies, times
+from tests.support.draws import draws
 from tests.support.rounding import assert_products
 
 WIDTHS = [width for width in (8, 16) if width <= _vectors.lanes()]
@@ -33,7 +34,7 @@ def some(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=draws(80), deadline=None)
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 40), st.integers(0, 1 << 30), st.sampled_from([1, 3]))
 def test_any_number_of_rows_inputs_and_columns(
     width: int, tokens: int, rows: int, steps: int, seed: int, threads: int
@@ -148,7 +149,7 @@ def test_the_number_of_rows_depends_on_the_instructions(
     ]
 
 
-@pytest.mark.parametrize("limit", ["avx2", ""])
+@pytest.mark.parametrize("limit", ["avx2", pytest.param("", marks=pytest.mark.long)])
 def test_commands_use_it_where_torch_lacks_instructions(limit: str) -> None:
     """Without numba, which takes long to import, where torch has them."""
     code = """

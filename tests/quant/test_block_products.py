@@ -24,6 +24,7 @@ from rabbitllm.quant.gguf_blocks import sample
 from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import Quantized
 from tests.quant import test_coded, test_products
+from tests.support.draws import draws
 from tests.support.forked import in_a_fork
 from tests.support.integer_products import as_multiplied, rounded_inputs, rounded_to_bytes, width_of
 from tests.support.rounding import assert_products
@@ -75,7 +76,7 @@ def test_any_number_of_inputs(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", FEW)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 20), st.integers(0, 1 << 30))
 def test_many_shapes(scheme: str, rows: int, blocks: int, count: int, seed: int) -> None:
     columns = blocks * (256 if scheme == "Q4_K" else 64)

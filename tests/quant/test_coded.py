@@ -16,6 +16,7 @@ from rabbitllm.quant import _kernels, _vectors, bfloat_products, coded, products
 from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS
 from rabbitllm.quant.coded import FP4, FP8, INT4, MAX_INPUTS, SCALES, CodedForm, CodedMatrix, form_named, multiplies
 from rabbitllm.quant.products import MAX_GROUPED
+from tests.support.draws import draws
 from tests.support.integer_products import in_steps
 from tests.support.rounding import assert_products
 
@@ -103,7 +104,7 @@ def test_every_kernel_that_this_processor_can_run(name: str, width: int) -> None
 
 
 @needs_kernel
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(60), deadline=None)
 @given(st.sampled_from(FORMS), st.integers(1, 300), st.integers(1, 40), st.integers(1, 9), st.integers(0, 1 << 30))
 def test_many_shapes(name: str, rows: int, segments: int, count: int, seed: int) -> None:
     """Blocks at the ends are smaller."""

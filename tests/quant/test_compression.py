@@ -34,6 +34,7 @@ from rabbitllm.quant.schemes import (
 )
 from rabbitllm.store.stored_form import constants, part_names, read_state, stored_form, stored_schemes
 from tests.support.builders import read_tensors
+from tests.support.draws import draws
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.one_thread import one_thread as one_thread
 
@@ -186,7 +187,7 @@ def test_chunks_equal_the_whole(dtype: torch.dtype, scheme: str, shape: tuple[in
     assert in_chunks(tensor, scheme, blocks) == whole(tensor, scheme)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=draws(40), deadline=None)
 @given(
     elements=st.integers(4096, 9000),
     scheme=st.sampled_from(["4bit", "8bit"]),

@@ -34,6 +34,7 @@ from rabbitllm.quant.schemes import SCHEMES as ALL_SCHEMES
 from rabbitllm.quant.schemes import Quantized, bitsandbytes
 from rabbitllm.quant.turned import FEW_INPUTS, TurnedMatrix, product
 from tests.support import integer_products
+from tests.support.draws import draws
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.rounding import assert_products
 
@@ -101,7 +102,7 @@ def test_any_number_of_inputs_and_rows(scheme: str, count: int, rows: int, colum
 
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(60), deadline=None)
 @given(st.integers(1, 70), st.integers(1, 40), st.integers(1, 20), st.integers(0, 1 << 30))
 def test_many_shapes(scheme: str, rows: int, segments: int, count: int, seed: int) -> None:
     parts = matrix(scheme, rows, 64 * segments, seed, torch.float32)

@@ -19,6 +19,7 @@ from rabbitllm.quant.quantize import (
 )
 from rabbitllm.quant.schemes import SCHEMES as ALL_SCHEMES
 from rabbitllm.quant.schemes import bitsandbytes
+from tests.support.draws import draws
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 SCHEMES = ("4bit", "8bit")
@@ -112,7 +113,7 @@ def test_every_8bit_bin_at_its_edges() -> None:
     same("8bit", values, "F32")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(60), deadline=None)
 @given(
     scheme=st.sampled_from(SCHEMES),
     dtype=st.sampled_from(sorted(DTYPES)),

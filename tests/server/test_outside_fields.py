@@ -216,7 +216,7 @@ def cases_of(body: dict[str, Any], bad: list[Any]) -> list[tuple[tuple[Any, ...]
     return [(*pair, bad[(3 * index + step) % len(bad)]) for index, pair in enumerate(pairs) for step in range(3)]
 
 
-@pytest.mark.parametrize("share", [0.015, pytest.param(1.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("share", [0.004, pytest.param(1.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("model", ["text_model", "picture_model"])
 def test_no_field_opens_a_file_or_an_address(
     model: str, share: float, folder: Path, watch: Watch, listener: socket.socket, request: pytest.FixtureRequest

@@ -27,6 +27,7 @@ from rabbitllm.server.server import Connection
 from tests.server.serving import LIMITS, NAME, PATIENCE, Running, running
 from tests.support.builders import build_checkpoint
 from tests.support.call_counts import counted_calls
+from tests.support.draws import draws
 from tests.support.tiny_models import split
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -687,7 +688,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=draws(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     path=st.sampled_from([CHAT, COMPLETION, "/v1/embeddings"]),
     body=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=3) | ANYTHING,

@@ -43,6 +43,7 @@ from rabbitllm.splitter.disk_budget import DiskBudget, candidates, shortage
 from rabbitllm.splitter.plan import SplitPlan, recompressed
 from rabbitllm.store.manifest import BitAllocation, read_manifest
 from tests.support.builders import build_checkpoint
+from tests.support.draws import draws
 from tests.support.plans import MIB, all_freed, plan_of, resident_bytes, shard_of
 from tests.support.quick_measuring import quick_measuring as quick_measuring
 from tests.support.splitting import Call
@@ -191,7 +192,7 @@ def best(items: list[list[SchemeOption]], budget: int) -> float | None:
 
 
 @given(ITEMS, BUDGETS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws(300), deadline=None)
 def test_allocation_fits_and_is_refused_only_if_no_option_fits(items: list[list[SchemeOption]], budget: int) -> None:
     selected = taken(items, budget)
     if selected is None:
@@ -201,7 +202,7 @@ def test_allocation_fits_and_is_refused_only_if_no_option_fits(items: list[list[
 
 
 @given(ITEMS, BUDGETS, BUDGETS)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=draws(500), deadline=None)
 @pytest.mark.long
 def test_larger_budget_is_never_worse(items: list[list[SchemeOption]], first: int, second: int) -> None:
     less, more = taken(items, min(first, second)), taken(items, max(first, second))
@@ -211,7 +212,7 @@ def test_larger_budget_is_never_worse(items: list[list[SchemeOption]], first: in
 
 
 @given(ITEMS, BUDGETS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws(300), deadline=None)
 def test_used_bytes_are_used_best(items: list[list[SchemeOption]], budget: int) -> None:
     """If no step was skipped, no selection with as many bytes loses less."""
     selected = taken(items, budget)
@@ -227,7 +228,7 @@ def test_used_bytes_are_used_best(items: list[list[SchemeOption]], budget: int) 
 
 
 @given(st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(0, 24))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=draws(300), deadline=None)
 def test_exact_for_steps_of_equal_size(losses: list[list[int]], budget: int) -> None:
     """Steps of one byte, each gaining no more than the one before: the order of gain is optimal."""
     items = []

@@ -29,6 +29,7 @@ from rabbitllm.splitter.plan import SplitPlan
 from rabbitllm.splitter.request import SplitRequest, plan_split
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.draws import draws
 from tests.support.plans import MIB, all_freed, even, peak_of, plan_of, shard_of
 from tests.support.splitting import names_in, split
 
@@ -111,7 +112,7 @@ def test_header_counts_once_for_a_layer_in_many_shards() -> None:
     assert plan.output_bytes == 4096 + 5 * 4096
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=draws(60), deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=8),
     compression=st.sampled_from([None, "4bit", "8bit", "4bit-double"]),

@@ -41,6 +41,7 @@ from rabbitllm.splitter.plan import (
 )
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.draws import draws
 from tests.support.fake_gpu import FakeGpu
 from tests.support.meta_files import tiny_llama, write_meta
 from tests.support.plans import MIB, even, plan_of, shard_of
@@ -303,7 +304,7 @@ def byte_sized(dtype: str, shape: tuple[int, ...]) -> bool:
     return True
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=draws(150), deadline=None)
 @given(
     first=TENSORS,
     second=TENSORS,

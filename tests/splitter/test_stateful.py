@@ -48,6 +48,7 @@ from rabbitllm.store.manifest import MANIFEST_NAME, read_manifest
 from tests.splitter.conftest import MakeScene
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.crashes import KILLED, CrashServer
+from tests.support.draws import draws
 from tests.support.dying import Death, dying_at
 from tests.support.failing_disk import FAULTS, room_for
 from tests.support.leftovers import none_left, wait_for_threads
@@ -516,7 +517,7 @@ def hub_attributes(
 
 
 def test_hub(hub_attributes: Mapping[str, object]) -> None:
-    run(HubMachine, 20, 12, **hub_attributes)
+    run(HubMachine, draws(20), 12, **hub_attributes)
 
 
 @pytest.mark.long

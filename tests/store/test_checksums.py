@@ -15,6 +15,7 @@ from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.safetensors_file import MappedFile, TensorToWrite, encode_header, read_header
 from rabbitllm.store import checksums
 from rabbitllm.store.checksums import LayerChecks, block_starts, block_sums, numbers, sums_of_file
+from tests.support.draws import draws
 
 BLOCK = 4096
 SIZES = {"large": 5 * BLOCK, "larger": 9 * BLOCK + 64, "small": 700, "smaller": 60, "last": 3 * BLOCK + 5}
@@ -101,7 +102,7 @@ def ranges_of(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
     return st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 3 * BLOCK)), min_size=1, max_size=5)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=draws(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), read=st.booleans())
 def test_flipped_bit_is_found_when_its_block_is_read(tmp_path: Path, data: st.DataObject, read: bool) -> None:
     content, starts = write(tmp_path)

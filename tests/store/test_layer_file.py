@@ -33,6 +33,7 @@ from rabbitllm.store.layer_file import (
     layer_file_name,
 )
 from rabbitllm.store.stored_form import StoredForm, stored_form
+from tests.support.draws import draws
 
 LAYER = LayerName("layers.0", "model.layers.0")
 
@@ -431,7 +432,7 @@ def written(layout: LayerLayout, joined: Joined) -> Iterator[tuple[int, int]]:
     compression=st.sampled_from([None, "4bit", "8bit"]),
     dtype=st.sampled_from(["BF16", "F32"]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=draws(200), deadline=None)
 def test_every_byte_of_the_layer_file_is_filled_once(
     rows: int, columns: int, ranks: int, dim: int, compression: str | None, dtype: str
 ) -> None:
@@ -450,7 +451,7 @@ def test_every_byte_of_the_layer_file_is_filled_once(
 
 
 @given(rows=st.integers(1, 9), columns=st.integers(1, 9), ranks=st.sampled_from([2, 3, 8]), dim=st.sampled_from([0, 1]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=draws(100), deadline=None)
 def test_whole_tensor_is_read_from_its_pieces(rows: int, columns: int, ranks: int, dim: int) -> None:
     """By torch's own strides, over memory that has the pieces where the scratch file has them."""
     shape = (rows * ranks, columns) if dim == 0 else (rows, columns * ranks)

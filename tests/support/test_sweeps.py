@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sweeps import PARTS, leave_the_rest_to_the_long_run
+from tests.support.sweeps import COVERED, PARTS, leave_the_rest_to_the_long_run
 
 TESTS = Path(__file__).parent.parent
-NAME = "cli/test_plan.py::test_peak_of_a_repository"
+NAME = "cli/test_plan.py::test_peak_of_a_folder"
 
 
 class Case:
@@ -47,8 +47,8 @@ def test_the_same_ones_each_time_and_among_others() -> None:
     assert left_after([*others, *map(Case, names)]) == [*(case.nodeid for case in others), *drawn]
 
 
-def test_of_rooms_that_make_models_a_quarter() -> None:
-    assert len(left_after([Case(f"tests/engine/test_x.py::test_x[{n}]") for n in range(7)])) == 2
+def test_of_rooms_that_make_models_an_eighth() -> None:
+    assert len(left_after([Case(f"tests/engine/test_x.py::test_x[{n}]") for n in range(9)])) == 2
     assert len(left_after([Case(f"tests/formats/test_x.py::test_x[{n}]") for n in range(7)])) == 7
 
 
@@ -57,13 +57,26 @@ def test_what_is_long_anyway_is_not_drawn() -> None:
     assert left_after(cases) == [f"tests/{NAME}[x]"]
 
 
-@pytest.mark.parametrize("name", PARTS)
+def test_what_others_cover_is_long() -> None:
+    assert left_after([Case(f"tests/{name}") for name in COVERED]) == []
+
+
+@pytest.mark.parametrize("name", [*PARTS, *COVERED])
 def test_each_is_there(name: str) -> None:
-    file, _, function = name.partition("::")
-    assert function in functions_of(file)
+    assert name in functions_of(name.partition("::")[0])
+    assert (name in PARTS) != (name in COVERED)
+
+
+@pytest.mark.parametrize("name", sorted({name for names in COVERED.values() for name in names}))
+def test_what_covers_others_is_in_the_short_run(name: str) -> None:
+    assert name not in COVERED
+    marks = functions_of(name.partition("::")[0])[name]
+    assert "pytest.mark.long" not in marks
 
 
 @functools.cache
-def functions_of(file: str) -> set[str]:
+def functions_of(file: str) -> dict[str, list[str]]:
+    """The tests of a file, and their decorators."""
     tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {f"{file}::{node.name}": [ast.unparse(mark) for mark in node.decorator_list] for node in functions}
