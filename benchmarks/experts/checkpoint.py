@@ -191,6 +191,18 @@ class _Weights:
     def of(self, placed: Placed, position: int) -> Iterator[memoryview | bytes]:
         """Piece by piece; `position` is among the bytes of all tensors."""
         tensor = placed.tensor
+        if tensor.dtype == "I64":
+            sizes = np.array(models.ngram_sizes(config_of(self._scale)), np.int64)
+            offsets, odd = (
+                np.cumsum(sizes) - sizes,
+                np.random.default_rng(8).integers(1 << 40, size=tensor.shape) * 2 + 1,
+            )
+            yield next(
+                each
+                for part, each in (("_sizes", sizes), ("_offsets", offsets), ("", odd))
+                if tensor.name.endswith(part)
+            ).tobytes()
+            return
         made = self._made(tensor)
         if made is not None:
             yield bfloat16_bits(np.ascontiguousarray(made.reshape(tensor.shape), np.float32)).tobytes()

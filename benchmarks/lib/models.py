@@ -124,7 +124,7 @@ def gpt_oss(config: Config) -> Iterator[Tensor]:
 
 
 def qwen4_exp(config: Config) -> Iterator[Tensor]:
-    """Names and shapes as transformers' `Qwen4ExpForCausalLM` saves them, without buffers that the config tells."""
+    """Names and shapes as transformers' `Qwen4ExpForCausalLM` saves them."""
     hidden, vocabulary, streams = config["hidden_size"], config["vocab_size"], config["hc_count"]
     wide, embedded = streams * hidden, config["ple_embed_dim"]
 
@@ -147,7 +147,7 @@ def qwen4_exp(config: Config) -> Iterator[Tensor]:
             yield Tensor(f"{index}.q_layernorm.weight", (config["indexer_head_dim"],))
             yield Tensor(f"{index}.k_layernorm.weight", (config["indexer_head_dim"],))
         if number + 1 in config["ple_layer_ids"]:
-            yield from _ngrams(f"{layer}.ple.ple_embedding.ngram_embedding", config)
+            yield from _ngrams(f"{layer}.ple.ple_embedding", config)
             yield Tensor(f"{layer}.ple.key_proj.weight", (wide, embedded))
             yield Tensor(f"{layer}.ple.value_proj.weight", (hidden, embedded))
             yield from (Tensor(f"{layer}.ple.norm_{which}.weight", (wide,)) for which in ("key", "query", "conv"))
@@ -164,16 +164,27 @@ def qwen4_exp(config: Config) -> Iterator[Tensor]:
 
 
 def _ngrams(name: str, config: Config) -> Iterator[Tensor]:
-    """A table of hashed n-grams in parts; a head has the next prime number of rows."""
-    heads = (config["ngram_size"] - 1) * config["heads_per_ngram"]
-    rows, size = 0, config["ngram_vocab_size_base"] - 1
-    for _ in range(heads):
-        size = next(n for n in itertools.count(size + 1) if all(n % d for d in range(2, math.isqrt(n) + 1)))
-        rows += size
+    """A table of hashed n-grams in parts, and how they are hashed."""
+    sizes = ngram_sizes(config)
+    rows, parts = sum(sizes), config["split_ngram_parts"]
     rows += -rows % config["make_ngram_vocab_size_divisible_by"]
-    each = -(-rows // config["split_ngram_parts"])
+    each = -(-rows // parts)
     for part, first in enumerate(range(0, rows, each)):
-        yield Tensor(f"{name}.shard_{part}.weight", (min(each, rows - first), config["ple_embed_dim"] // heads))
+        shape = min(each, rows - first), config["ple_embed_dim"] // len(sizes)
+        yield Tensor(f"{name}.ngram_embedding.shard_{part}.weight", shape)
+    yield Tensor(f"{name}.layer_multipliers", (config["ngram_size"],), dtype="I64")
+    yield Tensor(f"{name}.ngram_heads_vocab_sizes", (len(sizes),), dtype="I64")
+    yield Tensor(f"{name}.ngram_heads_offsets", (len(sizes),), dtype="I64")
+
+
+def ngram_sizes(config: Config) -> list[int]:
+    """Rows of each head of the table: prime numbers from `ngram_vocab_size_base` on."""
+    primes = (
+        number
+        for number in itertools.count(config["ngram_vocab_size_base"])
+        if all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+    )
+    return list(itertools.islice(primes, (config["ngram_size"] - 1) * config["heads_per_ngram"]))
 
 
 def _full_attention(layer: str, config: Config, parts: int = 2) -> Iterator[Tensor]:

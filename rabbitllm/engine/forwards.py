@@ -91,6 +91,7 @@ def route_llama4(model: nn.Module) -> None:
             continue
         experts = layer.experts
         experts.config, experts.has_gate, experts.is_transposed = layer.shared_expert.config, True, True
+        experts.is_grouped = False
         experts.forward = partial(experts_forward, experts)
         layer.forward = partial(moe_forward, layer)
 
@@ -130,8 +131,8 @@ def experts_forward(
     At most two experts a token: two terms and any number of zeros have the same sum in any order.
 
     Args:
-        experts: the module, with `gate_up_proj` (experts, hidden, 2 x intermediate) and `down_proj` (experts,
-            intermediate, hidden).
+        experts: the module, with `gate_up_proj` (experts, hidden, 2 x intermediate), `down_proj` (experts,
+            intermediate, hidden), and `is_grouped`: whether results may differ in rounding.
         hidden_states: (tokens, hidden).
         top_k_index, top_k_weights: each token's experts, and the factors that scale its inputs to them, (tokens,
             experts per token).
@@ -140,6 +141,11 @@ def experts_forward(
         (tokens, hidden).
     """
     stacks = experts.gate_up_proj, experts.down_proj
+    if experts.is_grouped and not (torch.is_grad_enabled() or is_transformed()):
+        known = [stack for each in stacks if (stack := stack_in(each)) is not None]
+        if len(known) == len(stacks):
+            fast = [stack.again(product=turned.product) for stack in known]
+            return _by_groups(experts, fast, hidden_states, top_k_index, top_k_weights)
     if all(isinstance(stack, ExpertStack) and stack.is_coded for stack in stacks):
         return _by_groups(experts, stacks, hidden_states, top_k_index, top_k_weights)
     scores = top_k_weights.new_zeros(len(hidden_states), experts.num_experts).scatter_(1, top_k_index, top_k_weights)
@@ -169,16 +175,8 @@ def _by_groups(
 def group_llama4(model: nn.Module) -> None:
     """Let routed experts of Llama 4 multiply their own tokens alone, by the fastest product of bfloat16 (K, N)."""
     for module in model.modules() if turned.is_faster() else ():
-        if isinstance(forward := vars(module).get("forward"), partial) and forward.func is experts_forward:
-            module.forward = partial(_grouped_forward, module)
-
-
-def _grouped_forward(experts: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    stacks = [stack_in(experts._parameters.get(name)) for name in ("gate_up_proj", "down_proj")]
-    if any(stack is None for stack in stacks) or torch.is_grad_enabled() or is_transformed():
-        return experts_forward(experts, x, index, weights)
-    fast = [stack.again(product=turned.product) for stack in stacks if stack is not None]
-    return _by_groups(experts, fast, x, index, weights)
+        if "is_grouped" in vars(module):
+            module.is_grouped = True  # type: ignore[assignment]
 
 
 def _multiplied(experts: Any, chosen: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
