@@ -5,13 +5,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from rabbitllm.engine._fusing import by_function, form_in, is_transformed, replace, with_globals
+from rabbitllm.base.random_tensors import RandomTensors
+from rabbitllm.engine._fusing import (
+    by_function,
+    form_in,
+    is_result,
+    is_transformed,
+    replace,
+    result_of,
+    with_globals,
+)
 from rabbitllm.engine._routed import stack_in
 from rabbitllm.engine._siblings import LastCall, Sibling, is_installed, multiplies_plain, row_product
 from rabbitllm.engine.experts import ExpertStack
@@ -218,7 +227,7 @@ class RowProducts:
             if type(module).forward is nn.Linear.forward:
                 if is_free or (is_installed(module) and not multiplies_plain(module)):
                     self._undo.append(Sibling(module, last_call).install_for_plain())
-            elif is_free and (forward := _router_forward(type(module).forward)) is not None:
+            elif is_free and (forward := _linear_forward(type(module)) or _router_forward(type(module).forward)):
                 replace(module, by_function, forward)
                 self._undo.append(functools.partial(delattr, module, "forward"))
 
@@ -252,6 +261,24 @@ def has_row_product(module: Any) -> bool:
         return is_installed(module)
     forward = form_in(module, by_function)
     return forward is not None and forward is _router_forward(type(module).forward)
+
+
+@functools.cache
+def _linear_forward(kind: Any) -> Callable[..., Any] | None:
+    """That of a class of Linears that adds the bias to rounded sums (Falcon's), with `row_product`; None of others."""
+    if not issubclass(kind, nn.Linear) or kind.forward is nn.Linear.forward:
+        return None
+    x, weight, bias = (RandomTensors().normal(*shape) for shape in ((3, 8), (5, 8), (1, 5)))
+    for each, expected in ((None, x @ weight.T), (bias[0], x @ weight.T + bias)):
+        own = SimpleNamespace(weight=weight, bias=each)
+        if not is_result(expected, result_of(kind.forward, own, x)):
+            return None
+
+    def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+        result = row_product(input, module.weight)
+        return result if module.bias is None else result + module.bias
+
+    return forward
 
 
 @functools.cache
