@@ -224,10 +224,11 @@ class RowProducts:
         each: Iterable[Any] = model.modules() if modules is None else modules
         for module in each if load_kernels(model) else ():
             is_free = "forward" not in vars(module)
-            if type(module).forward is nn.Linear.forward:
+            kind: Any = type(module)
+            if kind.forward is nn.Linear.forward:
                 if is_free or (is_installed(module) and not multiplies_plain(module)):
                     self._undo.append(Sibling(module, last_call).install_for_plain())
-            elif is_free and (forward := _linear_forward(type(module)) or _router_forward(type(module).forward)):
+            elif is_free and (forward := _linear_forward(kind) or _router_forward(kind.forward)):
                 replace(module, by_function, forward)
                 self._undo.append(functools.partial(delattr, module, "forward"))
 
