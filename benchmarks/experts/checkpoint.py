@@ -81,8 +81,10 @@ SHAPES = {
     "coder-next": MoeScale(2048, 512, 2, 512, 10, 16, 256, 16, 32, 128, 128, 16384, 1000**3),
     "30b-a3b": MoeScale(2048, 768, 6, 128, 8, 32, 128, 0, 0, 0, 0, 16384, 1000**3, "qwen3-moe"),
     "gpt-oss-20b": MoeScale(2880, 2880, 14, 32, 4, 64, 64, 0, 0, 0, 0, 16384, 1000**3, "gpt-oss"),
+    "flash-next": MoeScale(2560, 640, 2, 512, 10, 24, 256, 16, 48, 128, 128, 16384, 1000**3, "qwen4-exp"),
 }
-"""Published sizes, with 2 of 48 layers (one with linear attention), 6 of 48, and 14 of 24 in MXFP4: 7 GB each."""
+"""Published sizes, with 2 of 48 layers (one with linear attention), 6 of 48, 14 of 24 in MXFP4: 7 GB each; 2 of 48
+(the first with n-grams, 0.5 GB of them): 11 GB."""
 SCALES |= {
     f"{name}-{scale}": shapes if scale == "full" else replace(SCALES[scale], kind=shapes.kind)
     for name, shapes in SHAPES.items()
@@ -92,16 +94,22 @@ KINDS: dict[str, tuple[Config, Callable[[Config], Iterator[Tensor]]]] = {
     "qwen3-next": (models.QWEN3_CODER_NEXT, models.qwen3_next),
     "qwen3-moe": (models.QWEN3_30B_A3B, models.qwen3_moe),
     "gpt-oss": (models.GPT_OSS_20B, models.gpt_oss),
+    "qwen4-exp": (models.QWEN3_8_FLASH_NEXT, models.qwen4_exp),
 }
 """The published config, and the tensors of one."""
+ONE_ADDED = ("qwen3-next", "qwen4-exp")
+"""Kinds whose norms add one to their weights; some of their layers have linear attention."""
 
 
 def config_of(scale: MoeScale) -> Config:
     """Its config.json, without tokens at which generation would end."""
     chosen = {name: value for name, value in asdict(scale).items() if name not in ("shard_bytes", "kind")}
     whole, layers = KINDS[scale.kind][0], scale.num_hidden_layers
-    if scale.kind == "qwen3-next":
+    if scale.kind in ONE_ADDED:
         chosen["full_attention_interval"] = min(4, layers)
+    if scale.kind == "qwen4-exp":  # its n-grams begin anew after an end token: one that no text measured has
+        chosen |= {"ple_layer_ids": [1], "ple_embed_dim": scale.hidden_size, "split_ngram_parts": 4}
+        chosen |= {"ngram_vocab_size_base": 6 * scale.vocab_size}
     if scale.kind == "gpt-oss":
         chosen |= {"num_local_experts": scale.num_experts, "intermediate_size": scale.moe_intermediate_size}
         chosen |= {"layer_types": whole["layer_types"][:layers], "pad_token_id": None}
@@ -112,7 +120,7 @@ def config_of(scale: MoeScale) -> Config:
         "shared_expert_intermediate_size": scale.moe_intermediate_size,
         "max_position_embeddings": 32768,
         "bos_token_id": None,
-        "eos_token_id": None,
+        "eos_token_id": scale.vocab_size - 1 if scale.kind == "qwen4-exp" else None,
     }
 
 
@@ -131,10 +139,10 @@ def model_of(scale_name: str) -> Model:
 
 
 def touched_bytes(scale_name: str) -> int:
-    """Bytes at 4bit that a token needs: all but the embedding and the experts that it does not use."""
+    """Bytes at 4bit that a token needs: all but tables by rows and the experts that it does not use."""
     scale, total = SCALES[scale_name], 0.0
     for tensor in KINDS[scale.kind][1](config_of(scale)):
-        if "embed_tokens" not in tensor.name:
+        if "embed" not in tensor.name:
             share = scale.num_experts_per_tok / scale.num_experts if ".experts." in tensor.name else 1
             total += share * tensor.nbytes_4bit
     return round(total)
@@ -183,6 +191,18 @@ class _Weights:
     def of(self, placed: Placed, position: int) -> Iterator[memoryview | bytes]:
         """Piece by piece; `position` is among the bytes of all tensors."""
         tensor = placed.tensor
+        if tensor.dtype == "I64":
+            sizes = np.array(models.ngram_sizes(config_of(self._scale)), np.int64)
+            offsets, odd = (
+                np.cumsum(sizes) - sizes,
+                np.random.default_rng(8).integers(1 << 40, size=tensor.shape) * 2 + 1,
+            )
+            yield next(
+                each
+                for part, each in (("_sizes", sizes), ("_offsets", offsets), ("", odd))
+                if tensor.name.endswith(part)
+            ).tobytes()
+            return
         made = self._made(tensor)
         if made is not None:
             yield bfloat16_bits(np.ascontiguousarray(made.reshape(tensor.shape), np.float32)).tobytes()
@@ -215,8 +235,8 @@ class _Weights:
             return np.ones(tensor.shape, np.float32)
         if name.endswith(("_bias", ".bias", "sinks")):
             return np.zeros(tensor.shape, np.float32)
-        if name.endswith("norm.weight"):  # Qwen3-Next adds one to these
-            return np.full(tensor.shape, self._scale.kind != "qwen3-next", np.float32)
+        if name.endswith("norm.weight"):
+            return np.full(tensor.shape, self._scale.kind not in ONE_ADDED, np.float32)
         return None
 
     def _embeddings(self) -> tuple[Floats, Floats]:

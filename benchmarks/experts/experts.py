@@ -12,7 +12,7 @@ With `--shapes` the layers are those of a published model at 4bit, fewer of them
 of what they take at 4bit. Seconds a token are compared with their limit: missed bytes at the disk's rate, or a token's
 at the memory's.
 
-    sudo python -m benchmarks experts --shapes coder-next|30b-a3b|gpt-oss-20b
+    sudo python -m benchmarks experts --shapes coder-next|30b-a3b|gpt-oss-20b|flash-next
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -121,6 +123,70 @@ def gpt_oss(config: Config) -> Iterator[Tensor]:
     yield Tensor("lm_head.weight", (vocabulary, hidden), plain=True)
 
 
+def qwen4_exp(config: Config) -> Iterator[Tensor]:
+    """Names and shapes as transformers' `Qwen4ExpForCausalLM` saves them."""
+    hidden, vocabulary, streams = config["hidden_size"], config["vocab_size"], config["hc_count"]
+    wide, embedded = streams * hidden, config["ple_embed_dim"]
+
+    def mixer(name: str, outputs: int) -> Iterator[Tensor]:
+        yield Tensor(f"{name}.hc_norm.weight", (wide,))
+        yield Tensor(f"{name}.input_mix_weight_down.weight", (config["hc_lowrank"], wide))
+        yield Tensor(f"{name}.input_mix_weight_up.weight", (wide, config["hc_lowrank"]))
+        if outputs:
+            yield Tensor(f"{name}.block_inject_weight.weight", (outputs, wide))
+
+    yield Tensor("model.embed_tokens.weight", (vocabulary, hidden))
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}"
+        if (number + 1) % config["full_attention_interval"]:
+            yield from _linear_attention(layer, config, joined=False)
+        else:
+            index, heads = f"{layer}.self_attn.indexer", config["indexer_n_heads"] + config["indexer_kv_heads"]
+            yield from _full_attention(layer, config)
+            yield Tensor(f"{index}.index_qk_proj.weight", (heads * config["indexer_head_dim"], hidden))
+            yield Tensor(f"{index}.q_layernorm.weight", (config["indexer_head_dim"],))
+            yield Tensor(f"{index}.k_layernorm.weight", (config["indexer_head_dim"],))
+        if number + 1 in config["ple_layer_ids"]:
+            yield from _ngrams(f"{layer}.ple.ple_embedding", config)
+            yield Tensor(f"{layer}.ple.key_proj.weight", (wide, embedded))
+            yield Tensor(f"{layer}.ple.value_proj.weight", (hidden, embedded))
+            yield from (Tensor(f"{layer}.ple.norm_{which}.weight", (wide,)) for which in ("key", "query", "conv"))
+            yield Tensor(f"{layer}.ple.conv1d.weight", (wide, 1, config["ple_conv_kernel_size"]), plain=True)
+        yield from mixer(f"{layer}.attn_hyper_connection", streams)
+        yield from mixer(f"{layer}.mlp_hyper_connection", streams)
+        yield Tensor(f"{layer}.mlp.gate.weight", (config["num_experts"], hidden), plain=True)
+        yield Tensor(f"{layer}.mlp.shared_expert_gate.weight", (1, hidden), plain=True)
+        yield from _expert(f"{layer}.mlp.shared_expert", hidden, config["shared_expert_intermediate_size"])
+        for expert in range(config["num_experts"]):
+            yield from _expert(f"{layer}.mlp.experts.{expert}", hidden, config["moe_intermediate_size"])
+    yield from mixer("model.hyper_connection_mixer", 0)
+    yield Tensor("lm_head.weight", (vocabulary, hidden))
+
+
+def _ngrams(name: str, config: Config) -> Iterator[Tensor]:
+    """A table of hashed n-grams in parts, and how they are hashed."""
+    sizes = ngram_sizes(config)
+    rows, parts = sum(sizes), config["split_ngram_parts"]
+    rows += -rows % config["make_ngram_vocab_size_divisible_by"]
+    each = -(-rows // parts)
+    for part, first in enumerate(range(0, rows, each)):
+        shape = min(each, rows - first), config["ple_embed_dim"] // len(sizes)
+        yield Tensor(f"{name}.ngram_embedding.shard_{part}.weight", shape)
+    yield Tensor(f"{name}.layer_multipliers", (config["ngram_size"],), dtype="I64")
+    yield Tensor(f"{name}.ngram_heads_vocab_sizes", (len(sizes),), dtype="I64")
+    yield Tensor(f"{name}.ngram_heads_offsets", (len(sizes),), dtype="I64")
+
+
+def ngram_sizes(config: Config) -> list[int]:
+    """Rows of each head of the table: prime numbers from `ngram_vocab_size_base` on."""
+    primes = (
+        number
+        for number in itertools.count(config["ngram_vocab_size_base"])
+        if all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+    )
+    return list(itertools.islice(primes, (config["ngram_size"] - 1) * config["heads_per_ngram"]))
+
+
 def _full_attention(layer: str, config: Config, parts: int = 2) -> Iterator[Tensor]:
     """Grouped queries; of two parts, `q_proj` also has a gate for every element of the output."""
     hidden, head = config["hidden_size"], config["head_dim"]
@@ -132,7 +198,7 @@ def _full_attention(layer: str, config: Config, parts: int = 2) -> Iterator[Tens
     yield Tensor(f"{layer}.self_attn.k_norm.weight", (head,))
 
 
-def _linear_attention(layer: str, config: Config) -> Iterator[Tensor]:
+def _linear_attention(layer: str, config: Config, *, joined: bool = True) -> Iterator[Tensor]:
     """A gated delta net; `in_proj_qkvz` makes queries, keys, values and output gate, `in_proj_ba` beta and decay."""
     hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
@@ -141,8 +207,10 @@ def _linear_attention(layer: str, config: Config) -> Iterator[Tensor]:
     yield Tensor(f"{part}.dt_bias", (heads,))
     yield Tensor(f"{part}.A_log", (heads,))
     yield Tensor(f"{part}.conv1d.weight", (mixed, 1, config["linear_conv_kernel_dim"]), plain=True)
-    yield Tensor(f"{part}.in_proj_qkvz.weight", (mixed + values, hidden))
-    yield Tensor(f"{part}.in_proj_ba.weight", (2 * heads, hidden))
+    inputs = (
+        {"qkvz": mixed + values, "ba": 2 * heads} if joined else {"qkv": mixed, "z": values, "b": heads, "a": heads}
+    )
+    yield from (Tensor(f"{part}.in_proj_{which}.weight", (rows, hidden)) for which, rows in inputs.items())
     yield Tensor(f"{part}.norm.weight", (config["linear_value_head_dim"],))
     yield Tensor(f"{part}.out_proj.weight", (hidden, values))
 
@@ -159,6 +227,8 @@ QWEN3_30B_A3B = _published("qwen3-30b-a3b")
 """https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json"""
 GPT_OSS_20B = _published("gpt-oss-20b")
 """https://huggingface.co/openai/gpt-oss-20b/blob/main/config.json"""
+QWEN3_8_FLASH_NEXT = _published("qwen3.8-flash-next")
+"""The text model of https://huggingface.co/Qwen/Qwen3.8-Flash-Next/blob/main/config.json"""
 TINY_QWEN3_NEXT: Config = {
     **QWEN3_CODER_NEXT,
     "bos_token_id": 0,

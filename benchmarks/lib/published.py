@@ -40,7 +40,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """In a shard."""
-        return self.elements * (1 if self.dtype == "U8" else ELEMENT_BYTES)
+        return self.elements * {"U8": 1, "I64": 8}.get(self.dtype, ELEMENT_BYTES)
 
     @property
     def is_quantized(self) -> bool:

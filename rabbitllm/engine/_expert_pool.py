@@ -34,6 +34,7 @@ from rabbitllm.engine.prefetch import HostBuffers, bytes_of
 from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.errors import OptionError
 from rabbitllm.formats.safetensors_file import MappedFile, TensorToWrite, encode_header
+from rabbitllm.quant import plain
 from rabbitllm.storage import durable
 from rabbitllm.telemetry.passes import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, EXPERTS_READ, READ, READ_WAIT
 from rabbitllm.telemetry.profiler import Profiler
@@ -376,7 +377,7 @@ class ExpertPool:
         free = [slot for slot in self._transit if slot.pending is None and slot not in taken]
         most = max(len(self._transit) - max(source.used for source in self.sources), 0)
         with torch.no_grad():
-            logits = torch.nn.functional.linear(x.to(weight.dtype), weight)
+            logits = plain.product(x.to(weight.dtype), weight, None)
         chosen = logits.topk((used + 1) // 2).indices.numpy()[0]
         missing, begin = chosen[self.cache.slots_of(module + 1, chosen) < 0][:most].tolist(), len(self._sent)
         for expert, slot in zip(missing, free, strict=False):

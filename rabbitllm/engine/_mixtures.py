@@ -14,6 +14,7 @@ import itertools
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -103,7 +104,7 @@ def mixture_call(module: Any) -> MixtureCall | None:
     """What `fuse_mixtures` lets a module compute by one call now; None if nothing."""
     if (routing := routing_in(module)) is None or not module._modules.keys() >= {*_PARTS} or keeps_outputs():
         return None
-    if (kept := kept_experts(module._modules["experts"])) is None:
+    if (kept := kept_experts(module._modules["experts"])) is None or not kept.stays:
         return None
     call: MixtureCall | None = kept.calls.get(module)
     if call is None or not call.watch.holds():
@@ -210,23 +211,85 @@ class MixtureCall:
         return result
 
 
+class _RouterCall:
+    """What a router and its choice compute by one call, where experts come and go.
+
+    Attributes:
+        watch: whether it still is what the modules compute.
+    """
+
+    def __init__(self, routing: _Routing, module: Any) -> None:
+        gate = module._modules["gate"]
+        self._routing, self._parameters, self._known = routing, gate._parameters, array("q")
+        self._programs = Programs()
+        self.watch = Watch(
+            lambda: has_row_product(gate) and not has_hooks(gate) and routing.kinds == _kinds(module),
+            [(module, "gate")],
+            others=[vars(module), vars(gate)],
+        )
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The chosen experts of a row (1, hidden) and their weights, both (1, used); None if torch is to choose."""
+        weight = self._parameters.get("weight")
+        routed = None if weight is None else plain.routed(weight)
+        if routed is None or x.shape != (1, routed[0].shape[1]):
+            return None
+        product, count, used = routed[0], routed[0].shape[0], self._routing.used
+        if len(self._known) != count:
+            self._known = array("q", [1]) * count
+        words = array("q", [1, 0, 0, 1, 0, *routed[1]])  # see `joint_kernels.ROUTED_WORDS`
+        words[1] = words.buffer_info()[0] + 8 * _HEAD
+        chosen, done = array("q", bytes(8 * (1 + 4 * used))), array("q", [0])
+        weights = torch.empty(1, used, dtype=torch.bfloat16, device="cpu")
+        places = [each.buffer_info()[0] for each in (words, self._known, chosen, done)]
+        self._programs.of(self._add, 6, product)(x.data_ptr(), weights.data_ptr(), *places)
+        return (torch.tensor([chosen[4::4].tolist()], device="cpu"), weights) if done[0] else None
+
+    def _add(self, program: Program, x: Place, weights: Place, *others: Any) -> None:
+        words, known, chosen, done, product = others
+        logits = program.room(2 * product.shape[0])
+        product.add_to(program, 1, x, words, logits, 0, 0)
+        self._routing.add_to(program, logits, known, chosen, weights, done, product.shape[0])
+
+
+_routers: WeakKeyDictionary[nn.Module, _RouterCall] = WeakKeyDictionary()
+"""Those of mixtures whose experts come and go."""
+
+
 def _computed(routing: _Routing, module: Any, *args: Any, **named: Any) -> torch.Tensor | None:
     if len(args) != 1 or named or not is_plain(args[0]):
         return None
-    result = None if (call := mixture_call(module)) is None else call(args[0])
-    return _after_experts(module, args[0]) if result is None else result
+    if (call := mixture_call(module)) is not None and (result := call(args[0])) is not None:
+        return result
+    return _after_experts(module, args[0], None if call is not None else _choice(routing, module, args[0]))
 
 
-def _after_experts(module: Any, rows: torch.Tensor) -> torch.Tensor | None:
-    """The result for rows if a shared expert and the sum of both kinds are one call; None if that is left to the
-    class."""
-    if not _has_shared(module):
+def _choice(routing: _Routing, module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The experts of a row and their weights; None if they are left to the class."""
+    if not routing.used or x.shape[:-1] != (1, 1) or not module._modules.keys() >= {*_PARTS} or keeps_outputs():
         return None
+    call = _routers.get(module)
+    if call is None or not call.watch.holds():
+        call = _RouterCall(routing, module)
+        if not call.watch.are_true():
+            return None
+        _routers[module] = call
+    return call(x[0])
+
+
+def _after_experts(
+    module: Any, rows: torch.Tensor, choice: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> torch.Tensor | None:
+    """The result for rows, with these experts and weights if they are known, if a shared expert and the sum of both
+    kinds are one call; None if that is left to the class."""
+    x = rows.view(-1, rows.shape[-1])
+    if not _has_shared(module):
+        return None if choice is None else module._modules["experts"](x, *choice).view(rows.shape)
     router, experts, shared, gate = (module._modules[name] for name in _SHARED)
-    x, call = rows.view(-1, rows.shape[-1]), None if has_hooks(shared) else call_of(shared)
+    call = None if has_hooks(shared) else call_of(shared)
     if call is None or not call.is_for(len(x)):
         return None
-    _, weights, index = router(x)
+    index, weights = router(x)[:0:-1] if choice is None else choice
     others, gates = experts(x, index, weights), gate(x)
     if is_plain(others) and is_plain(gates):
         return call.shared(x, gates, others).view(rows.shape)

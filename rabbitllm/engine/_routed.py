@@ -262,7 +262,8 @@ class KeptExperts:
 
     Attributes:
         form, down: the form and the other stack that it is for.
-        experts: those that stay in memory.
+        stays: whether all experts stay in memory once they are there.
+        experts: those that do.
         products: of gate and up and of down, with any expert; none before the first one.
         unchecked: those whose checksums are to be compared yet; None if none are.
         calls: of the mixtures whose experts these are.
@@ -272,7 +273,7 @@ class KeptExperts:
 
     def __init__(self, form: _ExpertsForm, stack: ExpertStack, down: ExpertStack, module: nn.Module) -> None:
         self.form, self.down, self.unchecked = form, down, unchecked_in(module)
-        self._stays = stack.supply.stays(stack.leaf) and down.supply.stays(down.leaf)
+        self.stays = stack.supply.stays(stack.leaf) and down.supply.stays(down.leaf)
         self._is_fit = stack.transposed is down.transposed is form.is_turned and stack.dtype is torch.bfloat16
         (self._count, *_), (hidden, width) = stack.shape, down.shape[1:]
         self._hidden, self._width = (width, hidden) if form.is_turned else (hidden, width)
@@ -301,7 +302,7 @@ class KeptExperts:
 
     def is_of(self, module: Any) -> bool:
         """Whether a module's few tokens are computed so, by its form and its implementation."""
-        return self._stays and not self.form.is_biased and self.form.is_of(module) and _is_grouped(module)
+        return self.stays and not self.form.is_biased and self.form.is_of(module) and _is_grouped(module)
 
     def note(self) -> None:
         """Enter the words of the experts that were used, and whose checksums were compared if they have any."""
@@ -375,7 +376,7 @@ class KeptExperts:
             experts = [*map(_Expert.of, stack.supply.each(stack.leaf, batch), of_down)]
             if experts[0] is not None:
                 self.products = experts[0].products
-            if self._stays:
+            if self.stays:
                 for number, expert in zip(batch, experts, strict=True):
                     if expert is not None:
                         self.experts.setdefault(number, expert)  # the address of the first one may be in use

@@ -156,7 +156,7 @@ class ExpertStack(WeightStandIn):
         chosen = [groups[index] for index in (*filled, *pending, *others)]
         weights = self.supply.each(self.leaf, [expert for expert, *_ in chosen])
         first, spans = next(weights), [(begin, end) for _, begin, end in chosen]
-        product: Any = self._grouped(rows, first)
+        product: Any = self._grouped(rows, first, len(groups))
         if product is not None:
             candidates = (getattr(weight, "matrix", None) for weight in chain([first], weights))
             matrices = (matrix for matrix in candidates if isinstance(matrix, KernelMatrix))
@@ -171,12 +171,12 @@ class ExpertStack(WeightStandIn):
             out[begin:end] = self._product(rows[begin:end], weight)
         return out
 
-    def _grouped(self, rows: torch.Tensor, weight: torch.Tensor) -> GroupedProduct | None:
+    def _grouped(self, rows: torch.Tensor, weight: torch.Tensor, groups: int) -> GroupedProduct | None:
         """A grouped product for weights like this one; None if they are multiplied one by one."""
         needs_gradient = torch.is_grad_enabled() and rows.requires_grad
         if not self.transposed or not isinstance(weight, QuantizedWeight) or needs_gradient:
             return None
-        return weight.matrix.grouped(rows)
+        return weight.matrix.grouped(rows, groups)
 
     def _product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self.transposed and isinstance(weight, QuantizedWeight):

@@ -5,13 +5,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from rabbitllm.engine._fusing import by_function, form_in, is_transformed, replace, with_globals
+from rabbitllm.base.random_tensors import RandomTensors
+from rabbitllm.engine._fusing import (
+    by_function,
+    form_in,
+    is_result,
+    is_transformed,
+    replace,
+    result_of,
+    with_globals,
+)
 from rabbitllm.engine._routed import stack_in
 from rabbitllm.engine._siblings import LastCall, Sibling, is_installed, multiplies_plain, row_product
 from rabbitllm.engine.experts import ExpertStack
@@ -91,6 +100,7 @@ def route_llama4(model: nn.Module) -> None:
             continue
         experts = layer.experts
         experts.config, experts.has_gate, experts.is_transposed = layer.shared_expert.config, True, True
+        experts.is_grouped = False
         experts.forward = partial(experts_forward, experts)
         layer.forward = partial(moe_forward, layer)
 
@@ -130,8 +140,8 @@ def experts_forward(
     At most two experts a token: two terms and any number of zeros have the same sum in any order.
 
     Args:
-        experts: the module, with `gate_up_proj` (experts, hidden, 2 x intermediate) and `down_proj` (experts,
-            intermediate, hidden).
+        experts: the module, with `gate_up_proj` (experts, hidden, 2 x intermediate), `down_proj` (experts,
+            intermediate, hidden), and `is_grouped`: whether results may differ in rounding.
         hidden_states: (tokens, hidden).
         top_k_index, top_k_weights: each token's experts, and the factors that scale its inputs to them, (tokens,
             experts per token).
@@ -140,6 +150,11 @@ def experts_forward(
         (tokens, hidden).
     """
     stacks = experts.gate_up_proj, experts.down_proj
+    if experts.is_grouped and not (torch.is_grad_enabled() or is_transformed()):
+        known = [stack for each in stacks if (stack := stack_in(each)) is not None]
+        if len(known) == len(stacks):
+            fast = [stack.again(product=turned.product) for stack in known]
+            return _by_groups(experts, fast, hidden_states, top_k_index, top_k_weights)
     if all(isinstance(stack, ExpertStack) and stack.is_coded for stack in stacks):
         return _by_groups(experts, stacks, hidden_states, top_k_index, top_k_weights)
     scores = top_k_weights.new_zeros(len(hidden_states), experts.num_experts).scatter_(1, top_k_index, top_k_weights)
@@ -169,16 +184,8 @@ def _by_groups(
 def group_llama4(model: nn.Module) -> None:
     """Let routed experts of Llama 4 multiply their own tokens alone, by the fastest product of bfloat16 (K, N)."""
     for module in model.modules() if turned.is_faster() else ():
-        if isinstance(forward := vars(module).get("forward"), partial) and forward.func is experts_forward:
-            module.forward = partial(_grouped_forward, module)
-
-
-def _grouped_forward(experts: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    stacks = [stack_in(experts._parameters.get(name)) for name in ("gate_up_proj", "down_proj")]
-    if any(stack is None for stack in stacks) or torch.is_grad_enabled() or is_transformed():
-        return experts_forward(experts, x, index, weights)
-    fast = [stack.again(product=turned.product) for stack in stacks if stack is not None]
-    return _by_groups(experts, fast, x, index, weights)
+        if "is_grouped" in vars(module):
+            module.is_grouped = True  # type: ignore[assignment]
 
 
 def _multiplied(experts: Any, chosen: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
@@ -217,10 +224,11 @@ class RowProducts:
         each: Iterable[Any] = model.modules() if modules is None else modules
         for module in each if load_kernels(model) else ():
             is_free = "forward" not in vars(module)
-            if type(module).forward is nn.Linear.forward:
+            kind: Any = type(module)
+            if kind.forward is nn.Linear.forward:
                 if is_free or (is_installed(module) and not multiplies_plain(module)):
                     self._undo.append(Sibling(module, last_call).install_for_plain())
-            elif is_free and (forward := _router_forward(type(module).forward)) is not None:
+            elif is_free and (forward := _linear_forward(kind) or _router_forward(kind.forward)):
                 replace(module, by_function, forward)
                 self._undo.append(functools.partial(delattr, module, "forward"))
 
@@ -254,6 +262,24 @@ def has_row_product(module: Any) -> bool:
         return is_installed(module)
     forward = form_in(module, by_function)
     return forward is not None and forward is _router_forward(type(module).forward)
+
+
+@functools.cache
+def _linear_forward(kind: Any) -> Callable[..., Any] | None:
+    """That of a class of Linears that adds the bias to rounded sums (Falcon's), with `row_product`; None of others."""
+    if not issubclass(kind, nn.Linear) or kind.forward is nn.Linear.forward:
+        return None
+    x, weight, bias = (RandomTensors().normal(*shape) for shape in ((3, 8), (5, 8), (1, 5)))
+    for each, expected in ((None, x @ weight.T), (bias[0], x @ weight.T + bias)):
+        own = SimpleNamespace(weight=weight, bias=each)
+        if not is_result(expected, result_of(kind.forward, own, x)):
+            return None
+
+    def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
+        result = row_product(input, module.weight)
+        return result if module.bias is None else result + module.bias
+
+    return forward
 
 
 @functools.cache

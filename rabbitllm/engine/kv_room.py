@@ -70,7 +70,7 @@ class _CacheRoom:
         keys, values: (1, heads, tokens, width).
         begin, used: the layer's tokens: the first one, which is 0 if it has no window, and the end.
         form: their dtype and device, 1, heads, and widths.
-        views: the keys and values that `extend` gave to a layer.
+        views: the keys and values that `give` gave to a layer.
     """
 
     __slots__ = ("_places", "_width", "_words", "begin", "form", "keys", "used", "values", "views")
@@ -89,7 +89,7 @@ class _CacheRoom:
         return type(None), ()
 
     def belongs_to(self, layer: CacheLayerMixin) -> bool:
-        """Whether the layer has still the tensors that `extend` gave to it, with all used tokens."""
+        """Whether the layer has still the tensors that `give` gave to it, with all used tokens."""
         keys, values = layer.keys, layer.values
         if keys is not self.views[0] or values is not self.views[1] or keys is None or values is None:
             return False
@@ -104,28 +104,30 @@ class _CacheRoom:
         begin = max(end - layer.sliding_window, 0) if is_window(layer) else 0
         return keys + begin * steps[1], values + begin * steps[3], end - begin, *steps
 
-    def grow(self, layer: CacheLayerMixin, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the layer have so many more tokens; return what the first of these sees, and all of them."""
-        self.extend(layer, self.used + tokens)
-        pair = layer.keys, layer.values
+    def grow(self, layer: CacheLayerMixin, tokens: int) -> None:
+        """Let the layer have so many more tokens."""
+        self.used += tokens
+        begin = self.begin
         if is_window(layer):
             layer.cumulative_length += tokens
-            begin = self.used - layer.sliding_window + 1
-            if begin > self.begin:
-                self.begin = begin
-                self.extend(layer, self.used)
-                self._places = layer.keys.data_ptr(), layer.values.data_ptr()
-        return pair
+            self.begin = max(self.used - layer.sliding_window + 1, begin)
+        self.give(layer)
+        if self.begin > begin:
+            self._places = layer.keys.data_ptr(), layer.values.data_ptr()
 
-    def extend(self, layer: CacheLayerMixin, end: int) -> None:
-        """Let the layer have all tokens up to so many."""
-        self.used = end
-        # half the time of `narrow`
-        layer.keys, layer.values = self.views = tuple(
-            tensor.as_strided((*tensor.shape[:2], end - self.begin, tensor.shape[3]), steps, self.begin * steps[2])
+    def give(self, layer: CacheLayerMixin) -> None:
+        """Let the layer have all used tokens that it has not lost."""
+        layer.keys, layer.values = self.views = self.tokens_from(self.begin)
+
+    def tokens_from(self, begin: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of used tokens."""
+        keys, values = (
+            # half the time of `narrow`
+            tensor.as_strided((*tensor.shape[:2], self.used - begin, tensor.shape[3]), steps, begin * steps[2])
             for tensor in (self.keys, self.values)
             for steps in [tensor.stride()]
         )
+        return keys, values
 
 
 def room_for(layer: CacheLayerMixin, end: int) -> _CacheRoom:
@@ -212,7 +214,9 @@ def append(layer: CacheLayerMixin, keys: torch.Tensor, values: torch.Tensor) -> 
     begin, end = room.used, room.used + keys.shape[2]
     room.keys[:, :, begin:end] = keys
     room.values[:, :, begin:end] = values
-    return room.grow(layer, keys.shape[2])
+    first = room.begin
+    room.grow(layer, keys.shape[2])
+    return (layer.keys, layer.values) if room.begin == first else room.tokens_from(first)
 
 
 def _longer(tensor: torch.Tensor, tokens: int) -> torch.Tensor:

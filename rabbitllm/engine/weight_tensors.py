@@ -321,7 +321,10 @@ class QuantizedWeight(WeightStandIn):
     @staticmethod
     def __new__(cls, matrix: StoredMatrix, dtype: torch.dtype, sibling: LinearProduct | None = None) -> QuantizedWeight:
         where = matrix.payload.device
-        weight: QuantizedWeight = torch.Tensor._make_wrapper_subclass(cls, matrix.form.shape, dtype=dtype, device=where)
+        with torch.inference_mode(False):  # what a pass makes may be kept, and a later one computes gradients with it
+            weight: QuantizedWeight = torch.Tensor._make_wrapper_subclass(
+                cls, matrix.form.shape, dtype=dtype, device=where
+            )
         weight.matrix, weight.sibling = matrix, sibling
         return weight
 

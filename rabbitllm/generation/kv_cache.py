@@ -111,7 +111,8 @@ def drop_last(cache: Cache, tokens: int) -> None:
     own = [(room, layer) for layer in cache.layers if (room := vars(layer).get("_room")) and room.belongs_to(layer)]
     cache.crop(-tokens)
     for room, layer in own:
-        room.extend(layer, room.used - tokens)  # otherwise the next token would copy the layer into new room
+        room.used -= tokens
+        room.give(layer)  # otherwise the next token would copy the layer into new room
 
 
 def empty_cache(model: StreamedModel) -> DynamicCache:

@@ -62,6 +62,8 @@ MAX_AMX_INPUTS, MAX_WORD_INPUTS = 32, 128
 """Rows of bfloat16 up to which panels are faster than torch with AMX, and with AVX512-BF16 as integers of two bytes."""
 MAX_GROUPED = 512
 """Maximum rows of all groups together, which are in memory in float32 as inputs and as results."""
+FEW_OF_GROUP = 16
+"""The same for each group, if these are more: many prompts choose hundreds of experts."""
 CHUNK_ELEMENTS = 1 << 22
 """Elements that are dequantized at a time: 8 MiB of bfloat16."""
 FUSED_ELEMENTS = 1 << 26
@@ -173,7 +175,7 @@ class FusedMatrix(QuantizedMatrix):
         copied = QuantizedMatrix.clone(self)
         return copied if self.nested is None else replace(copied, nested=self.nested.clone())
 
-    def grouped(self, x: torch.Tensor) -> None:
+    def grouped(self, x: torch.Tensor, groups: int = 1) -> None:
         """None: groups are multiplied one by one."""
 
     def routed(self) -> None:
@@ -270,10 +272,10 @@ class KernelMatrix(ABC):
             result = product.result()
         return result.view(*x.shape[:-1], self.form.shape[0])
 
-    def grouped(self, x: torch.Tensor) -> GroupedProduct | None:
+    def grouped(self, x: torch.Tensor, groups: int = 1) -> GroupedProduct | None:
         """See `GroupedProduct`; None without a kernel, or for so many rows that a product's overhead is negligible."""
         has_kernel = self.method_for(1, x.dtype)[0] != DEQUANTIZED
-        return GroupedProduct(x, self) if has_kernel and len(x) <= MAX_GROUPED else None
+        return GroupedProduct(x, self) if has_kernel and len(x) <= max(MAX_GROUPED, FEW_OF_GROUP * groups) else None
 
     def routed(self) -> tuple[RoutedProduct, tuple[int, ...]] | None:
         """The product where matrices of this form are chosen, and this one's words; None without a kernel by codes."""

@@ -78,7 +78,7 @@ class TurnedMatrix(Matrix):
         """`x @ W.T + bias`, which no class computes."""
         return torch.nn.functional.linear(x, self.dequantized(x.dtype), bias)
 
-    def grouped(self, x: torch.Tensor) -> None:
+    def grouped(self, x: torch.Tensor, groups: int = 1) -> None:
         """None: groups are multiplied one by one."""
 
     def routed(self) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.lib import generated
 from benchmarks.lib.generated import Content, digests
-from benchmarks.lib.models import MODELS
+from benchmarks.lib.models import MODELS, QWEN3_8_FLASH_NEXT, qwen4_exp
 from benchmarks.lib.published import Checkpoint, Model, checkpoint, max_disk
 from benchmarks.split import kaggle as kaggle_72b
 from benchmarks.split import rehearsal, spot_check
@@ -97,6 +97,19 @@ def test_names_and_shapes_of_experts_are_those_that_transformers_saves(model: Mo
     ours = {tensor.name: tensor.shape for tensor in model.tensors(config)}
     assert ours == {name: tuple(tensor.shape) for name, tensor in saved.items()}
     assert len(ours) == 3 * (7 + 16) + 6 + 16 + 3
+
+
+def test_names_and_shapes_with_n_grams_are_those_that_transformers_saves() -> None:
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = {**QWEN3_8_FLASH_NEXT, "num_experts": 11, "num_hidden_layers": 4}
+    with torch.device("meta"):
+        real = transformers.Qwen4ExpForCausalLM(transformers.Qwen4ExpTextConfig(**config))
+    saved = revert_weight_conversion(real, real.state_dict())
+    ours = {tensor.name: tensor.shape for tensor in qwen4_exp(config)}
+    assert ours == {name: tuple(tensor.shape) for name, tensor in saved.items()}
 
 
 @pytest.mark.parametrize("model", [BIG, CODER, TINY, TINY_MOE], ids=["72b", "coder-next", "tiny", "tiny-moe"])

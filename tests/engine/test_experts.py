@@ -436,6 +436,7 @@ def test_experts_of_turned_matrices_are_multiplied_from_their_codes(tmp_path: Pa
         logits.append(run(model).logits)
     assert torch.equal(*logits)
     assert_as_near(logits[0], expected, exact_logits(plain, INPUT), routed=True)
+    model(INPUT).logits.sum().backward()  # with what a pass in inference mode has kept
 
 
 def test_llama_4_with_one_matrix_from_codes(tmp_path: Path) -> None:

@@ -6,18 +6,20 @@ import copy
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import transformers
 from torch import nn
 from torch.autograd import forward_ad
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from rabbitllm.base.options import RunOptions
-from rabbitllm.engine.forwards import route_llama4
+from rabbitllm.engine.forwards import RowProducts, route_llama4
 from rabbitllm.engine.placement import SLOTS, Tier
 from rabbitllm.errors import OptionError
 from rabbitllm.quant import bfloat_products
@@ -206,6 +208,18 @@ def test_routers_use_the_kernel(tmp_path: Path, kernel_rows: list[int], family: 
     del kernel_rows[:]
     load(split(folder), exact=False)(INPUT)
     assert not kernel_rows
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@torch.no_grad()
+def test_linears_of_falcon_use_the_kernel(kernel_rows: list[int], has_bias: bool) -> None:
+    linear, x = FalconLinear(64, 32, bias=has_bias).bfloat16(), inputs(3, torch.bfloat16, 64)
+    products, expected = RowProducts(cast("Any", SimpleNamespace(dtype=torch.bfloat16)), [linear]), linear(x)
+    assert kernel_rows == [3]
+    exact = copy.deepcopy(linear).double()(x.double())
+    products.close()
+    assert_as_near(expected, linear(x), exact)
+    assert kernel_rows == [3]
 
 
 def test_cpu_with_bfloat16_products_uses_torchs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,16 @@ def test_a_model_has_the_same_logits(
     directory = checkpoint(tmp_path, family, compression, **MANY, **HEADS, **SHARED)
     quarter = kept == "a quarter"
     budget = budget_that_keeps(directory, 0.25, exact=False) if quarter else ALL * (kept == "resident")
-    got = logits(fast(directory, budget))
+    chosen, choose = list[bool](), _mixtures._RouterCall.__call__
+
+    def counted(*given: Any) -> Any:
+        chosen.append((choice := choose(*given)) is not None)
+        return choice
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_mixtures._RouterCall, "__call__", counted)
+        got = logits(fast(directory, budget))
+    assert kept == "resident" or sum(chosen) > STEPS  # of two layers
     assert kept != "resident" or sum(calls) > STEPS  # of two layers
     assert sum(calls) < len(calls) or kept != "resident"  # an expert's first use
     del calls[:]

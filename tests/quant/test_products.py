@@ -267,6 +267,7 @@ def test_many_rows_are_not_grouped() -> None:
     weight = Matrix(*matrix("4bit", 8, 64))
     assert weight.grouped(inputs(MAX_GROUPED, 64)) is not None
     assert weight.grouped(inputs(MAX_GROUPED + 1, 64)) is None
+    assert weight.grouped(inputs(MAX_GROUPED + 1, 64), 40) is not None
 
 
 @needs_kernel
