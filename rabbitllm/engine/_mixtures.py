@@ -14,7 +14,6 @@ import itertools
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -212,7 +211,7 @@ class MixtureCall:
 
 
 class _RouterCall:
-    """What a router and its choice compute by one call, where experts come and go.
+    """What a router and its choice compute by one call, where experts come and go; what is kept of these keeps it.
 
     Attributes:
         watch: whether it still is what the modules compute.
@@ -252,10 +251,6 @@ class _RouterCall:
         self._routing.add_to(program, logits, known, chosen, weights, done, product.shape[0])
 
 
-_routers: WeakKeyDictionary[nn.Module, _RouterCall] = WeakKeyDictionary()
-"""Those of mixtures whose experts come and go."""
-
-
 def _computed(routing: _Routing, module: Any, *args: Any, **named: Any) -> torch.Tensor | None:
     if len(args) != 1 or named or not is_plain(args[0]):
         return None
@@ -268,12 +263,14 @@ def _choice(routing: _Routing, module: Any, x: torch.Tensor) -> tuple[torch.Tens
     """The experts of a row and their weights; None if they are left to the class."""
     if not routing.used or x.shape[:-1] != (1, 1) or not module._modules.keys() >= {*_PARTS} or keeps_outputs():
         return None
-    call = _routers.get(module)
+    if (kept := kept_experts(module._modules["experts"])) is None or kept.stays:
+        return None
+    call: _RouterCall | None = kept.calls.get(module)
     if call is None or not call.watch.holds():
         call = _RouterCall(routing, module)
         if not call.watch.are_true():
             return None
-        _routers[module] = call
+        kept.calls[module] = call
     return call(x[0])
 
 
@@ -289,7 +286,10 @@ def _after_experts(
     call = None if has_hooks(shared) else call_of(shared)
     if call is None or not call.is_for(len(x)):
         return None
-    index, weights = router(x)[:0:-1] if choice is None else choice
+    if choice is None:
+        _, weights, index = router(x)
+    else:
+        index, weights = choice
     others, gates = experts(x, index, weights), gate(x)
     if is_plain(others) and is_plain(gates):
         return call.shared(x, gates, others).view(rows.shape)

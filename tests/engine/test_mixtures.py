@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ def test_a_model_has_the_same_logits(
         patch.setattr(_mixtures._RouterCall, "__call__", counted)
         got = logits(fast(directory, budget))
     assert kept == "resident" or sum(chosen) > STEPS  # of two layers
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is _mixtures._RouterCall]  # nor the dropped model
     assert kept != "resident" or sum(calls) > STEPS  # of two layers
     assert sum(calls) < len(calls) or kept != "resident"  # an expert's first use
     del calls[:]
