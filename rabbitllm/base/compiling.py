@@ -255,7 +255,7 @@ def _alone(folder: str | None, function: Any) -> Iterator[None]:
     """
     name = f"{folder}/{function.__module__}.{function.__name__}.lock"
     with global_compiler_lock, contextlib.ExitStack() as stack:
-        if sys.platform != "win32" and folder and name not in _HELD:
+        if folder and name not in _HELD:
             with contextlib.suppress(OSError):
                 _lock(stack.enter_context(open(name, "ab")).fileno(), stack)
             _HELD.add(name)
@@ -264,6 +264,8 @@ def _alone(folder: str | None, function: Any) -> Iterator[None]:
 
 
 def _lock(descriptor: int, stack: contextlib.ExitStack) -> None:
+    if sys.platform == "win32":
+        return
     import fcntl
 
     end = time.monotonic() + _PATIENCE
