@@ -46,11 +46,10 @@ def exact(schema: Mapping[str, Any]) -> dict[str, Any]:
     """
     numbers = list[int]()
     whole: dict[str, Any] = _exact(schema, numbers, _SCHEMAS | {*_referred(schema)} - {"const", "enum"})
-    steps = math.lcm(*numbers) if _are_joined(schema) else max(numbers, default=0)
+    steps = math.lcm(*numbers) if _are_joined(schema) else sum({*numbers})
     if steps > _MOST_STEPS:
         raise OptionError(
-            f'The JSON schema\'s "multipleOf" have {steps:,} as their least common multiple; expected at most '
-            f"{_MOST_STEPS:,}.",
+            f'The JSON schema\'s "multipleOf" have {steps:,} remainders; expected at most {_MOST_STEPS:,}.',
             "Use smaller ones, or leave them out.",
         )
     return whole
@@ -112,8 +111,20 @@ def _check_numbers(value: Any) -> None:
     if isinstance(value, Mapping | list):
         for each in value.values() if isinstance(value, Mapping) else value:
             _check_numbers(each)
-    elif isinstance(value, int | float) and (abs(value) >= 1 << 63 or value != float(value)):
+    elif isinstance(value, int | float) and (abs(value) >= 1 << 63 or value != _read(value)):
         raise _too_long(value)
+
+
+def _read(number: float) -> float:
+    """A number as llguidance reads it: its digits as float64, by a power of ten as float64."""
+    if isinstance(number, int) or not math.isfinite(number):
+        return float(number)
+    _, digits, exponent = Decimal(repr(number)).as_tuple()
+    value, power = float("".join(map(str, digits))), int(exponent)
+    if power < -308:
+        value, power = value / 1e308, power + 308
+    value = value * float(f"1e{power}") if power > 0 else value / float(f"1e{-power}")
+    return math.copysign(value, number)
 
 
 def _limit(node: dict[str, Any], word: str, other: str, sign: int) -> None:
@@ -132,6 +143,9 @@ def _limit(node: dict[str, Any], word: str, other: str, sign: int) -> None:
             while near < least or int(Decimal(str(near))) < least:
                 near = math.nextafter(near, math.inf)
             node[key] = int(near) * sign
+        else:
+            while _read(node[key]) * sign < bound * sign:
+                node[key] = math.nextafter(node[key], sign * math.inf)
 
 
 def _name(node: dict[str, Any]) -> None:

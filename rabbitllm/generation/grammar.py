@@ -12,7 +12,7 @@ import json
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from rabbitllm.base.forks import Workers, own_lock
+from rabbitllm.base.forks import DaemonThread, Workers, fulfil, own_lock
 from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import OptionError, missing_package
 from rabbitllm.generation._recommended import end_tokens, tokenizer_of
@@ -45,6 +45,8 @@ _MOST_SYMBOLS = 20_000
 """Symbols of a grammar; with more, llguidance's time grows with their square."""
 _MOST_ITEMS = 5_000
 """Rules that one letter may continue, such as 1,250 optional properties: a token with as many takes some 0.2 s."""
+_STACK_BYTES = 128 << 20
+"""Stack for llguidance, which goes from reference to reference, and from rule to rule, by recursion."""
 _REASON = 400
 """Letters of llguidance's message that are shown."""
 _TEXT = "TEXT: /(.|\\n)*/"
@@ -335,7 +337,7 @@ class _GrammarVocabulary:
             ) from None
         limits = llguidance.LLParserLimits(max_grammar_size=_MOST_SYMBOLS, max_items_in_row=_MOST_ITEMS)
         self._matcher = functools.partial(llguidance.LLMatcher, self.tokens, log_level=0, limits=limits)
-        self.compiled = functools.lru_cache(_KEPT)(self._compiled)
+        self.compiled = functools.lru_cache(_KEPT)(functools.partial(_on_deep_stack, self._compiled))
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         """A matcher at the beginning, to be copied.
@@ -367,6 +369,20 @@ def _vocabulary_of(tokenizer: Any) -> _GrammarVocabulary:
         if tokenizer not in _VOCABULARIES:
             _VOCABULARIES[tokenizer] = _GrammarVocabulary(tokenizer)
         return _VOCABULARIES[tokenizer]
+
+
+def _on_deep_stack(work: Callable[[Grammar], LLMatcher], grammar: Grammar) -> LLMatcher:
+    """Compile in a thread of a large stack: a stack that overflows would end the process."""
+    future = Future[Any]()
+    thread = DaemonThread(fulfil, "rabbitllm-grammar", future, work, grammar)
+    with _lock:
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    matcher: LLMatcher = future.result()
+    return matcher
 
 
 @functools.cache

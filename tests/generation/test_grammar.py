@@ -335,9 +335,14 @@ def test_channels_come_before_the_answer() -> None:
             "number 9223372036854775808, which",
         ),
         (lambda: Grammar.of_schema({"const": float("inf")}), "number inf, which"),
+        (lambda: Grammar.of_schema({"enum": [0.5, 0.10805286906483291]}), "number 0.10805286906483291, which"),
         (
             lambda: Grammar.of_schema({"allOf": [{"multipleOf": step} for step in (9.7, 89, 83, 79)]}),
-            "56,606,581 as their least common multiple; expected at most 100,000",
+            "56,606,581 remainders; expected at most 100,000",
+        ),
+        (
+            lambda: Grammar.of_schema({"prefixItems": [{"multipleOf": 99_991}, {"multipleOf": 11}]}),
+            "100,002 remainders",
         ),
         (lambda: Grammar.of_schema({"multipleOf": True}), "'multipleOf', got true"),
         (lambda: Grammar.of_schema({"const": "\ud83d"}), r"the half letter \\ud83d"),
@@ -410,6 +415,8 @@ NAMED: Any = {"additionalProperties": WHOLE, "propertyNames": {"type": "string",
         ({"type": "object", **NAMED}, ({}, {"b": 1}), ({"c": 1}, {"a": ""})),
         ({"type": "object", "propertyNames": {"pattern": "^a"}}, ({"ab": 1},), ({"b": 1},)),
         ({"properties": {"a": WHOLE}, "unevaluatedProperties": False}, ({"a": 1},), ({"b": 1},)),
+        ({"const": {"a": [-0.1, 1e22, 0.1 + 0.2]}}, ({"a": [-0.1, 1e22, 0.1 + 0.2]},), ({"a": [-0.1, 1e22, 0.3]},)),
+        ({"type": "number", "minimum": 0.38120423768821243}, (0.4,), (0.3812042376882124,)),
         ({"enum": [(1 << 53) - 1, -(1 << 62)]}, ((1 << 53) - 1, -(1 << 62)), (1 << 62,)),
     ],
 )
@@ -434,6 +441,17 @@ def test_a_schema_of_which_no_answer_ends_says_so(of_node: Any) -> None:
         Grammar.of_schema(of_node).check(make_tokenizer())
     assert "no answer to it ends, since it leads back to itself" in refused.value.problem
     assert "null" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Grammar.of_schema({**{f"{n}": {"$ref": f"#/{n + 1}"} for n in range(4000)}, "$ref": "#/0"}),
+        lambda: Grammar.of_rules("start: a0\n" + "\n".join(f"a{n}: a{n + 1}" for n in range(3000)) + '\na3000: "0"'),
+    ],
+)
+def test_long_chains_do_not_overflow_the_stack(make: Callable[[], Grammar]) -> None:
+    assert follows(make(), "0", make_tokenizer())
 
 
 def test_a_reference_to_what_it_lies_in_stands_alone() -> None:
