@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from rabbitllm.base.terminal import harmless, listed
 from rabbitllm.errors import MissingPackageError, OptionError
@@ -27,8 +28,25 @@ _OF_OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
 _ANY: Mapping[str, Any] = {"type": "object"}
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a function without parameters."""
-_ABOUT = frozenset({"type", "title", "description", "default", "examples"})
+_NOTES = frozenset(
+    {
+        *("$comment", "$defs", "default", "definitions", "deprecated", "description", "discriminator", "examples"),
+        *("readOnly", "title", "writeOnly"),
+    }
+)
+"""Keywords that exclude no value."""
+_ABOUT = _NOTES | {"type"}
 """Keywords of a text that can be written without quotes."""
+_ABOUT_ALL = frozenset(
+    {
+        *("$dynamicRef", "$ref", "allOf", "anyOf", "const", "dependencies", "dependentRequired", "dependentSchemas"),
+        *("else", "enum", "if", "maxProperties", "minProperties", "not", "oneOf", "patternProperties", "propertyNames"),
+        "then",
+    }
+)
+"""Keywords that concern several parameters, or others than those listed."""
+_OF_TEXTS = _ABOUT_ALL - {"const", "enum"} | {"format", "maxLength", "minLength", "pattern"}
+"""Keywords that may exclude a text of an `enum`."""
 _MOST_BRANCHES = 256
 """Branches of a schema that are looked at: references can go round."""
 
@@ -252,17 +270,20 @@ class _Calls:
     def _parameters(self, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
         """Parameters one by one: texts without quotes, all else as JSON."""
         properties, required = schema.get("properties", {}), schema.get("required", ())
-        is_plain = isinstance(properties, Mapping) and isinstance(required, Sequence)
-        if not is_plain or (set(schema) & {"anyOf", "oneOf", "allOf", "$ref"}):
-            raise OptionError(f"The parameters of {harmless(name, 60)} have no list of properties.")
+        is_plain = isinstance(properties, Mapping) and isinstance(required, list | tuple)
+        is_plain = is_plain and "object" in _types(schema, "object")
+        if not is_plain or set(schema) & _ABOUT_ALL or not all(key in properties for key in required):
+            raise OptionError(f"The parameters of {harmless(name, 60)} are more than a list of properties.")
         for key, value in properties.items():
             branches, (before, after) = _branches(value, schema), self._form.value
             end = self._text(after)
-            choices = _choices(branches[0]) if len(branches) == 1 else []
-            if choices and all(isinstance(text, str) for text in choices):
+            is_choice = len(branches) == 1 and not branches[0].keys() & _OF_TEXTS
+            choices = _choices(branches[0]) if is_choice and "string" in _types(branches[0], "string") else []
+            marks = after.strip(), before.partition("KEY")[0]
+            if choices and all(isinstance(text, str) and not any(map(text.__contains__, marks)) for text in choices):
                 written = f"({' | '.join(map(json.dumps, choices))}) {end}"
             elif json_type(value, schema) in ("", "string"):  # read as it is written
-                if not any(branch.get("type", "string") == "string" and set(branch) <= _ABOUT for branch in branches):
+                if not any("string" in _types(branch, "string") and set(branch) <= _ABOUT for branch in branches):
                     raise OptionError(
                         f"The parameter {harmless(key, 60)} is a text with a form, which cannot be guaranteed in the "
                         "way in which this model calls tools."
@@ -279,28 +300,43 @@ class _Calls:
 
 
 def _branches(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What a schema stands for: it, its branches, and what they refer to."""
-    whole, waiting = list[Mapping[str, Any]](), [schema]
+    """What a schema stands for: it, its branches, and what they refer to, each with what is beside them."""
+    whole, waiting = list[Mapping[str, Any]](), [{} if schema is True else schema]
     for _ in range(_MOST_BRANCHES):
         if not waiting:
             break
         branch = waiting.pop(0)
         if not isinstance(branch, Mapping):
+            whole.append({"not": {}})
             continue
-        unions = [branch[word] for word in ("anyOf", "oneOf") if isinstance(branch.get(word), list)]
-        waiting += [inner for union in unions for inner in union]
-        if isinstance(reference := branch.get("$ref"), str):
-            waiting.append(_referred(reference, root))
-        elif not unions:
+        word = next((word for word in ("$ref", "anyOf", "oneOf") if isinstance(branch.get(word), str | list)), "")
+        value = branch.get(word)
+        if not word:
             whole.append(branch)
+            continue
+        beside = {name: value for name, value in branch.items() if name not in {word, *_NOTES}}
+        for inner in [_referred(value, root)] if isinstance(value, str) else value or ():
+            clashes = isinstance(inner, Mapping) and any(inner.get(name, of) != of for name, of in beside.items())
+            merged = {**inner, **beside} if isinstance(inner, Mapping) else inner
+            waiting.append({**merged, "allOf": []} if clashes else merged)
     return whole or [{}]
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:
     value: Any = root
-    for name in filter(None, reference.removeprefix("#").split("/")):
-        value = value.get(name) if isinstance(value, Mapping) else None
+    first, *names = unquote(reference).split("/")
+    for name in names if first == "#" else ("",):
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, list) and name.isdecimal():
+            value = value[int(name)] if int(name) < len(value) else None
+        else:
+            value = value.get(name) if isinstance(value, Mapping) else None
     return value
+
+
+def _types(schema: Mapping[str, Any], default: str | None = None) -> list[str]:
+    declared = schema.get("type", default)
+    return [name for name in (declared if isinstance(declared, list) else [declared]) if isinstance(name, str)]
 
 
 def _choices(schema: Mapping[str, Any]) -> list[Any]:
@@ -317,9 +353,8 @@ def json_type(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     """
     names = []
     for branch in _branches(schema, root):
-        declared = branch.get("type")
-        names += [name for name in (declared if isinstance(declared, list) else [declared]) if isinstance(name, str)]
-        if declared is None and (choices := _choices(branch)):
+        names += _types(branch)
+        if branch.get("type") is None and (choices := _choices(branch)):
             names.append("string" if any(isinstance(choice, str) for choice in choices) else "number")
     return "string" if "string" in names else next(iter(names), "")
 

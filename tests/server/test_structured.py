@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -19,6 +20,7 @@ from rabbitllm.generation.reasoning import AnswerFormat, Thoughts
 from rabbitllm.server._answer_reader import AnswerReader
 from rabbitllm.server._grammars import answer_grammar, json_type
 from rabbitllm.server._metrics import CONTENT_TYPE
+from rabbitllm.server.api_error import APIError
 from rabbitllm.server.schemas import ChatBody, parsed
 from tests.generation.test_grammar import follows
 from tests.server.serving import NAME, STREAMED, Running, running
@@ -272,12 +274,40 @@ def test_texts_without_quotes_are_free_or_refused(of_form: Any, form: str) -> No
     choice = server.post("/v1/chat/completions", body).json()["choices"][0]
     assert choice["finish_reason"] in ("tool_calls", "length")
     text["required"] = None
-    assert "no list of properties" in server.post("/v1/chat/completions", body).json()["error"]["message"]
+    assert "more than a list of properties" in server.post("/v1/chat/completions", body).json()["error"]["message"]
     text["required"] = ["t"]
     text["properties"]["t"] = {"type": "string", "pattern": "^a"}
     refused = server.post("/v1/chat/completions", body)
     assert refused.status_code == 400
     assert "The parameter t is a text with a form" in refused.json()["error"]["message"]
+
+
+WORD: Any = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("of_t", "beside", "named"),
+    [
+        ({"type": ["string", "null"]}, {"required": ["t"], "$schema": "x", "additionalProperties": False}, ""),
+        ({**WORD, "enum": ["a", "b"], "deprecated": True}, {}, ""),
+        ({"$ref": "#/$defs/a~1b", "deprecated": True}, {"$defs": {"a/b": WORD}}, ""),
+        (WORD, {"required": ["t", "u"]}, "more than a list"),
+        (WORD, {"minProperties": 1}, "more than a list"),
+        (WORD, {"not": {}}, "more than a list"),
+        ({"$ref": "#/$defs/c"}, {"$defs": {"a": {"$anchor": "c", "type": "integer"}}}, "a text with a form"),
+        ({"$ref": "#/$defs/a", "maxLength": 2}, {"$defs": {"a": WORD}}, "a text with a form"),
+        ({"anyOf": [WORD, {"type": "null"}], "maxLength": 2}, {}, "a text with a form"),
+        ({"enum": ["a</parameter>"]}, {}, "a text with a form"),
+        ({**WORD, "enum": ["a", "bc"], "maxLength": 1}, {}, "a text with a form"),
+        (False, {}, "a text with a form"),
+    ],
+)
+def test_calls_without_quotes_guarantee_all_or_refuse(of_t: Any, beside: Any, named: str) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"t": of_t}, **beside}}
+    tools = [{"type": "function", "function": function}]
+    body = parsed(ChatBody, {"messages": HELLO, "tools": tools, "tool_choice": "required"})
+    with pytest.raises(APIError, match=named) if named else contextlib.nullcontext():
+        answer_grammar(body, make_tokenizer(), body.tools or (), None, "<tool_call> <function=")
 
 
 def test_forced_calls_in_streams_and_batch_lines(of_form: Any, split_folder: Path) -> None:
