@@ -17,18 +17,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numba
 from llvmlite import ir
 from numba import types
 from numba.core import event
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, NullCache
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.extending import intrinsic
 
@@ -203,17 +204,17 @@ CALLBACK: Any = types.int32(types.int32, *[types.int64] * 3)
 def compiled(function: Any) -> Any:
     """A function that is compiled when it is first called, and releases the interpreter lock."""
     dispatcher = _cached(functools.partial(numba.njit, nogil=True), function)
-    dispatcher.compile = _alone(dispatcher.stats.cache_path, function)(dispatcher.compile)
+    dispatcher.compile = _alone(dispatcher._cache, function)(dispatcher.compile)
     return dispatcher
 
 
 def c_function(signature: Any, function: Any) -> Any:
     """A function of this signature, compiled at once, with an `address` that C code can call."""
-    try:
-        folder = FunctionCache(function).cache_path  # type: ignore[no-untyped-call]
-    except RuntimeError:  # "no locator available"
-        folder = None
-    with _alone(folder, function):
+    cache: Any = NullCache()
+    if _is_named(function):
+        with contextlib.suppress(RuntimeError):  # "no locator available"
+            cache = FunctionCache(function)  # type: ignore[no-untyped-call]
+    with _alone(cache, function):
         return _cached(functools.partial(numba.cfunc, signature), function)
 
 
@@ -230,51 +231,60 @@ _KEPT: list[Any] = []
 
 
 def _cached(make: Callable[..., Any], function: Any) -> Any:
+    if _is_named(function):
+        with contextlib.suppress(RuntimeError):  # "no locator available"
+            return make(cache=True)(function)
+    return make()(function)
+
+
+def _is_named(function: Any) -> bool:
+    """Give a function the name by which it is cached, if it can be."""
     digest = digest_of(function.__module__.rpartition(".")[0])
     if digest is not None:
         function.__qualname__ = f"{function.__name__}_{digest}"
-        try:
-            return make(cache=True)(function)
-        except RuntimeError:  # "no locator available"
-            pass
-    return make()(function)
+    return digest is not None
 
 
 _PATIENCE = 120.0
 """Seconds after which a function is compiled although another process, which may have been stopped, has its lock."""
-_HELD: set[str] = set()
-"""The locks of this process."""
+_HELD, _STUCK = set[str](), set[str]()
+"""The locks of this process, and those that it waited for in vain: it waits for no other then."""
 
 
 @contextlib.contextmanager
-def _alone(folder: str | None, function: Any) -> Iterator[None]:
-    """Let no other process compile a function meanwhile, where its folder has locks: it finds the result there.
+def _alone(cache: Any, function: Any) -> Iterator[None]:
+    """Let no other process compile a function meanwhile, where its cache's folder has locks: it finds the result there.
 
     Nobody waits for whoever waits for him: a process's threads wait for numba's lock first, and functions call each
-    other in no circle. A process that is killed has no locks.
+    other in no circle. A process that is killed has no locks. What is in the cache is loaded without one.
     """
-    name = f"{folder}/{function.__module__}.{function.__name__}.lock"
+    name = f"{cache.cache_path}/{function.__module__}.{function.__name__}.lock"
     with global_compiler_lock, contextlib.ExitStack() as stack:
-        if folder and name not in _HELD:
+        if sys.platform != "win32" and cache.cache_path and name not in _HELD:
+            own = cache._cache_file
+            kept = own._data_path(own._data_name(1))  # its first; numba saves the index before that
             with contextlib.suppress(OSError):
-                _lock(stack.enter_context(open(name, "ab")).fileno(), stack)
+                if not os.path.exists(kept):
+                    _lock(stack.enter_context(open(name, "ab")), kept, stack)
             _HELD.add(name)
             stack.callback(_HELD.remove, name)
         yield
 
 
-def _lock(descriptor: int, stack: contextlib.ExitStack) -> None:
-    if sys.platform == "win32":
-        return
+def _lock(file: IO[bytes], kept: str, stack: contextlib.ExitStack) -> None:
+    """Have the lock of a file until a stack's end, or wait until another one is there."""
     import fcntl
 
-    end = time.monotonic() + _PATIENCE
-    while time.monotonic() < end:
+    end = time.monotonic() + (0 if _STUCK else _PATIENCE)
+    while not os.path.exists(kept):
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if time.monotonic() > end:
+                _STUCK.add(file.name)
+                return
             progress.tell(progress.KernelsCompiling())
             time.sleep(0.02)
         else:  # a child that is forked meanwhile keeps the file open
-            stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
+            stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -171,10 +172,9 @@ def test_processes_that_need_a_function_at_once_compile_it_once(
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiling, "digest_of", lambda package: "0" * 32)
     times = compiling.compiled(times_two)
-    folder = times.stats.cache_path
 
     def die_with_the_lock() -> None:
-        with compiling._alone(folder, times_two):
+        with compiling._alone(times._cache, times_two):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def compiles() -> int:
@@ -190,8 +190,39 @@ def test_processes_that_need_a_function_at_once_compile_it_once(
         assert sorted(threads.map(in_a_fork, [compiles] * 2)) == [0, 1]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="forks")
+def test_locks_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process is waited for once, whatever it has locked, and not for what is in the cache."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling, "digest_of", lambda package: "0" * 32)
+    monkeypatch.setattr(compiling, "_PATIENCE", 0.1)
+    fcntl = pytest.importorskip("fcntl")
+    numbers = [compiling.compiled(function) for function in (times_two, times_three, times_four)]
+
+    def compiles() -> None:
+        assert numbers[0](4) == 8
+        assert not compiling._STUCK
+        assert [times(4) for times in numbers[1:]] == [12, 16]
+        assert [Path(name).suffixes[-2:] for name in compiling._STUCK] == [[".times_three", ".lock"]]
+
+    in_a_fork(lambda: numbers[0](4))
+    with contextlib.ExitStack() as stack:
+        for times in numbers:
+            path = f"{times._cache.cache_path}/{times.__module__}.{times.__name__}.lock"
+            fcntl.flock(stack.enter_context(open(path, "ab")), fcntl.LOCK_EX)
+        in_a_fork(compiles)
+
+
 def times_two(x: int) -> int:
     return 2 * x
+
+
+def times_three(x: int) -> int:
+    return 3 * x
+
+
+def times_four(x: int) -> int:
+    return 4 * x
 
 
 def test_changed_helpers_recompile_every_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

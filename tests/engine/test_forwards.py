@@ -220,6 +220,11 @@ def test_linears_of_falcon_use_the_kernel(kernel_rows: list[int], has_bias: bool
     products.close()
     assert_as_near(expected, linear(x), exact)
     assert kernel_rows == [3]
+    own = FalconLinear.forward
+    with pytest.MonkeyPatch.context() as patch:  # a program's own, which comes after the trial
+        patch.setattr(FalconLinear, "forward", lambda self, input: own(self, input) * 2)
+        RowProducts(cast("Any", SimpleNamespace(dtype=torch.bfloat16)), [linear])
+        assert torch.equal(linear(x), own(linear, x) * 2)
 
 
 def test_cpu_with_bfloat16_products_uses_torchs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
