@@ -260,7 +260,7 @@ def _alone(cache: Any, function: Any) -> Iterator[None]:
     """
     name = f"{cache.cache_path}/{function.__module__}.{function.__name__}.lock"
     with global_compiler_lock, contextlib.ExitStack() as stack:
-        if sys.platform != "win32" and cache.cache_path and name not in _HELD:
+        if cache.cache_path and name not in _HELD:
             own = cache._cache_file
             kept = own._data_path(own._data_name(1))  # its first; numba saves the index before that
             with contextlib.suppress(OSError):
@@ -273,6 +273,8 @@ def _alone(cache: Any, function: Any) -> Iterator[None]:
 
 def _lock(file: IO[bytes], kept: str, stack: contextlib.ExitStack) -> None:
     """Have the lock of a file until a stack's end, or wait until another one is there."""
+    if sys.platform == "win32":
+        return
     import fcntl
 
     end = time.monotonic() + (0 if _STUCK else _PATIENCE)
@@ -280,7 +282,7 @@ def _lock(file: IO[bytes], kept: str, stack: contextlib.ExitStack) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > end:
+            if time.monotonic() >= end:
                 _STUCK.add(file.name)
                 return
             progress.tell(progress.KernelsCompiling())
