@@ -255,8 +255,8 @@ _HELD, _STUCK = set[str](), set[str]()
 def _alone(cache: Any, function: Any) -> Iterator[None]:
     """Let no other process compile a function meanwhile, where its cache's folder has locks: it finds the result there.
 
-    Nobody waits for whoever waits for him: a process's threads wait for numba's lock first, and functions call each
-    other in no circle. A process that is killed has no locks. What is in the cache is loaded without one.
+    No two processes wait for each other: threads wait for numba's lock first, and functions call each other in no
+    circle. A process that is killed has no locks. What is in the cache is loaded without one.
     """
     name = f"{cache.cache_path}/{function.__module__}.{function.__name__}.lock"
     with global_compiler_lock, contextlib.ExitStack() as stack:

@@ -224,11 +224,11 @@ class RowProducts:
         each: Iterable[Any] = model.modules() if modules is None else modules
         for module in each if load_kernels(model) else ():
             is_free = "forward" not in vars(module)
-            kind: Any = type(module)
-            if kind.forward is nn.Linear.forward:
+            module_class: Any = type(module)
+            if module_class.forward is nn.Linear.forward:
                 if is_free or (is_installed(module) and not multiplies_plain(module)):
                     self._undo.append(Sibling(module, last_call).install_for_plain())
-            elif is_free and (forward := _linear_forward(kind, kind.forward) or _router_forward(kind.forward)):
+            elif is_free and (forward := _forward_for(module_class, module_class.forward)):
                 replace(module, by_function, forward)
                 self._undo.append(functools.partial(delattr, module, "forward"))
 
@@ -264,10 +264,15 @@ def has_row_product(module: Any) -> bool:
     return forward is not None and forward is _router_forward(type(module).forward)
 
 
+def _forward_for(module_class: Any, tried: Any) -> Callable[..., Any] | None:
+    """The forward of a class of Linears or routers with `row_product`; None of others."""
+    return _linear_forward(module_class, tried) or _router_forward(tried)
+
+
 @functools.cache
-def _linear_forward(kind: Any, tried: Any) -> Callable[..., Any] | None:
+def _linear_forward(linear: Any, tried: Any) -> Callable[..., Any] | None:
     """That of a class of Linears that adds the bias to rounded sums (Falcon's), with `row_product`; None of others."""
-    if not issubclass(kind, nn.Linear):
+    if not issubclass(linear, nn.Linear):
         return None
     x, weight, bias = (RandomTensors().normal(*shape) for shape in ((3, 8), (5, 8), (1, 5)))
     for each, expected in ((None, x @ weight.T), (bias[0], x @ weight.T + bias)):

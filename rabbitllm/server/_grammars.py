@@ -300,7 +300,7 @@ class _Calls:
 
 
 def _branches(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What a schema stands for: it, its branches, and what they refer to, each with what is beside them."""
+    """What a schema stands for: it, its branches, and what they refer to, each with the keywords next to them."""
     whole, waiting = list[Mapping[str, Any]](), [{} if schema is True else schema]
     for _ in range(_MOST_BRANCHES):
         if not waiting:
@@ -314,10 +314,10 @@ def _branches(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         if not word:
             whole.append(branch)
             continue
-        beside = {name: value for name, value in branch.items() if name not in {word, *_NOTES}}
+        siblings = {name: value for name, value in branch.items() if name not in {word, *_NOTES}}
         for inner in [_referred(value, root)] if isinstance(value, str) else value or ():
-            clashes = isinstance(inner, Mapping) and any(inner.get(name, of) != of for name, of in beside.items())
-            merged = {**inner, **beside} if isinstance(inner, Mapping) else inner
+            clashes = isinstance(inner, Mapping) and any(inner.get(name, of) != of for name, of in siblings.items())
+            merged = {**inner, **siblings} if isinstance(inner, Mapping) else inner
             waiting.append({**merged, "allOf": []} if clashes else merged)
     return whole or [{}]
 

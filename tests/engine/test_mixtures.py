@@ -90,8 +90,8 @@ def test_a_model_has_the_same_logits(
     budget = budget_that_keeps(directory, 0.25, exact=False) if quarter else ALL * (kept == "resident")
     chosen, choose = list[bool](), _mixtures._RouterCall.__call__
 
-    def counted(*given: Any) -> Any:
-        chosen.append((choice := choose(*given)) is not None)
+    def counted(*arguments: Any) -> Any:
+        chosen.append((choice := choose(*arguments)) is not None)
         return choice
 
     with monkeypatch.context() as patch:
