@@ -230,6 +230,7 @@ class ExpertPool:
 
     Attributes:
         sources: as given.
+        valid: the number of transit slots whose experts compute while others are read into the rest.
         waited: seconds that computations have waited for experts.
         is_paused: whether its modules compute with other experts now.
     """
@@ -266,6 +267,7 @@ class ExpertPool:
             memory = [device.device_buffer(self._nbytes) for _ in range(count)]
         expert_slots = [ExpertSlot(part, device.leave()) for part in memory]
         self._slots, self._transit = expert_slots[:slots], expert_slots[slots:]
+        self.valid = max(len(self._transit) // 2, 1)
         counts = [source.experts for source in sources]
         self.cache, self.host_cache = ExpertCache(counts, slots), ExpertCache(counts, host_slots)
         self._call: _Call | None = None
@@ -507,16 +509,19 @@ class ExpertPool:
     ) -> Iterator[torch.Tensor]:
         """One leaf of experts that have no slot, prefetched as far as there are transit slots."""
         pending: deque[tuple[ExpertSlot, int]] = deque()
+        in_use: deque[ExpertSlot] = deque()
         free, queue = deque(self._transit), deque(experts)
         for _ in experts:
+            if len(in_use) == self.valid:
+                free.append(in_use.popleft())
             while free and queue:
                 slot, (expert, in_host) = free.popleft(), queue.popleft()
                 slot.left = self._device.leave()  # all uses of its last expert are queued by now
                 self._send(module, expert, slot, in_host, leaf)
                 pending.append((slot, expert))
             slot, expert = pending.popleft()
+            in_use.append(slot)
             yield self._weight(module, leaf, slot, expert)
-            free.append(slot)
 
     def _weight(self, module: int, leaf: str, slot: ExpertSlot, expert: int) -> torch.Tensor:
         source, key = self.sources[module], (module, leaf)
@@ -602,6 +607,7 @@ class PooledExperts:
     def __init__(self, pool: ExpertPool, module: int) -> None:
         self._pool = pool
         self._module = module
+        self.valid = pool.valid
 
     def stays(self, leaf: str) -> bool:
         """See `experts.ExpertProvider`."""

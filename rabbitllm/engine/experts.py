@@ -9,6 +9,7 @@ are copied into one tensor, which is freed after it.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, Protocol
@@ -34,13 +35,19 @@ from rabbitllm.telemetry.profiler import Profiler
 
 
 class ExpertProvider(Protocol):
-    """Provides the weights of experts."""
+    """Provides the weights of experts.
+
+    Attributes:
+        valid: the number of weights that are valid at a time, the last ones that were requested.
+    """
+
+    valid: int
 
     def stays(self, leaf: str) -> bool:
         """Whether the weights of a leaf, once provided, stay in memory."""
 
     def each(self, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
-        """The weights of these experts in this order; each is valid until the next one is requested."""
+        """The weights of these experts in this order; each is valid until `valid` others are requested."""
 
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """Indices into `experts`: of those that are in memory until the end of the pass; of those that will be, and of
@@ -118,7 +125,7 @@ class ExpertStack(WeightStandIn):
         return self.copied(range(self.shape[0]))
 
     def each(self, experts: Sequence[int]) -> Iterator[torch.Tensor]:
-        """These experts' matrices, in this order; each is valid until the next one is requested."""
+        """These experts' matrices, in this order; see `ExpertProvider.each`."""
         for weight in self.supply.each(self.leaf, experts):
             yield weight.transpose(-2, -1) if self.transposed else weight
 
@@ -160,10 +167,11 @@ class ExpertStack(WeightStandIn):
         if product is not None:
             candidates = (getattr(weight, "matrix", None) for weight in chain([first], weights))
             matrices = (matrix for matrix in candidates if isinstance(matrix, KernelMatrix))
-            at_once = list(islice(matrices, max(len(filled), 1)))
-            product.multiply(at_once, spans[: len(at_once)])
-            for span, matrix in zip(spans[len(at_once) :], matrices, strict=True):
-                product.multiply([matrix], [span])
+            batch = list(islice(matrices, len(filled) or self.supply.valid))
+            while batch:
+                product.multiply(batch, spans[: len(batch)])
+                spans = spans[len(batch) :]
+                batch = list(islice(matrices, self.supply.valid))
             result: torch.Tensor = product.result()
             return result
         out = rows.new_zeros(len(rows), self.shape[-1])  # rows of no group stay zero
@@ -240,6 +248,8 @@ FileBytes = Callable[[str], torch.Tensor]
 
 class ResidentExperts:
     """The experts of one module that are in memory: by the name of the leaf and the expert, or views of stacks."""
+
+    valid = sys.maxsize
 
     def __init__(self, ready: dict[tuple[str, int], torch.Tensor] | None = None, **stacks: torch.Tensor) -> None:
         self._ready, self._stacks = ready or {}, stacks

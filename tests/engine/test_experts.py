@@ -27,6 +27,7 @@ from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import THROUGH_THE_CACHE, ReadMode, SpanReader
 from rabbitllm.errors import AbsentWeightError, CorruptShardError, OptionError
+from rabbitllm.quant.products import GroupedProduct
 from rabbitllm.quant.turned import TurnedMatrix
 from rabbitllm.telemetry.passes import EXPERTS_ON_DEVICE, EXPERTS_READ, READ
 from tests.support.builders import build_checkpoint, reference_logits
@@ -276,6 +277,35 @@ def test_long_prompt_reads_each_expert_once_with_few_slots(checkpoint: Path, mon
     assert sum(model.profiler.layers[source.name][READ].nbytes for source in experts.sources) == nbytes
 
 
+def test_long_prompt_multiplies_several_experts_while_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as half of the transit slots; the tokens' bits are those of experts that compute one by one."""
+    wide = {"hidden_size": 256, "moe_intermediate_size": 256}
+    checkpoint = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY, **wide)
+    directory, together = split(checkpoint, "4bit"), list[int]()
+    multiply = GroupedProduct.multiply
+
+    def spied(product: GroupedProduct, matrices: Sequence[Any], groups: Any) -> None:
+        together.append(len(matrices))
+        multiply(product, matrices, groups)
+
+    monkeypatch.setattr(GroupedProduct, "multiply", spied)
+    prompt = torch.randint(0, 200, (2, 40), generator=torch.Generator().manual_seed(0))
+    results, most = [], []
+    for slots in (1, 8):
+        monkeypatch.setattr(_expert_pool, "MAX_TRANSIT", slots)
+        model = load(directory, 0, exact=False)
+        (pool,) = model.placement.pools
+        assert (pool.slots, pool.transit) == (0, max(slots, 3))
+        together.clear()
+        with torch.inference_mode():
+            results.append(model(prompt).logits)
+        most.append(max(together))
+    assert torch.equal(*results)
+    assert most == [1, 4]
+
+
 def test_probable_experts_are_read_before_the_router_chooses(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the next layer, which are not read again if it chooses them, and change nothing if it does not."""
     monkeypatch.setattr(_expert_pool, "LEAST_AHEAD_BYTES", 0)
@@ -490,6 +520,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 class TensorExperts:
     """Provides experts from ordinary tensors; `asked` lists the requested ones."""
+
+    valid = 2
 
     def __init__(self, **leaves: torch.Tensor) -> None:
         self.leaves = leaves
