@@ -477,7 +477,7 @@ class ExpertPool:
         """See `experts.ExpertProvider`."""
         self._begin_expected(module)
         call = self._call
-        if call is None or call.module != module or not {*call.slots, *call.transit}.issuperset(experts):
+        if call is None or call.module != module or not all(e in call.slots or e in call.transit for e in experts):
             distinct = np.unique(np.asarray(experts, np.int64))  # `begin` was not called for these experts
             self.begin(module, distinct, np.ones_like(distinct), 1)
             call = self._call
@@ -525,7 +525,8 @@ class ExpertPool:
 
     def _weight(self, module: int, leaf: str, slot: ExpertSlot, expert: int) -> torch.Tensor:
         source, key = self.sources[module], (module, leaf)
-        self._wait(source, slot)
+        if slot.pending is not None or slot.ticket is not None:
+            self._wait(source, slot)
         chosen = source.leaves[leaf]
 
         def bytes_of(part: ExpertPart) -> torch.Tensor:
@@ -664,9 +665,9 @@ def _router_beside(model: PreTrainedModel, source: ExpertSource) -> Any:
 
 def _counted(index: Numbers, experts: int) -> tuple[Numbers, Numbers]:
     """The distinct experts of an index, and how often each is in it."""
-    chosen, counts = np.unique(index, return_counts=True)
-    is_valid = (chosen >= 0) & (chosen < experts)
-    return chosen[is_valid], counts[is_valid]
+    counts = np.bincount(index[(index >= 0) & (index < experts)])
+    chosen = np.flatnonzero(counts)
+    return chosen, counts[chosen]
 
 
 def _filled_slots(cache: ExpertCache, slots: Sequence[ExpertSlot], module: int, experts: Numbers) -> Numbers:

@@ -27,8 +27,9 @@ from rabbitllm.engine.transformers_api import ACT2FN
 
 MAX_TOKENS = 32
 """Tokens that continue a text and are computed one after the other, where longer ones are computed in chunks."""
-_TRIED = 2
-"""Tokens with which a shape is tried."""
+_TRIED, _SEQUENCES = 2, 16
+"""Tokens and sequences with which a shape is tried: more of them are computed likewise, in seconds for a hundred
+sequences."""
 MAX_TAPS = 16
 """Tokens of a short convolution up to which it is computed by one call."""
 _EPSILON = 1e-6
@@ -182,7 +183,8 @@ class DeltaStep(_Recurrence):
         if state is None or not (self._prompts or tokens <= MAX_TOKENS) or not self._fits(key, value, state):
             return None
         of_tokens = query, key, value, g, beta
-        few = (*(x[:, :_TRIED] for x in of_tokens), state) if tokens > _TRIED else ()
+        is_few = tokens <= _TRIED and len(key) <= _SEQUENCES
+        few = () if is_few else (*(x[:_SEQUENCES, :_TRIED] for x in of_tokens), state[:_SEQUENCES])
         return _StepCall(None, (*of_tokens, state), few)
 
     @staticmethod
@@ -216,8 +218,12 @@ class ConvolutionStep(_Recurrence):
     def _call(
         self, hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: Any = None
     ) -> _StepCall | None:
-        operands = (hidden_states, conv_state, weight) if bias is None else (hidden_states, conv_state, weight, bias)
-        return _StepCall(activation, operands) if hidden_states.shape[-1] == 1 and self._fits(*operands) else None
+        others = (weight,) if bias is None else (weight, bias)
+        if hidden_states.shape[-1] != 1 or not self._fits(hidden_states, conv_state, *others):
+            return None
+        states = hidden_states, conv_state
+        few = (*(x[:_SEQUENCES] for x in states), *others) if len(conv_state) > _SEQUENCES else ()
+        return _StepCall(activation, (*states, *others), few)
 
     @staticmethod
     def _fits(x: Any, state: Any, weight: Any, bias: Any = None) -> bool:

@@ -204,7 +204,7 @@ class ExpertParameter:
         """The shape of one expert's weight."""
         return tuple(self.entry.shape[1:])
 
-    @property
+    @cached_property
     def makes_scales(self) -> bool:
         """Whether an expert's scales are dequantized before it is multiplied in its quantized form."""
         return self.matrix_type is not None and any(block.nesting is not None for block in self.blocks)

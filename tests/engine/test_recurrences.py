@@ -39,7 +39,7 @@ GATED, KIMI = "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attentio
 CHUNKS = "torch_chunk_gated_delta_rule"
 DELTA = [("qwen3_next", GATED), ("qwen3_5", GATED), ("olmo_hybrid", GATED), ("kimi_linear", KIMI), ("glm5_next", KIMI)]
 # sequences, heads of keys and of values, rows and columns of a state
-SHAPES = [(1, 2, 4, 128, 128), (3, 2, 2, 16, 32), (1, 3, 3, 96, 192), (2, 1, 3, 256, 64)]
+SHAPES = [(1, 2, 4, 128, 128), (3, 2, 2, 16, 32), (1, 3, 3, 96, 192), (2, 1, 3, 256, 64), (40, 1, 2, 64, 32)]
 
 
 def function(model: str, name: str) -> Callable[..., Any]:
@@ -106,6 +106,7 @@ def test_convolutions_have_the_bits_of_the_function(model: str, calls: list[str]
         (1, 8192, 4, 4, "silu"),
         (3, 70, 3, 3, None),
         (2, 64, 3, 4, "gelu"),
+        (40, 256, 4, 4, "silu"),  # more than are tried
     ):
         for has_bias in (False, True):
             x, state, weight, bias = (
@@ -119,7 +120,7 @@ def test_convolutions_have_the_bits_of_the_function(model: str, calls: list[str]
                 got = step(x.transpose(1, 2) * scale, state, *more)
                 assert torch.equal(got.nan_to_num(7), expected.nan_to_num(7))
                 assert torch.equal(state, expected_state)
-    assert calls == ["convolution_step"] * 4 * 6
+    assert calls == ["convolution_step"] * 4 * 8
 
 
 @pytest.mark.parametrize(
