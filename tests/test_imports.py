@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,37 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What tests ask about a file: names of imported modules, texts, names of classes."""
+
+    imported: frozenset[str]
+    members: frozenset[str]
+    texts: frozenset[str]
+    classes: tuple[str, ...]
+
+
+@functools.cache
+def contents(path: Path) -> Contents:
+    """Each file is parsed once; trees of all would take hundreds of megabytes.
+
+    `members` are what is imported from a module, with its name, which may be modules.
+    """
+    imported, members, texts, classes = set(), set(), set(), []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Import(names=names):
+                imported |= {alias.name for alias in names}
+            case ast.ImportFrom(module=str(module), names=names):
+                imported.add(module)
+                members |= {f"{module}.{alias.name}" for alias in names}
+            case ast.Constant(value=str(text)):
+                texts.add(text)
+            case ast.ClassDef(name=name):
+                classes.append(name)
+    return Contents(frozenset(imported), frozenset(members), frozenset(texts), tuple(classes))
+
+
 def python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
@@ -59,14 +92,11 @@ def python(code: str) -> str:
 
 
 def test_few_modules_name_bitsandbytes() -> None:
-    naming = set()
-    for name, path in modules().items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import) and any(a.name.startswith("bitsandbytes") for a in node.names):
-                naming.add(name)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bitsandbytes"):
-                naming.add(name)
+    naming = {
+        name
+        for name, path in modules().items()
+        if any(imported.startswith("bitsandbytes") for imported in contents(path).imported)
+    }
     # the one quantizes with it; the other measures its own modules, of checkpoints that are published for them
     assert naming == {"rabbitllm.quant.schemes", "rabbitllm.estimate.machine"}
 
@@ -144,23 +174,16 @@ def test_class_names_are_unique() -> None:
     """So that a search for `class Request` has one answer; an underscore makes no other name."""
     homes: dict[str, list[str]] = {}
     for name, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name.lstrip("_"), []).append(name)
+        for cls in contents(path).classes:
+            homes.setdefault(cls.lstrip("_"), []).append(name)
     assert {cls: found for cls, found in homes.items() if len(found) > 1} == {}
 
 
 def imports_of(module: str, path: Path, known: set[str]) -> set[str]:
     """The modules among `known` that a file imports, by whichever form."""
-    imported: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            imported.add(node.value)  # imported by its name when it is first used
-    return imported & known - {module}
+    inside = contents(path)
+    # texts, too: a module may be imported by its name when it is first used
+    return (inside.imported | inside.members | inside.texts) & known - {module}
 
 
 def test_a_module_begins_with_an_underscore_if_and_only_if_no_other_room_imports_it() -> None:
