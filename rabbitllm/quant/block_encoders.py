@@ -160,7 +160,7 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 _SIGN, _MINUS = np.uint32(0x7FFFFFFF), np.uint32(0x80000000)
 _TO_WHOLE = np.float32(3 << 22)
 """A number to which this is added and from which it is subtracted is whole, the nearest one, ties to even."""
-_LEAST_HALF, _LEAST_NORMAL_HALF = np.float32(2**-24), np.float32(2**-14)
+_LEAST_HALF, _LEAST_NORMAL_HALF, _LARGEST_HALF = np.float32(2**-24), np.float32(2**-14), np.float32(LARGEST)
 _NOTHING = np.float32(2**-40)
 """Smaller distances within a group are taken for 0."""
 _SINGULAR = np.float32(1e-4)
@@ -301,14 +301,15 @@ def _place(y):  # type: ignore[no-untyped-def]
 
 @compiled
 def _half(value):  # type: ignore[no-untyped-def]
-    """A float16 nearest to a number, but 0 only for 0."""
+    """A float16 nearest to a number, but 0 only for 0, and finite: a fitted minimum may be below all values."""
     magnitude = abs(value)
     if magnitude < _LEAST_NORMAL_HALF:
         apart = np.float32(0.75)
         rounded = max((magnitude + apart) - apart, _LEAST_HALF if magnitude > 0 else _ZERO)
         return rounded if value > 0 else -rounded
-    wide = value * np.float32(8193)  # 2**13 + 1
-    return wide - (wide - value)
+    held = min(max(value, -_LARGEST_HALF), _LARGEST_HALF)
+    wide = held * np.float32(8193)  # 2**13 + 1
+    return wide - (wide - held)
 
 
 @compiled

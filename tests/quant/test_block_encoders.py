@@ -95,6 +95,14 @@ def test_odd_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENCODED)
+def test_values_up_to_the_largest_stay_finite(name: str) -> None:
+    """The minimum that fits a block of Q5_1 best may be below -65504."""
+    values = (WEIGHTS.sign() * WEIGHTS.abs().sqrt() * 1e6).clamp(-65504, 65504)
+    result = decoded(name, encode(name, values))
+    assert (result - values).norm() < 0.3 * values.norm()
+
+
+@pytest.mark.parametrize("name", ENCODED)
 def test_blocks_do_not_depend_on_their_neighbours(name: str) -> None:
     whole = encode(name, WEIGHTS)
     assert torch.equal(whole[5:8], encode(name, WEIGHTS[5:8]))
