@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rabbitllm.quant import bfloat_products
-from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, DEQUANTIZED, PANELS, InputRows
+from rabbitllm.quant._kernels import BFLOAT16, CODES, DEQUANTIZED, PANELS, InputRows
 from rabbitllm.quant.products import KernelMatrix
-from rabbitllm.quant.routed import RoutedProduct
 
 
 class PlainForm(NamedTuple):
@@ -79,11 +78,6 @@ class PlainMatrix(KernelMatrix):
 def matrix_of(weight: torch.Tensor) -> PlainMatrix | None:
     """The matrix of a weight; None if no kernel multiplies it here."""
     return PlainMatrix(weight) if bfloat_products.width_for(weight) else None
-
-
-def routed(weight: torch.Tensor) -> tuple[RoutedProduct, tuple[int, ...]] | None:
-    """As `KernelMatrix.routed`."""
-    return None if (matrix := matrix_of(weight)) is None else matrix.routed()
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
-from rabbitllm.quant._kernel_interface import (
+from rabbitllm.quant._kernels import (
     BFLOATS,
     BYTE_STEP,
     BYTE_WIDTH,
@@ -50,7 +49,6 @@ from rabbitllm.quant.quantize import (
     nested_operands,
     operands,
 )
-from rabbitllm.quant.routed import RoutedProduct
 from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, SCALE_BYTES, STORED, Quantized, code_values
 
 if TYPE_CHECKING:
@@ -178,9 +176,6 @@ class FusedMatrix(QuantizedMatrix):
     def grouped(self, x: torch.Tensor, groups: int = 1) -> None:
         """None: groups are multiplied one by one."""
 
-    def routed(self) -> None:
-        """None: as above."""
-
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same."""
         rows, columns = self.form.shape
@@ -276,16 +271,6 @@ class KernelMatrix(ABC):
         """See `GroupedProduct`; None without a kernel, or for so many rows that a product's overhead is negligible."""
         has_kernel = self.method_for(1, x.dtype)[0] != DEQUANTIZED
         return GroupedProduct(x, self) if has_kernel and len(x) <= max(MAX_GROUPED, FEW_OF_GROUP * groups) else None
-
-    def routed(self) -> tuple[RoutedProduct, tuple[int, ...]] | None:
-        """The product where matrices of this form are chosen, and this one's words; None without a kernel by codes."""
-        method, width = self.method_for(1, torch.bfloat16)
-        if method != CODES or torchs_team() is None:
-            return None
-        codes, scales, table, *sizes = self.operands(width)
-        layout, shape = self.layout() if width == INTEGERS else None, self.form.shape
-        product = RoutedProduct(self.kernel, width, layout, tuple(shape), shape[0] * sizes[0], self.max_inputs)
-        return product, (codes, scales, 0, 0, table, 0, *sizes, 0, shape[0])
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
