@@ -160,11 +160,10 @@ def summed_products(emit: Emitter, codes: Iterable[Any], inputs: Iterable[Any]) 
 
 def interleaved_bytes(emit: Emitter, even: Any, odd: Any) -> tuple[Any, Any]:
     """Two vectors of 64 bytes as two of 32 words: of the first eight bytes of each 16, and of the others."""
-    pair = []
-    for first in (0, _LANE // 2):
-        order = [lane + first + i + half for lane in range(0, 64, _LANE) for i in range(_LANE // 2) for half in (0, 64)]
-        pair.append(emit.b.bitcast(emit.pick(even, odd, order), WORDS))
-    return pair[0], pair[1]
+    order = [lane + i + half for lane in range(0, 64, _LANE) for i in range(_LANE // 2) for half in (0, 64)]
+    orders = order, [place + _LANE // 2 for place in order]
+    first, second = (emit.b.bitcast(emit.pick(even, odd, places), WORDS) for places in orders)
+    return first, second
 
 
 def _signed(emit: Emitter, words: Any, signs: Any) -> Any:
@@ -177,19 +176,13 @@ def _signed(emit: Emitter, words: Any, signs: Any) -> Any:
 
 def _divided(emit: Emitter, result: Any, half_name: str, name: str, *vectors: Any) -> Any:
     """An instruction with vectors of 512 bits, or twice the one with halves of them."""
-    if "avx512bw" in features():
+    if _HAS_WORDS:
         call = emit.function(f"llvm.x86.{name}", result, *(vector.type for vector in vectors))
         return emit.b.call(call, vectors)
-    parts = []
-    for index in range(2):
-        halves = []
-        for vector in vectors:
-            count = vector.type.count // 2
-            halves.append(emit.pick(vector, vector, range(index * count, (index + 1) * count)))
-        half_type = ir.VectorType(result.element, result.count // 2)
-        call = emit.function(f"llvm.x86.{half_name}", half_type, *(half.type for half in halves))
-        parts.append(emit.b.call(call, halves))
-    return emit.joined(*parts)
+    halves = [*zip(*map(emit.halves, vectors), strict=True)]
+    half_type = ir.VectorType(result.element, result.count // 2)
+    call = emit.function(f"llvm.x86.{half_name}", half_type, *(half.type for half in halves[0]))
+    return emit.joined(*(emit.b.call(call, each) for each in halves))
 
 
 # Steps of codes.

@@ -26,6 +26,7 @@ from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
+from rabbitllm.quant._block_formats import FORMATS
 from rabbitllm.quant._kernels import (
     BFLOATS,
     BYTE_STEP,
@@ -76,9 +77,8 @@ def multiplies(form: Quantized) -> bool:
         return False
     from rabbitllm.quant import _vectors  # numba comes with it
 
-    if form.scheme in BLOCK_TYPES:
-        return bool(gguf_blocks.lanes_for(form.scheme)) and agrees(CODES, form.scheme, INTEGERS)
-    return not form.shape[1] % SEGMENT and bool(_vectors.lanes()) and agrees(CODES, form.scheme, INTEGERS)
+    is_usable = form.scheme in FORMATS if form.scheme in BLOCK_TYPES else not form.shape[1] % SEGMENT
+    return is_usable and bool(_vectors.lanes()) and agrees(CODES, form.scheme, INTEGERS)
 
 
 def max_panel_inputs(width: int, dtype: torch.dtype) -> int:
