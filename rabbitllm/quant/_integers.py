@@ -19,12 +19,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from llvmlite import ir
 
-from rabbitllm.base.compiling import address_of, float_of, floats_at, to_array, words_at
+from rabbitllm.base.compiling import float_of, floats_at, to_array, words_at
 from rabbitllm.quant import _vectors
-from rabbitllm.quant._kernels import SEGMENT, InputRows, call
+from rabbitllm.quant._kernels import SEGMENT, Preparation
 from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, ZERO_CODE, Emitter, every, features, number
 
 LARGEST_INPUT, LARGEST_CODE = (1 << 14) - 1, (1 << 15) - 1
@@ -63,23 +62,13 @@ class InputLayout:
         elements = np.arange(self.step, dtype=np.int32).reshape(self.sizes)
         return np.ascontiguousarray(elements.transpose(self.order)).ravel()
 
-    def inputs(self, x: torch.Tensor) -> InputRows:
-        """Rows (T, K) of any floating dtype, in this order; K is a whole number of steps.
+    def preparation(self, columns: int) -> Preparation:
+        """How rows of so many columns, whole steps, are brought into this order.
 
         With them are float32 for each step: their scale, then the sums of the groups, of rounded inputs.
         """
-        if x.dtype not in (torch.float32, torch.bfloat16):
-            x = x.float()
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        count, columns = x.shape
-        steps = columns // self.step
-        integers = torch.empty(count, columns, dtype=torch.int16, device="cpu")
-        floats = torch.empty(count, steps * (1 + self.groups), dtype=torch.float32, device="cpu")
-        sizes = x.dtype == torch.bfloat16, count, steps, x.stride(0), self.step, self.group
-        given = x.data_ptr(), *sizes, self.order_address, integers.data_ptr(), floats.data_ptr()
-        call(address_of(round_inputs), [0, *given])
-        return InputRows(integers, floats)
+        numbers = self.step, self.group, self.order_address
+        return Preparation(round_inputs, numbers, 2 * columns, 4 * (columns // self.step) * (1 + self.groups))
 
 
 _NEAREST, _NEAREST_BITS = np.float32(_vectors.NEAREST), np.int32(_vectors.NEAREST_BITS)
@@ -87,7 +76,7 @@ _LARGEST_FLOAT, _SMALLEST = np.float32(LARGEST_INPUT), np.float32(1e-30)
 
 
 def round_inputs(data):  # type: ignore[no-untyped-def]
-    """See `InputLayout.inputs`.
+    """See `InputLayout.preparation`.
 
     After the own address that of x; whether it is bfloat16, else float32; rows, steps, elements from one row to the
     next, a layout's step and group; and the addresses of its order, of the integers and of the floats.

@@ -17,26 +17,10 @@ import torch
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernels import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, PAIRS
+from rabbitllm.quant._kernels import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, Preparation
 from rabbitllm.quant.plain import matrix_of
 from rabbitllm.quant.products import FusedMatrix, KernelMatrix
 from rabbitllm.quant.turned import TurnedMatrix
-
-
-def preparation(scheme: Any, width: int, layout: Any, columns: int) -> tuple[Any, tuple[int, ...], int, int]:
-    """How a kernel by codes takes inputs, as the attributes of a `RoutedProduct` say it: the function that prepares
-    rows, three of its words, and for each row bytes of these and of what is with them."""
-    from rabbitllm.quant import _integers, joint_kernels  # numba comes with them
-
-    if layout is not None:
-        numbers = layout.step, layout.group, layout.order_address
-        others = 4 * (columns // layout.step) * (1 + layout.groups)
-        return _integers.round_inputs, numbers, 2 * columns, others
-    if width == PAIRS:
-        return joint_kernels.widen_inputs, (columns, 0, 0), 2 * columns, 0
-    if scheme == BFLOAT16:
-        return joint_kernels.widen_inputs, (2 * width, 1, 0), 4 * columns, 0
-    return joint_kernels.widen_inputs, (columns, 1, 1), 2 * columns, 2 * columns
 
 
 class JointProduct:
@@ -103,14 +87,14 @@ class JointProduct:
         """Add it to a program: for so many rows of a dtype at a place, with the results at others."""
         from rabbitllm.quant import joint_kernels  # numba comes with it
 
-        is_bfloat, columns, inputs = dtype == torch.bfloat16, self._columns, dict[object, list[Place]]()
+        is_bfloat, columns, inputs = dtype == torch.bfloat16, self._columns, dict[Preparation, list[Place]]()
         operands = [matrix.operands(width) for matrix, width in zip(self.matrices, self._widths, strict=True)]
         nbytes = sum(count * row_bytes for count, (*_, row_bytes, _, _) in zip(self._rows, operands, strict=True))
         threads = _kernels.threads_for(CODES, nbytes)
         products, sums = list[int | Place](), list[Words]()
         for index, (matrix, (codes, scales, table, *sizes)) in enumerate(zip(self.matrices, operands, strict=True)):
             width, rows_of, out = self._widths[index], self._rows[index], results[index]
-            how = preparation(matrix.kernel, width, matrix.layout() if width == INTEGERS else None, columns)
+            how = matrix.preparation(width)
             if how not in inputs:
                 prepare, numbers, input_bytes, other_bytes = how
                 inputs[how] = [program.room(rows * input_bytes), program.room(rows * other_bytes)]
@@ -131,7 +115,7 @@ class RoutedProduct:
 
     Attributes:
         scheme, width: of the kernel by codes.
-        layout: of its inputs as integers; None if it takes others.
+        preparation: of its inputs.
         shape: (N, K) of each matrix.
         nbytes: of the codes of each.
         max_inputs: rows of a matrix up to which this is the fastest method.
@@ -139,7 +123,7 @@ class RoutedProduct:
 
     scheme: Any
     width: int
-    layout: Any
+    preparation: Preparation
     shape: tuple[int, ...]
     nbytes: int
     max_inputs: int
@@ -155,8 +139,8 @@ class RoutedProduct:
         if method != CODES:
             return None
         codes, scales, table, *sizes = matrix.operands(width)
-        layout, shape = matrix.layout() if width == INTEGERS else None, tuple(matrix.form.shape)
-        product = cls(matrix.kernel, width, layout, shape, shape[0] * sizes[0], matrix.max_inputs)
+        shape, how = tuple(matrix.form.shape), matrix.preparation(width)
+        product = cls(matrix.kernel, width, how, shape, shape[0] * sizes[0], matrix.max_inputs)
         return product, (codes, scales, 0, 0, table, 0, *sizes, 0, shape[0])
 
     def add_to(
@@ -179,7 +163,7 @@ class RoutedProduct:
         threads = _kernels.threads_for(CODES, rows * self.nbytes)
         function, tile = _kernels.kernel(CODES, self.scheme, self.width)
         rounded = 1 if sources == -1 else rows
-        prepare, numbers, input_bytes, other_bytes = preparation(self.scheme, self.width, self.layout, columns)
+        prepare, numbers, input_bytes, other_bytes = self.preparation
         of_work = 8 * (joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS))
         sizes = input_bytes * rounded, other_bytes * rounded, 4 * count * rows, of_work
         words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]

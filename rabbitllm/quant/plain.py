@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rabbitllm.quant import bfloat_products
-from rabbitllm.quant._kernels import BFLOAT16, CODES, DEQUANTIZED, PANELS, InputRows
+from rabbitllm.quant._kernels import BFLOAT16, CODES, DEQUANTIZED, PANELS, InputRows, Preparation
 from rabbitllm.quant.products import KernelMatrix
 
 
@@ -54,8 +54,10 @@ class PlainMatrix(KernelMatrix):
 
         return CODES if count <= self.max_inputs else PANELS, _vectors.lanes()
 
-    def layout(self) -> None:
-        """None: inputs are no integers."""
+    def preparation(self, width: int) -> Preparation:
+        from rabbitllm.quant import joint_kernels  # numba comes with it
+
+        return Preparation(joint_kernels.widen_inputs, (2 * width, 1, 0), 4 * self.form.shape[1])
 
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
         return InputRows(bfloat_products.widened(width, x))

@@ -40,6 +40,7 @@ from rabbitllm.quant._kernels import (
     WORD_WIDTH,
     CodeKernel,
     InputRows,
+    Preparation,
 )
 from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
@@ -235,12 +236,12 @@ class KernelMatrix(ABC):
         return 0
 
     @abstractmethod
-    def layout(self) -> InputLayout | None:
-        """How the kernel by codes takes inputs as integers; None if it never does."""
+    def preparation(self, width: int) -> Preparation:
+        """How the kernel by codes of a width takes inputs."""
 
-    @abstractmethod
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
         """Rows (T, K) as kernels of a width take them; K is a multiple of their steps."""
+        return self.preparation(width).of(x)
 
     @abstractmethod
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
@@ -306,12 +307,12 @@ class Matrix(QuantizedMatrix, KernelMatrix):
             return BYTES, width
         return DEQUANTIZED, 0
 
-    def layout(self) -> InputLayout:
-        return _layout(self.form.scheme)
+    def preparation(self, width: int) -> Preparation:
+        return _preparation(self.form.scheme, self.form.shape[1])
 
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
         if width not in _BYTE_WIDTHS:
-            return self.layout().inputs(x)
+            return self.preparation(width).of(x)
         from rabbitllm.quant import _byte_kernels
 
         x = (x if x.dtype == torch.bfloat16 else x.float()).contiguous()
@@ -322,8 +323,9 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         return InputRows(rounded)
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
-        step = self.layout().step if width == INTEGERS else BYTE_STEP if width in _BYTE_WIDTHS else 2 * width
-        sizes = _sizes(self.form.scheme, self.form.shape[1], step)
+        scheme, columns = self.form.scheme, self.form.shape[1]
+        step = _layout(scheme).step if width == INTEGERS else BYTE_STEP if width in _BYTE_WIDTHS else 2 * width
+        sizes = _sizes(scheme, columns, step)
         return self.payload.data_ptr(), self.absmax.data_ptr(), self.table_for(width), *sizes
 
     def in_chunks(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -378,6 +380,11 @@ def _layout(scheme: str) -> InputLayout:
     from rabbitllm.quant import _block_kernels, _integers  # numba comes with them
 
     return _block_kernels.LAYOUTS[scheme] if scheme in BLOCK_TYPES else _integers.OWN_STEPS[scheme].layout
+
+
+@functools.lru_cache(maxsize=1024)
+def _preparation(scheme: str, columns: int) -> Preparation:
+    return _layout(scheme).preparation(columns)
 
 
 @functools.lru_cache(maxsize=1024)
