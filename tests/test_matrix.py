@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.quant import _vectors
-from rabbitllm.quant._kernels import PAIRS
+from rabbitllm.quant._kernel_interface import PAIRS
 from tools import matrix
 from tools.matrix import SETS, Cell, InstructionSet, cpu_flags, environment_of, main, read_report, run_cell
 

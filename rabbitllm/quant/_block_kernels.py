@@ -19,7 +19,7 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _integers, _product_kernels
 from rabbitllm.quant._block_formats import FORMATS, BlockFormat, Field, Fields
 from rabbitllm.quant._integers import WORDS, CodeSteps, InputLayout, Position, Products
-from rabbitllm.quant._kernels import BFLOATS, CODES
+from rabbitllm.quant._kernel_interface import BFLOATS, CODES
 from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter, emitted, every, features, half_power, narrowed, number
 
 

@@ -28,8 +28,8 @@ from llvmlite import binding, ir
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _block_kernels, _integers, _product_kernels, _vectors
 from rabbitllm.quant._block_formats import FORMATS
-from rabbitllm.quant._kernels import BYTE_STEP as STEP
-from rabbitllm.quant._kernels import BYTE_WIDTH, WORD_WIDTH
+from rabbitllm.quant._kernel_interface import BYTE_STEP as STEP
+from rabbitllm.quant._kernel_interface import BYTE_WIDTH, WORD_WIDTH
 from rabbitllm.quant._vectors import CODEBOOKS, F32, I8, I16, I32, Emitter, emitted, every, features, number, on_stack
 from rabbitllm.quant.schemes import SCHEMES
 

@@ -19,7 +19,7 @@ from llvmlite import ir
 
 from rabbitllm.quant import _integers, _product_kernels
 from rabbitllm.quant._integers import WORDS, CodeSteps, InputLayout, Position, Products
-from rabbitllm.quant._kernels import INTEGERS, PAIRS, SEGMENT, CodeKernel
+from rabbitllm.quant._kernel_interface import INTEGERS, PAIRS, SEGMENT, CodeKernel
 from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, Emitter, every, number
 
 NIBBLES = "nibbles"

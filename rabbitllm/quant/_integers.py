@@ -23,7 +23,7 @@ from llvmlite import ir
 
 from rabbitllm.base.compiling import float_of, floats_at, to_array, words_at
 from rabbitllm.quant import _vectors
-from rabbitllm.quant._kernels import SEGMENT, Preparation
+from rabbitllm.quant._kernel_interface import SEGMENT, Preparation
 from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, ZERO_CODE, Emitter, every, features, number
 
 LARGEST_INPUT, LARGEST_CODE = (1 << 14) - 1, (1 << 15) - 1

@@ -30,7 +30,7 @@ from llvmlite import ir
 
 from rabbitllm.base.compiling import to_array, words_at
 from rabbitllm.quant._integers import OWN_STEPS, CodeSteps
-from rabbitllm.quant._kernels import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, NUMBERS, PANELS
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, NUMBERS, PANELS
 from rabbitllm.quant._vectors import (
     CODEBOOKS,
     F32,

@@ -25,7 +25,7 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.core.extending import intrinsic
 
-from rabbitllm.quant._kernels import BFLOAT16, SEGMENT
+from rabbitllm.quant._kernel_interface import BFLOAT16, SEGMENT
 
 ZERO_CODE = 127
 """The 8bit code of 0: lower codes are negative values, higher codes positive ones."""

@@ -15,7 +15,7 @@ import torch
 
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernels import BFLOAT16, CODES, NUMBERS, PANELS
+from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, NUMBERS, PANELS
 
 FEW_ROWS = 4
 """Rows up to which values are widened in registers for each of them, and not once in a panel. On a processor with

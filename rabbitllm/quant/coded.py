@@ -16,7 +16,7 @@ import torch
 
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
-from rabbitllm.quant._kernels import CODES, DEQUANTIZED, INTEGERS, PAIRS, SEGMENT, CodeKernel, Preparation
+from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PAIRS, SEGMENT, CodeKernel, Preparation
 from rabbitllm.quant.products import KernelMatrix, agrees, dense_product
 
 FP8, FP4, INT4 = "fp8", "fp4", "int4"

@@ -18,7 +18,7 @@ from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _kernels
 from rabbitllm.quant._block_formats import FORMATS, BlockFormat, Field, Fields
-from rabbitllm.quant._kernels import NUMBERS
+from rabbitllm.quant._kernel_interface import NUMBERS
 
 WORTH_A_KERNEL = 1 << 16
 """Elements; fewer are dequantized by torch before a kernel is compiled."""

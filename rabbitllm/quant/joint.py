@@ -17,7 +17,7 @@ import torch
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernels import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, Preparation
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, Preparation
 from rabbitllm.quant.plain import matrix_of
 from rabbitllm.quant.products import FusedMatrix, KernelMatrix
 from rabbitllm.quant.turned import TurnedMatrix

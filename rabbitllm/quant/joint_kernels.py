@@ -5,7 +5,7 @@ from __future__ import annotations
 from rabbitllm.base.compiling import call_parts, floats_at, integers_at, shared, to_array, wide, words_at
 from rabbitllm.base.openmp import PARTS
 from rabbitllm.base.parts import RUN
-from rabbitllm.quant._kernels import ARGUMENTS, BEFORE_WORK
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
 from rabbitllm.quant._vectors import emit_narrow, emitted
 
 PRODUCT_WORDS = 1 + BEFORE_WORK + len(ARGUMENTS)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rabbitllm.quant import bfloat_products
-from rabbitllm.quant._kernels import BFLOAT16, CODES, DEQUANTIZED, PANELS, InputRows, Preparation
+from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, DEQUANTIZED, PANELS, InputRows, Preparation
 from rabbitllm.quant.products import KernelMatrix
 
 

@@ -27,7 +27,7 @@ from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
 from rabbitllm.quant._block_formats import FORMATS
-from rabbitllm.quant._kernels import (
+from rabbitllm.quant._kernel_interface import (
     BFLOATS,
     BYTE_STEP,
     BYTE_WIDTH,

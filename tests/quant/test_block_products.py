@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.quant import _kernels, _vectors, gguf_blocks, products
 from rabbitllm.quant._block_formats import FORMATS
-from rabbitllm.quant._kernels import BYTES, CODES, DEQUANTIZED
+from rabbitllm.quant._kernel_interface import BYTES, CODES, DEQUANTIZED
 from rabbitllm.quant.gguf_blocks import sample
 from rabbitllm.quant.products import Matrix, multiplies
 from rabbitllm.quant.schemes import Quantized

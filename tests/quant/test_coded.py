@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.quant import _kernels, _vectors, bfloat_products, coded, products
-from rabbitllm.quant._kernels import CODES, INTEGERS, PAIRS
+from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS
 from rabbitllm.quant.coded import FP4, FP8, INT4, MAX_INPUTS, SCALES, CodedForm, CodedMatrix, form_named, multiplies
 from rabbitllm.quant.products import MAX_GROUPED
 from tests.support.draws import draws

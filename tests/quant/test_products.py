@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rabbitllm.base.openmp import PARTS
 from rabbitllm.quant import _kernels, _product_kernels, _vectors, bfloat_products, products, quantize
-from rabbitllm.quant._kernels import BYTES, CODES, DEQUANTIZED, INTEGERS, WORD_WIDTH
+from rabbitllm.quant._kernel_interface import BYTES, CODES, DEQUANTIZED, INTEGERS, WORD_WIDTH
 from rabbitllm.quant.products import (
     MAX_AMX_INPUTS,
     MAX_GROUPED,

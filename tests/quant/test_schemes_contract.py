@@ -12,7 +12,7 @@ from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, dtype_name
 from rabbitllm.quant import products
-from rabbitllm.quant._kernels import BYTES
+from rabbitllm.quant._kernel_interface import BYTES
 from rabbitllm.quant.quantize import dequantize, operands, quantize_blocks
 from rabbitllm.quant.schemes import (
     BLOCKS,

@@ -8,7 +8,7 @@ import torch
 
 from rabbitllm.quant import _byte_kernels, _vectors, products
 from rabbitllm.quant._integers import LARGEST_CODE, LARGEST_INPUT
-from rabbitllm.quant._kernels import BYTE_WIDTH, BYTES, CODES, INTEGERS, WORD_WIDTH
+from rabbitllm.quant._kernel_interface import BYTE_WIDTH, BYTES, CODES, INTEGERS, WORD_WIDTH
 from rabbitllm.quant.products import Matrix
 from rabbitllm.quant.schemes import SCHEMES
 
