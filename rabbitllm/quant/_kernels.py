@@ -27,7 +27,7 @@ work, while starting a second thread takes 2."""
 def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[int, ...]], nbytes: int) -> None:
     """Run a kernel on all rows of each piece of work, in as many threads as the bytes of all codes are worth.
 
-    A piece is `_kernels.ARGUMENTS`; all have the same number of rows.
+    A piece is `_kernel_interface.ARGUMENTS`; all have the same number of rows.
     """
     (function, tile), threads = kernel(method, scheme, width), threads_for(method, nbytes)
     data = array("q", [tile, len(work), *(value for piece in work for value in piece)])

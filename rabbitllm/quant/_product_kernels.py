@@ -1,4 +1,4 @@
-"""Kernels of products (`_kernels.py`), compiled for this processor's vectors by numba and LLVM.
+"""Kernels of products (`_kernel_interface.py`), compiled for this processor's vectors by numba and LLVM.
 
 **By codes.** Only the bytes of the codes are read: steps of them are multiplied by their inputs in registers, and the
 products by their scales, summed in float32. Fills out[token, row], float32.
@@ -82,7 +82,7 @@ def pieces(data):  # type: ignore[no-untyped-def]
 
 @inlined
 def arguments(words, i):  # type: ignore[no-untyped-def]
-    """The piece of work at an index, as `_kernels.ARGUMENTS`."""
+    """The piece of work at an index, as `_kernel_interface.ARGUMENTS`."""
     return (
         words[i], words[i + 1], words[i + 2], words[i + 3], words[i + 4], words[i + 5],
         words[i + 6], words[i + 7], words[i + 8], words[i + 9], words[i + 10],
