@@ -412,8 +412,10 @@ class GroupedProduct:
     rounded: torch.Tensor | None = None
 
     def __init__(self, x: torch.Tensor, like: KernelMatrix, make: Callable[..., torch.Tensor] = torch.zeros) -> None:
-        self._x = x
-        self.out = make(len(x), like.form.shape[0], dtype=torch.float32, device="cpu")
+        (rows, columns), self._x = like.form.shape, x
+        if x.shape[1] != columns:  # as torch; kernels would leave the memory of the inputs
+            raise RuntimeError(f"inputs of {x.shape[1]} columns cannot be multiplied with {rows} rows of {columns}")
+        self.out = make(len(x), rows, dtype=torch.float32, device="cpu")
         self._inputs: dict[int, InputRows] = {}
 
     def multiply(self, matrices: Sequence[KernelMatrix], groups: Sequence[tuple[int, int]]) -> None:
