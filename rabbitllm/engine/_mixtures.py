@@ -27,7 +27,7 @@ from rabbitllm.engine._routed import KeptExperts, kept_experts
 from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.forwards import has_row_product
 from rabbitllm.engine.transformers_api import function_tables, keeps_outputs
-from rabbitllm.quant import plain
+from rabbitllm.quant.joint import RoutedProduct
 
 _PARTS = "gate", "experts"
 _SHARED = *_PARTS, "shared_expert", "shared_expert_gate"
@@ -132,7 +132,7 @@ class MixtureCall:
         routers = [gate] if shared is None else [gate, module.shared_expert_gate]
         self._routers, self._words = [router._parameters for router in routers], array("q")
         self._places = list[Any]()
-        self._products = [routed[0] for each in routers if (routed := plain.routed(each.weight)) is not None]
+        self._products = [routed[0] for each in routers if (routed := RoutedProduct.of(each.weight)) is not None]
         self._programs, self._fits = Programs(), dict[int, bool]()
 
         parts = [(module, "gate"), *((experts, name) for name in experts._modules)]
@@ -174,7 +174,7 @@ class MixtureCall:
         # all of them change with its `data`
         places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in weights]
         if places != self._places:
-            routed = [plain.routed(each) for each in weights]
+            routed = [RoutedProduct.of(each) for each in weights]
             if any(each is None or each[0] != own for each, own in zip(routed, self._products, strict=True)):
                 return None
             # see `joint_kernels.ROUTED_WORDS`
@@ -230,7 +230,7 @@ class _RouterCall:
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The chosen experts of a row (1, hidden) and their weights, both (1, used); None if torch is to choose."""
         weight = self._parameters.get("weight")
-        routed = None if weight is None else plain.routed(weight)
+        routed = None if weight is None else RoutedProduct.of(weight)
         if routed is None or x.shape != (1, routed[0].shape[1]):
             return None
         product, count, used = routed[0], routed[0].shape[0], self._routing.used

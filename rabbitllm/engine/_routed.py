@@ -40,9 +40,9 @@ from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.experts import ExpertStack, ResidentExperts
 from rabbitllm.engine.transformers_api import groups_experts
 from rabbitllm.engine.weight_tensors import QuantizedWeight
-from rabbitllm.quant import plain, turned
+from rabbitllm.quant import turned
+from rabbitllm.quant.joint import RoutedProduct
 from rabbitllm.quant.products import MAX_GROUPED
-from rabbitllm.quant.routed import RoutedProduct
 
 _MATRICES, _BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
 _WEIGHTS = torch.bfloat16, torch.float32
@@ -169,7 +169,7 @@ class _Expert(NamedTuple):
         kept: _Expert | None = gate_up.calls if is_coded else None
         if kept is not None and kept.matrices[0] is matrices[0] and kept.matrices[1] is matrices[1]:
             return kept
-        first, second = (matrix.routed() if is_coded else plain.routed(matrix) for matrix in matrices)
+        first, second = map(RoutedProduct.of, matrices)
         if first is None or second is None:
             return None
         words, most = array("q", [*first[1], *second[1]]), min(first[0].max_inputs, second[0].max_inputs)

@@ -13,7 +13,6 @@ __all__ = [
     "prompt_attention",
     "quantize",
     "quantize_kernels",
-    "routed",
     "schemes",
     "turned",
 ]

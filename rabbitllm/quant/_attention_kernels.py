@@ -7,6 +7,7 @@ in a prompt's pass and in one of its last part, for any number of threads, and w
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,10 +33,9 @@ def _tile(rows: int, pitch: int, is_first: bool) -> Any:
         b, nbytes = emit.b, 4 * emit.width
         sums = [[emit.variable() for _ in range(2)] for _ in range(rows)]
         places = [[emit.add(out, b.mul(out_bytes, number(r)), nbytes * v) for v in range(2)] for r in range(rows)]
-        for of_row, of_places in zip(sums, places, strict=True):
-            for total, place in zip(of_row, of_places, strict=True):
-                if not is_first:
-                    b.store(emit.load(place, emit.floats, 4), total)
+        totals = [*zip(itertools.chain(*sums), itertools.chain(*places), strict=True)]
+        for total, place in () if is_first else totals:
+            b.store(emit.load(place, emit.floats, 4), total)
         with emit.loop(depth) as index:
             at = emit.add(right, b.mul(index, step_bytes))
             vectors = [emit.load(place, emit.floats, 4) for place in (at, emit.add(at, vector_bytes))]
@@ -44,9 +44,8 @@ def _tile(rows: int, pitch: int, is_first: bool) -> Any:
                 value = emit.spread(emit.load(emit.add(begin, 4 * pitch * r), F32, 4))
                 for total, vector in zip(of_row, vectors, strict=True):
                     b.store(emit.fma(value, vector, b.load(total)), total)
-        for of_row, of_places in zip(sums, places, strict=True):
-            for total, place in zip(of_row, of_places, strict=True):
-                emit.store(b.load(total), place, 4)
+        for total, place in totals:
+            emit.store(b.load(total), place, 4)
 
     return multiply
 

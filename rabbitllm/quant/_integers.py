@@ -19,12 +19,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from llvmlite import ir
 
-from rabbitllm.base.compiling import address_of, float_of, floats_at, to_array, words_at
+from rabbitllm.base.compiling import float_of, floats_at, to_array, words_at
 from rabbitllm.quant import _vectors
-from rabbitllm.quant._kernel_interface import SEGMENT, InputRows, call
+from rabbitllm.quant._kernel_interface import SEGMENT, Preparation
 from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, ZERO_CODE, Emitter, every, features, number
 
 LARGEST_INPUT, LARGEST_CODE = (1 << 14) - 1, (1 << 15) - 1
@@ -63,23 +62,13 @@ class InputLayout:
         elements = np.arange(self.step, dtype=np.int32).reshape(self.sizes)
         return np.ascontiguousarray(elements.transpose(self.order)).ravel()
 
-    def inputs(self, x: torch.Tensor) -> InputRows:
-        """Rows (T, K) of any floating dtype, in this order; K is a whole number of steps.
+    def preparation(self, columns: int) -> Preparation:
+        """How rows of so many columns, whole steps, are brought into this order.
 
         With them are float32 for each step: their scale, then the sums of the groups, of rounded inputs.
         """
-        if x.dtype not in (torch.float32, torch.bfloat16):
-            x = x.float()
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        count, columns = x.shape
-        steps = columns // self.step
-        integers = torch.empty(count, columns, dtype=torch.int16, device="cpu")
-        floats = torch.empty(count, steps * (1 + self.groups), dtype=torch.float32, device="cpu")
-        sizes = x.dtype == torch.bfloat16, count, steps, x.stride(0), self.step, self.group
-        given = x.data_ptr(), *sizes, self.order_address, integers.data_ptr(), floats.data_ptr()
-        call(address_of(round_inputs), [0, *given])
-        return InputRows(integers, floats)
+        numbers = self.step, self.group, self.order_address
+        return Preparation(round_inputs, numbers, 2 * columns, 4 * (columns // self.step) * (1 + self.groups))
 
 
 _NEAREST, _NEAREST_BITS = np.float32(_vectors.NEAREST), np.int32(_vectors.NEAREST_BITS)
@@ -87,7 +76,7 @@ _LARGEST_FLOAT, _SMALLEST = np.float32(LARGEST_INPUT), np.float32(1e-30)
 
 
 def round_inputs(data):  # type: ignore[no-untyped-def]
-    """See `InputLayout.inputs`.
+    """See `InputLayout.preparation`.
 
     After the own address that of x; whether it is bfloat16, else float32; rows, steps, elements from one row to the
     next, a layout's step and group; and the addresses of its order, of the integers and of the floats.
@@ -160,11 +149,10 @@ def summed_products(emit: Emitter, codes: Iterable[Any], inputs: Iterable[Any]) 
 
 def interleaved_bytes(emit: Emitter, even: Any, odd: Any) -> tuple[Any, Any]:
     """Two vectors of 64 bytes as two of 32 words: of the first eight bytes of each 16, and of the others."""
-    pair = []
-    for first in (0, _LANE // 2):
-        order = [lane + first + i + half for lane in range(0, 64, _LANE) for i in range(_LANE // 2) for half in (0, 64)]
-        pair.append(emit.b.bitcast(emit.pick(even, odd, order), WORDS))
-    return pair[0], pair[1]
+    order = [lane + i + half for lane in range(0, 64, _LANE) for i in range(_LANE // 2) for half in (0, 64)]
+    orders = order, [place + _LANE // 2 for place in order]
+    first, second = (emit.b.bitcast(emit.pick(even, odd, places), WORDS) for places in orders)
+    return first, second
 
 
 def _signed(emit: Emitter, words: Any, signs: Any) -> Any:
@@ -177,19 +165,13 @@ def _signed(emit: Emitter, words: Any, signs: Any) -> Any:
 
 def _divided(emit: Emitter, result: Any, half_name: str, name: str, *vectors: Any) -> Any:
     """An instruction with vectors of 512 bits, or twice the one with halves of them."""
-    if "avx512bw" in features():
+    if _HAS_WORDS:
         call = emit.function(f"llvm.x86.{name}", result, *(vector.type for vector in vectors))
         return emit.b.call(call, vectors)
-    parts = []
-    for index in range(2):
-        halves = []
-        for vector in vectors:
-            count = vector.type.count // 2
-            halves.append(emit.pick(vector, vector, range(index * count, (index + 1) * count)))
-        half_type = ir.VectorType(result.element, result.count // 2)
-        call = emit.function(f"llvm.x86.{half_name}", half_type, *(half.type for half in halves))
-        parts.append(emit.b.call(call, halves))
-    return emit.joined(*parts)
+    halves = [*zip(*map(emit.halves, vectors), strict=True)]
+    half_type = ir.VectorType(result.element, result.count // 2)
+    call = emit.function(f"llvm.x86.{half_name}", half_type, *(half.type for half in halves[0]))
+    return emit.joined(*(emit.b.call(call, each) for each in halves))
 
 
 # Steps of codes.

@@ -12,7 +12,7 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -84,3 +84,40 @@ class InputRows(NamedTuple):
         both = (0 if rows is None else rows.data_ptr() + row * rows.stride(0) * rows.itemsize for rows in self)
         inputs, others = both
         return inputs, others
+
+
+class Preparation(NamedTuple):
+    """How a kernel by codes takes rows of input.
+
+    Attributes:
+        function: the compiled function that prepares them.
+        numbers: three of its words, see `_integers.round_inputs`: a step, and what else it needs to know.
+        input_bytes, other_bytes: of a prepared row, and of what is with it.
+    """
+
+    function: Any
+    numbers: tuple[int, int, int]
+    input_bytes: int
+    other_bytes: int = 0
+
+    def of(self, x: torch.Tensor) -> InputRows:
+        """Rows (T, K) of any floating dtype, prepared; K is a whole number of steps."""
+        function, (step, *numbers), input_bytes, other_bytes = self
+        if not any(numbers):
+            return InputRows(x.contiguous())  # as they are
+        is_bfloat, (count, columns) = x.dtype == torch.bfloat16, x.shape
+        x = x if is_bfloat else x.float()
+        x = x if x.stride(1) == 1 else x.contiguous()
+        inputs = torch.empty(count, input_bytes, dtype=torch.uint8, device="cpu")
+        others = torch.empty(count, other_bytes, dtype=torch.uint8, device="cpu") if other_bytes else None
+        sizes = is_bfloat, count, columns // step, x.stride(0), step
+        places = inputs.data_ptr(), 0 if others is None else others.data_ptr()
+        call(_address_of(function), [0, x.data_ptr(), *sizes, *numbers, *places])
+        return InputRows(inputs, others)
+
+
+@functools.cache
+def _address_of(function: Callable[..., None]) -> int:
+    from rabbitllm.base.compiling import address_of  # numba comes with it
+
+    return address_of(function)

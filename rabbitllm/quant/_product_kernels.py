@@ -96,14 +96,6 @@ def own_rows(words, start, end, parts, rows):  # type: ignore[no-untyped-def]
     return rows * start // parts // words[0] * words[0], last
 
 
-def add_sums(emit: Emitter, sums: list[list[Any]], out: Any, all_rows: Any) -> None:
-    """Add the sums of consecutive rows to those at out[token]."""
-    for t, of_token in enumerate(zip(*sums, strict=True)):
-        totals = emit.sum(*map(emit.b.load, of_token))
-        place = emit.add(out, emit.b.mul(all_rows, number(4 * t)))
-        emit.store(emit.b.fadd(emit.load(place, totals.type, 4), totals), place, 4)
-
-
 # By codes.
 
 
@@ -223,7 +215,10 @@ def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) ->
             for half, of_row, t in itertools.product(range(2), range(rows), range(tokens)):
                 total = sums[of_row][t]
                 b.store(emit.fma(weights[of_row][half], vectors[t][half], b.load(total)), total)
-        add_sums(emit, sums, out, all_rows)
+        for t, of_token in enumerate(zip(*sums, strict=True)):  # of consecutive rows
+            totals = emit.sum(*map(b.load, of_token))
+            place = emit.add(out, b.mul(all_rows, number(4 * t)))
+            emit.store(b.fadd(emit.load(place, totals.type, 4), totals), place, 4)
 
     return emitted(dot, width)
 

@@ -10,17 +10,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
-from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PAIRS, SEGMENT, CodeKernel, InputRows
+from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PAIRS, SEGMENT, CodeKernel, Preparation
 from rabbitllm.quant.products import KernelMatrix, agrees, dense_product
-
-if TYPE_CHECKING:
-    from rabbitllm.quant._integers import InputLayout
 
 FP8, FP4, INT4 = "fp8", "fp4", "int4"
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -155,18 +152,15 @@ class CodedMatrix(KernelMatrix):
         width = kernel_for(self.form.kernel, dtype)
         return CODES if count <= MAX_INPUTS.get(width, 0) else DEQUANTIZED, width
 
-    def layout(self) -> InputLayout:
-        from rabbitllm.quant._code_kernels import NIBBLE_LAYOUT
+    def preparation(self, width: int) -> Preparation:
+        from rabbitllm.quant import _code_kernels, joint_kernels  # numba comes with them
 
-        return NIBBLE_LAYOUT
-
-    def inputs(self, width: int, x: torch.Tensor) -> InputRows:
+        columns = self.form.shape[1]
         if width == INTEGERS:
-            return self.layout().inputs(x)
+            return _code_kernels.NIBBLE_LAYOUT.preparation(columns)
         if width == PAIRS:
-            return InputRows(x.contiguous())
-        even_and_odd = torch.empty(2, len(x), x.shape[1] // 2, dtype=torch.float32, device="cpu")
-        return InputRows(*even_and_odd.copy_(x.view(len(x), x.shape[1] // 2, 2).permute(2, 0, 1)))
+            return Preparation(joint_kernels.widen_inputs, (columns, 0, 0), 2 * columns)
+        return Preparation(joint_kernels.widen_inputs, (columns, 1, 1), 2 * columns, 2 * columns)
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
         from rabbitllm.quant._code_kernels import shift_of

@@ -74,13 +74,6 @@ def work_bytes(name: str, elements: int) -> int:
     return min(elements // block.elements * _BLOCK_WORK, _WORK_BYTES) if block is not None else 0
 
 
-def lanes_for(name: str) -> int:
-    """Lanes of the kernels for a type of blocks on this processor; 0 if there are none."""
-    from rabbitllm.quant import _vectors  # numba comes with it
-
-    return _vectors.lanes() if name in FORMATS else 0
-
-
 def sample(name: str, elements: int, random: RandomTensors) -> torch.Tensor:
     """Random blocks with scales of usual size: uint8 (bytes,)."""
     block = BLOCK_TYPES[name]
@@ -97,6 +90,7 @@ def sample(name: str, elements: int, random: RandomTensors) -> torch.Tensor:
 @functools.cache
 def _kernel_agrees(name: str) -> bool:
     """Whether this processor has a kernel whose numbers are those of torch, bit for bit."""
+    from rabbitllm.quant import _vectors  # numba comes with it
 
     def trials() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         blocks = sample(name, 64 * 256, RandomTensors()).view(-1, BLOCK_TYPES[name].nbytes)
@@ -105,12 +99,14 @@ def _kernel_agrees(name: str) -> bool:
         _by_torch(name, blocks, results[1])
         yield results[0], results[1]
 
-    return bool(lanes_for(name)) and _kernels.agrees(f"by {NUMBERS} at {name}", trials(), tolerance=1e-30)
+    return bool(_vectors.lanes()) and _kernels.agrees(f"by {NUMBERS} at {name}", trials(), tolerance=1e-30)
 
 
 def _by_kernel(name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     """Write the numbers of blocks (n, bytes) to `out` (n, elements)."""
-    block, width = BLOCK_TYPES[name], lanes_for(name)
+    from rabbitllm.quant import _vectors
+
+    block, width = BLOCK_TYPES[name], _vectors.lanes()
     blocks = blocks.contiguous()
     values = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device="cpu")
     if len(blocks):

@@ -1,4 +1,4 @@
-"""Products of several matrices with the same rows of input, by one call of compiled code.
+"""Products of several matrices by one call of compiled code: with the same rows of input, or chosen for each call.
 
 In decode a product takes some ten microseconds, and so did the calls around it: preparing inputs, starting a team, and
 rounding results for each matrix. Here inputs are prepared once for all matrices that take them alike, all kernels run
@@ -9,15 +9,18 @@ results have the bits of separate products.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, INTEGERS
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, Preparation
+from rabbitllm.quant.plain import matrix_of
 from rabbitllm.quant.products import FusedMatrix, KernelMatrix
-from rabbitllm.quant.routed import preparation
+from rabbitllm.quant.turned import TurnedMatrix
 
 
 class JointProduct:
@@ -84,14 +87,14 @@ class JointProduct:
         """Add it to a program: for so many rows of a dtype at a place, with the results at others."""
         from rabbitllm.quant import joint_kernels  # numba comes with it
 
-        is_bfloat, columns, inputs = dtype == torch.bfloat16, self._columns, dict[object, list[Place]]()
+        is_bfloat, columns, inputs = dtype == torch.bfloat16, self._columns, dict[Preparation, list[Place]]()
         operands = [matrix.operands(width) for matrix, width in zip(self.matrices, self._widths, strict=True)]
         nbytes = sum(count * row_bytes for count, (*_, row_bytes, _, _) in zip(self._rows, operands, strict=True))
         threads = _kernels.threads_for(CODES, nbytes)
         products, sums = list[int | Place](), list[Words]()
         for index, (matrix, (codes, scales, table, *sizes)) in enumerate(zip(self.matrices, operands, strict=True)):
             width, rows_of, out = self._widths[index], self._rows[index], results[index]
-            how = preparation(matrix.kernel, width, matrix.layout() if width == INTEGERS else None, columns)
+            how = matrix.preparation(width)
             if how not in inputs:
                 prepare, numbers, input_bytes, other_bytes = how
                 inputs[how] = [program.room(rows * input_bytes), program.room(rows * other_bytes)]
@@ -104,3 +107,67 @@ class JointProduct:
         program.add(joint_kernels.multiply, [len(self.matrices), *products], threads)
         for words in sums:
             program.add(joint_kernels.narrow, words)
+
+
+@dataclass(frozen=True)
+class RoutedProduct:
+    """A product of matrices of one form that are chosen for each call, each with rows of its own.
+
+    Attributes:
+        scheme, width: of the kernel by codes.
+        preparation: of its inputs.
+        shape: (N, K) of each matrix.
+        nbytes: of the codes of each.
+        max_inputs: rows of a matrix up to which this is the fastest method.
+    """
+
+    scheme: Any
+    width: int
+    preparation: Preparation
+    shape: tuple[int, ...]
+    nbytes: int
+    max_inputs: int
+
+    @classmethod
+    def of(cls, matrix: Any) -> tuple[RoutedProduct, tuple[int, ...]] | None:
+        """The product where matrices like this one, or like this plain weight, are chosen, and the words of this one;
+        None without a kernel by codes."""
+        matrix = matrix_of(matrix) if isinstance(matrix, torch.Tensor) else matrix
+        if not isinstance(matrix, KernelMatrix) or isinstance(matrix, TurnedMatrix) or torchs_team() is None:
+            return None
+        method, width = matrix.method_for(1, torch.bfloat16)
+        if method != CODES:
+            return None
+        codes, scales, table, *sizes = matrix.operands(width)
+        shape, how = tuple(matrix.form.shape), matrix.preparation(width)
+        product = cls(matrix.kernel, width, how, shape, shape[0] * sizes[0], matrix.max_inputs)
+        return product, (codes, scales, 0, 0, table, 0, *sizes, 0, shape[0])
+
+    def add_to(
+        self, program: Program, rows: int, x: Place, chosen: Place, out: Place, sources: int | Place, number: int
+    ) -> None:
+        """Add it to a program.
+
+        Args:
+            rows: of all results, bfloat16 at `out`.
+            x: bfloat16 rows of input.
+            chosen: see `joint_kernels.ROUTED_WORDS`.
+            sources: the number of each row's input, int64; 0 for the row's own; -1 if all have one input.
+            number: of the matrix whose words a chosen one has: 0, 1, ...
+        """
+        from rabbitllm.base.compiling import address_of  # numba comes with it
+        from rabbitllm.quant import joint_kernels
+
+        team, (count, columns) = torchs_team(), self.shape
+        assert team is not None
+        threads = _kernels.threads_for(CODES, rows * self.nbytes)
+        function, tile = _kernels.kernel(CODES, self.scheme, self.width)
+        rounded = 1 if sources == -1 else rows
+        prepare, numbers, input_bytes, other_bytes = self.preparation
+        of_work = 8 * (joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS))
+        sizes = input_bytes * rounded, other_bytes * rounded, 4 * count * rows, of_work
+        words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
+        words += [function, team.address, threads, tile]
+        words += [address_of(prepare), columns, *numbers, input_bytes, other_bytes]
+        words += [rounded, rows, count, number * len(ARGUMENTS)]
+        program.add(joint_kernels.routed, words)

@@ -47,26 +47,27 @@ def widen_inputs(data):  # type: ignore[no-untyped-def]
     """Rows of inputs as kernels take them that do not multiply integers.
 
     The words are those of `_integers.round_inputs`. Of each step the even ones become float32 and then the odd ones:
-    behind them, or at the other address if the word of the order is not 0. With a group of 0 the rows are copied.
+    behind them, or at the other address if the word of the order is not 0. With a group of 0, bfloat16 is copied.
     """
     words = to_array(data, ROUNDING_WORDS)
-    rows, columns, step = words[3], words[5], words[6]
-    half, count = step // 2, rows * columns
-    x = to_array(words_at(words[1]), count)
-    if words[7] == 0:
-        copy = to_array(words_at(words[9]), count)
-        for i in range(count):
-            copy[i] = x[i]
-        return
-    for begin in range(0, count, step):
-        even = words[9] + 4 * begin
+    is_bfloat, steps, step = words[2] != 0, words[4], words[6]
+    half = step // 2
+    for n in range(words[3] * steps):
+        x = words[1] + (2 if is_bfloat else 4) * (n // steps * words[5] + n % steps * step)
+        bfloats, singles = to_array(words_at(x), step), to_array(floats_at(x), step)
+        if words[7] == 0:
+            copy = to_array(words_at(words[9] + 2 * step * n), step)
+            for i in range(step):
+                copy[i] = bfloats[i]
+            continue
+        even = words[9] + 4 * step * n
         odd = even + 4 * half
         if words[8] != 0:
-            even, odd = words[9] + 2 * begin, words[10] + 2 * begin
+            even, odd = words[9] + 2 * step * n, words[10] + 2 * step * n
         evens, odds = to_array(floats_at(even), half), to_array(floats_at(odd), half)
         for i in range(half):
-            evens[i] = wide(x[begin + 2 * i])
-            odds[i] = wide(x[begin + 2 * i + 1])
+            evens[i] = wide(bfloats[2 * i]) if is_bfloat else singles[2 * i]
+            odds[i] = wide(bfloats[2 * i + 1]) if is_bfloat else singles[2 * i + 1]
 
 
 def routed(data):  # type: ignore[no-untyped-def]

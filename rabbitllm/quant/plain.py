@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rabbitllm.quant import bfloat_products
-from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, DEQUANTIZED, PANELS, InputRows
+from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, DEQUANTIZED, PANELS, InputRows, Preparation
 from rabbitllm.quant.products import KernelMatrix
-from rabbitllm.quant.routed import RoutedProduct
 
 
 class PlainForm(NamedTuple):
@@ -55,8 +54,10 @@ class PlainMatrix(KernelMatrix):
 
         return CODES if count <= self.max_inputs else PANELS, _vectors.lanes()
 
-    def layout(self) -> None:
-        """None: inputs are no integers."""
+    def preparation(self, width: int) -> Preparation:
+        from rabbitllm.quant import joint_kernels  # numba comes with it
+
+        return Preparation(joint_kernels.widen_inputs, (2 * width, 1, 0), 4 * self.form.shape[1])
 
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
         return InputRows(bfloat_products.widened(width, x))
@@ -79,11 +80,6 @@ class PlainMatrix(KernelMatrix):
 def matrix_of(weight: torch.Tensor) -> PlainMatrix | None:
     """The matrix of a weight; None if no kernel multiplies it here."""
     return PlainMatrix(weight) if bfloat_products.width_for(weight) else None
-
-
-def routed(weight: torch.Tensor) -> tuple[RoutedProduct, tuple[int, ...]] | None:
-    """As `KernelMatrix.routed`."""
-    return None if (matrix := matrix_of(weight)) is None else matrix.routed()
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant import _kernels, bfloat_products, gguf_blocks
+from rabbitllm.quant._block_formats import FORMATS
 from rabbitllm.quant._kernel_interface import (
     BFLOATS,
     BYTE_STEP,
@@ -40,6 +40,7 @@ from rabbitllm.quant._kernel_interface import (
     WORD_WIDTH,
     CodeKernel,
     InputRows,
+    Preparation,
 )
 from rabbitllm.quant.quantize import (
     MAX_ELEMENTS,
@@ -50,7 +51,6 @@ from rabbitllm.quant.quantize import (
     nested_operands,
     operands,
 )
-from rabbitllm.quant.routed import RoutedProduct
 from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, SCALE_BYTES, STORED, Quantized, code_values
 
 if TYPE_CHECKING:
@@ -78,9 +78,8 @@ def multiplies(form: Quantized) -> bool:
         return False
     from rabbitllm.quant import _vectors  # numba comes with it
 
-    if form.scheme in BLOCK_TYPES:
-        return bool(gguf_blocks.lanes_for(form.scheme)) and agrees(CODES, form.scheme, INTEGERS)
-    return not form.shape[1] % SEGMENT and bool(_vectors.lanes()) and agrees(CODES, form.scheme, INTEGERS)
+    is_usable = form.scheme in FORMATS if form.scheme in BLOCK_TYPES else not form.shape[1] % SEGMENT
+    return is_usable and bool(_vectors.lanes()) and agrees(CODES, form.scheme, INTEGERS)
 
 
 def max_panel_inputs(width: int, dtype: torch.dtype) -> int:
@@ -178,9 +177,6 @@ class FusedMatrix(QuantizedMatrix):
     def grouped(self, x: torch.Tensor, groups: int = 1) -> None:
         """None: groups are multiplied one by one."""
 
-    def routed(self) -> None:
-        """None: as above."""
-
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same."""
         rows, columns = self.form.shape
@@ -240,12 +236,12 @@ class KernelMatrix(ABC):
         return 0
 
     @abstractmethod
-    def layout(self) -> InputLayout | None:
-        """How the kernel by codes takes inputs as integers; None if it never does."""
+    def preparation(self, width: int) -> Preparation:
+        """How the kernel by codes of a width takes inputs."""
 
-    @abstractmethod
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
         """Rows (T, K) as kernels of a width take them; K is a multiple of their steps."""
+        return self.preparation(width).of(x)
 
     @abstractmethod
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
@@ -276,16 +272,6 @@ class KernelMatrix(ABC):
         """See `GroupedProduct`; None without a kernel, or for so many rows that a product's overhead is negligible."""
         has_kernel = self.method_for(1, x.dtype)[0] != DEQUANTIZED
         return GroupedProduct(x, self) if has_kernel and len(x) <= max(MAX_GROUPED, FEW_OF_GROUP * groups) else None
-
-    def routed(self) -> tuple[RoutedProduct, tuple[int, ...]] | None:
-        """The product where matrices of this form are chosen, and this one's words; None without a kernel by codes."""
-        method, width = self.method_for(1, torch.bfloat16)
-        if method != CODES or torchs_team() is None:
-            return None
-        codes, scales, table, *sizes = self.operands(width)
-        layout, shape = self.layout() if width == INTEGERS else None, self.form.shape
-        product = RoutedProduct(self.kernel, width, layout, tuple(shape), shape[0] * sizes[0], self.max_inputs)
-        return product, (codes, scales, 0, 0, table, 0, *sizes, 0, shape[0])
 
     def times_by(self, method: str, width: int, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T` in float32 by a method's kernel of `width` lanes: (T, K) of any floating dtype -> (T, N)."""
@@ -321,12 +307,12 @@ class Matrix(QuantizedMatrix, KernelMatrix):
             return BYTES, width
         return DEQUANTIZED, 0
 
-    def layout(self) -> InputLayout:
-        return _layout(self.form.scheme)
+    def preparation(self, width: int) -> Preparation:
+        return _preparation(self.form.scheme, self.form.shape[1])
 
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
         if width not in _BYTE_WIDTHS:
-            return self.layout().inputs(x)
+            return self.preparation(width).of(x)
         from rabbitllm.quant import _byte_kernels
 
         x = (x if x.dtype == torch.bfloat16 else x.float()).contiguous()
@@ -337,8 +323,9 @@ class Matrix(QuantizedMatrix, KernelMatrix):
         return InputRows(rounded)
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
-        step = self.layout().step if width == INTEGERS else BYTE_STEP if width in _BYTE_WIDTHS else 2 * width
-        sizes = _sizes(self.form.scheme, self.form.shape[1], step)
+        scheme, columns = self.form.scheme, self.form.shape[1]
+        step = _layout(scheme).step if width == INTEGERS else BYTE_STEP if width in _BYTE_WIDTHS else 2 * width
+        sizes = _sizes(scheme, columns, step)
         return self.payload.data_ptr(), self.absmax.data_ptr(), self.table_for(width), *sizes
 
     def in_chunks(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -396,6 +383,11 @@ def _layout(scheme: str) -> InputLayout:
 
 
 @functools.lru_cache(maxsize=1024)
+def _preparation(scheme: str, columns: int) -> Preparation:
+    return _layout(scheme).preparation(columns)
+
+
+@functools.lru_cache(maxsize=1024)
 def _sizes(scheme: str, columns: int, step: int) -> tuple[int, int, int]:
     """Bytes of codes in a row, steps in a row, and the logarithm of steps in a block that has no scales in it."""
     entry = STORED[scheme]
@@ -420,8 +412,10 @@ class GroupedProduct:
     rounded: torch.Tensor | None = None
 
     def __init__(self, x: torch.Tensor, like: KernelMatrix, make: Callable[..., torch.Tensor] = torch.zeros) -> None:
-        self._x = x
-        self.out = make(len(x), like.form.shape[0], dtype=torch.float32, device="cpu")
+        (rows, columns), self._x = like.form.shape, x
+        if x.shape[1] != columns:  # as torch; kernels would leave the memory of the inputs
+            raise RuntimeError(f"inputs of {x.shape[1]} columns cannot be multiplied with {rows} rows of {columns}")
+        self.out = make(len(x), rows, dtype=torch.float32, device="cpu")
         self._inputs: dict[int, InputRows] = {}
 
     def multiply(self, matrices: Sequence[KernelMatrix], groups: Sequence[tuple[int, int]]) -> None:

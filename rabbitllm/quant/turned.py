@@ -80,6 +80,3 @@ class TurnedMatrix(Matrix):
 
     def grouped(self, x: torch.Tensor, groups: int = 1) -> None:
         """None: groups are multiplied one by one."""
-
-    def routed(self) -> None:
-        """None: as above."""

@@ -9,9 +9,9 @@ import torch
 
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES, TENSOR_TYPES
-from rabbitllm.quant import gguf_blocks
+from rabbitllm.quant import _vectors, gguf_blocks
 from rabbitllm.quant._block_formats import FORMATS
-from rabbitllm.quant.gguf_blocks import WORTH_A_KERNEL, dequantize, lanes_for, work_bytes
+from rabbitllm.quant.gguf_blocks import WORTH_A_KERNEL, dequantize, work_bytes
 from tests.support.fake_gpu import FakeGpu, watched
 
 EXTREME = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0xFE00)
@@ -58,7 +58,7 @@ def test_any_bytes_are_dequantized_as_by_gguf(name: str) -> None:
 @pytest.mark.parametrize("name", COMPILED)
 def test_any_bytes_are_dequantized_by_a_kernel_as_by_gguf(name: str) -> None:
     assert WORTH_A_KERNEL < 2057 * 256
-    assert not lanes_for(name) or gguf_blocks._kernel_agrees(name)
+    assert not _vectors.lanes() or gguf_blocks._kernel_agrees(name)
     assert_any_bytes(name, random_blocks(name, 2057, 256))
 
 
@@ -81,7 +81,7 @@ def test_extreme_scales_are_dequantized_as_by_gguf(name: str) -> None:
         rows[index, offset : offset + 2] = bits & 255, bits >> 8
     expected = by_gguf(name, blocks)
     assert_same_bits(dequantize(name, blocks, tuple(expected.shape), torch.float32), expected)
-    if name in COMPILED_FAST and lanes_for(name):
+    if name in COMPILED_FAST and _vectors.lanes():
         result = torch.empty_like(expected)
         gguf_blocks._by_kernel(name, blocks, result)
         assert_same_bits(result, expected)

@@ -603,3 +603,10 @@ def test_products_from_the_left(scheme: str, inputs: int, monkeypatch: pytest.Mo
         assert all(torch.equal(turned.times(x[i : i + 1])[0], row) for i, row in enumerate(result))
         if not bfloat_products.torch_has_instructions():
             assert torch.equal(product(x, turned.decoded(0, 359, torch.bfloat16)), result)
+
+
+@pytest.mark.parametrize("columns", [128, 512])
+@pytest.mark.parametrize("count", [1, 40])
+def test_rows_of_another_width_are_refused(columns: int, count: int) -> None:
+    with pytest.raises(RuntimeError, match=str(columns)):
+        Matrix(*matrix("4bit", 7, 256)).linear(inputs(count, columns), None)
