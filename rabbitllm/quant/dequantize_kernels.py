@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rabbitllm.base.compiling import compiled
+from rabbitllm.base.compiling import compiled, wide
 from rabbitllm.quant import _kernels
 from rabbitllm.quant._vectors import inlined
 
@@ -24,8 +24,8 @@ _WORTH_A_THREAD = 1 << 16
 """Elements per thread; fewer are finished before another thread has started."""
 _TILE = 32
 """Rows that are transposed at a time: source and target fit the cache."""
-_COLUMNS = 512
-"""Columns whose sums stay in the cache while rows are added."""
+_COLUMNS, _LINE = 4096, 64
+"""Columns whose sums stay in the cache while rows are added; threads share them by lines of the cache."""
 _WORDS = 16
 """Adjacent int32 that are unpacked at a time: a line of the cache."""
 
@@ -105,8 +105,8 @@ def integers(
 def add_rows(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     """Add `x @ rows` to `out`, in the order of the rows: float32 (T, k), bfloat16 (k, N), float32 (T, N)."""
     operands = x.numpy(), rows.view(torch.uint16).numpy(), out.numpy()
-    tiles = -(-out.shape[1] // _COLUMNS)
-    share(lambda begin, end: _add_rows(*operands, begin * _COLUMNS, end * _COLUMNS), tiles, rows.numel())
+    lines = -(-out.shape[1] // _LINE)
+    share(lambda begin, end: _add_rows(*operands, begin * _LINE, end * _LINE), lines, rows.numel())
 
 
 def share(work: Callable[[int, int], Any], count: int, elements: int, threads: int | None = None) -> None:
@@ -135,28 +135,31 @@ def _round(words, halves, count):  # type: ignore[no-untyped-def]
 
 @compiled
 def _add_rows(x, rows, out, begin, end):  # type: ignore[no-untyped-def]
-    words = np.empty((4, _COLUMNS), np.uint32)
-    floats = words.view(np.float32)
+    """Eight rows at a time: sums are loaded and stored once for them, and each row is read in long runs."""
+    eights = len(rows) // 8 * 8
     for first in range(begin, min(end, rows.shape[1]), _COLUMNS):
-        count = min(_COLUMNS, rows.shape[1] - first)
-        for k in range(0, rows.shape[0], 4):
-            few = min(4, rows.shape[0] - k)
-            for i in range(few):
-                row, wide = rows[k + i, first : first + count], words[i]
-                for n in range(count):
-                    wide[n] = np.uint32(row[n]) << np.uint32(16)
-            for t in range(out.shape[0]):
-                sums = out[t, first : first + count]
-                if few == 4:
-                    a, b, c, d = x[t, k], x[t, k + 1], x[t, k + 2], x[t, k + 3]
-                    w, v, u, s = floats[0], floats[1], floats[2], floats[3]
-                    for n in range(count):
-                        sums[n] = (((sums[n] + a * w[n]) + b * v[n]) + c * u[n]) + d * s[n]
-                else:
-                    for i in range(few):
-                        factor, weights = x[t, k + i], floats[i]
-                        for n in range(count):
-                            sums[n] += factor * weights[n]
+        last = min(first + _COLUMNS, end, rows.shape[1])
+        for k in range(0, eights, 8):
+            a, b, c, d = rows[k, first:last], rows[k + 1, first:last], rows[k + 2, first:last], rows[k + 3, first:last]
+            i = k + 4
+            e, f, g, h = rows[i, first:last], rows[i + 1, first:last], rows[i + 2, first:last], rows[i + 3, first:last]
+            for t in range(len(out)):
+                sums, factors = out[t, first:last], x[t, k : k + 8]
+                for n in range(len(sums)):
+                    total = sums[n] + factors[0] * wide(a[n])
+                    total = total + factors[1] * wide(b[n])
+                    total = total + factors[2] * wide(c[n])
+                    total = total + factors[3] * wide(d[n])
+                    total = total + factors[4] * wide(e[n])
+                    total = total + factors[5] * wide(f[n])
+                    total = total + factors[6] * wide(g[n])
+                    sums[n] = total + factors[7] * wide(h[n])
+        for k in range(eights, len(rows)):
+            row = rows[k, first:last]
+            for t in range(len(out)):
+                sums, factor = out[t, first:last], x[t, k]
+                for n in range(len(sums)):
+                    sums[n] += factor * wide(row[n])
 
 
 @compiled
