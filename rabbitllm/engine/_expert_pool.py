@@ -516,6 +516,8 @@ class ExpertPool:
                 free.append(in_use.popleft())
             while free and queue:
                 slot, (expert, in_host) = free.popleft(), queue.popleft()
+                if slot.pending is not None:  # of a use that broke off
+                    wait([slot.pending])
                 slot.left = self._device.leave()  # all uses of its last expert are queued by now
                 self._send(module, expert, slot, in_host, leaf)
                 pending.append((slot, expert))

@@ -366,6 +366,34 @@ def test_pass_after_a_failed_read_is_right(checkpoint: Path, monkeypatch: pytest
     assert_same(run(model), expected)
 
 
+def test_copy_after_a_failed_read_is_right(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside a pass, which would end the first one: a read that was begun for that one does not come into another."""
+    directory, whole = split(checkpoint), SpanReader.read
+    model = load(directory, 0)
+    stack, expected = (next(iter(routed(each).values())).down_proj for each in (model, load(directory)))
+    (pool,) = model.streamer.pools.values()
+    first, second = (slot.memory.data_ptr() for slot in pool._transit[:2])
+    times, again, over = Counter[int](), threading.Event(), threading.Event()
+
+    def read(reader: SpanReader, spans: Any, buffer: memoryview) -> None:
+        place = np.frombuffer(buffer, np.uint8).ctypes.data
+        times[place] += 1
+        is_first = times[place] == 1
+        if is_first and place == first:
+            raise OSError(5, "the disk said no")
+        if is_first and place == second:
+            again.wait(0.3)
+        whole(reader, spans, buffer)
+        if place == second:
+            (over if is_first else again).set()
+            over.wait(10)
+
+    monkeypatch.setattr(SpanReader, "read", read)
+    with pytest.raises(OSError, match="the disk said no"):
+        stack[torch.arange(24)]
+    assert torch.equal(stack[torch.arange(6, 24)], expected[6:])
+
+
 def test_pass_after_an_interrupt_is_right(checkpoint: Path) -> None:
     expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
     model = with_share(split(checkpoint), 0.25)
