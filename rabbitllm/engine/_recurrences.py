@@ -183,8 +183,11 @@ class DeltaStep(_Recurrence):
         if state is None or not (self._prompts or tokens <= MAX_TOKENS) or not self._fits(key, value, state):
             return None
         of_tokens = query, key, value, g, beta
-        is_few = tokens <= _TRIED and len(key) <= _SEQUENCES
-        few = () if is_few else (*(x[:_SEQUENCES, :_TRIED] for x in of_tokens), state[:_SEQUENCES])
+        if tokens <= _TRIED and len(key) <= _SEQUENCES:
+            return _StepCall(None, (*of_tokens, state))
+        if any(x.shape[:2] != key.shape[:2] for x in of_tokens):
+            return None  # what is tried would be alike, and a call would leave the memory of the others
+        few = (*(x[:_SEQUENCES, :_TRIED] for x in of_tokens), state[:_SEQUENCES])
         return _StepCall(None, (*of_tokens, state), few)
 
     @staticmethod

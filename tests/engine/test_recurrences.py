@@ -97,6 +97,18 @@ def test_delta_rules_have_the_bits_of_the_function(model: str, name: str, dtype:
     assert calls == ["delta_step"] * 3 * len(SHAPES)  # the first of a shape is tried before
 
 
+@pytest.mark.parametrize("name", ["query", "value", "g", "beta"])
+@pytest.mark.parametrize(("count", "tokens"), [(40, 1), (1, 5)])
+@torch.no_grad()
+def test_fewer_values_than_keys_are_left_to_the_function(name: str, count: int, tokens: int, calls: list[str]) -> None:
+    """They differ only past what is tried."""
+    given = operands((count, 1, 2, 64, 32), torch.float32, by_row=False, tokens=tokens)
+    given[name] = given[name][:16, :2]
+    with pytest.raises((RuntimeError, IndexError)):
+        DeltaStep(function("qwen3_next", GATED))(**given)
+    assert not calls
+
+
 @pytest.mark.parametrize("model", ["qwen3_next", "lfm2", "mamba2"])
 @torch.no_grad()
 def test_convolutions_have_the_bits_of_the_function(model: str, calls: list[str]) -> None:
