@@ -153,14 +153,7 @@ class CodedMatrix(KernelMatrix):
         return CODES if count <= MAX_INPUTS.get(width, 0) else DEQUANTIZED, width
 
     def preparation(self, width: int) -> Preparation:
-        from rabbitllm.quant import _code_kernels, joint_kernels  # numba comes with them
-
-        columns = self.form.shape[1]
-        if width == INTEGERS:
-            return _code_kernels.NIBBLE_LAYOUT.preparation(columns)
-        if width == PAIRS:
-            return Preparation(joint_kernels.widen_inputs, (columns, 0, 0), 2 * columns)
-        return Preparation(joint_kernels.widen_inputs, (columns, 1, 1), 2 * columns, 2 * columns)
+        return _preparation(width, self.form.shape[1])
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
         from rabbitllm.quant._code_kernels import shift_of
@@ -209,6 +202,17 @@ def _table(codes: str, kernel: CodeKernel, width: int, factor: float) -> Any:
     from rabbitllm.quant import _code_kernels
 
     return _code_kernels.table_of(kernel, width, _values(codes).numpy(), factor)
+
+
+@functools.lru_cache(maxsize=1024)
+def _preparation(width: int, columns: int) -> Preparation:
+    from rabbitllm.quant import _code_kernels, joint_kernels
+
+    if width == INTEGERS:
+        return _code_kernels.NIBBLE_LAYOUT.preparation(columns)
+    if width == PAIRS:
+        return Preparation(joint_kernels.widen_inputs, (columns, 0, 0), 2 * columns)
+    return Preparation(joint_kernels.widen_inputs, (columns, 1, 1), 2 * columns, 2 * columns)
 
 
 def sample(kernel: CodeKernel, shape: tuple[int, int], random: RandomTensors) -> CodedMatrix:

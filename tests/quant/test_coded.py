@@ -280,3 +280,10 @@ def test_many_bfloat16_rows_without_bfloat16_instructions(monkeypatch: pytest.Mo
     monkeypatch.setattr(bfloat_products, "widens", lambda: True)
     assert_products(of.linear(x, None), x, meant(of))
     assert set(dtypes_seen) == {torch.float32}
+
+
+@needs_kernel
+@pytest.mark.parametrize("width", [INTEGERS, PAIRS, 16])
+def test_how_inputs_are_taken_is_said_once_for_all_matrices_of_a_width(width: int) -> None:
+    first, second = matrix("fp4 U8 1x32", 3, 128), matrix("fp4 U8 1x32", 5, 128)
+    assert first.preparation(width) is second.preparation(width) is not matrix("fp4 U8 1x32", 3, 256).preparation(width)

@@ -1,8 +1,8 @@
 """The kernels for AVX-512, with and without its products of bfloat16, on a processor that has neither.
 
 LLVM compiles a vector of 16 lanes to two vectors of 8. Only the instructions that the kernels name themselves are
-emulated here: permutations, and VDPBF16PS, which adds the product of the odd elements of two pairs before that of the
-even ones, in float32. The rest is the code, loops and tables of the kernels.
+emulated here: permutations, sums of products of integers, and VDPBF16PS, which adds the product of the odd elements of
+two pairs before that of the even ones, in float32. The rest is the code, loops and tables of the kernels.
 
 Machine code that was made with this must not be kept with the package's own: NUMBA_CACHE_DIR says where else.
 """
@@ -17,7 +17,7 @@ import numba
 from llvmlite import ir
 
 from rabbitllm.quant import _integers, _vectors
-from rabbitllm.quant._vectors import F32, I32, Emitter
+from rabbitllm.quant._vectors import F32, I8, I16, I32, Emitter
 
 FEATURES = frozenset({"avx512f", "avx512bw", "avx512bf16"})
 
@@ -84,9 +84,25 @@ def _dot_pairs(b: Any, sums: Any, one: Any, other: Any) -> Any:
     return sums
 
 
+def _dot_integers(b: Any, one: Any, other: Any) -> Any:
+    """The sums of the products of pairs of words; of pairs of bytes, of which the first have no sign, as words."""
+    count, is_bytes = one.type.count, one.type.element == I8
+    ints, sums = ir.VectorType(I32, count), ir.VectorType(I32, count // 2)
+    products = b.mul((b.zext if is_bytes else b.sext)(one, ints), b.sext(other, ints))
+    orders = (ir.Constant(sums, list(range(first, count, 2))) for first in (0, 1))
+    total = b.add(*(b.shuffle_vector(products, products, order) for order in orders))
+    if not is_bytes:
+        return total
+    most, least = ir.Constant(sums, [(1 << 15) - 1] * (count // 2)), ir.Constant(sums, [-(1 << 15)] * (count // 2))
+    total = b.select(b.icmp_signed(">", total, most), most, total)
+    return b.trunc(b.select(b.icmp_signed("<", total, least), least, total), ir.VectorType(I16, count // 2))
+
+
 _EMULATED: dict[str, Callable[..., Any]] = {
     "llvm.x86.avx512.permvar.sf.512": functools.partial(_permuted, bits=15),
     "llvm.x86.avx512.permvar.hi.512": functools.partial(_permuted, bits=31),
     "llvm.x86.avx512.vpermi2var.hi.512": _of_two,
+    "llvm.x86.avx512.pmaddw.d.512": _dot_integers,
+    "llvm.x86.avx512.pmaddubs.w.512": _dot_integers,
     "llvm.x86.avx512bf16.dpbf16ps.512": _dot_pairs,
 }
