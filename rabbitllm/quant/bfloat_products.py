@@ -33,7 +33,9 @@ def multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
     limit = max_rows()
     if not limit or x.dtype != torch.bfloat16:
         return False
-    return bool(width_for(weight)) and x.device.type == "cpu" and x.shape[:-1].numel() <= limit
+    if not width_for(weight) or x.shape[-1:] != weight.shape[-1:]:  # torch says which widths there are
+        return False
+    return x.device.type == "cpu" and x.shape[:-1].numel() <= limit
 
 
 def width_for(weight: torch.Tensor) -> int:

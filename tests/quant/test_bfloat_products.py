@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rabbitllm.quant import _kernels, _product_kernels, _vectors, bfloat_products
+from rabbitllm.quant import _kernels, _product_kernels, _vectors, bfloat_products, plain
 from rabbitllm.quant.bfloat_products import ALL_ROWS, FEW_ROWS, MAX_INPUTS, linear, multiplies, times
 from tests.support.draws import draws
 from tests.support.rounding import assert_products
@@ -187,3 +187,9 @@ def test_several_python_threads_at_once() -> None:
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda x: times(WIDTHS[-1], x, weight), batches * 4))
     assert all(torch.equal(result, alone[index % 8]) for index, result in enumerate(together))
+
+
+@pytest.mark.parametrize("columns", [128, 512])
+def test_rows_of_another_width_are_refused(columns: int) -> None:
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        plain.product(some(3, columns), some(70, 256), None)
