@@ -527,8 +527,7 @@ class ExpertPool:
 
     def _weight(self, module: int, leaf: str, slot: ExpertSlot, expert: int) -> torch.Tensor:
         source, key = self.sources[module], (module, leaf)
-        if slot.pending is not None or slot.ticket is not None:
-            self._wait(source, slot)
+        self._wait(source, slot)
         chosen = source.leaves[leaf]
 
         def bytes_of(part: ExpertPart) -> torch.Tensor:

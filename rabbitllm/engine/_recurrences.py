@@ -28,8 +28,7 @@ from rabbitllm.engine.transformers_api import ACT2FN
 MAX_TOKENS = 32
 """Tokens that continue a text and are computed one after the other, where longer ones are computed in chunks."""
 _TRIED, _SEQUENCES = 2, 16
-"""Tokens and sequences with which a shape is tried: more of them are computed likewise, in seconds for a hundred
-sequences."""
+"""Most tokens and sequences with which a shape is tried: more are computed alike, and a hundred would take seconds."""
 MAX_TAPS = 16
 """Tokens of a short convolution up to which it is computed by one call."""
 _EPSILON = 1e-6

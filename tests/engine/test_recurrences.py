@@ -102,10 +102,10 @@ def test_delta_rules_have_the_bits_of_the_function(model: str, name: str, dtype:
 @torch.no_grad()
 def test_fewer_values_than_keys_are_left_to_the_function(name: str, count: int, tokens: int, calls: list[str]) -> None:
     """They differ only past what is tried."""
-    given = operands((count, 1, 2, 64, 32), torch.float32, by_row=False, tokens=tokens)
-    given[name] = given[name][:16, :2]
+    tensors = operands((count, 1, 2, 64, 32), torch.float32, by_row=False, tokens=tokens)
+    tensors[name] = tensors[name][:16, :2]
     with pytest.raises((RuntimeError, IndexError)):
-        DeltaStep(function("qwen3_next", GATED))(**given)
+        DeltaStep(function("qwen3_next", GATED))(**tensors)
     assert not calls
 
 
