@@ -1,9 +1,9 @@
 """Streamed experts: read when a token is routed to them, and cached by how often that happens.
 
 The device's memory for experts is divided into slots of one expert. Most slots are a cache (`ExpertCache`). A few are
-transit slots, for experts that are not worth a slot of the cache: each is read for one use. A long prompt uses nearly
+transit slots, for experts that are not worth a slot of the cache: each is read for one use. Many tokens use nearly
 all experts of a layer, more than there are transit slots; then the experts go through these in the order of the file,
-prefetched while others compute.
+prefetched while others compute: whole, or leaf by leaf where the model's class computes.
 
 For a device that does not share host memory, host memory is a second cache: of experts without a slot on the device. An
 expert is one read; several threads read at once. There the host waits once a module, for the routing: grouped products
@@ -206,6 +206,7 @@ class _Call:
         module: its index.
         slots: expert -> its slot.
         transit: experts that go through transit slots -> their slots in host memory.
+        passing: those of them that are whole in transit slots now.
         promoted: slots in host memory that are free after the pass: their experts have slots on the device now.
     """
 
@@ -213,6 +214,7 @@ class _Call:
     slots: Mapping[int, ExpertSlot]
     transit: Mapping[int, HostSlot]
     promoted: tuple[int, ...]
+    passing: dict[int, ExpertSlot] = field(default_factory=dict)
 
 
 class ExpertPool:
@@ -475,17 +477,43 @@ class ExpertPool:
 
     def each(self, module: int, leaf: str, experts: Sequence[int]) -> Iterator[torch.Tensor]:
         """See `experts.ExpertProvider`."""
+        call = self._call_of(module, experts)
+        passing = call.passing if all(e in call.slots or e in call.passing for e in experts) else {}
+        in_transit = self._through_transit(module, leaf, [(e, call.transit[e]) for e in experts if e in call.transit])
+        for expert in experts:
+            slot = call.slots.get(expert) or passing.get(expert)
+            yield next(in_transit) if slot is None else self._weight(module, leaf, slot, expert)
+
+    def _call_of(self, module: int, experts: Sequence[int]) -> _Call:
+        """The pass over the experts of a module, begun for these if it was not."""
         self._begin_expected(module)
         call = self._call
         if call is None or call.module != module or not all(e in call.slots or e in call.transit for e in experts):
-            distinct = np.unique(np.asarray(experts, np.int64))  # `begin` was not called for these experts
+            distinct = np.unique(np.asarray(experts, np.int64))
             self.begin(module, distinct, np.ones_like(distinct), 1)
             call = self._call
             assert call is not None
-        in_transit = self._through_transit(module, leaf, [(e, call.transit[e]) for e in experts if e in call.transit])
-        for expert in experts:
-            slot = call.slots.get(expert)
-            yield next(in_transit) if slot is None else self._weight(module, leaf, slot, expert)
+        return call
+
+    def batches(self, module: int, experts: Sequence[int]) -> Iterator[list[int]]:
+        """See `experts.ExpertProvider`."""
+        call = self._call_of(module, experts)
+        call.passing.clear()
+        slots, passing = {e: call.slots[e] for e in experts if e in call.slots}, call.passing
+        free, queue = deque(self._transit), deque(e for e in experts if e not in slots)
+        while slots or queue or passing:
+            while free and queue:
+                slot, expert = free.popleft(), queue.popleft()
+                self._send_transit(module, expert, slot, call.transit[expert])
+                passing[expert] = slot
+            left = slots or passing
+            filled = [e for e, slot in left.items() if slot.pending is None or slot.pending.done()]
+            batch = (filled if slots else filled[: self.valid]) or [next(iter(left))]
+            yield batch
+            for expert in batch:
+                slot = left.pop(expert)
+                if left is passing:
+                    free.append(slot)
 
     def order(self, module: int, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """See `experts.ExpertProvider`."""
@@ -511,15 +539,14 @@ class ExpertPool:
         pending: deque[tuple[ExpertSlot, int]] = deque()
         in_use: deque[ExpertSlot] = deque()
         free, queue = deque(self._transit), deque(experts)
+        if self._call is not None:
+            self._call.passing.clear()
         for _ in experts:
             if len(in_use) == self.valid:
                 free.append(in_use.popleft())
             while free and queue:
                 slot, (expert, in_host) = free.popleft(), queue.popleft()
-                if slot.pending is not None:  # of a use that broke off
-                    wait([slot.pending])
-                slot.left = self._device.leave()  # all uses of its last expert are queued by now
-                self._send(module, expert, slot, in_host, leaf)
+                self._send_transit(module, expert, slot, in_host, leaf)
                 pending.append((slot, expert))
             slot, expert = pending.popleft()
             in_use.append(slot)
@@ -557,6 +584,15 @@ class ExpertPool:
         if slot.ticket is not None:
             self._device.arrive(slot.ticket)
             slot.ticket = None
+
+    def _send_transit(
+        self, module: int, expert: int, slot: ExpertSlot, in_host: HostSlot, leaf: str | None = None
+    ) -> None:
+        """Begin to fill a transit slot after the uses of what is in it."""
+        if slot.pending is not None:  # of a use that broke off
+            wait([slot.pending])
+        slot.left = self._device.leave()  # all uses of its last expert are queued by now
+        self._send(module, expert, slot, in_host, leaf)
 
     def _send(self, module: int, expert: int, slot: ExpertSlot, in_host: HostSlot, leaf: str | None = None) -> None:
         """Begin to fill a slot that has no pending fill, with an expert or with the bytes of one of its leaves."""
@@ -622,6 +658,10 @@ class PooledExperts:
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """See `experts.ExpertProvider`."""
         return self._pool.order(self._module, experts)
+
+    def batches(self, experts: Sequence[int]) -> Iterator[list[int]]:
+        """See `experts.ExpertProvider`."""
+        return self._pool.batches(self._module, experts)
 
     def numbers(self, index: torch.Tensor) -> list[int]:
         """See `experts.ExpertProvider`."""

@@ -208,13 +208,15 @@ def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch
     if len(args) != 3 or named or not _multiplies_groups(module, *args[:2]):
         return None
     is_few, is_ours = args[1].numel() <= MAX_GROUPED, form.is_turned or form.is_fast
-    if not is_few and not (is_ours and args[0].dtype is torch.bfloat16 and turned.is_faster()):
-        return None
     stacks = [stack_in(module._parameters.get(name)) for name in _MATRICES]
     if any(stack is None for stack in stacks):  # `in` would compare stacks
         return None
     if is_few and is_plain(args[0]) and (result := _computed(form, module, stacks, *args)) is not None:
         return result
+    if is_plain(args[0]) and (result := _by_batches(form, module, stacks, *args)) is not None:
+        return result
+    if not is_few and not (is_ours and args[0].dtype is torch.bfloat16 and turned.is_faster()):
+        return None
     if is_ours:
         stacks = [stack.again(product=turned.product) for stack in stacks if stack is not None]
     own = trial_of(module, _parameters={**module._parameters, **dict(zip(_MATRICES, stacks, strict=True))})
@@ -394,8 +396,7 @@ def _computed(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: tor
     sums = kept.sums(x, index, weights, threads)
     if sums is None or not weights.is_contiguous() or not form.is_of(module):
         return None
-    biases = [module._parameters.get(name) for name in _BIASES] if form.is_biased else []
-    if any(type(bias) is not nn.Parameter or bias.dtype is not x.dtype for bias in biases):
+    if (biases := _biases_of(form, module, x)) is None:
         return None
     used, rows = sums.used, sums.tokens * sums.used
     if sums.tokens == 1 and (step := kept.step(index.tolist()[0], sums)) is not None:
@@ -429,6 +430,39 @@ def _computed(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: tor
         program(x.data_ptr(), at_chosen, at_sources, to, weights.data_ptr(), at_places, *of_biases)
         begin += len(sources)
     return out if results is None else sums(results, weights, places)
+
+
+def _biases_of(form: _ExpertsForm, module: Any, x: torch.Tensor) -> list[Any] | None:
+    """The biases of all experts, none if they have none; None if they are not of the inputs' dtype."""
+    biases = [module._parameters.get(name) for name in _BIASES] if form.is_biased else []
+    return biases if all(type(each) is nn.Parameter and each.dtype is x.dtype for each in biases) else None
+
+
+def _by_batches(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: torch.Tensor) -> torch.Tensor | None:
+    """The result of a module some of whose experts are read for one use, as they come into memory, each whole; None if
+    it is left to the class, for which their matrices are read one after the other."""
+    (first, last), (x, index, weights) = (stack.again(not form.is_turned) for stack in stacks), args
+    is_fit = x.dtype is torch.bfloat16 and weights.dtype in _WEIGHTS and weights.shape == index.shape and form.is_of(module)
+    if not is_fit or any(stack.supply.stays(stack.leaf) or not stack.is_multiplied for stack in (first, last)):
+        return None
+    biases, (tokens, used) = _biases_of(form, module, x), index.shape
+    chosen, rows = (flat := index.flatten()).sort(stable=True)
+    if biases is None or x.shape != (tokens, first.shape[1]) or chosen[0] < 0 or chosen[-1] >= first.shape[0]:
+        return None
+    experts, counts = (each.tolist() for each in chosen.unique_consecutive(return_counts=True))
+    ends = dict(zip(experts, itertools.accumulate(counts), strict=True))
+    groups = {expert: rows[end - count : end] for (expert, end), count in zip(ends.items(), counts, strict=True)}
+    results = x.new_empty(tokens * used, last.shape[2])
+    for batch in first.supply.batches(experts):
+        sizes = [len(groups[expert]) for expert in batch]
+        of_batch = torch.cat([groups[expert] for expert in batch])
+        numbers = flat[of_batch]
+        both = first.multiplied(x[of_batch // used], batch, sizes)
+        both = both + biases[0][numbers] if biases else both
+        product = last.multiplied(form.gated(module._modules.get("act_fn"), both), batch, sizes)
+        results[of_batch] = product + biases[1][numbers] if biases else product
+    weighted = results * weights.reshape(-1, 1)
+    return weighted.view(tokens, used, -1).sum(1).to(x.dtype)
 
 
 def _is_even(count: int) -> bool:

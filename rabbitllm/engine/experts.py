@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,6 +52,10 @@ class ExpertProvider(Protocol):
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """Indices into `experts`: of those that are in memory until the end of the pass; of those that will be, and of
         those that are read leaf by leaf, for one use, in the order in which they are read."""
+
+    def batches(self, experts: Sequence[int]) -> Iterator[Sequence[int]]:
+        """These distinct experts, some at a time, first those that are in memory: all leaves of some can be had until
+        the next are asked for."""
 
     def numbers(self, index: torch.Tensor) -> list[int]:
         """The values of an integer tensor in memory order."""
@@ -179,6 +183,24 @@ class ExpertStack(WeightStandIn):
             out[begin:end] = self._product(rows[begin:end], weight)
         return out
 
+    @property
+    def is_multiplied(self) -> bool:
+        """Whether rows are multiplied with its matrices from their codes."""
+        return self.is_coded and self.transposed
+
+    def multiplied(self, rows: torch.Tensor, experts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """The products of groups of rows of these sizes with these experts, of which there are as many as are valid."""
+        weights, ends = [*self.supply.each(self.leaf, experts)], [*accumulate(sizes)]
+        spans = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        product = self._grouped(rows, weights[0], len(experts))
+        if product is not None:
+            product.multiply([weight.matrix for weight in weights], spans)  # type: ignore[attr-defined]
+            return product.result()
+        out = rows.new_empty(len(rows), self.shape[-1])
+        for (begin, end), weight in zip(spans, weights, strict=True):
+            out[begin:end] = self._product(rows[begin:end], weight)
+        return out
+
     def _grouped(self, rows: torch.Tensor, weight: torch.Tensor, groups: int) -> GroupedProduct | None:
         """A grouped product for weights like this one; None if they are multiplied one by one."""
         needs_gradient = torch.is_grad_enabled() and rows.requires_grad
@@ -271,6 +293,10 @@ class ResidentExperts:
     def order(self, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """See `experts.ExpertProvider`."""
         return list(range(len(experts))), [], []
+
+    def batches(self, experts: Sequence[int]) -> Iterator[Sequence[int]]:
+        """See `experts.ExpertProvider`."""
+        yield experts
 
     def numbers(self, index: torch.Tensor) -> list[int]:
         """See `experts.ExpertProvider`."""

@@ -20,6 +20,7 @@ from rabbitllm.engine._attention import relative_error
 from rabbitllm.engine._fusing import replace
 from rabbitllm.engine._gates import OneCall
 from rabbitllm.engine.experts import ExpertStack, MappedExperts, ResidentExperts
+from rabbitllm.engine.span_reader import SpanReader
 from rabbitllm.quant import _kernels, _vectors
 from rabbitllm.quant.joint import JointProduct
 from rabbitllm.quant.products import MAX_GROUPED
@@ -118,6 +119,36 @@ def test_an_expert_that_a_token_chooses_twice(tmp_path: Path, calls: list[tuple[
     for index in (torch.tensor([[5, 5, 2]]), torch.tensor([[7, 7, 7]])):
         assert torch.equal(module(x, index, weights), type(module).forward(module, x, index, weights))
     assert calls == [(1, 1)] * 2
+
+
+@pytest.mark.parametrize(("family", "share"), [("qwen3_moe", 0.25), ("mixtral", 0), ("deepseek_v3", 0)])
+@torch.no_grad()
+def test_many_tokens_of_experts_that_come_and_go(
+    tmp_path: Path, family: str, share: float, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each expert is one read, and has the results of the class, which reads it leaf by leaf; some have many rows."""
+    compression, settings = FAMILIES[family]
+    directory = checkpoint(tmp_path, family, compression, **settings)
+    monkeypatch.setattr("rabbitllm.engine._expert_pool.MAX_TRANSIT", 4)
+    budget = budget_that_keeps(directory, share, exact=False) if share else 0
+    model, reads = load(directory, budget, exact=False), list[int]()
+    module, read = experts_of(model)[-1], SpanReader.read
+
+    def noted(self: SpanReader, spans: Any, buffer: memoryview) -> None:
+        reads.append(len(spans))
+        read(self, spans, buffer)
+
+    monkeypatch.setattr(SpanReader, "read", noted)
+    for rows in (40, MAX_GROUPED // 3 + 1):
+        for dtype in (torch.bfloat16, torch.float32):
+            index = torch.stack([torch.randperm(24)[:3] for _ in range(rows)])
+            index[:, 0] = torch.where(torch.rand(rows) < 0.7, 5, index[:, 0])  # one with many rows, also twice a token
+            x, weights = torch.randn(rows, 256).bfloat16(), torch.rand(rows, 3).to(dtype)
+            reads.clear()
+            result = module(x, index, weights)
+            assert len(reads) <= 24
+            assert torch.equal(result, type(module).forward(module, x, index, weights))
+
 
 
 @torch.no_grad()
