@@ -211,10 +211,9 @@ def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch
     stacks = [stack_in(module._parameters.get(name)) for name in _MATRICES]
     if any(stack is None for stack in stacks):  # `in` would compare stacks
         return None
-    if is_few and is_plain(args[0]) and (result := _computed(form, module, stacks, *args)) is not None:
-        return result
-    if is_plain(args[0]) and (result := _by_batches(form, module, stacks, *args)) is not None:
-        return result
+    for compute in (_computed, _by_batches)[not is_few :] if is_plain(args[0]) else ():
+        if (result := compute(form, module, stacks, *args)) is not None:
+            return result
     if not is_few and not (is_ours and args[0].dtype is torch.bfloat16 and turned.is_faster()):
         return None
     if is_ours:
@@ -439,30 +438,31 @@ def _biases_of(form: _ExpertsForm, module: Any, x: torch.Tensor) -> list[Any] | 
 
 
 def _by_batches(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: torch.Tensor) -> torch.Tensor | None:
-    """The result of a module some of whose experts are read for one use, as they come into memory, each whole; None if
-    it is left to the class, for which their matrices are read one after the other."""
+    """The result of a module whose experts come and go, each of which is read whole, and multiplied once it is there;
+    None if it is left to the class, for which each matrix of an expert is read by itself."""
+    if any(not stack.is_coded or stack.supply.stays(stack.leaf) for stack in stacks):
+        return None
     (first, last), (x, index, weights) = (stack.again(not form.is_turned) for stack in stacks), args
-    is_fit = x.dtype is torch.bfloat16 and weights.dtype in _WEIGHTS and weights.shape == index.shape and form.is_of(module)
-    if not is_fit or any(stack.supply.stays(stack.leaf) or not stack.is_multiplied for stack in (first, last)):
+    (tokens, used), flat, biases = index.shape, index.flatten(), _biases_of(form, module, x)
+    if not (first.transposed and last.transposed and form.is_of(module)) or biases is None:
         return None
-    biases, (tokens, used) = _biases_of(form, module, x), index.shape
-    chosen, rows = (flat := index.flatten()).sort(stable=True)
-    if biases is None or x.shape != (tokens, first.shape[1]) or chosen[0] < 0 or chosen[-1] >= first.shape[0]:
+    if x.dtype is not torch.bfloat16 or x.shape != (tokens, first.shape[1]) or weights.shape != index.shape:
         return None
-    experts, counts = (each.tolist() for each in chosen.unique_consecutive(return_counts=True))
-    ends = dict(zip(experts, itertools.accumulate(counts), strict=True))
-    groups = {expert: rows[end - count : end] for (expert, end), count in zip(ends.items(), counts, strict=True)}
+    groups = dict[int, list[int]]()
+    for row, number in enumerate(flat.tolist()):
+        groups.setdefault(number, []).append(row)
+    experts = sorted(groups)
+    if experts[0] < 0 or experts[-1] >= len(first) or weights.dtype not in _WEIGHTS:
+        return None
     results = x.new_empty(tokens * used, last.shape[2])
     for batch in first.supply.batches(experts):
         sizes = [len(groups[expert]) for expert in batch]
-        of_batch = torch.cat([groups[expert] for expert in batch])
-        numbers = flat[of_batch]
+        of_batch = torch.tensor([row for expert in batch for row in groups[expert]], device="cpu")
         both = first.multiplied(x[of_batch // used], batch, sizes)
-        both = both + biases[0][numbers] if biases else both
+        both = both + biases[0][flat[of_batch]] if biases else both
         product = last.multiplied(form.gated(module._modules.get("act_fn"), both), batch, sizes)
-        results[of_batch] = product + biases[1][numbers] if biases else product
-    weighted = results * weights.reshape(-1, 1)
-    return weighted.view(tokens, used, -1).sum(1).to(x.dtype)
+        results[of_batch] = product + biases[1][flat[of_batch]] if biases else product
+    return (results * weights.reshape(-1, 1)).view(tokens, used, -1).sum(1).to(x.dtype)
 
 
 def _is_even(count: int) -> bool:

@@ -183,11 +183,6 @@ class ExpertStack(WeightStandIn):
             out[begin:end] = self._product(rows[begin:end], weight)
         return out
 
-    @property
-    def is_multiplied(self) -> bool:
-        """Whether rows are multiplied with its matrices from their codes."""
-        return self.is_coded and self.transposed
-
     def multiplied(self, rows: torch.Tensor, experts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The products of groups of rows of these sizes with these experts, of which there are as many as are valid."""
         weights, ends = [*self.supply.each(self.leaf, experts)], [*accumulate(sizes)]
