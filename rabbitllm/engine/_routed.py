@@ -6,7 +6,9 @@ then by down, and adds the results with their weights. While some are read, thos
 other expert is touched. Sums of products with matrices of bfloat16 have another order than torch's.
 
 What a class computes is tried when a model is loaded, and the order in which torch adds, for each shape. Anything else,
-a hook or many tokens for example, is left to the class; few tokens go through the chosen experts there too.
+a hook or many tokens for example, is left to the class; few tokens go through the chosen experts there too. Many tokens
+of experts that are read for one use are computed here, too, with torch's sums: each expert is read once, whole, where
+the class needs the gates and factors of all before the second matrix of any.
 """
 
 from __future__ import annotations

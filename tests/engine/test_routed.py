@@ -140,6 +140,8 @@ def test_many_tokens_of_experts_that_come_and_go(
 
     def noted(self: SpanReader, spans: Any, buffer: memoryview) -> None:
         reads.append(len(spans))
+        if len(reads) == failing:
+            raise OSError(5, "the disk said no")
         read(self, spans, buffer)
 
     monkeypatch.setattr(SpanReader, "read", noted)
@@ -148,6 +150,11 @@ def test_many_tokens_of_experts_that_come_and_go(
             index = torch.stack([torch.randperm(module.num_experts)[:3] for _ in range(rows)])
             index[:, 0] = torch.where(torch.rand(rows) < 0.7, 5, index[:, 0])  # one with many rows, also twice a token
             x, weights = torch.randn(rows, 256).bfloat16(), torch.rand(rows, 3).to(dtype)
+            reads.clear()
+            failing = 5
+            with pytest.raises(OSError, match="the disk said no"):
+                module(x, index, weights)
+            failing = 0
             reads.clear()
             result = module(x, index, weights)
             assert len(reads) <= module.num_experts
