@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine._weights import Recipe
-from rabbitllm.engine.span_reader import BLOCK, FileSpan, compare
+from rabbitllm.engine.span_reader import FileSpan, compare
 from rabbitllm.engine.units import MatrixChooser, ParameterEntry, typed
 from rabbitllm.engine.weight_tensors import QuantizedWeight, StoredMatrix
 from rabbitllm.errors import IncompleteSplitError
@@ -356,15 +356,6 @@ class ExpertSource:
                     runs.append([part])
             runs_by_leaf[key] = [(run[0], sum(part.nbytes for part in run)) for run in runs]
         return runs_by_leaf
-
-    @cached_property
-    def in_blocks(self) -> bool:
-        """Whether every read begins and ends on a block of the file system, so that it can bypass the page cache."""
-        return all(
-            part.at % BLOCK == 0 and nbytes % BLOCK == 0 and not np.any(part.offsets % BLOCK)
-            for runs in self._runs.values()
-            for part, nbytes in runs
-        )
 
 
 def with_matrices(source: ExpertSource, choose_matrix: MatrixChooser | None) -> ExpertSource:

@@ -395,7 +395,7 @@ def bind_experts(
         local = [sources_by_name[p.unit] for p in placement.experts if p.device == pool.device]
         device = devices[pool.device]
         host = None if device.shares_host_memory else HostBuffers(device)
-        disk = SpanReader(store, read_modes[pool.device], store.checks)
+        disk = SpanReader(store, read_modes[pool.device], store.checks, is_exact=True)
         pools[pool.device] = live = ExpertPool(model, local, device, pool.slots, disk, profiler, host, pool.host_slots)
         for index, source in enumerate(local):
             pooled = PooledExperts(live, index)

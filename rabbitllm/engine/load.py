@@ -249,15 +249,13 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
 def _expert_read_modes(
     experts: Sequence[ExpertSource], placement: Placement, store: WeightFiles, room: int
 ) -> dict[str, ReadMode]:
-    """Device -> the read mode of streamed experts: out of whole blocks they cannot be read past the page cache."""
+    """Device -> the read mode of streamed experts."""
     read_modes = {}
     for pool in placement.pools:
         names = {placed.unit for placed in placement.experts if placed.device == pool.device}
         chosen = [source for source in experts if source.name in names]
         sample = [span for source in chosen[:PROBES] for span in source.spans(source.experts // 2)]
-        read_mode = choose_read_mode(store, sample, room, pool.stored)
-        in_blocks = all(source.in_blocks for source in chosen)
-        read_modes[pool.device] = read_mode if in_blocks or not read_mode.direct else ReadMode(drop=True)
+        read_modes[pool.device] = choose_read_mode(store, sample, room, pool.stored)
     return read_modes
 
 

@@ -2,8 +2,9 @@
 
 A model that is streamed because it does not fit would evict itself, and the resident layers, from the page cache on
 every pass. So it is read past the cache (O_DIRECT), in whole blocks, or through it and dropped piece by piece, if that
-is clearly faster on this disk. If all streamed bytes fit into the memory that is left, they are read through the cache,
-and come from memory the next time. The first read of a run compares it with its checksums.
+is clearly faster on this disk. Experts whose bytes are not whole blocks are copied from such blocks to their memory. If
+all streamed bytes fit into the memory that is left, they are read through the cache, and come from memory the next
+time. The first read of a run compares it with its checksums.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import functools
 import heapq
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from rabbitllm.base.forks import Workers, direct_read
 from rabbitllm.base.rounding import round_up
@@ -46,7 +50,8 @@ _SHARE_OF_ROOM = 0.8
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """A run of bytes of one layer file, and its offset `at` in a buffer; both offsets are equal modulo `BLOCK`."""
+    """A run of bytes of one layer file, and its offset `at` in a buffer; both offsets are equal modulo `BLOCK`, unless
+    its reader `is_exact`."""
 
     file: str
     offset: int
@@ -82,6 +87,13 @@ class Paths(Protocol):
         """A file's path."""
 
 
+class _Copied(threading.local):
+    """Memory of each thread for bytes that are copied to their place."""
+
+    def __init__(self) -> None:
+        self.memory = page_aligned(CHECKED_BYTES)
+
+
 class SpanReader:
     """Reads spans of a split directory's files.
 
@@ -89,12 +101,17 @@ class SpanReader:
         store: provides the paths of the files.
         mode: how to read; replaced permanently if the file system does not support direct reads.
         checks: compares bytes that are read for the first time with their checksums; None for no comparison.
+        is_exact: whether nothing but the bytes of a span is written, and not its first and last blocks.
     """
 
-    def __init__(self, store: Paths, mode: ReadMode, checks: LayerChecks | None = None) -> None:
+    def __init__(
+        self, store: Paths, mode: ReadMode, checks: LayerChecks | None = None, *, is_exact: bool = False
+    ) -> None:
         self._store = store
         self.mode = mode
         self._checks = checks
+        self._is_exact = is_exact
+        self._copied = _Copied()
 
     def read(self, spans: Iterable[FileSpan], buffer: memoryview) -> None:
         """Fill `buffer`, which begins on a page and ends at or after the end of the last span's block.
@@ -114,6 +131,20 @@ class SpanReader:
                 self._read(span, buffer)
 
     def _read(self, span: FileSpan, buffer: memoryview) -> None:
+        is_whole = not any(number % BLOCK for number in (span.at, span.offset, span.nbytes))
+        if is_whole or not (self.mode.direct and self._is_exact):
+            self._read_in_place(span, buffer)
+            return
+        offset, end, memory = span.offset, span.offset + span.nbytes, self._copied.memory
+        while offset < end:
+            stop = min((offset // CHECKED_BYTES + 1) * CHECKED_BYTES, end)
+            piece = FileSpan(span.file, offset, stop - offset, offset % BLOCK)
+            self._read_in_place(piece, memory)
+            place, source = buffer[span.at + offset - span.offset :][: piece.nbytes], memory[piece.at :][: piece.nbytes]
+            np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(source, np.uint8))  # other threads run meanwhile
+            offset = stop
+
+    def _read_in_place(self, span: FileSpan, buffer: memoryview) -> None:
         mode = self.mode
         lead = span.lead if mode.direct else 0
         first, end = span.offset - lead, span.offset + span.nbytes

@@ -114,3 +114,14 @@ def test_this_project_under_a_cap_at_tiny_scale(tmp_path: Path) -> None:
     assert "no cap, ms a step" not in text  # where nothing is read no clock is in a token's way
     assert (tmp_path / "r.svg").read_text().startswith("<?xml")
     assert not (tmp_path / "moe-run-tiny").exists()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not can_limit_memory(), reason="no control group with a memory limit can be made")
+def test_published_codes_under_a_cap_at_tiny_scale(tmp_path: Path) -> None:
+    given = ["--shapes", "gpt-oss-20b", "--scale", "tiny", "--turns", "1", "--tokens", "4", "--shares", "50"]
+    assert moe.main([*given, "--habits", "flat", "--work-dir", str(tmp_path), "--results", str(tmp_path / "r")]) == 0
+    text = (tmp_path / "r.md").read_text()
+    assert "gpt-oss-20b's shapes at 4bit" in text
+    assert all(f"| rabbitllm-2, {row} | 1/1 |" in text for row in ("flat, no cap", "flat, 50 %"))
+    assert "flat, 50 %, x limit" in text

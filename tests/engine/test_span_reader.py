@@ -15,6 +15,7 @@ from rabbitllm.engine.free_memory import untouched_bytes
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import (
     BLOCK,
+    CHECKED_BYTES,
     READ_BYTES,
     THROUGH_THE_CACHE,
     FileSpan,
@@ -67,6 +68,23 @@ def test_spans_anywhere_in_a_file(tmp_path: Path, way: ReadMode, places: list[tu
     for s in spans:
         assert bytes(buffer[s.at : s.at + s.nbytes]) == content[s.offset : s.offset + s.nbytes]
     assert reader.mode == way
+
+
+@on_linux
+@pytest.mark.parametrize("nbytes", [1, BLOCK, 3 * BLOCK + 64, CHECKED_BYTES + 70_000])
+@pytest.mark.parametrize("offset", [0, 64, BLOCK, CHECKED_BYTES - 5000])
+def test_nothing_else_is_written(tmp_path: Path, offset: int, nbytes: int) -> None:
+    """Wherever a span lies in its blocks and in memory, it is read past the page cache, and alone."""
+    store = folder(tmp_path, 2 * CHECKED_BYTES + 100_001)
+    content, reader = (tmp_path / "x").read_bytes(), SpanReader(store, ReadMode(direct=True), is_exact=True)
+    for at in (0, 64, offset % BLOCK, BLOCK):
+        s = FileSpan("x", offset, nbytes, at)
+        buffer = page_aligned(s.end + BLOCK)
+        buffer[:] = b"\x55" * len(buffer)
+        reader.read([s], buffer)
+        assert bytes(buffer[at : at + nbytes]) == content[offset : offset + nbytes]
+        assert {*buffer[:at], *buffer[at + nbytes :]} == {0x55}
+    assert reader.mode == ReadMode(direct=True)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
