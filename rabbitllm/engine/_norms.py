@@ -101,8 +101,9 @@ def _form_of(module: nn.Module) -> tuple[int, torch.dtype, NormForm] | None:
 def norm_form(module: nn.Module, activation: str | None = None) -> NormForm | None:
     """What `fuse_norms` lets a norm compute, if it has a gate with this activation, or none; else None."""
     form: NormForm | None = form_in(module, _computed)
-    is_so = form is not None and form[1:3] == (epsilon_of(module), activation)
-    return form if is_so and form.groups == _groups_of(module, len(module.weight)) else None
+    if form is None or form[1:3] != (epsilon_of(module), activation):
+        return None
+    return form if form.groups == _groups_of(module, module.weight.numel()) else None  # type: ignore[operator]
 
 
 def _groups_of(module: nn.Module, columns: int) -> int:

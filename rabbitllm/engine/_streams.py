@@ -21,7 +21,7 @@ from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._attention import MIXERS, LayerCalls, LayerPlaces, are_rows, mixer_calls, mixer_in
 from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, kind_of, trial_of
 from rabbitllm.engine._gates import MULTIPLE, every_bfloat, sigmoids
-from rabbitllm.engine._mixtures import mixture_call
+from rabbitllm.engine._mixtures import MixtureCall, mixture_call
 from rabbitllm.engine._norms import NormForm, norm_form, with_weight
 from rabbitllm.engine._recurrences import delta_form
 from rabbitllm.engine._siblings import fused_weight, is_plain, plain_weights
@@ -221,7 +221,8 @@ class _StreamCalls:
         tables, sizes = ([], []) if mixer is None else (mixer.tables, mixer.sizes)
         self._tables = [*tables, *((mix.norm, "weight") for mix in mixes)]
         self._sizes = [*sizes, *(mix.form.total for mix in mixes)]
-        self._programs, self._mixture = Programs(), None
+        self._programs = Programs()
+        self._mixture: MixtureCall | None = None
 
     def is_for(self, layer: Any, x: torch.Tensor, named: dict[str, Any]) -> bool:
         """Whether a layer's token is computed so with such arguments."""
@@ -244,13 +245,14 @@ class _StreamCalls:
             first, decays = torch.empty_like(of_rule.heads_like), x.new_empty(of_rule.heads, dtype=torch.float32)
             states, asked = [*of_rule.states(mixer, cache), decays], of_rule.decide([mixer], first, decays)
         else:
-            mixed, gates[: form.streams] = self._mixes[0](x)
+            mixed, gates[: form.streams] = self._mixes[0](x)  # type: ignore[misc]
             others = {name: value for name, value in named.items() if name not in (_MASK, _TOKENS)}
             first, *_ = result = mixer(mixed, **others)
             if not is_plain(first) or first.shape != normed.shape:
                 return _by_class(layer, x, named, **{MIXERS[0]: lambda *args, **named: result})
         mixture = mixture_call(layer.mlp)
-        if mixture is None or (arrays := mixture.arrays(normed)) is None:
+        arrays = None if mixture is None else mixture.arrays(normed)
+        if arrays is None:
             mixture, arrays = None, (array("q", [0]), array("q", [0]))
         if self._mixture is not mixture:
             self._programs, self._mixture = Programs(), mixture
@@ -297,19 +299,20 @@ def _layer_forward(form: object, layer: Any, *args: Any, **named: Any) -> torch.
     if calls is None or not calls.is_for(layer, args[0], named):
         return None
     x = args[0]
-    if _NGRAMS in layer._modules:
-        x = x + layer.ple(x, named.get(_TOKENS), named[_CACHE], conv_mask=named.get(_MASK))
+    if (of_ngrams := getattr(layer, _NGRAMS, None)) is not None:
+        x = x + of_ngrams(x, named.get(_TOKENS), named[_CACHE], conv_mask=named.get(_MASK))
     return calls(layer, x, named) if is_plain(x) else _by_class(layer, x, named)
 
 
 def _stream_calls(layer: Any) -> _StreamCalls | None:
     """What a layer computes by calls now; None if it is its class's."""
-    parts, mixer, form = layer._modules, mixer_in(layer), form_in(layer, _layer_forward)
+    parts = layer._modules
     firsts = [parts[name]._modules[_DOWN] for name in _MIXES]
     weight = fused_weight(firsts[0])
     kept: _StreamCalls | None = None if weight is None else (weight.calls or {}).get(layer)
     if weight is None or (kept is not None and kept.watch.holds()):
         return kept
+    mixer, form = mixer_in(layer), form_in(layer, _layer_forward)
     mixes = [mix for name in _MIXES if (mix := _mix_call(parts[name])) is not None]
     of_rule = delta_form(mixer)
     of_mixer = None if of_rule is None else mixer_calls(of_rule, mixer)
@@ -357,10 +360,11 @@ def _mixes_alike(module: Any, form: _MixForm) -> bool:
         answers = {name: random.normal(1, 1, count) * scale for name, count in rows.items()}
         given = dict[str, torch.Tensor]()
 
-        def part(name: str, answers: Any = answers, given: Any = given) -> Callable[..., torch.Tensor]:
-            return lambda value: given.update({name: value}) or answers[name].clone()
+        def part(x: torch.Tensor, name: str, given: Any = given, answers: Any = answers) -> torch.Tensor:
+            given[name] = x
+            return answers[name].clone()  # type: ignore[no-any-return]
 
-        parts = {name: part(name) for name in answers if name in module._modules}
+        parts = {name: functools.partial(part, name=name) for name in answers if name in module._modules}
         result = class_result(trial_of(module, _modules={**parts, _NORM: with_weight(module.hc_norm, weight)}), x)
         normed, within, mean = torch.empty_like(x), torch.empty_like(answers[_DOWN]), x[..., : form.width].clone()
         run(form.add_first, x, weight, normed)
