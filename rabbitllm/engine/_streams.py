@@ -198,7 +198,8 @@ def _mix_call(module: Any) -> _MixCall | None:
     watch = Watch(
         lambda: _MixForm.of(module) == form,
         [(module, name) for name in parts],
-        facts=[(table, "weight") for table in tables[1:]],  # the first one's keeps what is made here
+        # the first one's keeps what is made here
+        facts=[(table, "weight") for table in tables[1:] if type(table["weight"]) is QuantizedWeight],
         others=[vars(module)],
         matrices=zip(tables, matrices, strict=True),
     )
@@ -306,22 +307,23 @@ def _layer_forward(form: object, layer: Any, *args: Any, **named: Any) -> torch.
 
 def _stream_calls(layer: Any) -> _StreamCalls | None:
     """What a layer computes by calls now; None if it is its class's."""
-    parts = layer._modules
-    firsts = [parts[name]._modules[_DOWN] for name in _MIXES]
-    weight = fused_weight(firsts[0])
+    parts, first = layer._modules, layer.attn_hyper_connection._modules.get(_DOWN)
+    weight = None if first is None else fused_weight(first)
     kept: _StreamCalls | None = None if weight is None else (weight.calls or {}).get(layer)
     if weight is None or (kept is not None and kept.watch.holds()):
         return kept
-    mixer, form = mixer_in(layer), form_in(layer, _layer_forward)
-    mixes = [mix for name in _MIXES if (mix := _mix_call(parts[name])) is not None]
-    of_rule = delta_form(mixer)
-    of_mixer = None if of_rule is None else mixer_calls(of_rule, mixer)
-    if len(mixes) < len(_MIXES) or (of_rule is not None and of_mixer is None):
+    form = form_in(layer, _layer_forward)
+    if form is None or _layer_form(layer) != form:
         return None
-    firsts += [] if of_rule is None else [mixer._modules[of_rule.linears[0]]]
-    tables = [first._parameters for first in firsts[1:]]
+    mixer, mixes = mixer_in(layer), [mix for name in _MIXES if (mix := _mix_call(parts[name])) is not None]
+    of_rule = delta_form(mixer) if MIXERS[1] in parts else None
+    of_mixer = None if of_rule is None else mixer_calls(of_rule, mixer)
+    if len(mixes) < len(_MIXES) or (of_mixer is None) is (MIXERS[1] in parts):
+        return None
+    tables = [parts[_MIXES[1]]._modules[_DOWN]._parameters]
+    tables += [] if of_rule is None else [mixer._modules[of_rule.linears[0]]._parameters]
     watch = Watch(
-        lambda: _layer_form(layer) == form and delta_form(mixer) is of_rule,
+        lambda: _layer_form(layer) == form and (of_rule is None or delta_form(mixer) is of_rule),
         [(layer, name) for name in parts],
         facts=[(table, "weight") for table in tables if type(table["weight"]) is QuantizedWeight],
         others=[vars(layer), vars(mixer)],

@@ -155,6 +155,20 @@ def other_weight(*names: str) -> Change:
     return change
 
 
+class OwnMix(nn.Module):
+    """Mixes no streams."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x[..., : x.shape[-1] // 4].contiguous(), x, torch.ones(1, 1, 4, dtype=x.dtype)
+
+
+class OwnRule(nn.Module):
+    """Has no state."""
+
+    def forward(self, hidden_states: torch.Tensor, **named: Any) -> torch.Tensor:
+        return hidden_states.flip(-1)
+
+
 MIX, OTHER_MIX, RULE = "attn_hyper_connection", "mlp_hyper_connection", "linear_attn"
 NORM, INJECT, DOWN = "hc_norm", "block_inject_weight", "input_mix_weight_down"
 PLAIN_MIX = qwen4_exp.Qwen4ExpTextGatedResidual.forward
@@ -169,6 +183,11 @@ CHANGES: dict[str, Change] = {
     "weight of the rule": other_weight(RULE, "out_proj"),
     "first weight of the rule": other_weight(RULE, "in_proj_qkv"),
     "part": lambda patch, layer: patch.setitem(layer._modules, MIX, layer._modules[OTHER_MIX]),
+    **{
+        f"own {mix}": lambda patch, layer, mix=mix: patch.setitem(layer._modules, mix, OwnMix())
+        for mix in (MIX, OTHER_MIX)
+    },
+    "own rule": lambda patch, layer: patch.setitem(layer._modules, RULE, OwnRule()),
     "epsilon": lambda patch, layer: patch.setattr(layer._modules[MIX].hc_norm, "eps", 1.0),
     "size of groups": lambda patch, layer: patch.setattr(layer._modules[MIX].hc_norm, "group_size", 512),
     "n-grams": lambda patch, layer: patch.setitem(vars(layer), "ple", None),
