@@ -48,7 +48,7 @@ _AROUND = (
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
 """Names of a layer's norms: before its attention and its MLP, or also after them."""
-_MIXERS = "self_attn", "linear_attn"
+MIXERS = "self_attn", "linear_attn"
 """Names of a layer's attention, or of the delta rule in its place."""
 _ORDINARY = (torch.Tensor, nn.Parameter)
 _MULTIPLE = 32
@@ -284,8 +284,8 @@ class LayerCalls:
         return kept
 
     def can_add(self, rows: int = 1) -> bool:
-        """Whether `add_to` adds a whole layer for rows, or all before its MLP if it calls that."""
-        if len(self._products) < len(_LINEARS) or not self._around:
+        """Whether `add_to` adds a whole layer for rows, or all before its MLP if it calls that, or what has none."""
+        if len(self._products) < len(_LINEARS):
             return False
         # one Linear leaves heads of a row together
         is_apart = rows == 1 or not (self.form.is_recurrent or len(self.form.linears) == len(_LINEARS[1]))
@@ -397,12 +397,12 @@ def fuse_layers(model: nn.Module) -> int:
 def _norms_in(layer: nn.Module) -> tuple[str, ...]:
     """The names of the norms of a module that may be a layer; none if it is not."""
     parts = {name for name, part in layer._modules.items() if type(part) is not nn.Dropout}
-    return next((names for names in _AROUND if any(parts == {name, "mlp", *names} for name in _MIXERS)), ())
+    return next((names for names in _AROUND if any(parts == {name, "mlp", *names} for name in MIXERS)), ())
 
 
 def mixer_in(layer: nn.Module) -> Any:
     """The attention of a layer, or its delta rule."""
-    return next(layer._modules[name] for name in _MIXERS if name in layer._modules)
+    return next(layer._modules[name] for name in MIXERS if name in layer._modules)
 
 
 def _layer_forward(form: object, layer: Any, *args: Any, **named: Any) -> torch.Tensor | None:
@@ -431,14 +431,20 @@ def layer_calls(layer: nn.Module) -> LayerCalls | None:
     return _current(form, mixer_in(layer), layer)
 
 
+def mixer_calls(form: DeltaForm, module: Any) -> LayerCalls | None:
+    """What a delta rule without hooks computes by one call now; None if nothing."""
+    calls = _current(form, module, None)
+    return calls if calls is not None and calls.can_add() else None
+
+
 def _is_around(layer: Any, names: tuple[str, ...]) -> bool:
     """Whether a layer's class adds its attention of the first norm, and its MLP of the next one, or norms of these."""
     random, width = RandomTensors(), 64
     x = random.normal(1, 1, width)
     parts: dict[str, Any] = {name: nn.Identity() for name in layer._modules}  # of dropouts, which do nothing
     parts["mlp"] = lambda value: value.flip(-1)
-    parts[_MIXERS[0]] = lambda hidden_states, **named: (hidden_states.roll(1, -1), None)
-    parts[_MIXERS[1]] = lambda hidden_states, **named: hidden_states.roll(1, -1)
+    parts[MIXERS[0]] = lambda hidden_states, **named: (hidden_states.roll(1, -1), None)
+    parts[MIXERS[1]] = lambda hidden_states, **named: hidden_states.roll(1, -1)
     for name in names:
         parts[name] = with_weight(layer._modules[name], random.positive(width))
     like = trial_of(layer, _modules=parts, training=False)

@@ -37,13 +37,13 @@ def norm(data, start, end, parts):  # type: ignore[no-untyped-def]
 
     After the own address those of x, of the weight and of the results; whether these are bfloat16, else float32; rows
     and columns; torch's lanes; the bits of epsilon; the divisor of the sum of squares, which is 1 for rows of length 1;
-    and one of `KINDS`.
+    one of `KINDS`; and how many rows there are of the weight, which rows of x have by turns.
 
     Every step is rounded as torch rounds it: to float32, and with bfloat16 the product again, and the quotient if the
     kind is `TWICE`.
     """
-    words = to_array(data, 11)
-    is_bfloat, rows, columns, lanes, kind = words[4], words[5], words[6], words[7], words[10]
+    words = to_array(data, 12)
+    is_bfloat, rows, columns, lanes, kind, groups = words[4], words[5], words[6], words[7], words[10], words[11]
     epsilon, one, width = float_of(words[8]), np.float32(1), _VECTORS * lanes
     values, factor = np.empty(columns, np.float32), np.empty(columns, np.float32)
     sums = np.empty((_LEVELS, width), np.float32)
@@ -53,11 +53,13 @@ def norm(data, start, end, parts):  # type: ignore[no-untyped-def]
     while (1 << power) < steps:
         power += 1
     power = max(4, power // _LEVELS)
-    _load(words[2], is_bfloat, factor)
-    if kind == SHIFTED:
-        factor += one
-    for row in range(start * rows // parts, end * rows // parts):
-        begin = row * columns * (2 if is_bfloat else 4)
+    nbytes, first = columns * (2 if is_bfloat else 4), start * rows // parts
+    for row in range(first, end * rows // parts):
+        if groups > 1 or row == first:
+            _load(words[2] + row % groups * nbytes, is_bfloat, factor)
+            if kind == SHIFTED:
+                factor += one
+        begin = row * nbytes
         _load(words[1] + begin, is_bfloat, values)
         sums[:] = 0
         for step in range(steps):

@@ -37,13 +37,14 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 class NormForm(NamedTuple):
     """What a norm computes: torch's lanes (`LANES`), the number added to the mean of squares, and transformers' name of
-    the activation of a gate, which multiplies the result in float32, if there is a gate; and one of
-    `_norm_kernels.KINDS`."""
+    the activation of a gate, which multiplies the result in float32, if there is a gate; one of
+    `_norm_kernels.KINDS`; and how many parts of a row are normalized each by itself."""
 
     lanes: int
     epsilon: float
     activation: str | None = None
     kind: int = 0
+    groups: int = 1
 
     def add_to(
         self,
@@ -62,8 +63,9 @@ class NormForm(NamedTuple):
         """Add the norm of rows to a program; of the mean of squares, or of their sum."""
         from rabbitllm.engine import _layer_kernels, _norm_kernels  # numba comes with it
 
-        words: list[int | Place] = [x, weight, out, int(is_bfloat), rows, columns, self.lanes, float_bits(self.epsilon)]
-        program.add(_norm_kernels.norm, [*words, columns if is_mean else 1, self.kind], threads)
+        sizes, epsilon = (rows * self.groups, columns // self.groups), float_bits(self.epsilon)
+        words: list[int | Place] = [x, weight, out, int(is_bfloat), *sizes, self.lanes, epsilon]
+        program.add(_norm_kernels.norm, [*words, sizes[1] if is_mean else 1, self.kind, self.groups], threads)
         if self.activation is not None:
             assert gate is not None
             table = table_of(self.activation, torch.float32)
@@ -93,13 +95,21 @@ def _form_of(module: nn.Module) -> tuple[int, torch.dtype, NormForm] | None:
         activation = vars(module).get("activation")
         if weight.dtype is not torch.bfloat16 or not isinstance(activation, str) or activation not in ACT2FN:
             return None
-    return len(weight), weight.dtype, NormForm(0, epsilon, activation)
+    return len(weight), weight.dtype, NormForm(0, epsilon, activation, groups=_groups_of(module, len(weight)))
 
 
 def norm_form(module: nn.Module, activation: str | None = None) -> NormForm | None:
     """What `fuse_norms` lets a norm compute, if it has a gate with this activation, or none; else None."""
     form: NormForm | None = form_in(module, _computed)
-    return form if form is not None and form[1:3] == (epsilon_of(module), activation) else None
+    if form is None or form[1:3] != (epsilon_of(module), activation):
+        return None
+    return form if form.groups == _groups_of(module, module.weight.numel()) else None  # type: ignore[operator]
+
+
+def _groups_of(module: nn.Module, columns: int) -> int:
+    """Parts of a row that a norm normalizes each by itself."""
+    size = vars(module).get("group_size")
+    return columns // size if isinstance(size, int) and size > 0 and columns % size == 0 else 1
 
 
 def with_weight(module: nn.Module, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -120,6 +130,7 @@ def _computed(form: NormForm, module: Any, *args: Any, **named: Any) -> torch.Te
     if is_step and not is_transformed() and type(x := args[0]) is torch.Tensor and epsilon_of(module) == form.epsilon:
         count, columns, dtype = x.numel(), weight.shape[0], x.dtype
         is_alike = dtype is weight.dtype and dtype in _DTYPES and x.shape[-1] == columns and count > 0
+        is_alike = is_alike and form.groups == _groups_of(module, columns)
         if is_alike and form.activation is not None:
             gate = args[1]
             is_alike = is_plain(gate) and gate.dtype is dtype and gate.shape == x.shape
@@ -172,6 +183,6 @@ def _right_form(module: Any, key: tuple[int, torch.dtype, NormForm]) -> NormForm
     for lanes, kind in itertools.product(LANES, KINDS):
         own = form._replace(lanes=lanes, kind=kind)
         results = (is_result(_norm(x, w, rows, own, *gate), y) for x, w, rows, gate, y in samples)
-        if lanes <= columns and all(results):
+        if lanes <= columns // form.groups and all(results):
             return own
     return None

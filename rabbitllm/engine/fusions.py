@@ -12,6 +12,7 @@ from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._rotary import fuse_rotary
 from rabbitllm.engine._routed import fuse_experts
+from rabbitllm.engine._streams import fuse_streams
 from rabbitllm.engine._whole_steps import fuse_models
 from rabbitllm.engine._widened import widen_convolutions
 from rabbitllm.engine.forwards import group_llama4
@@ -35,6 +36,7 @@ def fuse(model: nn.Module, *, is_multiplied: bool) -> None:
     fuse_mixtures(model)
     if is_multiplied:
         fuse_layers(model)
+        fuse_streams(model)
         fuse_models(model)
         widen_convolutions(model)
         group_llama4(model)
