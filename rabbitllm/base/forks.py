@@ -128,10 +128,24 @@ class Workers:
         in_child(self._restart)
 
     def submit(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run a job in one of the threads."""
+        """Run a job in one of the threads.
+
+        After a Ctrl-C in here, which leaves the caller no future to wait for, the job is over or never begins.
+        """
         require_room_for_a_thread()  # the pool starts its threads on demand
-        future = self._pool.submit(job, *args)
-        self._jobs.add(future)
+        turn, dropped = threading.Lock(), list[bool]()
+
+        def run() -> Any:
+            with turn:
+                return None if dropped else job(*args)
+
+        try:
+            future = self._pool.submit(run)
+            self._jobs.add(future)
+        except BaseException:
+            dropped.append(True)
+            with turn:  # it may have begun
+                raise
         return future
 
     def shutdown(self) -> None:

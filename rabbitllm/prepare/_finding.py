@@ -28,6 +28,7 @@ from rabbitllm.checkpoints.hub import (
     download_all,
     open_repository,
 )
+from rabbitllm.checkpoints.hub_cache import snapshot_of
 from rabbitllm.checkpoints.index import META_PARAMETERS, gguf_entry, gguf_named, is_gguf_file, is_meta
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, names_a_model
@@ -376,6 +377,11 @@ def _find_local(folder: Path, spec: ModelSpec, *, only_look: bool, entry: str | 
     if finished or only_look or has_legacy_layers:
         return source
     try:  # raises for a folder without weights
+        if entry is None and _is_gguf(source) and snapshot_of(folder) is None and journal.glance(target) is None:
+            raise CheckpointNotFoundError(
+                f"The weights of {folder} are used up; it has {entry_in(folder)}, which may be another model.",
+                "Name that file to use it.",
+            )
         return dataclasses.replace(source, finished=_finished_while_looking(folder, repository, target, entry))
     except (CheckpointNotFoundError, MissingShardError) as error:
         folder_lock.shared(folder, FolderKind.SOURCE).close()  # raises if a split is deleting the shards

@@ -257,8 +257,8 @@ def _remaining_checkpoint(source: Source, manifest: Manifest) -> Checkpoint | No
                 f"To use the split, load the split directory: {source.split_folder}. To split these weights, use "
                 "another folder (--dir, layer_shards_saving_path), or remove the split (`rabbitllm rm`).",
             )
-    except CheckpointNotFoundError:
-        pass  # no weights are left
+    except (CheckpointNotFoundError, MissingShardError):
+        pass  # no weights are left, or not the file of a GGUF set that has the metadata
     _refuse_without_evidence(source, manifest, [])
     return None
 

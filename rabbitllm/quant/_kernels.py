@@ -9,6 +9,8 @@ import functools
 import logging
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
 
 import torch
 
@@ -41,8 +43,13 @@ def run(method: str, scheme: str | CodeKernel, width: int, work: Sequence[tuple[
 
 def in_threads(work: Callable[[int], object], count: int) -> None:
     """Run `work` for each number below `count` in a thread of its own, and for 0 in this one."""
-    futures = [_threads().submit(work, number) for number in range(1, count)]
-    work(0)
+    futures = list[Future[Any]]()
+    try:
+        for number in range(1, count):
+            futures.append(_threads().submit(work, number))
+        work(0)
+    finally:
+        wait(futures)  # after a Ctrl-C the caller frees, or fills again, what they read and write
     for future in futures:
         future.result()
 

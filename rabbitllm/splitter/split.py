@@ -385,17 +385,21 @@ def _lack_of_evidence(request: SplitRequest, source: SourceIdentity, identity: S
 
 
 def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
-    """Check that the files filled from used-up shards exist; a file that is created again would have holes instead."""
+    """Check that the files filled from used-up shards are whole; what is created or extended again would have holes."""
+
+    def is_whole(path: Path, size: int) -> bool:
+        return path.exists() and path.stat().st_size == size
+
     for layer, layout in earlier.plan.layouts.items():
         begun = earlier.plan.layer_map.layer_to_shards[layer] & earlier.used
         file = folder / layout.file_name
-        unfinished = [file.with_name(file.name + durable.PART_SUFFIX)]
+        unfinished = [(file.with_name(file.name + durable.PART_SUFFIX), layout.size)]
         if layout.scratch_bytes:
-            unfinished.append(folder / layout.scratch_name)
-        if begun and not file.exists() and not all(path.exists() for path in unfinished):
+            unfinished.append((folder / layout.scratch_name, layout.scratch_bytes))
+        if begun and not is_whole(file, layout.size) and not all(is_whole(*each) for each in unfinished):
             raise IncompleteSplitError(
-                f"{file} is missing; it held tensors of {', '.join(sorted(begun, key=natural_key))}, which earlier "
-                "runs have used.",
+                f"{file} is missing or cut; it held tensors of {', '.join(sorted(begun, key=natural_key))}, which "
+                "earlier runs have used.",
                 f"Restore that file. Or restore those shards, delete {folder}, and make the call again.",
             )
 

@@ -327,17 +327,25 @@ def _is_recorded(file: Path, pattern: str = f"{SPLIT_DIRECTORY}*") -> bool:
 def _gguf_model_in(folder: Path) -> str:
     """The GGUF model with which a folder begins, or whose splits are all that is left; "" if that is not one model.
 
-    A snapshot of the hub cache is named as its repository is.
+    A snapshot of the hub cache is named as its repository is. A folder whose other weights a split has used up still
+    means these.
     """
     if is_begun(folder) or is_legacy(folder) or hub_cache.snapshot_of(folder) is not None:
         return ""
     try:
         entry = entry_in(folder)
-        return gguf_stem(entry) if is_gguf_file(folder / entry) else ""
     except CheckpointNotFoundError:
-        made_from = (gguf_models(_shards_of(split)) for split in folder.glob(f"{SPLIT_DIRECTORY}*"))
-        models = {gguf_stem(first) for names in made_from for first in names}
-        return models.pop() if len(models) == 1 and not any(is_gguf(path.name) for path in folder.iterdir()) else ""
+        entry = ""
+    if entry and not is_gguf_file(folder / entry):
+        return ""
+    made_from = {split.name: _shards_of(split) for split in folder.glob(f"{SPLIT_DIRECTORY}*")}
+    own = (shards for name, shards in made_from.items() if not name.startswith(f"{SPLIT_DIRECTORY}-"))
+    if any(shards and not gguf_models(shards) and entry not in shards for shards in own):
+        return ""
+    if entry:
+        return gguf_stem(entry)
+    models = {gguf_stem(first) for shards in made_from.values() for first in gguf_models(shards)}
+    return models.pop() if len(models) == 1 and not any(is_gguf(path.name) for path in folder.iterdir()) else ""
 
 
 def _shards_of(split_folder: Path) -> set[str]:

@@ -6,8 +6,9 @@ import ast
 import concurrent.futures
 import inspect
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny_models import ALL, INPUT, load, split
 
 ENGINE = Path(inspect.getfile(devices)).parent
+LATE_SECONDS = 0.2
 HELD_SECONDS = 0.5
 """After which jobs go on that were held until an interrupt, in case that something waits for them before it comes."""
 
@@ -180,6 +182,41 @@ def test_ctrl_c_in_a_wait_of_a_pass(name: str, tmp_path: Path, monkeypatch: pyte
             model(other_input)
         assert index > len(waits.places)
     assert held == ((gpu.locked, gpu.allocated) if gpu is not None else None)
+
+
+def test_ctrl_c_while_a_read_is_handed_to_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller has no future of it; it is not to write later into a slot that has another expert by then."""
+    model, _ = case("experts of the CPU", tmp_path)
+    ordinary, countdown, over = ThreadPoolExecutor.submit, [0], list[bool]()
+
+    def submit(self: ThreadPoolExecutor, job: Callable[..., Any], *args: Any) -> Future[Any]:
+        countdown[0] -= self._thread_name_prefix.startswith("experts")
+        if countdown[0]:
+            return ordinary(self, job, *args)
+
+        def late() -> None:
+            time.sleep(LATE_SECONDS)
+            job(*args)
+            over.append(True)
+
+        ordinary(self, late)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    inputs = [INPUT[:, index : index + 1] for index in range(6)]
+    with torch.inference_mode():
+        expected = [model(ids).logits for ids in inputs]
+        for index in range(1, 7):
+            model(INPUT.flip(1))
+            countdown[0] = index
+            with pytest.raises(KeyboardInterrupt):
+                model(INPUT)
+            while len(over) < index:
+                for ids, logits in zip(inputs, expected, strict=True):
+                    assert torch.equal(model(ids).logits, logits), index
+            for ids, logits in zip(inputs, expected, strict=True):
+                assert torch.equal(model(ids).logits, logits), index
+            check_nothing_is_lost(model)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.quant._kernels import agrees
+from rabbitllm.quant._kernels import agrees, in_threads
 from rabbitllm.quant.products import sample
 from tests.quant.test_products import meant
 
@@ -61,3 +63,20 @@ def test_a_trial_leaves_no_threads() -> None:
     """Two teams are more threads than cores: libgomp then lets all of them sleep at each barrier."""
     done = subprocess.run([sys.executable, "-c", TRIAL], capture_output=True, text=True, timeout=120)
     assert done.stdout == "0\n", done.stderr
+
+
+def test_an_interrupt_waits_for_the_other_threads() -> None:
+    """The caller frees afterwards what they write."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def work(number: int) -> None:
+        if number == 0:
+            begun.wait()
+            raise KeyboardInterrupt
+        begun.set()
+        time.sleep(0.1)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        in_threads(work, 2)
+    assert ended.is_set()

@@ -18,6 +18,7 @@ import rabbitllm
 from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, MissingShardError, NotEnoughSpaceException
 from rabbitllm.store.layer_store import verify
+from tests.support.builders import SINGLE_NAME, llama_tensors, write_shards
 from tests.support.crashes import KILLED, CrashServer
 from tests.support.gguf_files import CONVERTED, write_converted, write_gguf
 from tests.support.hub_fixtures import HubEnvironment
@@ -106,6 +107,38 @@ def test_file_beside_another_is_not_split_again(
     file.unlink(missing_ok=True)
     assert split(file) == split(tmp_path) == earlier
     assert layer_files(earlier) == expected[None]
+
+
+@pytest.mark.parametrize(("sequential", "delete_original"), [(True, False), (True, True), (False, True)])
+def test_folder_of_used_up_weights_does_not_mean_another_file_in_it(
+    tmp_path: Path, sequential: bool, delete_original: bool
+) -> None:
+    """The same call again was a split of that other model, and deleted its file."""
+    folder = write_shards(tmp_path / "model", {SINGLE_NAME: llama_tensors()}, index=False)
+    before = write_gguf(folder / "other.gguf").read_bytes()
+    call = Call(str(folder), sequential=sequential, delete_original=delete_original)
+    made = call.make()
+    assert not (folder / SINGLE_NAME).exists()
+    assert made == call.make() == folder / "splitted_model"
+    assert (folder / "other.gguf").read_bytes() == before
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"are used up; it has other\.gguf, which(?s:.)*compression=None in"
+    ):
+        split(folder, compression="8bit")
+    assert split(folder / "other.gguf").name == "splitted_model-other"
+    assert call.make() == made
+
+
+def test_set_of_which_a_link_is_left_is_not_needed_again(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "model").mkdir()
+    file = write_gguf(tmp_path / "model" / "m.gguf", files=FILES)
+    second = file.with_name(f"m-00002-of-0000{FILES}.gguf")
+    second.symlink_to(second.rename(tmp_path / "disk" / second.name))
+    for name in (file, file.parent):
+        for delete_original in (False, True):
+            assert split(name, delete_original=delete_original).name == f"splitted_model-{file.stem}"
+            assert names_in(file.parent, "*.gguf") == [second.name]
 
 
 def test_unfinished_split_of_an_earlier_version_is_resumed(

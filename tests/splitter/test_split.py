@@ -738,16 +738,19 @@ def test_interrupted_call_is_resumed_and_reports_it(
     assert layer_files(folder) == expected("4bit")
 
 
-def test_missing_begun_layer_is_refused(model: Path, tmp_path: Path, tensors: Weights) -> None:
+@pytest.mark.parametrize("left", [None, 0, 5_000])
+def test_missing_or_cut_begun_layer_is_refused(model: Path, tmp_path: Path, tensors: Weights, left: int | None) -> None:
     source = write_shards(tmp_path / "spread", three_shards_for_a_layer(tensors))
     interrupted(Call(str(source)), shards=2)
     part = source / "splitted_model" / "model.layers.1.safetensors.part"
     kept = part.read_bytes()
     part.unlink()
+    if left is not None:
+        part.write_bytes(kept[:left])
     before = contents(source)
     with pytest.raises(IncompleteSplitError) as refused:
         split(source)
-    assert f"{part.with_suffix('')} is missing" in refused.value.problem
+    assert f"{part.with_suffix('')} is missing or cut" in refused.value.problem
     assert f"it held tensors of {SHARDS[0]}, {SHARDS[1]}, which earlier runs have used" in refused.value.problem
     assert contents(source) == before
     part.write_bytes(kept)
