@@ -30,8 +30,8 @@ DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS, SELECTIVE_WORDS = 14, 11, 10,
 - sequences, tokens, heads, the heads that share a query and a key, rows and columns of a state, whether each row has a
   decay of its own; addresses of the states, queries, keys, values, decays, betas and results, float32 without gaps;
 - sequences, channels, tokens of a state, taps, whether values are bfloat16, else float32, whether there is a bias
-  (1: added first, as torch does in float32; 2: last, as in bfloat16); addresses of the inputs, states, weights, bias and
-  results;
+  (1: added first, as torch does in float32; 2: last, as in bfloat16); addresses of the inputs, states, weights, bias
+  and results;
 - heads, the heads that share a B, their width, columns of a state; addresses of the states, decays, step sizes, Bs and
   inputs, float32 without gaps, and of the states rounded to bfloat16;
 - sequences, channels, columns of a state; the same addresses, with a decay for each value, and step sizes for channels.
