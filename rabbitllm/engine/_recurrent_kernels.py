@@ -29,8 +29,9 @@ DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS, SELECTIVE_WORDS = 14, 11, 10,
 
 - sequences, tokens, heads, the heads that share a query and a key, rows and columns of a state, whether each row has a
   decay of its own; addresses of the states, queries, keys, values, decays, betas and results, float32 without gaps;
-- sequences, channels, tokens of a state, taps, whether values are bfloat16, else float32, whether there is a bias;
-  addresses of the inputs, states, weights, bias and results;
+- sequences, channels, tokens of a state, taps, whether values are bfloat16, else float32, whether there is a bias
+  (1: added first, as torch does in float32; 2: last, as in bfloat16); addresses of the inputs, states, weights, bias
+  and results;
 - heads, the heads that share a B, their width, columns of a state; addresses of the states, decays, step sizes, Bs and
   inputs, float32 without gaps, and of the states rounded to bfloat16;
 - sequences, channels, columns of a state; the same addresses, with a decay for each value, and step sizes for channels.
@@ -113,10 +114,11 @@ def _convolve(wide_of, value_of, values_at, words, start, end, parts):  # type: 
         for channel in range(start * channels // parts, end * channels // parts):
             place, weight = sequence * channels + channel, channel * taps
             old = place * tokens
-            total = wide_of(bias[channel]) if has_bias else np.float32(0)
+            total = wide_of(bias[channel]) if has_bias == 1 else np.float32(0)
             for tap in range(taps - 1):
                 total = _fma(wide_of(states[old + tokens - taps + 1 + tap]), wide_of(weights[weight + tap]), total)
-            results[place] = value_of(_fma(wide_of(inputs[place]), wide_of(weights[weight + taps - 1]), total))
+            total = _fma(wide_of(inputs[place]), wide_of(weights[weight + taps - 1]), total)
+            results[place] = value_of(total + wide_of(bias[channel]) if has_bias == 2 else total)
             for token in range(tokens - 1):
                 states[old + token] = states[old + token + 1]
             states[old + tokens - 1] = inputs[place]

@@ -20,6 +20,7 @@ from rabbitllm.checkpoints.index import (
     TORCH_INDEX_NAME,
     WEIGHT_SUFFIXES,
     CheckpointIndex,
+    gguf_label,
     gguf_named,
     index_of,
     is_gguf_file,
@@ -307,11 +308,20 @@ def identity_of_split(store: LayerStore) -> SourceIdentity:
     return SourceIdentity("split", store.folder.name, None, marks)
 
 
-def dtype_of(stored: StoredTensor, home: Path) -> str:
-    """The dtype to which a compressed tensor is dequantized: its original one, else the config's, else float32."""
+def keeps_blocks(store: LayerStore) -> bool:
+    """Whether a split holds the blocks of a GGUF file as they are."""
+    record = store.manifest
+    return record is not None and record.compression is None and gguf_label(record.source.fingerprints) is not None
+
+
+def dtype_of(stored: StoredTensor, store: LayerStore, home: Path) -> str:
+    """The dtype to which a compressed tensor is dequantized: its original one, else the config's, else float32; blocks
+    of a GGUF file become float32, as where the file itself is converted."""
     names = {entry.torch_name: name for name, entry in DTYPES.items() if entry.quantizable}
     if stored.quantized is not None and stored.quantized.dtype is not None:
         return names[stored.quantized.dtype]
+    if keeps_blocks(store):
+        return "F32"
     config = read_json(home / CONFIG_NAME) if (home / CONFIG_NAME).exists() else {}
     for part in (config, text_config(config)):
         dtype = part.get("dtype", part.get("torch_dtype"))

@@ -39,6 +39,7 @@ from rabbitllm.models._conversion_input import (
     identity_of_split,
     input_of,
     is_single_file,
+    keeps_blocks,
     open_split,
     require_same,
 )
@@ -343,11 +344,13 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
     store = open_split(split_folder, home)
     identity = identity_of_split(store)
     beside = {name: path.read_bytes() for name, path in sidecars_of(home).items()}
-    tensors = {name: plain(stored, dtype_of(stored, home)) for name, stored in store.tensors.items()}
+    tensors = {name: plain(stored, dtype_of(stored, store, home)) for name, stored in store.tensors.items()}
     shards = plan_shards((tensor.placed for tensor in tensors.values()), SHARD_BYTES)
     dtype = named_dtype({shard.name: shard.tensors for shard in shards}, store.dtype)
     content = read_json(home / CONFIG_NAME) if CONFIG_NAME in beside else {}
-    if dtype and content and not (content.get("dtype") or content.get("torch_dtype")):
+    if content and keeps_blocks(store) and any(stored.quantized for stored in store.tensors.values()):
+        beside[CONFIG_NAME] = (json.dumps(content | {"dtype": "float32"}, indent=2) + "\n").encode()
+    elif dtype and content and not (content.get("dtype") or content.get("torch_dtype")):
         # not in the index, which nothing reads where there is a single file
         beside[CONFIG_NAME] = (json.dumps(content | dtype, indent=2) + "\n").encode()
     before = (folder / INDEX_NAME).exists()

@@ -714,7 +714,7 @@ def _planned(name: str, outtype: str, access: HubAccess) -> Iterator[_PlannedFil
         home = split_folder if (split_folder / CONFIG_NAME).exists() else expand(name)
         with prepare.read_lock(split_folder), prepare.SmallFiles(sidecars_in(home), {}) as files:
             store = open_split(split_folder, home)
-            stored = {key: _tensor_of_split(store, t, dtype_of(t, home)) for key, t in store.tensors.items()}
+            stored = {key: _tensor_of_split(store, t, dtype_of(t, store, home)) for key, t in store.tensors.items()}
             model = _of_model(files.folder, name, stored)
             yield _with_tensors(model, stored, outtype, name, identity_of_split(store))
         return

@@ -408,6 +408,19 @@ def test_a_gguf_file_at_a_chosen_dtype(tmp_path: Path, types: str, outtype: str)
     assert "complete already" in run(file, "-o", output, "--outtype", outtype)
 
 
+@pytest.mark.parametrize("types", ["mixed", "Q8_0"])
+def test_the_split_of_a_gguf_file_becomes_what_the_file_becomes(tmp_path: Path, types: str) -> None:
+    """The file may be gone. bfloat16, in which the model computes, would round the values of its blocks."""
+    file, directories = write_gguf(tmp_path / "model.gguf", types=types), [tmp_path / "file", tmp_path / "split"]
+    convert(file, directories[0])
+    convert(split(file), directories[1])
+    expected, actual = (read_tensors(directory) for directory in directories)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name].float(), expected[name]) for name in expected)  # parts of F16 stay float16
+    dtypes = [json.loads((directory / "config.json").read_text())["dtype"] for directory in directories]
+    assert dtypes[0] == dtypes[1]
+
+
 @pytest.mark.parametrize("part", ["split.json.part", f"{INDEX_NAME}.part"])
 def test_a_chosen_dtype_while_a_conversion_is_unfinished(tmp_path: Path, part: str) -> None:
     file, new = write_gguf(tmp_path / "model.gguf"), tmp_path / "new"

@@ -135,6 +135,41 @@ def test_convolutions_have_the_bits_of_the_function(model: str, calls: list[str]
     assert calls == ["convolution_step"] * 4 * 8
 
 
+@pytest.mark.parametrize("taps", [3, 4, 5])
+@pytest.mark.parametrize("has_bias", [False, True])
+@torch.no_grad()
+def test_convolutions_add_in_the_order_of_the_function(taps: int, has_bias: bool) -> None:
+    """Other sequences than those that are tried, whose sums are mostly rounding, too."""
+    ordinary = function("mamba2", "causal_conv1d_update")
+    step = ConvolutionStep(ordinary)
+    forms = ((40, 1024, 1), (40, 1024, taps), (1024, taps), (1024,))[: 3 + has_bias]
+    x, state, weight, *bias = step._samples([torch.empty(form, dtype=torch.bfloat16) for form in forms])
+    expected_state = state.clone()
+    expected = ordinary(x, expected_state, weight, *bias)
+    assert torch.equal(step(x, state, weight, *bias), expected)
+    assert torch.equal(state, expected_state)
+
+
+@torch.no_grad()
+def test_activations_of_strided_results() -> None:
+    """The class computes two tokens, and takes the last one of each channel: not by vectors."""
+    ordinary = function("mamba2", "causal_conv1d_update")
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x, weight = values[values.isfinite()][None, :, None], torch.tensor([0, 0, 0, 1]).bfloat16()
+    weight = weight.expand(x.shape[1], -1).contiguous()
+    for activation in ("silu", "gelu", "gelu_pytorch_tanh"):
+        states = [torch.zeros(1, x.shape[1], 4).bfloat16() for _ in range(2)]
+        own, few = ConvolutionStep(ordinary), 64  # what differs is seldom among few that are tried
+        for begin in range(0, x.shape[1], few):
+            part = slice(begin, min(begin + few, x.shape[1]))
+            given = x[:, part], weight[part]
+            expected, got = (
+                step(given[0], state[:, part].contiguous(), given[1], None, activation)
+                for step, state in zip((ordinary, own), states, strict=True)
+            )
+            assert torch.equal(expected, got)
+
+
 @pytest.mark.parametrize(
     ("model", "name", "of_chunks"), [(*DELTA[0], CHUNKS), (*DELTA[3], "chunk_kimi_delta_attention")]
 )
