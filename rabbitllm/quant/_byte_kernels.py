@@ -99,8 +99,7 @@ def table_of(scheme: str, levels: bytes, width: int) -> npt.NDArray[Any] | None:
     """The table of a scheme of ours, from the float32 values of its codes; None if these do not fit.
 
     At 4bit it has the lower bytes of 16 integers, the upper ones if codes have two, and the factor of an integer,
-    float32; integers of a byte have the number of steps to the largest value, 112 to 127, for which values are off
-    least. At 8bit it is that of `_vectors`, for codes of two bytes, which are computed.
+    float32. At 8bit it is that of `_vectors`, for codes of two bytes, which are computed.
     """
     values = np.frombuffer(levels, np.float32).astype(np.float64)
     most = np.abs(values).max()
@@ -109,8 +108,7 @@ def table_of(scheme: str, levels: bytes, width: int) -> npt.NDArray[Any] | None:
     if scheme == "8bit":
         return _vectors.table_of(scheme, levels)
     values /= most
-    numbers = np.arange(112.0, 127.25, 0.25) if SIZES[width] == 1 else [float(_LARGEST_CODE)]
-    steps = min(numbers, key=lambda n: np.square(np.rint(values * n) / n - values).sum())
+    steps = _integers.steps_of_bytes(values) if SIZES[width] == 1 else float(_LARGEST_CODE)
     integers = np.rint(values * steps) + (_OFFSET if SIZES[width] == 1 else 0)
     return _integers.packed(integers, SIZES[width], most / steps)
 

@@ -5,8 +5,11 @@ Products are summed exactly in 32 bits, a pair at a time (VPMADDWD, or VPDPWSSD)
 float32. An input's error is at most a 2**-15th of the largest input near it, far below that of any scheme; inputs of 8
 bits would add as much loss as Q8_0 itself has.
 
-Vectors have 512 bits; for processors with AVX2, LLVM divides them. All sums have the same order on both: products have
-the same bits on every processor.
+Of 4bit, whose loss is a hundred times that, codes and inputs have 8 bits on AVX2: looking two bytes of each code up and
+bringing them together was a third of the instructions. There a half of each `SEGMENT` has a scale.
+
+Vectors have 512 bits; for processors with AVX2, LLVM divides them. But for 4bit all sums have the same order on both:
+products have the same bits on every processor.
 """
 
 from __future__ import annotations
@@ -39,12 +42,14 @@ class InputLayout:
         sizes: the digits of an element's number, the most significant first.
         order: the digits that an input's place has, by their numbers in `sizes`.
         group: elements for whose sum there is a lane of minima; 0 if there are no minima.
+        error: the tolerated error of a product, relative to its norm.
     """
 
     step: int
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     group: int = 0
+    error = 3e-4
 
     @property
     def groups(self) -> int:
@@ -71,8 +76,32 @@ class InputLayout:
         return Preparation(round_inputs, numbers, 2 * columns, 4 * (columns // self.step) * (1 + self.groups))
 
 
+class ByteLayout(InputLayout):
+    """The even inputs of a segment, then the odd ones, in 8 bits; each half of the segment has a scale."""
+
+    error = 1e-2
+
+    def preparation(self, columns: int) -> Preparation:
+        """See `InputLayout`: with a step are the scales of its halves, each four times."""
+        return Preparation(round_to_bytes, (self.step, 0, self.order_address), columns, columns // self.step * 32)
+
+
 _NEAREST, _NEAREST_BITS = np.float32(_vectors.NEAREST), np.int32(_vectors.NEAREST_BITS)
 _LARGEST_FLOAT, _SMALLEST = np.float32(LARGEST_INPUT), np.float32(1e-30)
+_HALF, _LARGEST_BYTE = SEGMENT // 2, np.float32(127)
+
+
+@_vectors.inlined
+def _widen(values, bits, x, is_bfloat, count):  # type: ignore[no-untyped-def]
+    """So many inputs as float32; `bits` are those of `values`."""
+    if is_bfloat:
+        words = to_array(words_at(x), count)
+        for i in range(count):
+            bits[i] = np.int32(words[i]) << 16
+    else:
+        singles = to_array(floats_at(x), count)
+        for i in range(count):
+            values[i] = singles[i]
 
 
 def round_inputs(data):  # type: ignore[no-untyped-def]
@@ -92,14 +121,7 @@ def round_inputs(data):  # type: ignore[no-untyped-def]
         x = given[1] + (2 if is_bfloat else 4) * (n // steps * row + n % steps * step)
         results = to_array(words_at(given[9] + 2 * step * n), step)
         others = to_array(floats_at(given[10] + 4 * floats_a_step * n), floats_a_step)
-        if is_bfloat:
-            words = to_array(words_at(x), step)
-            for i in range(step):
-                bits[i] = np.int32(words[i]) << 16
-        else:
-            singles = to_array(floats_at(x), step)
-            for i in range(step):
-                values[i] = singles[i]
+        _widen(values, bits, x, is_bfloat, step)
         most = np.int32(0)
         for i in range(step):
             most = max(most, bits[i] & np.int32(0x7FFFFFFF))  # ordered as the floats are
@@ -115,6 +137,32 @@ def round_inputs(data):  # type: ignore[no-untyped-def]
             others[1 + g] = np.float32(total) * scale
         for i in range(step):
             results[i] = np.uint16(bits[places[i]] & 0xFFFF)
+
+
+def round_to_bytes(data):  # type: ignore[no-untyped-def]
+    """See `ByteLayout`; the arguments are those of `round_inputs`."""
+    given = to_array(data, 11)
+    is_bfloat, rows, steps, row = given[2], given[3], given[4], given[5]
+    values = np.empty(SEGMENT, np.float32)
+    bits = values.view(np.int32)
+    for n in range(rows * steps):
+        x = given[1] + (2 if is_bfloat else 4) * (n // steps * row + n % steps * SEGMENT)
+        results = to_array(words_at(given[9] + SEGMENT * n), _HALF)
+        scales = to_array(floats_at(given[10] + 32 * n), 8)
+        _widen(values, bits, x, is_bfloat, SEGMENT)
+        for half in range(2):
+            most = np.int32(0)
+            for i in range(_HALF):
+                most = max(most, bits[_HALF * half + i] & np.int32(0x7FFFFFFF))
+            largest = float_of(most)
+            for i in range(4):
+                scales[4 * half + i] = largest / _LARGEST_BYTE
+            factor = _LARGEST_BYTE / largest if largest > _SMALLEST else np.float32(0)
+            for i in range(_HALF):
+                values[_HALF * half + i] = values[_HALF * half + i] * factor + _NEAREST
+        for odd in range(2):
+            for i in range(_HALF // 2):
+                results[_HALF // 2 * odd + i] = bits[4 * i + odd] & 0xFF | (bits[4 * i + 2 + odd] & 0xFF) << 8
 
 
 # Vectors.
@@ -189,13 +237,11 @@ class CodeSteps(ABC):
     Attributes:
         code_bytes, input_bytes, other_bytes: of a step: of codes, of inputs, and of what is with those.
         accumulators: lanes of the vectors in which an input's products are summed; the second one is subtracted.
-        lanes: the order in which the first one's lanes are summed, the same bits on all processors; None for their own.
         factor: of the sums; None for 1.
     """
 
     code_bytes: int
     input_bytes, other_bytes = HALF_BYTES, 4
-    lanes: tuple[int, ...] | None = None
     factor: Any = None
 
     def __init__(self, emit: Emitter) -> None:
@@ -234,37 +280,58 @@ class _OwnSegments(CodeSteps):
 
     def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
         emit, (scales, row, steps, step, shift) = self._emit, position
-        words = [*self._words(address)]
-        sums = [summed_products(emit, words, vectors) for *vectors, _ in inputs]
+        sums = self._sums(address, [vectors for *vectors, _ in inputs])
         block = emit.b.lshr(emit.add(emit.b.mul(row, steps), step), shift)
-        scale = emit.spread(emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4))
+        scale = emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4)
+        scale = emit.spread(scale, self.accumulators[0])
         yield 0, sums, [emit.b.fmul(scale, of_inputs) for *_, of_inputs in inputs]
 
     @abstractmethod
-    def _words(self, address: Any) -> Iterable[Any]:
-        """The integers of a segment."""
+    def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
+        """The sums of the products of a segment's integers with those of each input, float32."""
 
 
 class _LookedUp(_OwnSegments):
-    """Looks up 4bit codes, of which the first of a byte is in its high half."""
+    """Looks up 4bit codes, of which the first of a byte is in its high half, with AVX-512."""
 
-    code_bytes, tables = 32, 2
-    layout = InputLayout(SEGMENT, *(((32, 2), (1, 0)) if _HAS_WORDS else ((2, 2, 8, 2), (3, 1, 0, 2))))
-    lanes = (*range(4), *range(8, 12), *range(4, 8), *range(12, 16)) if _HAS_WORDS else None  # as on AVX2
+    code_bytes, tables, layout = 32, 2, InputLayout(SEGMENT, (32, 2), (1, 0))
 
-    def _words(self, address: Any) -> Iterable[Any]:
-        emit, half = self._emit, ir.VectorType(I16, 16)
-        if _HAS_WORDS:
-            order = [16 * (place % 2) + place // 2 % 16 for place in range(64)]  # twice: a fifth bit of an index counts
-            table = emit.b.bitcast(emit.pick(self._tables[0], self._tables[1], order), WORDS)
-            permute = emit.function("llvm.x86.avx512.permvar.hi.512", *[WORDS] * 3)
-            low = emit.b.zext(emit.load(address, ir.VectorType(I8, 32), 1), WORDS)
-            return [emit.b.call(permute, [table, index]) for index in (emit.b.lshr(low, every(WORDS, 4)), low)]
+    def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
+        emit = self._emit
+        order = [16 * (place % 2) + place // 2 % 16 for place in range(64)]  # twice: a fifth bit of an index counts
+        table = emit.b.bitcast(emit.pick(self._tables[0], self._tables[1], order), WORDS)
+        permute = emit.function("llvm.x86.avx512.permvar.hi.512", *[WORDS] * 3)
+        low = emit.b.zext(emit.load(address, ir.VectorType(I8, 32), 1), WORDS)
+        words = [emit.b.call(permute, [table, index]) for index in (emit.b.lshr(low, every(WORDS, 4)), low)]
+        return [summed_products(emit, words, vectors) for vectors in inputs]
+
+
+class _LookedUpBytes(_OwnSegments):
+    """The same with AVX2, as bytes, whose products are those of their sizes with inputs of the same sign."""
+
+    code_bytes, tables, layout = 32, 1, ByteLayout(SEGMENT, (32, 2), (1, 0))
+    input_bytes, other_bytes = SEGMENT, 32
+
+    def __init__(self, emit: Emitter, table: Any) -> None:
+        super().__init__(emit, table)
+        self.accumulators = [8]
+
+    def inputs(self, inputs: Any, others: Any) -> list[Any]:
+        return [self._emit.load(inputs, _BYTES, 1), self._emit.load(others, ir.VectorType(F32, 8), 4)]
+
+    def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
+        emit, b, half = self._emit, self._emit.b, ir.VectorType(I16, 16)
         both = emit.load(address, half, 1)
-        nibbles = (emit.b.and_(word, every(half, 0x0F0F)) for word in (emit.b.lshr(both, every(half, 4)), both))
-        index = emit.b.bitcast(emit.joined(*nibbles), _BYTES)
-        pair = interleaved_bytes(emit, *(look_up(emit, values, index) for values in self._tables))
-        return [emit.pick(*pair, [*range(half, half + 16), *range(half + 32, half + 48)]) for half in (0, 16)]
+        nibbles = (b.and_(word, every(half, 0x0F0F)) for word in (b.lshr(both, every(half, 4)), both))
+        codes = look_up(emit, self._tables[0], b.bitcast(emit.joined(*nibbles), _BYTES))
+        size = emit.function("llvm.abs.v64i8", _BYTES, _BYTES, ir.IntType(1))
+        sizes, sums = b.call(size, [codes, ir.Constant(ir.IntType(1), 0)]), []
+        for (values,) in inputs:
+            signed = _divided(emit, _BYTES, "avx2.psign.b", "", values, codes)
+            pairs = _divided(emit, WORDS, "avx2.pmadd.ub.sw", "", sizes, signed)
+            fours = _divided(emit, INTS, "avx2.pmadd.wd", "", pairs, every(WORDS, 1))
+            sums.append(b.sitofp(b.add(*emit.halves(fours)), ir.VectorType(F32, 8)))
+        return sums
 
 
 class _OnLines(_OwnSegments):
@@ -272,7 +339,7 @@ class _OnLines(_OwnSegments):
 
     code_bytes, tables, layout = 64, 3, InputLayout(SEGMENT, (4, 2, 8), (1, 0, 2))
 
-    def _words(self, address: Any) -> Iterable[Any]:
+    def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
         emit, b = self._emit, self._emit.b
         side = b.sub(every(_BYTES, ZERO_CODE), emit.load(address, _BYTES, 1))  # from 127 to -128
         distance = emit.function("llvm.abs.v64i8", _BYTES, _BYTES, ir.IntType(1))
@@ -293,10 +360,10 @@ class _OnLines(_OwnSegments):
             value, most = b.add(sums, start), every(WORDS, _LARGEST_LINE)
             value = b.select(b.icmp_signed("<", value, most), value, most)
             words.append(_signed(emit, value, sign))
-        return words
+        return [summed_products(emit, words, vectors) for vectors in inputs]
 
 
-OWN_STEPS: dict[str, type[_OwnSegments]] = {"4bit": _LookedUp, "8bit": _OnLines}
+OWN_STEPS: dict[str, type[_OwnSegments]] = {"4bit": _LookedUp if _HAS_WORDS else _LookedUpBytes, "8bit": _OnLines}
 _LARGEST_LINE = 16000
 """The integer of 1 at 8bit: slopes of the largest values are 225 then, which fits a byte."""
 _LINE_ERROR = 3e-4
@@ -307,15 +374,17 @@ _LINE_ERROR = 3e-4
 def table_of(scheme: str, levels: bytes) -> npt.NDArray[np.uint8] | None:
     """The table of `OWN_STEPS`, from the float32 values of the codes; None if these do not fit.
 
-    At 4bit it has the lower and the upper bytes of 16 integers, at 8bit the slopes of 16 lines, and the lower and upper
-    bytes of their starts; then the factor of an integer, float32.
+    At 4bit it has 16 integers, or their lower and then their upper bytes, at 8bit the slopes of 16 lines, and the lower
+    and upper bytes of their starts; then the factor of an integer, float32.
     """
     values = np.frombuffer(levels, np.float32).astype(np.float64)
     most = np.abs(values).max()
     if not np.isfinite(most) or not most:
         return None
     if scheme == "4bit":
-        return packed(np.rint(values / most * LARGEST_CODE), 2, most / LARGEST_CODE)
+        size = OWN_STEPS[scheme].tables
+        largest = LARGEST_CODE if size == 2 else steps_of_bytes(values / most)
+        return packed(np.rint(values / most * largest), size, most / largest)
     # from zero upwards; the product of a code has the opposite sign
     side = np.arange(256) - ZERO_CODE
     ahead = values[ZERO_CODE:] / most * _LARGEST_LINE
@@ -326,6 +395,11 @@ def table_of(scheme: str, levels: bytes) -> npt.NDArray[np.uint8] | None:
     if off > _LINE_ERROR or slopes.min() < 0 or slopes.max() > 255 or starts.min() < 0 or starts[0]:
         return None
     return np.concatenate([slopes.astype(np.uint8), packed(starts, 2, -most / _LARGEST_LINE)])
+
+
+def steps_of_bytes(values: npt.NDArray[np.float64]) -> float:
+    """The number of steps to 1, 112 to 127, for which values up to 1 are off least as bytes."""
+    return min(np.arange(112.0, 127.25, 0.25), key=lambda n: np.square(np.rint(values * n) / n - values).sum())
 
 
 def packed(integers: npt.NDArray[Any], size: int, factor: float) -> npt.NDArray[np.uint8]:

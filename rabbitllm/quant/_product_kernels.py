@@ -99,12 +99,12 @@ def own_rows(words, start, end, parts, rows):  # type: ignore[no-untyped-def]
 # By codes.
 
 
-def _total(emit: Emitter, steps: CodeSteps, total: Any, least: Any = None) -> Any:
-    """The lanes of an input's accumulators as one vector, in the order in which they are summed."""
-    if least is not None:
-        order = [min(lane, least.type.count) for lane in range(total.type.count)]  # zeros follow
-        total = emit.b.fsub(total, emit.pick(least, ir.Constant(least.type, None), order))
-    return total if steps.lanes is None else emit.pick(total, total, steps.lanes)
+def _total(emit: Emitter, total: Any, least: Any = None) -> Any:
+    """The lanes of an input's accumulators as one vector."""
+    if least is None:
+        return total
+    order = [min(lane, least.type.count) for lane in range(total.type.count)]  # zeros follow
+    return emit.b.fsub(total, emit.pick(least, ir.Constant(least.type, None), order))
 
 
 def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, together: int, rows: int, tokens: int) -> Any:
@@ -115,7 +115,9 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, together: i
 
     def dot(emit, codes, scales, even, odd, table, out, row_bytes, steps, shift, count, all_rows, row, token):  # type: ignore[no-untyped-def]
         """All arguments are int64: `ARGUMENTS`, then the first row and the first input."""
-        b, of_steps, nbytes = emit.b, make(emit, table), 4 * emit.width
+        b, of_steps = emit.b, make(emit, table)
+        floats = ir.VectorType(F32, of_steps.accumulators[0])
+        nbytes = 4 * floats.count
         last, numbers = b.sub(count, number(1)), [emit.add(token, t) for t in range(tokens)]
         # a tile with fewer inputs computes the last one again
         numbers[1:] = [b.select(b.icmp_signed("<", t, last), t, last) for t in numbers[1:]]
@@ -143,9 +145,9 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, together: i
                             b.store(emit.fma(value, scale, b.load(total)), total)
             for (r, of_row), t in itertools.product(enumerate(sums), range(tokens)):
                 place = emit.add(totals, b.mul(emit.add(first, r + rows * t), number(nbytes)))
-                emit.store(_total(emit, of_steps, *map(b.load, of_row[t])), place, 4)
+                emit.store(_total(emit, *map(b.load, of_row[t])), place, 4)
         for n, t in zip(range(0, rows * tokens, rows), numbers, strict=True):
-            of_rows = emit.sum(*(emit.load(emit.add(totals, nbytes * r), emit.floats, 4) for r in range(n, n + rows)))
+            of_rows = emit.sum(*(emit.load(emit.add(totals, nbytes * r), floats, 4) for r in range(n, n + rows)))
             if of_steps.factor is not None:
                 of_rows = b.fmul(of_rows, emit.spread(of_steps.factor, of_rows.type.count))
             emit.store(of_rows, emit.add(out, b.mul(emit.add(row, b.mul(all_rows, t)), number(4))), 4)

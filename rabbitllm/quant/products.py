@@ -506,6 +506,8 @@ def agrees(method: str, scheme: Any, width: int, sample_of: Callable[..., Any] =
             yield product, x.float() @ matrix.dequantized(torch.float32).T
 
     tolerance = _TOLERANCES.get(BFLOATS if method == BFLOATS else width, _kernels.TOLERANCE)
+    if width == INTEGERS and isinstance(scheme, str):
+        tolerance = _layout(scheme).error
     name = scheme if isinstance(scheme, str) else " ".join(map(str, scheme))
     return _kernels.agrees(f"by {method} at {name}", trials(), tolerance)
 

@@ -104,7 +104,7 @@ def test_products_from_codes(tmp_path: Path) -> None:
     for budget in (ALL, 0):
         model = load(built.directory, budget, exact=False)
         results.append(run(model))
-        assert_as_near(results[-1].logits, built.expected.logits, exact)
+        assert_as_near(results[-1].logits, built.expected.logits, exact, scheme="4bit")
     assert torch.equal(results[0].logits, results[1].logits)
     if not _vectors.lanes():
         return  # codes are dequantized for each use

@@ -32,6 +32,7 @@ from rabbitllm.quant.turned import TurnedMatrix
 from rabbitllm.telemetry.passes import EXPERTS_ON_DEVICE, EXPERTS_READ, READ
 from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.hybrid_families import HYBRIDS
+from tests.support.integer_products import tolerated
 from tests.support.rounding import assert_as_near, exact_logits
 from tests.support.tiny_models import (
     ALL,
@@ -466,7 +467,8 @@ def test_experts_from_codes_are_close_to_dequantized_ones(tmp_path: Path) -> Non
         logits = {}
         for share in SHARES:
             logits[share] = run(with_share(split(folder, compression), share, exact=False)).logits
-            assert (logits[share] - expected.logits).norm() / expected.logits.norm() < 1e-3  # inputs have 15 bits
+            off = (logits[share] - expected.logits).norm() / expected.logits.norm()
+            assert off < tolerated(compression)
         assert torch.equal(logits[0.0], logits[0.25])
 
 
@@ -493,7 +495,7 @@ def test_experts_of_turned_matrices_are_multiplied_from_their_codes(tmp_path: Pa
                 assert module.down_proj.supply.stays("down_proj")
         logits.append(run(model).logits)
     assert torch.equal(*logits)
-    assert_as_near(logits[0], expected, exact_logits(plain, INPUT), routed=True)
+    assert_as_near(logits[0], expected, exact_logits(plain, INPUT), routed=True, scheme="4bit")
     model(INPUT).logits.sum().backward()  # with what a pass in inference mode has kept
 
 

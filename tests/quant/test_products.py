@@ -122,11 +122,11 @@ def test_integers_lose_a_small_part_of_what_the_scheme_loses(scheme: str) -> Non
     values = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0)) * 0.02
     of_scheme = error(x.double() @ meant(parts).T, x.double() @ values.bfloat16().double().T)
     of_integers = error(Matrix(*parts).times_by(CODES, INTEGERS, x), x.double() @ meant(parts).T)
-    assert of_integers < 0.03 * of_scheme
+    assert of_integers < (0.15 if integer_products.is_of_bytes(scheme) else 0.03) * of_scheme
     of_bytes = error(
         Matrix(*parts).times_by(BYTES, integer_products.width_of(BYTES, scheme), x), x.double() @ meant(parts).T
     )
-    assert of_bytes < 0.15 * of_scheme  # errors are independent: 2 % more
+    assert of_bytes < 0.15 * of_scheme  # the errors have no common sign: 1 % more
 
 
 @needs_kernel
@@ -185,6 +185,8 @@ def test_inputs_of_every_dtype_and_a_bias(scheme: str, dtype: torch.dtype, count
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_few_inputs_are_more_precise_than_the_rounded_matrix(scheme: str) -> None:
+    if integer_products.is_of_bytes(scheme):
+        pytest.skip("inputs have 8 bits here")
     parts = matrix(scheme, 256, 4096)
     x = inputs(1, 4096, torch.bfloat16)
     expected = x.double() @ meant(parts).T
@@ -341,7 +343,7 @@ def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     monkeypatch.setattr(Matrix, "times_by", lambda *args: right(*args) * 1.01)
     products.agrees.cache_clear()
     try:
-        assert not multiplies(Quantized("4bit", (8, 64), "bfloat16"))
+        assert not multiplies(Quantized("8bit", (8, 64), "bfloat16"))
         if _vectors.lanes():
             assert "is off by 1.0e-02 here and is not used" in caplog.text
     finally:

@@ -1,4 +1,4 @@
-"""What the kernels by codes multiply, reckoned by torch: inputs and code values as integers of 16 bits."""
+"""What the kernels by codes multiply, reckoned by torch: inputs and code values as integers of 16 bits, or of 8."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 
 from rabbitllm.quant import _byte_kernels, _vectors, products
-from rabbitllm.quant._integers import LARGEST_CODE, LARGEST_INPUT
+from rabbitllm.quant._integers import LARGEST_CODE, LARGEST_INPUT, ByteLayout, steps_of_bytes
 from rabbitllm.quant._kernel_interface import BYTE_WIDTH, BYTES, CODES, INTEGERS, WORD_WIDTH
 from rabbitllm.quant.products import Matrix
 from rabbitllm.quant.schemes import SCHEMES
@@ -15,7 +15,13 @@ from rabbitllm.quant.schemes import SCHEMES
 
 def rounded_inputs(scheme: str, x: torch.Tensor) -> torch.Tensor:
     """Rows (T, K) as integers times the scale of their step, float64."""
-    return in_steps(products._layout(scheme).step, x)
+    step = products._layout(scheme).step
+    return in_steps(step // 2, x, 127) if is_of_bytes(scheme) else in_steps(step, x)
+
+
+def is_of_bytes(scheme: str) -> bool:
+    """Whether a few inputs are rounded to 8 bits by codes, on this processor."""
+    return isinstance(products._layout(scheme), ByteLayout)
 
 
 def in_steps(step: int, x: torch.Tensor, largest_integer: int = LARGEST_INPUT) -> torch.Tensor:
@@ -26,6 +32,11 @@ def in_steps(step: int, x: torch.Tensor, largest_integer: int = LARGEST_INPUT) -
     factor = torch.where(largest > 1e-30, most / largest, torch.zeros(()))
     integers = (steps * factor).round().double()
     return (integers * (largest / most).double()).view(x.shape)
+
+
+def tolerated(scheme: str) -> float:
+    """How far a model's numbers may be off, relative to their norm, since inputs of its products are rounded."""
+    return 3e-2 if is_of_bytes(scheme) else 1e-3
 
 
 def integer_values(scheme: str, table: torch.Tensor, method: str = CODES) -> torch.Tensor:
@@ -41,7 +52,8 @@ def integer_values(scheme: str, table: torch.Tensor, method: str = CODES) -> tor
         integers = high[0].view(torch.int8).double() * 256 + low.double() if high else low.double() - 128
         return integers * float(stored[-4:].view("<f4")[0])
     if scheme == "4bit":
-        return (table.double() / most * LARGEST_CODE).round() * (most / LARGEST_CODE)
+        largest = steps_of_bytes((table.double() / most).numpy()) if is_of_bytes(scheme) else LARGEST_CODE
+        return (table.double() / most * largest).round() * (most / largest)
     unit = most / 16000
     ahead = table[127:].double() / unit
     starts = ahead[:128:8].round()

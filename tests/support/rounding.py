@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests.support.integer_products import is_of_bytes, tolerated
 from tests.support.tiny_models import dequantized, plain_model
 
 _ONE = 4.0
@@ -59,15 +60,19 @@ def assert_products(
     assert off.norm() <= (1 + _ONE / max(off.numel(), 1) ** 0.5) * allowed
 
 
-def assert_as_near(found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, *, routed: bool = False) -> None:
+def assert_as_near(
+    found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, *, routed: bool = False, scheme: str | None = None
+) -> None:
     """A model's numbers have at most twice the error (one bit) of transformers' in the same dtype.
 
     In float32 they have at most a thousandth: products of codes round their inputs to 15 bits of the largest near them.
+    For those of a scheme whose inputs have 8 bits see `tolerated`.
 
     Args:
         found: as the package computes them.
         plain: as transformers does.
         exact: as transformers does in float64, of the weights that those of `found` stand for.
+        scheme: of codes that are multiplied; None if there are none of a scheme of ours.
         routed: whether rounding may send a position to other experts, in either of the two. Numbers of shape (...,
             positions, vocabulary) are then compared position by position, and the median of these counts.
     """
@@ -79,6 +84,8 @@ def assert_as_near(found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor
 
     assert 0 < off(plain.double() - exact) < unit(plain.dtype) ** 0.5 * off(exact)  # else it tells nothing
     allowed = 1e-3 * off(exact) if plain.dtype == torch.float32 else 2 * off(plain.double() - exact)
+    if scheme is not None and is_of_bytes(scheme):
+        allowed = max(allowed, tolerated(scheme) * off(exact))
     assert off(found.double() - exact) <= allowed
 
 
