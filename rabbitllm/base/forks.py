@@ -127,8 +127,10 @@ class Workers:
         self._start()
         in_child(self._restart)
 
-    def submit(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run a job in one of the threads.
+    def submit(
+        self, job: Callable[..., Any], *args: Any, keep: Callable[[Future[Any]], None] | None = None
+    ) -> Future[Any]:
+        """Run a job in one of the threads; `keep` gets its future before the caller has it.
 
         After a Ctrl-C in here, which leaves the caller no future to wait for, the job is over or never begins.
         """
@@ -142,6 +144,8 @@ class Workers:
         try:
             future = self._pool.submit(run)
             self._jobs.add(future)
+            if keep is not None:
+                keep(future)
         except BaseException:
             dropped.append(True)
             with turn:  # it may have begun

@@ -21,7 +21,6 @@ from rabbitllm.engine._fusing import class_result, is_result, trial_of
 from rabbitllm.engine._gates import sigmoids, table_of
 from rabbitllm.engine._norms import NormForm, epsilon_of, norm_form
 from rabbitllm.engine._siblings import has_hooks, is_plain
-from rabbitllm.engine.transformers_api import ACT2FN
 
 MAX_ROWS, RUN = 256, 16
 """Rows of a state up to which torch's order of adding them is followed, and of which they are a multiple."""
@@ -35,6 +34,8 @@ _SIZES = "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_
 _READ = frozenset({"position_ids", "use_cache", "output_router_logits"})
 """Arguments that a step does not depend on; others are left to the class unless they are None."""
 _EPSILON = 1e-6
+_ACTIVATIONS, _MOST_TAPS = ("silu", "swish"), 4
+"""Of more tokens torch adds in another order, and other activations have other bits of what is not in a row."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class DeltaForm:
             return None
         keys, heads, rows, columns, taps = sizes
         norm, act = norm_form(parts["norm"], vars(parts["norm"]).get("activation")), own.get("activation")
-        if norm is None or norm.activation is None or act not in ACT2FN:
+        if norm is None or norm.activation is None or act not in _ACTIVATIONS or taps > _MOST_TAPS:
             return None
         if heads % keys or rows % RUN or rows > MAX_ROWS or rows < norm.lanes:
             return None

@@ -598,8 +598,12 @@ class ExpertPool:
         """Begin to fill a slot that has no pending fill, with an expert or with the bytes of one of its leaves."""
         slot.expert = None
         slot.dequantized.clear()
-        slot.pending = self._threads.submit(self._fill, module, expert, slot, in_host, leaf)
-        self._sent.append((slot.pending, slot))
+
+        def keep(future: Future[Any]) -> None:
+            self._sent.append((future, slot))
+            slot.pending = future
+
+        self._threads.submit(self._fill, module, expert, slot, in_host, leaf, keep=keep)
 
     def _fill(self, module: int, expert: int, slot: ExpertSlot, in_host: HostSlot, leaf: str | None) -> Any:
         source, ticket = self.sources[module], None
