@@ -128,7 +128,7 @@ class Workers:
         in_child(self._restart)
 
     def submit(
-        self, job: Callable[..., Any], *args: Any, keep: Callable[[Future[Any]], None] | None = None
+        self, job: Callable[..., Any], *args: Any, keep: Callable[[Future[Any]], object] = lambda future: None
     ) -> Future[Any]:
         """Run a job in one of the threads; `keep` gets its future before the caller has it.
 
@@ -144,8 +144,7 @@ class Workers:
         try:
             future = self._pool.submit(run)
             self._jobs.add(future)
-            if keep is not None:
-                keep(future)
+            keep(future)
         except BaseException:
             dropped.append(True)
             with turn:  # it may have begun

@@ -120,11 +120,11 @@ OTHERS = {
     "_first_use.after": "the same",
     "_expert_pool._fill": "in a thread of the pool",
     "_expert_pool._fill_host_slot": "in a thread of the pool",
-    "_expert_pool._through_transit": "after a use that broke off, for a read that stays noted until it is over",
+    "_expert_pool._send_transit": "after a use that broke off, for a read that stays noted until it is over",
     "prefetch._read": "in the thread that reads",
     "prefetch._release": "when a model is freed",
     "prefetch.wait_for_jobs": "before a model is loaded",
-    "span_reader._read": "in the thread that reads",
+    "span_reader._read_in_place": "in the thread that reads",
     "_streamer._part": "while a model is loaded",
 }
 """Functions that wait elsewhere."""
