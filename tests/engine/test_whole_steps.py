@@ -257,12 +257,12 @@ def test_a_change_between_two_steps_is_noticed(
         assert whole == [2], name
 
 
-def numbers_of(name: str) -> Change:
+def numbers_of(name: str, added: float = 1.0) -> Change:
     """Other numbers of a delta rule, in their place."""
     return lambda patch, model: patch.setattr(
         model.model.layers[0].linear_attn.get_parameter(name),
         "data",
-        model.model.layers[0].linear_attn.get_parameter(name).data / 2 + 1,
+        model.model.layers[0].linear_attn.get_parameter(name).data / 2 + added,
     )
 
 
@@ -271,7 +271,8 @@ def of_the_rule(change: Callable[[pytest.MonkeyPatch, Any], None]) -> Change:
 
 
 OF_RULES: dict[str, Change] = {
-    **{name: numbers_of(name) for name in ("A_log", "dt_bias", "conv1d.weight", "norm.weight")},
+    **{name: numbers_of(name) for name in ("A_log", "conv1d.weight", "norm.weight")},
+    "dt_bias": numbers_of("dt_bias", -4.0),
     "short norm": of_the_rule(lambda patch, rule: patch.setattr(rule.norm.weight, "data", HALF)),
     "bias": of_the_rule(
         lambda patch, rule: patch.setitem(rule.conv1d._parameters, "bias", nn.Parameter(torch.ones(192).bfloat16()))

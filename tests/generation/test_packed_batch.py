@@ -22,6 +22,7 @@ from tests.engine.test_siblings import checkpoint as compressed
 from tests.generation.together import LENGTHS, Text, alone, assert_alike, forwards, generated, prompts, together
 from tests.support.builders import FAMILIES, SMALL, WINDOW, Family, build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
+from tests.support.integer_products import is_of_bytes
 from tests.support.tiny_models import ALL, load, split
 
 
@@ -45,6 +46,8 @@ def test_all_forms_of_weights(
     folder: Path, compression: str | None, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "max_panel_inputs", lambda width, dtype: 0)  # they round inputs of many rows alone
+    if is_of_bytes("4bit"):  # and by codes of few rows
+        monkeypatch.setitem(products.MAX_CODE_INPUTS, "4bit", 1 << 20)
     model = load(split(folder, compression), budget, exact=compression is None)
     inputs = prompts()
     with forwards(model) as rows:
