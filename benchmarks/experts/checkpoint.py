@@ -207,7 +207,7 @@ class _Weights:
         if made is not None:
             yield bfloat16_bits(np.ascontiguousarray(made.reshape(tensor.shape), np.float32)).tobytes()
             return
-        if tensor.dtype == "U8":  # codes of a mean square of 8, and powers of two: a layer adds half an embedding's size
+        if tensor.dtype == "U8":  # codes of a mean square of 8, and powers of two: half an embedding's size a layer
             is_scale = tensor.name.endswith("_scales")
             exponents = bytes([119 if "down" in tensor.name else 120]) * (tensor.nbytes * is_scale)
             yield from [exponents] if is_scale else self._codes.pieces(position, tensor.nbytes)

@@ -106,7 +106,7 @@ def _same(value):  # type: ignore[no-untyped-def]
 @numba.njit(inline="always")
 def _convolve(wide_of, value_of, values_at, words, start, end, parts):  # type: ignore[no-untyped-def]
     """See `convolution_step`; the first three are how values become floats, and back, and are read at an address."""
-    sequences, channels, tokens, taps, has_bias = words[0], words[1], words[2], words[3], words[5]
+    sequences, channels, tokens, taps, bias_turn = words[0], words[1], words[2], words[3], words[5]
     inputs, states = values_at(words[6], sequences * channels), values_at(words[7], sequences * channels * tokens)
     weights, bias = values_at(words[8], channels * taps), values_at(words[9], channels)
     results = values_at(words[10], sequences * channels)
@@ -114,11 +114,11 @@ def _convolve(wide_of, value_of, values_at, words, start, end, parts):  # type: 
         for channel in range(start * channels // parts, end * channels // parts):
             place, weight = sequence * channels + channel, channel * taps
             old = place * tokens
-            total = wide_of(bias[channel]) if has_bias == 1 else np.float32(0)
+            total = wide_of(bias[channel]) if bias_turn == 1 else np.float32(0)
             for tap in range(taps - 1):
                 total = _fma(wide_of(states[old + tokens - taps + 1 + tap]), wide_of(weights[weight + tap]), total)
             total = _fma(wide_of(inputs[place]), wide_of(weights[weight + taps - 1]), total)
-            results[place] = value_of(total + wide_of(bias[channel]) if has_bias == 2 else total)
+            results[place] = value_of(total + wide_of(bias[channel]) if bias_turn == 2 else total)
             for token in range(tokens - 1):
                 states[old + token] = states[old + token + 1]
             states[old + tokens - 1] = inputs[place]

@@ -193,8 +193,7 @@ def _mix_call(module: Any) -> _MixCall | None:
     if call is not None and call.watch.holds():
         return call
     tables, matrices = [linear._parameters for linear in linears], [weight.matrix for weight in weights]
-    made = [JointProduct.of(some, [False] * len(some)) for some in (matrices[:-1], matrices[-1:])]
-    products = [product for product in made if product is not None]
+    first, second = (JointProduct.of(some, [False] * len(some)) for some in (matrices[:-1], matrices[-1:]))
     watch = Watch(
         lambda: _MixForm.of(module) == form,
         [(module, name) for name in parts],
@@ -203,9 +202,9 @@ def _mix_call(module: Any) -> _MixCall | None:
         others=[vars(module)],
         matrices=zip(tables, matrices, strict=True),
     )
-    if len(products) < len(made) or not watch.are_true():
+    if first is None or second is None or not watch.are_true():
         return None
-    call = _MixCall(form, products, parts[_NORM]._parameters, watch)
+    call = _MixCall(form, [first, second], parts[_NORM]._parameters, watch)
     weights[0].calls = {**(weights[0].calls or {}), module: call}
     return call
 
@@ -279,8 +278,8 @@ class _StreamCalls:
         if self._mixer is not None:
             mixed, heads, first = row, first, program.room(2 * form.width)
             of_mixer.add_to(program, x, weights[count - 2], mixed, gates)
-            at = LayerPlaces(mixed, x, x, heads, first, mixed, words, done, weights[: count - 2], _HEAD + count)
-            self._mixer.add_to(program, at, None, 0)
+            places = LayerPlaces(mixed, x, x, heads, first, mixed, words, done, weights[: count - 2], _HEAD + count)
+            self._mixer.add_to(program, places, None, 0)
         form.inject(program, first, gates, x, out)
         of_mlp.add_to(program, out, weights[count - 1], normed, second)
         if mixture is not None:
@@ -360,10 +359,10 @@ def _mixes_alike(module: Any, form: _MixForm) -> bool:
         x = random.normal(1, 1, form.total) * scale
         rows = {_DOWN: form.rank, _UP: form.total, _INJECT: form.streams}
         answers = {name: random.normal(1, 1, count) * scale for name, count in rows.items()}
-        given = dict[str, torch.Tensor]()
+        inputs = dict[str, torch.Tensor]()
 
-        def part(x: torch.Tensor, name: str, given: Any = given, answers: Any = answers) -> torch.Tensor:
-            given[name] = x
+        def part(x: torch.Tensor, name: str, inputs: Any = inputs, answers: Any = answers) -> torch.Tensor:
+            inputs[name] = x
             return answers[name].clone()  # type: ignore[no-any-return]
 
         parts = {name: functools.partial(part, name=name) for name in answers if name in module._modules}
@@ -372,8 +371,8 @@ def _mixes_alike(module: Any, form: _MixForm) -> bool:
         run(form.add_first, x, weight, normed)
         run(form.add_second, answers[_DOWN], within)
         run(form.add_last, answers[_UP], normed, mean)
-        inputs = {_DOWN: normed, _UP: within, _INJECT: normed}
-        if given.keys() != parts.keys() or not all(is_result(inputs[name], value) for name, value in given.items()):
+        own = {_DOWN: normed, _UP: within, _INJECT: normed}
+        if inputs.keys() != parts.keys() or not all(is_result(own[name], value) for name, value in inputs.items()):
             return False
         numbers = form.numbers(answers[_INJECT])
         outputs, expected = result if type(result) is tuple else (result,), (mean, x, numbers)
@@ -389,10 +388,10 @@ def _is_layer(layer: Any, form: Any) -> bool:
     x, expected = (random.normal(1, 1, of_mix.total) for _ in range(2))
     mixes, rows = ([random.normal(1, 1, of_mix.width) for _ in _MIXES] for _ in range(2))
     gates = [random.normal(1, 1, of_mix.streams) * 4 for _ in _MIXES]
-    given = {name: object() for name in ("position_embeddings", "attention_mask", _MASK, _CACHE, _TOKENS, "other")}
-    mask, cache, tokens = (given[name] for name in (_MASK, _CACHE, _TOKENS))
-    of_attention = {name: value for name, value in given.items() if name not in (_MASK, _TOKENS)}
-    of_rule = {"attention_mask": mask, _CACHE: cache, "other": given["other"]}
+    arguments = {name: object() for name in ("position_embeddings", "attention_mask", _MASK, _CACHE, _TOKENS, "other")}
+    mask, cache, tokens = (arguments[name] for name in (_MASK, _CACHE, _TOKENS))
+    of_attention = {name: value for name, value in arguments.items() if name not in (_MASK, _TOKENS)}
+    of_rule = {"attention_mask": mask, _CACHE: cache, "other": arguments["other"]}
 
     def mixing(number: int) -> Callable[..., Any]:
         return lambda value: (mixes[number], value, of_mix.numbers(gates[number]))
@@ -409,7 +408,7 @@ def _is_layer(layer: Any, form: Any) -> bool:
         _NGRAMS: lambda x, *more, conv_mask: x.flip(-1) if (*more, conv_mask) == (tokens, cache, mask) else None,
     }
     like = trial_of(layer, _modules={name: parts[name] for name in layer._modules})
-    result = class_result(like, x, **given)
+    result = class_result(like, x, **arguments)
     if _NGRAMS in layer._modules:
         x = x + x.flip(-1)
     for row, gate in zip(rows, gates, strict=True):

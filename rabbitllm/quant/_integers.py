@@ -5,7 +5,7 @@ Products are summed exactly in 32 bits, a pair at a time (VPMADDWD, or VPDPWSSD)
 float32. An input's error is at most a 2**-15th of the largest input near it, far below that of any scheme; inputs of 8
 bits would add as much loss as Q8_0 itself has.
 
-Of 4bit, whose loss is a hundred times that, codes and inputs have 8 bits on AVX2: looking two bytes of each code up and
+4bit loses so much more that its codes and inputs have 8 bits on AVX2: looking two bytes of each code up and
 bringing them together was a third of the instructions. There a half of each `SEGMENT` has a scale.
 
 Vectors have 512 bits; for processors with AVX2, LLVM divides them. But for 4bit all sums have the same order on both:
@@ -110,17 +110,17 @@ def round_inputs(data):  # type: ignore[no-untyped-def]
     After the own address that of x; whether it is bfloat16, else float32; rows, steps, elements from one row to the
     next, a layout's step and group; and the addresses of its order, of the integers and of the floats.
     """
-    given = to_array(data, 11)
-    is_bfloat, rows, steps, row, step, group = given[2], given[3], given[4], given[5], given[6], given[7]
+    words = to_array(data, 11)
+    is_bfloat, rows, steps, row, step, group = words[2], words[3], words[4], words[5], words[6], words[7]
     floats_a_step = 1 + (step // group if group else 0)
-    places = to_array(words_at(given[8]), 2 * step).view(np.uint32)
+    places = to_array(words_at(words[8]), 2 * step).view(np.uint32)
     values = np.empty(step, np.float32)
     bits = values.view(np.int32)
     for n in range(rows * steps):
         # arrays of a step: LLVM knows that no index is negative, which Python counts from the end
-        x = given[1] + (2 if is_bfloat else 4) * (n // steps * row + n % steps * step)
-        results = to_array(words_at(given[9] + 2 * step * n), step)
-        others = to_array(floats_at(given[10] + 4 * floats_a_step * n), floats_a_step)
+        x = words[1] + (2 if is_bfloat else 4) * (n // steps * row + n % steps * step)
+        results = to_array(words_at(words[9] + 2 * step * n), step)
+        others = to_array(floats_at(words[10] + 4 * floats_a_step * n), floats_a_step)
         _widen(values, bits, x, is_bfloat, step)
         most = np.int32(0)
         for i in range(step):
@@ -141,14 +141,14 @@ def round_inputs(data):  # type: ignore[no-untyped-def]
 
 def round_to_bytes(data):  # type: ignore[no-untyped-def]
     """See `ByteLayout`; the arguments are those of `round_inputs`."""
-    given = to_array(data, 11)
-    is_bfloat, rows, steps, row = given[2], given[3], given[4], given[5]
+    words = to_array(data, 11)
+    is_bfloat, rows, steps, row = words[2], words[3], words[4], words[5]
     values = np.empty(SEGMENT, np.float32)
     bits = values.view(np.int32)
     for n in range(rows * steps):
-        x = given[1] + (2 if is_bfloat else 4) * (n // steps * row + n % steps * SEGMENT)
-        results = to_array(words_at(given[9] + SEGMENT * n), _HALF)
-        scales = to_array(floats_at(given[10] + 32 * n), 8)
+        x = words[1] + (2 if is_bfloat else 4) * (n // steps * row + n % steps * SEGMENT)
+        results = to_array(words_at(words[9] + SEGMENT * n), _HALF)
+        scales = to_array(floats_at(words[10] + 32 * n), 8)
         _widen(values, bits, x, is_bfloat, SEGMENT)
         for half in range(2):
             most = np.int32(0)

@@ -48,14 +48,14 @@ Change = Callable[[pytest.MonkeyPatch, Any], Any]
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each layer of a step that was computed by calls, whether that was one."""
-    made, compute = list[bool](), _streams._StreamCalls.__call__
+    mixers, compute = list[bool](), _streams._StreamCalls.__call__
 
     def counted(self: Any, *args: Any) -> torch.Tensor:
-        made.append(self._mixer is not None)
+        mixers.append(self._mixer is not None)
         return compute(self, *args)
 
     monkeypatch.setattr(_streams._StreamCalls, "__call__", counted)
-    return made
+    return mixers
 
 
 def pair(directory: Path, monkeypatch: pytest.MonkeyPatch, budget: int = ALL, **options: Any) -> list[Any]:
