@@ -526,7 +526,8 @@ def _step(
     programs[0](*addresses)
     if (between := form.between(module, cache, heads)) is None:
         return None
-    programs[1](*addresses, *between[1])
+    asked = None if mixture is None or arrays is None else mixture.asked(*arrays)
+    programs[1](*addresses, *between[1], asked=asked)
     if form.is_recurrent:
         cache.update_recurrent_state(between[0][1], module.layer_idx)
     if not calls.calls_mlp or (arrays is not None and arrays[1][0] > 0):

@@ -251,7 +251,7 @@ class ExpertPool:
         self.sources = tuple(sources)
         self.waited = 0.0
         self._model = model
-        self._device = device
+        self._device, self.shares_host_memory = device, device.shares_host_memory
         self._profiler = profiler
         self._disk = disk
         self._nbytes = slot_bytes(sources)
@@ -372,23 +372,44 @@ class ExpertPool:
         Its router gets this module's input (1, hidden), and the surer half of its choice is read. What it does not
         choose in the end was read in vain, but at a time when little else was.
         """
-        router = self._routers[module + 1] if module + 1 < len(self.sources) else None
-        if router is None or self._call is None or not isinstance(x, torch.Tensor) or x.shape[:-1] != (1,):
-            return
-        weight, used, taken = router.weight, self.sources[module + 1].used, {*self._call.slots.values()}
-        if type(weight) is not torch.nn.Parameter or not weight.is_cpu or weight.shape[1] != x.shape[1]:
-            return  # it is not in memory yet, or experts get something else than it
-        free = [slot for slot in self._transit if slot.pending is None and slot not in taken]
-        most = max(len(self._transit) - max(source.used for source in self.sources), 0)
+        weight = self.next_router_weight(module)
+        if weight is None or not isinstance(x, torch.Tensor) or x.shape != (1, weight.shape[1]):
+            return  # experts may get something else than it
         with torch.no_grad():
             logits = plain.product(x.to(weight.dtype), weight, None)
-        chosen = logits.topk((used + 1) // 2).indices.numpy()[0]
+        self.read_ahead(module, logits.topk((self.sources[module + 1].used + 1) // 2).indices.numpy()[0])
+
+    def next_router_weight(self, module: int) -> torch.nn.Parameter | None:
+        """The weight of the next module's router, if it is in memory now, and its choice is worth a guess."""
+        router = self._routers[module + 1] if module + 1 < len(self.sources) else None
+        weight = None if router is None else router.weight
+        return weight if type(weight) is torch.nn.Parameter and weight.is_cpu else None
+
+    def read_ahead(self, module: int, chosen: Numbers) -> None:
+        """Begin to read experts of the module after one whose pass has begun, as far as they are not in memory."""
+        if self._call is None or not len(chosen):
+            return
+        taken = {*self._call.slots.values()}
+        free = [slot for slot in self._transit if slot.pending is None and slot not in taken]
+        most = max(len(self._transit) - max(source.used for source in self.sources), 0)
         missing, begin = chosen[self.cache.slots_of(module + 1, chosen) < 0][:most].tolist(), len(self._sent)
         for expert, slot in zip(missing, free, strict=False):
             self._send(module + 1, expert, slot, HostSlot())
         # an interrupt in between leaves each fill in one of the two, to be waited for
         self._ahead = module + 1, dict(zip(missing, self._sent[begin:], strict=False))
         self._sent = self._sent[:begin]
+
+    def step(self, module: int, experts: Sequence[int]) -> bool:
+        """Begin a token's pass over a module; whether all of its experts have slots."""
+        chosen = np.array(sorted(experts))
+        self.begin(module, chosen, np.ones_like(chosen), 1)
+        assert self._call is not None
+        return not self._call.transit
+
+    def is_there(self, expert: int) -> bool:
+        """Whether an expert of the current pass that has a slot is in memory."""
+        pending = self._call.slots[expert].pending if self._call is not None else None
+        return pending is None or pending.done()
 
     def _taken_ahead(self, module: int, count: int) -> dict[int, ExpertSlot]:
         """The slots of experts that were read ahead for this pass of one token; what was for another is ended."""
@@ -666,6 +687,33 @@ class PooledExperts:
     def batches(self, experts: Sequence[int]) -> Iterator[list[int]]:
         """See `experts.ExpertProvider`."""
         return self._pool.batches(self._module, experts)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `begin` may be used now."""
+        return self._pool.shares_host_memory and not self._pool.is_paused
+
+    def has_only_hooks(self, module: torch.nn.Module) -> bool:
+        """Whether no hook but ours sees what a module computes."""
+        hooks = module._forward_pre_hooks, module._forward_hooks
+        return [[*each.values()] for each in hooks] == [[self.before], [self.after]]
+
+    @property
+    def next_router_weight(self) -> torch.nn.Parameter | None:
+        """See `ExpertPool`."""
+        return self._pool.next_router_weight(self._module)
+
+    def begin(self, experts: Sequence[int]) -> bool:
+        """See `ExpertPool.step`; in place of `before` and `after`."""
+        return self._pool.step(self._module, experts)
+
+    def read_ahead(self, experts: Sequence[int]) -> None:
+        """See `ExpertPool`."""
+        self._pool.read_ahead(self._module, np.array(experts, np.int64))
+
+    def is_there(self, expert: int) -> bool:
+        """See `ExpertPool`."""
+        return self._pool.is_there(expert)
 
     def numbers(self, index: torch.Tensor) -> list[int]:
         """See `experts.ExpertProvider`."""

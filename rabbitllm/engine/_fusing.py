@@ -31,6 +31,9 @@ _Fact: TypeAlias = tuple[dict[str, Any], str]
 _MOST_ANSWERS = 256
 _answers = dict[frozenset[tuple[int, str]], tuple[list[Any], Answer]]()
 """Facts -> their values, and whether they are these yet: for modules of a class that are asked one after the other."""
+AROUND = "around"
+"""An attribute of a module's own forward that does something around its class's: gives one that does so around
+another."""
 Form = TypeVar("Form", bound=Hashable)
 Compute: TypeAlias = Callable[..., Any]
 """What is computed in place of a class's forward: a form, a module and the arguments of its forward -> the result; None
@@ -47,7 +50,7 @@ def fuse(
     """Let modules of a model compute otherwise than by their class's forward, after a trial.
 
     Args:
-        model: its modules that have a forward of their own keep it.
+        model: its modules that have a forward of their own keep it, unless that has `AROUND`.
         compute: what they compute, each by its form.
         form_of: the form that a module may have; None if it keeps its class's forward.
         trial: the first module of a kind with a form, and that -> true if it has the results of its class, or the form
@@ -59,7 +62,8 @@ def fuse(
     """
     fused, forms = 0, dict[object, Any]()
     for module in model.modules():
-        if "forward" in vars(module) or (form := form_of(module)) is None:
+        own = vars(module).get("forward")
+        if (own is not None and not hasattr(own, AROUND)) or (form := form_of(module)) is None:
             continue
         key = (kind or kind_of)(module), form
         if key not in forms:
@@ -86,7 +90,8 @@ def replace(module: nn.Module, compute: Compute, form: Any) -> None:
         return own(module, *args, **named)
 
     call.__dict__.update(fused=(compute, form, lambda module: type(module).forward is tried and calls_same()))
-    module.forward = MethodType(call, module)  # a method: a copy of the module then binds it to itself
+    around = getattr(vars(module).get("forward"), AROUND, lambda forward: forward)
+    module.forward = MethodType(around(call), module)  # a method: a copy of the module then binds it to itself
 
 
 def form_in(module: nn.Module, compute: Compute) -> Any:

@@ -3,8 +3,9 @@
 It has the bits of the model's class, which is tried when a model is loaded, and experts that are equally probable are
 chosen in torch's order. The call leaves a token to the class where the last bits of torch's exponentials count: if a
 weight lies that near the middle of two numbers of bfloat16, for example; and if experts were not used before, or their
-checksums not compared. What comes after the chosen experts of such a token, or of several, is one call if an expert is
-shared, also where the router is of another kind.
+checksums not compared. Where experts come and go, it asks Python for them: for those in memory, and behind their
+products for those that were read meanwhile. What comes after the chosen experts of a token that is left to the class,
+or of several, is one call if an expert is shared, also where the router is of another kind.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 from rabbitllm.base.programs import Place, Program, Programs
 from rabbitllm.base.random_tensors import RandomTensors
+from rabbitllm.engine._expert_pool import PooledExperts
 from rabbitllm.engine._first_use import only_checks
 from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, own_facts, trial_of
 from rabbitllm.engine._gates import MULTIPLE, OneCall, add_shared, call_of, is_one_call, names_in, sigmoids
@@ -103,7 +105,8 @@ def mixture_call(module: Any) -> MixtureCall | None:
     """What `fuse_mixtures` lets a module compute by one call now; None if nothing."""
     if (routing := routing_in(module)) is None or not module._modules.keys() >= {*_PARTS} or keeps_outputs():
         return None
-    if (kept := kept_experts(module._modules["experts"])) is None or not kept.stays:
+    kept = kept_experts(module._modules["experts"])
+    if kept is None or not (kept.stays or (kept.pooled is not None and kept.pooled.is_ready)):
         return None
     call: MixtureCall | None = kept.calls.get(module)
     if call is None or not call.watch.holds():
@@ -112,6 +115,17 @@ def mixture_call(module: Any) -> MixtureCall | None:
             return None
         call = kept.calls[module] = MixtureCall(routing, module, kept, shared)
     return call
+
+
+def _words_of(operands: Sequence[tuple[int, ...] | None], more: int = 0) -> array[int]:
+    """The words of matrices that are all chosen, see `joint_kernels.ROUTED_WORDS`, zeros for one that is not there; and
+    more zeros."""
+    size = max(len(each) for each in operands if each)
+    heads = [(1, 0, 0, 1, 0, *each) if each else (0,) * (_HEAD + size) for each in operands]
+    words = array("q", [*itertools.chain(*heads), *[0] * more])
+    for begin in range(0, len(heads) * (_HEAD + size), _HEAD + size):
+        words[begin + 1] = words.buffer_info()[0] + 8 * (begin + _HEAD)
+    return words
 
 
 def _has_shared(module: nn.Module) -> bool:
@@ -131,7 +145,8 @@ class MixtureCall:
         self._routing, self._kept, self._module, self._shared = routing, kept, module, shared
         routers = [gate] if shared is None else [gate, module.shared_expert_gate]
         self._routers, self._words = [router._parameters for router in routers], array("q")
-        self._places = list[Any]()
+        self._places, self._operands = list[Any](), list[tuple[int, ...]]()
+        self._known = array("q", [1]) * len(gate.weight)
         self._products = [routed[0] for each in routers if (routed := RoutedProduct.of(each.weight)) is not None]
         self._programs, self._fits = Programs(), dict[int, bool]()
 
@@ -155,7 +170,7 @@ class MixtureCall:
             return None
         out = torch.empty_like(x)
         addresses = x.data_ptr(), out.data_ptr(), *[each.buffer_info()[0] for each in arrays]
-        self._programs.of(self.add_to, len(addresses))(*addresses)
+        self._programs.of(self.add_to, len(addresses))(*addresses, asked=self.asked(*arrays))
         return out if arrays[1][0] else self.by_class(x)
 
     def is_kept(self) -> bool:
@@ -178,26 +193,70 @@ class MixtureCall:
             if any(each is None or each[0] != own for each, own in zip(routed, self._products, strict=True)):
                 return None
             # see `joint_kernels.ROUTED_WORDS`
-            words = array("q", [word for each in routed if each for word in (1, 0, 0, 1, 0, *each[1])])
-            for begin in range(0, len(words), len(words) // len(routed)):
-                words[begin + 1] = words.buffer_info()[0] + 8 * (begin + _HEAD)
-            self._words, self._places = words, places
+            self._operands = [each[1] for each in routed if each]
+            self._words, self._places = _words_of(self._operands), places
         if (fits := self._fits.get(threads := torch.get_num_threads())) is None:
-            if not self._kept.experts:
+            if not self._kept.products:
                 return None
             fits = self._fits[threads] = self._kept.fits(product.shape, self._routing.used, threads)
-        return (self._words, array("q", [0])) if fits else None
+        if not fits or self._kept.pooled is None:
+            return (self._words, array("q", [0])) if fits else None
+        weight = self._kept.pooled.next_router_weight
+        following = None if weight is None else RoutedProduct.of(weight)
+        operands = following[1] if following is not None and following[0] == product else None
+        return _words_of([*self._operands, operands], 4 * self._entries), array("q", [0])
+
+    def asked(self, words: array[int], done: array[int]) -> Iterator[None] | None:
+        """What a call with such `arrays` asks Python: that experts are read, and where they are; None if nothing."""
+        return None if self._kept.pooled is None else self._reading(self._kept.pooled, words, done)
+
+    def _reading(self, pooled: PooledExperts, words: array[int], done: array[int]) -> Iterator[None]:
+        """Begin to read the chosen experts, and enter those that are in memory, then the others; the token is left to
+        its class if torch is to choose, or they are read leaf by leaf."""
+        following, choice, ahead, *entered = self._blocks()
+        numbers, experts = words[choice + 4 : choice + self._entries : 4].tolist(), self._module._modules["experts"]
+        is_begun = bool(done[0]) and pooled.begin(numbers)
+        ranks = [*range(len(numbers))] if is_begun else []
+        there = [rank for rank in ranks if pooled.is_there(numbers[rank])]
+        done[0] = is_begun and self._kept.enter(experts, words, entered[0], numbers, there)
+        yield
+        if done[0]:
+            others = [rank for rank in ranks if rank not in there]
+            done[0] = self._kept.enter(experts, words, entered[1], numbers, others)
+            if words[following] and words[ahead]:  # the surer half; earlier reads of it would delay these experts
+                surer = words[ahead + 4 : ahead + self._entries : 4][: (self._routing.used + 1) // 2]
+                pooled.read_ahead(surer.tolist())
+        yield
+
+    @property
+    def _entries(self) -> int:
+        """Words of chosen experts."""
+        return 1 + 4 * self._routing.used
+
+    def _blocks(self) -> list[int]:
+        """Where among the words of a call with experts that come and go those begin of the next router, of the choice,
+        of that router's choice, and of the experts that are entered, for the first time and for the second."""
+        size = len(self._words) // len(self._routers)
+        begin = len(self._words) + size
+        return [len(self._words), *(begin + number * self._entries for number in range(4))]
 
     def add_to(self, program: Program, x: Place, out: Place, words: Place, done: Place) -> None:
         """Add it to a program: for a row at a place, with its `arrays` at others."""
         (product, *_), used = self._products, self._routing.used
         experts, columns = product.shape
-        logits, chosen, weights = map(program.room, (2 * experts, 8 * (1 + 4 * used), 2 * used))
+        logits, chosen, weights = map(program.room, (2 * experts, 8 * self._entries, 2 * used))
+        known, entered, nbytes = self._kept.place_of_words, [chosen], 8 * len(self._words) // len(self._routers)
         product.add_to(program, 1, x, words, logits, 0, 0)
-        self._routing.add_to(program, logits, self._kept.place_of_words, chosen, weights, done, experts)
-        self._kept.add_to(program, used, x, chosen, weights, out)
+        if self._kept.pooled is not None:
+            known = self._known.buffer_info()[0]
+            following, chosen, ahead, *entered = ((words[0], words[1] + 8 * begin) for begin in self._blocks())
+            others, unused = program.room(2 * experts), [program.room(2 * used), program.room(8)]
+            product.add_to(program, 1, x, following, others, 0, 0)
+            self._routing.add_to(program, others, known, ahead, *unused, experts)
+        self._routing.add_to(program, logits, known, chosen, weights, done, experts)
+        self._kept.add_to(program, used, x, entered, weights, out)
         if self._shared is not None:
-            of_gate, result, nbytes = program.room(2), program.room(2 * columns), 4 * len(self._words)
+            of_gate, result = program.room(2), program.room(2 * columns)
             self._products[1].add_to(program, 1, x, (words[0], words[1] + nbytes), of_gate, 0, 0)
             self._shared.add_to(program, x, result, 1)
             add_shared(program, result, of_gate, out, out, 1, columns)
@@ -210,86 +269,25 @@ class MixtureCall:
         return result
 
 
-class _RouterCall:
-    """What a router and its choice compute by one call, where experts come and go; what is kept of these keeps it.
-
-    Attributes:
-        watch: whether it still is what the modules compute.
-    """
-
-    def __init__(self, routing: _Routing, module: Any) -> None:
-        gate = module._modules["gate"]
-        self._routing, self._parameters, self._known = routing, gate._parameters, array("q")
-        self._programs = Programs()
-        self.watch = Watch(
-            lambda: has_row_product(gate) and not has_hooks(gate) and routing.kinds == _kinds(module),
-            [(module, "gate")],
-            others=[vars(module), vars(gate)],
-        )
-
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The chosen experts of a row (1, hidden) and their weights, both (1, used); None if torch is to choose."""
-        weight = self._parameters.get("weight")
-        routed = None if weight is None else RoutedProduct.of(weight)
-        if routed is None or x.shape != (1, routed[0].shape[1]):
-            return None
-        product, count, used = routed[0], routed[0].shape[0], self._routing.used
-        if len(self._known) != count:
-            self._known = array("q", [1]) * count
-        words = array("q", [1, 0, 0, 1, 0, *routed[1]])  # see `joint_kernels.ROUTED_WORDS`
-        words[1] = words.buffer_info()[0] + 8 * _HEAD
-        chosen, done = array("q", bytes(8 * (1 + 4 * used))), array("q", [0])
-        weights = torch.empty(1, used, dtype=torch.bfloat16, device="cpu")
-        places = [each.buffer_info()[0] for each in (words, self._known, chosen, done)]
-        self._programs.of(self._add, 6, product)(x.data_ptr(), weights.data_ptr(), *places)
-        return (torch.tensor([chosen[4::4].tolist()], device="cpu"), weights) if done[0] else None
-
-    def _add(self, program: Program, x: Place, weights: Place, *others: Any) -> None:
-        words, known, chosen, done, product = others
-        logits = program.room(2 * product.shape[0])
-        product.add_to(program, 1, x, words, logits, 0, 0)
-        self._routing.add_to(program, logits, known, chosen, weights, done, product.shape[0])
-
-
 def _computed(routing: _Routing, module: Any, *args: Any, **named: Any) -> torch.Tensor | None:
     if len(args) != 1 or named or not is_plain(args[0]):
         return None
     if (call := mixture_call(module)) is not None and (result := call(args[0])) is not None:
         return result
-    return _after_experts(module, args[0], None if call is not None else _choice(routing, module, args[0]))
+    return _after_experts(module, args[0])
 
 
-def _choice(routing: _Routing, module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The experts of a row and their weights; None if they are left to the class."""
-    if not routing.used or x.shape[:-1] != (1, 1) or not module._modules.keys() >= {*_PARTS} or keeps_outputs():
-        return None
-    if (kept := kept_experts(module._modules["experts"])) is None or kept.stays:
-        return None
-    call: _RouterCall | None = kept.calls.get(module)
-    if call is None or not call.watch.holds():
-        call = _RouterCall(routing, module)
-        if not call.watch.are_true():
-            return None
-        kept.calls[module] = call
-    return call(x[0])
-
-
-def _after_experts(
-    module: Any, rows: torch.Tensor, choice: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> torch.Tensor | None:
-    """The result for rows, with these experts and weights if they are known, if a shared expert and the sum of both
-    kinds are one call; None if that is left to the class."""
+def _after_experts(module: Any, rows: torch.Tensor) -> torch.Tensor | None:
+    """The result for rows if a shared expert and the sum of both kinds are one call; None if that is left to the
+    class."""
     x = rows.view(-1, rows.shape[-1])
     if not _has_shared(module):
-        return None if choice is None else module._modules["experts"](x, *choice).view(rows.shape)
+        return None
     router, experts, shared, gate = (module._modules[name] for name in _SHARED)
     call = None if has_hooks(shared) else call_of(shared)
     if call is None or not call.is_for(len(x)):
         return None
-    if choice is None:
-        _, weights, index = router(x)
-    else:
-        index, weights = choice
+    _, weights, index = router(x)
     others, gates = experts(x, index, weights), gate(x)
     if is_plain(others) and is_plain(gates):
         return call.shared(x, gates, others).view(rows.shape)
@@ -307,7 +305,8 @@ def _is_so(routing: _Routing, module: Any, kept: KeptExperts, shared: OneCall | 
         is_one = shared is not None and call_of(of_shared) is shared and shared.is_for(1)
         if not is_one or not has_row_product(gate) or gate._parameters.get("bias") is not None:
             return False
-    if has_hooks(experts) and (kept.unchecked is None or not only_checks(experts)):
+    is_ours = kept.unchecked is not None and only_checks(experts)
+    if has_hooks(experts) and not (is_ours if kept.pooled is None else kept.pooled.has_only_hooks(experts)):
         return False
     return kept.is_of(experts) and routing.kinds == _kinds(module)
 

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rabbitllm.base.programs import Place, Program, Programs, Words, prepared
 from rabbitllm.base.random_tensors import RandomTensors
+from rabbitllm.engine._expert_pool import PooledExperts
 from rabbitllm.engine._first_use import unchecked_in
 from rabbitllm.engine._fusing import class_result, form_in, fuse, is_result, is_transformed, trial_of
 from rabbitllm.engine._gates import (
@@ -266,6 +267,7 @@ class KeptExperts:
     Attributes:
         form, down: the form and the other stack that it is for.
         stays: whether all experts stay in memory once they are there.
+        pooled: what reads them if they come and go, for a step that is one call; else None.
         experts: those that do.
         products: of gate and up and of down, with any expert; none before the first one.
         unchecked: those whose checksums are to be compared yet; None if none are.
@@ -277,6 +279,8 @@ class KeptExperts:
     def __init__(self, form: _ExpertsForm, stack: ExpertStack, down: ExpertStack, module: nn.Module) -> None:
         self.form, self.down, self.unchecked = form, down, unchecked_in(module)
         self.stays = stack.supply.stays(stack.leaf) and down.supply.stays(down.leaf)
+        is_one = type(stack.supply) is PooledExperts and down.supply is stack.supply
+        self.pooled: PooledExperts | None = stack.supply if is_one else None  # type: ignore[assignment]
         self._is_fit = stack.transposed is down.transposed is form.is_turned and stack.dtype is torch.bfloat16
         (self._count, *_), (hidden, width) = stack.shape, down.shape[1:]
         self._hidden, self._width = (width, hidden) if form.is_turned else (hidden, width)
@@ -305,7 +309,7 @@ class KeptExperts:
 
     def is_of(self, module: Any) -> bool:
         """Whether a module's few tokens are computed so, by its form and its implementation."""
-        return self.stays and not self.form.is_biased and self.form.is_of(module) and _is_grouped(module)
+        return not self.form.is_biased and self.form.is_of(module) and _is_grouped(module)
 
     def note(self) -> None:
         """Enter the words of the experts that were used, and whose checksums were compared if they have any."""
@@ -317,31 +321,50 @@ class KeptExperts:
         """Whether `add_to` adds what the class computes, for the experts of a router of this shape."""
         return router == (self._count, self._hidden) and self.sums_of(1, used, False, threads) is not None
 
-    def add_to(self, program: Program, used: int, x: Place, chosen: Place, weights: Place, out: Place) -> None:
-        """Add the weighted sum of a row's chosen experts to a program, in bfloat16."""
+    def add_to(self, program: Program, used: int, x: Place, chosen: list[Place], weights: Place, out: Place) -> None:
+        """Add the weighted sum of a row's chosen experts to a program, in bfloat16; Python is asked before each of
+        several places of some of them."""
         sums, rows = _ExpertSums(1, used, self._hidden, False), self.place_of_rows
         self._add(program, x, chosen, rows, out, weights, rows, used, sums, True, True)
+
+    def enter(self, module: Any, words: array[int], begin: int, numbers: Sequence[int], ranks: Sequence[int]) -> bool:
+        """Enter the experts of a module that have some of these numbers, once they are in memory, as chosen ones, whose
+        words begin somewhere; whether there are kernels for all of them."""
+        stack, down = (module._parameters[name] for name in _MATRICES)
+        chosen = [numbers[rank] for rank in ranks]
+        of_down = down.supply.each(down.leaf, chosen)
+        for place, expert in enumerate(map(_Expert.of, stack.supply.each(stack.leaf, chosen), of_down)):
+            if expert is None:
+                return False
+            first = begin + 1 + 4 * place
+            words[first : first + 3] = array("q", [expert.address, ranks[place], 1])
+        words[begin] = len(ranks)
+        return True
 
     def _add(self, program: Program, *words: Any) -> None:
         """Add the results of experts for some rows to a program.
 
-        After it come the places of inputs, of the chosen experts, of the numbers of rows' inputs, of the results, of
-        weights and of the numbers of their rows, and those of biases; how many rows there are, their sums, whether they
-        are all of these, and whether each has another expert, and all have one input.
+        After it come the places of inputs, of the chosen experts (or a list of such places), of the numbers of rows'
+        inputs, of the results, of weights and of the numbers of their rows, and those of biases; how many rows there
+        are, their sums, whether they are all of these, and whether each has another expert, and all have one input.
         """
         from rabbitllm.engine import _layer_kernels
 
         x, chosen, sources, out, weights, numbers, *biases, rows, sums, is_whole, has_one_input = words
         (first, second), width = self.products, self._width
         both, product = program.room(4 * rows * width), program.room(2 * rows * width)
-        first.add_to(program, rows, x, chosen, both, -1 if has_one_input else sources, 0)
-        if biases:
-            program.add(_layer_kernels.add_biases, [chosen, biases[0], both, 2 * width])
-        self.form.add_gates(program, both, product, rows, width)
         results = program.room(2 * rows * sums.width) if is_whole else out
-        second.add_to(program, rows, product, chosen, results, 0, 1)
-        if biases:
-            program.add(_layer_kernels.add_biases, [chosen, biases[1], results, sums.width])
+        places = chosen if isinstance(chosen, list) else [chosen]
+        for some in places:
+            if len(places) > 1:
+                program.ask()
+            first.add_to(program, rows, x, some, both, -1 if has_one_input else sources, 0)
+            if biases:
+                program.add(_layer_kernels.add_biases, [some, biases[0], both, 2 * width])
+            self.form.add_gates(program, both, product, rows, width)
+            second.add_to(program, rows, product, some, results, 0, 1)
+            if biases:
+                program.add(_layer_kernels.add_biases, [some, biases[1], results, sums.width])
         if is_whole:
             _add_sums(program, results, weights, numbers, out, sums)
 

@@ -34,6 +34,7 @@ from rabbitllm.base.forks import ForkGuard, compute_on_one_thread, own_lock
 from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import TableRows
 from rabbitllm.engine._expert_pool import ExpertPool
+from rabbitllm.engine._fusing import AROUND
 from rabbitllm.engine._pieces import product_of
 from rabbitllm.engine.devices import Device, memory_explained
 from rabbitllm.engine.placement import HOOKED, READY, SLOTS, Placement, Tier
@@ -281,6 +282,7 @@ class Streamer:
                 output = ordinary(module, *args, **kwargs)
             return untrainable(output, training=module.training)
 
+        setattr(forward, AROUND, self._as_a_pass)
         return forward
 
     def memory_explained(self) -> AbstractContextManager[None]:

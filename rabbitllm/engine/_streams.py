@@ -9,8 +9,9 @@ loaded. Anything else, several tokens, a hook or a mask of a delta rule for exam
 from __future__ import annotations
 
 import functools
+import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -239,11 +240,11 @@ class _StreamCalls:
         form, mixer, cache = self._mixes[0].form, mixer_in(layer), named[_CACHE]
         weights: list[Any] = [table.get(name) for table, name in self._tables]
         gates, out, normed = x.new_empty(2 * form.streams), torch.empty_like(x), x.new_empty(1, 1, form.width)
-        states, asked = list[torch.Tensor](), None
+        states, asked = list[torch.Tensor](), list[Iterator[Any]]()
         if self._mixer is not None:
             of_rule: Any = self._mixer.form
             first, decays = torch.empty_like(of_rule.heads_like), x.new_empty(of_rule.heads, dtype=torch.float32)
-            states, asked = [*of_rule.states(mixer, cache), decays], of_rule.decide([mixer], first, decays)
+            states, asked = [*of_rule.states(mixer, cache), decays], [of_rule.decide([mixer], first, decays)]
         else:
             mixed, gates[: form.streams] = self._mixes[0](x)  # type: ignore[misc]
             others = {name: value for name, value in named.items() if name not in (_MASK, _TOKENS)}
@@ -256,10 +257,14 @@ class _StreamCalls:
             mixture, arrays = None, (array("q", [0]), array("q", [0]))
         if self._mixture is not mixture:
             self._programs, self._mixture = Programs(), mixture
+        if mixture is not None and (of_experts := mixture.asked(*arrays)) is not None:
+            asked.append(of_experts)
         addresses = [tensor.data_ptr() for tensor in (x, first, gates, out, normed)]
         addresses += [each.buffer_info()[0] for each in arrays]
         addresses += [tensor.data_ptr() for tensor in (*weights, *states)]
-        self._programs.of(self._add, len(addresses), mixture)(*addresses, asked=asked)
+        self._programs.of(self._add, len(addresses), mixture)(
+            *addresses, asked=itertools.chain(*asked) if asked else None
+        )
         if states:
             cache.update_recurrent_state(states[1], mixer.layer_idx)
         if arrays[1][0] <= 0:

@@ -5,9 +5,9 @@ class runs with a single layer in place of all, which computes what they do. Wha
 when a model is loaded: one after the other, each with the same arguments. What may have changed since is compared
 before each step. Anything else, a hook of a layer, a mask, or another kind of KV cache, is left to the layers. Layers
 with and without a window are groups, whose masks and angles differ.
-Mixtures whose experts are in memory are part of it; what their call leaves to their class is computed by that, and the
-program goes on behind it. Layers of the gated delta rule may stand between those of attention, with masks of their own;
-the program asks Python for their decays.
+Mixtures are part of it, also those whose experts are read in its midst; what their call leaves to their class is
+computed by that, and the program goes on behind it. Layers of the gated delta rule may stand between those of
+attention, with masks of their own; the program asks Python for their decays.
 """
 
 from __future__ import annotations
@@ -262,8 +262,11 @@ class _Whole:
             for tokens in range(room.used + 1, room.used + 1 + count)
             for word in room.cached(layer, tokens)
         ]
-        heads, of_rules, asked = self._rules(sequences[0][0])
+        heads, of_rules, deciding = self._rules(sequences[0][0])
         out, normed, left = torch.empty_like(x), torch.empty_like(x), array("q", [0])
+        of_mixtures = zip(self.mixtures.items(), arrays, strict=True)
+        reading = {n: asked for (n, mixture), both in of_mixtures if both and (asked := mixture.asked(both[0], left))}
+        asked = self._asked(deciding, reading) if deciding is not None or reading else None
         first, *others = [[each.data_ptr() for each in of_group] for of_group in of_groups]
         addresses = [x.data_ptr(), *first, heads, out.data_ptr(), normed.data_ptr(), left.buffer_info()[0]]
         addresses += [
@@ -299,6 +302,13 @@ class _Whole:
         if len({*addresses}) < 2 * len(modules) + 1:  # one is missing, or there twice
             raise NotTogetherError
         return heads.data_ptr(), addresses, form.decide(modules, heads, decays)
+
+    def _asked(self, deciding: Iterator[None] | None, reading: dict[int, Iterator[None]]) -> Iterator[None]:
+        """What the program asks for, layer by layer: of delta rules, and of experts that are read."""
+        for number, of_layer in enumerate(self.calls):
+            if of_layer.form.is_recurrent and deciding is not None:
+                yield next(deciding)
+            yield from reading.get(number, ())
 
     def _add(self, program: Program, x: Place, cos: Place, sin: Place, heads: Place, *others: Any) -> None:
         """Add all layers for rows, whose number comes last."""

@@ -35,7 +35,7 @@ from rabbitllm.engine.expert_source import (
     with_matrices,
 )
 from rabbitllm.engine.published_codes import CODES, SCALES, cast_of, form_of, role_of
-from rabbitllm.engine.span_reader import BLOCK
+from rabbitllm.engine.span_reader import BLOCK, SECTOR
 from rabbitllm.engine.units import MatrixChooser, ParameterEntry, Unit
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized
@@ -302,6 +302,9 @@ def _lay_out(leaves: Mapping[str, ExpertParameter]) -> int:
     end = 0
     for run in filter(None, runs):
         end = round_up(end, TENSOR_ALIGNMENT)
+        places = {int(offset) % SECTOR for offset in run[0].offsets}
+        if len(places) == 1 and not min(places) % TENSOR_ALIGNMENT:  # then they are read to their place
+            end += (min(places) - end) % SECTOR
         for part in run:
             part.at = end
             end += part.nbytes

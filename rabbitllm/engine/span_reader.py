@@ -2,7 +2,8 @@
 
 A model that is streamed because it does not fit would evict itself, and the resident layers, from the page cache on
 every pass. So it is read past the cache (O_DIRECT), in whole blocks, or through it and dropped piece by piece, if that
-is clearly faster on this disk. Experts whose bytes are not whole blocks are copied from such blocks to their memory. If
+is clearly faster on this disk. Experts whose bytes are not whole blocks are read in whole sectors where they lie alike
+in these and in memory, and else copied from blocks to their memory. If
 all streamed bytes fit into the memory that is left, they are read through the cache, and come from memory the next
 time. The first read of a run compares it with its checksums.
 """
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 BLOCK = 4096
 """Offsets, lengths and addresses of reads past the cache are multiples of this."""
+SECTOR = 512
+"""The same of reads of experts, on most disks."""
 READ_BYTES = 32 << 20
 """Maximum bytes of one read; each read ends at a multiple of this."""
 CHECKED_BYTES = 4 << 20
@@ -110,7 +113,7 @@ class SpanReader:
         self._store = store
         self.mode = mode
         self._checks = checks
-        self._is_exact = is_exact
+        self._is_exact, self._sector = is_exact, SECTOR
         self._copied = _Copied()
 
     def read(self, spans: Iterable[FileSpan], buffer: memoryview) -> None:
@@ -126,6 +129,10 @@ class SpanReader:
             except OSError as error:
                 if not self.mode.direct or error.errno != errno.EINVAL:
                     raise
+                if self._is_exact and self._sector < BLOCK:
+                    self._sector = BLOCK
+                    self.read([span], buffer)
+                    continue
                 logger.info("%s does not support direct I/O; it is read through the page cache.", span.file)
                 self.mode = ReadMode(drop=True)
                 self._read(span, buffer)
@@ -134,6 +141,15 @@ class SpanReader:
         is_whole = not any(number % BLOCK for number in (span.at, span.offset, span.nbytes))
         if is_whole or not (self.mode.direct and self._is_exact):
             self._read_in_place(span, buffer)
+            return
+        if (span.at - span.offset) % self._sector == 0:
+            end, last = span.at + span.nbytes, round_up(span.at + span.nbytes, self._sector)
+            first = span.at - span.at % self._sector
+            others = bytes(buffer[first : span.at]), bytes(buffer[end:last])
+            try:
+                self._read_in_place(span, buffer, self._sector)
+            finally:
+                buffer[first : span.at], buffer[end:last] = others
             return
         offset, end, memory = span.offset, span.offset + span.nbytes, self._copied.memory
         while offset < end:
@@ -144,12 +160,12 @@ class SpanReader:
             np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(source, np.uint8))  # other threads run meanwhile
             offset = stop
 
-    def _read_in_place(self, span: FileSpan, buffer: memoryview) -> None:
+    def _read_in_place(self, span: FileSpan, buffer: memoryview, block: int = BLOCK) -> None:
         mode = self.mode
-        lead = span.lead if mode.direct else 0
+        lead = span.offset % block if mode.direct else 0
         first, end = span.offset - lead, span.offset + span.nbytes
         shift = span.at - span.offset  # from an offset in the file to one in the buffer
-        last = span.end - shift if mode.direct else end
+        last = round_up(span.at + span.nbytes, block) - shift if mode.direct else end
         checks = None if self._checks is None or self._checks.is_done(span.file) else self._checks
         piece = READ_BYTES if checks is None else CHECKED_BYTES
         summed: list[Future[None]] = []

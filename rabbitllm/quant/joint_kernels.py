@@ -38,7 +38,8 @@ of what threads share; threads; the rows of a tile; the function that prepares i
 prepared, and all; rows of a matrix; its first word.
 
 The chosen matrices: their number, and for each the address of words (`ARGUMENTS` from the first of them), the begin and
-number of its rows, and a number that is not used here. If one row is prepared, it is the input of all. The second
+number of its rows, and a number that is not used here. Other rows are left as they are. If one row is prepared, it is
+the input of all. The second
 number is that of the words of `_integers.round_inputs`, which `widen_inputs` takes too."""
 _WORK = len(ARGUMENTS)
 
@@ -75,19 +76,23 @@ def routed(data):  # type: ignore[no-untyped-def]
     head = to_array(data, ROUTED_WORDS)
     inputs, others, sums, work_at = head[5], head[6], head[7], head[8] + 8 * ROUNDING_WORDS
     columns, input_bytes, other_bytes = head[14], head[18], head[19]
-    prepared, rows, width, first = head[20], head[21], head[22], head[23]
+    prepared, width, first = head[20], head[22], head[23]
     count = to_array(integers_at(head[2]), 1)[0]
+    if count == 0:
+        return
     chosen = to_array(integers_at(head[2] + 8), 4 * count)
     rounding = to_array(integers_at(head[8]), ROUNDING_WORDS)
     rounding[2], rounding[3], rounding[4], rounding[5] = 1, 1, columns // head[15], columns
     rounding[6], rounding[7], rounding[8] = head[15], head[16], head[17]
-    for i in range(prepared):
-        source = i
-        if head[3] != 0:
-            source = to_array(integers_at(head[3] + 8 * i), 1)[0]
-        rounding[1] = head[1] + 2 * columns * source
-        rounding[9], rounding[10] = inputs + input_bytes * i, others + other_bytes * i
-        call_parts(head[13], head[8], 0, 1, 1)
+    for i in range(count if prepared > 1 else 1):
+        begin, tokens = (chosen[4 * i + 1], chosen[4 * i + 2]) if prepared > 1 else (0, 1)
+        for row in range(begin, begin + tokens):
+            source = row
+            if head[3] != 0:
+                source = to_array(integers_at(head[3] + 8 * row), 1)[0]
+            rounding[1] = head[1] + 2 * columns * source
+            rounding[9], rounding[10] = inputs + input_bytes * row, others + other_bytes * row
+            call_parts(head[13], head[8], 0, 1, 1)
     work = to_array(integers_at(work_at), BEFORE_WORK + count * _WORK)
     work[0], work[1] = head[12], count
     for i in range(count):
@@ -103,4 +108,6 @@ def routed(data):  # type: ignore[no-untyped-def]
         call_parts(shared(head[10] + 8 * RUN), head[10], head[9], work_at, head[11])  # see `parts.run_parts`
     else:
         call_parts(head[9], work_at, 0, PARTS, PARTS)
-    _NARROW(sums, head[4], rows * width)
+    for i in range(count):
+        begin, tokens = chosen[4 * i + 1], chosen[4 * i + 2]
+        _NARROW(sums + 4 * width * begin, head[4] + 2 * width * begin, tokens * width)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from rabbitllm.base.programs import Program
 from rabbitllm.engine import _layer_kernels, _mixtures
+from rabbitllm.engine._expert_pool import ExpertPool
 from rabbitllm.engine._mixtures import MixtureCall
 from rabbitllm.engine.forwards import has_row_product
 from rabbitllm.errors import IncompleteSplitError
@@ -64,6 +67,17 @@ def fast(directory: Path, budget: int = ALL) -> Any:
     return load(directory, budget, exact=False, fast_bfloat16=True)
 
 
+def is_dropped() -> bool:
+    """Whether there are no calls any more; a thread that has read for one may keep it a little longer."""
+    deadline = time.monotonic() + 60
+    while any(type(each) is MixtureCall for each in gc.get_objects()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+        gc.collect()
+    return True
+
+
 @torch.no_grad()
 def logits(model: Any, steps: int = STEPS) -> torch.Tensor:
     """Of steps of a text."""
@@ -88,19 +102,9 @@ def test_a_model_has_the_same_logits(
     directory = checkpoint(tmp_path, family, compression, **MANY, **HEADS, **SHARED)
     quarter = kept == "a quarter"
     budget = budget_that_keeps(directory, 0.25, exact=False) if quarter else ALL * (kept == "resident")
-    chosen, choose = list[bool](), _mixtures._RouterCall.__call__
-
-    def counted(*arguments: Any) -> Any:
-        chosen.append((choice := choose(*arguments)) is not None)
-        return choice
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_mixtures._RouterCall, "__call__", counted)
-        got = logits(fast(directory, budget))
-    assert kept == "resident" or sum(chosen) > STEPS  # of two layers
-    gc.collect()
-    assert not [each for each in gc.get_objects() if type(each) is _mixtures._RouterCall]  # nor the dropped model
-    assert kept != "resident" or sum(calls) > STEPS  # of two layers
+    got = logits(fast(directory, budget))
+    assert is_dropped()  # and the model
+    assert sum(calls) > STEPS  # of two layers
     assert sum(calls) < len(calls) or kept != "resident"  # an expert's first use
     del calls[:]
     monkeypatch.setattr("rabbitllm.engine.fusions.fuse_mixtures", lambda model: 0)
@@ -111,40 +115,82 @@ def test_a_model_has_the_same_logits(
 
 
 @pytest.mark.parametrize(
-    ("family", "compression"),
+    ("family", "compression", "share"),
     [
-        ("qwen3_moe", "4bit"),
-        ("qwen3_moe", "q4_k_m"),
-        (Family("qwen2_moe"), "4bit"),
-        ("qwen3_moe", None),
-        (Family("qwen2_moe"), None),
-        *((family, "4bit") for family in HYBRIDS),
+        ("qwen3_moe", "4bit", 1),
+        ("qwen3_moe", "q4_k_m", 1),
+        (Family("qwen2_moe"), "4bit", 1),
+        ("qwen3_moe", None, 1),
+        (Family("qwen2_moe"), None, 1),
+        *((family, "4bit", 1) for family in HYBRIDS),
+        ("qwen3_moe", "q4_k_m", 0.25),
+        (Family("qwen2_moe"), "4bit", 0.5),
+        *((family, "4bit", 0.25) for family in HYBRIDS),
     ],
 )
 def test_a_token_of_all_layers_by_one_call(
-    tmp_path: Path, family: str | Family, compression: str | None, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    family: str | Family,
+    compression: str | None,
+    share: float,
+    calls: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also where a share of the experts is in memory, and others are read in its midst."""
     layers = counted_steps(monkeypatch)
     settings: dict[str, Any] = {**MANY, **HEADS, **SHARED, "num_hidden_layers": 3}
     if family in HYBRIDS:
         kinds = ["linear_attention", "full_attention", "linear_attention"]
         settings |= {"layer_types": kinds, "linear_value_head_dim": 32}
     directory = checkpoint(tmp_path, family, compression, **settings)
-    model = fast(directory)
+    budget = ALL if share == 1 else budget_that_keeps(directory, share, exact=False)
+    model = fast(directory, budget)
+    assert bool(model.placement.pools) is (share < 1)
     got = [logits(model) for _ in range(2)]
     assert set(layers) == {3}
     assert len(layers) > STEPS
-    assert STEPS < sum(calls) < len(calls)  # after a mixture that is left to its class the call goes on
+    assert sum(calls) > STEPS
+    assert share < 1 or sum(calls) < len(calls)  # after a mixture that is left to its class the call goes on
     model.model.layers[1].mlp.gate.top_k = 2
     got.append(logits(model))
     assert model(PROMPT, output_router_logits=True).router_logits[0].shape == (PROMPT.shape[1], MANY["num_experts"])
     monkeypatch.setattr("rabbitllm.engine.fusions.fuse_models", lambda model: 0)
-    other = fast(directory)
+    other = fast(directory, budget)
     expected = [logits(other) for _ in range(2)]
     other.model.layers[1].mlp.gate.top_k = 2
     expected.append(logits(other))
     assert all(map(torch.equal, got, expected))
     assert not torch.equal(*got[1:])
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("name", ["step", "is_there", "_weight", "_send", "read_ahead"])
+def test_an_interrupt_while_a_step_reads_experts(
+    tmp_path: Path, name: str, is_done: bool, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY, **HEADS, **SHARED)
+    monkeypatch.setattr("rabbitllm.engine._expert_pool.LEAST_AHEAD_BYTES", 1)
+    model = fast(directory, budget_that_keeps(directory, 0.25, exact=False))
+    expected, ordinary, steps = logits(model), getattr(ExpertPool, name), iter(range(7))
+
+    def interrupted(*arguments: Any) -> Any:
+        if not is_within_call():
+            return ordinary(*arguments)
+        is_last = next(steps, None) is None
+        result = ordinary(*arguments) if is_done or not is_last else None
+        if is_last:
+            raise KeyboardInterrupt
+        return result
+
+    def is_within_call() -> bool:
+        frames = inspect.stack(0)
+        return any(frame.function == "_reading" for frame in frames)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertPool, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            logits(model)
+    assert torch.equal(logits(model), expected)
 
 
 @torch.no_grad()

@@ -52,9 +52,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
             counted.append((len(x), len(programs)))
         return result
 
-    def ran(self: Program, *addresses: int) -> None:
+    def ran(self: Program, *addresses: int, **more: Any) -> None:
         programs.append(1)
-        run(self, *addresses)
+        run(self, *addresses, **more)
 
     monkeypatch.setattr(_routed, "_adds_alike", lambda sums, threads: True)  # it runs programs, too
     monkeypatch.setattr(_routed, "_computed", computed)
@@ -494,9 +494,11 @@ def test_a_decode_step_takes_few_operations(
         del products[:], calls[:], operations.names[:]
         with operations:
             output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
-    assert [tokens for tokens, _ in calls] == [1, 1]
+    is_within = compression is not None and budget < ALL  # a call of more than the experts
+    assert [tokens for tokens, _ in calls] == ([] if is_within else [1, 1])
     products += [name for name in operations.names if "mm" in name]
-    assert 3 * len(layers) < len(products) + len(calls) <= 10 * len(layers), products
+    assert is_within or 3 * len(layers) < len(products) + len(calls)
+    assert len(products) + len(calls) <= 10 * len(layers), products
     assert len(operations.names) <= (92 if compression is None else 42) * len(layers), operations.names
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -85,6 +86,32 @@ def test_nothing_else_is_written(tmp_path: Path, offset: int, nbytes: int) -> No
         assert bytes(buffer[at : at + nbytes]) == content[offset : offset + nbytes]
         assert {*buffer[:at], *buffer[at + nbytes :]} == {0x55}
     assert reader.mode == ReadMode(direct=True)
+
+
+@on_linux
+@pytest.mark.parametrize("has_sectors", [False, True])
+def test_sectors_are_read_to_their_place(tmp_path: Path, has_sectors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a disk whose sectors are as large as blocks, on which they are copied."""
+    store, sizes = folder(tmp_path, 5 * BLOCK), list[tuple[int, int]]()
+    content, ordinary = (tmp_path / "x").read_bytes(), PositionalFile.read_into
+
+    def read_into(self: PositionalFile, buffer: memoryview, offset: int) -> int:
+        if not has_sectors and (offset % BLOCK or len(buffer) % BLOCK):
+            raise OSError(errno.EINVAL, "not whole blocks")
+        sizes.append((offset, len(buffer)))
+        return ordinary(self, buffer, offset)
+
+    monkeypatch.setattr(PositionalFile, "read_into", read_into)
+    reader = SpanReader(store, ReadMode(direct=True), is_exact=True)
+    for offset, nbytes in ((512 + 64, 2 * BLOCK), (BLOCK - 512, BLOCK + 1)):
+        at = offset % 512 + 512
+        buffer = page_aligned(4 * BLOCK)
+        reader.read([FileSpan("x", offset, nbytes, at)], buffer)
+        assert bytes(buffer[at : at + nbytes]) == content[offset : offset + nbytes]
+        assert {*buffer[:at], *buffer[at + nbytes :]} == {0}
+    assert reader.mode == ReadMode(direct=True)
+    by_sector = [(512, 2 * BLOCK + 512), (BLOCK - 512, BLOCK + 512)]
+    assert sizes == (by_sector if has_sectors else [(0, 3 * BLOCK), (0, 2 * BLOCK)])
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
