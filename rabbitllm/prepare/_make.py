@@ -200,9 +200,7 @@ def _check_budget(source: Source, manifest: Manifest, options: SplitOptions) -> 
     budget = other_budget(manifest.chosen, options) if options.compression == AUTO else None
     if budget is None:
         return
-    remake = (
-        "For the new budget split into another folder (layer_shards_saving_path), or remove this one (`rabbitllm rm`)"
-    )
+    remake = "For the new budget split into another folder (--dir, layer_shards_saving_path), or remove this one"
     nbytes = sum(record.size for record in manifest.layers)
     if options.max_disk is not None and nbytes > options.max_disk:
         raise SplitMismatchError(
@@ -388,8 +386,8 @@ def _refuse_to_leave_others(checkpoint: Checkpoint, policy: ShardPolicy) -> None
     """Refuse to delete shards where the same call would then take other weights for theirs."""
     if policy.deletes_original and isinstance(checkpoint, LocalCheckpoint) and (other := checkpoint.left_behind()):
         raise OptionError(
-            f"{checkpoint.label} also has {other}; once {listed(checkpoint.index.shards, 3)} is deleted, the folder "
-            "would stand for those weights. Nothing was deleted.",
+            f"{checkpoint.label} also has {other}, for which it would stand without {checkpoint.index.shards[0]}; "
+            "nothing was deleted.",
             f"Move {other} into another folder, or keep the original.",
         )
 

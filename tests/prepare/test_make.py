@@ -292,12 +292,12 @@ def test_a_file_is_not_deleted_where_other_weights_would_take_its_place(
     save_file(tensors, model / SINGLE_NAME)
     before = contents(model)
     for call in (split, functools.partial(convert, folder=tmp_path / "new")):
-        with pytest.raises(OptionError, match=rf"also has {INDEX_NAME}; once {SINGLE_NAME} is deleted"):
+        with pytest.raises(OptionError, match=rf"also has {INDEX_NAME}, .* stand without {SINGLE_NAME}"):
             call(model, sequential=sequential, delete_original=delete_original)
         assert contents(model) == before
     split(model, sequential=False)
     if delete_original:
-        with pytest.raises(OptionError, match="Nothing was deleted"):
+        with pytest.raises(OptionError, match="nothing was deleted"):
             split(model, sequential=sequential, delete_original=True)
     (model / INDEX_NAME).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, SINGLE_NAME)}))
     for _ in range(2):
