@@ -62,7 +62,7 @@ class GgufCheckpoint:
     def __init__(self, shards: Sequence[str], files: Mapping[str, GgufFile], read: ReadAt) -> None:
         self.loses_metadata = True
         self.shards = tuple(shards)
-        self._keeps_blocks = True
+        self._keeps_blocks, self._narrows = True, False
         self._first = shards[-1]
         self._files = files
         self._read = read
@@ -81,9 +81,10 @@ class GgufCheckpoint:
         self.dtype = _DTYPES.get(self._number("general.file_type", -1), "F32")
 
     def with_dtype(self, dtype: str | None) -> GgufCheckpoint:
-        """Its tensors dequantized to a dtype, a key of `DTYPES`; "auto": to the file's own; None: with their blocks."""
+        """Its tensors dequantized to a dtype, a key of `DTYPES`; "auto": to the file's own, but those of float32, which
+        llama.cpp needs for norms, stay; None: with their blocks."""
         changed = copy.copy(self)
-        changed._keeps_blocks = dtype is None
+        changed._keeps_blocks, changed._narrows = dtype is None, dtype not in (None, "auto")
         changed.dtype = self.dtype if dtype in (None, "auto") else dtype
         return changed
 
@@ -132,7 +133,9 @@ class GgufCheckpoint:
         specs, left_out = [], []
         for stored in header.tensors:
             targets = self.model.targets(stored.name, stored.shape)
-            specs += [target.spec(stored, self.dtype, may_stay=self._keeps_blocks) for target in targets]
+            is_exact = stored.blocks is None and stored.dtype == "F32" and not self._narrows
+            may_stay = self._keeps_blocks or is_exact
+            specs += [target.spec(stored, self.dtype, may_stay=may_stay) for target in targets]
             # divisors of rotary frequencies are in the config
             left_out += [] if targets or stored.name in FACTOR_TENSORS else [LeftOut(stored.name, stored.extent)]
         if left_out:

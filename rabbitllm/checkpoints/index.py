@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import MappingProxyType
 
 from rabbitllm.base.logs import warn_once
@@ -154,6 +154,12 @@ def remark_on(entry: str, names: Collection[str], label: str) -> None:
     if index is not None and index in names:
         text = "%s has both %s and %s. The single file is used, as by transformers; move it away to use the shards."
         warn_once(logger, text, label, entry, index)
+
+
+def has_format_of(entry: str, shards: Iterable[str]) -> bool:
+    """Whether the checkpoint that begins with a file has the format of any of these shards, by its suffix."""
+    suffix = PurePath(entry.removesuffix(".index.json")).suffix
+    return any(shard.endswith(suffix) for shard in shards)
 
 
 def is_index(entry: str) -> bool:

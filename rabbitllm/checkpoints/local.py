@@ -37,6 +37,7 @@ from rabbitllm.checkpoints.index import (
     entry_of,
     gguf_files,
     gguf_models,
+    has_format_of,
     index_of,
     is_gguf,
     is_gguf_file,
@@ -263,10 +264,26 @@ class LocalCheckpoint(Checkpoint):
         if self._entry is None or not is_index(self._entry) or not is_writable(self.folder):
             return []
         index = self.folder / self._entry
-        if not index.exists():
-            return []
+        if not index.exists() or self._entry_without(self._entry) is not None:
+            return []  # or the folder would begin with other weights, and the same call would take it for another model
         durable.remove(index)
         return [index]
+
+    def left_behind(self) -> str | None:
+        """The file with other weights in the same format with which the folder begins once its shards are gone.
+
+        None if there is none, or if an index or the user's name for a GGUF file still tells which weights are meant.
+        """
+        if self._snapshot is not None or self._entry is None or is_index(self._entry) or is_gguf(self._entry):
+            return None
+        return self._entry_without(*(shard for shard in self.index.shards if not self._is_link(shard)))
+
+    def _entry_without(self, *gone: str) -> str | None:
+        with contextlib.suppress(CheckpointNotFoundError):
+            entry = entry_of(set(_files_in(self.folder)).difference(gone), self.label)
+            if entry != self._entry and has_format_of(entry, self.index.shards):
+                return None if begins_with_any(self.folder, self.index.shards, entry) else entry
+        return None
 
     def sidecars(self) -> Mapping[str, Path]:
         named = (self.folder / name for name in (CONFIG_NAME, *TOKENIZER_NAMES))

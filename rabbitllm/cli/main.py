@@ -29,6 +29,7 @@ from rabbitllm.cli._pull import pull_command
 from rabbitllm.cli._quality import quality_command
 from rabbitllm.cli._run import run_command
 from rabbitllm.cli._serve import name_and_model, serve_command
+from rabbitllm.cli._spelling import as_typed, options_of
 from rabbitllm.cli._splits import ls_command, rm_command, show_command, verify_command
 from rabbitllm.cli._start import shown
 from rabbitllm.cli._worker import worker_command
@@ -177,7 +178,7 @@ def main() -> None:
     try:
         app()
     except RabbitLLMError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {as_typed(str(error), {*options_of(typer.main.get_command(app))})}", file=sys.stderr)
         sys.exit(exit_codes.USAGE if isinstance(error, OptionError) else exit_codes.ERROR)
     except SystemExit as stopped:  # rich, or typer in a help, exits with 1 if it notices the broken pipe first
         if isinstance(stopped.__context__, BrokenPipeError):

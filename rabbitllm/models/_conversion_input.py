@@ -22,6 +22,7 @@ from rabbitllm.checkpoints.index import (
     CheckpointIndex,
     gguf_label,
     gguf_named,
+    has_format_of,
     index_of,
     is_gguf_file,
     read_index,
@@ -275,7 +276,7 @@ def require_same(origin: SourceIdentity, source: ModelInput | WeightsInput, fold
         SplitMismatchError: it is another one; the message says how they differ.
     """
     checkpoint = source.checkpoint()
-    if checkpoint is None:
+    if checkpoint is None or (origin.kind == "local" and _is_of_other_format(checkpoint, origin)):
         name = Path(source.name).name
         if source.name == origin.name or name == origin.name or name in origin.fingerprints:
             return
@@ -290,6 +291,12 @@ def require_same(origin: SourceIdentity, source: ModelInput | WeightsInput, fold
             f"{folder} holds the conversion of {origin.instead_of(source.name)}: {why}.",
             "Use another output folder, or delete this one if you do not need it.",
         )
+
+
+def _is_of_other_format(checkpoint: Checkpoint, origin: SourceIdentity) -> bool:
+    """Whether the original is gone, and its folder has weights in another format, which no split looks at either."""
+    left = any(map(checkpoint.at_hand, origin.fingerprints))
+    return not left and not any(has_format_of(shard, origin.fingerprints) for shard in checkpoint.index.shards)
 
 
 def shards_at_hand(checkpoint: Checkpoint) -> Iterator[ShardMetadata]:

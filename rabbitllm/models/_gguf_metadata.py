@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.base.logs import warn_once
 from rabbitllm.base.terminal import error_line, listed
 from rabbitllm.checkpoints.config import quantized_as, read_config
 from rabbitllm.checkpoints.gguf_rotary import of_full_attention, scaling_metadata
@@ -251,7 +252,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, config: Any, folder: 
     added = {entry["id"]: entry for entry in content.get("added_tokens", ())}
     words |= {index: entry["content"] for index, entry in added.items()}
     if excess := [words[index] for index in sorted(words) if index >= count]:
-        logger.warning("%s: the model has no embeddings for %s; the GGUF file lacks them.", name, listed(excess))
+        text = "%s: the model has no embeddings for %s; the GGUF file lacks them."
+        warn_once(logger, text, name, listed(excess))  # the header is made twice
     in_pieces = bool(model.get("byte_fallback"))
     types = [_token_type(index, words, added, tokenizer.unk_token, in_pieces) for index in range(count)]
     texts = [words.get(index, f"[PAD{index}]") for index in range(count)]

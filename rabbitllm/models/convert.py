@@ -209,18 +209,19 @@ def convert(
                 f"{split_folder} is a split directory; sequential and delete_original apply only to checkpoints.",
                 "Remove these options; `rabbitllm rm` removes a split.",
             )
-        _refuse_dtype(outtype, str(split_folder))
+        if outtype != "auto":
+            raise OptionError(
+                f"{split_folder} is a split directory; outtype applies only to GGUF files.",
+                "Leave outtype out, or convert the GGUF file that was split.",
+            )
         with prepare.read_lock(split_folder):
             return _join_split(split_folder, expand(path_or_repo_id), target)
-    if is_single_file(str(path_or_repo_id)):
-        _refuse_dtype(outtype, str(path_or_repo_id))
+    if is_single_file(str(path_or_repo_id)) and outtype != "auto":
+        raise OptionError(
+            f"{path_or_repo_id} is not a GGUF checkpoint; its tensors keep their dtypes.", "Leave outtype out."
+        )
     with system_errors_by_name(target), locked(target):
         return _convert_by_split(str(path_or_repo_id), access, target, options)
-
-
-def _refuse_dtype(outtype: str, name: str) -> None:
-    if outtype != "auto":
-        raise OptionError(f"{name} is not a GGUF checkpoint; its tensors keep their dtypes.", "Leave outtype out.")
 
 
 def _convert_by_split(name: str, access: HubAccess, folder: Path, options: SplitOptions) -> Conversion:

@@ -15,7 +15,7 @@ from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity
 from rabbitllm.checkpoints.config import quantized_as, read_config
 from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
-from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, gguf_models, gguf_stem, is_gguf_file, is_index
+from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, gguf_models, gguf_stem, has_format_of, is_gguf_file, is_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.errors import (
@@ -187,6 +187,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
         store = LayerStore(source.split_folder)  # checks all sizes and headers before anything is deleted
         if accept is not None:
             accept(store)
+        _refuse_to_leave_others(checkpoint, options.shards)
         discard_finished(checkpoint, manifest, metadata, source.split_folder, options.shards)
         return
     check_finished_source(manifest, metadata, checkpoint, source.split_folder, verify=options.verify_source)
@@ -199,9 +200,7 @@ def _check_budget(source: Source, manifest: Manifest, options: SplitOptions) -> 
     budget = other_budget(manifest.chosen, options) if options.compression == AUTO else None
     if budget is None:
         return
-    remake = (
-        "For the new budget split into another folder (layer_shards_saving_path), or remove this one (`rabbitllm rm`)"
-    )
+    remake = "For the new budget split into another folder (--dir, layer_shards_saving_path), or remove this one"
     nbytes = sum(record.size for record in manifest.layers)
     if options.max_disk is not None and nbytes > options.max_disk:
         raise SplitMismatchError(
@@ -249,8 +248,7 @@ def _remaining_checkpoint(source: Source, manifest: Manifest) -> Checkpoint | No
         if begins_with_any(source.local, shards, source.entry):
             return LocalCheckpoint(source.local, known_shards=shards, entry=source.entry)
         entry = source.entry or entry_in(source.local)
-        suffix = Path(entry.removesuffix(".index.json")).suffix
-        if (source.local / entry).exists() and any(shard.endswith(suffix) for shard in shards):
+        if (source.local / entry).exists() and has_format_of(entry, shards):
             raise SplitMismatchError(
                 f"{source.split_folder} was split from {manifest.source.instead_of(source.name)}: the folder has other "
                 f"weights now, {entry}.",
@@ -310,6 +308,7 @@ def ensure_split(
         locks.enter_context(lock_source(source, options, by_executor=executor is not None))
         _refuse_to_quantize_again(source, options)
         checkpoint = _open_checkpoint(source, options, by_executor=executor is not None).with_dtype(options.gguf_dtype)
+        _refuse_to_leave_others(checkpoint, options.shards)
         config = config_of(source.config_folder, checkpoint)
         request = SplitRequest(checkpoint, source.split_folder, config, options, naming, executor, accept)
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
@@ -380,6 +379,16 @@ def _refuse_to_quantize_again(source: Source, options: SplitOptions) -> None:
             f"The weights of {source.name} are already quantized ({method}); compression={options.compression!r} would "
             "also quantize their scales.",
             "Remove compression: the quantized weights are split and used as they are.",
+        )
+
+
+def _refuse_to_leave_others(checkpoint: Checkpoint, policy: ShardPolicy) -> None:
+    """Refuse to delete shards where the same call would then take other weights for theirs."""
+    if policy.deletes_original and isinstance(checkpoint, LocalCheckpoint) and (other := checkpoint.left_behind()):
+        raise OptionError(
+            f"{checkpoint.label} also has {other}, for which it would stand without {checkpoint.index.shards[0]}; "
+            "nothing was deleted.",
+            f"Move {other} into another folder, or keep the original.",
         )
 
 

@@ -408,6 +408,20 @@ def test_a_gguf_file_at_a_chosen_dtype(tmp_path: Path, types: str, outtype: str)
     assert "complete already" in run(file, "-o", output, "--outtype", outtype)
 
 
+@pytest.mark.parametrize("types", ["BF16", "F16", "F32"])
+def test_the_split_of_a_plain_gguf_file_becomes_the_same_tensors(tmp_path: Path, types: str) -> None:
+    """Norms, which llama.cpp writes in float32, are not rounded to the dtype of the matrices."""
+    file, directories = write_gguf(tmp_path / "model.gguf", types=types), [tmp_path / "file", tmp_path / "split"]
+    data = next(tensor for tensor in gguf.GGUFReader(file, "r+").tensors if tensor.name == "output_norm.weight").data
+    data[0] = value = 1 + 2**-20
+    convert(file, directories[0])
+    convert(split(file), directories[1])
+    exact, same = map(read_tensors, directories)
+    assert exact.keys() == same.keys()
+    assert all(torch.equal(exact[name], same[name]) and exact[name].dtype is same[name].dtype for name in exact)
+    assert exact["model.norm.weight"][0].item() == value
+
+
 @pytest.mark.parametrize("types", ["mixed", "Q8_0"])
 def test_the_split_of_a_gguf_file_becomes_what_the_file_becomes(tmp_path: Path, types: str) -> None:
     """The file may be gone. bfloat16, in which the model computes, would round the values of its blocks."""
@@ -439,10 +453,13 @@ def test_a_chosen_dtype_while_a_conversion_is_unfinished(tmp_path: Path, part: s
 
 def test_dtype_without_conversion_is_refused(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "model", cut(llama_tensors(), 2))
-    for source in (folder, folder / "model-00001-of-00002.safetensors", split(folder)):
+    file = write_gguf(tmp_path / "model.gguf")
+    for source in (split(folder, tmp_path / "splits", sequential=False), split(file, sequential=False)):
+        with pytest.raises(OptionError, match="is a split directory; outtype applies only to GGUF files"):
+            convert(source, tmp_path / "new", outtype="bf16")
+    for source in (folder, folder / "model-00001-of-00002.safetensors"):
         with pytest.raises(OptionError, match="is not a GGUF checkpoint; its tensors keep their dtypes"):
             convert(source, tmp_path / "new", outtype="bf16")
-    file = write_gguf(tmp_path / "model.gguf")
     with pytest.raises(OptionError, match="would be found after shards are deleted"):
         convert(file, tmp_path / "new", outtype="f16", sequential=True)
     convert(file, tmp_path / "new", outtype="bf16")  # what was refused left nothing behind

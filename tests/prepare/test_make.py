@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import shutil
 import socket
@@ -15,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import snapshot_download
+from safetensors.torch import load_file, save_file
 
 from rabbitllm import prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions
@@ -23,15 +27,25 @@ from rabbitllm.errors import (
     CheckpointNotFoundError,
     MissingShardError,
     NotEnoughSpaceException,
+    OptionError,
     RabbitLLMError,
     SplitMismatchError,
 )
+from rabbitllm.models.convert import convert
 from rabbitllm.prepare import _finding
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
 from rabbitllm.storage.durable import observe_steps
 from tests.prepare.conftest import REPO
-from tests.support.builders import INDEX_NAME, SINGLE_NAME, build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.builders import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    TORCH_INDEX_NAME,
+    build_checkpoint,
+    cut,
+    llama_tensors,
+    write_shards,
+)
 from tests.support.forked import in_a_fork
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -229,6 +243,65 @@ def test_weights_with_other_shards_are_refused(model: Path, tmp_path: Path, part
             split(other, place, delete_original=True)
         assert "load the split directory" in refused.value.remedy
     assert contents(other) == before
+
+
+def with_torch_files(folder: Path) -> Path:
+    """The same checkpoint in files of `torch.save`; its one file has an index."""
+    for file in sorted(folder.glob("*.safetensors")):
+        name = f"pytorch_{file.stem}.bin"
+        torch.save(tensors := load_file(file), folder / name)
+        (folder / TORCH_INDEX_NAME).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+        file.unlink()
+    (folder / INDEX_NAME).unlink()
+    return folder
+
+
+DELETIONS = [(True, False), (False, True), (True, True)]
+
+
+@pytest.mark.parametrize(("sequential", "delete_original"), DELETIONS)
+def test_other_weights_in_the_folder_do_not_stop_the_same_call(
+    tmp_path: Path, sequential: bool, delete_original: bool
+) -> None:
+    """The index stays, or the folder would begin with the other file; in another format that is ignored."""
+
+    def twice(folder: Path) -> None:
+        other = tmp_path / f"new-{folder.name}"
+        copied = shutil.copytree(folder, tmp_path / f"{folder.name}-to-convert")
+        for source, call in ((folder, split), (copied, functools.partial(convert, folder=other))):
+            for _ in range(2):
+                call(source, sequential=sequential, delete_original=delete_original)
+            assert names_in(source, "*.bin") == ["x.bin"]
+
+    extra = with_torch_files(write_shards(tmp_path / "other", cut(llama_tensors(seed=1), 1)))
+    torch_files = with_torch_files(write_shards(tmp_path / "torch", cut(llama_tensors(), 1)))
+    safetensors = write_shards(tmp_path / "safetensors", cut(llama_tensors(), 2))
+    single = write_shards(tmp_path / "single", cut(llama_tensors(), 1))
+    next(single.glob("*.safetensors")).rename(single / SINGLE_NAME)
+    (single / INDEX_NAME).unlink()
+    for folder in (torch_files, safetensors, single):
+        shutil.copy(next(extra.glob("*.bin")), folder / "x.bin")
+        twice(folder)
+
+
+@pytest.mark.parametrize(("sequential", "delete_original"), DELETIONS)
+def test_a_file_is_not_deleted_where_other_weights_would_take_its_place(
+    model: Path, tmp_path: Path, sequential: bool, delete_original: bool
+) -> None:
+    tensors = {name: tensor for shard in cut(llama_tensors(seed=1), 1).values() for name, tensor in shard.items()}
+    save_file(tensors, model / SINGLE_NAME)
+    before = contents(model)
+    for call in (split, functools.partial(convert, folder=tmp_path / "new")):
+        with pytest.raises(OptionError, match=rf"also has {INDEX_NAME}, .* stand without {SINGLE_NAME}"):
+            call(model, sequential=sequential, delete_original=delete_original)
+        assert contents(model) == before
+    split(model, sequential=False)
+    if delete_original:
+        with pytest.raises(OptionError, match="nothing was deleted"):
+            split(model, sequential=sequential, delete_original=True)
+    (model / INDEX_NAME).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, SINGLE_NAME)}))
+    for _ in range(2):
+        split(model, tmp_path / "splits", sequential=sequential, delete_original=delete_original)
 
 
 def test_snapshot_folder_is_the_repository(repository: Path, tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""Names the options of the command line in messages, which name arguments in Python's spelling."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+_RENAMED = {"layer_shards_saving_path": "--dir", "sequential_shard_processing": "--sequential", "token": ""}
+"""Arguments with another name here; the hub's token is an option of `pull` alone."""
+_VALUE = r"=(?P<value>None|True|False|'[^']*'|[\w.,]*\w)?"
+_ARGUMENT = re.compile(rf"(?<![\w/.\\=-])(?P<name>[a-z]+(?:_[a-z]+)*)(?:{_VALUE})?(?![\w/\\-]|\.\w)")
+_SAID_TWICE = re.compile(r"(?P<option>--[a-z-]+)(?:, (?P=option)\b| \((?P=option)\))")
+
+
+def options_of(command: Any) -> Iterator[str]:
+    """The long options of a command and of those below it."""
+    for parameter in command.params:
+        yield from (name for name in parameter.opts if name.startswith("--"))
+    for below in getattr(command, "commands", {}).values():
+        yield from options_of(below)
+
+
+def as_typed(text: str, options: Collection[str]) -> str:
+    """A message with each argument that is an option named as a user types it: `compression='8bit'` is
+    `--compression 8bit`. A plain word stays: it may be English."""
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match["name"], match["value"]
+        is_off = value == "False"
+        typed = _RENAMED.get(name, f"--{'no-' if is_off else ''}{name.replace('_', '-')}")
+        if typed not in options or (is_off and name in _RENAMED) or ("_" not in name and "=" not in match[0]):
+            return match[0]
+        word = "none" if value == "None" else (value or "").strip("'")
+        return typed if value in (None, "True", "False") else f"{typed} {word}"
+
+    return _SAID_TWICE.sub(lambda match: match["option"], _ARGUMENT.sub(option, text))
