@@ -62,7 +62,11 @@ def test_help_and_lists_need_no_torch(tmp_path: Path, arguments: list[str]) -> N
     assert heavy(imported(tmp_path, RABBITLLM, *arguments)) == set()
 
 
-FURTHER = {"batch": ["questions.jsonl", "-o", "answers.jsonl"], "convert": ["-o", "new"]}
+FURTHER = {
+    "batch": ["questions.jsonl", "-o", "answers.jsonl"],
+    "convert": ["-o", "new"],
+    "worker": ["--join", "127.0.0.1:1"],
+}
 
 
 @pytest.mark.parametrize("name", WITH_A_MODEL)
