@@ -55,7 +55,7 @@ def plan_command(
 
     Examples:
       rabbitllm plan Qwen/Qwen2.5-72B-Instruct --compression 4bit
-      rabbitllm plan my-checkpoint --max-disk 50GB --max-memory cpu=8GB --draft ngram
+      rabbitllm plan my-checkpoint --max-memory cpu=8GB --draft ngram
     """
     from rich.console import Console
 

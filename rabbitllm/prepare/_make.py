@@ -385,11 +385,8 @@ def _refuse_to_quantize_again(source: Source, options: SplitOptions) -> None:
 def _refuse_to_leave_others(checkpoint: Checkpoint, policy: ShardPolicy) -> None:
     """Refuse to delete shards where the same call would then take other weights for theirs."""
     if policy.deletes_original and isinstance(checkpoint, LocalCheckpoint) and (other := checkpoint.left_behind()):
-        raise OptionError(
-            f"{checkpoint.label} also has {other}, for which it would stand without {checkpoint.index.shards[0]}; "
-            "nothing was deleted.",
-            f"Move {other} into another folder, or keep the original.",
-        )
+        text = f"{checkpoint.label} has {other}, too, which the same call would take for it then; nothing was deleted."
+        raise OptionError(text, f"Move {other} into another folder, or keep the original.")
 
 
 def _open_checkpoint(source: Source, options: SplitOptions, *, by_executor: bool = False) -> Checkpoint:
