@@ -382,7 +382,7 @@ class ExpertPool:
     def next_router_weight(self, module: int) -> torch.nn.Parameter | None:
         """The weight of the next module's router, if it is in memory now, and its choice is worth a guess."""
         router = self._routers[module + 1] if module + 1 < len(self.sources) else None
-        weight = None if router is None else router.weight
+        weight: Any = None if router is None else router.weight
         return weight if type(weight) is torch.nn.Parameter and weight.is_cpu else None
 
     def read_ahead(self, module: int, chosen: Numbers) -> None:
