@@ -43,8 +43,8 @@ from benchmarks.lib.runs import carry_out, status
 RUNNERS: Mapping[str, Runner] = {
     "transformers": Runner(THIS, "transformers", "in memory"),
     "transformers-disk": Runner(THIS, "transformers", "offloaded"),
-    "rabbitllm-2": Runner(THIS, "rabbitllm", options={"profiling_mode": True}),
-    "rabbitllm-2-4bit": Runner(THIS, "rabbitllm", options={"profiling_mode": True, "compression": "4bit"}),
+    "rabbitllm-2": Runner(THIS, "rabbitllm"),
+    "rabbitllm-2-4bit": Runner(THIS, "rabbitllm", options={"compression": "4bit"}),
 }
 UNCAPPED = ("transformers", "rabbitllm-2", "rabbitllm-2-4bit")
 """These also run without a cap, with the first habits, for seconds of computing alone."""
@@ -102,8 +102,6 @@ def measure(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> No
     label = f"moe-{case.runner}-{case.given}-{case.share}-{run.turn}"
     offload = workload.folder / "offload"
     options = {"layer_shards_saving_path": str(workload.files(case.runner)), **chosen.options, **workload.options}
-    if case.share is None:
-        options.pop("profiling_mode", None)  # nothing is read, and with clocks around layers each is a call of its own
     job = {
         "task": "requests",
         "package": chosen.package,
@@ -114,6 +112,7 @@ def measure(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> No
         "prompts": [one[:prompt] for one in passages],
         "tokens": made,
         "warm_up": warm_up,
+        "counts": case.share is not None,
     }
     cold, nbytes = [workload.checkpoint, workload.folder], room(workload.weights, case.share)
     try:

@@ -150,6 +150,8 @@ def requests(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("endless"):
         model.generation_config.eos_token_id = None
     loaded = time.perf_counter() - start
+    if hasattr(model, "profiler"):  # only now: with clocks around resident layers each is a call of its own
+        model.profiler.enabled = job.get("counts", False)
     made = []
     for number, given in enumerate(job["prompts"]):
         if number == job["warm_up"] and hasattr(model, "profiler"):
