@@ -8,6 +8,7 @@ A picture is a mapping with `kind`, `title`, and the keys of its kind; a functio
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ _OURS, _OTHERS = "#0072B2", "#8C8C8C"
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00")
 _STYLES, _MARKS = ("-", "--", "-.", ":"), "osD^vPX*"
 _APART = 1.16
+_LETTERS = 90
+"""Of a line of a title."""
 
 
 def bars(title: str, unit: str, rows: Iterable[tuple[str, str, Spread | None, bool]]) -> Picture:
@@ -104,7 +107,7 @@ def draw(picture: Picture, path: Path) -> None:
     figure = Figure(layout="constrained")
     FigureCanvasAgg(figure)
     _KINDS[picture["kind"]](figure, picture)
-    figure.suptitle(picture["title"], x=0.01, ha="left", fontsize=11)
+    figure.suptitle(textwrap.fill(picture["title"], _LETTERS), x=0.01, ha="left", fontsize=11)
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
