@@ -40,8 +40,8 @@ from tests.support.splitting import contents, names_in
 
 ROOT = Path(__file__).parent.parent.parent
 AT_ONCE = 20.0
-MINUTE = r"2\d{3}-\d\d-\d\d \d\d:\d\d\b(?!:)"
 """Seconds; a waiting process looks ten times a second."""
+MINUTE = r"2\d{3}-\d\d-\d\d \d\d:\d\d\b(?!:)"
 
 HOLD = """
 import sys
@@ -100,7 +100,7 @@ class Holder:
 
     def says(self) -> str:
         """Return its stderr, as soon as there is some."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not self.said().endswith("\n"):
             assert time.monotonic() < deadline, "nothing was said"
             time.sleep(0.01)
@@ -473,7 +473,7 @@ def test_next_process_waits_for_the_lease_without_locks(
             locked_without_waiting(folder),
         ):
             pass
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not caplog.records:
             assert time.monotonic() < deadline, "nothing was said"
             time.sleep(0.01)
@@ -548,7 +548,7 @@ def test_reader_waits_while_layer_files_are_replaced(
     reader = threading.Thread(target=read_it)
     with locked(folder, excluding_readers=True):
         reader.start()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not (message := capsys.readouterr().err):
             assert time.monotonic() < deadline, "nothing was said"
             time.sleep(0.01)
