@@ -363,8 +363,8 @@ def test_less_compression_is_proposed_before_more(repository: Path, hub_environm
     forecast = plan(REPO, max_disk=budget, revision="main")
     assert forecast.choice is not None
     # the standard route would hold all shards and the layer files at the same time
-    assert (forecast.choice.compression, forecast.choice.route) == ("8bit", "sequential_stream")
-    expected = {"source": REPO, "compression": "8bit", "revision": "main", "max_disk": budget}
+    assert (forecast.choice.compression, forecast.choice.route) == ("auto", "sequential_stream")
+    expected = {"source": REPO, "compression": "auto", "revision": "main", "max_disk": budget}
     assert arguments_of(forecast.choice.call) == {**expected, "sequential_shard_processing": True}
     assert plan(REPO, max_disk=1000).choice is None
     text = run(REPO, "--max-disk", "1000", "--bandwidth", "1GB")
