@@ -403,8 +403,7 @@ class ExpertPool:
         """Begin a token's pass over a module; whether all of its experts have slots."""
         chosen = np.array(sorted(experts))
         self.begin(module, chosen, np.ones_like(chosen), 1)
-        assert self._call is not None
-        return not self._call.transit
+        return self._call is not None and not self._call.transit
 
     def is_there(self, expert: int) -> bool:
         """Whether an expert of the current pass that has a slot is in memory."""

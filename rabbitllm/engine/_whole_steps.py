@@ -264,9 +264,7 @@ class _Whole:
         ]
         heads, of_rules, deciding = self._rules(sequences[0][0])
         out, normed, left = torch.empty_like(x), torch.empty_like(x), array("q", [0])
-        of_mixtures = zip(self.mixtures.items(), arrays, strict=True)
-        reading = {n: asked for (n, mixture), both in of_mixtures if both and (asked := mixture.asked(both[0], left))}
-        asked = self._asked(deciding, reading) if deciding is not None or reading else None
+        asked = self._asked(deciding, arrays, left)
         first, *others = [[each.data_ptr() for each in of_group] for of_group in of_groups]
         addresses = [x.data_ptr(), *first, heads, out.data_ptr(), normed.data_ptr(), left.buffer_info()[0]]
         addresses += [
@@ -303,12 +301,15 @@ class _Whole:
             raise NotTogetherError
         return heads.data_ptr(), addresses, form.decide(modules, heads, decays)
 
-    def _asked(self, deciding: Iterator[None] | None, reading: dict[int, Iterator[None]]) -> Iterator[None]:
-        """What the program asks for, layer by layer: of delta rules, and of experts that are read."""
-        for number, of_layer in enumerate(self.calls):
-            if of_layer.form.is_recurrent and deciding is not None:
-                yield next(deciding)
-            yield from reading.get(number, ())
+    def _asked(self, deciding: Iterator[None] | None, arrays: Sequence[Any], left: array[int]) -> Iterator[None] | None:
+        """What the program asks for, layer by layer: decays of delta rules, and experts that are read; None if
+        nothing."""
+        of_mixtures = zip(self.mixtures.items(), arrays, strict=True)
+        reading = {n: asked for (n, mixture), (words, _) in of_mixtures if (asked := mixture.asked(words, left))}
+        if deciding is None and not reading:
+            return None
+        of_rules = (itertools.islice(deciding or (), of_layer.form.is_recurrent) for of_layer in self.calls)
+        return (None for n, of_rule in enumerate(of_rules) for _ in itertools.chain(of_rule, reading.get(n, ())))
 
     def _add(self, program: Program, x: Place, cos: Place, sin: Place, heads: Place, *others: Any) -> None:
         """Add all layers for rows, whose number comes last."""

@@ -3,9 +3,9 @@
 A model that is streamed because it does not fit would evict itself, and the resident layers, from the page cache on
 every pass. So it is read past the cache (O_DIRECT), in whole blocks, or through it and dropped piece by piece, if that
 is clearly faster on this disk. Experts whose bytes are not whole blocks are read in whole sectors where they lie alike
-in these and in memory, and else copied from blocks to their memory. If
-all streamed bytes fit into the memory that is left, they are read through the cache, and come from memory the next
-time. The first read of a run compares it with its checksums.
+in these and in memory, and else copied from blocks to their memory. If all streamed bytes fit into the memory that is
+left, they are read through the cache, and come from memory the next time. The first read of a run compares it with its
+checksums.
 """
 
 from __future__ import annotations
@@ -124,12 +124,13 @@ class SpanReader:
             IncompleteSplitError: a checksum differs.
         """
         for span in spans:
+            sector = self._sector  # another thread may be the one that learns of larger sectors
             try:
                 self._read(span, buffer)
             except OSError as error:
                 if not self.mode.direct or error.errno != errno.EINVAL:
                     raise
-                if self._is_exact and self._sector < BLOCK:
+                if self._is_exact and sector < BLOCK:
                     self._sector = BLOCK
                     self.read([span], buffer)
                     continue

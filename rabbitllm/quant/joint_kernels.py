@@ -39,8 +39,7 @@ prepared, and all; rows of a matrix; its first word.
 
 The chosen matrices: their number, and for each the address of words (`ARGUMENTS` from the first of them), the begin and
 number of its rows, and a number that is not used here. Other rows are left as they are. If one row is prepared, it is
-the input of all. The second
-number is that of the words of `_integers.round_inputs`, which `widen_inputs` takes too."""
+the input of all. The second number is that of the words of `_integers.round_inputs`, which `widen_inputs` takes too."""
 _WORK = len(ARGUMENTS)
 
 
