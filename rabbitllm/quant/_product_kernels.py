@@ -38,6 +38,7 @@ from rabbitllm.quant._vectors import (
     emit_narrow,
     emitted,
     inlined,
+    is_zen,
     lanes,
     narrowed,
     number,
@@ -57,8 +58,9 @@ LEAST_WIDE, LEAST_SLOW = 3, 2
 that are slow to decode."""
 PANEL_TOKENS = {16: 6, 8: 3}
 """Lanes -> inputs for each load of a panel's value; limited by the registers for sums."""
-PREFETCHED = 8192
-"""How many bytes ahead codes are prefetched. For one input they do not stay in the caches, which other data needs."""
+PREFETCHED, CACHES = 8192, 0 if is_zen() else 3
+"""How many bytes ahead codes are prefetched, and in how many caches they stay for one input. On Zen other data needs
+these more (up to 0.86 of a token's time); an Intel Xeon takes 2 to 3 times as long if they stay in none."""
 PANEL_ROWS, PANEL_COLUMNS = 128, 1024
 """Size of a panel: 512 KiB, of which `ROWS` rows and their inputs fit the smallest cache. With half the rows all inputs
 are read twice as often: 512 of them took 1.06 times as long."""
@@ -138,7 +140,7 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, together: i
                     position = scales, emit.add(row, first, r), steps, step, shift
                     address = emit.add(codes, b.mul(position[1], row_bytes), begin)
                     for line in range(0, of_steps.code_bytes, 64):
-                        emit.prefetch(emit.add(address, ahead, line), 3 if tokens > 1 else 0)
+                        emit.prefetch(emit.add(address, ahead, line), 3 if tokens > 1 else CACHES)
                     for accumulator, values, scales_of in of_steps.products(address, inputs, position):
                         for variables, value, scale in zip(of_row, values, scales_of, strict=False):
                             total = variables[accumulator]

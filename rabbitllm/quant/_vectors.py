@@ -20,6 +20,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_name
 from numba import types
 from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
@@ -89,6 +90,12 @@ def features() -> frozenset[str]:
     if names is None:
         names = str(get_host_cpu_features())  # type: ignore[no-untyped-call]
     return frozenset(name[1:] for name in names.split(",") if name.startswith("+"))
+
+
+def is_zen() -> bool:
+    """Whether it is a processor of AMD's Zen family; `NUMBA_CPU_NAME` replaces its name."""
+    name: str | None = numba.config.CPU_NAME  # type: ignore[attr-defined]
+    return (name or str(get_host_cpu_name())).startswith("znver")  # type: ignore[no-untyped-call]
 
 
 def lanes() -> int:

@@ -27,7 +27,10 @@ class PlainMatrix(KernelMatrix):
 
     __slots__ = "_address", "_size", "_stride", "_weight", "form"
     kernel = BFLOAT16
-    max_inputs = bfloat_products.FEW_ROWS
+    @property
+    def max_inputs(self) -> int:
+        """Rows of input up to which this is the fastest method."""
+        return min(bfloat_products.FEW_ROWS, bfloat_products.max_rows())
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.form, self._weight, self._address = PlainForm(tuple(weight.shape)), weakref.ref(weight), weight.data_ptr()
