@@ -92,10 +92,7 @@ def widened(width: int, x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def max_rows() -> int:
-    """Rows up to which the kernel is faster than torch here; 0 if none are, or if its result is wrong.
-
-    With AMX nothing was measured, so torch's products are used.
-    """
+    """Rows up to which the kernel is faster than torch here; 0 if its result is wrong."""
     from rabbitllm.quant import _vectors
 
     width = _vectors.lanes()
@@ -111,6 +108,11 @@ def torch_has_instructions() -> bool:
     """Whether torch multiplies bfloat16 by instructions for it."""
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return bool(has_instructions and torch.backends.cpu.get_cpu_capability().startswith("AVX512"))
+
+
+def torch_has_tiles() -> bool:
+    """Whether torch multiplies bfloat16 with AMX."""
+    return torch_has_instructions() and bool(torch.cpu._is_amx_tile_supported())
 
 
 def widens() -> bool:

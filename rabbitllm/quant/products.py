@@ -86,7 +86,7 @@ def max_panel_inputs(width: int, dtype: torch.dtype) -> int:
     """Rows of input of a dtype up to which panels of a width are faster than torch."""
     if dtype is not torch.bfloat16 or not bfloat_products.torch_has_instructions():
         return sys.maxsize
-    if torch.cpu._is_amx_tile_supported():
+    if bfloat_products.torch_has_tiles():
         return MAX_AMX_INPUTS
     return MAX_WORD_INPUTS if width == WORD_WIDTH else sys.maxsize
 

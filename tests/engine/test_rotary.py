@@ -151,6 +151,7 @@ def test_a_model_has_the_same_logits(
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
     """The mask of each attention to a prompt in one call."""
     assert row_attention.prompt_attention.attends(32)  # whose trial attends, too
+    monkeypatch.setattr(row_attention.bfloat_products, "torch_has_tiles", lambda: False)
     masks, compute = list[Any](), row_attention.prompt_attention.attend
 
     def counted(*args: Any) -> torch.Tensor:

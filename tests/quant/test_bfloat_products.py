@@ -131,7 +131,7 @@ def no_cache() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("more", "rows"), [((), ALL_ROWS), (("avx512bf16",), FEW_ROWS), (("avx512bf16", "amx-bf16"), 0)], ids=str
+    ("more", "rows"), [((), ALL_ROWS), (("avx512bf16",), FEW_ROWS), (("avx512bf16", "amx-bf16"), AMX_ROWS)], ids=str
 )
 def test_the_number_of_rows_depends_on_the_instructions(
     more: tuple[str, ...], rows: int, monkeypatch: pytest.MonkeyPatch, no_cache: None
@@ -144,9 +144,8 @@ def test_the_number_of_rows_depends_on_the_instructions(
     assert bfloat_products.max_rows() == rows
     assert bfloat_products.widens() == (rows == ALL_ROWS)
     weight = some(8, 128)
-    assert [multiplies(some(count, 128), weight) for count in (1, FEW_ROWS, FEW_ROWS + 1)] == [
-        rows >= count for count in (1, FEW_ROWS, FEW_ROWS + 1)
-    ]
+    counts = 1, AMX_ROWS, AMX_ROWS + 1, FEW_ROWS, FEW_ROWS + 1
+    assert [multiplies(some(count, 128), weight) for count in counts] == [rows >= count for count in counts]
 
 
 @pytest.mark.parametrize("limit", ["avx2", pytest.param("", marks=pytest.mark.long)])

@@ -554,10 +554,10 @@ def _of_processor(machine: MachineInfo) -> Iterator[Advice]:
     processor, gpus = machine.processor, machine.gpus
     if processor is None or gpus is None or gpus.found:
         return
-    # as bfloat_products.max_rows
-    if processor.instructions.get("AVX2") and not processor.instructions.get("AMX"):
+    if processor.instructions.get("AVX2"):
+        what = "tokens" if processor.instructions.get("AMX") else "prompts and tokens"
         by = "fast_bfloat16=True, as the commands do by default (--no-fast-bfloat16); the last bits differ"
-        yield Advice(False, f"Uncompressed models compute prompts and tokens faster with {by}.")
+        yield Advice(False, f"Uncompressed models compute {what} faster with {by}.")
 
 
 def _of_hub(machine: MachineInfo) -> Iterator[Advice]:

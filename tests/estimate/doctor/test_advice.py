@@ -83,7 +83,7 @@ NONE = Gpus((), False, "2.13")
         ({"AVX2": True, "AVX512-BF16": False}, NONE, True),
         ({"AVX2": True, "AVX512-BF16": False}, gpu(15), False),
         ({"AVX2": True, "AVX512-BF16": True}, NONE, True),
-        ({"AVX2": True, "AVX512-BF16": True, "AMX": True}, NONE, False),
+        ({"AVX2": True, "AVX512-BF16": True, "AMX": True}, NONE, True),
         ({"AVX2": False, "AVX512-BF16": False}, NONE, False),
         ({}, NONE, False),
     ],
