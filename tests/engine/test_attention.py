@@ -25,12 +25,12 @@ from rabbitllm.engine import _attention, _whole_steps, kv_room, row_attention
 from rabbitllm.engine._attention import _AttentionForm, _plain, fuse_attention, fuse_layers, relative_error
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine.kv_room import cached
-from rabbitllm.quant import _vectors
 from tests.engine.test_siblings import PROMPT, checkpoint
 from tests.support.builders import DELTA, Family
+from tests.support.kernel_rows import plain_products as plain_products
 from tests.support.tiny_models import ALL, load
 
-pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
+pytestmark = [pytest.mark.bits, pytest.mark.usefixtures("plain_products")]
 # a window shorter than the text, in one layer; the other one has another base of angles
 GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 100, "sliding_window": 6}
 PHI = {

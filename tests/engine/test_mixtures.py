@@ -25,18 +25,15 @@ from rabbitllm.engine._expert_pool import ExpertPool
 from rabbitllm.engine._mixtures import MixtureCall
 from rabbitllm.engine.forwards import has_row_product
 from rabbitllm.errors import IncompleteSplitError
-from rabbitllm.quant import _vectors, bfloat_products
 from tests.engine.test_first_use import flip_in
 from tests.engine.test_routed import MANY
 from tests.engine.test_siblings import PROMPT, assert_same_logits, checkpoint
 from tests.engine.test_whole_steps import counted_steps
 from tests.support.builders import DELTA, Family
+from tests.support.kernel_rows import plain_products as plain_products
 from tests.support.tiny_models import ALL, budget_that_keeps, load
 
-pytestmark = [
-    pytest.mark.bits,
-    pytest.mark.skipif(not _vectors.lanes() or not bfloat_products.max_rows(), reason="no vectors that are used"),
-]
+pytestmark = [pytest.mark.bits, pytest.mark.usefixtures("plain_products")]
 HEADS = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 SHARED = {"shared_expert_intermediate_size": 256}
 KINDS = {**DELTA, "layer_types": ["linear_attention", "full_attention"]}

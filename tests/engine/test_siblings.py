@@ -15,12 +15,12 @@ from torch import nn
 
 from rabbitllm.engine._siblings import MAX_UNUSED, Sibling
 from rabbitllm.engine.weight_tensors import QuantizedWeight
-from rabbitllm.quant import _vectors
 from rabbitllm.quant.joint import JointProduct
 from tests.support.builders import Family, build_checkpoint
+from tests.support.kernel_rows import plain_products as plain_products
 from tests.support.tiny_models import ALL, load, split
 
-pytestmark = pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used here")
+pytestmark = pytest.mark.usefixtures("plain_products")
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 320}
 PROMPT = torch.tensor([[1, 40, 81, 7]])
 

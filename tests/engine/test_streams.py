@@ -15,17 +15,14 @@ from transformers import DynamicCache
 from rabbitllm.engine import _streams
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._streams import fuse_streams
-from rabbitllm.quant import _vectors, bfloat_products
 from tests.engine.test_routed import MANY
 from tests.engine.test_siblings import PROMPT, checkpoint
 from tests.support.hybrid_families import HYBRIDS
+from tests.support.kernel_rows import plain_products as plain_products
 from tests.support.tiny_models import ALL, load, plain_model
 
 qwen4_exp = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
-pytestmark = [
-    pytest.mark.bits,
-    pytest.mark.skipif(not _vectors.lanes() or not bfloat_products.max_rows(), reason="no vectors that are used"),
-]
+pytestmark = [pytest.mark.bits, pytest.mark.usefixtures("plain_products")]
 KINDS = ["linear_attention", "indexed_attention", "linear_attention"]
 SETTINGS = {
     **MANY,

@@ -23,13 +23,13 @@ from rabbitllm.engine._siblings import fused_weight
 from rabbitllm.engine._whole_steps import fuse_models
 from rabbitllm.generation.request import Request, Sampling
 from rabbitllm.generation.session import answer
-from rabbitllm.quant import _vectors
 from tests.engine.test_attention import CHANGES, GEMMA, HYBRID, PHI
 from tests.engine.test_siblings import PROMPT, checkpoint
 from tests.support.builders import DELTA, Family
+from tests.support.kernel_rows import plain_products as plain_products
 from tests.support.tiny_models import load
 
-pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
+pytestmark = [pytest.mark.bits, pytest.mark.usefixtures("plain_products")]
 STEPS = 5
 WINDOWS = ["sliding_attention", "full_attention"]
 RULES = Family("qwen3_5_text", DELTA)

@@ -1,4 +1,4 @@
-"""Products by the kernel for rows of bfloat16, counted; a fixture to import."""
+"""Products by the kernel for rows of bfloat16, also where torch's own are used; fixtures to import."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import pytest
 import torch
 
 from rabbitllm.quant import _vectors, bfloat_products
+
+
+@pytest.fixture
+def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows are multiplied with plain matrices of bfloat16 by the kernel, with AMX too."""
+    if not _vectors.lanes():
+        pytest.skip("no vectors of a kind that is used here")
+    if not bfloat_products.max_rows():
+        monkeypatch.setattr(bfloat_products, "max_rows", lambda: bfloat_products.FEW_ROWS)
 
 
 @pytest.fixture
