@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rabbitllm.quant import _kernels, _product_kernels, _vectors, bfloat_products, plain
-from rabbitllm.quant.bfloat_products import ALL_ROWS, FEW_ROWS, MAX_INPUTS, linear, multiplies, times
+from rabbitllm.quant.bfloat_products import ALL_ROWS, AMX_ROWS, FEW_ROWS, MAX_INPUTS, linear, multiplies, times
 from tests.support.draws import draws
 from tests.support.rounding import assert_products
 
