@@ -52,9 +52,10 @@ def add_attention(
 def attended(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **named: Any
 ) -> Any:
-    """transformers' `sdpa`: of a sequence's prompt, or of a part of it, by one call; with AMX by torch, which takes 0.4 to
-    0.8 of its time."""
-    is_prompt = named.get("softcap") is None and not bfloat_products.torch_has_tiles() and _is_prompt(module, query, key, value, named)
+    """transformers' `sdpa`: of a sequence's prompt, or of a part of it, by one call; with AMX by torch, which takes
+    0.4 to 0.8 of its time."""
+    is_ours = named.get("softcap") is None and not bfloat_products.torch_has_tiles()
+    is_prompt = is_ours and _is_prompt(module, query, key, value, named)
     if is_prompt and type(scaling := named.get("scaling")) is float:
         rows, mask = query.shape[2], attention_mask
         if mask is None:  # a cache that has its room in advance

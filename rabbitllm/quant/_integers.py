@@ -5,11 +5,11 @@ Products are summed exactly in 32 bits, a pair at a time (VPMADDWD, or VPDPWSSD)
 float32. An input's error is at most a 2**-15th of the largest input near it, far below that of any scheme; inputs of 8
 bits would add as much loss as Q8_0 itself has.
 
-4bit loses so much more that its codes and inputs have 8 bits on AVX2: looking two bytes of each code up and
-bringing them together was a third of the instructions. There a half of each `SEGMENT` has a scale.
+4bit loses so much more that its codes and inputs have 8 bits but for AVX-512 without VNNI: looking two bytes of each
+code up and bringing them together was a third of the instructions. A half of each `SEGMENT` has a scale then.
 
-Vectors have 512 bits; for processors with AVX2, LLVM divides them. But for 4bit all sums have the same order on both:
-products have the same bits on every processor.
+Vectors have 512 bits; for processors with AVX2, LLVM divides them. All sums have the same order on both: but for that
+one, products have the same bits on every processor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
+from llvmlite import binding, ir
 
 from rabbitllm.base.compiling import float_of, floats_at, to_array, words_at
 from rabbitllm.quant import _vectors
@@ -169,7 +169,10 @@ def round_to_bytes(data):  # type: ignore[no-untyped-def]
 
 WORDS, INTS = ir.VectorType(I16, 32), ir.VectorType(I32, 16)
 _BYTES = ir.VectorType(I8, 64)
+_HALF_BYTES = ir.VectorType(I8, 32)
 _HAS_WORDS = "avx512bw" in features()
+_HAS_FOURS = {"avx512vnni", "avx512vl"} <= features() or "avxvnni" in features()
+"""Whether there is an instruction for products of four bytes at a time, in vectors of 256 bits."""
 _LANE = 16
 """Bytes within which instructions look bytes up and interleave them."""
 
@@ -193,6 +196,15 @@ def summed_products(emit: Emitter, codes: Iterable[Any], inputs: Iterable[Any]) 
         pairs = _divided(emit, INTS, "avx2.pmadd.wd", "avx512.pmaddw.d.512", words, values)
         total = emit.b.add(total, pairs)
     return emit.b.sitofp(total, emit.floats)
+
+
+def _fours(emit: Emitter, total: Any, codes: Any, inputs: Any) -> Any:
+    """A total of eight integers, nothing at first, and the products of four unsigned and four signed bytes for each."""
+    ints = ir.VectorType(I32, 8)
+    operand = _HALF_BYTES if binding.llvm_version_info >= (22,) else ints
+    multiply = emit.function("llvm.x86.avx512.vpdpbusd.256", ints, ints, operand, operand)
+    values = (emit.b.bitcast(each, operand) for each in (codes, inputs))
+    return emit.b.call(multiply, [every(ints, 0) if total is None else total, *values])
 
 
 def interleaved_bytes(emit: Emitter, even: Any, odd: Any) -> tuple[Any, Any]:
@@ -292,7 +304,7 @@ class _OwnSegments(CodeSteps):
 
 
 class _LookedUp(_OwnSegments):
-    """Looks up 4bit codes, of which the first of a byte is in its high half, with AVX-512."""
+    """Looks up 4bit codes, of which the first of a byte is in its high half, with AVX-512 and no VNNI."""
 
     code_bytes, tables, layout = 32, 2, InputLayout(SEGMENT, (32, 2), (1, 0))
 
@@ -307,7 +319,8 @@ class _LookedUp(_OwnSegments):
 
 
 class _LookedUpBytes(_OwnSegments):
-    """The same with AVX2, as bytes, whose products are those of their sizes with inputs of the same sign."""
+    """The same as bytes. VPDPBUSD takes codes that are 128 larger, and sums that are smaller by the inputs' 128 times;
+    with AVX2 alone products are those of the sizes of codes with inputs of the same sign."""
 
     code_bytes, tables, layout = 32, 1, ByteLayout(SEGMENT, (32, 2), (1, 0))
     input_bytes, other_bytes = SEGMENT, 32
@@ -315,14 +328,30 @@ class _LookedUpBytes(_OwnSegments):
     def __init__(self, emit: Emitter, table: Any) -> None:
         super().__init__(emit, table)
         self.accumulators = [8]
+        if _HAS_FOURS:
+            self._tables[0] = emit.b.xor(self._tables[0], every(self._tables[0].type, -128))
 
     def inputs(self, inputs: Any, others: Any) -> list[Any]:
-        return [self._emit.load(inputs, _BYTES, 1), self._emit.load(others, ir.VectorType(F32, 8), 4)]
+        emit, scales = self._emit, self._emit.load(others, ir.VectorType(F32, 8), 4)
+        if not _HAS_FOURS:
+            return [emit.load(inputs, _BYTES, 1), scales]
+        halves = [emit.load(emit.add(inputs, offset), _HALF_BYTES, 1) for offset in (0, 32)]
+        moved = functools.reduce(lambda total, half: _fours(emit, total, every(_HALF_BYTES, -128), half), halves, None)
+        return [[*halves, emit.b.neg(moved)], scales]
 
     def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
         emit, b, half = self._emit, self._emit.b, ir.VectorType(I16, 16)
         both = emit.load(address, half, 1)
-        nibbles = (b.and_(word, every(half, 0x0F0F)) for word in (b.lshr(both, every(half, 4)), both))
+        nibbles = [b.and_(word, every(half, 0x0F0F)) for word in (b.lshr(both, every(half, 4)), both)]
+        if _HAS_FOURS:
+            shuffle = emit.function("llvm.x86.avx2.pshuf.b", *[_HALF_BYTES] * 3)
+            table, sums = emit.joined(*self._tables * 2), list[Any]()
+            parts = [b.call(shuffle, [table, b.bitcast(word, _HALF_BYTES)]) for word in nibbles]
+            for ((*halves, moved),) in inputs:
+                for part, half_of_inputs in zip(parts, halves, strict=True):
+                    moved = _fours(emit, moved, part, half_of_inputs)
+                sums.append(b.sitofp(moved, ir.VectorType(F32, 8)))
+            return sums
         codes = look_up(emit, self._tables[0], b.bitcast(emit.joined(*nibbles), _BYTES))
         size = emit.function("llvm.abs.v64i8", _BYTES, _BYTES, ir.IntType(1))
         sizes, sums = b.call(size, [codes, ir.Constant(ir.IntType(1), 0)]), []
@@ -363,7 +392,9 @@ class _OnLines(_OwnSegments):
         return [summed_products(emit, words, vectors) for vectors in inputs]
 
 
-OWN_STEPS: dict[str, type[_OwnSegments]] = {"4bit": _LookedUp if _HAS_WORDS else _LookedUpBytes, "8bit": _OnLines}
+OWN_STEPS: dict[str, type[_OwnSegments]] = {"4bit": _LookedUpBytes, "8bit": _OnLines}
+if _HAS_WORDS and not _HAS_FOURS:
+    OWN_STEPS["4bit"] = _LookedUp
 _LARGEST_LINE = 16000
 """The integer of 1 at 8bit: slopes of the largest values are 225 then, which fits a byte."""
 _LINE_ERROR = 3e-4

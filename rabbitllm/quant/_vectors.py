@@ -95,7 +95,7 @@ def features() -> frozenset[str]:
 def is_zen() -> bool:
     """Whether it is a processor of AMD's Zen family; `NUMBA_CPU_NAME` replaces its name."""
     name: str | None = numba.config.CPU_NAME  # type: ignore[attr-defined]
-    return (name or str(get_host_cpu_name())).startswith("znver")  # type: ignore[no-untyped-call]
+    return (name or str(get_host_cpu_name())).startswith("znver")
 
 
 def lanes() -> int:

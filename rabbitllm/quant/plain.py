@@ -27,8 +27,9 @@ class PlainMatrix(KernelMatrix):
 
     __slots__ = "_address", "_size", "_stride", "_weight", "form"
     kernel = BFLOAT16
+
     @property
-    def max_inputs(self) -> int:
+    def max_inputs(self) -> int:  # type: ignore[override]
         """Rows of input up to which this is the fastest method."""
         return min(bfloat_products.FEW_ROWS, bfloat_products.max_rows())
 

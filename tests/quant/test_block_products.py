@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import gguf
@@ -26,7 +27,7 @@ from rabbitllm.quant.schemes import Quantized
 from tests.quant import test_coded, test_products
 from tests.support.draws import draws
 from tests.support.forked import in_a_fork
-from tests.support.integer_products import as_multiplied, rounded_inputs, rounded_to_bytes, width_of
+from tests.support.integer_products import as_multiplied, is_of_bytes, rounded_inputs, rounded_to_bytes, width_of
 from tests.support.rounding import assert_products
 
 pytestmark = pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used here")
@@ -170,10 +171,10 @@ def test_inputs_that_are_slices() -> None:
     assert torch.equal(of.linear(x, None), of.linear(x.contiguous(), None))
 
 
-def digests() -> list[str]:
-    """Of products by every kind of kernel."""
+def digests(schemes: Sequence[str]) -> list[str]:
+    """Of products by every kind of kernel, by codes of these schemes."""
     matrices: list[Any] = [matrix(name, 37, 1024) for name in FEW]
-    matrices += [test_products.Matrix(*test_products.matrix(name, 37, 1024)) for name in test_products.SCHEMES]
+    matrices += [test_products.Matrix(*test_products.matrix(name, 37, 1024)) for name in schemes]
     products = [of.times_by(CODES, width_of(CODES), inputs(5, 1024)) for of in matrices]
     products += [matrix(name, 37, 1024).times_by(BYTES, width_of(BYTES, name), inputs(7, 1024)) for name in FEW]
     products.append(test_coded.matrix("fp4 U8 1x32", 37, 1024).times_by(CODES, 64, inputs(5, 1024)))
@@ -185,11 +186,13 @@ def digests() -> list[str]:
 )
 def test_the_same_bits_with_other_instructions() -> None:
     """A process that may use AVX2 alone multiplies as this one does."""
-    code = "from tests.quant.test_block_products import digests; print(*digests())"
+    # inputs of 4bit have more bits with AVX-512 and no VNNI
+    schemes = [name for name in test_products.SCHEMES if name != "4bit" or is_of_bytes(name)]
+    code = f"from tests.quant.test_block_products import digests; print(*digests({schemes}))"
     features = ["avx2", "avx", "fma", "f16c", "sse4.2", "ssse3", "popcnt"]
     environment = {**os.environ, "NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in features)}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == digests()
+    assert ran.stdout.split() == digests(schemes)
 
 
 def test_bytes_need_little_stack() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.quant import _vectors, gguf_blocks
-from rabbitllm.quant.bfloat_products import FEW_ROWS, times
+from rabbitllm.quant.bfloat_products import FEW_ROWS, max_rows, times
 from rabbitllm.quant.joint import JointProduct
 from rabbitllm.quant.plain import PlainMatrix
 from rabbitllm.quant.products import Matrix
@@ -90,8 +90,8 @@ def test_plain_matrices_take_bfloat16(name: str, threads: int) -> None:
     matrices = PLAIN_MIXES[name]
     product = JointProduct.of(matrices, [True, *[False] * (len(matrices) - 1)])
     assert product is not None
-    assert (product.dtypes, product.max_inputs) == ((torch.bfloat16,), FEW_ROWS)
-    for count in (1, 2, FEW_ROWS, 1):
+    assert (product.dtypes, product.max_inputs) == ((torch.bfloat16,), min(FEW_ROWS, max_rows()))
+    for count in (1, 2, product.max_inputs, 1):
         x = 30 * inputs(count, COLUMNS, torch.bfloat16)
         first, *others = product(x.view(count, 1, COLUMNS), count)
         assert torch.equal(first.view(count, -1), times(_vectors.lanes(), x, KEPT[matrices[0].form.shape[0]]))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
+from llvmlite.binding import get_host_cpu_name
 
+from rabbitllm.quant import _product_kernels, _vectors
 from rabbitllm.quant._vectors import table_of
 from rabbitllm.quant.schemes import int8_code
 
@@ -45,3 +48,16 @@ def table(bits: int, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]
     result = table_of(f"{bits}bit", values.tobytes())
     assert result is not None
     return result
+
+
+@pytest.mark.parametrize(
+    ("name", "is_zen"), [("znver3", True), ("znver5", True), ("sapphirerapids", False), ("", None)]
+)
+def test_processors_of_amd_are_known_by_their_name(
+    name: str, is_zen: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CPU_NAME", name or None)
+    is_here = get_host_cpu_name().startswith("znver")
+    assert _vectors.is_zen() is (is_here if is_zen is None else is_zen)
+    if not name:
+        assert (_product_kernels.CACHES == 0) is is_here
