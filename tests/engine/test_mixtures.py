@@ -124,6 +124,7 @@ def test_a_model_has_the_same_logits(
         (Family("qwen2_moe"), None, 1),
         *((family, "4bit", 1) for family in HYBRIDS),
         ("qwen3_moe", "q4_k_m", 0.25),
+        ("qwen3_moe", None, 0.25),
         (Family("qwen2_moe"), "4bit", 0.5),
         *((family, "4bit", 0.25) for family in HYBRIDS),
     ],
