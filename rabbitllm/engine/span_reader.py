@@ -28,7 +28,6 @@ import numpy as np
 
 from rabbitllm.base.forks import Workers, direct_read
 from rabbitllm.base.rounding import round_up
-from rabbitllm.errors import CorruptShardError
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.checksums import LayerChecks
@@ -115,7 +114,7 @@ class SpanReader:
         self.mode = mode
         self._checks = checks
         self._is_exact, self._sector = is_exact, SECTOR
-        self._copied, self._identities = _Copied(), dict[str, tuple[int, ...]]()
+        self._copied = _Copied()
 
     def read(self, spans: Iterable[FileSpan], buffer: memoryview) -> None:
         """Fill `buffer`, which begins on a page and ends at or after the end of the last span's block.
@@ -123,7 +122,6 @@ class SpanReader:
         Raises:
             OSError: a file ended early, or could not be read.
             IncompleteSplitError: a checksum differs.
-            CorruptShardError: a file without checksums was changed or replaced since it was read first.
         """
         for span in spans:
             sector = self._sector  # another thread may be the one that learns of larger sectors
@@ -172,7 +170,9 @@ class SpanReader:
         summed: list[Future[None]] = []
         try:
             with PositionalFile(self._store.path(span.file), direct=mode.direct) as file:
-                checks = self._checks_of(span.file, file)
+                if (checks := self._checks) is not None:
+                    checks.opened(span.file, file.identity())
+                    checks = None if checks.is_done(span.file) else checks
                 piece, offset = READ_BYTES if checks is None else CHECKED_BYTES, first
                 while offset < last:
                     stop = last if last - offset <= piece else (offset // piece + 1) * piece
@@ -194,23 +194,6 @@ class SpanReader:
             wait(summed)  # after an error the caller may fill the buffer again
         for future in summed:
             future.result()
-
-    def _checks_of(self, name: str, file: PositionalFile) -> LayerChecks | None:
-        """The checks by which bytes of a file are compared, unless all of it was.
-
-        Raises:
-            CorruptShardError: it is another one than before, and there are no checksums.
-        """
-        identity = file.identity()
-        if self._checks is not None:
-            self._checks.opened(name, identity)
-            return None if self._checks.is_done(name) else self._checks
-        if self._identities.setdefault(name, identity) != identity:
-            raise CorruptShardError(
-                f"{file.path} was changed or replaced after the model was loaded.",
-                "Load the model again when no process writes to it.",
-            )
-        return None
 
     @functools.cached_property
     def _summers(self) -> Workers:
