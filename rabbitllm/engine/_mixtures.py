@@ -218,11 +218,14 @@ class MixtureCall:
         is_begun = bool(done[0]) and pooled.begin(numbers)
         ranks = [*range(len(numbers))] if is_begun else []
         there = [rank for rank in ranks if pooled.is_there(numbers[rank])]
-        done[0] = is_begun and self._kept.enter(experts, words, entered[0], numbers, there)
+        # weights that are not coded keep neither words nor what they were made of
+        kept = [self._kept.enter(experts, words, entered[0], numbers, there) if is_begun else None]
+        done[0] = kept[0] is not None
         yield
         if done[0]:
             others = [rank for rank in ranks if rank not in there]
-            done[0] = self._kept.enter(experts, words, entered[1], numbers, others)
+            kept.append(self._kept.enter(experts, words, entered[1], numbers, others))
+            done[0] = kept[1] is not None
             if words[following] and words[ahead]:  # the surer half; earlier reads of it would delay these experts
                 surer = words[ahead + 4 : ahead + self._entries : 4][: (self._routing.used + 1) // 2]
                 pooled.read_ahead(surer.tolist())

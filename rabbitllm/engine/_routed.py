@@ -327,19 +327,22 @@ class KeptExperts:
         sums, rows = _ExpertSums(1, used, self._hidden, False), self.place_of_rows
         self._add(program, x, chosen, rows, out, weights, rows, used, sums, True, True)
 
-    def enter(self, module: Any, words: array[int], begin: int, numbers: Sequence[int], ranks: Sequence[int]) -> bool:
+    def enter(
+        self, module: Any, words: array[int], begin: int, numbers: Sequence[int], ranks: Sequence[int]
+    ) -> list[_Expert] | None:
         """Enter the experts of a module that have some of these numbers, once they are in memory, as chosen ones, whose
-        words begin somewhere; whether there are kernels for all of them."""
+        words begin somewhere; they are to be kept until they are multiplied. None if some have no kernel."""
         stack, down = (module._parameters[name] for name in _MATRICES)
         chosen = [numbers[rank] for rank in ranks]
-        of_down = down.supply.each(down.leaf, chosen)
-        for place, expert in enumerate(map(_Expert.of, stack.supply.each(stack.leaf, chosen), of_down)):
+        of_down, entered = down.supply.each(down.leaf, chosen), list[_Expert]()
+        for rank, expert in zip(ranks, map(_Expert.of, stack.supply.each(stack.leaf, chosen), of_down), strict=True):
             if expert is None:
-                return False
-            first = begin + 1 + 4 * place
-            words[first : first + 3] = array("q", [expert.address, ranks[place], 1])
+                return None
+            first = begin + 1 + 4 * len(entered)
+            words[first : first + 3] = array("q", [expert.address, rank, 1])
+            entered.append(expert)
         words[begin] = len(ranks)
-        return True
+        return entered
 
     def _add(self, program: Program, *words: Any) -> None:
         """Add the results of experts for some rows to a program.

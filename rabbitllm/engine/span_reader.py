@@ -167,12 +167,13 @@ class SpanReader:
         first, end = span.offset - lead, span.offset + span.nbytes
         shift = span.at - span.offset  # from an offset in the file to one in the buffer
         last = round_up(span.at + span.nbytes, block) - shift if mode.direct else end
-        checks = None if self._checks is None or self._checks.is_done(span.file) else self._checks
-        piece = READ_BYTES if checks is None else CHECKED_BYTES
         summed: list[Future[None]] = []
         try:
             with PositionalFile(self._store.path(span.file), direct=mode.direct) as file:
-                offset = first
+                if (checks := self._checks) is not None:
+                    checks.opened(span.file, file.identity())
+                    checks = None if checks.is_done(span.file) else checks
+                piece, offset = READ_BYTES if checks is None else CHECKED_BYTES, first
                 while offset < last:
                     stop = last if last - offset <= piece else (offset // piece + 1) * piece
                     with direct_read() if mode.direct else contextlib.nullcontext():

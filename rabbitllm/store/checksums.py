@@ -201,7 +201,8 @@ class LayerChecks:
     """Compares bytes read from the layer files of a split directory with their checksums.
 
     A block is compared the first time that bytes of it are read in this process, by whichever model; a file that was
-    replaced or modified since counts as a new one. Safe to use from several threads.
+    replaced or modified since counts as a new one, also while a model is loaded (`opened`). Safe to use from several
+    threads.
 
     Args:
         folder: the split directory.
@@ -227,6 +228,10 @@ class LayerChecks:
             IncompleteSplitError: the header differs from what was written.
         """
         self._files[file] = _FileChecks(self._folder / file, header, mapped, crc32 if blocks is None else blocks)
+
+    def opened(self, file: str, identity: tuple[int, ...]) -> None:
+        """Take note of the identity of a file that is open; all of another one is to be compared."""
+        self._files[file].opened(identity)
 
     def read(self, file: str, offset: int, data: memoryview) -> None:
         """Compare bytes that were read from a file at `offset`.
@@ -296,10 +301,21 @@ class _FileChecks:
         status = path.stat()
         self._starts = array("q", [*starts, status.st_size])
         self._sums = array("I", numbers(sums) if isinstance(sums, bytes) else [sums])
-        key = (*identity_of(status), crc32(sums) if isinstance(sums, bytes) else sums)
-        self._state = _STATES.setdefault(key, _State(len(starts)))
+        self._key, self._is_other = crc32(sums) if isinstance(sums, bytes) else sums, False
+        self._identity, self._state = self._state_of(identity_of(status))
+
+    def _state_of(self, identity: tuple[int, ...]) -> tuple[tuple[int, ...], _State]:
+        """The identity of the file and its state, with its header as intact."""
+        count = len(self._starts) - 1
+        state = _STATES.setdefault((*identity, self._key), _State(count))
         if self.by_block:
-            self._state.mark(0, bisect.bisect_left(starts, header.data_start))
+            state.mark(0, bisect.bisect_left(self._starts, self._header.data_start, 0, count))
+        return identity, state
+
+    def opened(self, identity: tuple[int, ...]) -> None:
+        if identity != self._identity:
+            self._is_other = True  # than the mapped one
+            self._identity, self._state = self._state_of(identity)
 
     def _starts_of(self, blocks: bytes) -> list[int]:
         """Return where the blocks begin; the header is compared."""
@@ -320,22 +336,23 @@ class _FileChecks:
         return not self._state.left
 
     def check(self, ranges: Iterable[tuple[int, int]], bytes_read: BytesRead | None, *, unmapped: bool = False) -> None:
+        state = self._state  # of another file from the moment at which a thread opens that
         runs: Iterator[tuple[int, int]] = (
-            run for offset, nbytes in ranges for run in self._waiting(offset, offset + nbytes)
+            run for offset, nbytes in ranges for run in self._waiting(state, offset, offset + nbytes)
         )
         if bytes_read is None and self.by_block and not unmapped:
             runs = self._read_ahead(runs)
         for begin, end in runs:
-            if self._state.done.find(0, begin, end) < 0:  # compared since, for another range
+            if state.done.find(0, begin, end) < 0:  # compared since, for another range
                 continue
             low, high, written = self._starts[begin], self._starts[end], self._expected(begin, end)
             # mapped pages may have been written to, as private copies
             if (
-                self._crc(low, high, bytes_read, reread=unmapped) != written
+                self._crc(low, high, bytes_read, reread=unmapped or self._is_other) != written
                 and self._crc(low, high, bytes_read, reread=True) != written
             ):
                 raise self._damaged(begin, end, bytes_read)
-            self._state.mark(begin, end)
+            state.mark(begin, end)
 
     def _read_ahead(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """The same runs of blocks, while the system reads the next ones: what is mapped for random reads would be read
@@ -351,10 +368,10 @@ class _FileChecks:
                 yield first, last
         yield from ahead
 
-    def _waiting(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+    def _waiting(self, state: _State, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Runs of blocks, from one up to another, that a range touches and that are not compared yet; a run is summed
         at once."""
-        done, starts = self._state.done, self._starts
+        done, starts = state.done, self._starts
         begin, last = bisect.bisect_right(starts, low) - 1, bisect.bisect_left(starts, high)
         while (begin := done.find(0, begin, last)) >= 0:
             limit = bisect.bisect_right(starts, starts[begin] + GROUP_BYTES) - 1

@@ -7,6 +7,7 @@ import copy
 import gc
 import inspect
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rabbitllm.base.programs import Program
 from rabbitllm.engine import _layer_kernels, _mixtures
 from rabbitllm.engine._expert_pool import ExpertPool
 from rabbitllm.engine._mixtures import MixtureCall
+from rabbitllm.engine._routed import _Expert
 from rabbitllm.engine.forwards import has_row_product
 from rabbitllm.errors import IncompleteSplitError
 from tests.engine.test_first_use import flip_in
@@ -121,6 +123,7 @@ def test_a_model_has_the_same_logits(
         (Family("qwen2_moe"), None, 1),
         *((family, "4bit", 1) for family in HYBRIDS),
         ("qwen3_moe", "q4_k_m", 0.25),
+        ("qwen3_moe", None, 0.25),
         (Family("qwen2_moe"), "4bit", 0.5),
         *((family, "4bit", 0.25) for family in HYBRIDS),
     ],
@@ -158,6 +161,32 @@ def test_a_token_of_all_layers_by_one_call(
     expected.append(logits(other))
     assert all(map(torch.equal, got, expected))
     assert not torch.equal(*got[1:])
+
+
+def test_plain_experts_are_kept_until_they_are_multiplied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else keeps their words; those of codes are kept with their memory."""
+    directory = checkpoint(tmp_path, "qwen3_moe", None, **MANY, **HEADS)
+    model = fast(directory, budget_that_keeps(directory, 0.25, exact=False))
+    logits(model, 4)  # the class, which tells of what kind the products are
+    of, reading, words, numbers = _Expert.of, MixtureCall._reading, list[Any](), list[int]()
+
+    def noted(gate_up: Any, down: Any) -> Any:
+        expert = of(gate_up, down)
+        words.append(weakref.ref(expert.words))
+        return expert
+
+    def followed(self: MixtureCall, *args: Any) -> Any:
+        words.clear()
+        for step in reading(self, *args):
+            assert all(each() is not None for each in words)
+            numbers.append(len(words))
+            yield step
+
+    monkeypatch.setattr(_Expert, "of", noted)
+    monkeypatch.setattr(MixtureCall, "_reading", followed)
+    logits(model, 4)
+    assert len(numbers) >= 2 * 4
+    assert {*numbers[1::2]} == {MANY["num_experts_per_tok"]}
 
 
 @pytest.mark.parametrize("is_done", [False, True])

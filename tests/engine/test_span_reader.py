@@ -5,8 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,11 +29,13 @@ from rabbitllm.engine.span_reader import (
     choose_read_mode,
     drop_cached,
 )
+from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
 from tests.support.draws import draws
-from tests.support.tiny_models import assert_same, load, run, split, tiers
+from tests.support.quantized import build_mxfp4
+from tests.support.tiny_models import INPUT, assert_same, load, run, split, tiers
 
 WAYS = [THROUGH_THE_CACHE, ReadMode(drop=True), ReadMode(direct=True)]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="O_DIRECT")
@@ -113,6 +119,35 @@ def test_sectors_are_read_to_their_place(tmp_path: Path, has_sectors: bool, monk
     assert reader.mode == ReadMode(direct=True)
     by_sector = [(512, 2 * BLOCK + 512), (BLOCK - 512, BLOCK + 512)]
     assert sizes == (by_sector if has_sectors else [(0, 3 * BLOCK), (0, 2 * BLOCK)])
+
+
+@on_linux
+def test_experts_of_published_codes_are_read_to_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPT-OSS's: their codes are whole sectors, but not all are whole blocks. Some scales are copied."""
+    sizes = {"hidden_size": 192, "intermediate_size": 64, "num_local_experts": 5}
+    directory = split(build_mxfp4(tmp_path / "model", **sizes))
+    read, copied, ordinary = list[int](), list[int](), SpanReader.read
+
+    def copyto(place: Any, source: Any) -> None:
+        copied.append(len(source))
+        np.copyto(place, source)
+
+    def noted(self: SpanReader, spans: Iterable[FileSpan], buffer: memoryview) -> None:
+        spans = [*spans]
+        read.extend(span.nbytes for span in spans)
+        ordinary(self, spans, buffer)
+        assert self.mode.direct
+
+    monkeypatch.setattr("rabbitllm.engine.load.choose_read_mode", lambda *args: ReadMode(direct=True))
+    model = load(directory, 600_000, exact=False)
+    (pool,) = model.placement.pools
+    assert pool.slots < pool.experts
+    monkeypatch.setattr(SpanReader, "read", noted)
+    monkeypatch.setattr(span_reader, "np", SimpleNamespace(copyto=copyto, frombuffer=np.frombuffer, uint8=np.uint8))
+    model(INPUT)
+    scales = [nbytes for nbytes in read if nbytes < BLOCK]
+    assert {*read} == {192 * 64, 96 * 64, *scales}
+    assert 0 < sum(copied) < sum(scales)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["through", "dropped behind", "past"])
@@ -253,3 +288,24 @@ def test_model_has_the_same_bits_in_both_modes(
     model = load(directory, 0)
     assert Tier.STREAMED in tiers(model).values()
     assert_same(run(model), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_file_that_is_replaced_while_a_model_is_loaded(tmp_path: Path, family: str) -> None:
+    """Its bytes are compared again, also if all of it was: a damaged one is refused, and the old one is as good."""
+    directory = split(build_checkpoint(tmp_path / "model", family), "4bit")
+    model, path = load(directory, 0), directory / "model.layers.1.safetensors"
+    expected, content = [run(model) for _ in range(2)][-1], path.read_bytes()
+    assert model._internals.origin.store.checks.is_done(path.name)
+    damaged = bytearray(content)
+    for offset in range(len(content) // 2, len(content), 64):
+        damaged[offset] ^= 1
+    for _ in range(2):
+        for written in (damaged, content):
+            (tmp_path / "new").write_bytes(written)
+            (tmp_path / "new").replace(path)
+            if written is content:
+                assert_same(run(model), expected)
+            else:
+                with pytest.raises(IncompleteSplitError, match=f"{path} is damaged"):
+                    run(model)

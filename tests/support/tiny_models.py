@@ -69,7 +69,7 @@ def budget_that_keeps(folder: Path, share: float, **options: Any) -> int:
         wanted = dataclasses.replace(settings, max_memory={"cpu": budget})
         return drawn.placed([CpuDevice()], wanted).placement.pools
 
-    low, high = 0, 1 << 24
+    low, high = 0, 1 << 26
     while high - low > 1000:
         middle = (low + high) // 2
         found = pools(middle)
