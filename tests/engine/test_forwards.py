@@ -29,6 +29,7 @@ from tests.support import tiny_configs, tiny_inputs
 from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.kernel_rows import kernel_rows as kernel_rows
+from tests.support.kernel_rows import plain_products as plain_products
 from tests.support.long_generation import assert_same_trail, continued, prompts
 from tests.support.picture_models import add_image_outputs
 from tests.support.rounding import assert_as_near, exact_logits
@@ -245,6 +246,7 @@ def test_commands_use_the_kernel_by_default(checkpoint: Path, kernel_rows: list[
             assert torch.equal(logits, plain_model(checkpoint)(INPUT).logits)
 
 
+@pytest.mark.usefixtures("plain_products")
 @pytest.mark.parametrize("budget", [0, ALL], ids=["streamed", "resident"])
 @pytest.mark.parametrize(
     ("family", "settings"),
@@ -292,6 +294,7 @@ def test_streamed_weights_take_no_memory_and_copies_have_their_own(checkpoint: P
     assert torch.equal(copied(x), layer.mlp(x))
 
 
+@pytest.mark.usefixtures("plain_products")
 @torch.no_grad()
 def test_a_class_that_rescales_its_weights_can_be_fast(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", HYBRIDS["rwkv"], dtype=torch.bfloat16)
@@ -299,6 +302,7 @@ def test_a_class_that_rescales_its_weights_can_be_fast(tmp_path: Path) -> None:
     assert_as_near(fast(INPUT).logits, plain(INPUT).logits, exact_logits(folder, INPUT))
 
 
+@pytest.mark.usefixtures("plain_products")
 @torch.no_grad()
 def test_transforms_of_torch_get_its_own_products(checkpoint: Path) -> None:
     model, plain = load(split(checkpoint), fast_bfloat16=True, exact=False), plain_model(checkpoint)
@@ -315,6 +319,7 @@ def test_transforms_of_torch_get_its_own_products(checkpoint: Path) -> None:
     assert torch.equal(traced(INPUT.flip(1)), plain(INPUT.flip(1)).logits)
 
 
+@pytest.mark.usefixtures("plain_products")
 @torch.no_grad()
 def test_a_weight_that_changes_after_another_one_was_multiplied(checkpoint: Path) -> None:
     model = load(split(checkpoint), fast_bfloat16=True, exact=False)

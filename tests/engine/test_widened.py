@@ -21,6 +21,7 @@ from rabbitllm.engine.row_attention import in_float32
 from rabbitllm.quant import bfloat_products, turned
 from tests.engine.test_forwards import by_expert, inputs, layer
 from tests.support.builders import build_checkpoint
+from tests.support.kernel_rows import plain_products as plain_products
 from tests.support.rounding import assert_as_near, assert_products, exact_logits
 from tests.support.tiny_models import ALL, INPUT, load, plain_model, run, split
 
@@ -167,6 +168,7 @@ def test_experts_of_llama_4(top_k: int, tokens: int, monkeypatch: pytest.MonkeyP
     assert torch.equal(moe(x)[0], plain)  # with gradients
 
 
+@pytest.mark.usefixtures("plain_products")
 @pytest.mark.parametrize(("family", "budget"), [("gpt2", ALL), ("gpt2", 0), ("bloom", ALL)])
 @torch.inference_mode()
 def test_models(tmp_path: Path, family: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
