@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import json
 import logging
+import math
 import os
 import re
 import signal
@@ -15,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 
 import filelock
@@ -39,8 +40,6 @@ from rabbitllm.storage.leases import FOLDER_LEASE
 from tests.support.splitting import contents, names_in
 
 ROOT = Path(__file__).parent.parent.parent
-AT_ONCE = 20.0
-"""Seconds; a waiting process looks ten times a second."""
 MINUTE = r"2\d{3}-\d\d-\d\d \d\d:\d\d\b(?!:)"
 
 HOLD = """
@@ -68,6 +67,13 @@ for number in range(rounds):
         inside.unlink()
     time.sleep(random.random() * 0.002)
 """
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, "nothing was said"
+        time.sleep(0.01)
 
 
 class Holder:
@@ -100,10 +106,7 @@ class Holder:
 
     def says(self) -> str:
         """Return its stderr, as soon as there is some."""
-        deadline = time.monotonic() + 60
-        while not self.said().endswith("\n"):
-            assert time.monotonic() < deadline, "nothing was said"
-            time.sleep(0.01)
+        until(lambda: self.said().endswith("\n"))
         return self.said()
 
     def _line(self) -> str:
@@ -139,7 +142,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_second_process_waits_and_names_the_holder_once(folder: Path, hold: Callable[[Path], Holder]) -> None:
-    before = time.time()
     first = hold(folder)
     first.is_in()
     second = hold(folder)
@@ -147,7 +149,8 @@ def test_second_process_waits_and_names_the_holder_once(folder: Path, hold: Call
     begin, _, ending = message.partition(" since ")
     assert begin == f"{folder} is in use by process {first.process.pid} on {socket.gethostname()}"
     since, _, end = ending.partition(";")
-    assert before - 60 < datetime.fromisoformat(since).timestamp() < time.time()  # in whole minutes
+    assert re.fullmatch(MINUTE, since)
+    assert json.loads((folder / HOLDER_NAME).read_bytes())["since"].startswith(since)
     assert end == " waiting.\n"
     time.sleep(0.5)
     assert second.said() == message
@@ -166,10 +169,10 @@ def test_waiting_is_logged_and_printed(
 ) -> None:
     first = hold(folder)
     first.is_in()
-    timer = threading.Timer(1.0, first.leaves)
-    timer.start()
+    leaving = threading.Thread(target=lambda: (until(lambda: caplog.records), first.leaves()))
+    leaving.start()
     with locked(folder):
-        timer.join()
+        leaving.join()
     (record,) = caplog.records
     assert (record.levelno, record.name) == (logging.WARNING, "rabbitllm.splitter.lock")
     process = rf"by process {first.process.pid} on {re.escape(socket.gethostname())} since {MINUTE}"
@@ -180,7 +183,7 @@ def test_waiting_is_logged_and_printed(
 def test_short_wait_prints_no_message(
     folder: Path, hold: Callable[[Path], Holder], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "SILENT_SECONDS", 60.0)
+    monkeypatch.setattr(lock, "SILENT_SECONDS", math.inf)
     first = hold(folder)
     first.is_in()
     timer = threading.Timer(0.1, first.leaves)
@@ -224,7 +227,7 @@ def test_lock_is_exclusive_while_the_lock_file_is_removed_and_created(tmp_path: 
         folder.mkdir(parents=True)
     command = [sys.executable, "-c", STRESS, str(folder), str(tmp_path / "inside"), "40"]
     processes = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    outputs = [process.communicate(timeout=120)[1] for process in processes]
+    outputs = [process.communicate(timeout=600)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, "\n".join(outputs)
     # an empty folder may stay where one process made it again while another one cleared it away
     assert contents(tmp_path) == {}
@@ -265,9 +268,8 @@ def test_waiting_process_takes_over_from_a_killed_holder(folder: Path, hold: Cal
     second = hold(folder)
     second.says()
     first.process.kill()
-    start = time.monotonic()
     second.is_in()
-    assert time.monotonic() - start < AT_ONCE
+    assert names_in(folder) == [LOCK_NAME, HOLDER_NAME, "split.journal"]  # no lease, which would be waited for
     third = hold(folder)
     assert f"process {second.process.pid} on" in third.says()
     second.leaves()
@@ -282,10 +284,8 @@ def test_killed_holder_without_waiting_processes_does_not_block(folder: Path, ho
     first.process.kill()
     first.process.wait()
     assert is_left_over(folder)
-    start = time.monotonic()
     with locked(folder):
         pass
-    assert time.monotonic() - start < AT_ONCE
     assert not is_left_over(folder)
 
 
@@ -473,10 +473,7 @@ def test_next_process_waits_for_the_lease_without_locks(
             locked_without_waiting(folder),
         ):
             pass
-        deadline = time.monotonic() + 60
-        while not caplog.records:
-            assert time.monotonic() < deadline, "nothing was said"
-            time.sleep(0.01)
+        until(lambda: caplog.records)
         assert not entered
     second.join(60)
     assert entered == ["in"]
@@ -539,7 +536,7 @@ def test_replacing_layer_files_is_refused_while_they_are_read(folder: Path) -> N
 def test_reader_waits_while_layer_files_are_replaced(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[str] = []
+    read, messages = list[str](), list[str]()
 
     def read_it() -> None:
         with read_lock(folder):
@@ -548,12 +545,9 @@ def test_reader_waits_while_layer_files_are_replaced(
     reader = threading.Thread(target=read_it)
     with locked(folder, excluding_readers=True):
         reader.start()
-        deadline = time.monotonic() + 60
-        while not (message := capsys.readouterr().err):
-            assert time.monotonic() < deadline, "nothing was said"
-            time.sleep(0.01)
+        until(lambda: messages.append(capsys.readouterr().err) or messages[-1])
         assert not read
     reader.join(60)
     assert read == ["read"]
-    assert message.startswith(f"{folder} is in use by process {os.getpid()} on {socket.gethostname()} since ")
-    assert "; waiting." in message
+    assert messages[-1].startswith(f"{folder} is in use by process {os.getpid()} on {socket.gethostname()} since ")
+    assert "; waiting." in messages[-1]

@@ -1,4 +1,4 @@
-"""Splits by several processes at once on a file system without locks: flock fails, and leases are short.
+"""Splits by several processes at once on a file system without locks: flock fails.
 
     with WithoutFlock() as processes:
         ended = processes.run(call, Actor(), Actor(stops_at=17))
@@ -22,6 +22,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
 
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.storage import leases
@@ -32,9 +35,7 @@ from tests.support.ticks import observe_ticks
 
 _ROOT = Path(__file__).parent.parent.parent
 DONE, REFUSED = 0, 3
-SECONDS = {"BEAT_SECONDS": 0.1, "LATE_SECONDS": 1.5, "STALE_SECONDS": 3.0}
-PATIENT = {name: getattr(leases, name) for name in ("LATE_SECONDS", "STALE_SECONDS")}
-"""The package's own, where no test waits for them: a busy machine holds a process up for seconds."""
+_AT_REST = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,40 @@ class WithoutFlock(ForkServer):
         return [Ended(*entry) for entry in self.answer(wanted)]
 
 
+def count_looks() -> None:
+    """Have this process take leases over after three looks at a holder that has ended or is stopped.
+
+    It counts no seconds: a busy machine holds up one that lives for longer than a test can wait.
+    """
+    last_file, seconds = leases._last_file, [0.0]
+
+    def look(path: Path) -> leases._LeaseFile | None:
+        file = last_file(path)
+        seconds[0] += file is not None and _is_at_rest(file.path)
+        return file
+
+    leases._last_file = look
+    leases.time = SimpleNamespace(**vars(time) | {"monotonic": lambda: seconds[0]})  # type: ignore[assignment]
+    leases.BEAT_SECONDS, leases.STALE_SECONDS = 0.1, 3.0
+
+
+def _is_at_rest(lease: Path) -> bool:
+    try:
+        return psutil.Process(json.loads(lease.read_bytes())["pid"]).status() in _AT_REST
+    except psutil.NoSuchProcess:
+        return True
+    except (OSError, ValueError):  # it has been given back, or is being written
+        return False
+
+
 def refuse_locks(code: int = errno.ENOLCK) -> None:
-    """Have flock fail in this process, and make leases short."""
+    """Have flock fail in this process, and count looks at leases."""
 
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(code, os.strerror(code))
 
     fcntl.flock = flock
-    for name, seconds in SECONDS.items():
-        setattr(leases, name, seconds)
+    count_looks()
 
 
 def _serve() -> None:
@@ -100,12 +126,9 @@ def _serve() -> None:
 def _run_all(wanted: Sequence[tuple[Call, Actor]], folder: Path) -> list[tuple[int, str]]:
     said = [folder / str(number) for number in range(len(wanted))]
     running, stopped, ended = dict[int, int](), dict[int, int](), dict[int, int]()
-    all_live = len(wanted) > 1 and all(actor.stops_at is actor.dies_at is None for _, actor in wanted)
     for begins_last in (False, True):
         for number, (call, actor) in enumerate(wanted):
             if actor.begins_last is begins_last:
-                leases.LATE_SECONDS = (PATIENT if actor.stops_at is None else SECONDS)["LATE_SECONDS"]
-                leases.STALE_SECONDS = (PATIENT if all_live else SECONDS)["STALE_SECONDS"]
                 running[_fork(call, actor, said[number])] = number
         _wait(running, stopped, ended)
     for child in stopped:
