@@ -26,7 +26,7 @@ from rabbitllm.errors import OptionError
 from tests.support.demo_models import demo_model, endless_model
 from tests.support.mtp_heads import build_with_head, make_predictable
 
-PATIENCE = 120
+PATIENCE = 600
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ def run_cell() -> tuple[list[Any], list[dict[str, Any]]]:
             return super().process_message(msg, *args)
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(CELL))])
-    Client(notebook, kernel_name="python3", timeout=120).execute()
+    Client(notebook, kernel_name="python3", timeout=600).execute()
     return notebook.cells[0].outputs, messages
 
 

@@ -186,12 +186,12 @@ def test_threads_that_share_a_resident_model_lose_no_time(checkpoint: Path) -> N
     barrier = threading.Barrier(2)
 
     def meet(module: Any, args: Any, output: Any) -> None:
-        barrier.wait(60)
+        barrier.wait(600)
 
     model.model.embed_tokens.register_forward_hook(meet)
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(passes, model, 1) for _ in range(2)]:
-            done.result(60)
+            done.result(600)
     assert len(model.profiler.passes) == 1
     alone = load(split(checkpoint), ALL, profiling=True)
     passes(alone, 1)

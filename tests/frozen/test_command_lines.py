@@ -26,7 +26,7 @@ from tests.frozen.support.command_line import rabbitllm, tree
 from tests.support.one_thread import one_thread as one_thread
 
 TREE, JSON = "command_tree.json", "command_json.json"
-PATIENCE = 180
+PATIENCE = 600
 ON_CPU = ("--device", "cpu")
 STREAMED = (*ON_CPU, "--max-memory", "cpu=0")
 

@@ -256,10 +256,10 @@ def one_in_a_pass(batch: Batch) -> Iterator[None]:
 
     def receive(event: Event) -> None:
         begun.set()
-        go_on.wait(60)
+        go_on.wait(600)
 
     batch.submit(Request(prompt(5), 3), receive)
-    assert begun.wait(60)
+    assert begun.wait(600)
     try:
         yield
     finally:
@@ -502,7 +502,7 @@ def test_closing_at_once_returns_partial_answers(open_batch: Open, plain: Any) -
         begun.set()
 
     batch.submit(submitted.request, receive)
-    assert begun.wait(60)
+    assert begun.wait(600)
     batch.close(0)
     assert submitted.finished.finish is FinishReason.CANCELLED
     assert submitted.tokens == alone(plain, submitted.request)[: len(submitted.tokens)]

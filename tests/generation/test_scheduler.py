@@ -117,7 +117,7 @@ def test_a_paused_scheduler_has_no_work(scheduled: Open) -> None:
         thread.start()
         thread.join(0.1)
         assert thread.is_alive()
-    thread.join(60)
+    thread.join(600)
     assert outcomes == [True]
     scheduler.finish(scheduler.waiting[0], FinishReason.CANCELLED)
     scheduler.close()

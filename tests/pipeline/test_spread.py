@@ -198,7 +198,7 @@ def test_workers_drop_garbage_collected_caches(spread_model: tuple[Any, Crew]) -
 
 
 def test_garbage_collected_model_ends_its_workers(folder: Path) -> None:
-    hosts = Hosts(HERE, 1, timeout=60, patience=60)
+    hosts = Hosts(HERE, 1, timeout=600, patience=60)
     crew = Crew([split(folder)], hosts, [ALL])
     model = load_part(split(folder), replace(hosts, announce=crew.come))
     model(INPUT)

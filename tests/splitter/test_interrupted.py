@@ -48,14 +48,14 @@ class Interrupted:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 600
             while not ready():
                 assert process.poll() is None, process.communicate()[1]
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             start = time.monotonic()
             process.send_signal(signal.SIGINT)
-            self.stderr = process.communicate(timeout=60)[1]
+            self.stderr = process.communicate(timeout=600)[1]
             self.seconds = time.monotonic() - start
             self.status = process.returncode
         finally:

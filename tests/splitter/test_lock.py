@@ -70,7 +70,7 @@ for number in range(rounds):
 
 
 def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not holds():
         assert time.monotonic() < deadline, "nothing was said"
         time.sleep(0.01)
@@ -99,7 +99,7 @@ class Holder:
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         assert self._line() == "out", self.said()
-        assert self.process.wait(60) == 0
+        assert self.process.wait(600) == 0
 
     def said(self) -> str:
         return self._stderr.read_text()
@@ -254,7 +254,7 @@ with locked(Path({str(folder)!r})):
     assert LOCK_NAME in names_in(folder)
     with pytest.raises(InUseError), locked_without_waiting(folder):
         pass
-    process.communicate("\n", timeout=60)
+    process.communicate("\n", timeout=600)
     assert process.returncode == 0
     assert names_in(folder) == ["split.journal"]
 
@@ -295,7 +295,7 @@ def test_waiting_process_can_be_interrupted(folder: Path, hold: Callable[[Path],
     second = hold(folder)
     second.says()
     second.process.send_signal(signal.SIGINT)
-    assert second.process.wait(60) == -signal.SIGINT
+    assert second.process.wait(600) == -signal.SIGINT
     assert names_in(folder) == [LOCK_NAME, HOLDER_NAME, "split.journal"]
     third = hold(folder)
     assert f"process {first.process.pid} on" in third.says()  # and the lock is still the first one's
@@ -475,7 +475,7 @@ def test_next_process_waits_for_the_lease_without_locks(
             pass
         until(lambda: caplog.records)
         assert not entered
-    second.join(60)
+    second.join(600)
     assert entered == ["in"]
     (record,) = caplog.records
     process = rf"{folder} is in use by process {os.getpid()} on {re.escape(socket.gethostname())} since {MINUTE}"
@@ -547,7 +547,7 @@ def test_reader_waits_while_layer_files_are_replaced(
         reader.start()
         until(lambda: messages.append(capsys.readouterr().err) or messages[-1])
         assert not read
-    reader.join(60)
+    reader.join(600)
     assert read == ["read"]
     assert messages[-1].startswith(f"{folder} is in use by process {os.getpid()} on {socket.gethostname()} since ")
     assert "; waiting." in messages[-1]

@@ -48,7 +48,7 @@ class Holder:
         self.said = self.process.stdout.readline().strip()
 
     def ends(self) -> None:
-        self.process.communicate("\n", timeout=60)
+        self.process.communicate("\n", timeout=600)
 
     def is_killed(self) -> None:
         self.process.kill()
@@ -169,7 +169,7 @@ print("out", flush=True)
     assert process.stdout.readline() == "in\n"
     with pytest.raises(InUseError):
         shared(tmp_path, FolderKind.SOURCE)
-    assert process.communicate("\n", timeout=60)[0] == "out\n"
+    assert process.communicate("\n", timeout=600)[0] == "out\n"
 
 
 def test_missing_folder_is_not_locked(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class ServedModel:
             OSError: there is none, or it is an error.
         """
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(self.url + path, timeout=10) as answer:
+        with opener.open(self.url + path, timeout=600) as answer:
             text: str = answer.read().decode()
             return text
 

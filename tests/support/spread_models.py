@@ -68,7 +68,7 @@ class Crew:
     def join(self) -> None:
         """Wait until all have ended."""
         for thread in self._threads:
-            thread.join(60)
+            thread.join(600)
             assert not thread.is_alive()
 
 
