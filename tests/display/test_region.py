@@ -246,10 +246,14 @@ def test_files_get_no_escape_sequences() -> None:
         from rabbitllm.display import region
         region.REFRESH_SECONDS, region.LINE_SECONDS = 0.001, 0.01
         class TextContent:
+            count = 0
             def line(self):
+                self.count += 1
                 return "a plain line"
-        claim = region.THE_REGION.claim(TextContent())
-        time.sleep(0.3)
+        said = TextContent()
+        claim = region.THE_REGION.claim(said)
+        while said.count < 3:
+            time.sleep(0.001)
         claim.release("the last one")
     """
     done = subprocess.run(program(body), capture_output=True, text=True, env=environment(), check=True)

@@ -912,5 +912,5 @@ def test_a_load_does_not_wait_for_cancelled_jobs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(prefetch, "_JOBS", {job})
     job.cancel()
     begin = time.monotonic()
-    prefetch.wait_for_jobs(5)
-    assert time.monotonic() < begin + 4
+    prefetch.wait_for_jobs(1200)
+    assert time.monotonic() < begin + 600

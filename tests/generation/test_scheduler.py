@@ -95,7 +95,7 @@ def test_unwanted_sequences(scheduled: Open) -> None:
     scheduler, submit = scheduled(1, 4)
     late, cancelled, waiting = (submit() for _ in range(3))
     scheduler.schedule()
-    late.deadline = time.monotonic()
+    late.deadline = time.monotonic() - 1
     cancelled.cancel()
     assert scheduler.unwanted() == [(late, FinishReason.TIMEOUT), (cancelled, FinishReason.CANCELLED)]
     scheduler.close()

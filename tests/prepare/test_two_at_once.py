@@ -169,7 +169,7 @@ def test_model_locks_its_shards_while_it_exists(folder: Path) -> None:
     assert torch.equal(model(INPUT).logits, expected)
     alive = weakref.ref(model)
     del model
-    for _ in range(100):  # a thread may be reading for it still
+    for _ in range(6000):  # a thread may be reading for it still
         gc.collect()
         if alive() is None:
             break

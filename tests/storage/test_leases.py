@@ -44,7 +44,9 @@ def lease(path: Path) -> Iterator[KeptLease]:
 
 def stale(path: Path, run: str = RUN) -> None:
     """Write the file of a holder that has ended."""
-    path.write_text(json.dumps({"run": run, "process": "other", "pid": 1 << 30, "host": "node7", "since": "2026-11-25"}))
+    path.write_text(
+        json.dumps({"run": run, "process": "other", "pid": 1 << 30, "host": "node7", "since": "2026-11-25"})
+    )
 
 
 def taken(path: Path) -> KeptLease:
