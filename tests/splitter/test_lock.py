@@ -429,6 +429,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, code: int, lets_go: bool) -> None
             raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(leases, "LATE_SECONDS", math.inf)
 
 
 NONE = [(code, False) for code in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)]

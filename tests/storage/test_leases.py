@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ LOST = "may be in use by another process now: this one stood still for more than
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(leases, "LATE_SECONDS", math.inf)
     monkeypatch.setattr(leases, "STALE_SECONDS", 0.5)
     return tmp_path / FOLDER_LEASE
 

@@ -13,6 +13,8 @@ import dataclasses
 import errno
 import fcntl
 import json
+import math
+import mmap
 import os
 import random
 import signal
@@ -35,7 +37,9 @@ from tests.support.ticks import observe_ticks
 
 _ROOT = Path(__file__).parent.parent.parent
 DONE, REFUSED = 0, 3
-_AT_REST = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+_STANDS_STILL = mmap.mmap(-1, 1 << 22)
+"""Byte of a process, by its id -> whether it has stopped itself. Those that others stop, such as all tests while
+something is measured, are no business of a test."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class WithoutFlock(ForkServer):
 
 
 def count_looks() -> None:
-    """Have this process take leases over after three looks at a holder that has ended or is stopped.
+    """Have this process take leases over after three looks at a holder that has ended or stands still.
 
     It counts no seconds: a busy machine holds up one that lives for longer than a test can wait.
     """
@@ -92,12 +96,13 @@ def count_looks() -> None:
 
     leases._last_file = look
     leases.time = SimpleNamespace(**vars(time) | {"monotonic": lambda: seconds[0]})  # type: ignore[assignment]
-    leases.BEAT_SECONDS, leases.STALE_SECONDS = 0.1, 3.0
+    leases.BEAT_SECONDS, leases.LATE_SECONDS, leases.STALE_SECONDS = 0.1, math.inf, 3.0
 
 
 def _is_at_rest(lease: Path) -> bool:
     try:
-        return psutil.Process(json.loads(lease.read_bytes())["pid"]).status() in _AT_REST
+        process = psutil.Process(json.loads(lease.read_bytes())["pid"])
+        return bool(_STANDS_STILL[process.pid]) or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return True
     except (OSError, ValueError):  # it has been given back, or is being written
@@ -172,7 +177,9 @@ def _act(call: Call, actor: Actor) -> None:
         if number == actor.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
         if number == actor.stops_at:
+            _STANDS_STILL[os.getpid()] = 1
             os.kill(os.getpid(), signal.SIGSTOP)
+            _STANDS_STILL[os.getpid()] = 0
         if actor.seed and chance.random() < 0.1:
             time.sleep(chance.random() * 0.05)
 
