@@ -142,10 +142,10 @@ def serving(
 
 @contextlib.contextmanager
 def held(served: Served) -> Iterator[threading.Event]:
-    """A loaded model whose passes wait until they are let go."""
+    """A loaded model whose passes are slow until they are let go; another is built between two of them."""
     goes_on = threading.Event()
     norm = served.models.services[0].model.model.norm
-    hook = norm.register_forward_pre_hook(lambda *_: goes_on.wait(PATIENCE))
+    hook = norm.register_forward_pre_hook(lambda *_: goes_on.wait(0.1))
     yield goes_on
     hook.remove()
 
@@ -255,7 +255,7 @@ def test_a_client_that_leaves_makes_no_model_leave(folders: dict[str, Path]) -> 
     with serving(folders, 60_000) as served, ThreadPoolExecutor(2) as pool:
         assert served.text("rabbit")
         with held(served) as goes_on:
-            long = pool.submit(served.text, "rabbit", ignore_eos=True)
+            long = pool.submit(served.text, "rabbit", max_tokens=300, ignore_eos=True)
             served.until(lambda states: states["rabbit"]["running"])
             served.leaves("hare")
             served.until(lambda states: states["hare"]["waiting"] == 0)
