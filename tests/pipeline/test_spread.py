@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -308,10 +307,9 @@ def test_waiting_for_workers_times_out(folder: Path) -> None:
 
 def test_silent_host_ends_the_run(folder: Path) -> None:
     answers = threading.Event()
-    with spread(split(folder)) as (model, crew):
-        model.hosts._link._group._set_default_timeout(timedelta(seconds=1))  # a load may take longer
+    with spread(split(folder), timeout=10.0) as (model, crew):  # a load takes less
         layer = crew.workers[0].model.model.layers[crew.workers[0].span.begin]
-        layer.register_forward_pre_hook(lambda module, args: answers.wait(600))
+        layer.register_forward_pre_hook(lambda module, args: answers.wait(600) and None)
         with pytest.raises(HostGoneError, match=r"process 1 .*has ended or does not answer"):
             model(INPUT)
         with pytest.raises(HostGoneError, match="process 1"):  # and it stays so

@@ -144,8 +144,11 @@ def serving(
 def held(served: Served) -> Iterator[threading.Event]:
     """A loaded model whose passes are slow until they are let go; another is built between two of them."""
     goes_on = threading.Event()
-    norm = served.models.services[0].model.model.norm
-    hook = norm.register_forward_pre_hook(lambda *_: goes_on.wait(0.1))
+
+    def wait(*_: Any) -> None:
+        goes_on.wait(0.1)
+
+    hook = served.models.services[0].model.model.norm.register_forward_pre_hook(wait)
     yield goes_on
     hook.remove()
 

@@ -618,7 +618,7 @@ def test_stalled_client_is_disconnected(split_folder: Path) -> None:
 def test_shutdown_finishes_running_requests(split_folder: Path) -> None:
     with running(split_folder, grace=None) as served:
         goes_on, answers = threading.Event(), list[Any]()
-        served.model.model.norm.register_forward_pre_hook(lambda *_: goes_on.wait(PATIENCE))
+        served.model.model.norm.register_forward_pre_hook(lambda *_: goes_on.wait(PATIENCE) and None)
         asking = threading.Thread(target=lambda: answers.append(served.post(COMPLETION, {**LONG, "max_tokens": 120})))
         asking.start()
         until(lambda: served.batch.stats.running == 1)

@@ -137,6 +137,7 @@ def _run_all(wanted: Sequence[tuple[Call, Actor]], folder: Path) -> list[tuple[i
                 running[_fork(call, actor, said[number])] = number
         _wait(running, stopped, ended)
     for child in stopped:
+        _STANDS_STILL[child] = 0
         os.kill(child, signal.SIGCONT)
     _wait(stopped, {}, ended)
     return [(ended[number], path.read_text() if path.exists() else "") for number, path in enumerate(said)]
@@ -146,6 +147,8 @@ def _wait(running: dict[int, int], stopped: dict[int, int], ended: dict[int, int
     """Wait until each process has ended or stands still; the keys are their ids, or their numbers for `ended`."""
     while running:
         child, status = os.waitpid(-1, os.WUNTRACED)
+        if child not in running or (os.WIFSTOPPED(status) and not _STANDS_STILL[child]):
+            continue
         number = running.pop(child)
         if os.WIFSTOPPED(status):
             stopped[child] = number
@@ -179,7 +182,6 @@ def _act(call: Call, actor: Actor) -> None:
         if number == actor.stops_at:
             _STANDS_STILL[os.getpid()] = 1
             os.kill(os.getpid(), signal.SIGSTOP)
-            _STANDS_STILL[os.getpid()] = 0
         if actor.seed and chance.random() < 0.1:
             time.sleep(chance.random() * 0.05)
 
