@@ -493,7 +493,8 @@ def test_closing_finishes_running_requests(open_batch: Open, plain: Any) -> None
 
 
 def test_closing_at_once_returns_partial_answers(open_batch: Open, plain: Any) -> None:
-    batch, _ = open_batch()
+    batch, model = open_batch()
+    model.model.norm.register_forward_pre_hook(lambda *_: time.sleep(0.01))  # all take seconds at least
     begun = threading.Event()
     submitted = Submitted(Request(prompt(5), 200))
 
