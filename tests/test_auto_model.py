@@ -523,7 +523,7 @@ def test_text_streamer(model: Any, plain: Any, capsys: pytest.CaptureFixture[str
 
 def test_text_iterator_streamer(model: Any, plain: Any) -> None:
     tokenizer = model.tokenizer
-    streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=600)
     options = {"max_new_tokens": 8, "do_sample": False, "streamer": streamer}
 
     def generate() -> None:
@@ -533,7 +533,7 @@ def test_text_iterator_streamer(model: Any, plain: Any) -> None:
     thread = threading.Thread(target=generate)
     thread.start()
     pieces = list(streamer)
-    thread.join(60)
+    thread.join(600)
     tokens = plain.generate(INPUT, max_new_tokens=8, do_sample=False)[0, INPUT.shape[1] :]
     assert "".join(pieces) == tokenizer.decode(tokens)
     assert len(pieces) > 1

@@ -272,7 +272,7 @@ def test_bitsandbytes_absent(checkpoint: Path, tmp_path: Path) -> None:
     before = weights(checkpoint)
     command = [sys.executable, "-c", WITHOUT_BITSANDBYTES, str(checkpoint), str(compressed)]
     root = Path(__file__).parents[1]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.strip().splitlines()
     errors = lines[:4]

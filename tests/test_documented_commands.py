@@ -290,7 +290,7 @@ def ask(port: str, server: subprocess.Popen[str]) -> None:
     until = time.monotonic() + LIMIT_SECONDS
     while server.poll() is None and time.monotonic() < until:
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=600) as answer:
                 assert json.load(answer)["usage"]["completion_tokens"] == 2
             break
         except urllib.error.URLError:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -197,11 +198,12 @@ def served(
 
 
 def free_port() -> int:
-    """A port without a listener."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+    """A port without a listener, below those that a system gives to connections: none takes it meanwhile."""
+    while True:
+        with socket.socket() as found, contextlib.suppress(OSError):
+            port = random.SystemRandom().randrange(10_240, 32_768)
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 def _wait_until_it_answers(idle: Idle, url: str, seconds: float) -> None:

@@ -9,6 +9,7 @@ from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 from rabbitllm.base.validation import problem_of
+from rabbitllm.cli._spelling import runs
 
 MODEL_PANEL, ANSWER_PANEL, SAMPLING_PANEL, SHARDS_PANEL = "Model and split", "Prompt and answer", "Sampling", "Shards"
 CACHE_PANEL, LIMITS_PANEL, NETWORK_PANEL, HOSTS_PANEL = "KV cache", "Limits", "Network", "Several machines"
@@ -72,6 +73,10 @@ class _InWords:
 
 class CommandInWords(_InWords, TyperCommand):
     """A command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        runs(self, ctx.find_root().command)
+        return super().parse_args(ctx, args)
 
 
 class GroupInWords(_InWords, TyperGroup):

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from rabbitllm.cli._pull import pull_command
 from rabbitllm.cli._quality import quality_command
 from rabbitllm.cli._run import run_command
 from rabbitllm.cli._serve import name_and_model, serve_command
-from rabbitllm.cli._spelling import as_typed, options_of
+from rabbitllm.cli._spelling import TypedRecord, typed_here
 from rabbitllm.cli._splits import ls_command, rm_command, show_command, verify_command
 from rabbitllm.cli._start import shown
 from rabbitllm.cli._worker import worker_command
@@ -175,10 +176,11 @@ def main() -> None:
     atexit.register(end_at_interrupts)  # else a traceback may follow the answer
     atexit.register(gc.freeze)  # else the last garbage collection visits torch's objects, which takes seconds
     _open_standard_streams()
+    logging.setLogRecordFactory(TypedRecord)
     try:
         app()
     except RabbitLLMError as error:
-        print(f"error: {as_typed(str(error), {*options_of(typer.main.get_command(app))})}", file=sys.stderr)
+        print(f"error: {typed_here(str(error))}", file=sys.stderr)
         sys.exit(exit_codes.USAGE if isinstance(error, OptionError) else exit_codes.ERROR)
     except SystemExit as stopped:  # rich, or typer in a help, exits with 1 if it notices the broken pipe first
         if isinstance(stopped.__context__, BrokenPipeError):

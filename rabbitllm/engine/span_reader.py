@@ -91,10 +91,11 @@ class Paths(Protocol):
 
 
 class _Copied(threading.local):
-    """Memory of each thread for bytes that are copied to their place."""
+    """Memory of each thread for bytes that are copied to their place, made with the first of them."""
 
-    def __init__(self) -> None:
-        self.memory = page_aligned(CHECKED_BYTES)
+    @functools.cached_property
+    def memory(self) -> memoryview:
+        return page_aligned(CHECKED_BYTES)
 
 
 class SpanReader:

@@ -561,7 +561,7 @@ def quantize_rate(scheme: str, dtype: str, threads: int, *, fitted: bool = False
     def work(_: int) -> tuple[int, float]:
         quantize_blocks(scheme, chunk, dtype, "cpu", fitted=fitted)  # a thread's first call loads kernels
         done, start = 0, time.perf_counter()
-        while time.perf_counter() - start < QUANTIZE_SECONDS:
+        while not done or time.perf_counter() - start < QUANTIZE_SECONDS:
             quantize_blocks(scheme, chunk, dtype, "cpu", fitted=fitted)
             done += len(chunk)
         return done, time.perf_counter() - start

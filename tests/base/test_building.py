@@ -11,7 +11,7 @@ import pytest
 
 from rabbitllm.base.building import Building
 
-PATIENCE = 30.0
+PATIENCE = 600.0
 
 
 def test_a_builder_waits_for_passes_and_passes_for_it() -> None:

@@ -74,7 +74,7 @@ def write(path: Path, nbytes: int) -> Path:
 
 def wait_for_samples(sampler: Sampler, more: int = 3) -> None:
     wanted = sampler.samples + more
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 600
     while sampler.samples < wanted and time.monotonic() < limit:
         time.sleep(0.005)
 

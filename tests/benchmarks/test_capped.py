@@ -34,7 +34,7 @@ def test_a_process_that_takes_more_than_its_group_may_is_killed() -> None:
             assert process.stdout.readline() == "idle\n"
             limit = group.limit_to_idle_and(100 << 20)
             assert 100 << 20 < limit < 200 << 20
-            process.communicate("go\n", timeout=60)
+            process.communicate("go\n", timeout=600)
             ends[nbytes] = process.returncode
             (group.folder / group.limit_file).write_text(str(1 << 40))
     assert ends == {20 << 20: 0, 200 << 20: -signal.SIGKILL}

@@ -639,7 +639,7 @@ def test_next_shard_is_fetched_during_the_last(local_hub: LocalHub, shards: list
 
     def look(step: Step) -> None:
         if step.kind == "sync" and step.path.name == "model.embed_tokens.safetensors.part" and not waited:
-            waited.append(coming.wait(60))
+            waited.append(coming.wait(600))
 
     with progress.listening(listen), observe_steps(look):
         split(REPO, shard_transfer="file")

@@ -20,7 +20,7 @@ from rabbitllm.cli import exit_codes
 from rabbitllm.cli.main import app
 from tests.support.demo_models import endless_model
 
-PATIENCE = 120
+PATIENCE = 600
 LINES = 28
 
 

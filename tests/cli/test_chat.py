@@ -24,7 +24,7 @@ from tests.support.terminals import Terminal
 
 OF_AN_ANSWER = r"(?<![\d\[?;])(1[2-9]|[2-9]\d)"
 """Digits that are neither a count of the model's 11 units, while it is waited for, nor part of an escape sequence."""
-PATIENCE = 120
+PATIENCE = 600
 """Seconds until a test gives up on a process."""
 
 

@@ -303,7 +303,7 @@ def test_closed_pipe(tmp_path: Path) -> None:
             running.stdout.readline()
             running.stdout.close()
             assert running.stderr.read() == b""
-            assert running.wait(60) == exit_codes.BROKEN_PIPE
+            assert running.wait(600) == exit_codes.BROKEN_PIPE
 
 
 def test_unprintable_letters_are_escaped(tmp_path: Path) -> None:

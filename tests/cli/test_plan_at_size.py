@@ -87,7 +87,7 @@ def let_the_next_shard_come_first(monkeypatch: pytest.MonkeyPatch, peak: Peak) -
     def late(repository: HubRepository, shard: str) -> Release:
         names = sorted(name for name in repository.files if name.endswith(".safetensors"))
         for following in names[names.index(shard) + 1 :][:1]:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 600
             while not has_come(repository, following):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)

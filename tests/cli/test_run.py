@@ -370,7 +370,7 @@ def test_a_process_that_is_stopped(checkpoint: Path, how: str) -> None:
     assert process.stdout.read(1)
     if how == "interrupt":
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=120)
+        process.communicate(timeout=600)
         assert process.returncode == 130
     else:
         process.stdout.close()

@@ -26,7 +26,7 @@ from rabbitllm.errors import OptionError
 from tests.support.demo_models import demo_model, endless_model
 from tests.support.mtp_heads import build_with_head, make_predictable
 
-PATIENCE = 120
+PATIENCE = 600
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def ask(address: str, max_tokens: int, answers: list[Any]) -> threading.Thread:
 
 def runs(address: str) -> None:
     """Wait until a request takes part in passes."""
-    with httpx.Client(trust_env=False) as client:
+    with httpx.Client(timeout=PATIENCE, trust_env=False) as client:
         limit = time.monotonic() + PATIENCE
         while not client.get(f"{address}/health").json()["running"]:
             assert time.monotonic() < limit
@@ -160,7 +160,7 @@ def test_second_start_uses_the_split(endless: Path) -> None:
     with serving(endless, RABBITLLM_API_KEY="k") as (process, address):
         assert "split         existed, in " in process.said
         process.until(r"API key +required")
-        assert httpx.get(f"{address}/v1/models", trust_env=False).status_code == 401
+        assert httpx.get(f"{address}/v1/models", timeout=PATIENCE, trust_env=False).status_code == 401
     assert {path: path.stat().st_mtime_ns for path in layers} == layers
 
 
@@ -336,7 +336,8 @@ def test_public_address_needs_a_key_or_insecure(endless: Path) -> None:
     assert "--insecure" in process.stderr
     assert "Traceback" not in process.stderr
     options = ("--host", "0.0.0.0", "--insecure", "--allow-host", "LLM.example")
-    with serving(endless, *options, RABBITLLM_API_KEY="") as (log, address), httpx.Client(trust_env=False) as client:
+    client = httpx.Client(timeout=PATIENCE, trust_env=False)
+    with serving(endless, *options, RABBITLLM_API_KEY="") as (log, address), client:
         log.until("Every machine that reaches this address")
         for host, status in (
             ("llm.example:8000", 200),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
-from rabbitllm.cli._spelling import as_typed, options_of
+from rabbitllm.cli._spelling import TypedRecord, as_typed, options_of, runs
 from rabbitllm.cli.main import app
 from tests.cli.test_convert import write_gguf
+from tests.support.builders import build_checkpoint
+from tests.support.tiny_models import split
 
 
 def error_of(*arguments: str | Path) -> str:
@@ -49,3 +54,37 @@ def test_errors_of_commands(tmp_path: Path) -> None:
 )
 def test_arguments_that_are_options(message: str, typed: str) -> None:
     assert as_typed(message, {*options_of(typer.main.get_command(app))}) == typed
+
+
+@pytest.mark.parametrize(
+    ("command", "typed"),
+    [
+        ("pull", "--verify-source checks; a --token. Use --sequential and --delete-original together."),
+        (
+            "serve",
+            "verify_source=True in Python checks; a --token. "
+            "Use --sequential and delete_original=True in Python together.",
+        ),
+    ],
+)
+def test_an_option_of_another_command_is_one_in_python(command: str, typed: str) -> None:
+    commands: Any = typer.main.get_command(app)
+    runs(commands.commands[command], commands)
+    message = (
+        "verify_source=True checks; a --token. Use sequential_shard_processing=True and delete_original=True together."
+    )
+    record = TypedRecord("rabbitllm.splitter", logging.WARNING, "", 1, "%s", (message,), None)
+    assert record.getMessage() == typed
+    assert TypedRecord("other", logging.WARNING, "", 1, message, (), None).getMessage() == message
+
+
+def test_warnings_of_commands(tmp_path: Path) -> None:
+    """One of a model whose shards are newer than its split."""
+    model = build_checkpoint(tmp_path / "model", "llama")
+    split_folder = split(model)
+    later = (split_folder / "split.json").stat().st_mtime_ns + 10**9
+    for shard in model.glob("*.safetensors"):
+        os.utime(shard, ns=(later, later))
+    command = [sys.executable, "-m", "rabbitllm", "pull", str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "--verify-source checks whether they differ" in done.stderr

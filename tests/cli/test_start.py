@@ -30,7 +30,7 @@ def test_a_terminal_shows_the_line_until_something_else_comes() -> None:
 
 def test_json_and_pipes_have_no_such_line() -> None:
     assert STARTING not in run_on_terminal([*LOOK, "--json"], 80, ENVIRONMENT, seconds=120)
-    run = subprocess.run(LOOK, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=True)
+    run = subprocess.run(LOOK, capture_output=True, text=True, env=ENVIRONMENT, timeout=600, check=True)
     assert run.stderr == ""
 
 
@@ -57,7 +57,7 @@ def test_ctrl_c_at_the_line_ends_at_once() -> None:
     while STARTING.encode() not in output:
         output += os.read(leader, 1 << 16)
     program.send_signal(signal.SIGINT)
-    assert program.wait(60) == 130
+    assert program.wait(600) == 130
     output += os.read(leader, 1 << 16)
     os.close(leader)
     assert output.decode().splitlines()[-1] == "interrupted"
@@ -128,5 +128,5 @@ def test_only_imports_are_ended_at_once(tmp_path: Path, code: str, end: tuple[in
         assert program.stdout is not None
         assert program.stdout.readline() == "begun\n"
         program.send_signal(signal.SIGINT)
-        out, errors = program.communicate(timeout=60)
+        out, errors = program.communicate(timeout=600)
     assert (program.returncode, out, errors) == end

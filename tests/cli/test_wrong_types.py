@@ -77,7 +77,7 @@ def answered(models: Models, listening: socket.socket, grace: float | None, star
     with in_a_thread(models, listening, grace):
         started()
         for path, body in REQUESTS.items():
-            answer = httpx.post(address_of(listening) + path, json=body, timeout=60, trust_env=False)
+            answer = httpx.post(address_of(listening) + path, json=body, timeout=600, trust_env=False)
             assert answer.status_code < 500, (path, answer.text)
 
 

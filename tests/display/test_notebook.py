@@ -19,12 +19,17 @@ CELL = f"""
     from rabbitllm.base import progress
     from rabbitllm.display import region
     from rabbitllm.display.split_display import shown
-    region.REFRESH_SECONDS = region.NOTEBOOK_SECONDS = region.LINE_SECONDS = 0.02
+    region.REFRESH_SECONDS = 0.02
+    region.NOTEBOOK_SECONDS = region.LINE_SECONDS = region.SHARE_BETWEEN_LINES = 0
+    show, shows = region.Region._show, []
+    region.Region._show = lambda claims: (show(claims), shows.append(claims))
     with shown():
         progress.tell(progress.SplitStarted("m", ("a", "b"), 10**10, 3 * 10**9, 0, 0, (5 * 10**9,) * 2, 8))
         for number in range(1, 6):
             progress.tell(progress.BytesDone("a", 10**9, f"layers.{{number}}"))
-            time.sleep(0.1)
+            before = len(shows)
+            while len(shows) < before + 2:
+                time.sleep(0.001)
         print("something else")
         progress.tell(progress.SplitDone("x", 8, 3 * 10**9, 3.0, 4 * 10**9))
 """
@@ -41,7 +46,7 @@ def run_cell() -> tuple[list[Any], list[dict[str, Any]]]:
             return super().process_message(msg, *args)
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(CELL))])
-    Client(notebook, kernel_name="python3", timeout=120).execute()
+    Client(notebook, kernel_name="python3", timeout=600).execute()
     return notebook.cells[0].outputs, messages
 
 

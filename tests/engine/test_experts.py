@@ -387,7 +387,7 @@ def test_copy_after_a_failed_read_is_right(checkpoint: Path, monkeypatch: pytest
         whole(reader, spans, buffer)
         if place == second:
             (over if is_first else again).set()
-            over.wait(10)
+            over.wait(600)
 
     monkeypatch.setattr(SpanReader, "read", read)
     with pytest.raises(OSError, match="the disk said no"):

@@ -723,7 +723,7 @@ def test_each_thread_has_its_own_current_device(tmp_path: Path, monkeypatch: pyt
     def waits(self: Any, x: torch.Tensor) -> torch.Tensor:
         if threading.current_thread() is other and not inside.is_set():
             inside.set()
-            assert go_on.wait(30)
+            assert go_on.wait(600)
             where["inside"].append(current.device)
         return ordinary(self, x)
 
@@ -735,11 +735,11 @@ def test_each_thread_has_its_own_current_device(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(norm_class, "forward", waits)
     other, before = threading.Thread(target=compute), current.device
     other.start()
-    assert inside.wait(30)
+    assert inside.wait(600)
     model.streamer.begin()  # as the next pass of this thread does
     assert current.device == before
     go_on.set()
-    other.join(30)
+    other.join(600)
     assert where == {"inside": [gpus[0].torch_device], "after": [before]}
 
 

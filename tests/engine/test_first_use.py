@@ -56,8 +56,8 @@ def test_files_are_prefetched_into_the_page_cache(tmp_path: Path) -> None:
     before = sum(map(_cached_pages, paths))
     spans = {path.name: [FileSpan(path.name, 0, path.stat().st_size, 0)] for path in paths}
     for thread in ReadAhead(spans, Folder(tmp_path)).threads:
-        thread.join(60)
-    deadline = time.monotonic() + 60
+        thread.join(600)
+    deadline = time.monotonic() + 600
     while sum(map(_cached_pages, paths)) < 2 * (2 * PIECE_BYTES // 4096 + 1) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert sum(map(_cached_pages, paths)) == 2 * (2 * PIECE_BYTES // 4096 + 1) > before
@@ -81,7 +81,7 @@ def test_layer_files_are_cached_in_huge_pages(tmp_path: Path) -> None:
     with path.open("rb") as file:
         assert file.read(4096)  # as headers are
     for thread in ReadAhead({"unit": [FileSpan(path.name, 4096, size - 4096, 0)]}, Folder(tmp_path)).threads:
-        thread.join(60)
+        thread.join(600)
     with PositionalFile(path) as file:
         pages = file.map_privately()
     assert pages.tobytes() == path.read_bytes()
@@ -100,7 +100,7 @@ def _in_huge_pages(path: Path) -> int:
 
 def test_missing_files_are_ignored(tmp_path: Path) -> None:
     (thread,) = ReadAhead({"unit": [FileSpan("none", 0, 10, 0)]}, Folder(tmp_path)).threads
-    thread.join(60)
+    thread.join(600)
     assert not thread.is_alive()
 
 

@@ -222,7 +222,7 @@ def test_small_control_group_is_an_error(tmp_path: Path, spare: int, lines: list
         assert process.stdout is not None
         assert process.stdout.readline() == "idle\n"
         group.limit_to_idle_and(spare)
-        output, _ = process.communicate("\n", timeout=300)
+        output, _ = process.communicate("\n", timeout=600)
     assert (process.returncode, output.split()) == (0, lines)
 
 

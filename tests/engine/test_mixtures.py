@@ -68,7 +68,7 @@ def fast(directory: Path, budget: int = ALL) -> Any:
 
 def is_dropped() -> bool:
     """Whether there are no calls any more; a thread that has read for one may keep it a little longer."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while any(type(each) is MixtureCall for each in gc.get_objects()):
         if time.monotonic() > deadline:
             return False

@@ -63,7 +63,7 @@ class Filler:
 
     def request(self, name: str) -> None:
         def fill(slot: BufferSlot) -> str:
-            assert self.gate.wait(60)
+            assert self.gate.wait(600)
             slot.buffer.fill_(int(name))
             self.done.append(name)
             return f"ticket {name}"
@@ -281,7 +281,7 @@ def opened(sound_split: Path, tmp_path: Path) -> Opened:
 
 def until(condition: Callable[[], bool]) -> bool:
     """Whether something comes true within seconds."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not condition():
         if time.monotonic() > end:
             return False
@@ -441,7 +441,7 @@ class Disk(SpanReader):
         spans = tuple(spans)
         (unit,) = (name for name in LAYERS if self._opened.sources[name].spans == spans)
         self.begun.append(unit)
-        assert self.gate.wait(60)
+        assert self.gate.wait(600)
         super().read(spans, buffer)
 
 
@@ -864,12 +864,12 @@ def test_a_model_is_loaded_once_reads_of_a_dropped_one_have_freed_their_buffers(
     def read(self: SpanReader, *given: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             is_reading.set()
-            assert may_go_on.wait(60)
+            assert may_go_on.wait(600)
         real(self, *given)
 
     monkeypatch.setattr(SpanReader, "read", read)
     next(iter(model.streamer.executors.values())).loader.prefetch(["model.layers.0", "model.layers.1"])
-    assert is_reading.wait(60)
+    assert is_reading.wait(600)
     del model
     gc.collect()
     assert gpu.used > 0
@@ -903,7 +903,7 @@ def test_a_load_waits_while_another_model_reads() -> None:
         ended.set()
         sys.setswitchinterval(interval)
         for thread in threads:
-            thread.join(30)
+            thread.join(600)
 
 
 def test_a_load_does_not_wait_for_cancelled_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -912,5 +912,5 @@ def test_a_load_does_not_wait_for_cancelled_jobs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(prefetch, "_JOBS", {job})
     job.cancel()
     begin = time.monotonic()
-    prefetch.wait_for_jobs(5)
-    assert time.monotonic() < begin + 4
+    prefetch.wait_for_jobs(1200)
+    assert time.monotonic() < begin + 600

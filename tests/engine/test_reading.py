@@ -380,7 +380,7 @@ def test_threads_alternate_at_a_tower(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(600)
     for index in range(2):
         assert len(results[index]) == 5
         assert all(torch.equal(vision_model, expected[index]) for vision_model in results[index])

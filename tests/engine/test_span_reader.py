@@ -118,6 +118,7 @@ def test_sectors_are_read_to_their_place(tmp_path: Path, has_sectors: bool, monk
         assert {*buffer[:at], *buffer[at + nbytes :]} == {0}
     assert reader.mode == ReadMode(direct=True)
     by_sector = [(512, 2 * BLOCK + 512), (BLOCK - 512, BLOCK + 512)]
+    assert ("memory" in vars(reader._copied)) is not has_sectors
     assert sizes == (by_sector if has_sectors else [(0, 3 * BLOCK), (0, 2 * BLOCK)])
 
 

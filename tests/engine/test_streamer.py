@@ -84,7 +84,7 @@ def in_time(work: Callable[[], T]) -> T:
     results: list[T] = []
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(600)
     assert results, "it did not finish"
     return results[0]
 
@@ -498,7 +498,7 @@ def test_threads_alternate(model: Any, expected: Reference) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert len(results) == 9
     assert all(torch.equal(tokens, expected.tokens) for tokens in results)
 
@@ -513,7 +513,7 @@ def test_deleted_model_leaves_no_thread_and_no_memory(checkpoint: Path) -> None:
     del model
     gc.collect()
     assert [reference() for reference in references] == [None, None]
-    reader.join(60)
+    reader.join(600)
     assert not reader.is_alive()
 
 

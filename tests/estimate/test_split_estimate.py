@@ -448,13 +448,15 @@ def test_no_rate_without_files(tmp_path: Path) -> None:
 
 def test_the_quantizer_is_called_as_in_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: set[tuple[str, int, str, str, bool]] = set()
-    threads = set()
+    threads, together = set[int](), threading.Barrier(3)
 
     def quantize(
         scheme: str, data: memoryview, dtype: str, device: str, *, fitted: bool
     ) -> tuple[memoryview, memoryview]:
         calls.add((scheme, len(data), dtype, device, fitted))
-        threads.add(threading.get_ident())
+        if threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
+            together.wait(600)
         time.sleep(0.01)
         return data, data
 

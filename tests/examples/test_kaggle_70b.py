@@ -39,7 +39,7 @@ ROOM = 3 << 20
 """The bundled model has 7 MiB in shards of 0.6, and 2 MiB at 4bit."""
 QUESTION, ANSWER = "What is 12 + 30?", "42"
 PARAMETERS = {"MODEL": REPOSITORY, "DRAFT": None, "PROMPT": QUESTION, "MAX_NEW_TOKENS": 8}
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 600
 SIDECARS = 100_000
 """Config, tokenizer and folders, which at this size are more than nothing."""
 

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,12 +20,13 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.lib.server_process import free_port
 from tests.frozen.support import checkpoints, golden
 from tests.frozen.support.command_line import rabbitllm, tree
 from tests.support.one_thread import one_thread as one_thread
 
 TREE, JSON = "command_tree.json", "command_json.json"
-PATIENCE = 180
+PATIENCE = 600
 ON_CPU = ("--device", "cpu")
 STREAMED = (*ON_CPU, "--max-memory", "cpu=0")
 
@@ -251,9 +251,7 @@ def served(folder: Path, *options: object) -> Iterator[tuple[httpx.Client, subpr
     (model / "1_Pooling" / "config.json").write_text(
         json.dumps({"word_embedding_dimension": 64, "pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False})
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     running = process("serve", model, "--port", port, *STREAMED, *options, stdout=None, stderr=subprocess.DEVNULL)
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE, trust_env=False)
     try:

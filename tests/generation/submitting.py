@@ -16,7 +16,7 @@ from tests.support.builders import VOCABULARY_SIZE
 
 Open = Callable[..., tuple[Batch, Any]]
 """Of the fixture `open_batch`."""
-PATIENCE = 120.0
+PATIENCE = 600.0
 """Seconds; what takes longer hangs."""
 
 

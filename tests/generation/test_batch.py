@@ -256,10 +256,10 @@ def one_in_a_pass(batch: Batch) -> Iterator[None]:
 
     def receive(event: Event) -> None:
         begun.set()
-        go_on.wait(60)
+        go_on.wait(600)
 
     batch.submit(Request(prompt(5), 3), receive)
-    assert begun.wait(60)
+    assert begun.wait(600)
     try:
         yield
     finally:
@@ -390,7 +390,7 @@ def test_finished_caches_are_evicted_before_a_prefix_is_copied(
         return copy(*args)
 
     monkeypatch.setattr(cache_manager, "copied", copied)
-    for _ in range(1_000):  # a cache is kept after its answer
+    for _ in range(60_000):  # a cache is kept after its answer
         if batch.stats.cache_bytes >= 3 * nbytes:
             break
         time.sleep(0.01)
@@ -493,7 +493,8 @@ def test_closing_finishes_running_requests(open_batch: Open, plain: Any) -> None
 
 
 def test_closing_at_once_returns_partial_answers(open_batch: Open, plain: Any) -> None:
-    batch, _ = open_batch()
+    batch, model = open_batch()
+    model.model.norm.register_forward_pre_hook(lambda *_: time.sleep(0.01))  # all take seconds at least
     begun = threading.Event()
     submitted = Submitted(Request(prompt(5), 200))
 
@@ -502,7 +503,7 @@ def test_closing_at_once_returns_partial_answers(open_batch: Open, plain: Any) -
         begun.set()
 
     batch.submit(submitted.request, receive)
-    assert begun.wait(60)
+    assert begun.wait(600)
     batch.close(0)
     assert submitted.finished.finish is FinishReason.CANCELLED
     assert submitted.tokens == alone(plain, submitted.request)[: len(submitted.tokens)]

@@ -90,14 +90,14 @@ def test_closing_waits_for_readers(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def slow(opened: PositionalFile, buffer: memoryview, offset: int) -> int:
         reading.set()
-        assert closed.wait(60)
+        assert closed.wait(600)
         return plain(opened, buffer, offset)
 
     monkeypatch.setattr(PositionalFile, "read_into", slow)
     tensors: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: tensors.append(file.tensor(spec(file, "plain"))))
     thread.start()
-    assert reading.wait(60)
+    assert reading.wait(600)
     file.close()
     closed.set()
     thread.join()

@@ -408,6 +408,17 @@ def test_the_tokenizer_gives_the_same_ids(
     assert sorted(model.generation_config.eos_token_id) == sorted(stops["eos_token_id"])
 
 
+def test_tokens_without_embeddings_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = tokenizer_of("qwen2")
+    folder = build(tmp_path / "model", "qwen2", vocab_size=len(tokenizer) - 1)
+    tokenizer.save_pretrained(folder)
+    convert(folder, tmp_path / "model.gguf", to="gguf")
+    last = tokenizer.convert_ids_to_tokens(len(tokenizer) - 1)
+    (warning,) = [message for message in caplog.messages if "has no embeddings for" in message]
+    assert warning.endswith(f": the model has no embeddings for {last}; the GGUF file lacks them.")
+    assert last not in gguf.GGUFReader(tmp_path / "model.gguf").fields["tokenizer.ggml.tokens"].contents()
+
+
 @pytest.mark.long
 def test_scores_rise_with_the_merges_as_in_sentencepiece(tmp_path: Path) -> None:
     """llama.cpp has no merges for such vocabularies: it joins the pair whose token has the highest score."""

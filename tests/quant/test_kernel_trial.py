@@ -51,7 +51,7 @@ def products():
 threads = lambda: len(os.listdir("/proc/self/task"))
 before = threads()
 assert agrees("tried", products())
-until = time.monotonic() + 20
+until = time.monotonic() + 600
 while threads() > before and time.monotonic() < until:
     time.sleep(0.05)
 print(threads() - before)
@@ -61,7 +61,7 @@ print(threads() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_trial_leaves_no_threads() -> None:
     """Two teams are more threads than cores: libgomp then lets all of them sleep at each barrier."""
-    done = subprocess.run([sys.executable, "-c", TRIAL], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", TRIAL], capture_output=True, text=True, timeout=600)
     assert done.stdout == "0\n", done.stderr
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 
 import pytest
 
+from benchmarks.lib.server_process import free_port
 from rabbitllm.errors import ClusterError, MissingPackageError, OptionError
 from rabbitllm.ray._cluster import connected
 
@@ -21,9 +21,7 @@ def test_missing_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_ray
 def test_unreachable_address_is_refused() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with pytest.raises(ClusterError, match=f"Nothing answers at 127.0.0.1:{port}"), connected(f"127.0.0.1:{port}"):
         pass
 

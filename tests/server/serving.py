@@ -29,7 +29,7 @@ NAME = "tiny"
 STREAMED = 60_000
 """Bytes for weights, of which the tiny models have several times as much."""
 LIMITS = Limits(running=8, waiting=32)
-PATIENCE = 60.0
+PATIENCE = 600.0
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """For properties: how busy the machine is says nothing about them."""
 

@@ -74,7 +74,7 @@ def scripted(scripted_split: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def claude(scripted: Running) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=scripted.address, api_key="secret-key", max_retries=0, timeout=60)
+    return anthropic.Anthropic(base_url=scripted.address, api_key="secret-key", max_retries=0, timeout=600)
 
 
 def create(claude: anthropic.Anthropic, content: Any = "<go>", **options: Any) -> Any:

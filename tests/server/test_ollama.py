@@ -8,11 +8,13 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rabbitllm.server import _ollama
 from rabbitllm.server.embeddings import PoolingRecipe
 from rabbitllm.version import __version__
 from tests.server.serving import NAME, Running, running
@@ -128,7 +130,9 @@ def test_models_are_shown(client: Any, scripted: Running) -> None:
         assert http.get("/api/version").json() == {"version": __version__}
 
 
-def test_a_request_says_how_long_the_model_stays(client: Any, scripted: Running) -> None:
+def test_a_request_says_how_long_the_model_stays(
+    client: Any, scripted: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for kept, seconds in (("1h30m", 5400), (600, 600), ("250ms", 0.25), (-1, math.inf), ("-1m", math.inf)):
         client.generate(NAME, "<talk>", keep_alive=kept)
         assert scripted.models.entries[0].keep_alive == seconds
@@ -137,9 +141,9 @@ def test_a_request_says_how_long_the_model_stays(client: Any, scripted: Running)
     assert running.expires_at.year > 2300
     assert running.size == sum(scripted.model.placement.bytes_on(name) for name in scripted.model.placement.limits)
     assert running.context_length == scripted.service.limits.context
-    client.chat(NAME, GO, keep_alive="10m")
-    left = client.ps().models[0].expires_at.timestamp() - time.time()
-    assert 0 < left <= 600
+    client.chat(NAME, GO, keep_alive="10h")
+    monkeypatch.setattr(_ollama, "time", SimpleNamespace(**{**vars(time), "time": lambda: 1_800_000_000.0}))
+    assert 0 < client.ps().models[0].expires_at.timestamp() - 1_800_000_000 <= 36_000
     for wrong in ("soon", "5 minutes", "", "5x"):
         with pytest.raises(ollama.ResponseError, match="expected seconds"):
             client.generate(NAME, keep_alive=wrong)

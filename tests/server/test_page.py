@@ -127,7 +127,7 @@ def evaluated(modules: Path, code: str, value: Any = None) -> Any:
         f"{imports}const given = {json.dumps(value)};\nconsole.log(JSON.stringify(await (async () => {{ {code} }})()));"
     )
     (modules / "script.js").write_text(script, encoding="utf-8")
-    done = subprocess.run(["node", "script.js"], cwd=modules, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["node", "script.js"], cwd=modules, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

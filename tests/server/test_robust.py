@@ -52,8 +52,8 @@ def harmless(text: str) -> None:
     assert ".py" not in text
 
 
-def until(true: Any, seconds: float = PATIENCE) -> None:
-    limit = time.monotonic() + seconds
+def until(true: Any) -> None:
+    limit = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < limit
         time.sleep(0.02)
@@ -376,16 +376,17 @@ def test_body_size_is_limited_with_and_without_content_length(split_folder: Path
 
 
 def test_a_slow_body_and_a_slow_head_are_cut_off(split_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Connection, "head_seconds", 0.4)
     with running(split_folder, body_seconds=0.3) as served:
         with served.socket() as slow:
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
             assert b" 408 " in slow.recv(4096)
+        monkeypatch.setattr(Connection, "head_seconds", 0.4)
         for begun in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: loc"):
             with served.socket() as silent:
                 silent.sendall(begun)
                 assert silent.recv(4096) == b""
-        with served.socket() as quick:  # is not cut off meanwhile
+        monkeypatch.setattr(Connection, "head_seconds", PATIENCE)
+        with served.socket() as quick:
             quick.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b" 200 " in quick.recv(4096)
 
@@ -616,7 +617,8 @@ def test_stalled_client_is_disconnected(split_folder: Path) -> None:
 
 def test_shutdown_finishes_running_requests(split_folder: Path) -> None:
     with running(split_folder, grace=None) as served:
-        answers: list[Any] = []
+        goes_on, answers = threading.Event(), list[Any]()
+        served.model.model.norm.register_forward_pre_hook(lambda *_: goes_on.wait(PATIENCE) and None)
         asking = threading.Thread(target=lambda: answers.append(served.post(COMPLETION, {**LONG, "max_tokens": 120})))
         asking.start()
         until(lambda: served.batch.stats.running == 1)
@@ -626,6 +628,7 @@ def test_shutdown_finishes_running_requests(split_folder: Path) -> None:
             answer = client.post(COMPLETION, json=LONG)
             refused(answer, 503, "shutting_down")
             assert "retry-after" in answer.headers
+        goes_on.set()
         asking.join()
         assert answers[0].json()["usage"]["completion_tokens"] == 120
 
@@ -633,6 +636,7 @@ def test_shutdown_finishes_running_requests(split_folder: Path) -> None:
 def test_shutdown_cancels_requests_after_the_grace_period(split_folder: Path) -> None:
     with running(split_folder, grace=0.2) as served:
         answers: list[Any] = []
+        served.model.model.norm.register_forward_pre_hook(lambda *_: time.sleep(0.01))  # it takes seconds at least
         asking = threading.Thread(target=lambda: answers.append(served.post(COMPLETION, {**LONG, "max_tokens": 240})))
         asking.start()
         until(lambda: served.batch.stats.new_tokens > 2)

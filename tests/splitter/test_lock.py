@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import json
 import logging
+import math
 import os
 import re
 import signal
@@ -15,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 
 import filelock
@@ -39,8 +40,6 @@ from rabbitllm.storage.leases import FOLDER_LEASE
 from tests.support.splitting import contents, names_in
 
 ROOT = Path(__file__).parent.parent.parent
-AT_ONCE = 20.0
-"""Seconds; a waiting process looks ten times a second."""
 MINUTE = r"2\d{3}-\d\d-\d\d \d\d:\d\d\b(?!:)"
 
 HOLD = """
@@ -70,6 +69,13 @@ for number in range(rounds):
 """
 
 
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 600
+    while not holds():
+        assert time.monotonic() < deadline, "nothing was said"
+        time.sleep(0.01)
+
+
 class Holder:
     """A process that takes the lock, and releases it on request. ``stderr`` goes to a file."""
 
@@ -93,17 +99,14 @@ class Holder:
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         assert self._line() == "out", self.said()
-        assert self.process.wait(60) == 0
+        assert self.process.wait(600) == 0
 
     def said(self) -> str:
         return self._stderr.read_text()
 
     def says(self) -> str:
         """Return its stderr, as soon as there is some."""
-        deadline = time.monotonic() + 60
-        while not self.said().endswith("\n"):
-            assert time.monotonic() < deadline, "nothing was said"
-            time.sleep(0.01)
+        until(lambda: self.said().endswith("\n"))
         return self.said()
 
     def _line(self) -> str:
@@ -139,7 +142,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_second_process_waits_and_names_the_holder_once(folder: Path, hold: Callable[[Path], Holder]) -> None:
-    before = time.time()
     first = hold(folder)
     first.is_in()
     second = hold(folder)
@@ -147,7 +149,8 @@ def test_second_process_waits_and_names_the_holder_once(folder: Path, hold: Call
     begin, _, ending = message.partition(" since ")
     assert begin == f"{folder} is in use by process {first.process.pid} on {socket.gethostname()}"
     since, _, end = ending.partition(";")
-    assert before - 60 < datetime.fromisoformat(since).timestamp() < time.time()  # in whole minutes
+    assert re.fullmatch(MINUTE, since)
+    assert json.loads((folder / HOLDER_NAME).read_bytes())["since"].startswith(since)
     assert end == " waiting.\n"
     time.sleep(0.5)
     assert second.said() == message
@@ -166,10 +169,10 @@ def test_waiting_is_logged_and_printed(
 ) -> None:
     first = hold(folder)
     first.is_in()
-    timer = threading.Timer(1.0, first.leaves)
-    timer.start()
+    leaving = threading.Thread(target=lambda: (until(lambda: caplog.records), first.leaves()))
+    leaving.start()
     with locked(folder):
-        timer.join()
+        leaving.join()
     (record,) = caplog.records
     assert (record.levelno, record.name) == (logging.WARNING, "rabbitllm.splitter.lock")
     process = rf"by process {first.process.pid} on {re.escape(socket.gethostname())} since {MINUTE}"
@@ -180,7 +183,7 @@ def test_waiting_is_logged_and_printed(
 def test_short_wait_prints_no_message(
     folder: Path, hold: Callable[[Path], Holder], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "SILENT_SECONDS", 60.0)
+    monkeypatch.setattr(lock, "SILENT_SECONDS", math.inf)
     first = hold(folder)
     first.is_in()
     timer = threading.Timer(0.1, first.leaves)
@@ -224,7 +227,7 @@ def test_lock_is_exclusive_while_the_lock_file_is_removed_and_created(tmp_path: 
         folder.mkdir(parents=True)
     command = [sys.executable, "-c", STRESS, str(folder), str(tmp_path / "inside"), "40"]
     processes = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(4)]
-    outputs = [process.communicate(timeout=120)[1] for process in processes]
+    outputs = [process.communicate(timeout=600)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, "\n".join(outputs)
     # an empty folder may stay where one process made it again while another one cleared it away
     assert contents(tmp_path) == {}
@@ -251,7 +254,7 @@ with locked(Path({str(folder)!r})):
     assert LOCK_NAME in names_in(folder)
     with pytest.raises(InUseError), locked_without_waiting(folder):
         pass
-    process.communicate("\n", timeout=60)
+    process.communicate("\n", timeout=600)
     assert process.returncode == 0
     assert names_in(folder) == ["split.journal"]
 
@@ -265,9 +268,8 @@ def test_waiting_process_takes_over_from_a_killed_holder(folder: Path, hold: Cal
     second = hold(folder)
     second.says()
     first.process.kill()
-    start = time.monotonic()
     second.is_in()
-    assert time.monotonic() - start < AT_ONCE
+    assert names_in(folder) == [LOCK_NAME, HOLDER_NAME, "split.journal"]  # no lease, which would be waited for
     third = hold(folder)
     assert f"process {second.process.pid} on" in third.says()
     second.leaves()
@@ -282,10 +284,8 @@ def test_killed_holder_without_waiting_processes_does_not_block(folder: Path, ho
     first.process.kill()
     first.process.wait()
     assert is_left_over(folder)
-    start = time.monotonic()
     with locked(folder):
         pass
-    assert time.monotonic() - start < AT_ONCE
     assert not is_left_over(folder)
 
 
@@ -295,7 +295,7 @@ def test_waiting_process_can_be_interrupted(folder: Path, hold: Callable[[Path],
     second = hold(folder)
     second.says()
     second.process.send_signal(signal.SIGINT)
-    assert second.process.wait(60) == -signal.SIGINT
+    assert second.process.wait(600) == -signal.SIGINT
     assert names_in(folder) == [LOCK_NAME, HOLDER_NAME, "split.journal"]
     third = hold(folder)
     assert f"process {first.process.pid} on" in third.says()  # and the lock is still the first one's
@@ -429,6 +429,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, code: int, lets_go: bool) -> None
             raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(leases, "LATE_SECONDS", math.inf)
 
 
 NONE = [(code, False) for code in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)]
@@ -473,12 +474,9 @@ def test_next_process_waits_for_the_lease_without_locks(
             locked_without_waiting(folder),
         ):
             pass
-        deadline = time.monotonic() + 60
-        while not caplog.records:
-            assert time.monotonic() < deadline, "nothing was said"
-            time.sleep(0.01)
+        until(lambda: caplog.records)
         assert not entered
-    second.join(60)
+    second.join(600)
     assert entered == ["in"]
     (record,) = caplog.records
     process = rf"{folder} is in use by process {os.getpid()} on {re.escape(socket.gethostname())} since {MINUTE}"
@@ -539,7 +537,7 @@ def test_replacing_layer_files_is_refused_while_they_are_read(folder: Path) -> N
 def test_reader_waits_while_layer_files_are_replaced(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[str] = []
+    read, messages = list[str](), list[str]()
 
     def read_it() -> None:
         with read_lock(folder):
@@ -548,12 +546,9 @@ def test_reader_waits_while_layer_files_are_replaced(
     reader = threading.Thread(target=read_it)
     with locked(folder, excluding_readers=True):
         reader.start()
-        deadline = time.monotonic() + 60
-        while not (message := capsys.readouterr().err):
-            assert time.monotonic() < deadline, "nothing was said"
-            time.sleep(0.01)
+        until(lambda: messages.append(capsys.readouterr().err) or messages[-1])
         assert not read
-    reader.join(60)
+    reader.join(600)
     assert read == ["read"]
-    assert message.startswith(f"{folder} is in use by process {os.getpid()} on {socket.gethostname()} since ")
-    assert "; waiting." in message
+    assert messages[-1].startswith(f"{folder} is in use by process {os.getpid()} on {socket.gethostname()} since ")
+    assert "; waiting." in messages[-1]

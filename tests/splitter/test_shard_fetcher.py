@@ -25,7 +25,7 @@ from tests.support.local_hub import Faults, GeneratedFile, LocalHub
 from tests.support.splitting import Call, layer_files, names_in, split
 
 REPO = "acme/tiny"
-PATIENCE = 60.0
+PATIENCE = 600.0
 """Seconds that a test waits for what must come."""
 LARGE = {"layers": 2, "hidden": 768, "vocabulary": 2048}
 

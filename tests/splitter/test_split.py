@@ -878,7 +878,7 @@ def test_split_stops_before_other_processes_fill_the_disk(
         if isinstance(event, progress.ShardDone):
             free[0] = 10**9 - 1
             for _ in range(2):  # with the second look the watch has seen what came of the first one
-                assert looks.acquire(timeout=60)
+                assert looks.acquire(timeout=600)
 
     with progress.listening(fill), pytest.raises(DiskFullError, match=r"Only 1000.00 MB were free") as stopped:
         split(model)

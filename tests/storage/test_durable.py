@@ -308,7 +308,7 @@ def test_sync_waits_for_that_of_another_thread(tmp_path: Path) -> None:
 
     def slow(descriptor: int) -> None:
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(600)
         done.append("synced")
 
     def sync() -> None:
@@ -319,13 +319,13 @@ def test_sync_waits_for_that_of_another_thread(tmp_path: Path) -> None:
         patch.setattr(os, "fsync", slow)
         closing = threading.Thread(target=lambda: second.write_at(memoryview(b"xyz"), 0))
         closing.start()
-        assert begun.wait(60)
+        assert begun.wait(600)
         syncing = threading.Thread(target=sync)
         syncing.start()
         syncing.join(0.1)
         go_on.set()
-        syncing.join(60)
-        closing.join(60)
+        syncing.join(600)
+        closing.join(600)
     assert done == ["synced", "returned"]
     first.close()
     second.close()

@@ -345,10 +345,10 @@ def test_threads_wait_while_all_open_files_are_in_use(done: list[str]) -> None:
     thread = threading.Thread(target=other)
     with pool.using(a):
         thread.start()
-        assert begun.wait(60)
+        assert begun.wait(600)
         thread.join(0.1)
         assert done == ["open a"]
-    thread.join(60)
+    thread.join(600)
     assert done == ["open a", "close a", "open b"]
 
 

@@ -10,11 +10,11 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rabbitllm.errors import InUseError, SplitError
@@ -48,7 +48,7 @@ class Holder:
         self.said = self.process.stdout.readline().strip()
 
     def ends(self) -> None:
-        self.process.communicate("\n", timeout=60)
+        self.process.communicate("\n", timeout=600)
 
     def is_killed(self) -> None:
         self.process.kill()
@@ -78,8 +78,8 @@ def test_readers_share(tmp_path: Path, hold: Start) -> None:
     assert contents(tmp_path) == {}
 
 
-def test_exclusive_lock_excludes_others(tmp_path: Path, hold: Start) -> None:
-    before = time.time()
+def test_exclusive_lock_excludes_others(tmp_path: Path, hold: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: 1_800_000_000.0)
     first = hold(tmp_path, "exclusive")
     assert first.said == "in"
     for lock in (shared, exclusive):
@@ -88,7 +88,7 @@ def test_exclusive_lock_excludes_others(tmp_path: Path, hold: Start) -> None:
         begin, _, ending = refused.value.problem.partition(", which runs since ")
         assert begin == f"{tmp_path} is being split by process {first.process.pid} on {socket.gethostname()}"
         since, _, end = ending.partition(", which")
-        assert before - 60 < datetime.fromisoformat(since).timestamp() < time.time()  # in whole minutes
+        assert since == f"{datetime.fromtimestamp(1_800_000_000):%Y-%m-%d %H:%M}"
         assert end == " deletes its shards."
         assert "Nothing was changed" in refused.value.remedy
     first.ends()
@@ -169,7 +169,7 @@ print("out", flush=True)
     assert process.stdout.readline() == "in\n"
     with pytest.raises(InUseError):
         shared(tmp_path, FolderKind.SOURCE)
-    assert process.communicate("\n", timeout=60)[0] == "out\n"
+    assert process.communicate("\n", timeout=600)[0] == "out\n"
 
 
 def test_missing_folder_is_not_locked(tmp_path: Path) -> None:

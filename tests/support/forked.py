@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE = 60
+PATIENCE = 600
 """Seconds after which a child that hangs is ended."""
 
 

@@ -11,4 +11,4 @@ from typing import Any
 def in_a_fresh_process(check: Callable[..., None], *arguments: Any) -> None:
     """Call a function of a module's top level in a new process; what it raises is raised here."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        pool.submit(check, *arguments).result(timeout=120)
+        pool.submit(check, *arguments).result(timeout=600)

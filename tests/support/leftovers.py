@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 600.0
 """How long a thread may take to notice that it is not wanted any more."""
 _OF_THE_HUB = "(process_request_thread)"
 

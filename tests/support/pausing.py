@@ -49,7 +49,7 @@ class Paused:
 
     def goes_on(self) -> None:
         """Let it come to its end."""
-        told = self.process.communicate("\n", timeout=300)
+        told = self.process.communicate("\n", timeout=600)
         assert self.process.returncode == 0, told
 
     def is_killed(self) -> None:

@@ -59,7 +59,7 @@ def local_cluster(cpus: int = CPUS) -> Iterator[str]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
-    _, alive = psutil.wait_procs(processes() - before, timeout=20)
+    _, alive = psutil.wait_procs(processes() - before, timeout=600)
     assert not alive, f"left running: {alive}"
 
 

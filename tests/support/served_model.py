@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,16 +13,10 @@ from pathlib import Path
 
 import psutil
 
-START_SECONDS = 120.0
+from benchmarks.lib.server_process import free_port
+
+START_SECONDS = 600.0
 _SAMPLE = re.compile(r"^(\w+)(\{[^}]*\})? (\S+)$", re.MULTILINE)
-
-
-def free_port() -> int:
-    """A port without a listener."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 class ServedModel:
@@ -61,7 +54,7 @@ class ServedModel:
             assert time.monotonic() < until, "the server does not answer"
             time.sleep(0.05)
 
-    def end(self, seconds: float = 60.0) -> int:
+    def end(self, seconds: float = 600.0) -> int:
         """Ask it to end, and wait; its exit code."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
@@ -80,7 +73,7 @@ class ServedModel:
             OSError: there is none, or it is an error.
         """
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(self.url + path, timeout=10) as answer:
+        with opener.open(self.url + path, timeout=600) as answer:
             text: str = answer.read().decode()
             return text
 

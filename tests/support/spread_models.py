@@ -68,7 +68,7 @@ class Crew:
     def join(self) -> None:
         """Wait until all have ended."""
         for thread in self._threads:
-            thread.join(60)
+            thread.join(600)
             assert not thread.is_alive()
 
 
@@ -78,8 +78,8 @@ def spread(
     budgets: Sequence[int] = (ALL, ALL),
     *,
     others: Sequence[Path] = (),
-    timeout: float = 60.0,
-    patience: float = 60.0,
+    timeout: float = 600.0,
+    patience: float = 600.0,
     **options: Any,
 ) -> Iterator[tuple[Any, Crew]]:
     """A model, and those that compute it with this thread; they end with the context.

@@ -108,7 +108,7 @@ def test_stage_of_two_threads_is_the_limit_only_if_both_are_busy_longest() -> No
     barrier = threading.Barrier(2)
 
     def record() -> None:
-        barrier.wait(60)
+        barrier.wait(600)
         profiler.add("layers.0", QUANTIZE, 3.0, 8)
 
     threads = [threading.Thread(target=record) for _ in range(2)]

@@ -9,7 +9,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks.lib.server_process import free_port
 from tests.support import terminals
 from tests.support.terminals import Terminal
 
@@ -95,9 +95,7 @@ class Server:
     """
 
     def __init__(self, folder: Path, log: Path, *options: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         with log.open("wb") as said:
