@@ -129,7 +129,12 @@ class WeightStandIn(torch.Tensor):
                 form = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
                 return func(form, *args[1:], **{**options, "device": options.get("device") or weight.device})
         result = cls._operation(func, args)
-        return result if result is not None else func(*tree_map(_whole, args), **tree_map(_whole, options))
+        if result is not None:
+            return result
+        if not torch.is_inference_mode_enabled():
+            return func(*tree_map(_whole, args), **tree_map(_whole, options))
+        with torch.inference_mode(False), torch.no_grad():  # no weight is made in that mode, so its views are not
+            return func(*tree_map(_whole, args), **tree_map(_whole, options))
 
 
 def _whole(value: Any) -> Any:

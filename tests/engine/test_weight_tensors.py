@@ -355,6 +355,14 @@ def test_other_operations_get_the_matrix() -> None:
 
 
 @with_vectors
+@pytest.mark.parametrize("view", [torch.t, lambda weight: weight.expand(2, -1, -1), lambda weight: weight[1]])
+@torch.inference_mode()
+def test_views_in_inference_mode(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    of = Matrix(*matrix("8bit", 6, 64))
+    weight = nn.Parameter(QuantizedWeight(of, torch.bfloat16), requires_grad=False)
+    assert torch.equal(view(weight), view(of.dequantized(torch.bfloat16)))
+
+
 def test_every_read_gets_the_matrix() -> None:
     quantized = weight(rows=128, columns=128)
     plain = quantized.whole()
