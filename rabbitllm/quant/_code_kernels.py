@@ -109,8 +109,8 @@ class _ScaledSegments(CodeSteps):
         if scale_type == "bf16":
             return b.bitcast(b.shl(b.zext(words, wide), every(wide, 16)), floats)
         exponents = b.zext(words, wide)
-        least = b.icmp_unsigned("==", exponents, every(wide, 0))  # 2 ** -127, below the normal numbers
-        return b.bitcast(b.select(least, every(wide, 1 << 22), b.shl(exponents, every(wide, 23))), floats)
+        bits, least = b.shl(exponents, every(wide, 23)), every(wide, 1 << 22)  # 2 ** -127, below the normal numbers
+        return b.bitcast(b.select(b.icmp_unsigned(">", bits, least), bits, least), floats)
 
     def _halves(self, words: Any, vector_type: ir.VectorType) -> tuple[Any, Any]:
         """The even and the odd codes of a vector of words with two bytes."""
@@ -127,6 +127,8 @@ class _IntegerSegments(_ScaledSegments):
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
         super().__init__(kernel, emit, table)
         self._table = emit.load(table, ir.VectorType(I8, 16), 1)
+        if _integers.HAS_WORDS:
+            self._table = emit.b.sext(self._table, ir.VectorType(I16, 16))
 
     def inputs(self, inputs: Any, others: Any) -> list[Any]:
         *words, scale = super().inputs(inputs, others)
@@ -135,6 +137,10 @@ class _IntegerSegments(_ScaledSegments):
     def _parts(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
         emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16)
         both = emit.load(address, words, 1)
+        if _integers.HAS_WORDS:
+            index = emit.joined(both, b.lshr(both, every(words, 4)))
+            values = _integers.permuted_words(emit, self._table, (index, b.lshr(index, every(WORDS, 8))))
+            return [[b.fmul(_integers.summed_products(emit, values, pair), scale) for *pair, scale in inputs]]
         nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
         values = _integers.looked_up_words(emit, self._table, emit.joined(*nibbles))
         return [[b.fmul(_integers.summed_products(emit, values, pair), scale) for *pair, scale in inputs]]

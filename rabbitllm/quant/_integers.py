@@ -170,7 +170,7 @@ def round_to_bytes(data):  # type: ignore[no-untyped-def]
 WORDS, INTS = ir.VectorType(I16, 32), ir.VectorType(I32, 16)
 _BYTES = ir.VectorType(I8, 64)
 _HALF_BYTES = ir.VectorType(I8, 32)
-_HAS_WORDS = "avx512bw" in features()
+HAS_WORDS = "avx512bw" in features()
 _HAS_FOURS = {"avx512vnni", "avx512vl"} <= features() or "avxvnni" in features()
 """Whether there is an instruction for products of four bytes at a time, in vectors of 256 bits."""
 _LANE = 16
@@ -187,6 +187,13 @@ def looked_up_words(emit: Emitter, table: Any, index: Any) -> tuple[Any, Any]:
     both = emit.b.bitcast(look_up(emit, table, emit.b.bitcast(index, _BYTES)), WORDS)
     eight = every(WORDS, 8)
     return emit.b.ashr(emit.b.shl(both, eight), eight), emit.b.ashr(both, eight)
+
+
+def permuted_words(emit: Emitter, table: Any, indices: Iterable[Any]) -> list[Any]:
+    """Words of a table of 16 by vectors of words, of which four bits count, with AVX-512."""
+    both = emit.joined(table, table)  # a fifth bit chooses the half
+    permute = emit.function("llvm.x86.avx512.permvar.hi.512", *[WORDS] * 3)
+    return [emit.b.call(permute, [both, index]) for index in indices]
 
 
 def summed_products(emit: Emitter, codes: Iterable[Any], inputs: Iterable[Any]) -> Any:
@@ -217,7 +224,7 @@ def interleaved_bytes(emit: Emitter, even: Any, odd: Any) -> tuple[Any, Any]:
 
 def _signed(emit: Emitter, words: Any, signs: Any) -> Any:
     """Words that are negated where the others are negative."""
-    if not _HAS_WORDS:
+    if not HAS_WORDS:
         return _divided(emit, WORDS, "avx2.psign.w", "", words, signs)  # 0 where these are 0
     mask = emit.b.ashr(signs, every(WORDS, 15))
     return emit.b.sub(emit.b.xor(words, mask), mask)
@@ -225,7 +232,7 @@ def _signed(emit: Emitter, words: Any, signs: Any) -> Any:
 
 def _divided(emit: Emitter, result: Any, half_name: str, name: str, *vectors: Any) -> Any:
     """An instruction with vectors of 512 bits, or twice the one with halves of them."""
-    if _HAS_WORDS:
+    if HAS_WORDS:
         call = emit.function(f"llvm.x86.{name}", result, *(vector.type for vector in vectors))
         return emit.b.call(call, vectors)
     halves = [*zip(*map(emit.halves, vectors), strict=True)]
@@ -310,11 +317,10 @@ class _LookedUp(_OwnSegments):
 
     def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
         emit = self._emit
-        order = [16 * (place % 2) + place // 2 % 16 for place in range(64)]  # twice: a fifth bit of an index counts
-        table = emit.b.bitcast(emit.pick(self._tables[0], self._tables[1], order), WORDS)
-        permute = emit.function("llvm.x86.avx512.permvar.hi.512", *[WORDS] * 3)
+        order = [16 * (place % 2) + place // 2 for place in range(32)]
+        table = emit.b.bitcast(emit.pick(self._tables[0], self._tables[1], order), ir.VectorType(I16, 16))
         low = emit.b.zext(emit.load(address, ir.VectorType(I8, 32), 1), WORDS)
-        words = [emit.b.call(permute, [table, index]) for index in (emit.b.lshr(low, every(WORDS, 4)), low)]
+        words = permuted_words(emit, table, (emit.b.lshr(low, every(WORDS, 4)), low))
         return [summed_products(emit, words, vectors) for vectors in inputs]
 
 
@@ -393,7 +399,7 @@ class _OnLines(_OwnSegments):
 
 
 OWN_STEPS: dict[str, type[_OwnSegments]] = {"4bit": _LookedUpBytes, "8bit": _OnLines}
-if _HAS_WORDS and not _HAS_FOURS:
+if HAS_WORDS and not _HAS_FOURS:
     OWN_STEPS["4bit"] = _LookedUp
 _LARGEST_LINE = 16000
 """The integer of 1 at 8bit: slopes of the largest values are 225 then, which fits a byte."""
