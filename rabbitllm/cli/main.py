@@ -176,6 +176,7 @@ def main() -> None:
     atexit.register(end_at_interrupts)  # else a traceback may follow the answer
     atexit.register(gc.freeze)  # else the last garbage collection visits torch's objects, which takes seconds
     _open_standard_streams()
+    record_factory = logging.getLogRecordFactory()
     logging.setLogRecordFactory(TypedRecord)
     try:
         app()
@@ -188,3 +189,5 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         sys.exit(exit_codes.INTERRUPTED)
+    finally:
+        logging.setLogRecordFactory(record_factory)

@@ -139,8 +139,8 @@ class _IntegerSegments(_ScaledSegments):
         both = emit.load(address, words, 1)
         if _integers.HAS_WORDS:
             index = emit.joined(both, b.lshr(both, every(words, 4)))
-            values = _integers.permuted_words(emit, self._table, (index, b.lshr(index, every(WORDS, 8))))
-            return [[b.fmul(_integers.summed_products(emit, values, pair), scale) for *pair, scale in inputs]]
+            both_words = _integers.permuted_words(emit, self._table, (index, b.lshr(index, every(WORDS, 8))))
+            return [[b.fmul(_integers.summed_products(emit, both_words, pair), scale) for *pair, scale in inputs]]
         nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
         values = _integers.looked_up_words(emit, self._table, emit.joined(*nibbles))
         return [[b.fmul(_integers.summed_products(emit, values, pair), scale) for *pair, scale in inputs]]

