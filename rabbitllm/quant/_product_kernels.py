@@ -60,7 +60,7 @@ PANEL_TOKENS = {16: 6, 8: 3}
 """Lanes -> inputs for each load of a panel's value; limited by the registers for sums."""
 PREFETCHED, CACHES = 8192, 0 if is_zen() else 3
 """How many bytes ahead codes are prefetched, and in how many caches they stay for one input. On Zen other data needs
-these more (up to 0.86 of a token's time); an Intel Xeon takes 2 to 3 times as long if they stay in none."""
+these more (up to 0.86 of a token's time); an Intel Xeon takes up to 3 times as long if they stay in none."""
 PANEL_ROWS, PANEL_COLUMNS = 128, 1024
 """Size of a panel: 512 KiB, of which `ROWS` rows and their inputs fit the smallest cache. With half the rows all inputs
 are read twice as often: 512 of them took 1.06 times as long."""

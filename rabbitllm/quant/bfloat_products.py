@@ -21,7 +21,7 @@ FEW_ROWS = 4
 """Rows up to which values are widened in registers for each of them, and not once in a panel. On a processor with
 AVX512-BF16 more rows are left to torch: in a pass of an EPYC one row took 0.6 to 0.8 of its time, 2 to 4 rows 0.95."""
 AMX_ROWS = 2
-"""The same with AMX: from memory one row takes 0.57 to 0.85 of torch's time, two 0.85 to 1.15, four 1.3."""
+"""The same with AMX: from memory one row takes 0.58 to 0.84 of torch's time, two 0.86 to 1.17, four 1.3."""
 MAX_INPUTS = 512
 """Rows whose inputs are multiplied together with a panel: more of them leave the cache."""
 ALL_ROWS = sys.maxsize

@@ -363,6 +363,7 @@ def test_views_in_inference_mode(view: Callable[[torch.Tensor], torch.Tensor]) -
     assert torch.equal(view(weight), view(of.dequantized(torch.bfloat16)))
 
 
+@with_vectors
 def test_every_read_gets_the_matrix() -> None:
     quantized = weight(rows=128, columns=128)
     plain = quantized.whole()
