@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant import _block_kernels, _integers, _product_kernels, _vectors
 from rabbitllm.quant._block_formats import FORMATS
 from rabbitllm.quant._kernel_interface import BYTE_STEP as STEP
 from rabbitllm.quant._kernel_interface import BYTE_WIDTH, WORD_WIDTH
-from rabbitllm.quant._vectors import CODEBOOKS, F32, I8, I16, I32, Emitter, emitted, every, features, number, on_stack
+from rabbitllm.quant._vectors import CODEBOOKS, F32, I8, I16, I32, Emitter, emitted, every, number, on_stack
 from rabbitllm.quant.schemes import SCHEMES
 
 SIZES = {BYTE_WIDTH: 1, WORD_WIDTH: 2}
@@ -55,15 +55,14 @@ _FOUR_BITS = frozenset(
 _LOOKED_UP = frozenset(name for name, form in FORMATS.items() if form.values) | {"4bit"}
 
 
-@functools.cache
 def _multiplies_fours() -> bool:
-    """Whether there is an instruction for four bytes at a time."""
-    return ("avx512vnni" if _vectors.lanes() == 16 else "avxvnni") in features()
+    return _vectors.multiplies_fours(_vectors.lanes())
 
 
 def width_of(scheme: str) -> int:
     """The width of a scheme's kernel on this processor, a key of `SIZES`."""
-    return BYTE_WIDTH if scheme in (_FOUR_BITS | _LOOKED_UP if _multiplies_fours() else _FOUR_BITS) else WORD_WIDTH
+    of_bytes = _FOUR_BITS | _LOOKED_UP if _multiplies_fours() else _FOUR_BITS
+    return BYTE_WIDTH if scheme in of_bytes else WORD_WIDTH
 
 
 def step_bytes(width: int) -> int:
@@ -279,10 +278,7 @@ def _add_products(emit: Emitter, size: int, total: Any, inputs: Any, codes: Any)
     if size == 2:
         products = _of_words(emit, b.bitcast(codes, words), b.bitcast(inputs, words))
     elif _multiplies_fours():
-        name = f"llvm.x86.avx512.vpdpbusd.{32 * emit.width}"
-        operand = bytes_ if binding.llvm_version_info >= (22,) else emit.ints
-        multiply = emit.function(name, emit.ints, emit.ints, operand, operand)
-        return b.call(multiply, [total or emit.every(0), b.bitcast(codes, operand), b.bitcast(inputs, operand)])
+        return emit.fours(total, b.bitcast(codes, bytes_), b.bitcast(inputs, bytes_))
     else:
         name = "llvm.x86.avx512.pmaddubs.w.512" if emit.width == 16 else "llvm.x86.avx2.pmadd.ub.sw"
         multiply = emit.function(name, words, bytes_, bytes_)

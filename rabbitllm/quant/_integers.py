@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from rabbitllm.base.compiling import float_of, floats_at, to_array, words_at
 from rabbitllm.quant import _vectors
@@ -171,8 +171,6 @@ WORDS, INTS = ir.VectorType(I16, 32), ir.VectorType(I32, 16)
 _BYTES = ir.VectorType(I8, 64)
 _HALF_BYTES = ir.VectorType(I8, 32)
 HAS_WORDS = "avx512bw" in features()
-_HAS_FOURS = {"avx512vnni", "avx512vl"} <= features() or "avxvnni" in features()
-"""Whether there is an instruction for products of four bytes at a time, in vectors of 256 bits."""
 _LANE = 16
 """Bytes within which instructions look bytes up and interleave them."""
 
@@ -203,15 +201,6 @@ def summed_products(emit: Emitter, codes: Iterable[Any], inputs: Iterable[Any]) 
         pairs = _divided(emit, INTS, "avx2.pmadd.wd", "avx512.pmaddw.d.512", words, values)
         total = emit.b.add(total, pairs)
     return emit.b.sitofp(total, emit.floats)
-
-
-def _fours(emit: Emitter, total: Any, codes: Any, inputs: Any) -> Any:
-    """A total of eight integers, nothing at first, and the products of four unsigned and four signed bytes for each."""
-    ints = ir.VectorType(I32, 8)
-    operand = _HALF_BYTES if binding.llvm_version_info >= (22,) else ints
-    multiply = emit.function("llvm.x86.avx512.vpdpbusd.256", ints, ints, operand, operand)
-    values = (emit.b.bitcast(each, operand) for each in (codes, inputs))
-    return emit.b.call(multiply, [every(ints, 0) if total is None else total, *values])
 
 
 def interleaved_bytes(emit: Emitter, even: Any, odd: Any) -> tuple[Any, Any]:
@@ -325,8 +314,7 @@ class _LookedUp(_OwnSegments):
 
 
 class _LookedUpBytes(_OwnSegments):
-    """The same as bytes. VPDPBUSD takes codes that are 128 larger, and sums that are smaller by the inputs' 128 times;
-    with AVX2 alone products are those of the sizes of codes with inputs of the same sign."""
+    """The same as bytes, with AVX2: products are those of the sizes of codes with inputs of the same sign."""
 
     code_bytes, tables, layout = 32, 1, ByteLayout(SEGMENT, (32, 2), (1, 0))
     input_bytes, other_bytes = SEGMENT, 32
@@ -334,39 +322,48 @@ class _LookedUpBytes(_OwnSegments):
     def __init__(self, emit: Emitter, table: Any) -> None:
         super().__init__(emit, table)
         self.accumulators = [8]
-        if _HAS_FOURS:
-            self._tables[0] = emit.b.xor(self._tables[0], every(self._tables[0].type, -128))
 
     def inputs(self, inputs: Any, others: Any) -> list[Any]:
-        emit, scales = self._emit, self._emit.load(others, ir.VectorType(F32, 8), 4)
-        if not _HAS_FOURS:
-            return [emit.load(inputs, _BYTES, 1), scales]
-        halves = [emit.load(emit.add(inputs, offset), _HALF_BYTES, 1) for offset in (0, 32)]
-        moved = functools.reduce(lambda total, half: _fours(emit, total, every(_HALF_BYTES, -128), half), halves, None)
-        return [[*halves, emit.b.neg(moved)], scales]
+        emit = self._emit
+        halves = (emit.load(emit.add(inputs, offset), _HALF_BYTES, 1) for offset in (0, 32))
+        return [list(halves), emit.load(others, ir.VectorType(F32, 8), 4)]
 
     def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
         emit, b, half = self._emit, self._emit.b, ir.VectorType(I16, 16)
-        both = emit.load(address, half, 1)
-        nibbles = [b.and_(word, every(half, 0x0F0F)) for word in (b.lshr(both, every(half, 4)), both)]
-        if _HAS_FOURS:
-            shuffle = emit.function("llvm.x86.avx2.pshuf.b", *[_HALF_BYTES] * 3)
-            table, sums = emit.joined(*self._tables * 2), list[Any]()
-            parts = [b.call(shuffle, [table, b.bitcast(word, _HALF_BYTES)]) for word in nibbles]
-            for ((*halves, moved),) in inputs:
-                for part, half_of_inputs in zip(parts, halves, strict=True):
-                    moved = _fours(emit, moved, part, half_of_inputs)
-                sums.append(b.sitofp(moved, ir.VectorType(F32, 8)))
-            return sums
-        codes = look_up(emit, self._tables[0], b.bitcast(emit.joined(*nibbles), _BYTES))
-        size = emit.function("llvm.abs.v64i8", _BYTES, _BYTES, ir.IntType(1))
-        sizes, sums = b.call(size, [codes, ir.Constant(ir.IntType(1), 0)]), []
-        for (values,) in inputs:
-            signed = _divided(emit, _BYTES, "avx2.psign.b", "", values, codes)
-            pairs = _divided(emit, WORDS, "avx2.pmadd.ub.sw", "", sizes, signed)
-            fours = _divided(emit, INTS, "avx2.pmadd.wd", "", pairs, every(WORDS, 1))
-            sums.append(b.sitofp(b.add(*emit.halves(fours)), ir.VectorType(F32, 8)))
-        return sums
+        shuffle, both = emit.function("llvm.x86.avx2.pshuf.b", *[_HALF_BYTES] * 3), emit.load(address, half, 1)
+        nibbles = (b.and_(word, every(half, 0x0F0F)) for word in (b.lshr(both, every(half, 4)), both))
+        table = emit.joined(*self._tables * 2)
+        codes = [b.call(shuffle, [table, b.bitcast(word, _HALF_BYTES)]) for word in nibbles]
+        return [b.sitofp(total, ir.VectorType(F32, 8)) for total in self._products(codes, [each for (each,) in inputs])]
+
+    def _products(self, codes: list[Any], inputs: list[list[Any]]) -> Iterable[Any]:
+        """The sums of the products of a segment's halves with those of each input, eight integers."""
+        emit, b, words, ints = self._emit, self._emit.b, ir.VectorType(I16, 16), ir.VectorType(I32, 8)
+        sign = emit.function("llvm.x86.avx2.psign.b", *[_HALF_BYTES] * 3)
+        in_pairs = emit.function("llvm.x86.avx2.pmadd.ub.sw", words, _HALF_BYTES, _HALF_BYTES)
+        in_fours = emit.function("llvm.x86.avx2.pmadd.wd", ints, words, words)
+        sizes = [b.call(sign, [code, code]) for code in codes]
+        for halves in inputs:
+            signed = (b.call(sign, each) for each in zip(halves, codes, strict=True))
+            pairs = (b.call(in_pairs, each) for each in zip(sizes, signed, strict=True))
+            yield b.add(*(b.call(in_fours, [each, every(words, 1)]) for each in pairs))
+
+
+class _LookedUpFours(_LookedUpBytes):
+    """The same with VNNI: codes are 128 larger, and sums begin smaller by the inputs' 128 times."""
+
+    def __init__(self, emit: Emitter, table: Any) -> None:
+        super().__init__(emit, table)
+        self._tables[0] = emit.b.xor(self._tables[0], every(self._tables[0].type, -128))
+
+    def inputs(self, inputs: Any, others: Any) -> list[Any]:
+        halves, scales = super().inputs(inputs, others)
+        moved = next(iter(self._products([every(_HALF_BYTES, -128)] * 2, [[*halves, None]])))
+        return [[*halves, self._emit.b.neg(moved)], scales]
+
+    def _products(self, codes: list[Any], inputs: list[list[Any]]) -> Iterable[Any]:
+        fours = self._emit.fours
+        return (fours(fours(total, codes[0], low), codes[1], high) for low, high, total in inputs)
 
 
 class _OnLines(_OwnSegments):
@@ -398,9 +395,8 @@ class _OnLines(_OwnSegments):
         return [summed_products(emit, words, vectors) for vectors in inputs]
 
 
-OWN_STEPS: dict[str, type[_OwnSegments]] = {"4bit": _LookedUpBytes, "8bit": _OnLines}
-if HAS_WORDS and not _HAS_FOURS:
-    OWN_STEPS["4bit"] = _LookedUp
+_LOOKED_UP = _LookedUpFours if _vectors.multiplies_fours(8) else _LookedUp if HAS_WORDS else _LookedUpBytes
+OWN_STEPS: dict[str, type[_OwnSegments]] = {"4bit": _LOOKED_UP, "8bit": _OnLines}
 _LARGEST_LINE = 16000
 """The integer of 1 at 8bit: slopes of the largest values are 225 then, which fits a byte."""
 _LINE_ERROR = 3e-4

@@ -19,8 +19,7 @@ from typing import Any, TypeAlias
 import numba
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
-from llvmlite.binding import get_host_cpu_name
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
@@ -95,7 +94,7 @@ def features() -> frozenset[str]:
 def is_zen() -> bool:
     """Whether it is a processor of AMD's Zen family; `NUMBA_CPU_NAME` replaces its name."""
     name: str | None = numba.config.CPU_NAME  # type: ignore[attr-defined]
-    return (name or str(get_host_cpu_name())).startswith("znver")
+    return (name or str(binding.get_host_cpu_name())).startswith("znver")
 
 
 def lanes() -> int:
@@ -106,6 +105,11 @@ def lanes() -> int:
 def multiplies_pairs() -> bool:
     """Whether this processor multiplies pairs of bfloat16."""
     return lanes() == 16 and "avx512bf16" in features()
+
+
+def multiplies_fours(width: int) -> bool:
+    """Whether this processor multiplies four bytes with four at a time, in vectors of so many lanes."""
+    return "avx512vnni" in features() if width == 16 else bool({"avx512vnni", "avxvnni"} & features())
 
 
 class Emitter:
@@ -122,6 +126,14 @@ class Emitter:
     def function(self, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
         declared = ir.FunctionType(result, arguments)
         return cgutils.get_or_insert_function(self.b.module, declared, name)  # type: ignore[no-untyped-call]
+
+    def fours(self, total: Any, codes: Any, inputs: Any) -> Any:
+        """Integers, nothing at first, and for each the products of four unsigned bytes and four signed ones."""
+        ints = ir.VectorType(I32, codes.type.count // 4)
+        operand = codes.type if binding.llvm_version_info >= (22,) else ints
+        multiply = self.function(f"llvm.x86.avx512.vpdpbusd.{8 * codes.type.count}", ints, ints, operand, operand)
+        values = (self.b.bitcast(each, operand) for each in (codes, inputs))
+        return self.b.call(multiply, [every(ints, 0) if total is None else total, *values])
 
     def variable(self, count: int = 0) -> Any:
         """A variable for a vector of `width` lanes or so many, initially zero, which LLVM keeps in a register."""

@@ -52,7 +52,7 @@ class PlainMatrix(KernelMatrix):
         return 0 if weight is None or weight.is_inference() else weight._version
 
     def method_for(self, count: int, dtype: torch.dtype) -> tuple[str, int]:
-        if dtype != torch.bfloat16 or count > max(self.max_inputs, bfloat_products.max_rows()):
+        if dtype != torch.bfloat16 or count > bfloat_products.max_rows():
             return DEQUANTIZED, 0
         from rabbitllm.quant import _vectors  # numba comes with it
 
