@@ -6,7 +6,8 @@ float32. An input's error is at most a 2**-15th of the largest input near it, fa
 bits would add as much loss as Q8_0 itself has.
 
 4bit loses so much more that its codes and inputs have 8 bits but for AVX-512 without VNNI: looking two bytes of each
-code up and bringing them together was a third of the instructions. A half of each `SEGMENT` has a scale then.
+code up and bringing them together was a third of the instructions. A half of each `SEGMENT` has a scale then, and
+consecutive segments are summed in turns: a vector of 512 bits has two of them.
 
 Vectors have 512 bits; for processors with AVX2, LLVM divides them. All sums have the same order on both: but for that
 one, products have the same bits on every processor.
@@ -77,18 +78,21 @@ class InputLayout:
 
 
 class ByteLayout(InputLayout):
-    """The even inputs of a segment, then the odd ones, in 8 bits; each half of the segment has a scale."""
+    """The even inputs of a segment, or of `TOGETHER`, then the odd ones, in 8 bits; each half of a segment has a
+    scale."""
 
     error = 1e-2
 
     def preparation(self, columns: int) -> Preparation:
-        """See `InputLayout`: with a step are the scales of its halves, each four times."""
-        return Preparation(round_to_bytes, (self.step, 0, self.order_address), columns, columns // self.step * 32)
+        """See `InputLayout`; with a step are eight scales, four of each half, and what eight sums begin with."""
+        return Preparation(round_to_bytes, (self.step, 0, self.order_address), columns, columns)
 
 
 _NEAREST, _NEAREST_BITS = np.float32(_vectors.NEAREST), np.int32(_vectors.NEAREST_BITS)
 _LARGEST_FLOAT, _SMALLEST = np.float32(LARGEST_INPUT), np.float32(1e-30)
-_HALF, _LARGEST_BYTE = SEGMENT // 2, np.float32(127)
+_HALF, _LARGEST_BYTE, _OFFSET = SEGMENT // 2, np.float32(127), 128
+TOGETHER = 2 if _vectors.lanes() == 16 and _vectors.multiplies_fours(16) else 1
+"""Consecutive segments of 4bit codes that are multiplied together, since they fill a vector."""
 
 
 @_vectors.inlined
@@ -147,8 +151,12 @@ def round_to_bytes(data):  # type: ignore[no-untyped-def]
     bits = values.view(np.int32)
     for n in range(rows * steps):
         x = words[1] + (2 if is_bfloat else 4) * (n // steps * row + n % steps * SEGMENT)
-        results = to_array(words_at(words[9] + SEGMENT * n), _HALF)
-        scales = to_array(floats_at(words[10] + 32 * n), 8)
+        part = n % steps % TOGETHER
+        together = min(TOGETHER, steps - n % steps + part)
+        place = SEGMENT * (n - part) + _HALF * part  # of the first half; the second is behind those of all together
+        results = to_array(words_at(words[9] + place), _HALF // 2 * (together + 1))
+        scales = to_array(floats_at(words[10] + place), 8)
+        moved = to_array(floats_at(words[10] + place + _HALF * together), 8).view(np.int32)
         _widen(values, bits, x, is_bfloat, SEGMENT)
         for half in range(2):
             most = np.int32(0)
@@ -160,16 +168,21 @@ def round_to_bytes(data):  # type: ignore[no-untyped-def]
             factor = _LARGEST_BYTE / largest if largest > _SMALLEST else np.float32(0)
             for i in range(_HALF):
                 values[_HALF * half + i] = values[_HALF * half + i] * factor + _NEAREST
+        for i in range(8):
+            total = np.int32(0)
+            for value in bits[8 * i : 8 * i + 8]:
+                total += value - _NEAREST_BITS
+            moved[i] = -_OFFSET * total
         for odd in range(2):
+            own = results[_HALF // 2 * together * odd :]
             for i in range(_HALF // 2):
-                results[_HALF // 2 * odd + i] = bits[4 * i + odd] & 0xFF | (bits[4 * i + 2 + odd] & 0xFF) << 8
+                own[i] = bits[4 * i + odd] & 0xFF | (bits[4 * i + 2 + odd] & 0xFF) << 8
 
 
 # Vectors.
 
 WORDS, INTS = ir.VectorType(I16, 32), ir.VectorType(I32, 16)
 _BYTES = ir.VectorType(I8, 64)
-_HALF_BYTES = ir.VectorType(I8, 32)
 HAS_WORDS = "avx512bw" in features()
 _LANE = 16
 """Bytes within which instructions look bytes up and interleave them."""
@@ -220,14 +233,15 @@ def _signed(emit: Emitter, words: Any, signs: Any) -> Any:
 
 
 def _divided(emit: Emitter, result: Any, half_name: str, name: str, *vectors: Any) -> Any:
-    """An instruction with vectors of 512 bits, or twice the one with halves of them."""
-    if HAS_WORDS:
+    """An instruction with vectors of 512 bits, or twice the one with halves of them; or that one, if they have 256."""
+    is_half = result.count * result.element.width == 256
+    if HAS_WORDS or is_half:
+        name = half_name if is_half else name
         call = emit.function(f"llvm.x86.{name}", result, *(vector.type for vector in vectors))
         return emit.b.call(call, vectors)
-    halves = [*zip(*map(emit.halves, vectors), strict=True)]
+    both = zip(*map(emit.halves, vectors), strict=True)
     half_type = ir.VectorType(result.element, result.count // 2)
-    call = emit.function(f"llvm.x86.{half_name}", half_type, *(half.type for half in halves[0]))
-    return emit.joined(*(emit.b.call(call, each) for each in halves))
+    return emit.joined(*(_divided(emit, half_type, half_name, name, *each) for each in both))
 
 
 # Steps of codes.
@@ -244,12 +258,16 @@ class CodeSteps(ABC):
 
     Attributes:
         code_bytes, input_bytes, other_bytes: of a step: of codes, of inputs, and of what is with those.
-        accumulators: lanes of the vectors in which an input's products are summed; the second one is subtracted.
+        together: consecutive steps that are multiplied together.
+        rest: multiplies a step of those that are left over; None if none are.
+        accumulators: lanes of the vectors in which an input's products are summed.
+        turns: how many of these take turns, each for the steps that are multiplied together.
         factor: of the sums; None for 1.
     """
 
     code_bytes: int
-    input_bytes, other_bytes = HALF_BYTES, 4
+    input_bytes, other_bytes, together, turns = HALF_BYTES, 4, 1, 1
+    rest: CodeSteps | None = None
     factor: Any = None
 
     def __init__(self, emit: Emitter) -> None:
@@ -265,6 +283,13 @@ class CodeSteps(ABC):
     def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
         """The products of a step of codes at an address."""
 
+    def total(self, total: Any, least: Any = None) -> Any:
+        """The accumulators of an input as one vector; the second one is subtracted."""
+        if least is None:
+            return total
+        order = [min(lane, least.type.count) for lane in range(total.type.count)]  # zeros follow
+        return self._emit.b.fsub(total, self._emit.pick(least, ir.Constant(least.type, None), order))
+
 
 # Codes of our own schemes.
 
@@ -275,10 +300,12 @@ class _OwnSegments(CodeSteps):
     Attributes:
         layout: of the inputs.
         tables: how many vectors of 16 bytes the table has; the factor follows.
+        lanes: in which the products of a segment are summed.
     """
 
     layout: InputLayout
     tables: int
+    lanes = 16
 
     def __init__(self, emit: Emitter, table: Any) -> None:
         super().__init__(emit)
@@ -288,10 +315,13 @@ class _OwnSegments(CodeSteps):
 
     def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
         emit, (scales, row, steps, step, shift) = self._emit, position
-        sums = self._sums(address, [vectors for *vectors, _ in inputs])
-        block = emit.b.lshr(emit.add(emit.b.mul(row, steps), step), shift)
-        scale = emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4)
-        scale = emit.spread(scale, self.accumulators[0])
+        sums = self._sums(address, inputs)
+        first, scales_of = emit.add(emit.b.mul(row, steps), step), list[Any]()
+        for number_of_step in range(self.together):
+            block = emit.b.lshr(emit.add(first, number_of_step), shift)
+            scale = emit.load(emit.add(scales, emit.b.mul(block, number(4))), F32, 4)
+            scales_of.append(emit.spread(scale, self.lanes))
+        scale = emit.joined(*scales_of)
         yield 0, sums, [emit.b.fmul(scale, of_inputs) for *_, of_inputs in inputs]
 
     @abstractmethod
@@ -310,41 +340,56 @@ class _LookedUp(_OwnSegments):
         table = emit.b.bitcast(emit.pick(self._tables[0], self._tables[1], order), ir.VectorType(I16, 16))
         low = emit.b.zext(emit.load(address, ir.VectorType(I8, 32), 1), WORDS)
         words = permuted_words(emit, table, (emit.b.lshr(low, every(WORDS, 4)), low))
-        return [summed_products(emit, words, vectors) for vectors in inputs]
+        return [summed_products(emit, words, vectors) for *vectors, _ in inputs]
 
 
 class _LookedUpBytes(_OwnSegments):
     """The same as bytes, with AVX2: products are those of the sizes of codes with inputs of the same sign."""
 
     code_bytes, tables, layout = 32, 1, ByteLayout(SEGMENT, (32, 2), (1, 0))
-    input_bytes, other_bytes = SEGMENT, 32
+    input_bytes, other_bytes, lanes = SEGMENT, SEGMENT, 8
 
-    def __init__(self, emit: Emitter, table: Any) -> None:
+    def __init__(self, emit: Emitter, table: Any, together: int = TOGETHER) -> None:
         super().__init__(emit, table)
-        self.accumulators = [8]
+        self.together, self.turns, self.accumulators = together, 2 // TOGETHER, [8 * TOGETHER] * (2 // TOGETHER)
+        self.rest = type(self)(emit, table, 1) if together > 1 else self
 
     def inputs(self, inputs: Any, others: Any) -> list[Any]:
-        emit = self._emit
-        halves = (emit.load(emit.add(inputs, offset), _HALF_BYTES, 1) for offset in (0, 32))
-        return [list(halves), emit.load(others, ir.VectorType(F32, 8), 4)]
+        emit, count, half = self._emit, 8 * self.together, _HALF * self.together
+        low, high = (emit.load(emit.add(inputs, offset), ir.VectorType(I8, half), 1) for offset in (0, half))
+        moved = emit.load(emit.add(others, half), ir.VectorType(I32, count), 4)
+        return [low, high, moved, emit.load(others, ir.VectorType(F32, count), 4)]
+
+    def total(self, total: Any, least: Any = None) -> Any:
+        return total if least is None else self._emit.joined(total, least)
+
+    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
+        missing = self.accumulators[0] - 8 * self.together
+        for accumulator, sums, scales in super().products(address, inputs, position):
+            if missing:
+                rest = every(ir.VectorType(F32, missing), 0.0)
+                sums, scales = ([self._emit.joined(each, rest) for each in values] for values in (sums, scales))
+            yield accumulator, sums, scales
 
     def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
-        emit, b, half = self._emit, self._emit.b, ir.VectorType(I16, 16)
-        shuffle, both = emit.function("llvm.x86.avx2.pshuf.b", *[_HALF_BYTES] * 3), emit.load(address, half, 1)
-        nibbles = (b.and_(word, every(half, 0x0F0F)) for word in (b.lshr(both, every(half, 4)), both))
-        table = emit.joined(*self._tables * 2)
-        codes = [b.call(shuffle, [table, b.bitcast(word, _HALF_BYTES)]) for word in nibbles]
-        return [b.sitofp(total, ir.VectorType(F32, 8)) for total in self._products(codes, [each for (each,) in inputs])]
+        emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16 * self.together)
+        as_bytes, both = ir.VectorType(I8, _HALF * self.together), emit.load(address, words, 1)
+        nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (b.lshr(both, every(words, 4)), both))
+        table = emit.joined(*self._tables * (2 * self.together))
+        names = "avx2.pshuf.b", "avx512.pshuf.b.512"
+        codes = [_divided(emit, as_bytes, *names, table, b.bitcast(word, as_bytes)) for word in nibbles]
+        totals = self._products(codes, inputs)
+        return [b.sitofp(total, ir.VectorType(F32, total.type.count)) for total in totals]
 
     def _products(self, codes: list[Any], inputs: list[list[Any]]) -> Iterable[Any]:
-        """The sums of the products of a segment's halves with those of each input, eight integers."""
+        """The sums of the products of the halves of segments with those of each input, eight integers of each."""
         emit, b, words, ints = self._emit, self._emit.b, ir.VectorType(I16, 16), ir.VectorType(I32, 8)
-        sign = emit.function("llvm.x86.avx2.psign.b", *[_HALF_BYTES] * 3)
-        in_pairs = emit.function("llvm.x86.avx2.pmadd.ub.sw", words, _HALF_BYTES, _HALF_BYTES)
+        sign = emit.function("llvm.x86.avx2.psign.b", *[codes[0].type] * 3)
+        in_pairs = emit.function("llvm.x86.avx2.pmadd.ub.sw", words, *[codes[0].type] * 2)
         in_fours = emit.function("llvm.x86.avx2.pmadd.wd", ints, words, words)
         sizes = [b.call(sign, [code, code]) for code in codes]
         for halves in inputs:
-            signed = (b.call(sign, each) for each in zip(halves, codes, strict=True))
+            signed = (b.call(sign, each) for each in zip(halves, codes, strict=False))
             pairs = (b.call(in_pairs, each) for each in zip(sizes, signed, strict=True))
             yield b.add(*(b.call(in_fours, [each, every(words, 1)]) for each in pairs))
 
@@ -352,18 +397,13 @@ class _LookedUpBytes(_OwnSegments):
 class _LookedUpFours(_LookedUpBytes):
     """The same with VNNI: codes are 128 larger, and sums begin smaller by the inputs' 128 times."""
 
-    def __init__(self, emit: Emitter, table: Any) -> None:
-        super().__init__(emit, table)
-        self._tables[0] = emit.b.xor(self._tables[0], every(self._tables[0].type, -128))
-
-    def inputs(self, inputs: Any, others: Any) -> list[Any]:
-        halves, scales = super().inputs(inputs, others)
-        moved = next(iter(self._products([every(_HALF_BYTES, -128)] * 2, [[*halves, None]])))
-        return [[*halves, self._emit.b.neg(moved)], scales]
+    def __init__(self, emit: Emitter, table: Any, together: int = TOGETHER) -> None:
+        super().__init__(emit, table, together)
+        self._tables[0] = emit.b.xor(self._tables[0], every(self._tables[0].type, -_OFFSET))
 
     def _products(self, codes: list[Any], inputs: list[list[Any]]) -> Iterable[Any]:
         fours = self._emit.fours
-        return (fours(fours(total, codes[0], low), codes[1], high) for low, high, total in inputs)
+        return (fours(fours(moved, codes[0], low), codes[1], high) for low, high, moved, _ in inputs)
 
 
 class _OnLines(_OwnSegments):
@@ -392,7 +432,7 @@ class _OnLines(_OwnSegments):
             value, most = b.add(sums, start), every(WORDS, _LARGEST_LINE)
             value = b.select(b.icmp_signed("<", value, most), value, most)
             words.append(_signed(emit, value, sign))
-        return [summed_products(emit, words, vectors) for vectors in inputs]
+        return [summed_products(emit, words, vectors) for *vectors, _ in inputs]
 
 
 _LOOKED_UP = _LookedUpFours if _vectors.multiplies_fours(8) else _LookedUp if HAS_WORDS else _LookedUpBytes

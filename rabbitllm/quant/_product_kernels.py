@@ -101,14 +101,6 @@ def own_rows(words, start, end, parts, rows):  # type: ignore[no-untyped-def]
 # By codes.
 
 
-def _total(emit: Emitter, total: Any, least: Any = None) -> Any:
-    """The lanes of an input's accumulators as one vector."""
-    if least is None:
-        return total
-    order = [min(lane, least.type.count) for lane in range(total.type.count)]  # zeros follow
-    return emit.b.fsub(total, emit.pick(least, ir.Constant(least.type, None), order))
-
-
 def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, together: int, rows: int, tokens: int) -> Any:
     """An intrinsic that multiplies `rows` consecutive rows of codes by up to `tokens` consecutive inputs.
 
@@ -118,7 +110,7 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, together: i
     def dot(emit, codes, scales, even, odd, table, out, row_bytes, steps, shift, count, all_rows, row, token):  # type: ignore[no-untyped-def]
         """All arguments are int64: `ARGUMENTS`, then the first row and the first input."""
         b, of_steps = emit.b, make(emit, table)
-        floats = ir.VectorType(F32, of_steps.accumulators[0])
+        floats = ir.VectorType(F32, of_steps.accumulators[0] * of_steps.turns)
         nbytes = 4 * floats.count
         last, numbers = b.sub(count, number(1)), [emit.add(token, t) for t in range(tokens)]
         # a tile with fewer inputs computes the last one again
@@ -129,25 +121,36 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, together: i
         with emit.loop(number(rows // together)) as group:
             first = b.mul(group, number(together))
             sums = [[[*map(emit.variable, of_steps.accumulators)] for _ in numbers] for _ in range(together)]
-            with emit.loop(steps) as step:
+
+            def add(some: CodeSteps, step: Any, turn: int = 0, first: Any = first, sums: Any = sums) -> None:
+                """Add the products of the steps that are multiplied together, from one on."""
                 places = [emit.add(steps_before, step) for steps_before in before]
-                inputs = [of_steps.inputs(*(emit.add(at, b.mul(n, number(m))) for at, m in sizes)) for n in places]
-                begin = b.mul(step, number(of_steps.code_bytes))
+                inputs = [some.inputs(*(emit.add(at, b.mul(n, number(m))) for at, m in sizes)) for n in places]
+                begin = b.mul(step, number(some.code_bytes))
                 # the bytes after the end of a row are in the cache already; the next rows are needed next
                 is_beyond = b.icmp_unsigned(">=", emit.add(begin, PREFETCHED), row_bytes)
                 ahead = emit.add(b.select(is_beyond, b.mul(row_bytes, number(together - 1)), number(0)), PREFETCHED)
                 for r, of_row in enumerate(sums):
                     position = scales, emit.add(row, first, r), steps, step, shift
                     address = emit.add(codes, b.mul(position[1], row_bytes), begin)
-                    for line in range(0, of_steps.code_bytes, 64):
+                    for line in range(0, some.code_bytes * some.together, 64):
                         emit.prefetch(emit.add(address, ahead, line), 3 if tokens > 1 else CACHES)
-                    for accumulator, values, scales_of in of_steps.products(address, inputs, position):
+                    for accumulator, values, scales_of in some.products(address, inputs, position):
                         for variables, value, scale in zip(of_row, values, scales_of, strict=False):
-                            total = variables[accumulator]
+                            total = variables[accumulator + turn]
                             b.store(emit.fma(value, scale, b.load(total)), total)
+
+            at_once = number(of_steps.together * of_steps.turns)
+            with emit.loop(b.udiv(steps, at_once)) as index:
+                for turn in range(of_steps.turns):
+                    add(of_steps, emit.add(b.mul(index, at_once), turn * of_steps.together), turn)
+            if of_steps.rest is not None:
+                left = b.urem(steps, at_once)
+                with emit.loop(left) as index:
+                    add(of_steps.rest, emit.add(b.sub(steps, left), index))
             for (r, of_row), t in itertools.product(enumerate(sums), range(tokens)):
                 place = emit.add(totals, b.mul(emit.add(first, r + rows * t), number(nbytes)))
-                emit.store(_total(emit, *map(b.load, of_row[t])), place, 4)
+                emit.store(of_steps.total(*map(b.load, of_row[t])), place, 4)
         for n, t in zip(range(0, rows * tokens, rows), numbers, strict=True):
             of_rows = emit.sum(*(emit.load(emit.add(totals, nbytes * r), floats, 4) for r in range(n, n + rows)))
             if of_steps.factor is not None:
