@@ -25,6 +25,7 @@ from tests.support.forked import in_a_fork
 from tests.support.leftovers import open_files
 from tests.support.small_disk import small_disk
 from tests.support.splitting import failing
+from tests.support.swift_disk import real_disk  # noqa: F401  a fixture that applies by itself
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
