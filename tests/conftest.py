@@ -39,7 +39,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 after_import("torch", lambda torch: torch.set_num_threads(THREADS))
 
-# This process does not wait for the disk; those that tests start do.
+# Tests do not wait for the disk; commands that they start do.
 swift_disk.install()
 
 # bitsandbytes has torch compile how it dequantizes odd shapes: seconds for each shape, and the same bits.

@@ -1,7 +1,7 @@
 """Tests do not wait for the disk: a sync only checks that the file is open, and split weights go to the page cache.
 
 A split of a tiny model syncs thirty times, a tenth of a second that no core works in. That everything is synced, and in
-which order, is tested by recorded calls and models of power cuts; processes that tests start, and files of tests that
+which order, is tested by recorded calls and models of power cuts; commands that tests start, and files of tests that
 import `real_disk`, wait for the disk.
 """
 
