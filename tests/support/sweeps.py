@@ -192,6 +192,10 @@ COVERED: Mapping[str, tuple[str, ...]] = {
         "prepare/test_make.py::test_commit_with_the_same_weights_uses_the_existing_split",
     ),
     "cli/test_plan.py::test_peak_of_a_repository": ("cli/test_plan.py::test_peak_of_a_folder",),
+    "cli/test_run.py::test_thoughts_leave_their_time_on_a_terminal": (
+        "cli/test_run.py::test_thoughts_are_not_on_stdout",
+        "display/test_answer_printer.py::test_thoughts_are_one_line_that_only_their_time_is_left_of",
+    ),
     "engine/test_default_dtype.py::test_passes_have_the_same_bits": (
         "engine/test_default_dtype.py::test_products_have_the_same_bits",
     ),
