@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import draws
+from tests.support import draws, swift_disk
 from tests.support.after_import import after_import
 from tests.support.one_thread import THREADS
 from tests.support.parts import chosen, relative
@@ -38,6 +38,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Fixtures of a module, tests, and the processes that these start compute with the same number of threads.
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 after_import("torch", lambda torch: torch.set_num_threads(THREADS))
+
+# Tests do not wait for the disk; commands that they start do.
+swift_disk.install()
 
 # bitsandbytes has torch compile how it dequantizes odd shapes: seconds for each shape, and the same bits.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.support import pages
+from tests.support.one_thread import one_thread as one_thread
 from tests.support.pages import Piece, pieces_of, run
 
 ROOT = Path(__file__).parent.parent
@@ -15,12 +18,13 @@ PAGE = ROOT / "docs" / "walkthrough" / "README.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
-def test_every_piece_prints_what_the_page_says(tmp_path: Path) -> None:
-    """By the command that writes it, on a copy."""
+def test_every_piece_prints_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the program that writes it, on a copy."""
     assert len(pieces_of(TEXT)) > 10
-    copy = Path(shutil.copy(PAGE, tmp_path))
-    command = [sys.executable, "-m", "tests.support.pages", str(copy)]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    copy = shutil.copy(PAGE, tmp_path / "page.md")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["pages", str(copy)])
+    runpy.run_path(str(pages.__file__), run_name="__main__")
     assert copy.read_text(encoding="utf-8") == TEXT
 
 

@@ -20,7 +20,7 @@ import ast
 import builtins
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,17 +91,16 @@ def _is_log(call: ast.Call) -> bool:
     return isinstance(owner, ast.Name) and owner.id in ("logger", "logging", "warnings") and _name(call) in LOGS
 
 
-def _docstrings(tree: ast.Module) -> set[ast.expr]:
+def _docstrings(nodes: Iterable[ast.AST]) -> set[ast.expr]:
     """Statements that are a string alone: docstrings of modules, classes, functions and constants."""
-    return {
-        node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
+    return {node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
 
 
 def strings_of(path: str, tree: ast.Module, errors: set[str]) -> Iterator[Shown]:
     """The visible texts of one module, in the order of its lines."""
     found: list[Shown] = []
-    seen: set[ast.AST] = _docstrings(tree)  # type: ignore[assignment]
+    nodes = [*ast.walk(tree)]
+    seen: set[ast.AST] = _docstrings(nodes)  # type: ignore[assignment]
 
     def add(kind: str, node: ast.AST, text: str | None) -> None:
         seen.update(ast.walk(node))
@@ -109,14 +108,14 @@ def strings_of(path: str, tree: ast.Module, errors: set[str]) -> Iterator[Shown]
             plain = "".join(one if one.isprintable() else " " for one in text)
             found.append(Shown(path, getattr(node, "lineno", 1), kind, " ".join(plain.split())))
 
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and _name(node) in errors:
             texts = [text for text in map(text_of, node.args) if text]
             add("error", node, " | ".join(texts))
         elif isinstance(node, ast.Call) and _is_log(node):
             texts = [text for text in map(text_of, node.args) if text and text != HOLE]
             add(LOGS[_name(node)], node, " ".join(texts))
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.keyword) and node.arg in _HELP_KEYWORDS and (text := text_of(node.value)):
             add("help", node.value, text)
         elif isinstance(node, ast.FunctionDef) and path.startswith("rabbitllm/cli/") and _is_command(node):
@@ -125,7 +124,7 @@ def strings_of(path: str, tree: ast.Module, errors: set[str]) -> Iterator[Shown]
             for argument in node.args:
                 if argument not in seen and (text := text_of(argument)) and re.search(r"[a-z]{2}", text):
                     add("label", argument, "" if _STYLE.fullmatch(text) else text)
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.expr) and node not in seen and (text := text_of(node)):
             seen.update(ast.walk(node))
             if _PROSE.search(text) and not _NOT_PROSE.search(text):

@@ -35,6 +35,7 @@ from benchmarks.lib.measure import (
 )
 from benchmarks.split import split
 from tests.support.builders import build_checkpoint
+from tests.support.swift_disk import real_disk  # noqa: F401  a fixture that applies by itself
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks read /proc")
 

@@ -15,6 +15,7 @@ from benchmarks.lib import report, worker
 from benchmarks.lib.generation import CappedCase, StepsRun
 from benchmarks.lib.measure import drop_cached
 from benchmarks.lib.process import ControlGroup, can_limit_memory, control_group
+from tests.support.swift_disk import real_disk  # noqa: F401  a fixture that applies by itself
 
 MOUNT = Path("/sys/fs/cgroup")
 

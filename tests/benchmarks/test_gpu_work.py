@@ -22,6 +22,7 @@ from rabbitllm.engine.placement import SLOTS, STAGING
 from tests.benchmarks.test_benchmarks import resident_pages
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
+from tests.support.swift_disk import real_disk  # noqa: F401  a fixture that applies by itself
 from tests.support.tiny_models import load, split
 
 PROMPT = [1, 40, 81, 7]

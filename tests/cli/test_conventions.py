@@ -19,6 +19,7 @@ from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import complete_model
 from rabbitllm.cli.main import app
 from rabbitllm.store import locations
+from tests.frozen.support.command_line import rabbitllm
 from tests.support.builders import build_checkpoint
 from tests.support.pages import examples_of
 
@@ -31,6 +32,11 @@ WITH_A_MODEL = sorted(name for name, command in COMMANDS.items() if any(p.metava
 def process(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rabbitllm", *arguments]
     return subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def options_of(name: str) -> set[str]:
+    """Of what all processes of the tests collect; to have the help shown took a second in each."""
+    return {option for parameter in COMMANDS[name].params for option in parameter.opts}
 
 
 def help_of(name: str) -> str:
@@ -67,7 +73,7 @@ def test_help_names_values_by_words_and_flags_by_none(name: str) -> None:
     assert not re.search(r"<\w+|list\[|[<>]=|\{MODEL|\bprompt\]|\[\[", shown)
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if " --compression" in help_of(name)])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if "--compression" in options_of(name)])
 def test_options_of_the_model_come_first(name: str) -> None:
     shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
     first = shown.partition("╭─ Arguments")[2].partition("╭─ ")[2]
@@ -112,14 +118,14 @@ def test_exit_codes_are_in_help_and_page() -> None:
 
 
 def test_errors_exit_with_1_and_wrong_arguments_with_2(tmp_path: Path) -> None:
-    failed = process("ls", str(tmp_path / "nowhere"))
-    assert (failed.returncode, failed.stdout) == (exit_codes.ERROR, "")
-    assert failed.stderr.startswith("error: There is no folder")
-    assert "What to do:" in failed.stderr
-    assert process("ls", "--nonsense").returncode == exit_codes.USAGE
-    unknown = process("pull", str(build_checkpoint(tmp_path / "hare", "llama")), "--compression", "5bit")
-    assert (unknown.returncode, unknown.stdout) == (exit_codes.USAGE, "")
-    assert "expected 'auto', '4bit', '4bit-double', '8bit', 'q8_0'" in unknown.stderr
+    failed = rabbitllm("ls", str(tmp_path / "nowhere"))
+    assert (failed.code, failed.out) == (exit_codes.ERROR, "")
+    assert failed.err.startswith("error: There is no folder")
+    assert "What to do:" in failed.err
+    assert rabbitllm("ls", "--nonsense").code == exit_codes.USAGE
+    unknown = rabbitllm("pull", str(build_checkpoint(tmp_path / "hare", "llama")), "--compression", "5bit")
+    assert (unknown.code, unknown.out) == (exit_codes.USAGE, "")
+    assert "expected 'auto', '4bit', '4bit-double', '8bit', 'q8_0'" in unknown.err
 
 
 def test_the_advice_to_install_is_of_the_copy_and_not_of_another_package() -> None:

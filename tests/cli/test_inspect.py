@@ -22,6 +22,7 @@ from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
 from rabbitllm.models.inspection import look, look_at_file
 from rabbitllm.models.inspection_report import RowChoice, runs, show
+from tests.frozen.support.command_line import Ran, rabbitllm
 from tests.support.builders import INDEX_NAME, cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -46,9 +47,9 @@ def record(*arguments: object) -> dict[str, Any]:
     return parsed
 
 
-def process(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rabbitllm", "inspect", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+def ended(*arguments: object) -> Ran:
+    """What the program prints and ends with, also where something is refused."""
+    return rabbitllm("inspect", *arguments)
 
 
 def on_a_terminal(path: Path, width: int, choice: RowChoice | None = None) -> str:
@@ -217,12 +218,12 @@ def test_a_checkpoint_that_lacks_shards_or_has_a_damaged_one(tmp_path: Path) -> 
     assert inspection.absent == (missing.name,)
     assert isinstance(inspection.refusal, MissingShardError)
     (folder / "model-00003-of-00003.safetensors").write_bytes(b"\x08")
-    result = process(folder, "--json")
-    assert result.returncode == 1
-    record = json.loads(result.stdout)
+    result = ended(folder, "--json")
+    assert result.code == 1
+    record = json.loads(result.out)
     assert list(record["files"]) == ["model-00001-of-00003.safetensors"]
     assert record["refused"]["error"] == "CorruptShardError"
-    assert "it has 1 bytes" in result.stderr
+    assert "it has 1 bytes" in result.err
 
 
 # what is refused
@@ -232,27 +233,27 @@ def test_a_checkpoint_that_lacks_shards_or_has_a_damaged_one(tmp_path: Path) -> 
 def test_a_pickle_that_is_refused_is_listed(tmp_path: Path) -> None:
     path = tmp_path / "x.pth"
     path.write_bytes(pack(archive(EVIL)))
-    result = process(path)
-    assert result.returncode == 1
-    assert "--opcodes lists it; nothing of it is run" in result.stdout
-    assert "names the global 'os' 'system', which is not on the list" in result.stderr
-    result = process(path, "--opcodes")
-    assert result.returncode == 1
-    assert re.search(r"names +os.system\n", result.stdout)
-    assert re.search(r"^   2  GLOBAL      'os system'$", result.stdout, re.MULTILINE)
-    assert "Traceback" not in result.stderr
-    parsed = json.loads(process(path, "--opcodes", "--json").stdout)
+    result = ended(path)
+    assert result.code == 1
+    assert "--opcodes lists it; nothing of it is run" in result.out
+    assert "names the global 'os' 'system', which is not on the list" in result.err
+    result = ended(path, "--opcodes")
+    assert result.code == 1
+    assert re.search(r"names +os.system\n", result.out)
+    assert re.search(r"^   2  GLOBAL      'os system'$", result.out, re.MULTILINE)
+    assert "Traceback" not in result.err
+    parsed = json.loads(ended(path, "--opcodes", "--json").out)
     assert parsed["pickles"][0]["opcodes"][1] == {"byte": 2, "opcode": "GLOBAL", "argument": "'os system'"}
     assert parsed["refused"]["error"] == "UnsafePickleError"
 
 
 def test_a_bare_pickle_is_its_opcodes(tmp_path: Path) -> None:
     (tmp_path / "x.pkl").write_bytes(EVIL)
-    result = process(tmp_path / "x.pkl")
-    assert result.returncode == 1
-    assert "GLOBAL      'os system'" in result.stdout
-    assert "is a bare pickle" in result.stderr
-    matching = json.loads(process(tmp_path / "x.pkl", "--json", "--name", "GLOBAL 'os").stdout)["pickles"][0]["opcodes"]
+    result = ended(tmp_path / "x.pkl")
+    assert result.code == 1
+    assert "GLOBAL      'os system'" in result.out
+    assert "is a bare pickle" in result.err
+    matching = json.loads(ended(tmp_path / "x.pkl", "--json", "--name", "GLOBAL 'os").out)["pickles"][0]["opcodes"]
     assert [opcode["argument"] for opcode in matching] == ["'os system'"]
 
 
@@ -260,9 +261,9 @@ def test_imports_of_a_pickle_are_listed(tmp_path: Path) -> None:
     """As far as it can be told without running it; several in a row each have a head."""
     path = tmp_path / "x.pkl"
     path.write_bytes(b"\x80\x04(ios\nsystem\ncos\npopen\ncos\npopen\n\x8c\x02os\x8c\x04exec\x93.")
-    assert re.search(r"names +os.system, os.popen, 1 from the stack \(STACK_GLOBAL\)\n", process(path).stdout)
+    assert re.search(r"names +os.system, os.popen, 1 from the stack \(STACK_GLOBAL\)\n", ended(path).out)
     torch.save({"w": torch.zeros(3)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    output = process(tmp_path / "x.pt", "--opcodes").stdout
+    output = ended(tmp_path / "x.pt", "--opcodes").out
     assert re.findall(r"^x\.pt, pickle \d$", output, re.MULTILINE) == [f"x.pt, pickle {n}" for n in range(1, 6)]
 
 
@@ -273,7 +274,7 @@ def test_unknown_names_are_refused(tmp_path: Path) -> None:
         look(tmp_path, opcodes=True)
     with pytest.raises(RabbitLLMError, match="no checkpoint"):
         look(tmp_path)
-    assert process(tmp_path / "nothing" / "here").returncode == 1
+    assert ended(tmp_path / "nothing" / "here").code == 1
 
 
 # rows

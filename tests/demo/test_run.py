@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 import zipfile
 from importlib.resources import files
 from pathlib import Path
@@ -38,10 +35,9 @@ def test_recorded_scores_are_high_enough() -> None:
 
 
 def test_demo_passes_and_shows_every_shard(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rabbitllm", "demo", "--dir", str(tmp_path), "--problems", "40"]
-    environment = os.environ | {"COLUMNS": "120", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stdout + result.stderr
+    words = ["demo", "--dir", str(tmp_path), "--problems", "40"]
+    result = CliRunner().invoke(app, words, catch_exceptions=False, env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
     lines = re.findall(r"^ *(\d+)/(\d+) .*?([\d.]+) MB .*?([\d.]+) MB *$", result.stdout, re.MULTILINE)
     assert [int(number) for number, *_ in lines] == list(range(1, len(SHARDS) + 1))
     in_use = [float(nbytes) for _, _, nbytes, _ in lines]

@@ -64,14 +64,20 @@ def encoding_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def llama(tmp_path: Path) -> tuple[Path, int, torch.Tensor]:
-    """A split, the memory for copies, and the logits of the draft by copies made in memory; it has no files yet."""
-    directory = split(checkpoint(tmp_path / "model", "llama", **WIDE))
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, torch.Tensor]:
+    directory = split(checkpoint(tmp_path_factory.mktemp("original") / "model", "llama", **WIDE))
     room = least(directory)
     expected = drafted(load(directory, room, self_draft=True))
     shutil.rmtree(directory / "copies")
     return directory, room, expected
+
+
+@pytest.fixture
+def llama(original: tuple[Path, int, torch.Tensor], tmp_path: Path) -> tuple[Path, int, torch.Tensor]:
+    """A split, the memory for copies, and the logits of the draft by copies made in memory; it has no files yet."""
+    directory, room, expected = original
+    return shutil.copytree(directory.parent, tmp_path / "model") / directory.name, room, expected
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "mixtral", "gpt_oss", "gemma3"])

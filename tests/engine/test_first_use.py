@@ -37,6 +37,7 @@ from tests.generation.together import prompts, together
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
 from tests.support.spread_models import spread
+from tests.support.swift_disk import real_disk  # noqa: F401  a fixture that applies by itself
 from tests.support.tiny_models import ALL, INPUT, budget_that_keeps, load, run, split, tiers
 
 

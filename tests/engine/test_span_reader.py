@@ -35,6 +35,7 @@ from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
 from tests.support.draws import draws
 from tests.support.quantized import build_mxfp4
+from tests.support.swift_disk import real_disk  # noqa: F401  a fixture that applies by itself
 from tests.support.tiny_models import INPUT, assert_same, load, run, split, tiers
 
 WAYS = [THROUGH_THE_CACHE, ReadMode(drop=True), ReadMode(direct=True)]

@@ -30,6 +30,7 @@ from rabbitllm.quant.schemes import INT8_BLOCK
 from tests.support.call_counts import counted_calls
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  applies by itself
+from tests.support.swift_disk import real_disk  # noqa: F401  a fixture that applies by itself
 from tests.support.tiny_models import one_thread  # noqa: F401  another one
 
 ELEMENTS = 64 * 512

@@ -54,7 +54,7 @@ def asked() -> list[Request]:
     return [*requests(top_logprobs=2), *sampled, penalised, *(Request(prompt(9, 2), count) for count in (1, 2, 7))]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", pytest.param("qwen3_next", marks=pytest.mark.long)])
 def test_a_draft_model_proposes_for_all_requests_in_one_pass(
     tmp_path: Path, open_batch: Open, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

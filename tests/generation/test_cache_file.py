@@ -21,6 +21,7 @@ from rabbitllm.generation._slot_file import FileSlots
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.storage.files import DIRECT_ALIGNMENT
 from tests.engine.test_span_reader import _cached_pages
+from tests.support.swift_disk import real_disk  # noqa: F401  a fixture that applies by itself
 
 LAYERS, HEADS, WIDTH, VALUE_WIDTH = 3, 2, 8, 4
 PROMPTS = (11, 5, 8)

@@ -273,8 +273,8 @@ LEAST_BUDGETS: dict[tuple[Any, ...], int] = {}
     "name",
     [
         "qwen3_5",
-        "deepseek_v32",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_5_moe", "qwen3_next", *NUMBERED, *SLIDING)),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("deepseek_v32", "qwen3_5_moe", "qwen3_next")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in (*NUMBERED, *SLIDING)),
         *(pytest.param(name, marks=pytest.mark.long) for name in ("glm_moe_dsa", OF_BLOCKS, *LIKE_QWEN)),
     ],
 )

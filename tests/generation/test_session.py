@@ -554,7 +554,7 @@ def test_sampling_with_a_seed_is_reproducible(tmp_path: Path) -> None:
     model = talker(talker_folder(tmp_path / "model", "llama"), ALL)
 
     def texts(*sampling: Sampling) -> list[str]:
-        session, talk = Session(model, 20, *sampling), Conversation()
+        session, talk = Session(model, 8, *sampling), Conversation()
         for question in QUESTIONS:
             talk = told(talk, question, session.answer(talk.messages(question), quietly))
         return [exchange.answer for exchange in talk.exchanges]

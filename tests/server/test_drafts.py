@@ -25,7 +25,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 def asked(served: Running, **options: Any) -> tuple[list[tuple[str, Any, list[float]]], int]:
     """Text, end and probabilities of each answer, at once and as a stream, which are the same; and the usage."""
-    body = {"model": NAME, "prompt": PROMPT, "max_tokens": 40, "logprobs": 2, **options}
+    body = {"model": NAME, "prompt": PROMPT, "max_tokens": 24, "logprobs": 2, **options}
     whole = served.openai().completions.create(**body)
     count = options.get("n", 1)
     answers = [(choice.text, choice.finish_reason, choice.logprobs.token_logprobs) for choice in whole.choices]  # type: ignore[union-attr]

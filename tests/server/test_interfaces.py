@@ -11,9 +11,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
 from rich.console import Console
@@ -25,6 +24,9 @@ from rabbitllm.server.server import put_greeting
 from tests.server.serving import NAME, Running, running
 from tests.support.scripted import scripted_checkpoint
 from tests.support.tiny_models import split
+
+if TYPE_CHECKING:
+    import anthropic  # takes two seconds, which a process that only collects these tests has no need of
 
 CALL = ('{"name": "add", "arguments": {"a": ', "1}}")
 LINES = (
@@ -74,6 +76,8 @@ def scripted(scripted_split: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def claude(scripted: Running) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=scripted.address, api_key="secret-key", max_retries=0, timeout=600)
 
 
@@ -186,6 +190,8 @@ def test_a_limit_that_the_context_cuts_is_said(scripted: Running, claude: anthro
 
 
 def test_messages_are_refused_in_anthropics_form(scripted: Running, claude: anthropic.Anthropic) -> None:
+    import anthropic
+
     server_tool: Any = {"type": "web_search_20250305", "name": "web_search"}
     document: Any = [{"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a"}}]
     for options, message in (
@@ -271,6 +277,8 @@ def test_a_streamed_response_is_the_same(scripted: Running) -> None:
 
 def test_idle_streams_have_events(scripted: Running, scripted_split: Path) -> None:
     """Codex and others count no comments; the clients read the same answer."""
+    import anthropic
+
     with running(scripted_split, heartbeat_seconds=1e-4) as restless:
         claude = anthropic.Anthropic(base_url=restless.address, api_key="none", max_retries=0)
         raw = {"model": NAME, "max_tokens": 12, "stream": True, "messages": [{"role": "user", "content": "<go>"}]}

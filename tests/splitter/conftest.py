@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -18,13 +17,6 @@ from tests.support.scenes import Route, Scene, scene_in_folder, scene_on_hub
 
 MakeScene = Callable[..., Scene]
 """(route, tensors=None, others=None) -> scene"""
-
-
-@pytest.fixture
-def swift_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Syncs that only check that they are possible, without O_DIRECT: for tests that model durability."""
-    monkeypatch.setattr(os, "fsync", os.fstat)
-    monkeypatch.delattr(os, "O_DIRECT", raising=False)
 
 
 @pytest.fixture

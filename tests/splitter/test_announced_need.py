@@ -32,6 +32,7 @@ from tests.support.load_requests import asked
 from tests.support.peak import Peak
 from tests.support.small_disk import SmallDisk, formatted_disk, small_disk
 from tests.support.splitting import Counter, contents
+from tests.support.swift_disk import real_disk  # noqa: F401  a fixture that applies by itself
 from tests.support.ticks import observe_ticks
 
 MIB = 1 << 20

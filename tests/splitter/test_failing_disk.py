@@ -19,7 +19,6 @@ from tests.support.splitting import failing, interrupted
 from tests.support.ticks import observe_ticks
 
 SAMPLES = 3
-pytestmark = pytest.mark.usefixtures("swift_disk")
 
 
 def error_of(fault: Fault) -> type[Exception]:

@@ -23,6 +23,7 @@ from tests.support.local_hub import LocalHub
 from tests.support.scenes import Route, Scene, assert_same, one_step_in, routes, sample
 from tests.support.small_disk import NAMESPACE, SmallDisk, namespace_works, small_disk, why_not
 from tests.support.splitting import Counter, contents
+from tests.support.swift_disk import real_disk  # noqa: F401  a fixture that applies by itself
 from tests.support.ticks import observe_ticks
 
 MIB = 1 << 20

@@ -539,7 +539,6 @@ def small() -> Any:
     return tiny_llama(layers=1, heads=2, kv_heads=2, hidden=64, intermediate=128, vocabulary=128)
 
 
-@pytest.mark.usefixtures("swift_disk")
 @pytest.mark.parametrize("compression", ["8bit", pytest.param(None, marks=pytest.mark.long)])
 def test_power_cut(tmp_path: Path, small: Any, compression: str | None) -> None:
     expected = layer_files(split(write_as_transformers(tmp_path / "hf", small), compression=compression))
@@ -551,7 +550,6 @@ def test_power_cut(tmp_path: Path, small: Any, compression: str | None) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("swift_disk")
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_power_cut_at_every_step(tmp_path: Path, small: Any, compression: str | None) -> None:
     expected = layer_files(split(write_as_transformers(tmp_path / "hf", small), compression=compression))

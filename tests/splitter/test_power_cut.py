@@ -17,8 +17,6 @@ from tests.support.dying import dying_at
 from tests.support.power_cut import Recorder
 from tests.support.scenes import Route, Scene, assert_same, one_step_in, routes, sample, scene_of_one_file
 
-pytestmark = pytest.mark.usefixtures("swift_disk")
-
 LOST, KEPT = "what is uncertain is lost", "what is uncertain is kept"
 WORST = "what was made is lost, what was deleted is gone"
 

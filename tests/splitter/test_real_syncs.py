@@ -17,6 +17,7 @@ from tests.splitter.conftest import MakeScene
 from tests.support.dying import dying_at
 from tests.support.real_syncs import SystemCall, recorded
 from tests.support.scenes import Route, Scene
+from tests.support.swift_disk import real_disk  # noqa: F401  a fixture that applies by itself
 
 
 class Disk:

@@ -58,8 +58,6 @@ from tests.support.scenes import COMPRESSIONS, REPO, Route, Scene, Truth, assert
 from tests.support.splitting import names_in, occupied, split
 from tests.support.ticks import observe_ticks
 
-pytestmark = pytest.mark.usefixtures("swift_disk")
-
 BOOKKEEPING = 64 * 1024
 """Bytes on the disk that are no weights: journal, manifest and config."""
 MOMENTS = st.sampled_from(range(100))

@@ -30,6 +30,7 @@ from rabbitllm.storage.files import (
 )
 from tests.support.forked import in_a_fork
 from tests.support.leftovers import none_left, open_files
+from tests.support.swift_disk import real_disk  # noqa: F401  a fixture that applies by itself
 
 CONTENT = bytes(range(256)) * 400
 

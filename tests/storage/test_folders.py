@@ -15,6 +15,7 @@ import pytest
 from rabbitllm.storage.folders import bytes_freed_by_deleting
 from tests.support.forked import in_a_fork
 from tests.support.small_disk import formatted_disk, small_disk
+from tests.support.swift_disk import real_disk  # noqa: F401  a fixture that applies by itself
 
 MIB = 1 << 20
 

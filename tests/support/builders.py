@@ -9,9 +9,13 @@ Knows transformers, safetensors and tokenizers; knows nothing of rabbitllm.
 
 from __future__ import annotations
 
+import atexit
 import copy
+import functools
 import json
 import math
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,8 +200,29 @@ def build_checkpoint(
     override the family's configuration.
     """
     chosen = FAMILIES[family] if isinstance(family, str) else family
-    model = _random_model(chosen, tied, dtype, seed, settings)
-    folder.mkdir(parents=True, exist_ok=True)
+    wanted = repr((chosen, tied, dtype, shards, seed, tokenizer, settings))
+    if wanted not in _built:
+        built = Path(tempfile.mkdtemp(dir=_room())) / "model"
+        _write(built, _random_model(chosen, tied, dtype, seed, settings), shards, tokenizer)
+        _built[wanted] = built
+    return shutil.copytree(_built[wanted], folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+
+
+_built: dict[str, Path] = {}
+"""What this process has built, by all that it depends on: a copy takes a tenth of the time, and less."""
+_TEMPORARY = tempfile.gettempdir()
+
+
+@functools.cache
+def _room() -> str:
+    """Of this process, and removed with it."""
+    room = tempfile.mkdtemp(prefix="checkpoints-", dir=_TEMPORARY)
+    atexit.register(shutil.rmtree, room, ignore_errors=True)
+    return room
+
+
+def _write(folder: Path, model: Any, shards: int, tokenizer: bool) -> None:
+    folder.mkdir()
     model.save_pretrained(folder, max_shard_size="1TB")
     if tokenizer:
         make_tokenizer().save_pretrained(folder)
@@ -207,7 +232,6 @@ def build_checkpoint(
             raise ValueError(f"{len(names)} tensors cannot fill {shards} shards")
         shard_of = {name: index * shards // len(names) for index, name in enumerate(names)}
         reshard(folder, shard_of.__getitem__)
-    return folder
 
 
 def make_tokenizer() -> Any:

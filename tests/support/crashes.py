@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rabbitllm.storage.durable import Step
+from tests.support import swift_disk
 from tests.support.splitting import Call, Counter
 from tests.support.ticks import counts, observe_ticks
 
@@ -148,6 +149,7 @@ def import_everything() -> None:
 def _serve() -> None:
     from rabbitllm.models import convert, gguf_output
 
+    swift_disk.install()  # a kill takes nothing from the page cache
     import_everything()
     gguf_output.SYNC_BYTES = 1  # each tensor of a small model is a step of its own, as those of a large one are
     convert.SHARD_BYTES = 60_000

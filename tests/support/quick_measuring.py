@@ -10,11 +10,12 @@ import pytest
 def measure_little(machine: Any) -> None:
     """Have the module make every measurement on as little as it can be; with its own sizes those of a plan take 5 s."""
     machine.SHAPE = (64, 512)
-    machine.SET_BYTES = 1 << 18
+    machine.SET_BYTES = 1 << 16
     machine.SECONDS = machine.READ_SECONDS = 0.0
-    machine.SAMPLE_BYTES = machine.PIECE_BYTES
+    machine.SAMPLE_BYTES = machine.PIECE_BYTES = 1 << 16
     machine.UPLOADED_BYTES = 1 << 16
-    machine.TOKENS = 2
+    machine.LAYERS, machine.TOKENS = (1, 2), 2
+    machine.BETWEEN_BYTES = 1 << 12
     machine.ROUNDS = 1
 
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from tests.support import builders
 from tests.support.builders import (
     FAMILIES,
     INDEX_NAME,
@@ -112,17 +113,34 @@ def test_what_transformers_holds_in_float32_is_stored_so(tmp_path: Path) -> None
     assert in_float32 == {"e_score_correction_bias"}
 
 
-def test_seed_decides_the_weights(tmp_path: Path) -> None:
-    first, again, other = (
-        read_tensors(build_checkpoint(tmp_path / str(run), "llama", seed=seed, tokenizer=False))
-        for run, seed in enumerate((0, 0, 1))
-    )
+@pytest.fixture
+def nothing_built(monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """What is wanted is built, not copied from an earlier test's."""
+    monkeypatch.setattr(builders, "_built", built := dict[str, Path]())
+    return built
+
+
+def test_seed_decides_the_weights(tmp_path: Path, nothing_built: dict[str, Path]) -> None:
+    tensors = []
+    for run, seed in enumerate((0, 0, 1)):
+        tensors.append(read_tensors(build_checkpoint(tmp_path / str(run), "llama", seed=seed, tokenizer=False)))
+        nothing_built.clear()
+    first, again, other = tensors
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["model.norm.weight"], other["model.norm.weight"])
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_building_leaves_the_random_state_alone(tmp_path: Path) -> None:
+def test_changes_of_a_checkpoint_stay_in_it(tmp_path: Path) -> None:
+    first = build_checkpoint(tmp_path / "first", "llama")
+    whole = {path.name: path.read_bytes() for path in first.iterdir()}
+    for path in first.iterdir():
+        path.write_bytes(b"")
+    again = build_checkpoint(tmp_path / "again", "llama")
+    assert {path.name: path.read_bytes() for path in again.iterdir()} == whole
+
+
+def test_building_leaves_the_random_state_alone(tmp_path: Path, nothing_built: dict[str, Path]) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
