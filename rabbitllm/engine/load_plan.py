@@ -458,9 +458,7 @@ def too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> NotEnoughMem
     """
     used = {placed.unit for placed in plan.placement.units}
     costs = [cost for cost in unit_costs(plan.model, plan.sources, plan.experts) if cost.name in used]
-    for device in devices:
-        if not device.shares_host_memory:  # a full GPU raises an error, and the process continues
-            continue
+    for device in [d for d in devices if d.shares_host_memory]:  # a full GPU raises an error, and the process goes on
         (minimum, unit), free = min_bytes(costs, plan.placement, device.name), device.free_bytes()
         if minimum and minimum + FIXED_BYTES > free:
             return NotEnoughMemoryError(
