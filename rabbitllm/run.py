@@ -240,7 +240,7 @@ def hosts_for(
     Args:
         workers: number of workers to wait for; 0 to use torchrun's environment if there is one.
         address: address of this process for the workers.
-        model: name of the model, as given by the user.
+        model: name of the model and options for the workers, as words of a command line.
         console: console for the command to start a worker.
         environment: environment variables of this process.
 

@@ -13,7 +13,7 @@ from tools import matrix
 from tools.matrix import SETS, Cell, InstructionSet, cpu_flags, environment_of, main, read_report, run_cell
 
 FLAGS = "processor\t: 0\nflags\t\t: fpu avx2 fma\n\nprocessor\t: 1\nflags\t\t: avx512f\n"
-KERNELS = "tests/quant/test_products.py::test_nan_and_infinity_are_kept_by_panels"
+KERNELS = "tests/quant/test_products.py::test_many_rows_are_not_grouped"
 CODES = "tests/engine/test_double.py::test_products_from_codes"
 
 

@@ -59,7 +59,7 @@ def chat_command(
 
     requested = answers.sampling
     errors = Console(stderr=True, highlight=False)
-    request = options.request(model, hosts_for(workers, address, model, errors))
+    request = options.request(model, hosts_for(workers, address, options.for_workers(model), errors))
     with contextlib.redirect_stdout(sys.stderr):  # output while loading is not part of the answer
         loaded, drafting = load_with_draft(request, command_draft(draft, request), errors)
     loaded.profiler.enabled = True  # only now: no profile of a split, no timers at resident layers

@@ -110,7 +110,7 @@ def run_command(
     if files and draft.lower() not in ("auto", "none"):
         raise OptionError(f"--draft {draft} cannot be used with pictures and sounds.", "Leave --draft out.")
     errors = Console(stderr=True, highlight=False)
-    hosts = hosts_for(workers, address, model, errors)
+    hosts = hosts_for(workers, address, options.for_workers(model), errors)
     request = replace(options, device=local_device(options.device, hosts)).request(model, hosts, profiling=verbose)
     if hosts is not None and not hosts.is_first:
         work(request, Console(stderr=True, quiet=True))

@@ -11,7 +11,7 @@ from rabbitllm.cli.arguments import NO_OPTIONS, ModelArgument, ModelOptions, wit
 from rabbitllm.cli.help import hosts_option
 
 
-@with_model_options("dtype", "max_disk", "sequential", "verify_source", "fast_bfloat16")
+@with_model_options("max_disk", "sequential", "verify_source", "fast_bfloat16")
 def worker_command(
     model: ModelArgument,
     join: Annotated[str, hosts_option(metavar="HOST:PORT", help="Address of the first process.")],

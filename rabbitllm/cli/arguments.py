@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -201,6 +202,12 @@ class ModelOptions:
             "By default on CPUs.",
         ),
     ] = None
+
+    def for_workers(self, model: str) -> str:
+        """A model and the options that all its processes must have alike, as words of a command line."""
+        named = {f"--{name}": getattr(self, name) for name in ("compression", "dtype", "revision")}
+        words = [word for name, value in named.items() if value is not None for word in (name, value)]
+        return shlex.join([model, *words, *["--no-split"] * self.no_split])
 
     def request(
         self,

@@ -118,7 +118,7 @@ def _bound(
     with loading.stage("model", PLAN):
         plan = planner.take(store, home, options)
     if share is not None:
-        plan = only_a_part(plan, share, store, devices, options)
+        plan, options = only_a_part(plan, share, store, devices, options)
     of_heads = None
     if options.heads or (options.heads is None and plan.placement.moved_bytes):
         try:

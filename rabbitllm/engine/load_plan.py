@@ -88,10 +88,12 @@ class ModelPart:
     Attributes:
         units: names of its units; at least one.
         budgets: device -> bytes that their weights may take.
+        fast_bfloat16: as in `RunOptions`, for all processes.
     """
 
     units: frozenset[str]
     budgets: Mapping[str, int]
+    fast_bfloat16: bool | None
 
 
 PartChooser = Callable[[Any, Mapping[str, UnitSource], Sequence[UnitCost], WeightFiles, Mapping[str, int]], ModelPart]
@@ -456,9 +458,7 @@ def too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> NotEnoughMem
     """
     used = {placed.unit for placed in plan.placement.units}
     costs = [cost for cost in unit_costs(plan.model, plan.sources, plan.experts) if cost.name in used]
-    for device in devices:
-        if not device.shares_host_memory:  # a full GPU raises an error, and the process continues
-            continue
+    for device in [d for d in devices if d.shares_host_memory]:  # a full GPU raises an error, and the process goes on
         (minimum, unit), free = min_bytes(costs, plan.placement, device.name), device.free_bytes()
         if minimum and minimum + FIXED_BYTES > free:
             return NotEnoughMemoryError(
@@ -471,8 +471,8 @@ def too_little_memory(plan: LoadPlan, devices: Sequence[Device]) -> NotEnoughMem
 
 def only_a_part(
     plan: LoadPlan, share: PartChooser, store: WeightFiles, devices: Sequence[Device], options: RunOptions
-) -> LoadPlan:
-    """The plan of the part of the model that this process places and computes."""
+) -> tuple[LoadPlan, RunOptions]:
+    """The plan of the part of the model that this process places and computes, and its options."""
     budgets = {device.name: budget_of(device, options) for device in devices}
     part = share(plan.model, plan.sources, unit_costs(plan.model, plan.sources, plan.experts), store, budgets)
     sources = {name: source for name, source in plan.sources.items() if name in part.units}
@@ -483,7 +483,8 @@ def only_a_part(
         placed_here.get(name) or PlacedUnit(name, placement.home, Tier.ELSEWHERE, source.stored_bytes)
         for name, source in plan.sources.items()
     )
-    return replace(plan, experts=experts, placement=replace(placement, units=tuple(units)))
+    plan = replace(plan, experts=experts, placement=replace(placement, units=tuple(units)))
+    return plan, replace(options, fast_bfloat16=part.fast_bfloat16)
 
 
 def _choose_dtype(

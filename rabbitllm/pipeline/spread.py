@@ -69,6 +69,7 @@ class Sharing:
             "host": f"{socket.gethostname()} {_machine_id()}",
             "identity": identity_of(model, store, self._options),
             "budgets": {device: [nbytes, device in limited] for device, nbytes in budgets.items()},
+            "fast_bfloat16": self._options.fast_bfloat16,
         }
         hosts = rendezvous.exchange(description)
         check_identities([host["identity"] for host in hosts])
@@ -84,7 +85,8 @@ class Sharing:
         part = {unit.name for unit in self.stack.units[span.begin : span.end]}
         layer_of = {name: enclosing(name, names) for name in set(sources) - names}  # a table is in a layer
         part |= {name for name, layer in layer_of.items() if layer in part or (layer is None and rendezvous.rank == 0)}
-        return ModelPart(frozenset(part), shares[rendezvous.rank])
+        # its defaults in Python and of the commands differ, and a worker computes for the first process
+        return ModelPart(frozenset(part), shares[rendezvous.rank], hosts[0]["fast_bfloat16"])
 
 
 def identity_of(model: StreamedModel, store: WeightFiles, options: RunOptions) -> dict[str, str]:
@@ -111,7 +113,6 @@ def identity_of(model: StreamedModel, store: WeightFiles, options: RunOptions) -
         "dtype": str(model.dtype),
         "attn_implementation": str(attention_of(model.config)),
         "exact": str(options.exact),
-        "fast_bfloat16": str(options.fast_bfloat16),
     }
 
 

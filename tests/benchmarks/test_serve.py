@@ -136,7 +136,7 @@ def scripted() -> Iterator[str]:
                 writer.write(f"{len(line):x}\r\n{line}\r\n".encode())
                 await writer.drain()
             if wanted == "never":
-                await asyncio.sleep(60)
+                await asyncio.sleep(600)
             if wanted == "good":
                 writer.write(b"0\r\n\r\n")
         writer.close()
@@ -171,9 +171,9 @@ def test_clients_note_what_comes(scripted: str) -> None:
 
 
 def test_clients_hang_up_when_the_time_is_over(scripted: str) -> None:
-    level = asked(scripted, [{"prompt": "never"}, {"prompt": "good"}], 1, 0.5)
+    level = asked(scripted, [{"prompt": "never"}, {"prompt": "good"}], 1, 3)
     assert [(one.error, one.text) for one in level.answers] == [("cut short", "w1")]
-    assert 0.5 <= level.seconds < 20
+    assert 3 <= level.seconds < 300
 
 
 def test_an_error_in_a_stream_is_one() -> None:

@@ -70,7 +70,7 @@ import time
 print("begun", flush=True)
 while True:
     try:
-        time.sleep(60)
+        time.sleep(600)
     except BaseException:
         print("caught", flush=True)
 """
@@ -94,7 +94,7 @@ answer_interrupts()
 try:
     with resumable():
         print("begun", flush=True)
-        time.sleep(60)
+        time.sleep(600)
 except KeyboardInterrupt as interrupt:
     print(f"answered: {interrupt}")
 """
@@ -104,7 +104,7 @@ from rabbitllm.base.interrupts import answer_interrupts, end_at_interrupts
 answer_interrupts()
 end_at_interrupts()
 print("begun", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from rabbitllm import AutoModel, Hosts
+from rabbitllm.cli.arguments import ModelOptions
 from rabbitllm.errors import HostGoneError, OptionError
 from rabbitllm.run import hosts_for, local_device
 from tests.support.builders import build_checkpoint
@@ -76,7 +77,7 @@ def test_worker_serves_a_model_until_killed(checkpoint: Path, started: list[subp
 @pytest.mark.parametrize("ends", ["done", "driver killed"])
 def test_run_with_workers(checkpoint: Path, started: list[subprocess.Popen[str]], ends: str) -> None:
     how = ["the rabbit", "--raw", "--device", "cpu", "--max-new-tokens"]
-    much = ["8", "--json"] if ends == "done" else ["240"]
+    much = ["8", "--json", "--dtype", "float32", "--no-fast-bfloat16"] if ends == "done" else ["240"]
     first = begin(started, "run", checkpoint, *how, *much, "--workers", 2, "--address", "127.0.0.1:0")
     assert first.stderr is not None
     assert first.stdout is not None
@@ -105,6 +106,17 @@ def test_under_torchrun_the_first_one_answers(checkpoint: Path) -> None:
     process = subprocess.run([*torchrun, "-m", "rabbitllm", *how], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["tokens"] == json.loads(alone.stdout)["tokens"]
+
+
+def test_options_that_workers_need_are_in_their_command() -> None:
+    console = Console(record=True, width=200)
+    options = ModelOptions(compression="4bit", dtype="float32", revision="v1", no_split=True, device="cpu")
+    hosts = hosts_for(1, "10.0.0.1:1", options.for_workers("a model"), console, {})
+    assert hosts is not None
+    assert hosts.announce is not None
+    hosts.announce("10.0.0.1:1")
+    said = "rabbitllm worker 'a model' --compression 4bit --dtype float32 --revision v1 --no-split --join 10.0.0.1:1"
+    assert console.export_text() == f"waiting for 1 worker: {said}\n"
 
 
 def test_hosts_of_options_and_environment() -> None:

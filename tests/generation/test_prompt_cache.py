@@ -270,7 +270,7 @@ def _killed_while_it_writes(folder: Path, prompts: Path) -> None:
     batch = Batch(load(folder, 60_000, dtype="float32", exact=False), limits(prompts))
     with observe_steps(kill):
         answered(batch, asked([5]))
-        time.sleep(60)
+        time.sleep(600)
 
 
 @pytest.mark.long
@@ -293,7 +293,7 @@ def _answers_until_it_is_killed(folder: Path, prompts: Path, limit: int, seed: i
             results.send(None)
         (answer,) = answered(batch, [varied(index)])
         results.send((index, answer.chosen))
-    time.sleep(60)
+    time.sleep(600)
 
 
 VARIANTS = 6

@@ -283,6 +283,13 @@ def test_different_weights_or_options_are_refused(folder: Path, tmp_path: Path) 
     assert "the same split directory" in refused.value.remedy
 
 
+def test_workers_multiply_bfloat16_as_the_first_process_does(folder: Path) -> None:
+    for first, other in ((False, None), (None, False)):
+        options = {"exact": False, "fast_bfloat16": first}
+        with spread(split(folder), of_workers={"fast_bfloat16": other}, **options) as (_, crew):
+            assert crew.workers[0].model._internals.options.fast_bfloat16 is first
+
+
 def test_failed_load_of_a_host_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rabbitllm.engine import load as loading
 

@@ -39,7 +39,7 @@ FLAGS = (
     "--no-proxy-server",
     "--remote-debugging-pipe",
 )
-SECONDS = 30.0
+SECONDS = 600.0
 """Until something that must happen has happened; a machine may be slow."""
 
 

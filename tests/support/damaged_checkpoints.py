@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-SECONDS = 60
+SECONDS = 600
 MEMORY_BYTES = 12 << 30
 ODD = (None, True, False, "", "x", 0, -1, 1, 2, 3, 7, 2.5, -0.5, 10**6, 10**12, 2**63, [], {}, [1], ["x"], {"x": 1})
 DTYPES = {

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ def spread(
     budgets: Sequence[int] = (ALL, ALL),
     *,
     others: Sequence[Path] = (),
+    of_workers: Mapping[str, Any] = MappingProxyType({}),
     timeout: float = 600.0,
     patience: float = 600.0,
     **options: Any,
@@ -88,11 +90,12 @@ def spread(
         folder: the split directory.
         budgets: bytes for weights, of each.
         others: the workers' own split directories, if they are not the same.
+        of_workers: the workers' own options.
         timeout, patience: see `Hosts`.
         **options: of `RunOptions`.
     """
     hosts = Hosts(HERE, len(budgets) - 1, timeout=timeout, patience=patience)
-    crew = Crew(others or [folder] * (len(budgets) - 1), hosts, budgets[1:], **options)
+    crew = Crew(others or [folder] * (len(budgets) - 1), hosts, budgets[1:], **{**options, **of_workers})
     model = None
     try:
         model = load_part(folder, replace(hosts, announce=crew.come), budgets[0], **options)
