@@ -10,7 +10,8 @@ from typing import Any
 _RENAMED = {"layer_shards_saving_path": "--dir", "sequential_shard_processing": "--sequential", "token": ""}
 """Arguments with another name here; the hub's token is an option of `pull` alone."""
 _VALUE = r"=(?P<value>None|True|False|'[^']*'|[\w.,]*\w)?"
-_ARGUMENT = re.compile(rf"(?<![\w/.\\=-])(?P<name>[a-z]+(?:_[a-z]+)*)(?:{_VALUE})?(?![\w/\\-]|\.\w)")
+_KEY = r"\[(?P<key>'[^']*'|\d+)\]"
+_ARGUMENT = re.compile(rf"(?<![\w/.\\=-])(?P<name>[a-z]+(?:_[a-z]+)*)(?:{_KEY})?(?:{_VALUE})?(?![\w/\\-]|\.\w)")
 _SAID_TWICE = re.compile(r"(?P<option>--[a-z-]+)(?:, (?P=option)\b| \((?P=option)\))")
 
 
@@ -41,7 +42,8 @@ def as_typed(text: str, options: Collection[str], elsewhere: Collection[str] = (
         if typed not in options:
             return f"{match[0]} in Python" if typed in elsewhere else match[0]
         word = "none" if value == "None" else (value or "").strip("'")
-        return typed if value in (None, "True", "False") else f"{typed} {word}"
+        word = "=".join(filter(None, [(match["key"] or "").strip("'"), word]))
+        return f"{typed} {word}" if match["key"] or value not in (None, "True", "False") else typed
 
     return _SAID_TWICE.sub(lambda match: match["option"], _ARGUMENT.sub(option, text))
 

@@ -49,6 +49,8 @@ def test_errors_of_commands(tmp_path: Path) -> None:
             "/tmp/max_disk and 'a_model/max_disk.bin', x.max_disk",
             "/tmp/max_disk and 'a_model/max_disk.bin', x.max_disk",
         ),
+        ("max_memory['cpu']='-5' is not a size.", "--max-memory cpu=-5 is not a size."),
+        ("Raise max_memory[0], or max_memory", "Raise --max-memory 0, or --max-memory"),
         ("use_mtp=True: the device has no compression", "use_mtp=True: the device has no compression"),
     ],
 )
