@@ -112,7 +112,9 @@ def test_two_folders_from_one_source(make_scene: MakeScene, processes: WithoutFl
         ended = processes.run(calls, *(Actor(seed=1 + 2 * attempt + index) for index in range(2)))
         assert sorted(process.status for process in ended) == [DONE, REFUSED], ended
         refused = next(process.said for process in ended if process.status == REFUSED)
-        assert "this call would delete its shards" in refused or "is missing" in refused, refused
+        # before it took a shard, while it did, or after the other had used up all
+        causes = "this call would delete its shards", "is missing", "used them up, perhaps in another process"
+        assert any(cause in refused for cause in causes), refused
         assert names_in(scene.folder, "*.safetensors") == names_in(scene.folder, ".lock*") == []
         done = calls[[process.status for process in ended].index(DONE)].find().split_folder
         assert {name: data for name, data in contents(done).items() if name != splitting.MANIFEST_NAME} == expected
