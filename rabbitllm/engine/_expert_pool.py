@@ -167,8 +167,7 @@ class ExpertSlot:
         pending: the fill that was begun.
         ticket: of the copy that filled it, until the computation waits for that copy.
         expert: the expert whose bytes are all in it.
-        ready: (module, leaf) -> the weight, of leaves that are used in their stored form: a view of the memory, the
-            same for every expert.
+        ready: the number of an `ExpertParameter.view` -> that view, the same for every expert of all modules alike.
         dequantized: the leaves whose scales were dequantized for the expert that is in it.
     """
 
@@ -177,7 +176,7 @@ class ExpertSlot:
     pending: Future[Any] | None = None
     ticket: Any = None
     expert: ExpertKey | None = None
-    ready: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    ready: dict[int, torch.Tensor] = field(default_factory=dict)
     dequantized: set[tuple[int, str]] = field(default_factory=set)
 
 
@@ -270,6 +269,9 @@ class ExpertPool:
         expert_slots = [ExpertSlot(part, device.leave()) for part in memory]
         self._slots, self._transit = expert_slots[:slots], expert_slots[slots:]
         self.valid = max(len(self._transit) // 2, 1)
+        views = dict[tuple[object, ...], int]()
+        leaves = {(n, name): leaf.view for n, source in enumerate(sources) for name, leaf in source.leaves.items()}
+        self._views = {key: views.setdefault(view, len(views)) for key, view in leaves.items() if view is not None}
         counts = [source.experts for source in sources]
         self.cache, self.host_cache = ExpertCache(counts, slots), ExpertCache(counts, host_slots)
         self._call: _Call | None = None
@@ -583,13 +585,12 @@ class ExpertPool:
         if chosen.makes_scales and key not in slot.dequantized:
             chosen.make_scales(bytes_of, expert)
             slot.dequantized.add(key)
-        ready = slot.ready.get(key)
-        if ready is not None:
-            return ready
-        weight = chosen.weight(self._model, bytes_of, expert, scaled=True)
-        if chosen.is_view or chosen.matrix_type is not None:
-            slot.ready[key] = weight
-        return weight
+        view = self._views.get(key)
+        if view is None:
+            return chosen.weight(self._model, bytes_of, expert, scaled=True)
+        if view not in slot.ready:
+            slot.ready[view] = chosen.weight(self._model, bytes_of, expert, scaled=True)
+        return slot.ready[view]
 
     def _wait(self, source: ExpertSource, slot: ExpertSlot) -> None:
         if slot.pending is not None:

@@ -200,6 +200,17 @@ class ExpertParameter:
         return self.stacks and plain and (dtype == self.recipe.dtype or not dtype.is_floating_point)
 
     @property
+    def view(self) -> tuple[object, ...] | None:
+        """All that a weight depends on which is a view of an expert's memory, but for that; None if it is none."""
+        if not self.is_view and self.matrix_type is None:
+            return None
+        table, parts = self.blocks[0].table, [part for run in self._runs for part in run]
+        values = table.numpy().tobytes() if table is not None and table.is_cpu else id(table)
+        places = tuple((part.dtype, part.shape, part.nbytes, part.at) for part in parts)
+        forms = self.matrix_type, self.blocks[0].form, self.coded and self.coded.form
+        return self.shape, self.entry.dtype, self.recipe.dtype, forms, places, values
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one expert's weight."""
         return tuple(self.entry.shape[1:])

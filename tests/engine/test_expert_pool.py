@@ -156,10 +156,11 @@ def test_skewed_use_hits_more_often_than_least_recently_used(slots: int) -> None
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Any:
+def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """Of a device with slots of its own and slots in host memory."""
     sizes = {"num_experts": 24, "num_experts_per_tok": 3}
-    folder = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **sizes))
+    checkpoint = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **sizes)
+    folder = split(checkpoint, getattr(request, "param", None))
     model = load_on([FakeGpu(0)], folder, 1 << 20, 1 << 19)
     (pool,) = model.streamer.pools.values()
     pool.folder, pool.model = folder, model
@@ -198,3 +199,13 @@ def test_routing_changed_in_place_is_fetched_again(pool: Any) -> None:
         index[0, 0] = 5
         assert pool.numbers(index).tolist() == [5, 1, 2, 7]
         assert pool.numbers(index) is pool.numbers(index)
+
+
+@pytest.mark.parametrize("pool", [None, "4bit"], indirect=True)
+def test_modules_alike_have_the_same_views_of_a_slot(pool: Any) -> None:
+    """Else a slot would keep as many as there are modules."""
+    slot, leaves = pool._slots[0], list(pool.sources[0].leaves)
+    weights = [[pool._weight(module, leaf, slot, 0) for leaf in leaves] for module in range(len(pool.sources))]
+    assert len(weights) > 1
+    assert all(weight is first for of_module in weights for weight, first in zip(of_module, weights[0], strict=True))
+    assert len({*map(id, weights[0])}) == len(slot.ready) == len(leaves) == 2
