@@ -146,13 +146,19 @@ prepared = functools.lru_cache(4096)(Program.of)
 
 
 class Programs(dict[tuple[Any, ...], Program]):
-    """The programs of one owner, of whose functions each takes another number of addresses."""
+    """The last programs of one owner, of whose functions each takes another number of addresses."""
+
+    LIMIT = 64
+    """Each number of rows is another form: a server would keep thousands."""
 
     def of(self, add: Callable[..., None], addresses: int, *form: Any) -> Program:
-        """As `Program.of`, for as many threads as there are now; made once."""
+        """As `Program.of`, for as many threads as there are now; made again if it is none of the last ones."""
         key = torch.get_num_threads(), addresses, *form
-        if (program := self.get(key)) is None:
-            program = self[key] = Program.of(add, addresses, *form)
+        if (program := self.pop(key, None)) is None:
+            program = Program.of(add, addresses, *form)
+            for oldest in [*self][: 1 - self.LIMIT or None]:
+                self.pop(oldest, None)  # another thread may have taken it
+        self[key] = program
         return program
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rabbitllm.base.compiling import share, system_call, to_array
-from rabbitllm.base.programs import Program
+from rabbitllm.base.programs import Place, Program, Programs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="other system calls")
 _TO_THREAD, _CTRL_C = 234, 2
@@ -50,3 +50,18 @@ def test_a_ctrl_c_while_compiled_code_runs_ends_the_program_at_the_next_question
         program(written.ctypes.data, written.ctypes.data + 8, asked=numbers())
     assert answers == [0]
     assert written.tolist() == [1, 0]
+
+
+def test_an_owner_keeps_its_last_programs() -> None:
+    programs, added = Programs(), list[int]()
+
+    def add(program: Program, address: Place, form: int) -> None:
+        added.append(form)
+
+    for form in range(Programs.LIMIT + 10):
+        programs.of(add, 1, form)
+        assert programs.of(add, 1, 0) is programs.of(add, 1, 0)
+    assert len(programs) == Programs.LIMIT
+    assert added == [*range(Programs.LIMIT + 10)]  # what is used stays
+    programs.of(add, 1, 1)
+    assert added[-1] == 1
