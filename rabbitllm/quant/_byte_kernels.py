@@ -56,6 +56,7 @@ _LOOKED_UP = frozenset(name for name, form in FORMATS.items() if form.values) | 
 
 
 def _multiplies_fours() -> bool:
+    """Whether there is an instruction for four bytes at a time, in the vectors of panels."""
     return _vectors.multiplies_fours(_vectors.lanes())
 
 
