@@ -22,7 +22,7 @@ from rabbitllm.quant import bfloat_products, turned
 from tests.engine.test_forwards import by_expert, inputs, layer
 from tests.support.builders import build_checkpoint
 from tests.support.kernel_rows import plain_products as plain_products
-from tests.support.rounding import assert_as_near, assert_products, exact_logits
+from tests.support.rounding import assert_as_near, assert_products, assert_rounded_once, exact_logits
 from tests.support.tiny_models import ALL, INPUT, load, plain_model, run, split
 
 
@@ -65,13 +65,13 @@ def test_products(name: str, operands: list[Any]) -> None:
         assert torch.equal(wide(*doubles), expected)
     assert result.dtype is torch.bfloat16
     assert result.shape == expected.shape
-    assert (result - expected).norm() <= 2**-9 * expected.norm()
+    assert_rounded_once(result, expected)
     assert torch.equal(wide(*operands), ordinary(*operands))  # with gradients
     scaled = {"alpha": 0.5, "beta": 2.0}
     if name in ("baddbmm", "addmm"):
         with torch.no_grad():
             exact = ordinary(*doubles, **scaled)
-            assert (wide(*operands, **scaled) - exact).norm() <= 2**-9 * exact.norm()
+            assert_rounded_once(wide(*operands, **scaled), exact)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_convolutions(convolution: nn.Module, shape: tuple[int, ...]) -> None:
         result = module(input=x)
         assert torch.equal(module.float()(x.float()), plain(x.float()))
     assert result.dtype is torch.bfloat16
-    assert (result - expected).norm() <= 2**-9 * expected.norm()
+    assert_rounded_once(result, expected)
     module.bfloat16()(x).sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
 
@@ -144,7 +144,7 @@ def test_convolutions_of_hybrids() -> None:
     assert with_wide_convolutions(causal_conv1d_fn) is not causal_conv1d_fn
     copied, update = states.clone(), step_of(causal_conv1d_update, prompts=True)
     result, exact = update(x, copied, weight), causal_conv1d_update(x.double(), states.double(), weight.double())
-    assert (result - exact).norm() <= 2**-9 * exact.norm()
+    assert_rounded_once(result, exact)
     assert torch.equal(copied, x[:, :, -3:])
 
 

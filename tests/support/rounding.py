@@ -60,6 +60,12 @@ def assert_products(
     assert off.norm() <= (1 + _ONE / max(off.numel(), 1) ** 0.5) * allowed
 
 
+def assert_rounded_once(result: torch.Tensor, exact: torch.Tensor) -> None:
+    """Each number is the nearest of its dtype to one that a sum in float32 may be off from the exact one."""
+    nearest = exact.to(result.dtype).double()
+    assert bool(((result.double() - exact).abs() <= (nearest - exact).abs() + 1e-5 * exact.abs().max()).all())
+
+
 def assert_as_near(
     found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, *, routed: bool = False, scheme: str | None = None
 ) -> None:
