@@ -29,7 +29,7 @@ from typing import Any
 from llvmlite import ir
 
 from rabbitllm.base.compiling import to_array, words_at
-from rabbitllm.quant._integers import OWN_STEPS, CodeSteps
+from rabbitllm.quant._integers import OWN_STEPS, TOGETHER, CodeSteps
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, NUMBERS, PANELS
 from rabbitllm.quant._vectors import (
     CODEBOOKS,
@@ -46,16 +46,17 @@ from rabbitllm.quant._vectors import (
 )
 
 ROWS, CODE_ROWS = 4, max(lanes() // 8, 1)
-"""Rows of the matrix for each load of an input, of a panel and by codes. More rows of codes are no faster in the cache,
-and read from memory they are slower: the processor's own prefetcher does not follow so many. AVX2 has too few registers
-for sums of two rows with several inputs."""
+"""Rows of the matrix for each load of an input, of a panel and by codes with several inputs. More rows of codes are no
+faster in the cache, and read from memory they are slower: the processor's own prefetcher does not follow so many. AVX2
+has too few registers for sums of two rows with several inputs. With one input there is one row (on Zen 4, two take 1.2
+to 1.5 times as long)."""
 NEAR_ROWS = 32
 """Rows whose codes stay in a core's cache until they are multiplied with all inputs."""
 TOKENS = 4
 """Inputs for each lookup of a code."""
 LEAST_WIDE, LEAST_SLOW = 3, 2
 """Inputs for which `TOKENS` are multiplied, some of them twice: code by code they take longer. The second is for codes
-that are slow to decode."""
+that are slow to decode, or of which several segments are multiplied together."""
 PANEL_TOKENS = {16: 6, 8: 3}
 """Lanes -> inputs for each load of a panel's value; limited by the registers for sums."""
 PREFETCHED, CACHES = 8192, 0 if is_zen() else 3
@@ -353,8 +354,8 @@ def code_kernel(
     name: str, make: Callable[[Emitter, Any], CodeSteps], width: int, least: int = LEAST_WIDE, rows: int = CODE_ROWS
 ) -> Callable[[Any], None]:
     """The kernel by codes of steps that `make` returns for an emitter and the address of a table, with so many rows
-    for each load of an input; for `least`, see `LEAST_WIDE`."""
-    shapes = (1, 1, 1), (rows, ROWS, 1), (1, 1, TOKENS), (rows, ROWS, TOKENS)
+    for each load of several inputs; for `least`, see `LEAST_WIDE`."""
+    shapes = (1, 1, 1), (1, ROWS, 1), (1, 1, TOKENS), (rows, ROWS, TOKENS)
     single, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
     return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, TILE=ROWS)
 
@@ -371,4 +372,5 @@ def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
             return panel_kernel(name, fill, dot, tile, step_size(PANELS, width))
         dot = functools.partial(dot, scheme=scheme)
         return panel_kernel(name, fill, dot, (ROWS, 1), step_size(PANELS, width), IN_PLACE=True, PANEL_ROWS=ROWS)
-    return code_kernel(name, OWN_STEPS[scheme], width, LEAST_SLOW if scheme == "8bit" else LEAST_WIDE)
+    is_slow = scheme == "8bit" or TOGETHER > 1
+    return code_kernel(name, OWN_STEPS[scheme], width, LEAST_SLOW if is_slow else LEAST_WIDE)
