@@ -53,7 +53,8 @@ def table_of(kernel: CodeKernel, width: int, values: npt.NDArray[np.float32], fa
 def kernel(method: str, scheme: CodeKernel, width: int) -> Callable[[Any], None]:
     """As `_product_kernels.kernel`, by codes."""
     name = "_".join((method, *map(str, scheme), str(width)))
-    by_width: dict[int, type[_ScaledSegments]] = {INTEGERS: _IntegerSegments, PAIRS: _PairSegments}
+    few = _IntegerSegments if scheme.group == SEGMENT else _FourSegments
+    by_width: dict[int, type[_ScaledSegments]] = {INTEGERS: few, PAIRS: _PairSegments}
     return _product_kernels.code_kernel(name, functools.partial(by_width.get(width, _FloatSegments), scheme), width)
 
 
@@ -85,12 +86,14 @@ class _ScaledSegments(CodeSteps):
 
     def _spread(self, scales: Any, index: Any, count: int) -> Any:
         """So many consecutive scales, each in an equal share of the lanes."""
-        emit, b = self._emit, self._emit.b
-        bits = _SCALE_BITS[self._kernel.scales]
-        ints = ir.VectorType(ir.IntType(bits), count)
-        few = self._floats(emit.load(emit.add(scales, b.mul(index, number(bits // 8))), ints, 1), count)
-        order = self._scale_of_lanes(count)
-        return b.shuffle_vector(few, few, ir.Constant(ir.VectorType(I32, emit.width), order))
+        few = self._loaded(scales, index, count)
+        return self._emit.pick(few, few, self._scale_of_lanes(count))
+
+    def _loaded(self, scales: Any, index: Any, count: int) -> Any:
+        """So many consecutive scales, float32."""
+        emit, bits = self._emit, _SCALE_BITS[self._kernel.scales]
+        place = emit.add(scales, emit.b.mul(index, number(bits // 8)))
+        return self._floats(emit.load(place, ir.VectorType(ir.IntType(bits), count), 1), count)
 
     def _scale_of_lanes(self, count: int) -> list[int]:
         """Which of so many consecutive scales a lane of the products has."""
@@ -135,18 +138,52 @@ class _IntegerSegments(_ScaledSegments):
         return [*words, self._emit.b.fmul(scale, every(self._emit.floats, 0.5))]  # the table has twice the values
 
     def _parts(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+        sums = self._sums(address, [pair for *pair, _ in inputs])
+        return [[self._emit.b.fmul(total, scale) for total, (*_, scale) in zip(sums, inputs, strict=True)]]
+
+    def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
+        """The sums of the products of a segment's integers with those of each input, float32."""
         emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16)
         both = emit.load(address, words, 1)
         if _integers.HAS_WORDS:
             index = emit.joined(both, b.lshr(both, every(words, 4)))
             both_words = _integers.permuted_words(emit, self._table, (index, b.lshr(index, every(WORDS, 8))))
-            return [[b.fmul(_integers.summed_products(emit, both_words, pair), scale) for *pair, scale in inputs]]
+            return [_integers.summed_products(emit, both_words, pair) for pair in inputs]
         nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
         values = _integers.looked_up_words(emit, self._table, emit.joined(*nibbles))
-        return [[b.fmul(_integers.summed_products(emit, values, pair), scale) for *pair, scale in inputs]]
+        return [_integers.summed_products(emit, values, pair) for pair in inputs]
 
     def _scale_of_lanes(self, count: int) -> list[int]:
         return [lane % 8 * count // 8 for lane in range(16)]  # of low halves, then of high ones
+
+
+class _FourSegments(_IntegerSegments):
+    """Four consecutive segments of several scales each, which are multiplied by those of the inputs together."""
+
+    together = 4
+
+    def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
+        super().__init__(kernel, emit, table)
+        self.rest = _IntegerSegments(kernel, emit, table)
+        self._scales = SEGMENT // kernel.group  # of a segment
+
+    def inputs(self, inputs: Any, others: Any) -> list[Any]:
+        emit, b = self._emit, self._emit.b
+        words = [emit.load(emit.add(inputs, 64 * half), WORDS, 2) for half in range(2 * self.together)]
+        scales = b.fmul(emit.load(others, ir.VectorType(F32, self.together), 4), every(ir.VectorType(F32, self.together), 0.5))
+        order = [lane // self._scales for lane in range(self.together * self._scales)]
+        return [*words, emit.pick(scales, scales, order)]
+
+    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
+        emit, b, count = self._emit, self._emit.b, self._scales
+        scales, row, segments, segment, _ = position  # each row has its own
+        first = b.mul(emit.add(b.mul(row, segments), segment), number(count))
+        few = self._loaded(scales, first, self.together * count)
+        scales_of = [b.fmul(few, of_inputs) for *_, of_inputs in inputs]
+        for n in range(self.together):
+            order = [n * count + scale for scale in self._scale_of_lanes(count)]
+            sums = self._sums(emit.add(address, self.code_bytes * n), [words[2 * n : 2 * n + 2] for words in inputs])
+            yield 0, sums, [emit.pick(each, each, order) for each in scales_of]
 
 
 class _FloatSegments(_ScaledSegments):

@@ -62,6 +62,8 @@ PANEL_TOKENS = {16: 6, 8: 3}
 PREFETCHED, CACHES = 8192, 0 if is_zen() else 3
 """How many bytes ahead codes are prefetched, and in how many caches they stay for one input. On Zen other data needs
 these more (up to 0.86 of a token's time); an Intel Xeon takes up to 3 times as long if they stay in none."""
+TILE_CACHES = 2 if is_zen() else 3
+"""The same of rows of bfloat16: a tile does not fit Zen 4's smallest cache (0.75 to 0.9 of a product's time)."""
 PANEL_ROWS, PANEL_COLUMNS = 128, 1024
 """Size of a panel: 512 KiB, of which `ROWS` rows and their inputs fit the smallest cache. With half the rows all inputs
 are read twice as often: 512 of them took 1.06 times as long."""
@@ -218,7 +220,7 @@ def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) ->
             at = b.mul(step, number(nbytes)) if widen else offset
             weights = [(widen or both)(emit.add(base, at)) for base in bases]
             for base in bases if widen else ():  # the next tile, which no prefetcher expects
-                emit.prefetch(emit.add(base, at, b.mul(panel_bytes, number(rows))), 3)
+                emit.prefetch(emit.add(base, at, b.mul(panel_bytes, number(rows))), TILE_CACHES)
             vectors = [both(emit.add(begin, offset)) for begin in begins]
             for half, of_row, t in itertools.product(range(2), range(rows), range(tokens)):
                 total = sums[of_row][t]
