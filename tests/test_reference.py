@@ -41,6 +41,12 @@ def test_a_page_is_current(name: str) -> None:
     assert read(name) == PAGES[name](), f"docs/reference/{name} differs: run `python -m tools.reference`"
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_marks_of_code_are_in_pairs(name: str) -> None:
+    outside = re.sub(r"^```.*?^```$", "", read(name), flags=re.MULTILINE | re.DOTALL)
+    assert not [line for line in outside.splitlines() if line.count("`") % 2 or ",`." in line]
+
+
 def test_every_public_name_has_its_entry() -> None:
     there = {*api.public_names(), *OLD_CLASSES, "__version__", "RabbitLLMError", "NotEnoughSpaceException"}
     assert set(rabbitllm.__all__) <= there

@@ -228,6 +228,23 @@ def test_linears_of_falcon_use_the_kernel(kernel_rows: list[int], has_bias: bool
         assert torch.equal(linear(x), own(linear, x) * 2)
 
 
+class _OfOneWidth(nn.Linear):
+    """A class as repositories have them in their own code."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        assert input.shape[-1] == 64
+        return input @ self.weight.T
+
+
+@pytest.mark.usefixtures("kernel_rows")
+@torch.no_grad()
+def test_a_class_that_asserts_what_a_trial_has_not_is_left_as_it_is() -> None:
+    linear, x = _OfOneWidth(64, 32, bias=False).bfloat16(), inputs(3, torch.bfloat16, 64)
+    RowProducts(cast("Any", SimpleNamespace(dtype=torch.bfloat16)), [linear])
+    assert "forward" not in vars(linear)
+    assert torch.equal(linear(x), x @ linear.weight.T)
+
+
 def test_cpu_with_bfloat16_products_uses_torchs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bfloat_products, "max_rows", lambda: 0)
     folder = split(checkpoint)

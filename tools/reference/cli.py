@@ -122,8 +122,8 @@ def _section(name: str, callback: Callable[..., Any] | None, command: Any, share
         yield from ("", *table(["", "default", "meaning"], own))
     names = {one.name for one in options}
     rows = [_row(one) for one in options]
-    has = [f"`{row[0].strip('`').split()[0]}`" for row in shared.values() if row in rows]
-    left_out = [f"`{row[0].strip('`').split()[0]}`" for name, row in shared.items() if name not in names]
+    has = [f"`{row[0].split()[0].strip('`,')}`" for row in shared.values() if row in rows]
+    left_out = [f"`{row[0].split()[0].strip('`,')}`" for name, row in shared.items() if name not in names]
     if len(has) >= len(left_out):
         yield from ("", f"And the [model options](#model-options){', except ' * bool(left_out)}{', '.join(left_out)}.")
     elif has:
