@@ -414,7 +414,8 @@ def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files:
     """Refuse a folder without a record of a split that has files which this split would replace.
 
     A run that was killed before its first record has left the same config and tokenizer. An unfinished split of
-    RabbitLLM 1.1 has layer files with the tensors of these layers, and may have a torn one.
+    RabbitLLM 1.1 has layer files with the tensors of these layers, and may have a torn one. Shards may not lie there:
+    once some are used up, the folder would be taken for a split directory without a checkpoint.
 
     Returns:
         The layer files of such a split. Every shard exists at this point, so they are not the only copy.
@@ -428,6 +429,9 @@ def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files:
         path = folder / name
         if path.exists() and read_whole(path) != content:
             raise _holds_other(path, request.checkpoint.label, "with other content")
+    for file in filter(None, (request.checkpoint.at_hand(shard.name) for shard in plan.shards)):
+        if file.resolve().parent == folder.resolve():  # also behind a link: it would be taken for a stale layer file
+            raise _holds_other(file, request.checkpoint.label, "as a shard in the split directory itself")
     layouts = {folder / layout.file_name: layout for layout in plan.layouts.values()}
     suffixes = (durable.PART_SUFFIX, SCRATCH_SUFFIX)
     unfinished = [path.with_name(path.name + suffix) for path in layouts for suffix in suffixes]
