@@ -176,7 +176,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
         clean_up(source.split_folder)
     if source.repository is not None:
         refuse_another(source, manifest, source.repository.identity_of(manifest.source.fingerprints))
-    checkpoint = _remaining_checkpoint(source, manifest)
+    checkpoint = _remaining_checkpoint(source, manifest, options)
     if checkpoint is None:
         return
     here = filter(checkpoint.at_hand, checkpoint.index.shards)  # headers of others are not requested from a repository
@@ -226,7 +226,7 @@ def _refuse_without_evidence(source: Source, manifest: Manifest, metadata: list[
         )
 
 
-def _remaining_checkpoint(source: Source, manifest: Manifest) -> Checkpoint | None:
+def _remaining_checkpoint(source: Source, manifest: Manifest, options: SplitOptions) -> Checkpoint | None:
     """Return the local weights that a finished split was made from; None if they are used up.
 
     The folder may have the weights in another format too. The split does not use that one: it is not opened, and never
@@ -239,7 +239,10 @@ def _remaining_checkpoint(source: Source, manifest: Manifest) -> Checkpoint | No
     try:
         if source.repository is not None:
             entry = source.repository.entry()
-            if not is_index(entry) or source.repository.cached(entry) is None:
+            # without an index headers may be requested to open it, so only where its files are compared or deleted
+            reads_them = options.verify_source or options.shards.deletes_rest
+            looked_for = [entry] if is_index(entry) else ["config.json", *shards] if reads_them else []
+            if not any(map(source.repository.cached, looked_for)):
                 return None
             remote = HubCheckpoint(source.repository)
             return None if shards.keys().isdisjoint(remote.index.shards) else remote
