@@ -179,6 +179,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     checkpoint = _remaining_checkpoint(source, manifest, options)
     if checkpoint is None:
         return
+    checkpoint = checkpoint.with_dtype(options.gguf_dtype)  # as split: the recorded checksums are of these values
     here = filter(checkpoint.at_hand, checkpoint.index.shards)  # headers of others are not requested from a repository
     metadata = list(filter(None, map(checkpoint.metadata, here)))
     refuse_another(source, manifest, checkpoint.identity(metadata))

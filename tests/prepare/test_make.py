@@ -145,6 +145,22 @@ def test_original_of_one_file_left_by_a_crash_is_deleted(
     assert call.make() == folder
 
 
+@pytest.mark.parametrize("outtype", ["auto", "bf16"])
+def test_a_gguf_file_left_by_a_crash_is_deleted_by_the_same_conversion(tmp_path: Path, outtype: str) -> None:
+    """Its checksum is of values in another dtype than its own."""
+    (tmp_path / "model").mkdir()
+    file = write_gguf(tmp_path / "model" / "m.gguf")
+
+    def die(step: Step) -> None:
+        if step.kind == "unlink" and step.path == file:
+            raise KeyboardInterrupt
+
+    with observe_steps(die), pytest.raises(KeyboardInterrupt):
+        convert(file, tmp_path / "out", outtype=outtype, delete_original=True)
+    convert(file, tmp_path / "out", outtype=outtype, delete_original=True)
+    assert not file.exists()
+
+
 @pytest.mark.parametrize("verified", [True, False])
 def test_a_repository_of_one_file_is_compared_if_requested(
     tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub, verified: bool
