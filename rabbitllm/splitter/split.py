@@ -21,7 +21,7 @@ from rabbitllm.base.options import BIG_LAYER_BYTES, ShardPolicy
 from rabbitllm.base.progress import SplitDone, tell
 from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, ShardMetadata, SourceIdentity
-from rabbitllm.checkpoints.index import natural_key
+from rabbitllm.checkpoints.index import is_rank, natural_key
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import IncompleteSplitError, InUseError, RabbitLLMError, SplitMismatchError
 from rabbitllm.formats.safetensors_file import read_header
@@ -156,7 +156,9 @@ def discard_original(checkpoint: Checkpoint, shards: Iterable[PlannedShard], che
         checksums: shard -> `source_check.source_crc32`.
     """
     planned = {shard.name: shard for shard in shards}
-    names = [shard for shard in checkpoint.index.shards if shard in planned]
+    present = [shard for shard in checkpoint.index.shards if shard in planned]
+    # Meta's first rank last: after a crash the others are known to have copies of its tensors, and no others
+    names = present[::-1] if all(map(is_rank, present)) else present
     releases = [release_if_same(checkpoint, planned[name], checksums.get(name)) for name in names]
     if kept := sum(release.disposal is Disposal.READ_ONLY for release in releases):
         warn_of_read_only(kept, checkpoint)
