@@ -240,8 +240,7 @@ def _remaining_checkpoint(source: Source, manifest: Manifest, options: SplitOpti
     try:
         if source.repository is not None:
             entry = source.repository.entry()
-            # without an index headers may be requested to open it, so only where its files are compared or deleted
-            reads_them = options.verify_source or options.shards.deletes_rest
+            reads_them = options.verify_source or options.shards.deletes_rest  # else no header is requested for it
             looked_for = [entry] if is_index(entry) else ["config.json", *shards] if reads_them else []
             if not any(map(source.repository.cached, looked_for)):
                 return None
@@ -331,11 +330,7 @@ def ensure_split(
 
 
 def check_before_fetching(source: Source, accept: Acceptance) -> None:
-    """Check the headers of a repository's shards with `accept` before the shards are fetched; folders are not checked.
-
-    Raises:
-        RabbitLLMError: any error of `accept`.
-    """
+    """Call `accept`, which may raise, with the planned files of a repository, before its shards are fetched."""
     if source.repository is None:
         return
     remote = HubCheckpoint(source.repository)
@@ -470,11 +465,7 @@ def finish_repair(folder: Path, original: Path | None = None) -> None:
 def _locked_for_repair(
     folder: Path, identity: SourceIdentity, shards: Collection[str], original: Path | None
 ) -> Iterator[tuple[Checkpoint, ShardPolicy]]:
-    """Hold a split directory and its source while these shards are read; yield the source and what happens to shards.
-
-    Raises:
-        OptionError, InUseError: see `repair_split`.
-    """
+    """Hold a split directory and its source while these shards are read; yield the source and the policy of shards."""
     repository = None
     if original is None and identity.kind != "hub":
         original = original_around(folder, shards)

@@ -157,8 +157,7 @@ def discard_original(checkpoint: Checkpoint, shards: Iterable[PlannedShard], che
     """
     planned = {shard.name: shard for shard in shards}
     present = [shard for shard in checkpoint.index.shards if shard in planned]
-    # Meta's first rank last: after a crash the others are known to have copies of its tensors, and no others
-    names = present[::-1] if all(map(is_rank, present)) else present
+    names = present[::-1] if all(map(is_rank, present)) else present  # of Meta's all others have copies of the first's
     releases = [release_if_same(checkpoint, planned[name], checksums.get(name)) for name in names]
     if kept := sum(release.disposal is Disposal.READ_ONLY for release in releases):
         warn_of_read_only(kept, checkpoint)
@@ -416,8 +415,7 @@ def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files:
     """Refuse a folder without a record of a split that has files which this split would replace.
 
     A run that was killed before its first record has left the same config and tokenizer. An unfinished split of
-    RabbitLLM 1.1 has layer files with the tensors of these layers, and may have a torn one. Shards may not lie there:
-    once some are used up, the folder would be taken for a split directory without a checkpoint.
+    RabbitLLM 1.1 has layer files with the tensors of these layers, and may have a torn one.
 
     Returns:
         The layer files of such a split. Every shard exists at this point, so they are not the only copy.
