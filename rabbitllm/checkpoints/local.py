@@ -54,7 +54,7 @@ from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import read_range
-from rabbitllm.storage.folders import bytes_freed_by_deleting
+from rabbitllm.storage.folders import bytes_freed_by_deleting, existing
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,8 @@ class LocalCheckpoint(Checkpoint):
         if only_staged or not path.exists():
             if self._missing_from is not None and (shard in self._fetched or self._missing_from.staged(shard).exists()):
                 return self._missing_from.release(shard, only_staged=only_staged)
-            durable.sync_folder(path.parent)  # an earlier run may have been killed between the deletion and this sync
+            # an earlier run may have been killed between the deletion and this sync; a subfolder may be gone, too
+            durable.sync_folder(existing(path.parent))
             return Release(shard, Disposal.DELETED)
         size = path.stat().st_size
         if self._snapshot is not None:

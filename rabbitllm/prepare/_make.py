@@ -176,9 +176,10 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
         clean_up(source.split_folder)
     if source.repository is not None:
         refuse_another(source, manifest, source.repository.identity_of(manifest.source.fingerprints))
-    checkpoint = _remaining_checkpoint(source, manifest)
+    checkpoint = _remaining_checkpoint(source, manifest, options)
     if checkpoint is None:
         return
+    checkpoint = checkpoint.with_dtype(options.gguf_dtype)  # as split: the recorded checksums are of these values
     here = filter(checkpoint.at_hand, checkpoint.index.shards)  # headers of others are not requested from a repository
     metadata = list(filter(None, map(checkpoint.metadata, here)))
     refuse_another(source, manifest, checkpoint.identity(metadata))
@@ -226,7 +227,7 @@ def _refuse_without_evidence(source: Source, manifest: Manifest, metadata: list[
         )
 
 
-def _remaining_checkpoint(source: Source, manifest: Manifest) -> Checkpoint | None:
+def _remaining_checkpoint(source: Source, manifest: Manifest, options: SplitOptions) -> Checkpoint | None:
     """Return the local weights that a finished split was made from; None if they are used up.
 
     The folder may have the weights in another format too. The split does not use that one: it is not opened, and never
@@ -239,7 +240,9 @@ def _remaining_checkpoint(source: Source, manifest: Manifest) -> Checkpoint | No
     try:
         if source.repository is not None:
             entry = source.repository.entry()
-            if not is_index(entry) or source.repository.cached(entry) is None:
+            reads_them = options.verify_source or options.shards.deletes_rest  # else no header is requested for it
+            looked_for = [entry] if is_index(entry) else ["config.json", *shards] if reads_them else []
+            if not any(map(source.repository.cached, looked_for)):
                 return None
             remote = HubCheckpoint(source.repository)
             return None if shards.keys().isdisjoint(remote.index.shards) else remote
@@ -327,11 +330,7 @@ def ensure_split(
 
 
 def check_before_fetching(source: Source, accept: Acceptance) -> None:
-    """Check the headers of a repository's shards with `accept` before the shards are fetched; folders are not checked.
-
-    Raises:
-        RabbitLLMError: any error of `accept`.
-    """
+    """Call `accept`, which may raise, with the planned files of a repository, before its shards are fetched."""
     if source.repository is None:
         return
     remote = HubCheckpoint(source.repository)
@@ -466,11 +465,7 @@ def finish_repair(folder: Path, original: Path | None = None) -> None:
 def _locked_for_repair(
     folder: Path, identity: SourceIdentity, shards: Collection[str], original: Path | None
 ) -> Iterator[tuple[Checkpoint, ShardPolicy]]:
-    """Hold a split directory and its source while these shards are read; yield the source and what happens to shards.
-
-    Raises:
-        OptionError, InUseError: see `repair_split`.
-    """
+    """Hold a split directory and its source while these shards are read; yield the source and the policy of shards."""
     repository = None
     if original is None and identity.kind != "hub":
         original = original_around(folder, shards)

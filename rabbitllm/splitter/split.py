@@ -21,7 +21,7 @@ from rabbitllm.base.options import BIG_LAYER_BYTES, ShardPolicy
 from rabbitllm.base.progress import SplitDone, tell
 from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, ShardMetadata, SourceIdentity
-from rabbitllm.checkpoints.index import natural_key
+from rabbitllm.checkpoints.index import is_rank, natural_key
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import IncompleteSplitError, InUseError, RabbitLLMError, SplitMismatchError
 from rabbitllm.formats.safetensors_file import read_header
@@ -156,7 +156,8 @@ def discard_original(checkpoint: Checkpoint, shards: Iterable[PlannedShard], che
         checksums: shard -> `source_check.source_crc32`.
     """
     planned = {shard.name: shard for shard in shards}
-    names = [shard for shard in checkpoint.index.shards if shard in planned]
+    present = [shard for shard in checkpoint.index.shards if shard in planned]
+    names = present[::-1] if all(map(is_rank, present)) else present  # of Meta's all others have copies of the first's
     releases = [release_if_same(checkpoint, planned[name], checksums.get(name)) for name in names]
     if kept := sum(release.disposal is Disposal.READ_ONLY for release in releases):
         warn_of_read_only(kept, checkpoint)
@@ -428,6 +429,9 @@ def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files:
         path = folder / name
         if path.exists() and read_whole(path) != content:
             raise _holds_other(path, request.checkpoint.label, "with other content")
+    for file in filter(None, (request.checkpoint.at_hand(shard.name) for shard in plan.shards)):
+        if file.resolve().parent == folder.resolve():  # also behind a link: it would be taken for a stale layer file
+            raise _holds_other(file, request.checkpoint.label, "as a shard in the split directory itself")
     layouts = {folder / layout.file_name: layout for layout in plan.layouts.values()}
     suffixes = (durable.PART_SUFFIX, SCRATCH_SUFFIX)
     unfinished = [path.with_name(path.name + suffix) for path in layouts for suffix in suffixes]

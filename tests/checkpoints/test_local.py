@@ -87,6 +87,8 @@ def test_shards_in_a_subfolder(tmp_path: Path) -> None:
     checkpoint = LocalCheckpoint(folder)
     assert checkpoint.acquire("weights/a.safetensors") == folder / "weights" / "a.safetensors"
     assert checkpoint.release("weights/a.safetensors").disposal is Disposal.DELETED
+    (folder / "weights").rmdir()
+    assert checkpoint.release("weights/a.safetensors").disposal is Disposal.DELETED
 
 
 def test_sidecars(folder: Path) -> None:

@@ -35,7 +35,8 @@ from rabbitllm.models.convert import convert
 from rabbitllm.prepare import _finding
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
-from rabbitllm.storage.durable import observe_steps
+from rabbitllm.storage.durable import Step, observe_steps
+from rabbitllm.store.manifest import JOURNAL_NAME
 from tests.prepare.conftest import REPO
 from tests.support.builders import (
     INDEX_NAME,
@@ -47,6 +48,7 @@ from tests.support.builders import (
     write_shards,
 )
 from tests.support.forked import in_a_fork
+from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.splitting import Call, Counter, contents, interrupted, layer_files, names_in, split, steps_of
@@ -114,6 +116,68 @@ def test_original_left_by_a_crash_is_deleted(repository: Path, hub_environment: 
     assert sorted(path.name for path in links) == ["config.json", INDEX_NAME]
     assert split(REPO, delete_original=True) == folder
     assert not any(path.is_symlink() for path in hub_environment.cache.rglob("*"))
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("name", [SINGLE_NAME, "tiny-Q8_0.gguf"])
+def test_original_of_one_file_left_by_a_crash_is_deleted(
+    tmp_path: Path, hub_environment: HubEnvironment, name: str, sequential: bool
+) -> None:
+    """The manifest existed. Unlike an index, such a file of weights may be gone from the hub cache by then."""
+    served = tmp_path / "hub" / REPO
+    if name == SINGLE_NAME:
+        write_shards(served, {name: llama_tensors(layers=1)}, index=False)
+    else:
+        served.mkdir(parents=True)
+        write_gguf(served / name)
+    snapshot_download(REPO)
+    call = Call(REPO, sequential=sequential, delete_original=True)
+
+    def die(step: Step) -> None:
+        if step.kind == "unlink" and step.path.name == JOURNAL_NAME:
+            raise KeyboardInterrupt
+
+    with observe_steps(die), pytest.raises(KeyboardInterrupt):
+        call.make()
+    folder = call.make()
+    left = [path for path in hub_environment.cache.rglob("*") if path.is_symlink() or path.parent.name == "blobs"]
+    assert left == []
+    assert call.make() == folder
+
+
+@pytest.mark.parametrize("outtype", ["auto", "bf16"])
+def test_a_gguf_file_left_by_a_crash_is_deleted_by_the_same_conversion(tmp_path: Path, outtype: str) -> None:
+    """Its checksum is of values in another dtype than its own."""
+    (tmp_path / "model").mkdir()
+    file = write_gguf(tmp_path / "model" / "m.gguf")
+
+    def die(step: Step) -> None:
+        if step.kind == "unlink" and step.path == file:
+            raise KeyboardInterrupt
+
+    with observe_steps(die), pytest.raises(KeyboardInterrupt):
+        convert(file, tmp_path / "out", outtype=outtype, delete_original=True)
+    convert(file, tmp_path / "out", outtype=outtype, delete_original=True)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_repository_of_one_file_is_compared_if_requested(
+    tmp_path: Path, hub_environment: HubEnvironment, local_hub: LocalHub, verified: bool
+) -> None:
+    write_shards(tmp_path / "hub" / REPO, {SINGLE_NAME: llama_tensors(layers=1)}, index=False)
+    folder = split(REPO, sequential=False)
+    [link] = hub_environment.cache.rglob(SINGLE_NAME)
+    with link.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    local_hub.forget_requests()
+    if verified:
+        with pytest.raises(SplitMismatchError, match="its bytes differ"):
+            split(REPO, sequential=False, verify_source=True)
+    else:
+        assert split(REPO, sequential=False) == folder
+    assert local_hub.body_bytes() == 0
 
 
 def test_finished_split_on_a_read_only_mount(model: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from rabbitllm.errors import InvalidIndexError, SplitMismatchError, StorageError, UnsafePathError
 from rabbitllm.store.manifest import JOURNAL_NAME
-from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.builders import INDEX_NAME, cut, llama_tensors, write_shards
 from tests.support.forked import in_a_fork
 from tests.support.splitting import Call, layer_files
 
@@ -44,6 +44,39 @@ def test_a_file_with_the_name_of_a_layer_file(model: Path, tmp_path: Path, name:
     folder.mkdir(parents=True)
     (folder / name).write_bytes(b"the only copy")
     refused(model, tmp_path / "X", name)
+
+
+LAYER = "model.embed_tokens.safetensors"
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_shard_with_the_name_of_a_layer_file(tmp_path: Path, linked: bool, sequential: bool) -> None:
+    """It has the layer's tensors, and would be taken for what an earlier split left, and be deleted unread."""
+    tensors = llama_tensors()
+    embeddings = {name: tensor for name, tensor in tensors.items() if "embed" in name}
+    others = {name: tensor for name, tensor in tensors.items() if "embed" not in name}
+    shard = "a.safetensors" if linked else f"splitted_model/{LAYER}"
+    model = write_shards(tmp_path / "model", {"a.safetensors": embeddings, "b.safetensors": others})
+    (model / "splitted_model").mkdir()
+    (model / "a.safetensors").rename(model / "splitted_model" / LAYER)
+    if linked:
+        (model / "a.safetensors").symlink_to(f"splitted_model/{LAYER}")
+    index = model / INDEX_NAME
+    index.write_text(index.read_text().replace("a.safetensors", shard))
+    before = contents(model)
+    with pytest.raises(SplitMismatchError, match=f"{shard} exists, as a shard in the split directory itself"):
+        Call(str(model), sequential=sequential).make()
+    assert contents(model) == before
+
+
+def test_a_checkpoint_in_the_split_directory_itself(tmp_path: Path) -> None:
+    """After a crash its folder would be a split directory, whose original is named nowhere."""
+    model = write_shards(tmp_path / "splitted_model", cut(llama_tensors(), 2))
+    before = contents(model)
+    with pytest.raises(SplitMismatchError, match="exists, as a shard in the split directory itself"):
+        Call(str(model), str(tmp_path)).make()
+    assert contents(model) == before
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")

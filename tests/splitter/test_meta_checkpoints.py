@@ -29,7 +29,7 @@ from rabbitllm.errors import (
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_budget import ShardTransfer
-from rabbitllm.storage.durable import observe_steps
+from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store.layer_store import verify
 from rabbitllm.store.manifest import read_manifest
 from tests.support.crashes import KILLED, CrashServer
@@ -363,6 +363,24 @@ def test_delete_original(tmp_path: Path, model: Any, expected: Expected) -> None
     (source / "tokenizer.model").unlink()
     assert layer_files(split(source, sequential=False, delete_original=True)) == expected[None]
     assert names_in(source) == ["params.json", "splitted_model"]
+
+
+@pytest.mark.parametrize("left", [1, 3])
+def test_originals_left_by_a_crash_are_deleted(tmp_path: Path, left: int) -> None:
+    """All ranks have all norms; those of a rank are taken to be copies as long as the rank with the others is there."""
+    source = write_meta(tmp_path, tiny_llama(), 4)
+    call = Call(str(source), sequential=False, delete_original=True)
+    deleted = itertools.count()
+
+    def die(step: Step) -> None:
+        if step.kind == "unlink" and step.path.suffix == ".pth" and next(deleted) == 4 - left:
+            raise KeyboardInterrupt
+
+    with observe_steps(die), pytest.raises(KeyboardInterrupt):
+        call.make()
+    assert len(names_in(source, "*.pth")) == left
+    call.make()
+    assert names_in(source, "*.pth") == []
 
 
 @pytest.mark.parametrize("compression", [None, "8bit"])
