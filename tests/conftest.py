@@ -13,6 +13,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 # The same examples each time, and no deadlines: how long one takes says nothing on a machine that others use.
 after_import("hypothesis", lambda hypothesis: hypothesis.settings.load_profile("ci"))
+
+# The command line is the same in each test that calls it; making it takes 20 ms.
+after_import("typer.testing", lambda testing: setattr(testing, "_get_command", cache(testing._get_command)))
 
 # What plans measure of this machine is of no interest; tests of the measurements ask for their own sizes.
 after_import("rabbitllm.estimate.machine", measure_little)
@@ -119,34 +123,31 @@ BITS = frozenset(
 """Files whose tests compare bits, tokens or products; they are marked `bits`, and `tools/matrix.py` runs them."""
 
 FIRST = (
-    "engine/test_hybrid_caches.py",
-    "engine/test_double.py",
-    "benchmarks/test_kaggle_72b.py",
-    "cli/test_library.py",
-    "generation/test_swapped_to_file.py",
-    "cli/test_batch.py",
-    "server/test_under_load.py",
-    "evaluation/test_quality.py",
     "ray/test_on_a_cluster.py",
-    "examples/test_kaggle_70b.py",
-    "test_train_demo.py",
-    "cli/test_serve.py",
-    "cli/test_bench.py",
-    "benchmarks/test_scale_model.py",
-    "splitter/test_stateful.py",
-    "server/test_embeddings.py",
-    "test_attacks.py",
-    "cli/test_quality.py",
-    "demo/test_run.py",
+    "splitter/test_without_flock.py",
+    "splitter/test_kill.py",
     "test_kills.py",
-    "test_few_descriptors.py",
-    "cli/test_chat.py",
-    "evaluation/test_compare.py",
-    "splitter/test_repair.py",
-    "cli/test_worker.py",
-    "splitter/test_memory.py",
-    "benchmarks/test_quantizers.py",
-    "base/test_compiling.py",
+    "benchmarks/test_quality.py",
+    "test_attacks.py",
+    "engine/test_copy_files.py",
+    "prepare/test_damaged_checkpoints.py",
+    "engine/test_streams.py",
+    "cli/test_start.py",
+    "splitter/test_stateful.py",
+    "test_strings.py",
+    "engine/test_transformers_check.py",
+    "server/test_outside_fields.py",
+    "generation/test_swapped_to_file.py",
+    "engine/test_thinkers.py",
+    "splitter/test_power_cut.py",
+    "server/test_drafts.py",
+    "engine/test_published_codes.py",
+    "cli/test_doctor.py",
+    "base/test_logs.py",
+    "engine/test_interrupts.py",
+    "demo/test_smollm2.py",
+    "generation/test_long_prompts.py",
+    "splitter/test_full_disk.py",
 )
 """Files with few tests that take long, the longest ones first. By their number of tests, which orders the others, they
 would be begun last."""

@@ -66,6 +66,7 @@ ELSEWHERE = {
     r"python -m tests\.support\.pages .*": "tests/test_walkthrough.py starts it, on a copy of the page",
     r"python -m tools\.train_demo --size larger --out DIR": "tests/test_train_demo.py does, with small shapes",
     r"python -m tools\.reference.*": "it writes pages; tests/test_reference.py compares them",
+    r"python -m tools\.size --update": "it writes budgets of this tree; tests/test_size.py does in another",
     r"ray start .*": "it starts daemons; tests of clusters have one in their own process",
 }
 """Patterns of what is not started here, and why."""
@@ -88,6 +89,7 @@ SUBSTITUTIONS: Sequence[tuple[str, str, str]] = (
     (r"\bOUTPUT\b", "answers.jsonl", "placeholder"),
     (r"\bTYPE\b", "qwen2", "placeholder"),
     (r" /shared/", " shared/", "no folder is shared by hosts"),
+    (r"~/\.lmstudio/\S+\.gguf", "my-checkpoint", "LM Studio is not installed"),
     (r"(?<=--ray )auto", "{ray}", "the cluster is one of this test"),
     (r"192\.168\.1\.5:29500", "{address}", "there are no other hosts"),
     (r"^((?:RABBITLLM_API_KEY=KEY )?rabbitllm serve .*)$", r"\1 --port {port}", "port 8000 may be in use"),

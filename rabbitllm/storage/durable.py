@@ -547,17 +547,19 @@ class ScratchFolder:
     with the process. A forked child leaves it to its parent. Without locks (Windows) it stays after a kill.
 
     Attributes:
-        path: the folder.
+        path: the folder. It is inside the locked one, so a checkpoint in it can be locked (`folder_lock.py`).
     """
 
     def __init__(self) -> None:
         _remove_dead_scratch()
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
-            descriptor, has_locks = _lock_scratch(self.path)
+            locked = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))
+            descriptor, has_locks = _lock_scratch(locked)
             if descriptor is not None or not has_locks:
                 break  # else another process took it for one of a dead process, before it was locked
-        self._finish = weakref.finalize(self, _remove_scratch, self.path, descriptor, os.getpid())
+        self._finish = weakref.finalize(self, _remove_scratch, locked, descriptor, os.getpid())
+        self.path = locked / "files"
+        self.path.mkdir()
 
     def remove(self) -> None:
         """Remove it and everything in it, if this process made it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.cli import _start
-from rabbitllm.cli.main import STARTING
+from rabbitllm.cli.main import STARTING, app
 from tests.support.screen import TerminalStream, run_on_terminal
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="terminals and signals of POSIX")
@@ -28,10 +29,20 @@ def test_a_terminal_shows_the_line_until_something_else_comes() -> None:
     assert output.count(STARTING) == 1
 
 
-def test_json_and_pipes_have_no_such_line() -> None:
-    assert STARTING not in run_on_terminal([*LOOK, "--json"], 80, ENVIRONMENT, seconds=120)
-    run = subprocess.run(LOOK, capture_output=True, text=True, env=ENVIRONMENT, timeout=600, check=True)
-    assert run.stderr == ""
+@pytest.mark.parametrize(
+    ("words", "stream", "shown"),
+    [([], TerminalStream, True), (["--json"], TerminalStream, False), ([], io.StringIO, False)],
+    ids=["terminal", "JSON", "pipe"],
+)
+def test_json_and_pipes_have_no_such_line(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], stream: type[io.StringIO], shown: bool
+) -> None:
+    stderr = stream()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    app([*LOOK[3:], *words], standalone_mode=False)
+    assert (STARTING in stderr.getvalue()) == shown
+    assert bool(stderr.getvalue()) == stderr.isatty()
 
 
 @pytest.mark.parametrize("name", ["stderr", "stdout"])

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 import rabbitllm
-from rabbitllm.storage import durable
+from rabbitllm.storage import durable, folder_lock
 from rabbitllm.storage.durable import GrowingFile, Log, Step, observe_steps
 from rabbitllm.storage.files import DIRECT_ALIGNMENT, OpenFiles, page_aligned, write_back_call
+from rabbitllm.storage.folder_lock import FolderKind
 from tests.support.forked import in_a_fork
 from tests.support.leftovers import open_files
 from tests.support.small_disk import small_disk
@@ -632,10 +633,17 @@ def test_scratch_folder_of_a_killed_process_is_removed_by_the_next(
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         assert len([*tmp_path.iterdir()]) == 3
         with durable.ScratchFolder() as second:
-            assert {*tmp_path.iterdir()} == {first, second, tmp_path / "rabbitllm-other"}
+            assert {*tmp_path.iterdir()} == {first.parent, second.parent, tmp_path / "rabbitllm-other"}
             in_a_fork(lambda: None)  # a child that ends leaves its parent's
             assert second.is_dir()
     assert [*tmp_path.iterdir()] == [tmp_path / "rabbitllm-other"]
+
+
+def test_a_checkpoint_in_a_scratch_folder_can_be_locked() -> None:
+    """For readers, and for a split that deletes its shards."""
+    with durable.ScratchFolder() as folder:
+        folder_lock.shared(folder, FolderKind.SOURCE).close()
+        folder_lock.exclusive(folder, FolderKind.SOURCE).close()
 
 
 @pytest.mark.parametrize("expected", [b"begin", re.compile(rb"begin|\Z")], ids=["bytes", "a pattern"])
