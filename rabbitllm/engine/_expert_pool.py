@@ -530,7 +530,8 @@ class ExpertPool:
                 passing[expert] = slot
             left = slots or passing
             filled = [e for e, slot in left.items() if slot.pending is None or slot.pending.done()]
-            batch = (filled if slots else filled[: self.valid]) or [next(iter(left))]
+            # products of a few are slower than reads of the others
+            batch = filled if slots and filled else [*left][: self.valid]
             yield batch
             for expert in batch:
                 slot = left.pop(expert)

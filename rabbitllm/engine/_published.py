@@ -214,10 +214,10 @@ def change_modules(model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.
     """Let a quantizer replace modules of a skeleton. New modules are in training mode, so call `eval` after it."""
     import torch
 
+    # else transformers warns, on one of the two, that it will dequantize MXFP4
+    options = {"device_map": {"": "cpu"}, "use_kernels": torch.accelerator.current_accelerator() is None}
     with torch.device("meta"):
-        quantizer.preprocess_model(
-            model=model, dtype=dtype, device_map={"": "cpu"}, checkpoint_files=[], use_kernels=False
-        )
+        quantizer.preprocess_model(model=model, dtype=dtype, checkpoint_files=[], **options)
         if _method(quantizer.quantization_config) == _COMPRESSED_TENSORS:
             _quantize_activations(model, quantizer)
     for module in model.modules():

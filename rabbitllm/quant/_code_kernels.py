@@ -170,7 +170,8 @@ class _FourSegments(_IntegerSegments):
     def inputs(self, inputs: Any, others: Any) -> list[Any]:
         emit, b = self._emit, self._emit.b
         words = [emit.load(emit.add(inputs, 64 * half), WORDS, 2) for half in range(2 * self.together)]
-        scales = b.fmul(emit.load(others, ir.VectorType(F32, self.together), 4), every(ir.VectorType(F32, self.together), 0.5))
+        floats = ir.VectorType(F32, self.together)
+        scales = b.fmul(emit.load(others, floats, 4), every(floats, 0.5))
         order = [lane // self._scales for lane in range(self.together * self._scales)]
         return [*words, emit.pick(scales, scales, order)]
 

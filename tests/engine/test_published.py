@@ -408,6 +408,18 @@ def test_codes_of_an_expert_without_scales(tmp_path: Path) -> None:
         load(split(folder))
 
 
+def test_transformers_does_not_say_that_it_dequantizes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As it would of MXFP4 on a CPU, once a process."""
+    name = "transformers.quantizers.quantizer_mxfp4"
+    transformers.utils.logging.get_logger(name).warning_once.__func__.cache_clear()
+    logging.getLogger(name).addHandler(caplog.handler)
+    try:
+        load(split(quantized.build_mxfp4(tmp_path / "model")), exact=False)
+    finally:
+        logging.getLogger(name).removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.records if record.name == name] == []
+
+
 def test_scales_without_codes(tmp_path: Path) -> None:
     folder = quantized.build_mxfp4(tmp_path / "model")
     take_out(folder, "layers.1.mlp.experts.down_proj_blocks")
