@@ -229,11 +229,12 @@ def check_finished_source(
     Raises:
         SplitMismatchError: a shard has changed since the split was made.
     """
-    present = [f for f in metadata if f.stat is not None and f.name in manifest.source.fingerprints]
+    recorded = manifest.source.fingerprints  # a blob of the hub cache may have become a file, whose name is no digest
+    present = [f for f in metadata if f.stat is not None and f.name in recorded]
     if not verify:
         _warn_of_newer(present, checkpoint, folder)
         return []
-    comparable = [f for f in present if has_digest(f.fingerprint) or f.name in manifest.source_checksums]
+    comparable = [f for f in present if has_digest(recorded[f.name]) or f.name in manifest.source_checksums]
     if missing := len(present) - len(comparable):
         logger.warning(
             "%d shards of %s have no recorded checksum; they are neither compared nor deleted.",
@@ -242,7 +243,7 @@ def check_finished_source(
         )
     tensors = tensors_by_shard(checkpoint.index, comparable)
     shards = [
-        PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], staged=False, stat=f.stat) for f in comparable
+        PlannedShard(f.name, f.size, recorded[f.name], tensors[f.name], staged=False, stat=f.stat) for f in comparable
     ]
     if (changed := _first_changed(shards, checkpoint, manifest.source_checksums)) is not None:
         path = checkpoint.acquire(changed.name)
