@@ -7,6 +7,7 @@ snapshot's link frees nothing, and unlinking the blob may break another revision
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -89,6 +90,9 @@ def check_in_cache(path: Path, snapshot: CachedSnapshot) -> None:
 def free_file(snapshot: CachedSnapshot, name: str) -> int:
     """Delete one file of a snapshot: its link, and its blob unless another revision uses it.
 
+    The blob first takes the place of its link, as in caches without links. So a crash leaves no blob without a link,
+    of which no later call would know, and no link without a blob, for which huggingface_hub ignores the repository.
+
     Returns:
         Bytes freed; 0 if another revision uses the blob, or the file did not exist.
     """
@@ -98,6 +102,11 @@ def free_file(snapshot: CachedSnapshot, name: str) -> int:
     info = scan_cache_dir(snapshot.cache)
     strategy = info.delete_files(*(file for file in _files(info) if Path(file.file_path).absolute() == link))
     durable.require_guards(link)
+    for blob in strategy.blobs:
+        if not blob.is_symlink():  # into a store of several repositories, which huggingface_hub frees by that link
+            with contextlib.suppress(OSError):  # read-only, or on another disk
+                durable.rename(blob, link)
+                strategy = dataclasses.replace(strategy, blobs=frozenset())
     strategy.execute()
     return int(strategy.expected_freed_size)
 

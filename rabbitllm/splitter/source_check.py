@@ -14,6 +14,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from rabbitllm.base import progress
@@ -28,7 +29,8 @@ from rabbitllm.checkpoints.checkpoint import (
     has_digest,
 )
 from rabbitllm.display.split_display import shown_reading
-from rabbitllm.errors import CorruptShardError, SplitMismatchError
+from rabbitllm.errors import CheckpointError, CorruptShardError, SplitMismatchError
+from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec
 from rabbitllm.splitter.journal import Replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, tensors_by_shard
@@ -227,11 +229,12 @@ def check_finished_source(
     Raises:
         SplitMismatchError: a shard has changed since the split was made.
     """
-    present = [f for f in metadata if f.stat is not None and f.name in manifest.source.fingerprints]
+    recorded = manifest.source.fingerprints  # a blob of the hub cache may have become a file, whose name is no digest
+    present = [f for f in metadata if f.stat is not None and f.name in recorded]
     if not verify:
         _warn_of_newer(present, checkpoint, folder)
         return []
-    comparable = [f for f in present if has_digest(f.fingerprint) or f.name in manifest.source_checksums]
+    comparable = [f for f in present if has_digest(recorded[f.name]) or f.name in manifest.source_checksums]
     if missing := len(present) - len(comparable):
         logger.warning(
             "%d shards of %s have no recorded checksum; they are neither compared nor deleted.",
@@ -240,7 +243,7 @@ def check_finished_source(
         )
     tensors = tensors_by_shard(checkpoint.index, comparable)
     shards = [
-        PlannedShard(f.name, f.size, f.fingerprint, tensors[f.name], staged=False, stat=f.stat) for f in comparable
+        PlannedShard(f.name, f.size, recorded[f.name], tensors[f.name], staged=False, stat=f.stat) for f in comparable
     ]
     if (changed := _first_changed(shards, checkpoint, manifest.source_checksums)) is not None:
         path = checkpoint.acquire(changed.name)
@@ -341,6 +344,45 @@ def _is_copy(checkpoint: Checkpoint, spec: TensorSpec, other: TensorSpec | None)
             if read != read_tensor(other_file, other, begin, second[:length]) or first[:read] != second[:read]:
                 return False
     return True
+
+
+def copies_first(checkpoint: Checkpoint, shards: Iterable[PlannedShard]) -> list[PlannedShard]:
+    """Order shards for their deletion: each comes before those of which it has copies of tensors.
+
+    So after a crash between two deletions the copies that are left can still be compared (`left_out_of`), unless two
+    shards have copies of each other's tensors. A shard whose header is damaged counts as one without copies.
+
+    Args:
+        checkpoint: the source.
+        shards: those to delete, each with the tensors that the split took of it.
+    """
+    planned = {shard.name: shard for shard in shards}
+    owners = {spec.name: shard.name for shard in planned.values() for spec in shard.tensors}
+    order = TopologicalSorter[str]()
+    for name in planned:
+        order.add(name)
+        for tensor in _tensors_in(checkpoint, name):
+            if (owner := owners.get(tensor.name, name)) != name:
+                order.add(owner, name)
+    with contextlib.suppress(CycleError):  # it still gives what is in no cycle, nor behind one
+        order.prepare()
+    names: dict[str, None] = {}
+    while ready := order.get_ready():
+        names.update(dict.fromkeys(ready))
+        order.done(*ready)
+    return [planned[name] for name in names | dict.fromkeys(planned)]
+
+
+def _tensors_in(checkpoint: Checkpoint, shard: str) -> tuple[TensorSpec, ...]:
+    """All tensors of a shard's file, with copies; none if it is not on this machine, or its header is damaged."""
+    path = checkpoint.at_hand(shard)
+    if path is None:
+        return ()
+    try:
+        header = checkpoint.taken_from(shard, read_shard_header(path, shard))
+    except CheckpointError:
+        return ()
+    return *header.tensors, *header.copies
 
 
 def release_if_same(checkpoint: Checkpoint, shard: PlannedShard, crc32: int | None) -> Release:

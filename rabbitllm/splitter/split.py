@@ -21,7 +21,7 @@ from rabbitllm.base.options import BIG_LAYER_BYTES, ShardPolicy
 from rabbitllm.base.progress import SplitDone, tell
 from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, ShardMetadata, SourceIdentity
-from rabbitllm.checkpoints.index import is_rank, natural_key
+from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
 from rabbitllm.errors import IncompleteSplitError, InUseError, RabbitLLMError, SplitMismatchError
 from rabbitllm.formats.safetensors_file import read_header
@@ -45,6 +45,7 @@ from rabbitllm.splitter.request import (
 from rabbitllm.splitter.source_check import (
     check_finished_source,
     check_resumed,
+    copies_first,
     left_out_of,
     release_if_same,
     require_same,
@@ -155,10 +156,8 @@ def discard_original(checkpoint: Checkpoint, shards: Iterable[PlannedShard], che
         shards: those to remove, with the metadata of when they were read or compared; others are kept.
         checksums: shard -> `source_check.source_crc32`.
     """
-    planned = {shard.name: shard for shard in shards}
-    present = [shard for shard in checkpoint.index.shards if shard in planned]
-    names = present[::-1] if all(map(is_rank, present)) else present  # of Meta's all others have copies of the first's
-    releases = [release_if_same(checkpoint, planned[name], checksums.get(name)) for name in names]
+    ordered = copies_first(checkpoint, shards)
+    releases = [release_if_same(checkpoint, shard, checksums.get(shard.name)) for shard in ordered]
     if kept := sum(release.disposal is Disposal.READ_ONLY for release in releases):
         warn_of_read_only(kept, checkpoint)
     if any(checkpoint.at_hand(shard) for shard in checkpoint.index.shards):

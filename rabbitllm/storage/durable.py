@@ -35,6 +35,9 @@ PART_SUFFIX = ".part"
 
 READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EBUSY)
 """Errors of an unlink of what may not be deleted; the last one of a file that is mounted into a container."""
+NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
+"""Errors of a folder's fsync where folders have none: VirtualBox's shared folders and 9p (EINVAL), some FUSE (ENOTSUP),
+some virtiofs (EBADF). Databases go on there too: names are then as durable as the host makes them."""
 BEGINNING_BYTES = 4096
 """Bytes of a file by which its kind is recognized."""
 MAX_RIVALS = 1000
@@ -454,13 +457,21 @@ def touch(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable. A no-op on Windows, where a folder cannot be opened."""
+    """Make the names in `folder` durable.
+
+    A no-op on Windows, where a folder cannot be opened, and where the file system says that folders have no sync; any
+    other error, such as one of the disk, is raised.
+    """
     _announce(Step("sync_folder", folder))
     if sys.platform == "win32":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with _naming(folder):
+            os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_FOLDER_SYNC:
+            raise
     finally:
         os.close(descriptor)
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import scan_cache_dir, snapshot_download
@@ -19,10 +24,11 @@ from rabbitllm.checkpoints.hub_cache import (
 )
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import UnsafePathError
+from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment, point_at
 from tests.support.local_hub import LocalHub
-from tests.support.splitting import names_in, occupied, split
+from tests.support.splitting import Call, names_in, occupied, split
 
 REPO = "acme/tiny"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -85,6 +91,73 @@ def test_freeing_a_file_frees_its_blob(snapshot: CachedSnapshot, hub_environment
     assert before - occupied(hub_environment.cache) >= size
     assert free_file(snapshot, FIRST) == 0  # once more, as after a crash
     assert scan_cache_dir(hub_environment.cache).warnings == []
+
+
+@contextlib.contextmanager
+def dying_at_deletion(cache: Path, last: int) -> Iterator[None]:
+    """Break off before a deletion below a folder, of which so many are carried out, also by huggingface_hub."""
+    count = itertools.count()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("unlink", "remove"):
+            delete = getattr(os, name)
+
+            def break_off(path: Path, *rest: Any, delete: Callable[..., None] = delete, **options: Any) -> None:
+                if Path(path).is_relative_to(cache) and next(count) == last:
+                    raise KeyboardInterrupt
+                delete(path, *rest, **options)
+
+            patch.setattr(os, name, break_off)
+        with contextlib.suppress(KeyboardInterrupt):
+            yield
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_crash_leaves_no_blob_without_a_link(
+    snapshot: CachedSnapshot, hub_environment: HubEnvironment, last: int
+) -> None:
+    with dying_at_deletion(hub_environment.cache, last):
+        free_file(snapshot, FIRST)
+    assert scan_cache_dir(hub_environment.cache).warnings == []
+    free_file(snapshot, FIRST)
+    assert names_in(snapshot.folder, "*.safetensors") == [SECOND]
+    blobs = [path.resolve().name for path in snapshot.folder.iterdir()]
+    assert names_in(snapshot.folder.parent.parent / "blobs") == sorted(blobs)
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("last", [0, 1])
+def test_the_same_call_frees_what_a_crash_left(
+    snapshot: CachedSnapshot, hub_environment: HubEnvironment, last: int, *, sequential: bool, as_folder: bool
+) -> None:
+    call = Call(
+        str(snapshot.folder) if as_folder else REPO,
+        str(hub_environment.home / "made"),
+        sequential=sequential,
+        delete_original=not sequential,
+    )
+    blobs = snapshot.folder.parent.parent / "blobs"
+    shards = {(snapshot.folder / name).resolve() for name in (FIRST, SECOND)}
+    with dying_at_deletion(blobs.parent, last):
+        call.make()
+    assert len(names_in(snapshot.folder, "*.safetensors")) == 2 - last
+    assert call.make().is_dir()
+    assert not any(shard.exists() for shard in shards)
+    assert names_in(snapshot.folder, "*.safetensors") == []
+
+
+def test_blobs_on_another_disk(snapshot: CachedSnapshot) -> None:
+    """Where the folder of blobs is a link."""
+    blob = (snapshot.folder / FIRST).resolve()
+
+    def refuse(step: Step) -> None:
+        if step.kind == "rename":
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    with observe_steps(refuse):
+        assert free_file(snapshot, FIRST) > 0
+    assert not blob.exists()
+    assert names_in(snapshot.folder, "*.safetensors") == [SECOND]
 
 
 def test_blob_of_another_revision_is_kept(snapshot: CachedSnapshot, sibling: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from rabbitllm.models.convert import convert
 from rabbitllm.splitter.request import SplitRequest, disk_budget_of, plan_split
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store.manifest import JOURNAL_NAME, read_manifest
-from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.builders import INDEX_NAME, build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.meta_files import tiny_llama, write_meta
@@ -198,6 +199,57 @@ def test_equal_copies_are_not_reported(tmp_path: Path, caplog: pytest.LogCapture
     Call(str(model)).make()
     assert weights_in(model) == []
     assert caplog.text == ""
+
+
+def with_copies(folder: Path, *copies: tuple[int, int]) -> Path:
+    """Three shards; by pairs, a shard has copies of all that the index takes from another."""
+    shards = cut(llama_tensors(), 3)
+    names, put = list(shards), {name: dict(tensors) for name, tensors in shards.items()}
+    for holder, owner in copies:
+        put[names[holder]].update(shards[names[owner]])
+    write_shards(folder, put)
+    weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("copies", [((2, 0),), ((1, 0), (2, 1)), ((0, 1), (1, 2))])
+@pytest.mark.parametrize("deleted", [0, 1, 2])
+def test_equal_copies_left_by_a_crash_are_deleted(
+    tmp_path: Path, copies: tuple[tuple[int, int], ...], deleted: int
+) -> None:
+    """Each copy can be compared with its tensor as long as it is there."""
+    model = with_copies(tmp_path / "model", *copies)
+    call, unlinked = Call(str(model), **DELETE), itertools.count()
+
+    def die(step: Step) -> None:
+        if step.kind == "unlink" and step.path.parent == model and next(unlinked) == deleted:
+            raise KeyboardInterrupt
+
+    with observe_steps(die), pytest.raises(KeyboardInterrupt):
+        call.make()
+    assert len(weights_in(model)) == 3 - deleted
+    call.make()
+    assert weights_in(model) == []
+
+
+def test_shards_with_copies_of_each_other_are_deleted(tmp_path: Path) -> None:
+    model = with_copies(tmp_path / "model", (0, 1), (1, 0), (2, 0))
+    Call(str(model), **DELETE).make()
+    assert weights_in(model) == []
+
+
+def test_a_shard_that_is_damaged_after_its_split_is_kept_alone(tmp_path: Path) -> None:
+    model = with_copies(tmp_path / "model", (2, 0))
+    first, *_ = weights_in(model)
+
+    def damage(step: Step) -> None:
+        if step.kind == "unlink" and step.path.name == JOURNAL_NAME:
+            (model / first).write_bytes(bytes(100))
+
+    with observe_steps(damage):
+        Call(str(model), **DELETE).make()
+    assert weights_in(model) == [first]
 
 
 def test_a_training_checkpoint_without_other_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

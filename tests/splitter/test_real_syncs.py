@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,6 +131,45 @@ def test_resumed_split_syncs_the_journal_that_it_trusts(make_scene: MakeScene) -
     before = [call.name for call in calls[:shard] if call.path == journal]
     assert before == ["write", "fsync"]
     assert calls[shard + 1] == SystemCall("fsync", calls[shard].path.parent)
+
+
+@pytest.mark.parametrize("number", sorted({*durable.NO_FOLDER_SYNC}))
+@pytest.mark.parametrize("route", [Route(delete_original=True), Route(hub=True, sequential=False)], ids=str)
+def test_split_where_folders_have_no_sync(
+    make_scene: MakeScene, route: Route, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in VirtualBox's shared folders; files are synced there as anywhere."""
+    scene = make_scene(route)
+    scene.reset()
+    folders, files = refuse_syncs(monkeypatch, number, of_folders=True)
+    scene.finish()
+    assert scene.made in folders
+    assert scene.made / JOURNAL_NAME in files
+
+
+@pytest.mark.parametrize(("number", "of_folders"), [(errno.EIO, True), (errno.ENOSPC, True), (errno.EINVAL, False)])
+def test_other_errors_of_a_sync_are_raised(
+    tmp_path: Path, number: int, of_folders: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_syncs(monkeypatch, number, of_folders=of_folders)
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))) as raised:
+        durable.write_whole(tmp_path / "file", b"content")
+    assert raised.value.filename == str(tmp_path if of_folders else tmp_path / "file.part")
+
+
+def refuse_syncs(monkeypatch: pytest.MonkeyPatch, number: int, *, of_folders: bool) -> tuple[list[Path], list[Path]]:
+    """Refuse syncs of folders, or of files, with this error; return the folders and files of all syncs to come."""
+    sync, folders, files = os.fsync, list[Path](), list[Path]()
+
+    def refuse(descriptor: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        (folders if is_folder else files).append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        if is_folder == of_folders:
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    return folders, files
 
 
 def test_line_is_synced_before_append_returns(tmp_path: Path) -> None:
