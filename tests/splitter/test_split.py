@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import json
 import os
 import re
@@ -451,15 +452,15 @@ def test_read_only_hub_cache_is_unchanged(
     snapshot = Path(snapshot_download(REPO))
     cache = snapshot.parent.parent.parent
     before = contents(cache)
-    unlink, allowed = os.unlink, os.access
+    allowed = os.access
 
-    def refuse(path: str | Path, **options: int) -> None:
+    def refuse(change: Callable[..., None], path: str | Path, *others: str | Path, **options: int) -> None:
         if Path(path).is_relative_to(cache):
             raise OSError(errno.EROFS, "Read-only file system")
-        unlink(path, **options)
+        change(path, *others, **options)
 
-    for name in ("unlink", "remove"):
-        monkeypatch.setattr(os, name, refuse)
+    for name in ("unlink", "remove", "rename", "replace"):
+        monkeypatch.setattr(os, name, functools.partial(refuse, getattr(os, name)))
     monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_relative_to(cache) and allowed(path, mode))
     source = REPO if how == "repository" else snapshot
     folder = split(source, tmp_path / "splits", sequential=sequential, delete_original=True)
