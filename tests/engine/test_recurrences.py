@@ -133,8 +133,8 @@ def test_convolutions_have_the_bits_of_the_function(model: str, calls: list[str]
                 got = step(x.transpose(1, 2) * scale, state, *more)
                 assert torch.equal(got.nan_to_num(7), expected.nan_to_num(7))
                 assert torch.equal(state, expected_state)
-    # with AMX torch adds the products of some shapes in another order, which are left to it
-    assert len(calls) == 4 * 8 or bfloat_products.torch_has_tiles()
+    # with instructions for bfloat16 torch adds products of some shapes in another order; these are left to it
+    assert len(calls) == 4 * 8 or bfloat_products.torch_has_instructions()
     assert {*calls} == {"convolution_step"}
 
 
@@ -159,7 +159,7 @@ def test_activations_of_strided_results() -> None:
     ordinary = function("mamba2", "causal_conv1d_update")
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     values = values[values.isfinite()]
-    if bfloat_products.torch_has_tiles():  # which takes numbers below the normal ones for 0
+    if bfloat_products.torch_has_instructions():  # which take numbers below the normal ones for 0
         values = values[(values == 0) | (values.abs() >= torch.finfo(torch.bfloat16).tiny)]
     x, weight = values[None, :, None], torch.tensor([0, 0, 0, 1]).bfloat16()
     weight = weight.expand(x.shape[1], -1).contiguous()
