@@ -171,13 +171,13 @@ class _FourSegments(_IntegerSegments):
         emit, b = self._emit, self._emit.b
         words = [emit.load(emit.add(inputs, 64 * half), WORDS, 2) for half in range(2 * self.together)]
         floats = ir.VectorType(F32, self.together)
-        scales = b.fmul(emit.load(others, floats, 4), every(floats, 0.5))
+        scales = b.fmul(emit.load(others, floats, 4), every(floats, 0.5))  # as of one segment
         order = [lane // self._scales for lane in range(self.together * self._scales)]
         return [*words, emit.pick(scales, scales, order)]
 
     def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
         emit, b, count = self._emit, self._emit.b, self._scales
-        scales, row, segments, segment, _ = position  # each row has its own
+        scales, row, segments, segment, _ = position  # no scale is of several rows or segments
         first = b.mul(emit.add(b.mul(row, segments), segment), number(count))
         few = self._loaded(scales, first, self.together * count)
         scales_of = [b.fmul(few, of_inputs) for *_, of_inputs in inputs]
