@@ -10,6 +10,7 @@ model only runs a few resets. Independent of models.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -135,18 +136,18 @@ class Workers:
         After a Ctrl-C in here, which leaves the caller no future to wait for, the job is over or never begins.
         """
         require_room_for_a_thread()  # the pool starts its threads on demand
-        turn, dropped = threading.Lock(), list[bool]()
+        turn, calls = threading.Lock(), [functools.partial(job, *args)]
 
         def run() -> Any:
             with turn:
-                return None if dropped else job(*args)
+                return calls.pop()() if calls else None  # nothing keeps a job once its future is done
 
         try:
             future = self._pool.submit(run)
             self._jobs.add(future)
             keep(future)
         except BaseException:
-            dropped.append(True)
+            calls.clear()
             with turn:  # it may have begun
                 raise
         return future

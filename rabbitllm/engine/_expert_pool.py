@@ -672,6 +672,7 @@ class PooledExperts:
         self._pool = pool
         self._module = module
         self.valid = pool.valid
+        self.is_on_device = not pool.shares_host_memory
 
     def stays(self, leaf: str) -> bool:
         """See `experts.ExpertProvider`."""

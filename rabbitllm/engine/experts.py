@@ -39,9 +39,11 @@ class ExpertProvider(Protocol):
 
     Attributes:
         valid: the number of weights that are valid at a time, the last ones that were requested.
+        is_on_device: whether they are in the memory of a device, not in that of the host.
     """
 
     valid: int
+    is_on_device: bool
 
     def stays(self, leaf: str) -> bool:
         """Whether the weights of a leaf, once provided, stay in memory."""
@@ -196,6 +198,34 @@ class ExpertStack(WeightStandIn):
             out[begin:end] = self._product(rows[begin:end], weight)
         return out
 
+    def by_row(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """`rows[s] @ self[index[s]]` for each row, by a product for each expert; rows need no gradient.
+
+        Args:
+            rows: (S, K).
+            index: experts, integers (S,).
+
+        Returns:
+            (S, N).
+        """
+        experts, order = np.asarray(self.supply.numbers(index)), None
+        chosen, sizes = np.unique(experts, return_counts=True)
+        if len(chosen) < len(experts):  # rows of an expert follow each other
+            order = index.argsort(stable=True)
+            rows = rows[order]
+        else:  # one row each, in their order
+            chosen = experts
+        begins = np.cumsum([0, *sizes]).tolist()
+        filled, pending, others = self.supply.order(chosen.tolist())
+        turns = [*filled, *pending, *others]
+        products: list[Any] = [None] * len(turns)
+        for turn, weight in zip(turns, self.supply.each(self.leaf, chosen[turns].tolist()), strict=True):
+            own = rows[begins[turn] : begins[turn + 1]]
+            is_coded = self.transposed and isinstance(weight, QuantizedWeight)
+            products[turn] = weight.matrix.linear(own, None) if is_coded else self._product(own, weight)
+        out = torch.cat(products)
+        return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
+
     def _grouped(self, rows: torch.Tensor, weight: torch.Tensor, groups: int) -> GroupedProduct | None:
         """A grouped product for weights like this one; None if they are multiplied one by one."""
         needs_gradient = torch.is_grad_enabled() and rows.requires_grad
@@ -217,6 +247,55 @@ class ExpertStack(WeightStandIn):
         return args[1].grouped_mm(args[0], args[2]) if is_fallback else None
 
 
+class ChosenExperts(WeightStandIn):
+    """The matrices of experts in a GPU's pool that an index names, (S, N, K): each is multiplied where it lies.
+
+    transformers copies the matrices of a few tokens' experts, one for each row, and multiplies all copies at once. From
+    codes each copy would be dequantized first.
+
+    Args:
+        stack: the experts, (experts, N, K).
+        index: integers (S,).
+    """
+
+    stack: ExpertStack
+    index: torch.Tensor
+    _why = "experts are read from the disk, or by their codes"
+
+    @staticmethod
+    def __new__(cls, stack: ExpertStack, index: torch.Tensor) -> ChosenExperts:
+        shape = len(index), *stack.shape[1:]
+        chosen: ChosenExperts = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=stack.dtype, device=stack.device
+        )
+        chosen.stack, chosen.index = stack, index
+        return chosen
+
+    def whole(self) -> torch.Tensor:
+        """Copies of the matrices."""
+        return self.stack.copied(self.stack.supply.numbers(self.index))
+
+    def again(self) -> ChosenExperts:
+        """Another object for the same matrices."""
+        return ChosenExperts(self.stack, self.index)
+
+
+def _bmm(input: Any, mat2: Any, **more: Any) -> torch.Tensor | None:
+    """The answer to products of one row with each matrix; None if there are others, or gradients are needed."""
+    is_left = isinstance(input, ChosenExperts)
+    chosen, rows = (input, mat2) if is_left else (mat2, input)
+    is_fit = not more and not isinstance(rows, WeightStandIn) and rows.dim() == 3 and len(rows) == len(chosen.index)
+    if not is_fit or rows.shape[2 if is_left else 1] != 1 or (torch.is_grad_enabled() and rows.requires_grad):
+        return None
+    stack = chosen.stack.again(transposed=True) if is_left else chosen.stack
+    if rows.dtype is not stack.dtype or rows.shape[1 if is_left else 2] != stack.shape[1]:
+        return None
+    return stack.by_row(rows.squeeze(2 if is_left else 1), chosen.index).unsqueeze(2 if is_left else 1)
+
+
+ChosenExperts._answers = {torch.bmm: _bmm}
+
+
 def _grouped_mm(input: torch.Tensor, weight: Any, *, offs: torch.Tensor | None = None, **more: Any) -> Any:
     if not isinstance(weight, ExpertStack) or isinstance(input, ExpertStack) or offs is None or input.dim() != 2:
         return None
@@ -229,6 +308,8 @@ def _getitem(stack: Any, index: Any) -> Any:
     if isinstance(index, torch.Tensor) and not index.is_floating_point() and index.dtype is not torch.bool:
         if index.dim() == 0:
             return _expert_weight(stack, int(index))
+        if index.dim() == 1 and len(index) and stack.supply.is_on_device:
+            return ChosenExperts(stack, index)
         return stack.copied(stack.supply.numbers(index)).view(*index.shape, *stack.shape[1:])
     return _expert_weight(stack, index) if type(index) is int else None
 
@@ -267,6 +348,7 @@ class ResidentExperts:
     """The experts of one module that are in memory: by the name of the leaf and the expert, or views of stacks."""
 
     valid = sys.maxsize
+    is_on_device = False
 
     def __init__(self, ready: dict[tuple[str, int], torch.Tensor] | None = None, **stacks: torch.Tensor) -> None:
         self._ready, self._stacks = ready or {}, stacks

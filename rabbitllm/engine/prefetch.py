@@ -27,7 +27,7 @@ from rabbitllm.base.forks import ForkGuard, Workers
 from rabbitllm.base.terminal import size
 from rabbitllm.engine.devices import Device, aligned_host
 from rabbitllm.engine.placement import SLOTS, STAGING, Placement, Tier
-from rabbitllm.engine.span_reader import ReadMode, SpanReader
+from rabbitllm.engine.span_reader import FileSpan, ReadMode, SpanReader
 from rabbitllm.engine.units import UnitSource
 from rabbitllm.store.layer_store import WeightFiles
 from rabbitllm.telemetry.passes import PINNED_UPLOAD, READ, READ_WAIT, UPLOAD, UPLOAD_WAIT
@@ -58,6 +58,24 @@ class FilledSlot:
     unit: str
     slot: BufferSlot
     ticket: Any
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """What jobs need of a `UnitSource`, which would keep the model, and its memory after it was dropped."""
+
+    unit: str
+    spans: tuple[FileSpan, ...]
+    buffer_bytes: int
+    stored_bytes: int
+
+    @classmethod
+    def of(cls, sources: Mapping[str, UnitSource]) -> dict[str, _Bytes]:
+        """Those of each of these units."""
+        return {
+            name: cls(source.unit.name, source.spans, source.buffer_bytes, source.stored_bytes)
+            for name, source in sources.items()
+        }
 
 
 Job = Callable[[BufferSlot], Any]
@@ -199,7 +217,7 @@ class Loader:
         buffers: Sequence[torch.Tensor],
         depth: int,
     ) -> None:
-        self._sources = sources
+        self._units = _Bytes.of(sources)
         self._disk = disk
         self._device = device
         self._profiler = profiler
@@ -225,7 +243,7 @@ class Loader:
         loaded = self.fetch(unit)
         waited = time.perf_counter() - start
         self.waited += waited
-        self._profiler.add(self._sources[unit].unit.name, READ_WAIT, waited)
+        self._profiler.add(self._units[unit].unit, READ_WAIT, waited)
         return loaded
 
     def fetch(self, unit: str) -> FilledSlot:
@@ -250,11 +268,11 @@ class Loader:
 
     def _read(self, unit: str, slot: BufferSlot) -> None:
         self.loads += 1
-        source = self._sources[unit]
+        its = self._units[unit]
         if slot.left is not None:
             self._device.landed(slot.left)
-        with self._profiler.stage(source.unit.name, READ, source.stored_bytes):
-            self._disk.read(source.spans, bytes_of(slot.buffer[: source.buffer_bytes]))
+        with self._profiler.stage(its.unit, READ, its.stored_bytes):
+            self._disk.read(its.spans, bytes_of(slot.buffer[: its.buffer_bytes]))
 
 
 def largest(sources: Mapping[str, UnitSource]) -> int:
@@ -408,7 +426,7 @@ class Uploader:
         memory: HostBuffers,
     ) -> None:
         self.waited = self.waited_for_copies = 0.0
-        self._sources = sources
+        self._units = _Bytes.of(sources)
         self._pinned = memory.units
         self._device = device
         self._profiler = profiler
@@ -473,7 +491,7 @@ class Uploader:
         """Begin a copy; runs in the thread. `reads`: the units to prefetch from the disk, or None for no change."""
         if reads is not None:
             self._disk.prefetch(reads)
-        target = slot.buffer[: self._sources[unit].buffer_bytes]
+        target = slot.buffer[: self._units[unit].buffer_bytes]
         if unit in self._pinned:
             return self._device.upload(self._pinned[unit], target, slot.left)
         read, ticket = self._disk.fetch(unit), None
@@ -488,4 +506,4 @@ class Uploader:
         with self._profiler.stage(unit, UPLOAD_WAIT):
             device.landed(loaded.ticket)
         stage = PINNED_UPLOAD if unit in self._pinned else UPLOAD
-        self._profiler.add(unit, stage, device.seconds(loaded.ticket), self._sources[unit].stored_bytes)
+        self._profiler.add(unit, stage, device.seconds(loaded.ticket), self._units[unit].stored_bytes)

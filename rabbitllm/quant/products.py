@@ -5,7 +5,7 @@ more inputs a few rows at a time are decoded once for all of them, a panel (`_by
 bfloat16 a few rows at a time are dequantized into the cache, and multiplied by torch, where that is faster; so are
 matrices with code values that no kernel has a table for (times: benchmarks/NOTES.md).
 
-On a device for which bitsandbytes has kernels, `matmul_4bit` multiplies: from the codes, or with the dequantized matrix
+On a device for which bitsandbytes has kernels, it multiplies: from the codes, or with the dequantized matrix
 if its own tables say so; then with some rows of the matrix at a time, so that these need little memory.
 """
 

@@ -332,31 +332,32 @@ def multiply_4bit(
 ) -> torch.Tensor:
     """`x @ W.T + bias` by bitsandbytes, from the codes if it has a kernel for device and shape; else it dequantizes.
 
-    `matmul_4bit` is called instead of `gemv_4bit`, which on some CPUs expects the codes in another order.
+    Its operation is called directly: `matmul_4bit` takes as long again to prepare a call as a GPU's host takes for it.
 
     Args:
         form: (N, K) at 4bit, K a multiple of 64.
-        payload, absmax, table: as for `dequantize`; with `nested`, `absmax` is uint8 codes.
-        x: (T, K), contiguous, of a floating dtype, which that of `bias` (N,) and of the result (T, N) is too.
+        payload, absmax, table: as for `dequantize`; with `nested`, `absmax` is uint8 codes. The table is that of NF4.
+        x: (T, K), contiguous, of a floating dtype, which that of `bias` (N,) and of the result (T, N) is too; it needs
+            no gradient.
         nested: the scales of quantized scales.
     """
-    state = _nf4_quant_state(form, absmax, table, nested)
-    product: torch.Tensor = bitsandbytes().matmul_4bit(x, payload.view(-1, 1).t(), quant_state=state, bias=bias)
+    if not len(x):
+        return x.new_empty(0, form.shape[0])
+    bitsandbytes()  # the import makes its operations known
+    scales, of_scales = absmax, dict[str, torch.Tensor]()
+    if nested is not None:
+        scales = nested.scales
+        of_scales = {"absmax_8bit": absmax, "absmax_code": nested.table, "absmax_offset": nested.offset}
+    operation = torch.ops.bitsandbytes.gemm_4bit.default
+    product: torch.Tensor = operation(
+        x, payload.view(-1, 1), form.shape, scales, NF4_BLOCK, "nf4", bias, **of_scales
+    )
     return product
 
 
-def _nf4_quant_state(
-    form: Quantized, absmax: torch.Tensor, table: torch.Tensor, nested: NestedScales | None = None
-) -> Any:
+def _nf4_quant_state(form: Quantized, absmax: torch.Tensor, table: torch.Tensor) -> Any:
     assert form.dtype is not None
-    state_type = bitsandbytes().functional.QuantState
-    return state_type(
-        absmax=absmax,
-        shape=torch.Size(form.shape),
-        dtype=getattr(torch, form.dtype),
-        blocksize=NF4_BLOCK,
-        code=table,
-        quant_type="nf4",
-        offset=None if nested is None else nested.offset,
-        state2=None if nested is None else state_type(absmax=nested.scales, code=nested.table, blocksize=NESTED_BLOCK),
+    dtype, shape = getattr(torch, form.dtype), torch.Size(form.shape)
+    return bitsandbytes().functional.QuantState(
+        absmax=absmax, shape=shape, dtype=dtype, blocksize=NF4_BLOCK, code=table, quant_type="nf4"
     )

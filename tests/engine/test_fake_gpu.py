@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.engine import _expert_pool, forwards, placement, prefetch
 from rabbitllm.engine._streamer import InputMover
 from rabbitllm.engine.devices import OutOfDeviceMemory, memory_explained
+from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import EXPERT_STAGING, SLOTS, STAGING, Tier
 from rabbitllm.engine.prefetch import FilledSlot, Uploader
@@ -510,12 +512,11 @@ def test_8bit_layers_are_dequantized(tmp_path: Path, monkeypatch: pytest.MonkeyP
     directory = split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16), "8bit")
     monkeypatch.setattr("rabbitllm.engine.load_plan._is_right", lambda *trial: True)
     model = load_on([FakeGpu(0)], directory, exact=False)
-    assert not any(job.quantized for executor in model.streamer.executors.values() for job in executor_jobs(executor))
+    kinds = set()
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda module, args: kinds.add(type(module.down_proj.weight)))
     assert_same(run(model), run(load(directory)))
-
-
-def executor_jobs(executor: Any) -> list[Any]:
-    return [job for source in executor.loader._sources.values() for job in source.jobs]
+    assert kinds == {torch.nn.Parameter}
 
 
 def test_by_default_host_memory_holds_the_overflow(tmp_path: Path) -> None:
@@ -870,6 +871,33 @@ def test_layer_of_experts_waits_only_for_its_routing(tmp_path: Path, kernel: str
         result = run(model)
     assert_same(result, expected)
     assert waits - Counter({"a copy to the host": 1, "a copy from ordinary memory": 2}) == {"a copy to the host": 5}
+
+
+@pytest.mark.parametrize("compression", [None, "4bit"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_decoding_multiplies_experts_where_they_lie(
+    tmp_path: Path, family: str, compression: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers decodes by copies of the chosen experts' matrices on a GPU; two tokens here have some in common."""
+    folder = build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16)
+    directory, gpu, copied = split(folder, compression), FakeGpu(0), ExpertStack.copied
+    plain, copies, ids = load(directory), list[str](), INPUT[:, :2]
+    plain.set_experts_implementation("batched_mm")
+    expected, exact = plain(ids).logits, exact_logits(folder, ids, compression)
+
+    def noted(stack: ExpertStack, experts: Sequence[int]) -> torch.Tensor:
+        copies.append(stack.device.type)
+        return copied(stack, experts)
+
+    for budget, host in ((1 << 18, 1 << 19), (0, 0)):
+        with watched():
+            model = load_on([gpu], directory, budget, host)
+            model.set_experts_implementation("batched_mm")
+            with monkeypatch.context() as patch:
+                patch.setattr(ExpertStack, "copied", noted)
+                logits = model(ids.to(model.device)).logits
+        assert not copies
+        assert_as_near(logits, expected, exact)
 
 
 def test_copy_of_an_expert_is_awaited_only_before_its_buffer_is_refilled(

@@ -49,6 +49,16 @@ def plan_of_72b(folder: Path, compression: str, right: Sequence[str]) -> LoadPla
         return stretched(sample, model.outline.layers, Machine(gpus, options))
 
 
+def by_bitsandbytes(matrix: FusedMatrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product by the function that bitsandbytes documents."""
+    functions, form = bitsandbytes(), matrix.form
+    state = functions.functional.QuantState(
+        matrix.absmax, torch.Size(form.shape), matrix.table, 64, "nf4", getattr(torch, str(form.dtype))
+    )
+    product: torch.Tensor = functions.matmul_4bit(x, matrix.payload.view(-1, 1).t(), quant_state=state, bias=bias)
+    return product
+
+
 @pytest.mark.parametrize(("compression", "packed", "dequantized"), [("4bit", 45, 37), ("4bit-double", 50, 41)])
 def test_layers_multiplied_from_codes_need_no_memory_for_matrices(
     tmp_path: Path, compression: str, packed: int, dequantized: int
@@ -87,14 +97,13 @@ def test_quantized_scales_are_multiplied_as_they_are_stored(
     assert (matrix.absmax.dtype, plain.absmax.dtype) == (torch.uint8, torch.float32)
     assert FusedMatrix.scale_bytes(form) == 0 < QuantizedMatrix.scale_bytes(form) == plain.absmax.nbytes
     assert torch.equal(matrix.dequantized(dtype), plain.dequantized(dtype))
-    multiply, calls = bitsandbytes().matmul_4bit, []
+    multiply, calls = products.multiply_4bit, []
 
-    def counted(x: torch.Tensor, packed: torch.Tensor, quant_state: Any, bias: Any = None) -> torch.Tensor:
-        calls.append((quant_state.nested, quant_state.shape[0]))
-        result: torch.Tensor = multiply(x, packed, quant_state=quant_state, bias=bias)
-        return result
+    def counted(form: Any, *args: Any) -> torch.Tensor:
+        calls.append((args[-1] is not None, form.shape[0]))
+        return multiply(form, *args)
 
-    monkeypatch.setattr(bitsandbytes(), "matmul_4bit", counted)
+    monkeypatch.setattr(products, "multiply_4bit", counted)
     for limit in (products.FUSED_ELEMENTS, 70 * columns):
         monkeypatch.setattr(products, "FUSED_ELEMENTS", limit)
         for count in (1, 6, 40):
@@ -106,6 +115,7 @@ def test_quantized_scales_are_multiplied_as_they_are_stored(
                 assert sum(parts_of) == rows
                 assert (len(parts_of) > 1) is (count > products.FEW_INPUTS and limit == 70 * columns)
                 expected = plain.linear(x, bias)
+                assert torch.equal(by_bitsandbytes(plain, x, bias), expected)
                 assert torch.equal(product, expected) or (len(parts_of) > 1 and is_near(product, expected))
 
 

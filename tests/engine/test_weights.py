@@ -179,7 +179,7 @@ def test_unused_tensors_among_used_ones_are_not_read(tmp_path: Path) -> None:
     )
     assert weights.unused == (name,)
     (part,) = store.tensors[name].parts
-    source = model.streamer.executors["cpu"].loader._sources["model.layers.1"]
+    source = model.streamer.executors["cpu"].loader._units["model.layers.1"]
     covered = [(span.offset, span.offset + span.nbytes) for span in source.spans if span.file == part.file]
     assert len(covered) == 2
     assert all(end <= part.offset or begin >= part.offset + part.nbytes for begin, end in covered)

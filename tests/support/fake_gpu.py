@@ -67,10 +67,12 @@ class _Memory:
 
 @dataclass(eq=False)
 class RequestHandle:
-    """An upload under way."""
+    """An upload; it refers to both buffers only until it is over, as an event of CUDA refers to none."""
 
-    host: torch.Tensor
-    device: torch.Tensor
+    host: torch.Tensor | None
+    device: torch.Tensor | None
+    memory: _Memory
+    nbytes: int
     staged: torch.Tensor | None = None
     """What was in the host buffer when the copy left it."""
     end: float = 0.0
@@ -264,7 +266,7 @@ class FakeGpu:
             if memory.pending is not None:  # which is overwritten, since uploads are carried out in order
                 self._under_way.remove(memory.pending)
             self.copied = max(self.copied, after.now) + host.nbytes / self.link_rate
-            ticket = memory.pending = RequestHandle(host, device, end=self.copied)
+            ticket = memory.pending = RequestHandle(host, device, memory, host.nbytes, end=self.copied)
             self._under_way.append(ticket)
             self.uploads += 1
             self.uploaded_bytes += host.nbytes
@@ -298,13 +300,12 @@ class FakeGpu:
     def landed(self, ticket: Any) -> None:
         self._wait("a copy")
         with _ledger.lock, _disable_current_modes():
-            if ticket.staged is None:  # the first time: from then on the host buffer may hold something else
+            if ticket.staged is None and not ticket.is_over:  # the first time: from then on the host buffer may hold something else
                 ticket.staged = ticket.host.clone()
 
     def arrive(self, ticket: Any) -> None:
         with _ledger.lock, _disable_current_modes():
-            memory = _ledger.find(ticket.device)
-            assert memory is not None
+            memory = ticket.memory
             if memory.pending is not None and memory.pending is not ticket:
                 raise Race("the buffer was given to another upload before this one arrived")
             if ticket in self._under_way:
@@ -315,7 +316,7 @@ class FakeGpu:
     def seconds(self, ticket: Any) -> float:
         if not ticket.is_over:
             raise RuntimeError("the copy is not over")
-        return float(ticket.host.nbytes / self.link_rate)
+        return float(ticket.nbytes / self.link_rate)
 
     def leave(self) -> Any:
         with _ledger.lock:
@@ -333,11 +334,11 @@ class FakeGpu:
         return self.memory
 
     def _carry_out(self, ticket: RequestHandle) -> None:
+        assert ticket.device is not None
         ticket.device.copy_(ticket.staged if ticket.staged is not None else ticket.host)
-        ticket.is_over = True
-        memory = _ledger.find(ticket.device)
-        if memory is not None and memory.pending is ticket:
-            memory.pending = None
+        ticket.is_over, ticket.host, ticket.device, ticket.staged = True, None, None, None
+        if ticket.memory.pending is ticket:
+            ticket.memory.pending = None
         self._under_way.remove(ticket)
 
 
