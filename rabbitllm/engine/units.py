@@ -33,7 +33,7 @@ from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.gguf_blocks import work_bytes
 from rabbitllm.quant.products import FusedMatrix, Matrix
 from rabbitllm.quant.quantize import dequantize, operands
-from rabbitllm.quant.schemes import Quantized
+from rabbitllm.quant.schemes import STORED, PartRole, Quantized
 from rabbitllm.storage.files import begin_to_read, expect_random_reads
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
@@ -327,9 +327,10 @@ class UnitSource:
         Then they can be bound again once the buffer is filled again.
         """
         is_made = any(job.recipe.converter is not None or (job.entries and not job.is_view) for job in self.jobs)
-        parts = [part for tensor in self.stored.values() for part in tensor.parts if part.nbytes]
         return not (is_made or self.scale_bytes) and all(
-            part.is_one_run and _is_aligned(part, self._position(part), device) for part in parts
+            part.is_one_run and _is_aligned(part, self._position(part), device)
+            for part in itertools.chain(*map(_operands, self.stored.values()))
+            if part.nbytes
         )
 
     def bind(self, model: PreTrainedModel, part: PartReader) -> list[tuple[ParameterEntry, torch.Tensor]]:
@@ -409,6 +410,16 @@ class UnitSource:
         index = bisect.bisect_right(self.spans, (spec.file, spec.offset), key=lambda span: (span.file, span.offset))
         span = self.spans[index - 1]
         return span.at + spec.offset - span.offset
+
+
+def _operands(tensor: StoredTensor) -> Iterator[TensorSpec]:
+    """The stored parts that products take; the others say what a tensor is, and are read when a model is loaded."""
+    if tensor.quantized is None:
+        yield from tensor.parts
+        return
+    for part, (*_, role) in zip(tensor.parts, STORED[tensor.quantized.scheme].parts, strict=True):
+        if role not in (PartRole.STATE, PartRole.KIND):
+            yield part
 
 
 _form_of = operator.attrgetter("shape", "dtype", "requires_grad")

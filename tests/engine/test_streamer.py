@@ -219,6 +219,24 @@ def test_weights_that_only_refer_to_a_buffer_are_made_once(
     assert min(counts) > SLOTS if made_again else max(counts) <= SLOTS, counts
 
 
+@pytest.mark.parametrize("compression", [None, "4bit", "4bit-double"])
+def test_streamed_layers_refer_to_buffers_of_cuda(
+    checkpoint: Path, compression: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose alignment other dtypes have, too; what only says how a tensor is stored may lie anywhere."""
+    gpu, answers, are_views = FakeGpu(0), dict[str, bool](), UnitSource.are_views
+
+    def noted(source: UnitSource, device: torch.device) -> bool:
+        answers[source.unit.name] = are_views(source, torch.device("cuda", 0))
+        return are_views(source, device)
+
+    monkeypatch.setattr(UnitSource, "are_views", noted)
+    options = RunOptions(max_memory={gpu.name: 0, "cpu": 0}, show_progress=False)
+    with watched():
+        load_model(split(checkpoint, compression), options, None, [gpu])
+    assert all(answers[layer] for layer in LAYERS)
+
+
 def _scale(weight: Any) -> None:
     weight.data = weight.data * 2
 
