@@ -100,6 +100,12 @@ def form_in(module: nn.Module, compute: Compute) -> Any:
     return form if own is compute and is_as_tried is not None and is_as_tried(module) else None
 
 
+def notes_on(module: nn.Module) -> dict[str, Any]:
+    """What may be kept of a module that `replace` lets compute: it goes with the module, whatever refers to what."""
+    notes: dict[str, Any] = vars(module)["forward"].__func__.__dict__  # a copy of the module has the same
+    return notes
+
+
 def by_function(function: Any, module: Any, *args: Any, **named: Any) -> Any:
     """A `Compute` whose form is another forward."""
     return function(module, *args, **named)

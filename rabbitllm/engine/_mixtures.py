@@ -23,7 +23,7 @@ from rabbitllm.base.programs import Place, Program, Programs
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._expert_pool import PooledExperts
 from rabbitllm.engine._first_use import only_checks
-from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, own_facts, trial_of
+from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, notes_on, own_facts, trial_of
 from rabbitllm.engine._gates import MULTIPLE, OneCall, add_shared, call_of, is_one_call, names_in, sigmoids
 from rabbitllm.engine._routed import KeptExperts, kept_experts
 from rabbitllm.engine._siblings import has_hooks, is_plain
@@ -108,12 +108,13 @@ def mixture_call(module: Any) -> MixtureCall | None:
     kept = kept_experts(module._modules["experts"])
     if kept is None or not (kept.stays or (kept.pooled is not None and kept.pooled.is_ready)):
         return None
-    call: MixtureCall | None = kept.calls.get(module)
-    if call is None or not call.watch.holds():
+    notes = notes_on(module)
+    call: MixtureCall | None = notes.get("mixture")
+    if call is None or not call.is_of(module, kept) or not call.watch.holds():
         shared = call_of(module._modules["shared_expert"]) if _has_shared(module) else None
         if not _is_so(routing, module, kept, shared):
             return None
-        call = kept.calls[module] = MixtureCall(routing, module, kept, shared)
+        call = notes["mixture"] = MixtureCall(routing, module, kept, shared)
     return call
 
 
@@ -134,7 +135,7 @@ def _has_shared(module: nn.Module) -> bool:
 
 
 class MixtureCall:
-    """What a mixture computes by one call; what is kept of its experts keeps it.
+    """What a mixture computes by one call.
 
     Attributes:
         watch: whether it still is what the modules compute.
@@ -172,6 +173,10 @@ class MixtureCall:
         addresses = x.data_ptr(), out.data_ptr(), *[each.buffer_info()[0] for each in arrays]
         self._programs.of(self.add_to, len(addresses))(*addresses, asked=self.asked(*arrays))
         return out if arrays[1][0] else self.by_class(x)
+
+    def is_of(self, module: Any, kept: KeptExperts) -> bool:
+        """Whether it is that of a module with such experts."""
+        return self._module is module and self._kept is kept
 
     def is_kept(self) -> bool:
         """Whether the experts are those of the call, whose watch does not tell of their parameters' data."""

@@ -271,7 +271,6 @@ class KeptExperts:
         experts: those that do.
         products: of gate and up and of down, with any expert; none before the first one.
         unchecked: those whose checksums are to be compared yet; None if none are.
-        calls: of the mixtures whose experts these are.
         place_of_rows: the address of 0, 1, 2, ...
         place_of_words: that of the addresses of all experts' words; 0 for those of which nothing is known yet.
     """
@@ -289,7 +288,6 @@ class KeptExperts:
         self._programs, self.products = Programs(), list[RoutedProduct]()
         self._rows, self._words = array("q", range(MAX_GROUPED)), array("q", bytes(8 * self._count))
         self.place_of_rows, self.place_of_words = self._rows.buffer_info()[0], self._words.buffer_info()[0]
-        self.calls = dict[Any, Any]()
 
     def sums(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threads: int) -> _ExpertSums | None:
         """How the results of such tensors are added; None if they are left to the class."""

@@ -265,9 +265,7 @@ class ChosenExperts(WeightStandIn):
     @staticmethod
     def __new__(cls, stack: ExpertStack, index: torch.Tensor) -> ChosenExperts:
         shape = len(index), *stack.shape[1:]
-        chosen: ChosenExperts = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=stack.dtype, device=stack.device
-        )
+        chosen: ChosenExperts = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=stack.dtype, device=stack.device)
         chosen.stack, chosen.index = stack, index
         return chosen
 

@@ -349,9 +349,7 @@ def multiply_4bit(
         scales = nested.scales
         of_scales = {"absmax_8bit": absmax, "absmax_code": nested.table, "absmax_offset": nested.offset}
     operation = torch.ops.bitsandbytes.gemm_4bit.default
-    product: torch.Tensor = operation(
-        x, payload.view(-1, 1), form.shape, scales, NF4_BLOCK, "nf4", bias, **of_scales
-    )
+    product: torch.Tensor = operation(x, payload.view(-1, 1), form.shape, scales, NF4_BLOCK, "nf4", bias, **of_scales)
     return product
 
 

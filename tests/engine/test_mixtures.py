@@ -21,7 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
 
 from rabbitllm.base.programs import Program
-from rabbitllm.engine import _layer_kernels, _mixtures
+from rabbitllm.engine import _layer_kernels, _mixtures, _routed
 from rabbitllm.engine._expert_pool import ExpertPool
 from rabbitllm.engine._mixtures import MixtureCall
 from rabbitllm.engine._routed import _Expert
@@ -66,15 +66,10 @@ def fast(directory: Path, budget: int = ALL) -> Any:
     return load(directory, budget, exact=False, fast_bfloat16=True)
 
 
-def alive() -> int:
-    """How many calls there are in this process, those of earlier tests among them."""
-    return sum(type(each) is MixtureCall for each in gc.get_objects())
-
-
-def are_dropped(earlier: int) -> bool:
-    """Whether no more calls are left than there were; a thread that has read for one may keep it a little longer."""
+def is_dropped() -> bool:
+    """Whether there are no calls any more; a thread that has read for one may keep it a little longer."""
     deadline = time.monotonic() + 600
-    while alive() > earlier:
+    while any(type(each) is MixtureCall for each in gc.get_objects()):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
@@ -106,9 +101,8 @@ def test_a_model_has_the_same_logits(
     directory = checkpoint(tmp_path, family, compression, **MANY, **HEADS, **SHARED)
     quarter = kept == "a quarter"
     budget = budget_that_keeps(directory, 0.25, exact=False) if quarter else ALL * (kept == "resident")
-    earlier = alive()
     got = logits(fast(directory, budget))
-    assert are_dropped(earlier)  # and the model
+    assert is_dropped()  # and the model
     assert sum(calls) > STEPS  # of two layers
     assert sum(calls) < len(calls) or kept != "resident"  # an expert's first use
     del calls[:]
@@ -117,6 +111,15 @@ def test_a_model_has_the_same_logits(
     assert not calls
     monkeypatch.undo()
     assert_same_logits(directory, budget, "fuse_mixtures", "MoeBlock", monkeypatch)
+
+
+def test_stacks_of_experts_in_memory_go_with_the_model(tmp_path: Path) -> None:
+    """What is kept of a parameter must not lead to it."""
+    gc.collect()
+    before = len(_routed._resident)
+    logits(fast(checkpoint(tmp_path, "qwen3_moe", None, **MANY, **HEADS)))
+    assert is_dropped()
+    assert len(_routed._resident) == before
 
 
 @pytest.mark.parametrize(
