@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,6 +191,8 @@ class HostSlot:
 MAX_TRANSIT = 16
 TRANSIT_BYTES = 64 << 20
 """Maximum transit slots, and bytes of these; small experts get more than a token needs."""
+_OFTEN = 2.0
+"""Uses of an expert in the last pass from which the next pass probably uses it, too."""
 LEAST_AHEAD_BYTES = 1 << 19
 """Bytes from which an expert is read before its router chooses: a read of fewer takes the processor as long."""
 READS = 4
@@ -277,7 +279,7 @@ class ExpertPool:
         self._call: _Call | None = None
         self._ahead: tuple[int, dict[int, tuple[Future[Any], ExpertSlot | None]]] = -1, {}
         self._routers = [_router_beside(model, source) if device.shares_host_memory else None for source in sources]
-        self.is_paused = False
+        self.is_paused, self._last = False, 0
         self._expected: tuple[int, torch.Tensor] | None = None
         self._copies: list[tuple[torch.Tensor, int | None, Numbers]] = []
         self._sent: list[tuple[Future[Any], ExpertSlot | None]] = []
@@ -336,7 +338,7 @@ class ExpertPool:
             counts: the number of tokens that use each.
             tokens: the number of tokens of the pass.
         """
-        self._expected = None
+        self._expected, self._last = None, tokens
         self._end_call()
         ahead, source = self._taken_ahead(module, len(experts)), self.sources[module]
         for cache in (self.cache, self.host_cache)[: 1 + bool(self._host)]:
@@ -389,16 +391,29 @@ class ExpertPool:
 
     def read_ahead(self, module: int, chosen: Numbers) -> None:
         """Begin to read experts of the module after one whose pass has begun, as far as they are not in memory."""
-        if self._call is None or not len(chosen):
+        if self._call is not None and len(chosen):
+            taken = {*self._call.slots.values()}
+            self._send_ahead(module + 1, chosen, taken, max(source.used for source in self.sources))
+
+    def read_again_ahead(self, module: int) -> None:
+        """After a pass over a module of several tokens, begin to read what the next one used twice or more in the last
+        pass, while its layer does other things."""
+        tokens, following = self._last, module + 1
+        if tokens < 2 or following == len(self.sources) or not self.shares_host_memory:
             return
-        taken = {*self._call.slots.values()}
+        recent = self.cache.modules[following].uses[0] * (1 - _KEPT[0]) * tokens
+        often = np.argsort(-recent, kind="stable")[: np.count_nonzero(recent >= _OFTEN)]
+        self._send_ahead(following, often, set(), len(self._transit) - len(self._transit) // 2)
+
+    def _send_ahead(self, module: int, chosen: Numbers, taken: Collection[ExpertSlot], kept: int) -> None:
+        """Begin to read experts into transit slots, as far as they are not in memory; some slots are kept for others."""
         free = [slot for slot in self._transit if slot.pending is None and slot not in taken]
-        most = max(len(self._transit) - max(source.used for source in self.sources), 0)
-        missing, begin = chosen[self.cache.slots_of(module + 1, chosen) < 0][:most].tolist(), len(self._sent)
+        most = max(len(self._transit) - kept, 0)
+        missing, begin = chosen[self.cache.slots_of(module, chosen) < 0][:most].tolist(), len(self._sent)
         for expert, slot in zip(missing, free, strict=False):
-            self._send(module + 1, expert, slot, HostSlot())
+            self._send(module, expert, slot, HostSlot())
         # an interrupt in between leaves each fill in one of the two, to be waited for
-        self._ahead = module + 1, dict(zip(missing, self._sent[begin:], strict=False))
+        self._ahead = module, dict(zip(missing, self._sent[begin:], strict=False))
         self._sent = self._sent[:begin]
 
     def step(self, module: int, experts: Sequence[int]) -> bool:
@@ -417,7 +432,7 @@ class ExpertPool:
         number, ahead = self._ahead
         self._sent = [*ahead.values()]
         self._ahead = -1, {}
-        if number == module and count <= self.sources[module].used:
+        if number == module and (count <= self.sources[module].used or len(ahead) <= len(self._transit) // 2):
             return {expert: slot for expert, (_, slot) in ahead.items() if slot is not None}
         self._settle()
         return {}
@@ -522,7 +537,8 @@ class ExpertPool:
         call = self._call_of(module, experts)
         call.passing.clear()
         slots, passing = {e: call.slots[e] for e in experts if e in call.slots}, call.passing
-        free, queue = deque(self._transit), deque(e for e in experts if e not in slots)
+        free, queue = self._free_transit(), deque(e for e in experts if e not in slots)
+        passed = {*self._transit}
         while slots or queue or passing:
             while free and queue:
                 slot, expert = free.popleft(), queue.popleft()
@@ -535,7 +551,7 @@ class ExpertPool:
             yield batch
             for expert in batch:
                 slot = left.pop(expert)
-                if left is passing:
+                if slot in passed:  # it is free for another
                     free.append(slot)
 
     def order(self, module: int, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
@@ -555,13 +571,18 @@ class ExpertPool:
                 (filled if slot.pending is None or slot.pending.done() else pending).append(index)
         return filled, pending, transit
 
+    def _free_transit(self) -> deque[ExpertSlot]:
+        """The transit slots with no expert that was read ahead for this pass."""
+        taken = {*self._call.slots.values()} if self._call is not None else set()
+        return deque(slot for slot in self._transit if slot not in taken)
+
     def _through_transit(
         self, module: int, leaf: str, experts: Sequence[tuple[int, HostSlot]]
     ) -> Iterator[torch.Tensor]:
         """One leaf of experts that have no slot, prefetched as far as there are transit slots."""
         pending: deque[tuple[ExpertSlot, int]] = deque()
         in_use: deque[ExpertSlot] = deque()
-        free, queue = deque(self._transit), deque(experts)
+        free, queue = self._free_transit(), deque(experts)
         if self._call is not None:
             self._call.passing.clear()
         for _ in experts:
@@ -736,6 +757,7 @@ class PooledExperts:
         """End the pass over the module's experts."""
         if not self._pool.is_paused:
             self._pool.end()
+            self._pool.read_again_ahead(self._module)
 
 
 def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int] | None:

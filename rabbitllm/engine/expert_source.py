@@ -205,7 +205,7 @@ class ExpertParameter:
         if not self.is_view and self.matrix_type is None:
             return None
         table, parts = self.blocks[0].table, [part for run in self._runs for part in run]
-        values = table.numpy().tobytes() if table is not None and table.is_cpu else id(table)
+        values = None if table is None else table.cpu().numpy().tobytes()
         places = tuple((part.dtype, part.shape, part.nbytes, part.at) for part in parts)
         forms = self.matrix_type, self.blocks[0].form, self.coded and self.coded.form
         return self.shape, self.entry.dtype, self.recipe.dtype, forms, places, values

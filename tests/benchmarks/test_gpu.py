@@ -151,6 +151,7 @@ EXPECTED = {
     "pace": {"of its limit": 3},
     "overhead": {"ms a layer": 4},
     "wide": {"case": 12},
+    "whole": {"GB a pass": 2},
     "forms": {"form": 15, "load s": 15, "s/token": 15},
     "vram": {"runner": 5},
 }

@@ -551,7 +551,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 class TensorExperts:
     """Provides experts from ordinary tensors; `asked` lists the requested ones."""
 
-    valid = 2
+    valid, is_on_device = 2, False
 
     def __init__(self, **leaves: torch.Tensor) -> None:
         self.leaves = leaves
