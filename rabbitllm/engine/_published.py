@@ -230,6 +230,13 @@ def change_modules(model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.
             module.weight_scale = torch.nn.Parameter(module.weight_scale.to(dtype), requires_grad=False)
 
 
+def narrow(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Let bitsandbytes' modules that would compute in bfloat16, as published, compute in this dtype of the model."""
+    for module in model.modules():
+        if getattr(module, "compute_dtype", None) == torch_dtype("BF16"):
+            module.compute_dtype = dtype
+
+
 def _quantize_activations(model: PreTrainedModel, quantizer: HfQuantizer) -> None:
     """If a scheme quantizes inputs or outputs too, add compressed-tensors' own modules for that, with plain weights."""
     import torch

@@ -384,6 +384,8 @@ class LoadPlanner:
             dtype = quantizer.update_dtype(dtype)
         attention = _attention(options.attn_implementation, config, devices, dtype)
         model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantizer)
+        if is_narrowed:
+            _published.narrow(model, dtype)
         route_llama4(model)
         content = (home / "config.json").read_bytes()
         self._bare = BareModel(content, config, model, quantizer, is_narrowed, dtype_is_final)
@@ -412,7 +414,8 @@ def _plan_of(
         options = replace(options, exact=True, fast_bfloat16=None)
     try:
         if weights is None:
-            weights = map_weights(model, store.tensors, store.label, bare.quantizer)
+            casts = bare.is_narrowed or options.dtype is not None
+            weights = map_weights(model, store.tensors, store.label, bare.quantizer, casts=casts)
             if not store.is_split:
                 check_unused(model, weights, store)
         plan = plan_with(model, weights, store, options, devices)

@@ -23,10 +23,10 @@ from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
 from rabbitllm.quant import _vectors, bfloat_products
 from rabbitllm.store.layer_store import LayerStore
-from tests.engine.test_fake_gpu import run_on
+from tests.engine.test_fake_gpu import load_on, run_on
 from tests.support import quantized, splitting
 from tests.support.builders import SINGLE_NAME, build_checkpoint, read_tensors, reference_logits
-from tests.support.fake_gpu import FakeGpu
+from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 from tests.support.tiny_models import ALL, INPUT, assert_same, load, run, split, tiers
@@ -439,6 +439,28 @@ def test_gpu_keeps_memory_for_the_matrix_that_bitsandbytes_dequantizes(
     for device, taken in ((gpu, nbytes * 64 * 128), (CpuDevice(), 0)):
         plan = make_load_plan(LayerStore(directory), RunOptions(max_memory=limits), directory, [device])
         assert plan.placement.limits == {device.name: limits[device.name] - taken}
+
+
+@pytest.mark.parametrize(("family", "bits"), [("llama", 8), ("gpt2", 4)])
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_plain_weights_of_bitsandbytes_get_the_wanted_dtype(
+    tmp_path: Path, family: str, bits: int, dtype: str | None
+) -> None:
+    """float16 on a GPU without bfloat16. Otherwise norms would be in bfloat16, and their biases would not."""
+    options = {"bnb_4bit_compute_dtype": torch.bfloat16} if bits == 4 else {}
+    folder = quantized.build_bitsandbytes(tmp_path / "model", family, bits, **options)
+    expected, directory = expected_of(folder).logits.double(), split(folder)
+    wanted = torch.float16 if dtype is None else torch.float32
+    for budget in (0, ALL):
+        with watched(), torch.inference_mode():
+            model = load_on([FakeGpu(0, has_bf16=False)], directory, budget, dtype=dtype)
+            plain = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+            assert budget == 0 or plain == {wanted}  # that of codes which are not in memory is not known
+            computed = {module.compute_dtype for module in model.modules() if hasattr(module, "compute_dtype")}
+            logits = model(INPUT.to(model.device)).logits.cpu()
+        assert logits.dtype == wanted
+        assert float((logits.double() - expected).norm()) < 0.1 * float(expected.norm())
+        assert computed == ({torch.float16 if dtype is None else torch.bfloat16} if bits == 4 else set())
 
 
 @pytest.mark.parametrize("gone", ["absmax", "quant_map", "quant_state.bitsandbytes__nf4"])
