@@ -454,7 +454,8 @@ def test_plain_weights_of_bitsandbytes_get_the_wanted_dtype(
     for budget in (0, ALL):
         with watched(), torch.inference_mode():
             model = load_on([FakeGpu(0, has_bf16=False)], directory, budget, dtype=dtype)
-            plain = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+            weights = [tensor for name, tensor in model.named_parameters() if name.endswith("weight")]
+            plain = {weight.dtype for weight in weights if weight.is_floating_point()}
             assert budget == 0 or plain == {wanted}  # that of codes which are not in memory is not known
             computed = {module.compute_dtype for module in model.modules() if hasattr(module, "compute_dtype")}
             logits = model(INPUT.to(model.device)).logits.cpu()
