@@ -314,6 +314,14 @@ def product_bytes(model: torch.nn.Module) -> int:
     return max((taken(module) for module in model.modules() if type(module).__name__ == "Linear4bit"), default=0)
 
 
+def work_bytes(converter: WeightTransform, elements: int) -> int:
+    """Bytes that a quantizer's conversion into matrices of so many elements takes at most besides these."""
+    from rabbitllm.engine import _published_conversions
+
+    is_published = any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
+    return _published_conversions.work_bytes(elements) if is_published else 0
+
+
 def loads(converter: WeightTransform | None, quantizer: HfQuantizer | None) -> bool:
     """Whether a conversion is a quantizer's, which gets its tensors in their stored dtype."""
     if quantizer is None or converter is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,13 +18,15 @@ from safetensors.torch import save_file
 import rabbitllm
 from rabbitllm import AutoModel
 from rabbitllm.base.options import RunOptions
+from rabbitllm.engine import _published_conversions
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.units import UnitSource
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
 from rabbitllm.quant import _vectors, bfloat_products
 from rabbitllm.store.layer_store import LayerStore
-from tests.engine.test_fake_gpu import load_on, run_on
+from tests.engine.test_fake_gpu import decoding_waits, load_on, run_on
 from tests.support import quantized, splitting
 from tests.support.builders import SINGLE_NAME, build_checkpoint, read_tensors, reference_logits
 from tests.support.fake_gpu import FakeGpu, watched
@@ -309,6 +312,51 @@ def test_device_with_its_own_memory(tmp_path: Path, build: Build) -> None:
     folder = build(tmp_path / "model")
     expected = expected_of(folder)
     assert_same(run_on([FakeGpu(0), FakeGpu(1)], split(folder), 40_000), expected)
+
+
+DEQUANTIZING: dict[str, Build] = {
+    **{name: build for name, build in {**PUBLISHED, **COMPRESSED}.items() if "bit-" not in name and name not in HYBRID},
+    "awq": lambda folder: quantized.build_awq(folder, "llama", folder.parent / "plain"),
+    "gptq": lambda folder: quantized.build_gptq(folder, "qwen3", folder.parent / "plain"),
+    "modelopt-nvfp4": lambda folder: quantized.build_modelopt(folder, "llama", "NVFP4", folder.parent / "plain"),
+    "modelopt-fp8": lambda folder: quantized.build_modelopt(folder, "llama", "FP8_PB_WO", folder.parent / "plain"),
+}
+"""All of which a device makes plain matrices."""
+
+
+@pytest.mark.parametrize("name", DEQUANTIZING)
+def test_device_dequantizes_some_rows_at_a_time(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same bits, and no more memory than was planned: of a large model each matrix is gigabytes in float32."""
+    if name in COMPRESSED:
+        pytest.importorskip("compressed_tensors")
+    directory = split(DEQUANTIZING[name](tmp_path / "model"))
+    expected, gpu = run_on([FakeGpu(0)], directory), FakeGpu(0, capacity=ALL)
+    bind, bound = UnitSource.bind, list[int]()
+
+    def measured(source: UnitSource, *args: Any) -> Any:
+        gpu.peak = before = gpu.used
+        result = bind(source, *args)
+        assert gpu.peak - before <= source.scratch_bytes + 128  # numbers that are copied to suit kernels of the CPU
+        bound.append(source.scratch_bytes)
+        return result
+
+    monkeypatch.setattr(UnitSource, "bind", measured)
+    monkeypatch.setattr(_published_conversions, "AT_ONCE", 1 << 10)
+    assert_same(run_on([gpu], directory), expected)
+    assert max(bound) > 24 << 10 or name == "mxfp4-gpt_oss"  # of a run, besides the matrices; only experts are codes
+
+
+@pytest.mark.parametrize("name", ["awq", "modelopt-nvfp4", "mxfp4-gpt_oss", "fp8-qwen3_moe"])
+def test_host_does_not_wait_for_each_matrix(tmp_path: Path, name: str) -> None:
+    directory, gpu = split(DEQUANTIZING[name](tmp_path / "model")), FakeGpu(0)
+    with watched():
+        model = load_on([gpu], directory)
+        waits = decoding_waits(model, gpu)
+    mixtures = model.config.num_hidden_layers if name.endswith(("moe", "oss")) else 0
+    assert waits - Counter({"_local_scalar_dense": 1}) == {  # of logits in float16
+        "a copy to the host": 1 + mixtures,
+        "a copy from ordinary memory": 2,
+    }
 
 
 @pytest.mark.parametrize("name", ["4bit-llama-nf4-nested", "8bit-llama"])
