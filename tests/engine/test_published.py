@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 import transformers
@@ -384,6 +386,45 @@ def test_streamed_codes_are_freed(tmp_path: Path, name: str) -> None:
             assert not held
             assert getattr(module, "quant_state", None) is None
             assert state is None or (state.CB is None and state.SCB is None)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_threads_may_be_in_a_module_at_once(tmp_path: Path, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a product of a thread is computed, another thread calls the same module, and is done first."""
+    model = load(split(quantized.build_bitsandbytes(tmp_path / "model", "llama", bits)))
+    module, x = model.model.layers[0].mlp.up_proj, torch.rand(1, 3, 64).bfloat16()
+    with torch.inference_mode():
+        expected = module(x)
+    results = list[torch.Tensor]()
+
+    def call() -> None:
+        with torch.inference_mode():
+            results.append(module(x))
+
+    name = "matmul" if bits == 8 else "matmul_4bit"
+    ordinary, threads = getattr(bitsandbytes, name), [threading.Thread(target=call)]
+
+    def interrupted(*args: Any, **named: Any) -> Any:
+        if threads:
+            thread = threads.pop()
+            thread.start()
+            thread.join()
+        return ordinary(*args, **named)
+
+    monkeypatch.setattr(bitsandbytes, name, interrupted)
+    call()
+    call()
+    assert [torch.equal(result, expected) for result in results] == [True] * 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_go_through_products_at_8bit(tmp_path: Path, training: bool) -> None:
+    model = load(split(quantized.build_bitsandbytes(tmp_path / "model", "llama", 8)))
+    module, x = model.model.layers[0].mlp.up_proj.train(training), torch.rand(1, 3, 64).bfloat16().requires_grad_()
+    module(x).sum().backward()
+    weight = module.weight.CB.float() * module.weight.SCB[:, None] / 127
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[0, 0].float(), weight.sum(0), rtol=0.05, atol=0.05)
 
 
 def test_dequantizing_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
