@@ -232,7 +232,7 @@ def change_modules(model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.
 
 
 def narrow(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Let bitsandbytes' modules that would compute in bfloat16, as published, compute in this dtype of the model."""
+    """Let bitsandbytes' modules that would compute in bfloat16, as published, compute in the dtype of the model."""
     for module in model.modules():
         if getattr(module, "compute_dtype", None) == torch_dtype("BF16"):
             module.compute_dtype = dtype

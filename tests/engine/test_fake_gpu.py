@@ -657,6 +657,22 @@ def test_bfloat16_model_stays_finite_in_float16(tmp_path: Path) -> None:
             assert load_on([t4], directory, budget, dtype="float32")(ids.to(model.device)).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_families_beyond_float16_compute_in_float32(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU without bfloat16; unless the caller or the checkpoint says float16."""
+    directory = split(build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16))
+    model, t4 = load(directory, dtype="float32"), FakeGpu(0, has_bf16=False)
+    assert_same(run_on([t4], directory), run(model))
+    (message,) = [record.getMessage() for record in caplog.records if "bfloat16" in record.getMessage()]
+    assert message.endswith(f"too narrow for {model.config.model_type}: it computes in float32.")
+    assert load_on([t4], directory, dtype="float16").dtype == torch.float16
+    assert load_on([FakeGpu(1)], directory).dtype == torch.bfloat16
+    narrow = split(build_checkpoint(tmp_path / "narrow", family, dtype=torch.float16))
+    assert load_on([t4], narrow).dtype == torch.float16
+
+
 def test_before_sm_80_keys_are_repeated_for_efficient_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
