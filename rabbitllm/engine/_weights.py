@@ -149,7 +149,7 @@ def map_weights(
         stored: checkpoint name -> stored tensor.
         where: the checkpoint's name in messages.
         quantizer: transformers' own; None for plain weights.
-        casts: whether plain weights beside codes that a module computes with get the model's dtype. transformers keeps
+        casts: whether plain weights of a model whose modules compute with codes get its dtype. transformers keeps
             their stored one, whatever dtype it is told.
 
     Raises:
