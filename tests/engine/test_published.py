@@ -550,7 +550,7 @@ def test_plain_weights_of_bitsandbytes_get_the_wanted_dtype(
             logits = model(INPUT.to(model.device)).logits.cpu()
         assert logits.dtype == wanted
         assert float((logits.double() - expected).norm()) < 0.1 * float(expected.norm())
-        assert computed == ({torch.float16 if dtype is None else torch.bfloat16} if bits == 4 else set())
+        assert computed == ({wanted} if bits == 4 else set())
 
 
 @pytest.mark.parametrize("gone", ["absmax", "quant_map", "quant_state.bitsandbytes__nf4"])
