@@ -144,8 +144,8 @@ class AutoModel:
                 by Meta), a file of weights, a split directory, or a repository on the hub. "organisation/name:Q4_K_M"
                 names one GGUF model of several in a repository.
             device: "cuda:N", "cpu", or "auto" for all GPUs. The default is the first GPU, else the CPU.
-            dtype: a floating torch dtype or its name. The default is the config's; float16 in place of bfloat16 on a
-                GPU without bfloat16.
+            dtype: a floating torch dtype or its name. The default is the config's; float16 (Gemma 2 and 3, GLM-4:
+                float32) in place of bfloat16 on a GPU without bfloat16.
             layer_shards_saving_path: folder for the split directory. The default is the folder of a local checkpoint,
                 and `RABBITLLM_HOME` for a repository.
             profiling_mode: record where time is spent; see `model.profiler`.

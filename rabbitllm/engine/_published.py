@@ -17,6 +17,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm.base.terminal import harmless
@@ -223,11 +224,18 @@ def change_modules(model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.
     for module in model.modules():
         if type(module).__name__ == "Linear8bitLt":
             _log_casts_once()
-            module.register_forward_hook(_restore_8bit)
+            module.forward = MethodType(_linear_8bit, module)
         elif type(module).__name__ == "Linear4bit":
             module.register_forward_hook(_restore_4bit)
         elif type(module).__name__ == "FP8Embedding":  # transformers loads its scale in the model's dtype
             module.weight_scale = torch.nn.Parameter(module.weight_scale.to(dtype), requires_grad=False)
+
+
+def narrow(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Let bitsandbytes' modules that would compute in bfloat16, as published, compute in the dtype of the model."""
+    for module in model.modules():
+        if getattr(module, "compute_dtype", None) == torch_dtype("BF16"):
+            module.compute_dtype = dtype
 
 
 def _quantize_activations(model: PreTrainedModel, quantizer: HfQuantizer) -> None:
@@ -279,13 +287,18 @@ def _log_casts_once() -> None:
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(first_time)
 
 
-def _restore_8bit(module: Any, args: Any, output: Any) -> None:
-    """Move codes and scales back to the weight from the module's state, to which a forward moved them."""
-    state = module.state
-    if state.CB is not None and not state.has_fp16_weights:
-        module.weight.CB, module.weight.SCB = state.CB, state.SCB
-        state.reset_grads()
-        state.CB = state.SCB = None
+def _linear_8bit(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """What bitsandbytes' `Linear8bitLt.forward` computes, with a state of its own for each call.
+
+    There the first call moves codes and scales from the weight to the module's state. In a streamed model the weight
+    must have them again after each call; other threads that call the module at that time would take other codes.
+    """
+    from bitsandbytes import matmul
+
+    state = copy.copy(module.state)
+    state.CB, state.SCB, state.is_training = module.weight.CB, module.weight.SCB, module.training
+    bias = None if module.bias is None else module.bias.to(x.dtype)
+    return matmul(x, module.weight, bias=bias, state=state)  # type: ignore[no-any-return]
 
 
 def _restore_4bit(module: Any, args: Any, output: Any) -> None:
@@ -305,6 +318,14 @@ def product_bytes(model: torch.nn.Module) -> int:
         return int(module.in_features * module.out_features * (2 + cast))
 
     return max((taken(module) for module in model.modules() if type(module).__name__ == "Linear4bit"), default=0)
+
+
+def work_bytes(converter: WeightTransform, elements: int) -> int:
+    """Bytes that a quantizer's conversion into matrices of so many elements takes at most besides these."""
+    from rabbitllm.engine import _published_conversions
+
+    is_published = any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
+    return _published_conversions.work_bytes(elements) if is_published else 0
 
 
 def loads(converter: WeightTransform | None, quantizer: HfQuantizer | None) -> bool:

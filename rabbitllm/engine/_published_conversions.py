@@ -15,13 +15,17 @@ rounded once.
 
 FP8 and MXFP4: transformers' own operations, by compiled kernels if the codes are on the CPU. The result is the same bit
 for bit, in a fraction of the time, and without float32 or index tensors as large as the matrix.
+
+Where torch dequantizes, some rows are made at a time: float32 and index tensors of a whole matrix of a large model are
+gigabytes of a GPU. Tables are kept on the device: a copy to a GPU makes the host wait.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,7 +65,7 @@ def awq_weight(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor
     if len(qweight) % len(scales):
         raise ValueError(f"{len(qweight)} inputs in {len(scales)} groups")
     group = torch.arange(len(qweight), device=qweight.device) // (len(qweight) // len(scales))
-    return _weight(qweight, 4, _awq_integers(qzeros), scales, group, torch.tensor(_AWQ_ORDER, device="cpu"), dtype)
+    return _weight(qweight, 4, _awq_integers(qzeros), scales, group, _on(CPU, _AWQ_ORDER, torch.int64), dtype)
 
 
 def gptq_weight(
@@ -109,8 +113,12 @@ def _weight(
     if not fit or (on_cpu and not 0 <= int(group.min()) <= int(group.max()) < len(scales)):
         raise ValueError(f"parts of shapes {tuple(packed.shape)}, {tuple(zeros.shape)} and {tuple(scales.shape)}")
     if not on_cpu:
-        codes = _integers(packed, bits, 1).flatten(0, 1) if order is None else _awq_integers(packed)  # (K, N)
-        return ((codes - zeros[group]).float() * scales[group].float()).t().contiguous().to(dtype)
+        matrix, of = torch.empty(outputs, inputs, dtype=dtype, device=packed.device), len(packed) / max(inputs, 1)
+        for begin, end in _runs(inputs, outputs, packed.device, 32 // bits):
+            words, some = packed[int(begin * of) : int(end * of)], group[begin:end]
+            codes = _integers(words, bits, 1).flatten(0, 1) if order is None else _awq_integers(words)  # (K, N)
+            matrix[:, begin:end] = ((codes - zeros[some]).float() * scales[some].float()).t()
+        return matrix
     matrix = torch.empty(outputs, inputs, dtype=torch.float32, device="cpu")
     arrays = (zeros.int().contiguous().numpy(), scales.float().contiguous().numpy(), group.contiguous().numpy())
     turns = order.numpy() if order is not None else None
@@ -120,9 +128,37 @@ def _weight(
 
 def _awq_integers(packed: torch.Tensor) -> torch.Tensor:
     """int32 (rows, columns) -> int32 (rows, 8 columns)."""
-    unpacked = _integers(packed, 4, 2)
-    order = torch.tensor(_AWQ_ORDER, device=packed.device).argsort()
-    return unpacked.index_select(2, order).flatten(1)
+    places = tuple(map(_AWQ_ORDER.index, range(len(_AWQ_ORDER))))
+    return _integers(packed, 4, 2).index_select(2, _on(packed.device, places, torch.int64)).flatten(1)
+
+
+AT_ONCE = 1 << 22
+"""Numbers that torch dequantizes at a time."""
+_WORK = 24
+"""Bytes that it takes for each of them besides the result, at most."""
+
+
+def work_bytes(elements: int) -> int:
+    """Bytes that a matrix of so many elements takes at most while it is made, besides its own."""
+    return _WORK * min(elements, AT_ONCE)
+
+
+def _runs(rows: int, columns: int, device: torch.device, unit: int = 1) -> Iterator[tuple[int, int]]:
+    """The first row and the end of each run of whole units of rows; on the meta device there is one run."""
+    step = max(rows, 1) if device.type == "meta" else max(AT_ONCE // max(columns * unit, 1), 1) * unit
+    return ((begin, min(begin + step, rows)) for begin in range(0, rows, step))
+
+
+@functools.cache
+def _on(device: torch.device, values: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Values on a device."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)
+
+
+def rows_of(scales: torch.Tensor, rows: torch.Tensor, width: int, columns: int) -> torch.Tensor:
+    """The scale of each number of some rows; `rows`: the row of blocks of each. Blocks are so wide."""
+    return scales[rows].repeat_interleave(width, 1)[:, :columns]
 
 
 def _integers(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
@@ -274,14 +310,17 @@ class QuickFp8(Fp8Dequantize):  # type: ignore[misc]
         if size is None or output_dtype is None:
             whole: torch.Tensor = super()._dequantize_one(quantized, scales, output_dtype)
             return whole
-        return blocks(quantized, as_factors(scales), output_dtype, size)
+        factors = as_factors(scales)
+        return blocks(quantized, factors.reshape(1, 1) if factors.numel() == 1 else factors, output_dtype, size)
 
     def _block(self, quantized: torch.Tensor, scales: torch.Tensor) -> tuple[int, int] | None:
         """Rows and columns of a block; None for formats that are not supported here."""
-        if quantized.dtype not in _CODES or quantized.dim() != 2 or scales.dim() != 2 or not quantized.is_contiguous():
+        if quantized.dtype not in _CODES or quantized.dim() != 2 or not quantized.is_contiguous():
             return None
         if scales.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e8m0fnu):
             return None
+        if scales.dim() != 2:
+            return (*quantized.shape,) if scales.numel() == 1 else None
         (rows, columns), (n, k) = quantized.shape, scales.shape
         block = getattr(getattr(self.hf_quantizer, "quantization_config", None), "weight_block_size", None)
         if block is not None and (-(-rows // block[0]), -(-columns // block[1])) == (n, k):
@@ -359,10 +398,23 @@ def blocks(
             raise ValueError(f"codes of shape {tuple(codes.shape)} and scales of shape {tuple(scales.shape)}")
         size = codes.shape[0] // scales.shape[0], codes.shape[1] // scales.shape[1]
     if codes.device != CPU:
-        for dim in (0, 1):
-            scales = scales.repeat_interleave(size[dim], dim).narrow(dim, 0, codes.shape[dim])
-        return (codes.float() * scales).to(dtype)
+        return scaled(codes, scales, None, size, dtype)
     return kernels.blocks(codes.contiguous().view(torch.uint8), _values(codes.dtype), scales, size, dtype)
+
+
+def scaled(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, size: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """The matrix (N, K) of codes with a scale, and a zero, for each block: (value - zero) * scale, by torch."""
+    (rows, columns), width = codes.shape, size[1]
+    matrix = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    block = torch.arange(rows, device=codes.device) // size[0]
+    for begin, end in _runs(rows, columns, codes.device):
+        values, some = codes[begin:end].float(), block[begin:end]
+        if zeros is not None:
+            values -= rows_of(zeros, some, width, columns)
+        matrix[begin:end] = values * rows_of(scales, some, width, columns).float()
+    return matrix
 
 
 def fp4_matrix(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -379,12 +431,15 @@ def fp4_matrix(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
     rows, inputs = codes.shape[0], 2 * codes.shape[1]
     if scales.dim() != 2 or scales.shape[0] != rows or inputs % (2 * scales.shape[1]):
         raise ValueError(f"codes of shape {tuple(codes.shape)} and scales of shape {tuple(scales.shape)}")
-    packed, table = codes.view(torch.uint8), torch.tensor(FP4_VALUES, dtype=torch.float32, device=codes.device)
+    packed, table = codes.view(torch.uint8), _on(codes.device, tuple(FP4_VALUES), torch.float32)
     if codes.device == CPU:
         return kernels.blocks(packed, table, scales, (1, inputs // scales.shape[1]), dtype, 0)
-    values = table[torch.stack((packed & 15, packed >> 4), 2).int()].view(*scales.shape, -1)
-    result: torch.Tensor = (values * scales[:, :, None]).flatten(1).to(dtype)
-    return result
+    matrix = torch.empty(rows, inputs, dtype=dtype, device=codes.device)
+    for begin, end in _runs(rows, inputs, codes.device):
+        some = packed[begin:end]
+        values = table[torch.stack((some & 15, some >> 4), 2).int()].view(end - begin, scales.shape[1], -1)
+        matrix[begin:end] = (values * scales[begin:end, :, None]).flatten(1)
+    return matrix
 
 
 class QuickMxfp4(Mxfp4Dequantize):  # type: ignore[misc]
@@ -397,12 +452,21 @@ class QuickMxfp4(Mxfp4Dequantize):  # type: ignore[misc]
         parts = {pattern.rpartition("_")[2]: tensors for pattern, tensors in input_dict.items()}
         blocks, scales = (tensors[0] if isinstance(tensors, list) else tensors for tensors in map(parts.get, _PARTS))
         dtype = model.get_parameter_or_buffer(full_layer_name).dtype
-        if blocks is None or scales is None or blocks.device != CPU or dtype not in _BITS or blocks.shape[-1] != 16:
+        if blocks is None or scales is None or blocks.is_meta or dtype not in _BITS or blocks.shape[-1] != 16:
             return super().convert(  # type: ignore[no-any-return]
                 dict(input_dict), model=model, full_layer_name=full_layer_name, **options
             )
         experts, outputs, groups = scales.shape
-        matrices = torch.empty(experts, 32 * groups, outputs, dtype=dtype, device="cpu")
+        matrices = torch.empty(experts, 32 * groups, outputs, dtype=dtype, device=blocks.device)
+        if blocks.device != CPU:
+            table = _table_on(blocks.device, dtype)
+            for packed, exponents, matrix in zip(blocks, scales, matrices, strict=True):
+                for begin, end in _runs(outputs, 32 * groups, blocks.device):
+                    some = packed[begin:end]
+                    codes = torch.stack((some & 15, some >> 4), 3).view(end - begin, groups, 32)
+                    values = table[exponents[begin:end, :, None].int() * 16 + codes]
+                    matrix[:, begin:end] = values.flatten(1).t()
+            return {full_layer_name: matrices}
         bits = matrices.view(_BITS[dtype]).numpy()
         for codes, factors, out in zip(blocks.numpy(), scales.numpy(), bits, strict=True):
             kernels.nibbles(codes, factors, _table(dtype), out)
@@ -425,6 +489,13 @@ def _table(dtype: torch.dtype) -> Any:
     scales = torch.arange(256, dtype=torch.uint8, device="cpu").view(1, 256, 1)
     products = mxfp4.convert_moe_packed_tensors(codes.contiguous(), scales, dtype=dtype)  # (1, 32, 256)
     return products[0, ::2].t().contiguous().view(_BITS[dtype]).numpy()
+
+
+@functools.cache
+def _table_on(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The same on a device, (4096,)."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(_table(dtype)).view(dtype).view(-1).to(device)
 
 
 class WrapAgain(ConversionOps):  # type: ignore[misc]
@@ -492,11 +563,12 @@ class ExpertMatrices(ConversionOps):  # type: ignore[misc]
     def convert(self, input_dict: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Parts by pattern (`…weight`, `…weight_scale`), of experts lists -> a matrix, or experts (E, out, in)."""
         settings, name = self.hf_quantizer.compressor.quantization_config, options["full_layer_name"]
-        dtype = options["model"].get_parameter(name).dtype
-        result: dict[str, Any] = {}
+        target = options["model"].get_parameter(name)
+        dtype, result = target.dtype, dict[str, Any]()
         for projection, matrices in _by_projection(input_dict).items():
             if not projection:
-                return {name: _decompressed(matrices[0], scheme_of(settings, name.rpartition(".")[0]), settings, dtype)}
+                scheme = scheme_of(settings, name.rpartition(".")[0])
+                return {name: _decompressed(matrices[0], scheme, settings, dtype, columns=target.shape[1])}
             path = f"{name.rpartition('.')[0]}.0.{projection.rpartition('.')[2]}"
             scheme = scheme_of(settings, path)
             tensors = [_decompressed(parts, scheme, settings, dtype, wide=True) for parts in matrices]
@@ -505,11 +577,18 @@ class ExpertMatrices(ConversionOps):  # type: ignore[misc]
 
 
 def _decompressed(
-    parts: Mapping[str, torch.Tensor], scheme: Any, settings: Any, dtype: torch.dtype, *, wide: bool = False
+    parts: Mapping[str, torch.Tensor],
+    scheme: Any,
+    settings: Any,
+    dtype: torch.dtype,
+    *,
+    wide: bool = False,
+    columns: int | None = None,
 ) -> torch.Tensor:
-    """A matrix of its parts; if `wide`, FP8 with a scale for each row or matrix is multiplied in float32.
+    """A matrix of its parts, which has so many columns; None if it has as many as its codes.
 
-    Other scales keep their dtype if `wide`, and else are cast first, as transformers does.
+    If `wide`, FP8 with a scale for each row or matrix is multiplied in float32. Other scales keep their dtype if
+    `wide`, and else are cast first, as transformers does.
     """
     if "weight_scale" not in parts:
         return parts["weight"].to(dtype)
@@ -524,11 +603,22 @@ def _decompressed(
     form = scheme.format or settings.format
     if str(getattr(form, "value", form)) in ("mixed-precision", "None"):
         form = infer_module_format(torch.nn.Linear, scheme)
-    if "weight_packed" in parts and parts["weight_packed"].dtype == torch.int32 and "weight_shape" not in parts:
-        rows, words = parts["weight_packed"].shape
-        parts = {**parts, "weight_shape": torch.tensor([rows, words * 32 // scheme.weights.num_bits], device="cpu")}
-    matrix: torch.Tensor = BaseCompressor.get_value_from_registry(form).decompress(dict(parts), scheme)["weight"]
-    return matrix.to(dtype)
+    compressor, packed = BaseCompressor.get_value_from_registry(form), parts.get("weight_packed", codes)
+    assert packed is not None
+    rows, width, has_words = len(packed), packed.shape[1], packed.dtype == torch.int32
+    if columns is None:
+        columns = width if packed is codes else width * packed.element_size() * 8 // scheme.weights.num_bits
+    by_row = {name: rows // len(part) for name, part in parts.items() if part.dim() > 1 and len(part) > 1}
+    unit = math.lcm(*by_row.values())
+    if rows % unit:  # of parts of which some belong to parts of rows
+        return compressor.decompress(dict(parts), scheme)["weight"].to(dtype)  # type: ignore[no-any-return]
+    matrix = torch.empty(rows, columns, dtype=dtype, device=packed.device)
+    for begin, end in _runs(rows, 3 * columns if has_words else columns, packed.device, unit):  # as words of 64 bits
+        some = {n: p[begin // by_row[n] : end // by_row[n]] if n in by_row else p for n, p in parts.items()}
+        if has_words:
+            some["weight_shape"] = torch.tensor([end - begin, columns], device="cpu")
+        matrix[begin:end] = compressor.decompress(some, scheme)["weight"]
+    return matrix
 
 
 def scheme_of(settings: Any, path: str) -> Any:

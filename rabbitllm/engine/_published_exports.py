@@ -36,7 +36,7 @@ import torch
 
 from rabbitllm.base.terminal import harmless
 from rabbitllm.checkpoints.config import MODELOPT, TORCHAO
-from rabbitllm.engine._published_conversions import CPU, IntoPlain, as_factors, blocks, fp4_matrix, is_fp8
+from rabbitllm.engine._published_conversions import CPU, IntoPlain, as_factors, blocks, fp4_matrix, is_fp8, scaled
 from rabbitllm.errors import UnknownArchitectureError
 
 _MIXED = "MIXED_PRECISION"
@@ -177,10 +177,8 @@ class TorchAo(IntoPlain):
             return blocks(codes, scales.float(), dtype)
         if zeros.shape != scales.shape:
             raise ValueError(f"scales of shape {tuple(scales.shape)} and zeros of shape {tuple(zeros.shape)}")
-        for dim in (0, 1):
-            repeats = codes.shape[dim] // scales.shape[dim]
-            scales, zeros = scales.repeat_interleave(repeats, dim), zeros.repeat_interleave(repeats, dim)
-        return ((codes.float() - zeros.float()) * scales.float()).to(dtype)
+        size = codes.shape[0] // scales.shape[0], codes.shape[1] // scales.shape[1]
+        return scaled(codes, scales, zeros, size, dtype)
 
 
 def _unknown(settings: Any) -> Iterator[str]:

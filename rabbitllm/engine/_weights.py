@@ -135,9 +135,22 @@ class WeightMap:
 
 
 def map_weights(
-    model: PreTrainedModel, stored: Mapping[str, StoredTensor], where: str, quantizer: HfQuantizer | None = None
+    model: PreTrainedModel,
+    stored: Mapping[str, StoredTensor],
+    where: str,
+    quantizer: HfQuantizer | None = None,
+    *,
+    casts: bool = False,
 ) -> WeightMap:
     """Match a split directory's tensors with a model's parameters.
+
+    Args:
+        model: the skeleton.
+        stored: checkpoint name -> stored tensor.
+        where: the checkpoint's name in messages.
+        quantizer: transformers' own; None for plain weights.
+        casts: whether plain weights of a model whose modules compute with codes get its dtype. transformers keeps
+            their stored one, whatever dtype it is told.
 
     Raises:
         IncompleteSplitError: a parameter has no tensor, or one of another shape; all of them are named.
@@ -145,7 +158,7 @@ def map_weights(
     from rabbitllm.engine.transformers_api import may_be_absent
 
     expected = model.state_dict()
-    recipes, unused = _recipes(model, stored, expected, quantizer)
+    recipes, unused = _recipes(model, stored, expected, quantizer, casts=casts)
     if quantizer is None:
         _check_scales(stored, unused)
     ties = _ties(model, recipes)
@@ -217,6 +230,8 @@ def _recipes(
     stored: Mapping[str, StoredTensor],
     expected: Mapping[str, torch.Tensor],
     quantizer: HfQuantizer,
+    *,
+    casts: bool,
 ) -> tuple[dict[str, Recipe], list[str]]:
     from transformers import WeightConverter
 
@@ -240,7 +255,7 @@ def _recipes(
     recipes: dict[str, Recipe] = {}
     alike: dict[tuple[Any, ...], torch.Size] = {}
     for key, (converter, sources) in groups.items():
-        recipe = _recipe(key, tuple(sources), converter, stored, expected, quantizer)
+        recipe = _recipe(key, tuple(sources), converter, stored, expected, quantizer, casts=casts)
         if recipe.dtype is not None:
             _check_kind(recipe, stored, expected)
         # layers convert alike, and a trial with hundreds of experts takes long
@@ -295,6 +310,8 @@ def _recipe(
     stored: Mapping[str, StoredTensor],
     expected: Mapping[str, torch.Tensor],
     quantizer: HfQuantizer,
+    *,
+    casts: bool,
 ) -> Recipe:
     """A recipe before its trial.
 
@@ -308,7 +325,8 @@ def _recipe(
     if len(sources) == 1 and sources[0][0] in quantizer.serialized_names:
         alone = stored[sources[0][1]]
         _published.check_alone(expected[key], alone, key)
-        dtype = expected[key].dtype if _published.is_dequantized(quantizer) else torch_dtype(alone.parts[0].dtype)
+        casts = casts or _published.is_dequantized(quantizer)
+        dtype = expected[key].dtype if casts else torch_dtype(alone.parts[0].dtype)
         return Recipe(key, (key,), sources, None, dtype)
     needed, converter = _published.needed(sources, quantizer), _published.for_many_passes(converter)
     return Recipe(key, (key,), needed, converter, None, _published.has_operation(converter, _published.WRAPPING))

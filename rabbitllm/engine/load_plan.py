@@ -384,6 +384,8 @@ class LoadPlanner:
             dtype = quantizer.update_dtype(dtype)
         attention = _attention(options.attn_implementation, config, devices, dtype)
         model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantizer)
+        if not all(device.has_bf16 for device in devices):
+            _published.narrow(model, dtype)
         route_llama4(model)
         content = (home / "config.json").read_bytes()
         self._bare = BareModel(content, config, model, quantizer, is_narrowed, dtype_is_final)
@@ -412,7 +414,8 @@ def _plan_of(
         options = replace(options, exact=True, fast_bfloat16=None)
     try:
         if weights is None:
-            weights = map_weights(model, store.tensors, store.label, bare.quantizer)
+            casts = options.dtype is not None or not all(device.has_bf16 for device in devices)
+            weights = map_weights(model, store.tensors, store.label, bare.quantizer, casts=casts)
             if not store.is_split:
                 check_unused(model, weights, store)
         plan = plan_with(model, weights, store, options, devices)
@@ -487,10 +490,17 @@ def only_a_part(
     return plan, replace(options, fast_bfloat16=part.fast_bfloat16)
 
 
+BEYOND_HALF = frozenset({"gemma2", "gemma3_text", "gemma3n_text", "glm4"})
+"""Types of text models whose hidden states, in bfloat16, are beyond float16 in usual texts: those of Gemma-3-270M are
+up to 104,000 in 9 of 18 layers, and clamped ones make logits that are 0.04 (KL) from those in float32. vLLM refuses
+float16 for Gemma 2 and 3 and GLM-4 (`vllm/config/model.py`); unsloth uses float32 for Gemma 3n too (its pull request
+5092)."""
+
+
 def _choose_dtype(
     requested: str | None, config: PretrainedConfig, store: WeightFiles | None, devices: Sequence[Device]
 ) -> tuple[torch.dtype, bool]:
-    """The caller's dtype, else the config's, else that of the weights; fp16 for bf16 if a GPU has no bf16.
+    """The caller's dtype, else the config's, else that of the weights; fp16, or fp32, for bf16 if a GPU has no bf16.
 
     The second result is whether it is fp16 for that reason.
     """
@@ -507,6 +517,9 @@ def _choose_dtype(
         name = store.dtype if store is not None else None
         dtype = getattr(torch, name or next(filter(None, of_weights), "float32"))
     if dtype == torch.bfloat16 and not all(device.has_bf16 for device in devices):
+        if (name := config.get_text_config(decoder=True).model_type) in BEYOND_HALF:
+            logger.warning("This GPU has no bfloat16, and float16 is too narrow for %s: it computes in float32.", name)
+            return torch.float32, False
         logger.warning("This GPU has no bfloat16; the model computes in float16. Pass dtype='float32' if it overflows.")
         return torch.float16, True
     return dtype, False
@@ -523,7 +536,7 @@ def _attention(requested: str, config: PretrainedConfig, devices: Sequence[Devic
         return None
     from rabbitllm.engine.transformers_api import supports_flash_attention_2
 
-    is_usable = devices[0].has_bf16 and supports_flash_attention_2(skeleton.model_class(config))
+    is_usable = all(device.has_bf16 for device in devices) and supports_flash_attention_2(skeleton.model_class(config))
     return "flash_attention_2" if is_usable else None
 
 

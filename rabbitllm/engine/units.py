@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.engine import _published
 from rabbitllm.engine._published import linear_with_activations
 from rabbitllm.engine._siblings import LastCall, Sibling, is_installed
 from rabbitllm.engine._weights import Recipe, WeightMap
@@ -30,9 +30,8 @@ from rabbitllm.engine.span_reader import BLOCK, FileSpan
 from rabbitllm.engine.weight_tensors import AbsentWeight, Multiply, QuantizedWeight, StoredMatrix, read_only
 from rabbitllm.formats.tensor_spec import DTYPES, TensorSpec, torch_dtype
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
-from rabbitllm.quant.gguf_blocks import work_bytes
 from rabbitllm.quant.products import FusedMatrix, Matrix
-from rabbitllm.quant.quantize import dequantize, operands
+from rabbitllm.quant.quantize import dequantize, dequantizing_bytes, operands
 from rabbitllm.quant.schemes import STORED, PartRole, Quantized
 from rabbitllm.storage.files import begin_to_read, expect_random_reads
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
@@ -559,7 +558,9 @@ def of_jobs(unit: Unit, jobs: Iterable[UnitJob], tensors: Mapping[str, StoredTen
         elif job.entries:
             made += sum(entry.nbytes for _, entry in job.entries)
             forms = (tensor.quantized for tensor in parts)
-            work += [work_bytes(form.scheme, math.prod(form.shape)) for form in forms if form is not None]
+            work += [dequantizing_bytes(form, job.recipe.dtype) for form in forms if form is not None]
+            if (converter := job.recipe.converter) is not None:
+                work += [_published.work_bytes(converter, entry.shape.numel()) for _, entry in job.entries]
     scratch = made + max(work) + (0 if is_view else scale_bytes)
     ready = sum(job.ready_bytes for job in jobs) + scale_bytes
     return UnitSource(unit, jobs, stored, _spans(stored), is_view, ready, scale_bytes, scratch)

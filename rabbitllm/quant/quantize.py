@@ -278,6 +278,16 @@ def dequantize(
     return result.to(dtype).view(form.shape)
 
 
+def dequantizing_bytes(form: Quantized, dtype: torch.dtype | None) -> int:
+    """Bytes of a GPU that `dequantize` takes at most, with `operands`, besides the parts and the numbers."""
+    elements = math.prod(form.shape)
+    if form.scheme in BLOCK_TYPES:
+        return gguf_blocks.work_bytes(form.scheme, elements)
+    is_cast = dtype is not None and form.dtype not in (None, str(dtype).removeprefix("torch."))
+    itemsize = getattr(torch, form.dtype).itemsize if is_cast and form.dtype is not None else 0
+    return form.expanded_bytes + itemsize * min(elements, RUN_ELEMENTS)
+
+
 def _times_scales(
     codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor, block: int, elements: int, dtype: torch.dtype
 ) -> torch.Tensor:

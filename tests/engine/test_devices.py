@@ -429,6 +429,10 @@ def test_flash_attention_needs_model_gpu_and_installation(gpus: object, monkeypa
     assert attention("llama", dtype=torch.float32) is None
     assert attention("bloom") is None  # has none
     assert attention("gpt_oss") is None  # only with a kernel of its own
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index == 0 else (7, 5))
+    chosen[:] = [CudaDevice(0), CudaDevice(1)]  # each computes some layers
+    assert attention("llama") is None
+    chosen[:] = [CudaDevice(0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert attention("llama") is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

@@ -241,6 +241,7 @@ def test_tensors_of_different_devices_do_not_mix() -> None:
         on_host = torch.ones(3)
         on_gpu, elsewhere = on_host.to(first), torch.arange(3.0, device=second)
         assert (on_host.device, on_gpu.device, elsewhere.device) == (torch.device("cpu"), first, second)
+        assert (on_host.is_cpu, on_gpu.is_cpu, on_gpu[1:].is_cpu) == (True, False, False)
         assert (on_gpu * 2).device == first
         assert torch.nn.Parameter(on_gpu[1:]).device == first
         assert on_gpu.new_zeros(2).device == first
@@ -655,6 +656,22 @@ def test_bfloat16_model_stays_finite_in_float16(tmp_path: Path) -> None:
             with pytest.raises(RabbitLLMError, match="The logits contain inf or nan"):
                 chosen(ids.to(chosen.device))
             assert load_on([t4], directory, budget, dtype="float32")(ids.to(model.device)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_families_beyond_float16_compute_in_float32(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU without bfloat16; unless the caller or the checkpoint says float16."""
+    directory = split(build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16))
+    model, t4 = load(directory, dtype="float32"), FakeGpu(0, has_bf16=False)
+    assert_same(run_on([t4], directory), run(model))
+    (message,) = [record.getMessage() for record in caplog.records if "bfloat16" in record.getMessage()]
+    assert message.endswith(f"too narrow for {model.config.model_type}: it computes in float32.")
+    assert load_on([t4], directory, dtype="float16").dtype == torch.float16
+    assert load_on([FakeGpu(1)], directory).dtype == torch.bfloat16
+    narrow = split(build_checkpoint(tmp_path / "narrow", family, dtype=torch.float16))
+    assert load_on([t4], narrow).dtype == torch.float16
 
 
 def test_before_sm_80_keys_are_repeated_for_efficient_attention(

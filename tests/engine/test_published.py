@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 import transformers
@@ -17,16 +20,18 @@ from safetensors.torch import save_file
 import rabbitllm
 from rabbitllm import AutoModel
 from rabbitllm.base.options import RunOptions
+from rabbitllm.engine import _published_conversions
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.load_plan import make_load_plan
 from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.units import UnitSource
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, OptionError
 from rabbitllm.quant import _vectors, bfloat_products
 from rabbitllm.store.layer_store import LayerStore
-from tests.engine.test_fake_gpu import run_on
+from tests.engine.test_fake_gpu import decoding_waits, load_on, run_on
 from tests.support import quantized, splitting
 from tests.support.builders import SINGLE_NAME, build_checkpoint, read_tensors, reference_logits
-from tests.support.fake_gpu import FakeGpu
+from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 from tests.support.tiny_models import ALL, INPUT, assert_same, load, run, split, tiers
@@ -311,6 +316,51 @@ def test_device_with_its_own_memory(tmp_path: Path, build: Build) -> None:
     assert_same(run_on([FakeGpu(0), FakeGpu(1)], split(folder), 40_000), expected)
 
 
+DEQUANTIZING: dict[str, Build] = {
+    **{name: build for name, build in {**PUBLISHED, **COMPRESSED}.items() if "bit-" not in name and name not in HYBRID},
+    "awq": lambda folder: quantized.build_awq(folder, "llama", folder.parent / "plain"),
+    "gptq": lambda folder: quantized.build_gptq(folder, "qwen3", folder.parent / "plain"),
+    "modelopt-nvfp4": lambda folder: quantized.build_modelopt(folder, "llama", "NVFP4", folder.parent / "plain"),
+    "modelopt-fp8": lambda folder: quantized.build_modelopt(folder, "llama", "FP8_PB_WO", folder.parent / "plain"),
+}
+"""All of which a device makes plain matrices."""
+
+
+@pytest.mark.parametrize("name", DEQUANTIZING)
+def test_device_dequantizes_some_rows_at_a_time(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same bits, and no more memory than was planned: of a large model each matrix is gigabytes in float32."""
+    if name in COMPRESSED:
+        pytest.importorskip("compressed_tensors")
+    directory = split(DEQUANTIZING[name](tmp_path / "model"))
+    expected, gpu = run_on([FakeGpu(0)], directory), FakeGpu(0, capacity=ALL)
+    bind, bound = UnitSource.bind, list[int]()
+
+    def measured(source: UnitSource, *args: Any) -> Any:
+        gpu.peak = before = gpu.used
+        result = bind(source, *args)
+        assert gpu.peak - before <= source.scratch_bytes + 128  # numbers that are copied to suit kernels of the CPU
+        bound.append(source.scratch_bytes)
+        return result
+
+    monkeypatch.setattr(UnitSource, "bind", measured)
+    monkeypatch.setattr(_published_conversions, "AT_ONCE", 1 << 10)
+    assert_same(run_on([gpu], directory), expected)
+    assert max(bound) > 24 << 10 or name == "mxfp4-gpt_oss"  # of a run, besides the matrices; only experts are codes
+
+
+@pytest.mark.parametrize("name", ["awq", "modelopt-nvfp4", "mxfp4-gpt_oss", "fp8-qwen3_moe"])
+def test_host_does_not_wait_for_each_matrix(tmp_path: Path, name: str) -> None:
+    directory, gpu = split(DEQUANTIZING[name](tmp_path / "model")), FakeGpu(0)
+    with watched():
+        model = load_on([gpu], directory)
+        waits = decoding_waits(model, gpu)
+    mixtures = model.config.num_hidden_layers if name.endswith(("moe", "oss")) else 0
+    assert waits - Counter({"_local_scalar_dense": 1}) == {  # of logits in float16
+        "a copy to the host": 1 + mixtures,
+        "a copy from ordinary memory": 2,
+    }
+
+
 @pytest.mark.parametrize("name", ["4bit-llama-nf4-nested", "8bit-llama"])
 def test_resident_codes_are_used_in_place(tmp_path: Path, name: str) -> None:
     folder = PUBLISHED[name](tmp_path / "model")
@@ -336,6 +386,45 @@ def test_streamed_codes_are_freed(tmp_path: Path, name: str) -> None:
             assert not held
             assert getattr(module, "quant_state", None) is None
             assert state is None or (state.CB is None and state.SCB is None)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_threads_may_be_in_a_module_at_once(tmp_path: Path, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a product of a thread is computed, another thread calls the same module, and is done first."""
+    model = load(split(quantized.build_bitsandbytes(tmp_path / "model", "llama", bits)))
+    module, x = model.model.layers[0].mlp.up_proj, torch.rand(1, 3, 64).bfloat16()
+    with torch.inference_mode():
+        expected = module(x)
+    results = list[torch.Tensor]()
+
+    def call() -> None:
+        with torch.inference_mode():
+            results.append(module(x))
+
+    name = "matmul" if bits == 8 else "matmul_4bit"
+    ordinary, threads = getattr(bitsandbytes, name), [threading.Thread(target=call)]
+
+    def interrupted(*args: Any, **named: Any) -> Any:
+        if threads:
+            thread = threads.pop()
+            thread.start()
+            thread.join()
+        return ordinary(*args, **named)
+
+    monkeypatch.setattr(bitsandbytes, name, interrupted)
+    call()
+    call()
+    assert [torch.equal(result, expected) for result in results] == [True] * 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_go_through_products_at_8bit(tmp_path: Path, training: bool) -> None:
+    model = load(split(quantized.build_bitsandbytes(tmp_path / "model", "llama", 8)))
+    module, x = model.model.layers[0].mlp.up_proj.train(training), torch.rand(1, 3, 64).bfloat16().requires_grad_()
+    module(x).sum().backward()
+    weight = module.weight.CB.float() * module.weight.SCB[:, None] / 127
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[0, 0].float(), weight.sum(0), rtol=0.05, atol=0.05)
 
 
 def test_dequantizing_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -439,6 +528,29 @@ def test_gpu_keeps_memory_for_the_matrix_that_bitsandbytes_dequantizes(
     for device, taken in ((gpu, nbytes * 64 * 128), (CpuDevice(), 0)):
         plan = make_load_plan(LayerStore(directory), RunOptions(max_memory=limits), directory, [device])
         assert plan.placement.limits == {device.name: limits[device.name] - taken}
+
+
+@pytest.mark.parametrize(("family", "bits"), [("llama", 8), ("gpt2", 4)])
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_plain_weights_of_bitsandbytes_get_the_wanted_dtype(
+    tmp_path: Path, family: str, bits: int, dtype: str | None
+) -> None:
+    """float16 on a GPU without bfloat16. Otherwise norms would be in bfloat16, and their biases would not."""
+    options = {"bnb_4bit_compute_dtype": torch.bfloat16} if bits == 4 else {}
+    folder = quantized.build_bitsandbytes(tmp_path / "model", family, bits, **options)
+    expected, directory = expected_of(folder).logits.double(), split(folder)
+    wanted = torch.float16 if dtype is None else torch.float32
+    for budget in (0, ALL):
+        with watched(), torch.inference_mode():
+            model = load_on([FakeGpu(0, has_bf16=False)], directory, budget, dtype=dtype)
+            weights = [tensor for name, tensor in model.named_parameters() if name.endswith("weight")]
+            plain = {weight.dtype for weight in weights if weight.is_floating_point()}
+            assert budget == 0 or plain == {wanted}  # that of codes which are not in memory is not known
+            computed = {module.compute_dtype for module in model.modules() if hasattr(module, "compute_dtype")}
+            logits = model(INPUT.to(model.device)).logits.cpu()
+        assert logits.dtype == wanted
+        assert float((logits.double() - expected).norm()) < 0.1 * float(expected.norm())
+        assert computed == ({wanted} if bits == 4 else set())
 
 
 @pytest.mark.parametrize("gone", ["absmax", "quant_map", "quant_state.bitsandbytes__nf4"])

@@ -16,7 +16,8 @@ from torch import nn
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
-from rabbitllm.engine._published_conversions import QuickFp8, QuickMxfp4, awq_weight, gptq_weight
+from rabbitllm.engine import _published_conversions
+from rabbitllm.engine._published_conversions import QuickFp8, QuickMxfp4, awq_weight, gptq_weight, scaled
 from rabbitllm.errors import IncompleteSplitError, UnknownArchitectureError
 from rabbitllm.quant import dequantize_kernels
 from tests.engine.test_published import take_out
@@ -229,7 +230,7 @@ def test_fp8_in_several_threads(counted: list[str]) -> None:
 @pytest.mark.parametrize(
     ("codes", "scales", "dtype"),
     [
-        (torch.ones(4, 4, dtype=torch.float8_e4m3fn), torch.tensor(2.0), torch.bfloat16),
+        (torch.ones(4, 4, dtype=torch.float8_e4m3fn), torch.tensor(2.0), None),
         (torch.ones(4, 4, dtype=torch.float8_e4m3fn).t(), torch.ones(2, 2), None),
         (torch.ones(3, 4, 4, dtype=torch.float8_e4m3fn), torch.ones(3, 2, 2), torch.bfloat16),
         (torch.ones(4, 4, dtype=torch.int8), torch.ones(2, 2), torch.bfloat16),
@@ -245,6 +246,27 @@ def test_unknown_inputs_of_the_kernel_use_transformers(
     assert (actual.dtype, actual.shape, actual.device) == (expected.dtype, expected.shape, expected.device)
     assert actual.is_meta or torch.equal(actual, expected)
     assert counted == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_one_scale_for_all(dtype: torch.dtype, counted: list[str]) -> None:
+    codes, scale = everything(torch.float8_e4m3fn, 515, 1024), torch.tensor(0.37, dtype=torch.bfloat16)
+    actual = QuickFp8(None)._dequantize_one(codes, scale, dtype)
+    assert torch.equal(actual, Fp8Dequantize(None)._dequantize_one(codes, scale, dtype))
+    assert counted == ["blocks"]
+
+
+@pytest.mark.parametrize("zeros", [None, torch.tensor([[3, -4], [5, 0]], dtype=torch.int8)])
+def test_torch_makes_some_rows_at_a_time(zeros: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-128, 128, (70, 30), dtype=torch.int8, generator=generator)
+    scales, rows = torch.rand(2, 2, generator=generator).bfloat16(), torch.arange(70) // 35
+    columns = torch.arange(30) // 15
+    expected = codes.float() if zeros is None else codes.float() - zeros[rows][:, columns].float()
+    expected = (expected * scales[rows][:, columns].float()).half()
+    for at_once in (1, 100, 1 << 22):
+        monkeypatch.setattr(_published_conversions, "AT_ONCE", at_once)
+        assert torch.equal(scaled(codes, scales, zeros, (35, 15), torch.float16), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
