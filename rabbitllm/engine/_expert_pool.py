@@ -406,7 +406,7 @@ class ExpertPool:
         self._send_ahead(following, often, set(), len(self._transit) - len(self._transit) // 2)
 
     def _send_ahead(self, module: int, chosen: Numbers, taken: Collection[ExpertSlot], kept: int) -> None:
-        """Begin to read experts into transit slots, as far as they are not in memory; some slots are kept for others."""
+        """Begin to read experts into transit slots, as far as they are not in memory; some slots stay for others."""
         free = [slot for slot in self._transit if slot.pending is None and slot not in taken]
         most = max(len(self._transit) - kept, 0)
         missing, begin = chosen[self.cache.slots_of(module, chosen) < 0][:most].tolist(), len(self._sent)
