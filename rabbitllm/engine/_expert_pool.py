@@ -188,8 +188,8 @@ class HostSlot:
     filled: bool = False
 
 
-MAX_TRANSIT = 16
-TRANSIT_BYTES = 64 << 20
+MAX_TRANSIT = 32
+TRANSIT_BYTES = 128 << 20
 """Maximum transit slots, and bytes of these; small experts get more than a token needs."""
 _OFTEN = 2.0
 """Uses of an expert in the last pass from which the next pass probably uses it, too."""
