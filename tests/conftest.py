@@ -31,7 +31,7 @@ PROCESSOR_SECONDS = "processor seconds"
 SPENT = "spent processor seconds"
 """Property of a test: what it took with its fixtures, and processes that have ended; shown as sums of rooms."""
 
-pytest_plugins = ["tests.support.hub_fixtures"]
+pytest_plugins = ["tests.support.crash_servers", "tests.support.hub_fixtures"]
 
 # A shell starts what runs in its background with interrupts ignored, and whatever that starts would ignore them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
