@@ -43,7 +43,7 @@ after_import("torch", lambda torch: torch.set_num_threads(THREADS))
 # Tests do not wait for the disk; commands that they start do.
 swift_disk.install()
 
-# bitsandbytes has torch compile how it dequantizes odd shapes: seconds for each shape, and the same bits.
+# For processes that tests start: the half of what `tests.support` does.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 # The same examples each time, and no deadlines: how long one takes says nothing on a machine that others use.
