@@ -21,6 +21,7 @@ import pytest
 
 from tests.support import draws, swift_disk
 from tests.support.after_import import after_import
+from tests.support.kept_certificates import read_certificates_once
 from tests.support.one_thread import THREADS
 from tests.support.parts import chosen, relative
 from tests.support.quick_measuring import measure_little
@@ -51,6 +52,10 @@ after_import("hypothesis", lambda hypothesis: hypothesis.settings.load_profile("
 
 # The command line is the same in each test that calls it; making it takes 20 ms.
 after_import("typer.testing", lambda testing: setattr(testing, "_get_command", cache(testing._get_command)))
+
+# What clients of HTTP trust is read in 20 ms, for each client of each test.
+for _library in ("httpx", "httpx2"):
+    after_import(f"{_library}._config", read_certificates_once)
 
 # What plans measure of this machine is of no interest; tests of the measurements ask for their own sizes.
 after_import("rabbitllm.estimate.machine", measure_little)
