@@ -232,6 +232,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     put_in_order(items)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What earlier files of tests have imported and kept is no longer searched for cycles.
+
+    Otherwise each search takes half a second, and each load on a GPU makes one.
+    """
+    if item.path != item.config.stash.get(FILE, None):
+        item.config.stash[FILE] = item.path
+        gc.collect()
+        gc.freeze()
+
+
+FILE = pytest.StashKey[Path]()
+"""The file of the test before."""
+
+
 class Clock:
     """Processor time of this process and of those that it started and waited for."""
 
