@@ -21,6 +21,7 @@ import pytest
 
 from tests.support import draws, swift_disk
 from tests.support.after_import import after_import
+from tests.support.kept_certificates import read_certificates_once
 from tests.support.one_thread import THREADS
 from tests.support.parts import chosen, relative
 from tests.support.quick_measuring import measure_little
@@ -31,7 +32,7 @@ PROCESSOR_SECONDS = "processor seconds"
 SPENT = "spent processor seconds"
 """Property of a test: what it took with its fixtures, and processes that have ended; shown as sums of rooms."""
 
-pytest_plugins = ["tests.support.hub_fixtures"]
+pytest_plugins = ["tests.support.crash_servers", "tests.support.hub_fixtures"]
 
 # A shell starts what runs in its background with interrupts ignored, and whatever that starts would ignore them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,7 +44,7 @@ after_import("torch", lambda torch: torch.set_num_threads(THREADS))
 # Tests do not wait for the disk; commands that they start do.
 swift_disk.install()
 
-# bitsandbytes has torch compile how it dequantizes odd shapes: seconds for each shape, and the same bits.
+# For processes that tests start: the half of what `tests.support` does.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 # The same examples each time, and no deadlines: how long one takes says nothing on a machine that others use.
@@ -51,6 +52,10 @@ after_import("hypothesis", lambda hypothesis: hypothesis.settings.load_profile("
 
 # The command line is the same in each test that calls it; making it takes 20 ms.
 after_import("typer.testing", lambda testing: setattr(testing, "_get_command", cache(testing._get_command)))
+
+# What clients of HTTP trust is read in 20 ms, for each client of each test.
+for _library in ("httpx", "httpx2"):
+    after_import(f"{_library}._config", read_certificates_once)
 
 # What plans measure of this machine is of no interest; tests of the measurements ask for their own sizes.
 after_import("rabbitllm.estimate.machine", measure_little)
@@ -124,30 +129,36 @@ BITS = frozenset(
 
 FIRST = (
     "ray/test_on_a_cluster.py",
-    "splitter/test_without_flock.py",
-    "splitter/test_kill.py",
-    "test_kills.py",
-    "benchmarks/test_quality.py",
+    "generation/test_batch_drafts.py",
+    "cli/test_imported_modules.py",
+    "generation/test_lookahead.py",
+    "generation/test_self_draft.py",
     "test_attacks.py",
-    "engine/test_copy_files.py",
+    "generation/test_rewind.py",
+    "generation/test_preemption.py",
     "prepare/test_damaged_checkpoints.py",
-    "engine/test_streams.py",
-    "cli/test_start.py",
-    "splitter/test_stateful.py",
-    "test_strings.py",
+    "splitter/test_without_flock.py",
     "engine/test_transformers_check.py",
+    "prepare/test_two_at_once.py",
+    "splitter/test_stateful.py",
     "server/test_outside_fields.py",
-    "generation/test_swapped_to_file.py",
+    "engine/test_copy_files.py",
     "engine/test_thinkers.py",
+    "test_strings.py",
     "splitter/test_power_cut.py",
-    "server/test_drafts.py",
-    "engine/test_published_codes.py",
-    "cli/test_doctor.py",
+    "cli/test_start.py",
+    "engine/test_in_forks.py",
+    "generation/test_swapped_to_file.py",
+    "engine/test_streams.py",
     "base/test_logs.py",
+    "splitter/test_announced_need.py",
+    "prepare/test_mixed.py",
+    "generation/test_fairness.py",
+    "splitter/test_failing_disk.py",
+    "server/test_drafts.py",
     "engine/test_interrupts.py",
-    "demo/test_smollm2.py",
-    "generation/test_long_prompts.py",
-    "splitter/test_full_disk.py",
+    "cli/test_doctor.py",
+    "cli/test_wrong_types.py",
 )
 """Files with few tests that take long, the longest ones first. By their number of tests, which orders the others, they
 would be begun last."""
@@ -225,6 +236,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if relative(item.path) not in files])
         items[:] = [item for item in items if relative(item.path) in files]
     put_in_order(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What earlier files of tests have imported and kept is no longer searched for cycles.
+
+    Otherwise each search takes half a second, and each load on a GPU makes one.
+    """
+    if item.path != item.config.stash.get(FILE, None):
+        item.config.stash[FILE] = item.path
+        gc.collect()
+        gc.freeze()
+
+
+FILE = pytest.StashKey[Path]()
+"""The file of the test before."""
 
 
 class Clock:

@@ -59,6 +59,7 @@ class Contents:
     """What tests ask about a file: names of imported modules, texts, names of classes."""
 
     imported: frozenset[str]
+    needed: frozenset[str]
     members: frozenset[str]
     texts: frozenset[str]
     classes: tuple[str, ...]
@@ -68,10 +69,18 @@ class Contents:
 def contents(path: Path) -> Contents:
     """Each file is parsed once; trees of all would take hundreds of megabytes.
 
-    `members` are what is imported from a module, with its name, which may be modules.
+    `members` are what is imported from a module, with its name, which may be modules. `needed` are the first names of
+    what is imported whenever the file is.
     """
-    imported, members, texts, classes = set(), set(), set(), []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    imported, needed, members, texts, classes = set(), set(), set(), set(), []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body:
+        match node:
+            case ast.Import(names=names):
+                needed |= {alias.name.partition(".")[0] for alias in names}
+            case ast.ImportFrom(module=module):
+                needed.add((module or "").partition(".")[0])
+    for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
                 imported |= {alias.name for alias in names}
@@ -82,7 +91,7 @@ def contents(path: Path) -> Contents:
                 texts.add(text)
             case ast.ClassDef(name=name):
                 classes.append(name)
-    return Contents(frozenset(imported), frozenset(members), frozenset(texts), tuple(classes))
+    return Contents(*map(frozenset, (imported, needed, members, texts)), tuple(classes))
 
 
 def python(code: str) -> str:
@@ -118,13 +127,7 @@ def test_pip_install_without_extras_brings_what_modules_import() -> None:
     """So that every command of the README runs; packages of the extras are imported where they are used."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     installed = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in project["dependencies"]}  # type: ignore[index]
-    needed = set()
-    for path in modules().values():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Import):
-                needed |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                needed.add((node.module or "").partition(".")[0])
+    needed = {name for path in modules().values() for name in contents(path).needed}
     assert needed >= {"uvicorn", "starlette", "pydantic", "greenlet"}
     assert needed - {*sys.stdlib_module_names, "rabbitllm", "llvmlite"} <= installed  # numba brings llvmlite
 

@@ -292,10 +292,10 @@ def table(rows: Mapping[str, Row]) -> str:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def stage(tmp_path_factory: pytest.TempPathFactory, crash_server: CrashServer) -> Iterator[Stage]:
     served = tmp_path_factory.mktemp("hub")
-    with CrashServer() as server, LocalHub(served) as hub:
-        yield Stage(server, hub, served)
+    with LocalHub(served) as hub:
+        yield Stage(crash_server, hub, served)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -31,7 +31,6 @@ from rabbitllm.store.layer_store import LayerStore, verify
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, BitAllocation, Manifest, is_fitted, read_manifest
 from rabbitllm.store.stored_form import stored_schemes
 from tests.ray.test_shards import Here
-from tests.splitter.conftest import crash_server as crash_server
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.crashes import KILLED, CrashServer
 from tests.support.hub_fixtures import HubEnvironment

@@ -20,6 +20,10 @@ from tests.support.draws import draws
 from tests.support.rounding import assert_products
 
 WIDTHS = [width for width in (8, 16) if width <= _vectors.lanes()]
+OF_EACH_WIDTH = [
+    pytest.param(width, marks=[pytest.mark.long] * (width != WIDTHS[-1]), id=str(width)) for width in WIDTHS
+]
+"""The short run compiles kernels for the vectors that this processor would choose."""
 pytestmark = pytest.mark.skipif(not WIDTHS, reason="no vectors of a kind that is used here")
 
 
@@ -33,7 +37,7 @@ def some(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", OF_EACH_WIDTH)
 @settings(max_examples=draws(80), deadline=None)
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 40), st.integers(0, 1 << 30), st.sampled_from([1, 3]))
 def test_any_number_of_rows_inputs_and_columns(
@@ -48,7 +52,7 @@ def test_any_number_of_rows_inputs_and_columns(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", OF_EACH_WIDTH)
 def test_a_row_has_the_same_bits_in_any_batch(width: int) -> None:
     """Also where a row takes several panels, and inputs are more than are multiplied together."""
     x, weight = some(MAX_INPUTS + 7, 5632), some(_product_kernels.PANEL_ROWS + 7, 5632, 1)
@@ -59,7 +63,7 @@ def test_a_row_has_the_same_bits_in_any_batch(width: int) -> None:
             assert torch.equal(times(width, x[begin : begin + count], weight), together[begin : begin + count])
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", OF_EACH_WIDTH)
 def test_own_threads_give_the_same_bits(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = some(5, 1024), some(301, 1024, 1)
     before = torch.get_num_threads()

@@ -171,29 +171,46 @@ def test_inputs_that_are_slices() -> None:
     assert torch.equal(of.linear(x, None), of.linear(x.contiguous(), None))
 
 
-def digests(schemes: Sequence[str]) -> list[str]:
-    """Of products by every kind of kernel, by codes of these schemes."""
-    matrices: list[Any] = [matrix(name, 37, 1024) for name in FEW]
-    # one segment more than whole vectors of 4bit codes
-    matrices += [test_products.Matrix(*test_products.matrix(name, 37, 1088)) for name in schemes]
-    products = [of.times_by(CODES, width_of(CODES), inputs(5, of.form.shape[1])) for of in matrices]
-    products += [matrix(name, 37, 1024).times_by(BYTES, width_of(BYTES, name), inputs(7, 1024)) for name in FEW]
-    products.append(test_coded.matrix("fp4 U8 1x32", 37, 1024).times_by(CODES, 64, inputs(5, 1024)))
-    return [hashlib.sha256(product.numpy().tobytes()).hexdigest() for product in products]
+def digests(kernels: Sequence[tuple[str, str]]) -> list[str]:
+    """Of products by kernels, by the method and the codes of each."""
+    sums = []
+    for method, name in kernels:
+        of: Any
+        if name in FEW:
+            of = matrix(name, 37, 1024)
+        elif name in test_products.SCHEMES:
+            # one segment more than whole vectors of 4bit codes
+            of = test_products.Matrix(*test_products.matrix(name, 37, 1088))
+        else:
+            of = test_coded.matrix(name, 37, 1024)
+        width = width_of(method, name) if method == BYTES else width_of(CODES) if name not in test_coded.FORMS else 64
+        product = of.times_by(method, width, inputs(5 if method == CODES else 7, of.form.shape[1]))
+        sums.append(hashlib.sha256(product.numpy().tobytes()).hexdigest())
+    return sums
+
+
+KERNELS = [
+    pytest.param(((CODES, "Q4_K"), (CODES, "4bit"), (BYTES, "Q8_0")), id="some"),
+    pytest.param(
+        ((CODES, "Q8_0"), (CODES, "8bit"), (BYTES, "Q4_K"), (CODES, "fp4 U8 1x32")), id="others", marks=pytest.mark.long
+    ),
+]
+"""Those of each process; compiling one takes a second and more."""
 
 
 @pytest.mark.skipif(
     _vectors.lanes() < 16 and "avxvnni" not in _vectors.features(), reason="kernels use AVX2 alone here"
 )
-def test_the_same_bits_with_other_instructions() -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_the_same_bits_with_other_instructions(kernels: Sequence[tuple[str, str]]) -> None:
     """A process that may use AVX2 alone multiplies as this one does."""
     # inputs of 4bit have more bits with AVX-512 and no VNNI
-    schemes = [name for name in test_products.SCHEMES if name != "4bit" or is_of_bytes(name)]
-    code = f"from tests.quant.test_block_products import digests; print(*digests({schemes}))"
+    kernels = [kernel for kernel in kernels if kernel[1] != "4bit" or is_of_bytes("4bit")]
+    code = f"from tests.quant.test_block_products import digests; print(*digests({kernels}))"
     features = ["avx2", "avx", "fma", "f16c", "sse4.2", "ssse3", "popcnt"]
     environment = {**os.environ, "NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in features)}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == digests(schemes)
+    assert ran.stdout.split() == digests(kernels)
 
 
 def test_bytes_need_little_stack() -> None:

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -186,6 +185,8 @@ def test_models_are_loaded_on_request(folders: dict[str, Path], expected: dict[s
 
 
 def test_every_interface_names_a_model(folders: dict[str, Path]) -> None:
+    import anthropic  # a second of each process that only collects these tests
+
     with serving(folders) as served:
         chat: list[Any] = [{"role": "user", "content": "a b"}]
         client = openai.OpenAI(base_url=f"{served.address}/v1", api_key="none", max_retries=0)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 import torch
@@ -160,6 +159,8 @@ def test_other_parts_are_refused(served: Running) -> None:
 
 
 def test_pictures_of_other_interfaces_are_the_same(served: Running) -> None:
+    import anthropic  # a second of each process that only collects these tests
+
     data = base64.b64encode(encoded(picture())).decode()
     source: Any = {"type": "base64", "media_type": "image/png", "data": data}
     blocks: Any = [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]

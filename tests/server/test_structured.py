@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import anthropic
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -359,6 +358,8 @@ def test_responses_have_a_form(of_form: Any) -> None:
 
 
 def test_messages_have_a_form(of_form: Any) -> None:
+    import anthropic  # a second of each process that only collects these tests
+
     server: Running = of_form("hermes")
     messages = anthropic.Anthropic(base_url=server.address, api_key="none", max_retries=0).messages
     hot: Any = {"model": NAME, "messages": HELLO, "max_tokens": 600, "extra_body": {"temperature": 1.5}}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from rabbitllm.storage import files
-from tests.support.crashes import CrashServer
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.one_thread import one_thread as one_thread
@@ -23,23 +22,6 @@ MakeScene = Callable[..., Scene]
 def one_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only one of a shard's layer files is open at a time, so each is synced and closed for the next."""
     monkeypatch.setattr(files, "MAX_FILES", 1)
-
-
-KILLS = pytest.StashKey[int]()
-
-
-@pytest.fixture(scope="session")
-def crash_server(pytestconfig: pytest.Config) -> Iterator[CrashServer]:
-    """One server for all tests that kill; the first of them starts it."""
-    with CrashServer() as server:
-        yield server
-        pytestconfig.stash[KILLS] = server.kills
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say how many processes were killed."""
-    if kills := config.stash.get(KILLS, 0):
-        terminalreporter.write_line(f"{kills} processes were killed in the middle of a split")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from rabbitllm.splitter import split as splitting
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.storage.leases import FOLDER_LEASE
 from tests.splitter.conftest import MakeScene
+from tests.support.crashes import CrashServer
 from tests.support.scenes import Route, Scene, assert_same, sample
 from tests.support.splitting import Call, contents, names_in
 from tests.support.without_flock import DONE, REFUSED, Actor, Ended, WithoutFlock
@@ -27,9 +27,8 @@ LATE = "is missing; by the index it holds"
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[WithoutFlock]:
-    with WithoutFlock() as started:
-        yield started
+def processes(crash_server: CrashServer, tmp_path_factory: pytest.TempPathFactory) -> WithoutFlock:
+    return WithoutFlock(crash_server, tmp_path_factory.mktemp("ended"))
 
 
 def check(scene: Scene, processes: WithoutFlock, ended: list[Ended]) -> None:

@@ -51,22 +51,21 @@ class Ended:
     seconds: float
 
 
-class ForkServer:
-    """A process that imports everything once, and answers lines of JSON; a context manager.
+class CrashServer:
+    """The server process; a context manager. ``kills`` counts the processes that have died so far.
 
     Args:
-        module: what it runs.
         environment: further variables of the process.
     """
 
-    def __init__(self, module: str, environment: Mapping[str, str] | None = None) -> None:
-        self._command = [sys.executable, "-m", module]
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        self.kills = 0
 
     def __enter__(self) -> Self:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            self._command, cwd=_ROOT, env=self._environment, stdin=pipe, stdout=pipe, text=True
+            [sys.executable, "-m", __name__], cwd=_ROOT, env=self._environment, stdin=pipe, stdout=pipe, text=True
         )
         return self
 
@@ -76,26 +75,6 @@ class ForkServer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
-
-    def answer(self, question: Any) -> Any:
-        """What it answers to a value for JSON."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-
-class CrashServer(ForkServer):
-    """The server process; a context manager. ``kills`` counts the processes that have died so far.
-
-    Args:
-        environment: further variables of the process.
-    """
-
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        super().__init__("tests.support.crashes", environment)
-        self.kills = 0
 
     def run(self, call: Call, die_at: int) -> int:
         """Make the call in a new process that kills itself before its step ``die_at``, counted from 0.
@@ -115,7 +94,11 @@ class CrashServer(ForkServer):
             at: the step before which it dies: one of that number, from 0, or of that moment; None: it lives.
             delay: seconds by which it outlives that step: then this process sends the signal.
         """
-        ended = Ended(*self.answer([function, dict(call), at, delay]))
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([function, dict(call), at, delay]) + "\n")
+        self._process.stdin.flush()
+        ended = Ended(*json.loads(self._process.stdout.readline()))
         self.kills += ended.status == KILLED
         return ended
 

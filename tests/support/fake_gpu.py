@@ -475,13 +475,15 @@ def _tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
     takes longer than the operation on a tensor of a tiny model."""
     if isinstance(value, torch.Tensor):
         found.append(value)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            _tensors(one, found)
-    elif isinstance(value, dict):
-        for one in value.values():
-            _tensors(one, found)
+    elif isinstance(value, _TREES):
+        for one in value.values() if isinstance(value, dict) else value:
+            if type(one) not in _LEAVES:
+                _tensors(one, found)
     return found
+
+
+_TREES = (list, tuple, dict)
+_LEAVES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
 class Operations(TorchDispatchMode):

@@ -7,6 +7,7 @@ put back at the end of the test. Works with huggingface_hub 1.33 and 2.4; knows 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -153,5 +154,11 @@ def _forget_connections_and_listings() -> None:
 
 
 def _loaded(package: str) -> list[ModuleType]:
-    names = [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
-    return [module for name in names if isinstance(module := sys.modules[name], ModuleType)]
+    modules = (sys.modules[name] for name in _names(package, tuple(sys.modules)))
+    return [module for module in modules if isinstance(module, ModuleType)]
+
+
+@functools.lru_cache(maxsize=4)
+def _names(package: str, modules: tuple[str, ...]) -> list[str]:
+    """Those of a package and its modules, of which some thousands are loaded and few are new to a test."""
+    return [name for name in modules if name == package or name.startswith(f"{package}.")]

@@ -1,9 +1,9 @@
 """Splits by several processes at once on a file system without locks: flock fails.
 
-    with WithoutFlock() as processes:
-        ended = processes.run(call, Actor(), Actor(stops_at=17))
+    processes = WithoutFlock(crash_server, folder)
+    ended = processes.run(call, Actor(), Actor(stops_at=17))
 
-A server process imports everything once and forks for every process, since an import takes longer than a tiny split.
+A process that a `CrashServer` forks, and so imports nothing, forks one for each actor.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ import mmap
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 
 from rabbitllm.errors import RabbitLLMError
-from rabbitllm.storage import leases
+from rabbitllm.storage import durable, leases
 from rabbitllm.storage.durable import Step
-from tests.support.crashes import ForkServer, import_everything
+from tests.support.crashes import CrashServer
 from tests.support.splitting import Call, Counter
 from tests.support.ticks import observe_ticks
 
-_ROOT = Path(__file__).parent.parent.parent
 DONE, REFUSED = 0, 3
 _STANDS_STILL = mmap.mmap(-1, 1 << 22)
 """Byte of a process, by its id -> whether it has stopped itself. Those that others stop, such as all tests while
@@ -67,11 +66,11 @@ class Ended:
     said: str
 
 
-class WithoutFlock(ForkServer):
-    """The server process; a context manager."""
+class WithoutFlock:
+    """Runs calls in processes of a server; `folder` is for what they say."""
 
-    def __init__(self) -> None:
-        super().__init__("tests.support.without_flock")
+    def __init__(self, server: CrashServer, folder: Path) -> None:
+        self._server, self._answer = server, folder / "ended.json"
 
     def run(self, call: Call | Sequence[Call], *actors: Actor) -> list[Ended]:
         """Make a call in a process for each actor, or each its own, and return when all have ended."""
@@ -79,7 +78,9 @@ class WithoutFlock(ForkServer):
         wanted = [
             (dataclasses.asdict(one), dataclasses.asdict(actor)) for one, actor in zip(calls, actors, strict=True)
         ]
-        return [Ended(*entry) for entry in self.answer(wanted)]
+        asked = self._server.ask(f"{__name__}:run_all", {"wanted": wanted, "answer": str(self._answer)})
+        assert asked.status == 0
+        return [Ended(*entry) for entry in json.loads(self._answer.read_text())]
 
 
 def count_looks() -> None:
@@ -119,13 +120,13 @@ def refuse_locks(code: int = errno.ENOLCK) -> None:
     count_looks()
 
 
-def _serve() -> None:
-    import_everything()
+def run_all(call: Mapping[str, Any]) -> None:
+    """For `CrashServer.ask`: have all actors `wanted` make their calls, and write how they ended to `answer`."""
     refuse_locks()
-    for line in sys.stdin:
-        wanted = [(Call(**call), Actor(**actor)) for call, actor in json.loads(line)]
-        with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(_run_all(wanted, Path(folder))), flush=True)
+    durable._observer = None  # the server's; each actor has its own
+    wanted = [(Call(**one), Actor(**actor)) for one, actor in call["wanted"]]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(call["answer"]).write_text(json.dumps(_run_all(wanted, Path(folder))))
 
 
 def _run_all(wanted: Sequence[tuple[Call, Actor]], folder: Path) -> list[tuple[int, str]]:
@@ -187,7 +188,3 @@ def _act(call: Call, actor: Actor) -> None:
 
     with observe_ticks(Counter(befall)):
         call.make()
-
-
-if __name__ == "__main__":
-    _serve()
