@@ -239,6 +239,7 @@ def test_tensors_of_different_devices_do_not_mix() -> None:
         on_host = torch.ones(3)
         on_gpu, elsewhere = on_host.to(first), torch.arange(3.0, device=second)
         assert (on_host.device, on_gpu.device, elsewhere.device) == (torch.device("cpu"), first, second)
+        assert (on_host.is_cpu, on_gpu.is_cpu, torch.nn.Parameter(on_gpu).is_cpu) == (True, False, False)
         assert (on_gpu * 2).device == first
         assert torch.nn.Parameter(on_gpu[1:]).device == first
         assert on_gpu.new_zeros(2).device == first

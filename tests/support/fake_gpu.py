@@ -374,6 +374,7 @@ class _NoComputation(TorchDispatchMode):
 
 
 _GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_IS_CPU = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _TO = (torch.Tensor.to, torch.Tensor.cpu)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAKERS = (torch.tensor, torch.as_tensor)
@@ -406,6 +407,8 @@ class _DeviceOfTensors(TorchFunctionMode):
         given = dict(kwargs or {})
         if func == _GET_DEVICE and args[0].device.type == "cpu":
             return _ledger.place(args[0])
+        if func == _IS_CPU and args[0].device.type == "cpu":
+            return _ledger.place(args[0]) == HOST
         if func in _TO and _ledger.find(args[0]) is not None and self._means_host(func, (*args[1:], *given.values())):
             # to torch both are the CPU, so it would hand out the tensor itself
             Operations.look([args[0]])
