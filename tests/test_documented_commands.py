@@ -45,6 +45,7 @@ from tests.support.pages import examples_of
 from tests.support.picture_models import build as build_with_pictures
 from tests.support.picture_models import picture
 from tests.support.ray_cluster import local_cluster
+from tests.support.terminals import at_a_terminal
 from tests.support.tiny_models import split
 
 ROOT = Path(__file__).parent.parent
@@ -64,22 +65,17 @@ PROMPT = re.compile(r"^ *\w*\$ (?P<command>.*)$", re.MULTILINE)
 ELSEWHERE = {
     r"pip install .*": "test_pip_install_gives_the_command installs; here extras are compared with pyproject.toml",
     r"python -m tests\.support\.pages .*": "tests/test_walkthrough.py starts it, on a copy of the page",
-    r"python -m tools\.train_demo --size larger --out DIR": "tests/test_train_demo.py does, with small shapes",
     r"python -m tools\.reference.*": "it writes pages; tests/test_reference.py compares them",
     r"python -m tools\.size --update": "it writes budgets of this tree; tests/test_size.py does in another",
-    r"ray start .*": "it starts daemons; tests of clusters have one in their own process",
 }
 """Patterns of what is not started here, and why."""
 SUBSTITUTIONS: Sequence[tuple[str, str, str]] = (
     (r"^sudo ", "", "it is for control groups; where none can be made those benchmarks are skipped"),
     (r"^make (?=[\w-]+(?: \w+=\S+)*$)", "make -n -C {root} ", "it runs this very test, or what has its own"),
     (r"^(python -m benchmarks (?!list).*)$", r"\1 --smallest", "the figures of a page take minutes to hours"),
-    (r"(?<=--model larger=)DIR/model", "my-checkpoint", "the larger model is not in this repository"),
     (r"(tools\.supported_models)$", r"\1 qwen2", "examining all types takes an hour, and writes the table"),
     (r"(tests\.frozen\.make) MODULE$", r"\1 test_public_names --into made", "golden data are not written here"),
-    (r"^python -m rabbitllm$", "python -m rabbitllm --help", "alone it shows the same help, with exit code 2"),
     (r"(--install-completion)$", r"\1 && true", "it looks for the shell among its parents"),
-    (r"\bCOMMAND$", "ls", "placeholder"),
     (r"\bMODEL\b", "my-checkpoint", "placeholder"),
     (r"\bFOLDER\b", "my-checkpoint", "placeholder"),
     (r"\bFILE\b", "consolidated.00.pth", "placeholder"),
@@ -99,16 +95,13 @@ SUBSTITUTIONS: Sequence[tuple[str, str, str]] = (
 NEEDS_SPLIT = ("show", "verify", "rm", "ls")
 """Subcommands that are about a split that was made before."""
 FILE = "consolidated.00.pth"
-MODEL_FOLDERS = ("my-checkpoint", "rabbitllm/demo/model", "shared/my-checkpoint", "shared/Llama-70B")
+MODEL_FOLDERS = ("my-checkpoint", "rabbitllm/demo/model", "shared/Llama-70B")
 ON_A_TERMINAL = {
     "rabbitllm batch my-checkpoint questions.jsonl -o answers.jsonl",
-    "rabbitllm chat rabbitllm/demo/model --compression 4bit --dir layers",
-    "rabbitllm doctor",
+    "rabbitllm chat rabbitllm/demo/model --compression auto --dir layers",
 }
 """Whose output a page shows as a terminal has it."""
 LABEL = re.compile(r'[^\s…]| "\w+":')
-NO_LABELS = ("too narrow for layer, storage",)
-"""Of the width of a terminal."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +177,10 @@ STARTED = {
 }
 OF_BENCHMARKS = sorted(text for text in STARTED if re.search(r"-m benchmarks (?!list)", text))
 OTHERS = sorted(STARTED.keys() - set(OF_BENCHMARKS))
+TYPED = re.compile(r"^(?:>>>|\.\.\.) (.*)$", re.MULTILINE)
+"""What a page shows as typed into a command."""
+SESSIONS = sorted(text for text, shown in STARTED.items() if TYPED.search(shown.output))
+ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 
 
 class Scene:
@@ -197,8 +194,7 @@ class Scene:
             (self._bin / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module}"$@"\n')
             (self._bin / name).chmod(0o755)
         (self.work / "chapter.txt").write_text(PAGES["CONTRIBUTING.md"], encoding="utf-8")
-        for name in ("report.txt", "prompt.txt"):
-            (self.work / name).write_text("Sort from low to high: 31 5 77 2\n")
+        (self.work / "report.txt").write_text("Sort from low to high: 31 5 77 2\n")
         (self.work / "question.txt").write_text("What is 12 + 7?\n")
         for name in ("questions.jsonl", "in.jsonl"):
             (self.work / name).write_text('{"prompt": "What is 12 + 7?", "max_new_tokens": 4}\n' * 3)
@@ -225,19 +221,22 @@ class Scene:
 
     def begin(self, command: str) -> subprocess.Popen[str]:
         """Start a line of a shell; `rabbitllm chat` is given a question, and others nothing."""
-        path = f"{self._bin}{os.pathsep}{os.environ['PATH']}"
-        own = {"PATH": path, "TMPDIR": str(self.tmp), "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-        own |= {"HOME": str(self.work)} if "--install-completion" in command else {}  # its profile is changed
         return subprocess.Popen(
             ["bash", "-c", command],
             stdin=(self.work / ("question.txt" if command.startswith("rabbitllm chat") else os.devnull)).open(),
             cwd=self.work,
-            env={**os.environ, **own},
+            env=self.environment(command),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
+
+    def environment(self, command: str) -> dict[str, str]:
+        path = f"{self._bin}{os.pathsep}{os.environ['PATH']}"
+        own = {"PATH": path, "TMPDIR": str(self.tmp), "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+        own |= {"HOME": str(self.work)} if "--install-completion" in command else {}  # its profile is changed
+        return {**os.environ, **own}
 
 
 def cut_as_gpt2(file: Path) -> None:
@@ -252,9 +251,11 @@ def scene(tmp_path: Path, hub_environment: HubEnvironment) -> Iterator[Scene]:
         yield Scene(tmp_path, Path(tmp))
 
 
-def substituted(text: str, values: dict[str, str]) -> str:
+def substituted(
+    text: str, values: dict[str, str], substitutions: Sequence[tuple[str, str, str]] = SUBSTITUTIONS
+) -> str:
     """A command as it can be started here."""
-    for pattern, replacement, _ in SUBSTITUTIONS:
+    for pattern, replacement, _ in substitutions:
         text = re.sub(pattern, replacement.replace("{root}", values["root"]), text)
     for name, value in values.items():
         text = text.replace(f"{{{name}}}", value)
@@ -303,7 +304,7 @@ def ask(port: str, server: subprocess.Popen[str]) -> None:
 def labels(text: str) -> list[str]:
     """What lines of a page begin with, as far as no figure and no width matters."""
     found = [re.split(r"  |: |\d", line.strip())[0].strip() for line in text.splitlines() if LABEL.match(line)]
-    return [label for label in found if label and label not in NO_LABELS]
+    return [label for label in found if label]
 
 
 def started(shown: Shown, scene: Scene, hub: Path) -> str:
@@ -338,6 +339,22 @@ def test_command(text: str, scene: Scene, local_hub: LocalHub, tmp_path: Path) -
         )
 
 
+@pytest.mark.parametrize("text", SESSIONS, ids=SESSIONS)
+@pytest.mark.long
+def test_session(text: str, scene: Scene, tmp_path: Path) -> None:
+    """What a page shows as typed is typed at a terminal; what came is what the page shows, to the letter."""
+    expected = STARTED[text].output.strip()
+    scene.with_models(text, expected, tmp_path / "hub")
+    came = ""
+    line = f"cd {scene.work} && {text}"
+    with at_a_terminal(["bash", "-c", line], LIMIT_SECONDS, scene.environment(text)) as terminal:
+        for typed in TYPED.findall(expected):
+            came += terminal.until(r"(?:>>>|\.\.\.) ")
+            terminal.send(f"{typed}\r")
+            came += terminal.until(re.escape(typed))
+    assert ESCAPES.sub("", came).replace("\r\n", "\n")[-len(expected) :] == expected
+
+
 @pytest.mark.parametrize("text", OF_BENCHMARKS, ids=OF_BENCHMARKS)
 @pytest.mark.long
 def test_benchmark(text: str, scene: Scene, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
@@ -368,6 +385,19 @@ def test_options_that_a_benchmark_names_exist(name: str) -> None:
     taken = set(re.findall(r'"(--[\w-]+)"', code + shared))
     synopsis = docstring.partition(f"-m benchmarks {name} ")[2].partition("\n\n")[0]
     assert set(re.findall(r"--[a-z][\w-]+", synopsis)) <= taken
+
+
+def test_every_exception_is_of_a_command_that_is_shown() -> None:
+    """One that is not would be missed by the command that has taken its place, in the long run only."""
+    values = {"root": "/root"}
+    as_started = {text: substituted(text, values) for text in STARTED}
+    for number, (pattern, _, reason) in enumerate(SUBSTITUTIONS):
+        others = [*SUBSTITUTIONS[:number], *SUBSTITUTIONS[number + 1 :]]
+        assert any(substituted(text, values, others) != line for text, line in as_started.items()), (pattern, reason)
+    assert [pattern for pattern in ELSEWHERE if not any(re.fullmatch(pattern, text) for text in WHOLE)] == []
+    assert [text for text in ON_A_TERMINAL if not (text in STARTED and STARTED[text].output)] == []
+    seen = [line + STARTED[text].output for text, line in as_started.items()]
+    assert [folder for folder in MODEL_FOLDERS if not any(folder in text for text in seen)] == []
 
 
 def test_extras_that_are_installed_exist() -> None:
