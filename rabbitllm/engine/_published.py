@@ -24,6 +24,7 @@ from rabbitllm.base.terminal import harmless
 from rabbitllm.checkpoints.config import BITSANDBYTES, LEFTOVER, MODELOPT, TORCHAO, method_of
 from rabbitllm.errors import IncompleteSplitError, MissingPackageError, UnknownArchitectureError
 from rabbitllm.formats.tensor_spec import torch_dtype
+from rabbitllm.quant.schemes import bitsandbytes
 from rabbitllm.store.layer_store import StoredTensor
 
 if TYPE_CHECKING:
@@ -293,12 +294,10 @@ def _linear_8bit(module: Any, x: torch.Tensor) -> torch.Tensor:
     There the first call moves codes and scales from the weight to the module's state. In a streamed model the weight
     must have them again after each call; other threads that call the module at that time would take other codes.
     """
-    from bitsandbytes import matmul
-
     state = copy.copy(module.state)
     state.CB, state.SCB, state.is_training = module.weight.CB, module.weight.SCB, module.training
     bias = None if module.bias is None else module.bias.to(x.dtype)
-    return matmul(x, module.weight, bias=bias, state=state)  # type: ignore[no-any-return]
+    return bitsandbytes().matmul(x, module.weight, bias=bias, state=state)  # type: ignore[no-any-return]
 
 
 def _restore_4bit(module: Any, args: Any, output: Any) -> None:

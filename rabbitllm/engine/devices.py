@@ -380,6 +380,18 @@ def capability_suits_bf16(capability: tuple[int, int]) -> bool:
     return capability >= (8, 0)
 
 
+def have_bf16(devices: Iterable[Device]) -> bool:
+    """Whether all devices compute in bfloat16 themselves."""
+    return all(device.has_bf16 for device in devices)
+
+
+BEYOND_HALF = frozenset({"gemma2", "gemma3_text", "gemma3n_text", "glm4"})
+"""Types of text models whose hidden states, in bfloat16, are beyond float16 in usual texts: those of Gemma-3-270M are
+up to 104,000 in 9 of 18 layers, and clamped ones make logits that are 0.04 (KL) from those in float32. vLLM refuses
+float16 for Gemma 2 and 3 and GLM-4 (`vllm/config/model.py`); unsloth uses float32 for Gemma 3n too (its pull request
+5092)."""
+
+
 HOST_MARGIN = 1 << 30
 DEVICE_MARGIN = 3 << 29
 """Bytes reserved for activations and the KV cache if the caller sets no limit, at most a sixteenth of the free memory;

@@ -219,7 +219,8 @@ class ExpertStack(WeightStandIn):
         filled, pending, others = self.supply.order(chosen.tolist())
         turns = [*filled, *pending, *others]
         products: list[Any] = [None] * len(turns)
-        for turn, weight in zip(turns, self.supply.each(self.leaf, chosen[turns].tolist()), strict=True):
+        weights: Iterator[Any] = self.supply.each(self.leaf, chosen[turns].tolist())
+        for turn, weight in zip(turns, weights, strict=True):
             own = rows[begins[turn] : begins[turn + 1]]
             is_coded = self.transposed and isinstance(weight, QuantizedWeight)
             products[turn] = weight.matrix.linear(own, None) if is_coded else self._product(own, weight)
@@ -255,40 +256,41 @@ class ChosenExperts(WeightStandIn):
 
     Args:
         stack: the experts, (experts, N, K).
-        index: integers (S,).
+        numbers: integers (S,).
     """
 
     stack: ExpertStack
-    index: torch.Tensor
+    numbers: torch.Tensor
     _why = "experts are read from the disk, or by their codes"
 
     @staticmethod
-    def __new__(cls, stack: ExpertStack, index: torch.Tensor) -> ChosenExperts:
-        shape = len(index), *stack.shape[1:]
+    def __new__(cls, stack: ExpertStack, numbers: torch.Tensor) -> ChosenExperts:
+        shape = len(numbers), *stack.shape[1:]
         chosen: ChosenExperts = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=stack.dtype, device=stack.device)
-        chosen.stack, chosen.index = stack, index
+        chosen.stack, chosen.numbers = stack, numbers
         return chosen
 
     def whole(self) -> torch.Tensor:
         """Copies of the matrices."""
-        return self.stack.copied(self.stack.supply.numbers(self.index))
+        return self.stack.copied(self.stack.supply.numbers(self.numbers))
 
     def again(self) -> ChosenExperts:
         """Another object for the same matrices."""
-        return ChosenExperts(self.stack, self.index)
+        return ChosenExperts(self.stack, self.numbers)
 
 
 def _bmm(input: Any, mat2: Any, **more: Any) -> torch.Tensor | None:
     """The answer to products of one row with each matrix; None if there are others, or gradients are needed."""
     is_left = isinstance(input, ChosenExperts)
     chosen, rows = (input, mat2) if is_left else (mat2, input)
-    is_fit = not more and not isinstance(rows, WeightStandIn) and rows.dim() == 3 and len(rows) == len(chosen.index)
+    is_fit = not more and not isinstance(rows, WeightStandIn) and rows.dim() == 3 and len(rows) == len(chosen.numbers)
     if not is_fit or rows.shape[2 if is_left else 1] != 1 or (torch.is_grad_enabled() and rows.requires_grad):
         return None
     stack = chosen.stack.again(transposed=True) if is_left else chosen.stack
     if rows.dtype is not stack.dtype or rows.shape[1 if is_left else 2] != stack.shape[1]:
         return None
-    return stack.by_row(rows.squeeze(2 if is_left else 1), chosen.index).unsqueeze(2 if is_left else 1)
+    out: torch.Tensor = stack.by_row(rows.squeeze(2 if is_left else 1), chosen.numbers)
+    return out.unsqueeze(2 if is_left else 1)
 
 
 ChosenExperts._answers = {torch.bmm: _bmm}

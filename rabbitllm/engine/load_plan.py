@@ -29,7 +29,7 @@ from rabbitllm.engine._copies import expert_copy_bytes, place_with_copies, unit_
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._pieces import in_pieces
 from rabbitllm.engine._weights import WeightMap, advice_on_names, check_unused, map_weights
-from rabbitllm.engine.devices import Device, budget_of, host_room
+from rabbitllm.engine.devices import BEYOND_HALF, Device, budget_of, have_bf16, host_room
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
 from rabbitllm.engine.expert_source import ExpertSource, with_matrices
 from rabbitllm.engine.experts import expert_costs
@@ -384,7 +384,7 @@ class LoadPlanner:
             dtype = quantizer.update_dtype(dtype)
         attention = _attention(options.attn_implementation, config, devices, dtype)
         model = skeleton.build_skeleton(home, config, dtype, attention, options.trust_remote_code, quantizer)
-        if not all(device.has_bf16 for device in devices):
+        if not have_bf16(devices):
             _published.narrow(model, dtype)
         route_llama4(model)
         content = (home / "config.json").read_bytes()
@@ -414,7 +414,7 @@ def _plan_of(
         options = replace(options, exact=True, fast_bfloat16=None)
     try:
         if weights is None:
-            casts = options.dtype is not None or not all(device.has_bf16 for device in devices)
+            casts = options.dtype is not None or not have_bf16(devices)
             weights = map_weights(model, store.tensors, store.label, bare.quantizer, casts=casts)
             if not store.is_split:
                 check_unused(model, weights, store)
@@ -490,13 +490,6 @@ def only_a_part(
     return plan, replace(options, fast_bfloat16=part.fast_bfloat16)
 
 
-BEYOND_HALF = frozenset({"gemma2", "gemma3_text", "gemma3n_text", "glm4"})
-"""Types of text models whose hidden states, in bfloat16, are beyond float16 in usual texts: those of Gemma-3-270M are
-up to 104,000 in 9 of 18 layers, and clamped ones make logits that are 0.04 (KL) from those in float32. vLLM refuses
-float16 for Gemma 2 and 3 and GLM-4 (`vllm/config/model.py`); unsloth uses float32 for Gemma 3n too (its pull request
-5092)."""
-
-
 def _choose_dtype(
     requested: str | None, config: PretrainedConfig, store: WeightFiles | None, devices: Sequence[Device]
 ) -> tuple[torch.dtype, bool]:
@@ -516,7 +509,7 @@ def _choose_dtype(
         of_weights = (tensor.model_dtype for tensor in store.tensors.values()) if store is not None else ()
         name = store.dtype if store is not None else None
         dtype = getattr(torch, name or next(filter(None, of_weights), "float32"))
-    if dtype == torch.bfloat16 and not all(device.has_bf16 for device in devices):
+    if dtype == torch.bfloat16 and not have_bf16(devices):
         if (name := config.get_text_config(decoder=True).model_type) in BEYOND_HALF:
             logger.warning("This GPU has no bfloat16, and float16 is too narrow for %s: it computes in float32.", name)
             return torch.float32, False
@@ -526,18 +519,14 @@ def _choose_dtype(
 
 
 def _attention(requested: str, config: PretrainedConfig, devices: Sequence[Device], dtype: torch.dtype) -> str | None:
-    """The `attn_implementation` for transformers; None for its default.
-
-    "auto" is FlashAttention 2 if it is installed and usable, else None.
-    """
+    """The `attn_implementation` for transformers, None for its default; "auto": FlashAttention 2 if usable or None."""
     if requested != "auto":
         return requested
-    if devices[0].torch_device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+    if devices[0].torch_device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or not have_bf16(devices):
         return None
     from rabbitllm.engine.transformers_api import supports_flash_attention_2
 
-    is_usable = all(device.has_bf16 for device in devices) and supports_flash_attention_2(skeleton.model_class(config))
-    return "flash_attention_2" if is_usable else None
+    return "flash_attention_2" if supports_flash_attention_2(skeleton.model_class(config)) else None
 
 
 def place_units(

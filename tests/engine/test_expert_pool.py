@@ -162,7 +162,7 @@ def pool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     checkpoint = build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **sizes)
     folder = split(checkpoint, getattr(request, "param", None))
     monkeypatch.setattr("rabbitllm.engine.load_plan._is_right", lambda *trial: True)
-    model = load_on([FakeGpu(0)], folder, 1 << 20, 1 << 19, exact=not hasattr(request, "param"))
+    model = load_on([FakeGpu(0)], folder, 1 << 21, 1 << 19, exact=not hasattr(request, "param"))
     (pool,) = model.streamer.pools.values()
     pool.folder, pool.model = folder, model
     return pool
