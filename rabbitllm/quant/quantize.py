@@ -342,7 +342,7 @@ def multiply_4bit(
 ) -> torch.Tensor:
     """`x @ W.T + bias` by bitsandbytes, from the codes if it has a kernel for device and shape; else it dequantizes.
 
-    Its operation is called directly: `matmul_4bit` takes as long again to prepare a call as a GPU's host takes for it.
+    Its operation is called directly: preparing it, `matmul_4bit` takes a third as long again (of the host, with a GPU).
 
     Args:
         form: (N, K) at 4bit, K a multiple of 64.

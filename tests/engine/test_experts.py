@@ -347,6 +347,44 @@ def test_probable_experts_are_read_before_the_router_chooses(checkpoint: Path, m
     assert pool.sources[0].name not in {name for name, _ in ahead}
 
 
+def test_experts_that_a_batch_used_often_are_read_ahead(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the next layer attends; each expert is read once a pass, and the results are those of the class."""
+    plain, model = plain_model(checkpoint), with_share(split(checkpoint), 0.25)
+    (pool,) = model.streamer.pools.values()
+    routing, reads, ahead = Routing(model), Reads(monkeypatch), list[tuple[str, int]]()
+    read_again_ahead, right, rows = ExpertPool.read_again_ahead, 0, 16
+    of_expert = {
+        (span.file, span.offset, span.nbytes): (source.name, expert)
+        for source in pool.sources
+        for expert in range(source.experts)
+        for span in source.spans(expert)
+    }
+
+    def spied(self: ExpertPool, module: int) -> None:
+        read_again_ahead(self, module)
+        ahead.extend((self.sources[self._ahead[0]].name, expert) for expert in self._ahead[1])
+
+    monkeypatch.setattr(ExpertPool, "read_again_ahead", spied)
+    prompts = torch.stack([INPUT[0].roll(row) for row in range(rows)])
+    with torch.inference_mode():
+        caches = [each(prompts, use_cache=True).past_key_values for each in (plain, model)]
+        for token in range(6):
+            for used in routing.used.values():
+                used.clear()
+            ahead.clear()
+            reads.spans.clear()
+            tokens = torch.arange(rows)[:, None] + token
+            pairs = zip((plain, model), caches, strict=True)
+            assert torch.equal(*(each(tokens, past_key_values=cache).logits for each, cache in pairs))
+            chosen = {(source.name, expert) for source in pool.sources for expert in routing.used[source.name]}
+            right += len(chosen & {*ahead})
+            counts = Counter(of_expert[span] for span in reads.spans if span in of_expert)
+            assert {*counts} <= chosen | {*ahead}
+            assert {*counts.values()} <= {1}
+    assert right >= 10
+    assert pool.sources[0].name not in {name for name, _ in ahead}
+
+
 @pytest.mark.parametrize("share", [0.0, 0.25])
 def test_pass_after_a_failed_read_is_right(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     expected = reference_logits(checkpoint, INPUT, torch.bfloat16)
