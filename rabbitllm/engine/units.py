@@ -416,7 +416,7 @@ def _operands(tensor: StoredTensor) -> Iterator[TensorSpec]:
     if tensor.quantized is None:
         yield from tensor.parts
         return
-    for part, (*_, role) in zip(tensor.parts, STORED[tensor.quantized.scheme].parts, strict=True):
+    for part, (*_, role) in zip(tensor.parts, STORED[tensor.quantized.scheme].parts, strict=False):  # GGUF has no kind
         if role not in (PartRole.STATE, PartRole.KIND):
             yield part
 
