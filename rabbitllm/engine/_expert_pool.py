@@ -212,8 +212,8 @@ class _Call:
     """
 
     module: int
-    slots: Mapping[int, ExpertSlot]
-    transit: Mapping[int, HostSlot]
+    slots: dict[int, ExpertSlot]
+    transit: dict[int, HostSlot]
     promoted: tuple[int, ...]
     passing: dict[int, ExpertSlot] = field(default_factory=dict)
 
@@ -551,8 +551,10 @@ class ExpertPool:
             yield batch
             for expert in batch:
                 slot = left.pop(expert)
-                if slot in passed:  # it is free for another
+                if queue and slot in passed:  # another is read into it, also if this one was read ahead for the pass
                     free.append(slot)
+                    if call.slots.pop(expert, None) is not None:
+                        call.transit[expert] = HostSlot()
 
     def order(self, module: int, experts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """See `experts.ExpertProvider`."""

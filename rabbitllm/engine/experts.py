@@ -252,7 +252,8 @@ class ChosenExperts(WeightStandIn):
     """The matrices of experts in a GPU's pool that an index names, (S, N, K): each is multiplied where it lies.
 
     transformers copies the matrices of a few tokens' experts, one for each row, and multiplies all copies at once. From
-    codes each copy would be dequantized first.
+    codes each copy would be dequantized first. For all that is no such product they are made, once: they may be written
+    to, as those that torch makes.
 
     Args:
         stack: the experts, (experts, N, K).
@@ -261,7 +262,10 @@ class ChosenExperts(WeightStandIn):
 
     stack: ExpertStack
     numbers: torch.Tensor
-    _why = "experts are read from the disk, or by their codes"
+    copies: torch.Tensor | None = None
+    _by_memory = WeightStandIn._by_memory | {
+        *(torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__)
+    }
 
     @staticmethod
     def __new__(cls, stack: ExpertStack, numbers: torch.Tensor) -> ChosenExperts:
@@ -271,19 +275,26 @@ class ChosenExperts(WeightStandIn):
         return chosen
 
     def whole(self) -> torch.Tensor:
-        """Copies of the matrices."""
-        return self.stack.copied(self.stack.supply.numbers(self.numbers))
+        """Copies of the matrices, the same ones each time."""
+        if self.copies is None:
+            self.copies = self.stack.copied(self.stack.supply.numbers(self.numbers))
+        return self.copies
 
-    def again(self) -> ChosenExperts:
-        """Another object for the same matrices."""
-        return ChosenExperts(self.stack, self.numbers)
+    def again(self) -> torch.Tensor:  # type: ignore[override]
+        """The copies: what is written to them through one object is seen through the other."""
+        return self.whole()
+
+    @classmethod
+    def _refuse_writing(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        pass
 
 
 def _bmm(input: Any, mat2: Any, **more: Any) -> torch.Tensor | None:
     """The answer to products of one row with each matrix; None if there are others, or gradients are needed."""
     is_left = isinstance(input, ChosenExperts)
     chosen, rows = (input, mat2) if is_left else (mat2, input)
-    is_fit = not more and not isinstance(rows, WeightStandIn) and rows.dim() == 3 and len(rows) == len(chosen.numbers)
+    is_copied = chosen.copies is not None or isinstance(rows, WeightStandIn)
+    is_fit = not (more or is_copied) and rows.dim() == 3 and len(rows) == len(chosen.numbers)
     if not is_fit or rows.shape[2 if is_left else 1] != 1 or (torch.is_grad_enabled() and rows.requires_grad):
         return None
     stack = chosen.stack.again(transposed=True) if is_left else chosen.stack

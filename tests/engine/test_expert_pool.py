@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rabbitllm.engine._expert_pool import ExpertCache, HostSlot
+from rabbitllm.engine.experts import ChosenExperts
 from rabbitllm.storage.files import read_range
 from tests.engine.test_fake_gpu import load_on
 from tests.support.builders import build_checkpoint
@@ -210,3 +213,22 @@ def test_modules_alike_have_the_same_views_of_a_slot(pool: Any) -> None:
     assert len(weights) > 1
     assert all(weight is first for of_module in weights for weight, first in zip(of_module, weights[0], strict=True))
     assert len({*map(id, weights[0])}) == len(slot.ready) == len(leaves) == 2
+
+
+@pytest.mark.parametrize("pool", [None, "4bit"], indirect=True)
+@torch.no_grad()
+def test_chosen_experts_may_be_written_to(pool: Any) -> None:
+    """As the copies that torch makes; the experts stay as they are."""
+    stack, index = pool.model.model.layers[0].mlp.experts.down_proj, torch.tensor([3, 3, 0])
+    expected, rows = stack.copied([3, 3, 0]), torch.randn(3, stack.shape[2], 1, dtype=torch.bfloat16)
+    for again in (copy.deepcopy, lambda chosen: pickle.loads(pickle.dumps(chosen))):
+        assert torch.equal(again(stack[index]), expected)
+    chosen = stack[index]
+    assert isinstance(chosen, ChosenExperts)
+    chosen.detach().mul_(2)
+    chosen[1] = 0
+    written = expected * torch.tensor([2, 0, 2])[:, None, None]
+    assert torch.equal(chosen.clone(), written)
+    assert torch.equal(torch.bmm(chosen, rows), torch.bmm(written, rows))
+    assert chosen.data_ptr() == chosen.detach().data_ptr()
+    assert torch.equal(stack[index].clone(), expected)

@@ -162,6 +162,22 @@ def test_many_tokens_of_experts_that_come_and_go(
 
 
 @torch.no_grad()
+def test_forward_without_hooks_after_experts_were_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be called again in the same pass, when others are in the slots of those that were read ahead."""
+    directory = checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY)
+    monkeypatch.setattr("rabbitllm.engine._expert_pool.MAX_TRANSIT", 8)
+    model = load(directory, 0, exact=False)
+    (first, second), rows, (pool,) = experts_of(model), 2 * MAX_GROUPED // 3, model.streamer.pools.values()
+    index = torch.stack([torch.randperm(24)[:3] for _ in range(rows)])
+    given = torch.randn(rows, 256).bfloat16(), index, torch.rand(rows, 3)
+    expected = second(*given)
+    first(*given)
+    assert len(pool._ahead[1]) == 4
+    for _ in range(2):
+        assert torch.equal(second.forward(*given), expected)
+
+
+@torch.no_grad()
 def test_no_other_expert_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked, each = (
         load(checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY), exact=False),
