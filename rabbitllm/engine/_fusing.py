@@ -101,8 +101,9 @@ def form_in(module: nn.Module, compute: Compute) -> Any:
 
 
 def notes_on(module: nn.Module) -> dict[str, Any]:
-    """What may be kept of a module that `replace` lets compute: it goes with the module, whatever refers to what."""
-    notes: dict[str, Any] = vars(module)["forward"].__func__.__dict__  # a copy of the module has the same
+    """What may be kept of a module that `replace` lets compute: it goes with the module and its copies, which share
+    it, whatever refers to what."""
+    notes: dict[str, Any] = vars(module)["forward"].__func__.__dict__
     return notes
 
 
