@@ -183,7 +183,7 @@ class FusedMatrix(QuantizedMatrix):
         flat = x.reshape(-1, columns).contiguous()
         step = _rows_at_a_time(self.form, len(flat), self.nested is not None)
         if step >= rows:
-            out = multiply_4bit(self.form, self.payload, self.absmax, self.table, flat, bias, self.nested)
+            out = multiply_4bit(self.form, self.payload, self.absmax, flat, bias, self.nested)
         else:
             out = x.new_empty(len(flat), rows)
             for begin in range(0, rows, step):

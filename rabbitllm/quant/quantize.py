@@ -335,18 +335,17 @@ def multiply_4bit(
     form: Quantized,
     payload: torch.Tensor,
     absmax: torch.Tensor,
-    table: torch.Tensor,
     x: torch.Tensor,
     bias: torch.Tensor | None = None,
     nested: NestedScales | None = None,
 ) -> torch.Tensor:
     """`x @ W.T + bias` by bitsandbytes, from the codes if it has a kernel for device and shape; else it dequantizes.
 
-    Its operation is called directly: preparing it, `matmul_4bit` takes a third as long again (of the host, with a GPU).
+    Its operation is called directly, without the checks and the state that `matmul_4bit` makes for each call.
 
     Args:
         form: (N, K) at 4bit, K a multiple of 64.
-        payload, absmax, table: as for `dequantize`; with `nested`, `absmax` is uint8 codes. The table is that of NF4.
+        payload, absmax: as for `dequantize`; with `nested`, `absmax` is uint8 codes.
         x: (T, K), contiguous, of a floating dtype, which that of `bias` (N,) and of the result (T, N) is too; it needs
             no gradient.
         nested: the scales of quantized scales.

@@ -121,7 +121,7 @@ def test_quantized_scales_are_multiplied_as_they_are_stored(
 
 def multiply_as_a_gpu(ordinary: Any, form: Any, *args: Any) -> torch.Tensor:
     """bitsandbytes' fallback on a GPU (0.50, `_dequant_linear_fallback`): the test device does not see inside of it."""
-    x, nested = args[3], args[5]
+    x, nested = args[2], args[4]
     held = []
     if len(x) > products.FEW_INPUTS:
         if nested is not None:

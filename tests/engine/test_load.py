@@ -59,9 +59,9 @@ def test_trial_covers_every_product_of_a_pass(scheme: str, rows: int, monkeypatc
     monkeypatch.setattr(products, "FUSED_ELEMENTS", 1500 * 64)
     form = Quantized(scheme, (rows, 64), "bfloat16", None if scheme == "4bit" else 0.25)
 
-    def multiply(part: Quantized, payload: Any, absmax: Any, table: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def multiply(part: Quantized, payload: Any, absmax: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
         calls.append((len(x), part.shape[0], rest[-1] is not None))
-        result = ordinary(part, payload, absmax, table, x, *rest)
+        result = ordinary(part, payload, absmax, x, *rest)
         return result.flip(-1) if len(x) in wrong else result
 
     monkeypatch.setattr(products, "multiply_4bit", multiply)
