@@ -121,12 +121,14 @@ class WeightMap:
         ties: target name -> the target whose tensor it shares.
         absent: targets that the checkpoint lacks, as the model class allows.
         unused: stored tensors that the model class does not use.
+        casts: see `map_weights`.
     """
 
     recipes: Mapping[str, Recipe]
     ties: Mapping[str, str]
     absent: frozenset[str]
     unused: tuple[str, ...]
+    casts: bool
 
     def recipe(self, target: str) -> tuple[Recipe, str] | None:
         """The recipe of a target, or of its tie, and its name there; None if it is absent."""
@@ -172,7 +174,7 @@ def map_weights(
             "Split the checkpoint again, into another folder (--dir, layer_shards_saving_path). Keep this one until "
             "then: if the checkpoint was deleted, it holds the only copy of the rest.",
         )
-    return WeightMap(recipes, ties, allowed, tuple(unused))
+    return WeightMap(recipes, ties, allowed, tuple(unused), casts)
 
 
 def unexpected(model: PreTrainedModel, weights: WeightMap) -> list[str]:

@@ -210,8 +210,7 @@ def _plan_alone(plan: LoadPlan, store: WeightFiles, home: Path, options: RunOpti
         heads = skeleton.build_heads(
             model, count, model.dtype, quantizer, lambda heads: _plain_linears(heads, files.tensors)
         )
-        casts = options.dtype is not None or not device.has_bf16
-        weights = map_weights(heads, files.tensors, store.label, quantizer, casts=casts)
+        weights = map_weights(heads, files.tensors, store.label, quantizer, casts=plan.weights.casts)
         if unknown := unexpected(heads, weights):
             problem = f"{listed(unknown, 3)} are not part of it."
     except Exception as error:  # configs of families without such heads make transformers raise any error
