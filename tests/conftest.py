@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support import draws, swift_disk
-from tests.support.after_import import after_import
-from tests.support.kept_certificates import read_certificates_once
+from tests.support.after_import import after_import, read_certificates_once
 from tests.support.one_thread import THREADS
 from tests.support.parts import chosen, relative
 from tests.support.quick_measuring import measure_little

@@ -308,6 +308,16 @@ def test_long_prompt_multiplies_several_experts_while_others_are_read(
     assert most == [1, 4]
 
 
+def experts_by_span(pool: ExpertPool) -> dict[tuple[str, int, int], tuple[str, int]]:
+    """Run of bytes -> the module and the number of its expert; see `Reads`."""
+    return {
+        (span.file, span.offset, span.nbytes): (source.name, expert)
+        for source in pool.sources
+        for expert in range(source.experts)
+        for span in source.spans(expert)
+    }
+
+
 def test_probable_experts_are_read_before_the_router_chooses(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the next layer, which are not read again if it chooses them, and change nothing if it does not."""
     monkeypatch.setattr(_expert_pool, "LEAST_AHEAD_BYTES", 0)
@@ -315,12 +325,7 @@ def test_probable_experts_are_read_before_the_router_chooses(checkpoint: Path, m
     (pool,) = model.streamer.pools.values()
     routing, reads, ahead = Routing(model), Reads(monkeypatch), list[tuple[str, int]]()
     look_ahead, right = ExpertPool.look_ahead, 0
-    of_expert = {
-        (span.file, span.offset, span.nbytes): (source.name, expert)
-        for source in pool.sources
-        for expert in range(source.experts)
-        for span in source.spans(expert)
-    }
+    of_expert = experts_by_span(pool)
 
     def spied(self: ExpertPool, module: int, x: Any) -> None:
         look_ahead(self, module, x)
@@ -354,12 +359,7 @@ def test_experts_that_a_batch_used_often_are_read_ahead(checkpoint: Path, monkey
     (pool,) = model.streamer.pools.values()
     routing, reads, ahead = Routing(model), Reads(monkeypatch), list[tuple[str, int]]()
     read_again_ahead, right, rows = ExpertPool.read_again_ahead, 0, 16
-    of_expert = {
-        (span.file, span.offset, span.nbytes): (source.name, expert)
-        for source in pool.sources
-        for expert in range(source.experts)
-        for span in source.spans(expert)
-    }
+    of_expert = experts_by_span(pool)
 
     def spied(self: ExpertPool, module: int) -> None:
         read_again_ahead(self, module)

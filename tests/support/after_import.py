@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -17,6 +19,36 @@ def after_import(name: str, action: Callable[[Any], None]) -> None:
         action(sys.modules[name])
     else:
         sys.meta_path.insert(0, _Watch(name, action))
+
+
+def leave_bitsandbytes_as_it_is(torch: Any) -> None:
+    """Have torch return functions of bitsandbytes that it is to compile, with the same bits; others it compiles.
+
+    Compiling one takes seconds for each odd shape; and the first mention of it has torch import its compiler, in a
+    second and a half of each process that imports bitsandbytes.
+    """
+    compile_another = torch.compile
+
+    def compiled(model: Any = None, **options: Any) -> Any:
+        if getattr(model, "__module__", "").startswith("bitsandbytes."):
+            return model
+        return compile_another(model, **options)
+
+    torch.compile = compiled
+
+
+def read_certificates_once(config: Any) -> None:
+    """Have a module of httpx make each of its contexts for TLS once, as long as the environment is the same."""
+    make = config.create_ssl_context
+
+    @cache
+    def context(environment: tuple[str | None, ...], *arguments: Any, **named: Any) -> Any:
+        return make(*arguments, **named)
+
+    def kept(*arguments: Any, **named: Any) -> Any:
+        return context((os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")), *arguments, **named)
+
+    config.create_ssl_context = kept
 
 
 class _Watch(MetaPathFinder, Loader):

@@ -300,9 +300,8 @@ class FakeGpu:
     def landed(self, ticket: Any) -> None:
         self._wait("a copy")
         with _ledger.lock, _disable_current_modes():
-            if (
-                ticket.staged is None and not ticket.is_over
-            ):  # the first time: from then on the host buffer may hold something else
+            # from now on the host buffer may hold something else
+            if ticket.staged is None and not ticket.is_over:
                 ticket.staged = ticket.host.clone()
 
     def arrive(self, ticket: Any) -> None:

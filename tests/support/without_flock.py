@@ -124,7 +124,7 @@ def run_all(call: Mapping[str, Any]) -> None:
     """For `CrashServer.ask`: have all actors `wanted` make their calls, and write how they ended to `answer`."""
     refuse_locks()
     durable._observer = None  # the server's; each actor has its own
-    wanted = [(Call(**one), Actor(**actor)) for one, actor in call["wanted"]]
+    wanted = [(Call(**arguments), Actor(**actor)) for arguments, actor in call["wanted"]]
     with tempfile.TemporaryDirectory() as folder:
         Path(call["answer"]).write_text(json.dumps(_run_all(wanted, Path(folder))))
 
