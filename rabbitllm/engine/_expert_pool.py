@@ -279,7 +279,7 @@ class ExpertPool:
         self._call: _Call | None = None
         self._ahead: tuple[int, dict[int, tuple[Future[Any], ExpertSlot | None]]] = -1, {}
         self._routers = [_router_beside(model, source) if device.shares_host_memory else None for source in sources]
-        self.is_paused, self._last = False, 0
+        self.is_paused, self._last_tokens = False, 0
         self._expected: tuple[int, torch.Tensor] | None = None
         self._copies: list[tuple[torch.Tensor, int | None, Numbers]] = []
         self._sent: list[tuple[Future[Any], ExpertSlot | None]] = []
@@ -338,7 +338,7 @@ class ExpertPool:
             counts: the number of tokens that use each.
             tokens: the number of tokens of the pass.
         """
-        self._expected, self._last = None, tokens
+        self._expected, self._last_tokens = None, tokens
         self._end_call()
         ahead, source = self._taken_ahead(module, len(experts)), self.sources[module]
         for cache in (self.cache, self.host_cache)[: 1 + bool(self._host)]:
@@ -398,7 +398,7 @@ class ExpertPool:
     def read_again_ahead(self, module: int) -> None:
         """After a pass over a module of several tokens, begin to read what the next one used twice or more in the last
         pass, while its layer does other things."""
-        tokens, following = self._last, module + 1
+        tokens, following = self._last_tokens, module + 1
         if tokens < 2 or following == len(self.sources) or not self.shares_host_memory:
             return
         recent = self.cache.modules[following].uses[0] * (1 - _KEPT[0]) * tokens
@@ -428,7 +428,8 @@ class ExpertPool:
         return pending is None or pending.done()
 
     def _taken_ahead(self, module: int, count: int) -> dict[int, ExpertSlot]:
-        """The slots of experts that were read ahead for this pass of one token; what was for another is ended."""
+        """The slots of experts that were read ahead for this pass, if others are left for what it needs as well; what
+        was for another pass is ended."""
         number, ahead = self._ahead
         self._sent = [*ahead.values()]
         self._ahead = -1, {}

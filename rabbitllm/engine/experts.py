@@ -219,11 +219,8 @@ class ExpertStack(WeightStandIn):
         filled, pending, others = self.supply.order(chosen.tolist())
         turns = [*filled, *pending, *others]
         products: list[Any] = [None] * len(turns)
-        weights: Iterator[Any] = self.supply.each(self.leaf, chosen[turns].tolist())
-        for turn, weight in zip(turns, weights, strict=True):
-            own = rows[begins[turn] : begins[turn + 1]]
-            is_coded = self.transposed and isinstance(weight, QuantizedWeight)
-            products[turn] = weight.matrix.linear(own, None) if is_coded else self._product(own, weight)
+        for turn, weight in zip(turns, self.supply.each(self.leaf, chosen[turns].tolist()), strict=True):
+            products[turn] = self._product(rows[begins[turn] : begins[turn + 1]], weight)
         out = torch.cat(products)
         return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
@@ -293,15 +290,14 @@ def _bmm(input: Any, mat2: Any, **more: Any) -> torch.Tensor | None:
     """The answer to products of one row with each matrix; None if there are others, or gradients are needed."""
     is_left = isinstance(input, ChosenExperts)
     chosen, rows = (input, mat2) if is_left else (mat2, input)
-    is_copied = chosen.copies is not None or isinstance(rows, WeightStandIn)
-    is_fit = not (more or is_copied) and rows.dim() == 3 and len(rows) == len(chosen.numbers)
-    if not is_fit or rows.shape[2 if is_left else 1] != 1 or (torch.is_grad_enabled() and rows.requires_grad):
+    if more or chosen.copies is not None or isinstance(rows, WeightStandIn) or rows.dim() != 3:
         return None
-    stack = chosen.stack.again(transposed=True) if is_left else chosen.stack
-    if rows.dtype is not stack.dtype or rows.shape[1 if is_left else 2] != stack.shape[1]:
+    stack, dim = (chosen.stack.again(transposed=True), 2) if is_left else (chosen.stack, 1)
+    is_fit = rows.shape[dim] == 1 and rows.shape[3 - dim] == stack.shape[1] and len(rows) == len(chosen.numbers)
+    if not is_fit or rows.dtype is not stack.dtype or (torch.is_grad_enabled() and rows.requires_grad):
         return None
-    out: torch.Tensor = stack.by_row(rows.squeeze(2 if is_left else 1), chosen.numbers)
-    return out.unsqueeze(2 if is_left else 1)
+    product: torch.Tensor = stack.by_row(rows.squeeze(dim), chosen.numbers)
+    return product.unsqueeze(dim)
 
 
 ChosenExperts._answers = {torch.bmm: _bmm}

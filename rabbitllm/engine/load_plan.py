@@ -519,7 +519,7 @@ def _choose_dtype(
 
 
 def _attention(requested: str, config: PretrainedConfig, devices: Sequence[Device], dtype: torch.dtype) -> str | None:
-    """The `attn_implementation` for transformers, None for its default; "auto": FlashAttention 2 if usable or None."""
+    """The `attn_implementation` for transformers, None for its default; "auto": FlashAttention 2 if it is usable."""
     if requested != "auto":
         return requested
     if devices[0].torch_device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or not have_bf16(devices):

@@ -22,7 +22,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine import _published
-from rabbitllm.engine._published import linear_with_activations
 from rabbitllm.engine._siblings import LastCall, Sibling, is_installed
 from rabbitllm.engine._weights import Recipe, WeightMap
 from rabbitllm.engine.published_codes import CodedRecipe, linear_recipe
@@ -216,7 +215,8 @@ def _entries(
 def _is_linear(module: nn.Module) -> bool:
     """Whether a module uses its weight in `torch.nn.functional.linear` alone."""
     forward = vars(module).get("forward")
-    is_known = forward is None or getattr(forward, "func", None) is linear_with_activations or is_installed(module)
+    activated = getattr(forward, "func", None) is _published.linear_with_activations
+    is_known = forward is None or activated or is_installed(module)
     return is_known and type(module).forward is nn.Linear.forward
 
 
