@@ -78,13 +78,13 @@ SCALES = {
 }
 """By name; "full" has 6.6 GB, "medium" 0.4, "tiny" 16 MB. A token uses 2 % of the experts of "full", as published."""
 SHAPES = {
-    "coder-next": MoeScale(2048, 512, 2, 512, 10, 16, 256, 16, 32, 128, 128, 16384, 1000**3),
+    "coder-next": MoeScale(2048, 512, 4, 512, 10, 16, 256, 16, 32, 128, 128, 16384, 1000**3),
     "30b-a3b": MoeScale(2048, 768, 6, 128, 8, 32, 128, 0, 0, 0, 0, 16384, 1000**3, "qwen3-moe"),
     "gpt-oss-20b": MoeScale(2880, 2880, 14, 32, 4, 64, 64, 0, 0, 0, 0, 16384, 1000**3, "gpt-oss"),
     "flash-next": MoeScale(2560, 640, 2, 512, 10, 24, 256, 16, 48, 128, 128, 16384, 1000**3, "qwen4-exp"),
 }
-"""Published sizes, with 2 of 48 layers (one with linear attention), 6 of 48, 14 of 24 in MXFP4: 7 GB each; 2 of 48
-(the first with n-grams, 0.5 GB of them): 11 GB."""
+"""Published sizes, with 4 of 48 layers (three with linear attention): 13 GB; 6 of 48, 14 of 24 in MXFP4: 7 GB each; 2
+of 48 (the first with n-grams, 0.5 GB of them): 11 GB."""
 SCALES |= {
     f"{name}-{scale}": shapes if scale == "full" else replace(SCALES[scale], kind=shapes.kind)
     for name, shapes in SHAPES.items()

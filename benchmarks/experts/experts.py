@@ -10,14 +10,18 @@ hits.
 
 With `--shapes` the layers are those of a published model at 4bit, fewer of them, with `fast_bfloat16`, and shares are
 of what they take at 4bit. Seconds a token are compared with their limit: missed bytes at the disk's rate, or a token's
-at the memory's.
+at the memory's, both measured after each run. llama.cpp's server gets the same texts and a file at Q4_0 (gpt-oss as
+published), under a cap with `--no-repack`, with `--cpu-moe`, and by direct I/O.
 
     sudo python -m benchmarks experts --shapes coder-next|30b-a3b|gpt-oss-20b|flash-next
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,31 +36,39 @@ from benchmarks.experts.checkpoint import (
     passage,
     touched_bytes,
 )
-from benchmarks.experts.report import OURS, Limit, MoeRun, notes_on, tabulate
-from benchmarks.lib import command_line, published, report
+from benchmarks.experts.report import LLAMA_CPP, OURS, MoeRun, notes_on, tabulate
+from benchmarks.lib import command_line, llama, published, report
 from benchmarks.lib.checkpoint import weight_bytes
 from benchmarks.lib.generation import CappedCase, Runner, prepare_files
-from benchmarks.lib.measure import memory_speed, read_speed
-from benchmarks.lib.peers import THIS, room, run_worker
+from benchmarks.lib.measure import drop_pages, memory_speed, read_speed
+from benchmarks.lib.peers import LLAMA_SERVER, THIS, room, run_worker
+from benchmarks.lib.process import Cap, control_group
 from benchmarks.lib.runs import carry_out, status
+from benchmarks.quality.llama_cpp import quantized, tool
 
 RUNNERS: Mapping[str, Runner] = {
     "transformers": Runner(THIS, "transformers", "in memory"),
     "transformers-disk": Runner(THIS, "transformers", "offloaded"),
     "rabbitllm-2": Runner(THIS, "rabbitllm"),
     "rabbitllm-2-4bit": Runner(THIS, "rabbitllm", options={"compression": "4bit"}),
+    LLAMA_CPP: Runner(LLAMA_SERVER, "llama.cpp", options={"arguments": []}),
+    "llama.cpp-no-repack": Runner(LLAMA_SERVER, "llama.cpp", options={"arguments": ["--no-repack"]}),
+    "llama.cpp-cpu-moe": Runner(LLAMA_SERVER, "llama.cpp", options={"arguments": ["--cpu-moe"]}),
+    "llama.cpp-direct-io": Runner(LLAMA_SERVER, "llama.cpp", options={"arguments": ["--load-mode", "dio"]}),
 }
-UNCAPPED = ("transformers", "rabbitllm-2", "rabbitllm-2-4bit")
+OF_SHAPES = [name for name, runner in RUNNERS.items() if runner.environment == LLAMA_SERVER]
+"""Peers with the shapes of published models; all others run without `--shapes`."""
+UNCAPPED = ("transformers", "rabbitllm-2", "rabbitllm-2-4bit", LLAMA_CPP)
 """These also run without a cap, with the first habits, for seconds of computing alone."""
 NEEDED_BYTES = {"full": 26 * 1000**3, "medium": 3 * 1000**3, "tiny": 300 * 1000**2}
 """Checkpoint, layer files of both kinds, and transformers' offloaded weights."""
-SHAPES_NEED_BYTES = {**NEEDED_BYTES, "full": 15 * 1000**3}
-"""Checkpoint and layer files of one kind."""
+SHAPES_NEED_BYTES = {**NEEDED_BYTES, "full": 30 * 1000**3}
+"""Checkpoint, layer files of one kind, and llama.cpp's files."""
 PROMPT_TOKENS = {"full": 16, "medium": 16, "tiny": 6}
 TOPICS = 4
 """Each has a request that warms up, and one that is measured."""
 OTHERS_REQUESTS, OTHERS_TOKENS = 2, 4
-RUN_LIMIT_SECONDS = 600
+RUN_LIMIT_SECONDS, LLAMA_CPP_START_SECONDS = 600, 60
 SPEED_BYTES = 1000**3
 """Read from the disk to measure its rate."""
 
@@ -74,12 +86,12 @@ class Workload:
 
     def requests(self, case: CappedCase) -> tuple[list[list[int]], int]:
         """Passages, each a prompt and its continuation; and the number of them that only warm up."""
-        length = self.prompt + self.made(case)
-        count = 2 * TOPICS if case.runner in OURS else OTHERS_REQUESTS
+        length, warms_up = self.prompt + self.made(case), case.runner in (*OURS, LLAMA_CPP)
+        count = 2 * TOPICS if warms_up else OTHERS_REQUESTS
         found = [passage(self.scale, case.given, at % TOPICS, at // TOPICS, length) for at in range(count)]
-        if case.runner in OURS and case.share is None:  # what a page's first use costs is not counted
+        if warms_up and case.share is None:  # what a page's first use costs is not counted
             found = [*found, *found[TOPICS:]]
-        return found, len(found) - TOPICS if case.runner in OURS else 0
+        return found, len(found) - TOPICS if warms_up else 0
 
     @property
     def prompt(self) -> int:
@@ -88,15 +100,46 @@ class Workload:
 
     def made(self, case: CappedCase) -> int:
         """Tokens of each request."""
-        return self.tokens if case.runner in OURS else min(self.tokens, OTHERS_TOKENS)
+        return self.tokens if case.runner in (*OURS, LLAMA_CPP) else min(self.tokens, OTHERS_TOKENS)
 
     def files(self, runner: str) -> Path:
-        """The folder of a runner's layer files."""
+        """The folder of a runner's layer files, or llama.cpp's file."""
+        if runner in OF_SHAPES:
+            return self.folder / "llama.cpp.gguf"
         return self.folder / f"layers-{RUNNERS[runner].options.get('compression', 'none')}"
 
 
 def measure(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> None:
     """Run one row of one turn."""
+    (_ask_llama_cpp if case.runner in OF_SHAPES else _generate)(run, case, workload, work)
+    run.disk_speed = read_speed([*workload.checkpoint.glob("*.safetensors")], SPEED_BYTES)
+    run.memory_speed = memory_speed()
+
+
+def _ask_llama_cpp(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> None:
+    (passages, warm_up), nbytes = workload.requests(case), room(workload.weights, case.share)
+    prompt, made, file = workload.prompt, workload.made(case), workload.files(case.runner)
+    drop_pages(file)
+    sizes = ["--ctx-size", str(prompt + made + 8), "--parallel", "1", "--threads", str(len(os.sched_getaffinity(0)))]
+    arguments = ["--model", str(file), *sizes, "--no-webui", *RUNNERS[case.runner].options["arguments"]]
+    asked = {"n_predict": made, "temperature": 0, "cache_prompt": False, "ignore_eos": True, "return_tokens": True}
+    with contextlib.ExitStack() as held:
+        cap = (
+            None
+            if nbytes is None
+            else Cap(held.enter_context(control_group(f"rabbitllm-benchmark-{os.getpid()}")), nbytes)
+        )
+        label, program = f"moe-{case.runner}-{case.share}-{run.turn}", llama.built(work, "llama-server")
+        limits = {"seconds": RUN_LIMIT_SECONDS, "start_seconds": LLAMA_CPP_START_SECONDS}
+        ask = held.enter_context(llama.serving(program, arguments, work, label, cap=cap, **limits))
+        answers = [ask("/completion", prompt=each[:prompt], **asked) for each in passages]
+    times = [answer["timings"] for answer in answers[warm_up:]]
+    run.first_token_seconds = statistics.median(each["prompt_ms"] for each in times) / 1000
+    run.token_seconds = statistics.fmean(each["predicted_ms"] / (made - 1) for each in times) / 1000
+    run.follows = [answer["tokens"] for answer in answers] == [each[prompt:] for each in passages]
+
+
+def _generate(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> None:
     chosen, (passages, warm_up) = RUNNERS[case.runner], workload.requests(case)
     prompt, made = workload.prompt, workload.made(case)
     label = f"moe-{case.runner}-{case.given}-{case.share}-{run.turn}"
@@ -126,7 +169,12 @@ def cases_of(rows: Sequence[str], shares: Sequence[int], habits: Sequence[str]) 
     """This project's rows with all habits, peers' rows with the first, since they read all experts anyway."""
     found = [CappedCase(row, None, habits[0]) for row in UNCAPPED if row in rows]
     for share in shares:
-        found += [CappedCase(row, share, one) for row in rows for one in habits[: None if row in OURS else 1]]
+        found += [
+            CappedCase(row, share, one)
+            for row in rows
+            for one in habits[: None if row in OURS else 1]
+            if row != LLAMA_CPP  # it rewrites weights into memory of its own, and does not start
+        ]
     return found
 
 
@@ -146,21 +194,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work, scale = options.work_dir, f"{options.shapes}-{options.scale}" if options.shapes else options.scale
     checkpoint = make_moe_checkpoint(work, scale)
     weights = weight_bytes(checkpoint)
+    is_published_at_4bit = SCALES[scale].kind == "gpt-oss"
     if options.shapes:
-        options.only = OURS[:1] if SCALES[scale].kind == "gpt-oss" else OURS[1:]  # published at 4 bits
+        options.only = [OURS[not is_published_at_4bit], *(row for row in options.only if row in OF_SHAPES)]
         weights = published.checkpoint(model_of(scale), 1).nbytes_4bit
+    else:
+        options.only = [row for row in options.only if row not in OF_SHAPES]
     fastest = {"fast_bfloat16": True} if options.shapes else {}
     workload = Workload(checkpoint, weights, work / f"moe-run-{scale}", scale, options.tokens, fastest)
     cases = cases_of(options.only, options.shares, options.habits)
+
+    def files(row: str) -> None:
+        if row not in OF_SHAPES:
+            prepare_files(RUNNERS[row], checkpoint, workload.files(row), work, f"moe-{row}-files")
+            return
+        llama.built(work, "llama-server")
+        file = workload.files(row)
+        if not file.exists():
+            plain = file if is_published_at_4bit else file.with_name("plain.gguf")
+            llama.write_by_llama_cpp(checkpoint, plain, work, ["--no-mtp"] if options.shapes == "coder-next" else [])
+            if plain != file:
+                quantized(tool(work), plain, file, "Q4_0")
+                plain.unlink()
 
     runs = carry_out(
         options,
         cases,
         MoeRun,
         lambda run, case: measure(run, case, workload, work),
-        dict.fromkeys(options.only, THIS),
+        {row: RUNNERS[row].environment for row in options.only},
         workload.folder,
-        lambda row: prepare_files(RUNNERS[row], checkpoint, workload.files(row), work, f"moe-{row}-files"),
+        files,
         keep=options.keep_files,
     )
     experts = (
@@ -169,10 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.shapes:
         experts = f"{options.shapes}'s shapes at 4bit, {experts}"
     title = f"A mixture of {experts}, with memory capped, on the CPU, {command_line.turns(options)}"
-    disk = read_speed([*checkpoint.glob("*.safetensors")], SPEED_BYTES)
-    limit = Limit(disk, memory_speed(), touched_bytes(scale)) if options.shapes else None
-    table = tabulate(runs, cases, options.turns, SCALES[scale].experts, limit)
+    touched = touched_bytes(scale) if options.shapes else None
+    table = tabulate(runs, cases, options.turns, SCALES[scale].experts, touched)
     bars = {one.name: (one.share, f"{one.runner}, {one.given}", one.runner in OURS) for one in cases}
     drawn = report.bars_by_cap(title, runs, bars)
-    report.write(options.results, title, table, notes_on(runs, cases, limit), runs, work=work, picture=drawn)
+    report.write(options.results, title, table, notes_on(runs, cases, touched), runs, work=work, picture=drawn)
     return status(runs, lambda row: row.startswith(OURS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from benchmarks.lib import report
 from benchmarks.lib.generation import CappedCase
@@ -12,6 +13,7 @@ from benchmarks.lib.measure import spread
 from benchmarks.lib.runs import Run, failures, good, ratios, versions
 
 OURS = ("rabbitllm-2", "rabbitllm-2-4bit")
+LLAMA_CPP = "llama.cpp"
 BYTES_GOAL, SPEED_GOAL, LIMIT_GOAL = 1.1, 10.0, 1.4
 
 
@@ -31,6 +33,7 @@ class MoeRun(Run):
         read_bytes: in those steps, as the profiler counts.
         slots: experts that the cache can hold.
         stage_seconds, wall_seconds: the profiler's, of those steps.
+        disk_speed, memory_speed: bytes a second, measured after the run.
     """
 
     load_seconds: float = 0.0
@@ -49,6 +52,8 @@ class MoeRun(Run):
     wall_seconds: float = 0.0
     threads: int = 0
     placed: str = ""
+    disk_speed: float = 1.0
+    memory_speed: float = 1.0
 
     @property
     def headline(self) -> float:
@@ -61,17 +66,9 @@ class MoeRun(Run):
         return self.hits / asked if asked and self.slots else None
 
 
-@dataclass(frozen=True)
-class Limit:
-    """The least that a token can take: rates of the disk and of the memory, bytes a second, and its bytes in memory."""
-
-    disk: float
-    memory: float
-    touched: int
-
-    def seconds(self, run: MoeRun) -> float:
-        """A token's, of a run with so many missed bytes."""
-        return max(run.missed_bytes / len(run.step_seconds) / max(self.disk, 1), self.touched / self.memory)
+def least_seconds(run: MoeRun, touched: int) -> float:
+    """A token's: the run's missed bytes at the disk's rate, or `touched` bytes at the memory's."""
+    return max(run.missed_bytes / max(len(run.step_seconds), 1) / max(run.disk_speed, 1), touched / run.memory_speed)
 
 
 def of_missed(runs: Sequence[MoeRun], case: CappedCase) -> list[float]:
@@ -79,39 +76,52 @@ def of_missed(runs: Sequence[MoeRun], case: CappedCase) -> list[float]:
     return [sum(run.step_bytes) / run.missed_bytes for run in good(runs, case.name) if run.missed_bytes]
 
 
-def our_case_for(case: CappedCase) -> CappedCase:
-    """The row of this project to compare with, under the same cap."""
+def our_case_for(case: CappedCase, cases: Sequence[CappedCase]) -> CappedCase:
+    """The row of this project to compare with, under the same cap: of llama.cpp's, which has 4 bits, the last one."""
+    if case.runner.startswith(LLAMA_CPP):
+        return replace(case, runner=max((row.runner for row in cases if row.runner in OURS), default=OURS[1]))
     return replace(case, runner=OURS[case.runner == OURS[1]])
 
 
 def tabulate(
-    runs: Sequence[MoeRun], cases: Sequence[CappedCase], turns: int, experts: int, limit: Limit | None = None
+    runs: Sequence[MoeRun], cases: Sequence[CappedCase], turns: int, experts: int, touched: int | None = None
 ) -> report.Table:
-    """A line for each row; `experts` is the number in all layers."""
+    """A line for each row; `experts` is the number in all layers, `touched` the bytes that a token needs."""
 
     def cached(of: Callable[[MoeRun], float], digits: int) -> Callable[[CappedCase, Sequence[MoeRun]], str]:
         column = report.each(of, digits, 0.01)
         return lambda case, found: column(case, [run for run in found if run.hit_rate is not None])
 
+    def read(case: CappedCase, found: Sequence[MoeRun]) -> str:
+        column = report.each(lambda run: statistics.fmean(run.step_bytes), 0, 1e6)
+        return column(case, [run for run in found if run.step_bytes])
+
     columns: report.Columns[CappedCase, MoeRun] = {
         "first token s": report.each(lambda run: run.first_token_seconds),
         "s/token": report.each(lambda run: run.token_seconds, 3),
         "tokens/s": report.each(lambda run: 1 / run.token_seconds, 1),
-        "x ours": lambda case, found: report.shown(ratios(runs, case.name, our_case_for(case).name), 1),
-        "MB/token from disk": report.each(lambda run: statistics.fmean(run.step_bytes), 0, 1e6),
+        "x ours": lambda case, found: report.shown(ratios(runs, case.name, our_case_for(case, cases).name), 1),
+        "MB/token from disk": read,
         "of missed experts'": lambda case, found: report.shown(spread(of_missed(runs, case))),
         "cache, % of experts": cached(lambda run: run.slots / experts, 0),
         "hits %": cached(lambda run: run.hit_rate or 0.0, 1),
         "anon MiB over idle": report.ADDED_MEMORY,
         "text right": lambda case, found: report.verdict([run.follows for run in found]),
     }
-    if limit is not None:
-        of_limit = report.each(lambda run: run.token_seconds / limit.seconds(run))
-        columns = {**columns, "limit ms": report.each(limit.seconds, 1, 1e-3), "x limit": of_limit}
+    if touched is not None:
+
+        def limited(case: CappedCase, found: Sequence[MoeRun], *, times: bool) -> str:
+            if case.runner not in OURS:
+                return ""
+            if times:
+                return report.each(lambda run: run.token_seconds / least_seconds(run, touched))(case, found)
+            return report.each(lambda run: least_seconds(run, touched), 1, 1e-3)(case, found)
+
+        columns = {**columns, "limit ms": partial(limited, times=False), "x limit": partial(limited, times=True)}
     return report.tabulated(runs, {case.name: case for case in cases}, turns, columns)
 
 
-def notes_on(runs: Sequence[MoeRun], cases: Sequence[CappedCase], limit: Limit | None = None) -> list[str]:
+def notes_on(runs: Sequence[MoeRun], cases: Sequence[CappedCase], touched: int | None = None) -> list[str]:
     """The meaning of the columns, the stages, errors, and the goals."""
     notes = [
         "s/token: mean over the steps of a turn, without first tokens. x ours: beside this project's row with the "
@@ -124,21 +134,30 @@ def notes_on(runs: Sequence[MoeRun], cases: Sequence[CappedCase], limit: Limit |
         *failures(runs),
         *(line for case in cases for line in _time_of(runs, case)),
     ]
-    if limit is not None:
-        rates = f"{limit.disk / 1e9:.2f} GB/s of the disk, {limit.memory / 1e9:.1f} of the memory"
-        notes.append(f"limit: missed bytes or the {limit.touched / 1e6:.0f} MB that a token needs, at {rates}.")
+    if touched is not None:
+        measured = [run for run in runs if run.error is None]
+        disk, memory = (
+            report.shown(spread(rate / 1e9 for rate in rates))
+            for rates in ([run.disk_speed for run in measured], [run.memory_speed for run in measured])
+        )
+        notes.append(
+            f"limit: missed bytes or the {touched / 1e6:.0f} MB that a token needs, at the rates after the run: "
+            f"{disk} GB/s of the disk, {memory} of the memory."
+        )
     for case in cases:
-        if limit is not None:
-            times = report.median(spread([run.token_seconds / limit.seconds(run) for run in good(runs, case.name)]))
+        if touched is not None and case.runner in OURS:
+            of_limit = [run.token_seconds / least_seconds(run, touched) for run in good(runs, case.name)]
+            times = report.median(spread(of_limit))
             notes.append(report.reach(f"{case.name}, x limit", times, LIMIT_GOAL, at_most=True))
-        if case.share is None:
+        if case.share is None and not case.runner.startswith(LLAMA_CPP):
             continue
         if case.runner in OURS:
             missed = report.median(spread(of_missed(runs, case)))
             notes.append(report.reach(f"{case.name}, bytes of the missed", missed, BYTES_GOAL, at_most=True))
         else:
-            compared = ratios(runs, case.name, our_case_for(case).name)
-            notes.append(report.against_ours(case.name, compared, SPEED_GOAL))
+            compared = ratios(runs, case.name, our_case_for(case, cases).name)
+            goal = 1.0 if case.runner.startswith(LLAMA_CPP) else SPEED_GOAL
+            notes.append(report.against_ours(case.name, compared, goal))
     return notes
 
 

@@ -22,7 +22,7 @@ from gguf import GGUFReader
 
 from benchmarks.lib.peers import LLAMA_SERVER, THIS, interpreter
 from benchmarks.lib.process import Cap, PeerError, run_tool
-from benchmarks.lib.server_process import served
+from benchmarks.lib.server_process import START_LIMIT_SECONDS, served
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import CorruptVocabularyError
 from rabbitllm.models.gguf_output import convert_to_gguf
@@ -56,14 +56,7 @@ def built(work: Path, name: str) -> Path:
     if made.exists():
         return made
     print(f"Building {name} …", file=sys.stderr, flush=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    download = ["download", "--quiet", "--no-deps", "--no-binary", PACKAGE, f"{PACKAGE}=={VERSION}"]
-    run_tool([str(python), "-m", "pip", *download, "--dest", str(folder)], "cannot be built")
-    (package,) = folder.glob("*.tar.gz")
-    with tarfile.open(package) as archive:
-        archive.extractall(folder, filter="data")
-    (source,) = folder.glob("llama_cpp_python-*/vendor/llama.cpp")
+    source = _unpacked(python, folder)
     cmake, ninja = (str(python.with_name(tool)) for tool in ("cmake", "ninja"))
     build = folder / "build"
     chosen = ["-DGGML_NATIVE=ON", *(f"-D{option}=OFF" for option in _OFF)]
@@ -72,14 +65,39 @@ def built(work: Path, name: str) -> Path:
     jobs = str(max(len(os.sched_getaffinity(0)) // 2, 1))
     run_tool([cmake, "--build", str(build), "--target", name, "--parallel", jobs], "cannot be built")
     shutil.copy((build / "bin" / name).resolve(), made)
-    for leftover in (package, build, source.parent.parent):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    for leftover in (build, source.parent.parent):
+        shutil.rmtree(leftover)
     return made
+
+
+def _unpacked(python: Path, folder: Path) -> Path:
+    """The source of llama.cpp, in a new folder.
+
+    Raises:
+        PeerError: it cannot be downloaded.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    download = ["download", "--quiet", "--no-deps", "--no-binary", PACKAGE, f"{PACKAGE}=={VERSION}"]
+    run_tool([str(python), "-m", "pip", *download, "--dest", str(folder)], "cannot be downloaded")
+    (package,) = folder.glob("*.tar.gz")
+    with tarfile.open(package) as archive:
+        archive.extractall(folder, filter="data")
+    package.unlink()
+    (source,) = folder.glob("llama_cpp_python-*/vendor/llama.cpp")
+    return source
 
 
 @contextlib.contextmanager
 def serving(
-    program: Path, arguments: Sequence[str], work: Path, label: str, *, cap: Cap | None = None, seconds: float = 1800.0
+    program: Path,
+    arguments: Sequence[str],
+    work: Path,
+    label: str,
+    *,
+    cap: Cap | None = None,
+    seconds: float = 1800.0,
+    start_seconds: float = START_LIMIT_SECONDS,
 ) -> Iterator[Callable[..., Any]]:
     """Run `llama-server`: a function that posts a body of JSON to a route and returns the answer.
 
@@ -90,13 +108,14 @@ def serving(
         label: name of the log.
         cap: limits its memory.
         seconds: that an answer may take.
+        start_seconds: in which it must be ready.
 
     Raises:
         PeerError: the program failed.
     """
     job = {"how": "program", "package": None, "program": str(program), "arguments": [*arguments]}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with served(THIS, job, work, label, [], cap=cap) as server:
+    with served(THIS, job, work, label, [], cap=cap, start_limit_seconds=start_seconds) as server:
 
         def ask(route: str, **body: Any) -> Any:
             headers = {"Content-Type": "application/json"}
@@ -132,6 +151,39 @@ def write_file(checkpoint: Path, path: Path, kind: str) -> Path:
         with tempfile.TemporaryDirectory(dir=path.parent) as made:
             _convert(with_vocabulary(checkpoint, Path(made)), path, kind)
     return path
+
+
+_CONVERT = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import convert_hf_to_gguf
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+convert_hf_to_gguf.main()
+"""
+"""llama.cpp's converter, which knows pre-tokenizers by what they make of a text: none of made-up words."""
+
+
+def write_by_llama_cpp(checkpoint: Path, path: Path, work: Path, more: Sequence[str] = ()) -> None:
+    """Write the file by llama.cpp's converter, which knows families that this project does not export.
+
+    Weights are bfloat16, or what the checkpoint has of 4 bits; words are made up.
+
+    Args:
+        checkpoint: folder of safetensors.
+        path: of the file.
+        work: folder of environments.
+        more: arguments of the converter.
+
+    Raises:
+        PeerError: it failed.
+    """
+    python = interpreter(LLAMA_SERVER, work.absolute())
+    folder = python.parent.parent / "source"
+    source = next(folder.glob("llama_cpp_python-*/vendor/llama.cpp"), None) or _unpacked(python, folder)
+    with tempfile.TemporaryDirectory(dir=path.parent) as made:
+        given = [str(with_vocabulary(checkpoint, Path(made))), "--outfile", str(path), "--outtype", "bf16", *more]
+        run_tool([sys.executable, "-c", _CONVERT, str(source), *given], "llama.cpp's converter failed")
 
 
 def with_vocabulary(checkpoint: Path, folder: Path) -> Path:
