@@ -36,7 +36,7 @@ from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, JobLimits
 from rabbitllm.batch_jobs.journal import BatchJournal, check_output, clear_lock, errors_of_finished, opened
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.display.region import THE_REGION
-from rabbitllm.engine.devices import resolve_devices
+from rabbitllm.engine.devices import Device, dtype_on, resolve_devices
 from rabbitllm.engine.skeleton import read_config
 from rabbitllm.generation.kv_cache import cost_by_config
 from rabbitllm.generation.memory import cost_of_a_pass, free_memory, weight_limits
@@ -46,6 +46,7 @@ from rabbitllm.models.library import folders_of
 from rabbitllm.store.manifest import Manifest, read_manifest
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
     from rabbitllm.engine.streamed_model import StreamedModel
@@ -254,13 +255,15 @@ class BatchModel:
             run = prepared.request.run
             cache_bytes, pass_bytes = limits.cache_bytes, 0
             if request.split is not None and run.max_memory is None:
-                free = sum(device.free_bytes() for device in resolve_devices(run.device, None))
+                devices = resolve_devices(run.device, None)
+                free = sum(device.free_bytes() for device in devices)
                 config = read_config(prepared.config_folder, run.trust_remote_code)
+                dtype = expected_dtype(config, run.dtype, devices)
                 if cache_bytes is None:
-                    needed = needed_bytes(config, lengths, limits.sequences, run.dtype)
+                    needed = needed_bytes(config, lengths, limits.sequences, dtype)
                     cache_bytes = min(needed, free // CACHE_SHARE) or None
                 texts = min(len(lengths), limits.sequences)
-                pass_bytes = min(worthwhile_pass_bytes(config, texts, run.dtype), free // MAX_PASS_SHARE)
+                pass_bytes = min(worthwhile_pass_bytes(config, texts, dtype), free // MAX_PASS_SHARE)
             run = replace(run, max_memory=weight_limits(run, cache_bytes, pass_bytes), show_progress=False)
             model = prepared.load(run, console)
         transformers.logging.set_verbosity_error()  # no warnings about missing kernels amid progress
@@ -287,18 +290,18 @@ def digest_of(source: SourceIdentity) -> str:
     return hashlib.blake2b(fingerprints.encode(), digest_size=16).hexdigest()
 
 
-def needed_bytes(config: PretrainedConfig, lengths: Sequence[int], sequences: int, dtype: str | None = None) -> int:
+def needed_bytes(config: PretrainedConfig, lengths: Sequence[int], sequences: int, dtype: torch.dtype) -> int:
     """Bytes of the KV caches of the longest lines, all at the same time.
 
     Args:
         config: the model's config.
         lengths: estimated tokens of each line.
         sequences: limit of lines at a time.
-        dtype: the dtype to compute in; None for the config's.
+        dtype: the dtype to compute in.
     """
     text = config.get_text_config(decoder=True)
     max_length = getattr(text, "max_position_embeddings", None)
-    cost = cost_by_config(text, _dtype_of(config, dtype))
+    cost = cost_by_config(text, dtype)
     longest = sorted(lengths, reverse=True)[:sequences]
     if not longest:
         return 0
@@ -307,18 +310,29 @@ def needed_bytes(config: PretrainedConfig, lengths: Sequence[int], sequences: in
     return sum(cost.bytes_for(min(length, max_length) if isinstance(max_length, int) else length) for length in longest)
 
 
-def worthwhile_pass_bytes(config: PretrainedConfig, texts: int, dtype: str | None = None) -> int:
+def worthwhile_pass_bytes(config: PretrainedConfig, texts: int, dtype: torch.dtype) -> int:
     """Bytes, without the KV cache, for a pass with enough tokens to be worth reading the weights.
 
     Args:
         config: the model's config.
         texts: limit of lines answered at a time.
-        dtype: the dtype to compute in; None for the config's.
+        dtype: the dtype to compute in.
     """
-    return cost_of_a_pass(config.get_text_config(decoder=True), _dtype_of(config, dtype).itemsize).worthwhile(texts)
+    return cost_of_a_pass(config.get_text_config(decoder=True), dtype.itemsize).worthwhile(texts)
 
 
-def _dtype_of(config: PretrainedConfig, dtype: str | None) -> Any:
+def expected_dtype(config: PretrainedConfig, requested: str | None, devices: Sequence[Device]) -> torch.dtype:
+    """The dtype in which a model will compute, as far as its config tells.
+
+    Args:
+        config: the model's config.
+        requested: by the caller; None if that is left to the checkpoint and the devices.
+        devices: those that compute.
+    """
     import torch
 
-    return getattr(torch, dtype) if dtype is not None else getattr(config, "dtype", None) or torch.bfloat16
+    if requested is not None:
+        named: torch.dtype = getattr(torch, requested)
+        return named
+    own = getattr(config, "dtype", None) or torch.bfloat16
+    return dtype_on(devices, own, config.get_text_config(decoder=True).model_type)

@@ -33,6 +33,7 @@ from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_
 from rabbitllm.engine.kv_room import CACHED, cached, updated
 from rabbitllm.engine.row_attention import add_attention
 from rabbitllm.engine.transformers_api import attends_by, function_tables, keeps_outputs
+from rabbitllm.engine.turns import takes_turns
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
 
@@ -495,7 +496,8 @@ def _forward(forms: tuple[_AttentionForm, Any], module: Any, *args: Any, **named
 
 def _called(form: _Form, module: Any, named: dict[str, Any], layer: Any = None) -> torch.Tensor | None:
     """`_step` for the arguments of an attention or of its layer."""
-    return None if (values := values_of(named)) is None else _step(form, module, *values, layer)
+    values = None if takes_turns() else values_of(named)
+    return None if values is None else _step(form, module, *values, layer)
 
 
 def values_of(named: dict[str, Any]) -> tuple[Any, Any, Any, Any] | None:

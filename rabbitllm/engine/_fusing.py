@@ -34,6 +34,8 @@ _answers = dict[frozenset[tuple[int, str]], tuple[list[Any], Answer]]()
 AROUND = "around"
 """An attribute of a module's own forward that does something around its class's: gives one that does so around
 another."""
+_NOTES = "_rabbitllm_notes"
+"""The attribute of a module for `notes_on`: its forward is also that of its copies."""
 Form = TypeVar("Form", bound=Hashable)
 Compute: TypeAlias = Callable[..., Any]
 """What is computed in place of a class's forward: a form, a module and the arguments of its forward -> the result; None
@@ -100,10 +102,21 @@ def form_in(module: nn.Module, compute: Compute) -> Any:
     return form if own is compute and is_as_tried is not None and is_as_tried(module) else None
 
 
+class _Notes(dict[str, Any]):
+    """What is kept of a module, which may lead to it; its copies have none of it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 def notes_on(module: nn.Module) -> dict[str, Any]:
-    """What may be kept of a module that `replace` lets compute: it goes with the module and its copies, which share
-    it, whatever refers to what."""
-    notes: dict[str, Any] = vars(module)["forward"].__func__.__dict__
+    """What may be kept of a module that `replace` lets compute: it goes with the module, whatever refers to what."""
+    notes: _Notes | None = vars(module).get(_NOTES)
+    if notes is None or notes.module() is not module:  # of what it is a shallow copy of
+        notes = vars(module)[_NOTES] = _Notes(module)
     return notes
 
 

@@ -23,12 +23,22 @@ from rabbitllm.base.programs import Place, Program, Programs
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._expert_pool import PooledExperts
 from rabbitllm.engine._first_use import only_checks
-from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, notes_on, own_facts, trial_of
+from rabbitllm.engine._fusing import (
+    Watch,
+    class_result,
+    form_in,
+    fuse,
+    is_result,
+    notes_on,
+    own_facts,
+    trial_of,
+)
 from rabbitllm.engine._gates import MULTIPLE, OneCall, add_shared, call_of, is_one_call, names_in, sigmoids
 from rabbitllm.engine._routed import KeptExperts, kept_experts
 from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.forwards import has_row_product
 from rabbitllm.engine.transformers_api import function_tables, keeps_outputs
+from rabbitllm.engine.turns import takes_turns
 from rabbitllm.quant.joint import RoutedProduct
 
 _PARTS = "gate", "experts"
@@ -103,14 +113,19 @@ def routers_in(model: nn.Module) -> Iterator[nn.Module]:
 
 def mixture_call(module: Any) -> MixtureCall | None:
     """What `fuse_mixtures` lets a module compute by one call now; None if nothing."""
-    if (routing := routing_in(module)) is None or not module._modules.keys() >= {*_PARTS} or keeps_outputs():
+    if (
+        (routing := routing_in(module)) is None
+        or not module._modules.keys() >= {*_PARTS}
+        or keeps_outputs()
+        or takes_turns()
+    ):
         return None
     kept = kept_experts(module._modules["experts"])
     if kept is None or not (kept.stays or (kept.pooled is not None and kept.pooled.is_ready)):
         return None
     notes = notes_on(module)
     call: MixtureCall | None = notes.get("mixture")
-    if call is None or not call.is_of(module, kept) or not call.watch.holds():
+    if call is None or not call.is_of(kept) or not call.watch.holds():
         shared = call_of(module._modules["shared_expert"]) if _has_shared(module) else None
         if not _is_so(routing, module, kept, shared):
             return None
@@ -174,9 +189,9 @@ class MixtureCall:
         self._programs.of(self.add_to, len(addresses))(*addresses, asked=self.asked(*arrays))
         return out if arrays[1][0] else self.by_class(x)
 
-    def is_of(self, module: Any, kept: KeptExperts) -> bool:
-        """Whether it is that of a module with such experts."""
-        return self._module is module and self._kept is kept
+    def is_of(self, kept: KeptExperts) -> bool:
+        """Whether it is that of such experts."""
+        return self._kept is kept
 
     def is_kept(self) -> bool:
         """Whether the experts are those of the call, whose watch does not tell of their parameters' data."""

@@ -214,7 +214,7 @@ class DeltaStep(_Recurrence):
         queries, keys = self._normalized(both, dim=-1, eps=_EPSILON).split(count)
         queries = queries * (1 / rows**0.5) if has_rows else queries / rows**0.5
         out = torch.empty(value.shape, dtype=torch.float32, device="cpu")
-        inputs = queries, keys, *(x.contiguous() for x in (value.float(), g.float().exp(), beta.float()))
+        inputs = queries, keys, value.float(), g.float().exp(), beta.float()
         sizes = count, tokens, heads, heads // key.shape[2], rows, columns, has_rows
         _run("delta_step", state.numel(), sizes, (state, *inputs, out))
         return out.to(query.dtype), state
@@ -261,8 +261,7 @@ class ConvolutionStep(_Recurrence):
         x, state, weight, *bias = operands
         out, is_bfloat = torch.empty(x.shape, dtype=x.dtype, device="cpu"), x.dtype is torch.bfloat16
         sizes = len(x), x.shape[1], state.shape[-1], weight.shape[-1], is_bfloat, len(bias) * (1 + is_bfloat)
-        tensors = x.contiguous(), state, weight.contiguous(), *(bias or [weight]), out
-        _run("convolution_step", state.numel(), sizes, tensors)
+        _run("convolution_step", state.numel(), sizes, (x, state, weight, *(bias or [weight]), out))
         return out if named is None else _activation(named)(out), state
 
 
@@ -311,7 +310,7 @@ class StateSpaceStep(_StateStep):
         steps = nn.functional.softplus(dt + bias)
         decays = torch.exp(steps.float() * a.float())
         rounded = torch.empty(state.shape, dtype=x.dtype, device="cpu")
-        inputs = state, decays, steps.float().contiguous(), b.float().contiguous(), x.float().contiguous(), rounded
+        inputs = state, decays, steps.float(), b.float(), x.float(), rounded
         _run("state_space_step", state.numel(), (count * heads, heads // groups, width, size), inputs)
         shared = c.repeat_interleave(heads // groups, dim=1).reshape(count * heads, size, 1)
         out = torch.bmm(rounded.view(count * heads, width, size), shared).view(count, heads, width)
@@ -344,7 +343,7 @@ class SelectiveStep(_StateStep):
         state, x, dt, a, b, c, d, bias, z = operands
         steps = nn.functional.softplus(dt + bias.to(dt.dtype)).float()
         decays, rounded = (steps[..., None] * a).exp_(), torch.empty(state.shape, dtype=x.dtype, device="cpu")
-        inputs = state, decays, steps.contiguous(), b.float().contiguous(), x.float().contiguous(), rounded
+        inputs = state, decays, steps, b.float(), x.float(), rounded
         _run("selective_step", state.numel(), state.shape, inputs)
         out = torch.matmul(rounded, c.unsqueeze(-1)).squeeze(-1)
         return ((out + x * d) * nn.functional.silu(z)).to(x.dtype), state
@@ -420,12 +419,13 @@ def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _run(kernel: str, values: int, sizes: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-    """Call a function of `_recurrent_kernels.py` in torch's team."""
+    """Call a function of `_recurrent_kernels.py` in torch's team; what it writes to has no gaps."""
     from rabbitllm.base.compiling import address_of  # numba comes with it
     from rabbitllm.engine import _recurrent_kernels
 
     team = torchs_team()
     assert team is not None
-    words = array("q", [0, *sizes, *(x.data_ptr() for x in tensors)])
+    operands = [x.contiguous() for x in tensors]  # results of torch keep their operands' strides, also joined ones
+    words = array("q", [0, *sizes, *(x.data_ptr() for x in operands)])
     threads = min(torch.get_num_threads(), -(-values // WORTH_A_THREAD))
     team.run(address_of(getattr(_recurrent_kernels, kernel)), words.buffer_info()[0], threads)

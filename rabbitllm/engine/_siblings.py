@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 from rabbitllm.engine._fusing import are_watching, is_transformed
+from rabbitllm.engine.turns import takes_turns
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant import plain
 from rabbitllm.quant.joint import JointProduct
@@ -258,9 +259,11 @@ def is_plain(x: Any) -> bool:
 def plain_weights(*linears: nn.Module, with_bias: bool = False) -> list[FusedWeight] | None:
     """The weights of Linears of which nothing but their products is wanted, now; else None.
 
-    They have no hook, no adapter and, unless that is wanted, no bias.
+    They have no hook, no adapter and, unless that is wanted, no bias, and no other call waits for their products.
     """
     weights = list[FusedWeight]()
+    if takes_turns():
+        return None
     for linear in linears:
         if not is_installed(linear) or (weight := fused_weight(linear)) is None:
             return None

@@ -27,6 +27,7 @@ from rabbitllm.engine._norms import NormForm, norm_form, with_weight
 from rabbitllm.engine._recurrences import delta_form
 from rabbitllm.engine._siblings import fused_weight, is_plain, plain_weights
 from rabbitllm.engine.transformers_api import keeps_outputs
+from rabbitllm.engine.turns import takes_turns
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
 
@@ -312,7 +313,7 @@ def _layer_forward(form: object, layer: Any, *args: Any, **named: Any) -> torch.
 def _stream_calls(layer: Any) -> _StreamCalls | None:
     """What a layer computes by calls now; None if it is its class's."""
     parts, first = layer._modules, layer.attn_hyper_connection._modules.get(_DOWN)
-    weight = None if first is None else fused_weight(first)
+    weight = None if first is None or takes_turns() else fused_weight(first)
     kept: _StreamCalls | None = None if weight is None else (weight.calls or {}).get(layer)
     if weight is None or (kept is not None and kept.watch.holds()):
         return kept

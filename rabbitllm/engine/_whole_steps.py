@@ -17,10 +17,9 @@ import functools
 import inspect
 import itertools
 from array import array
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +38,7 @@ from rabbitllm.engine._attention import (
     mixer_in,
     values_of,
 )
-from rabbitllm.engine._fusing import Watch, form_in, fuse, is_transformed, result_of, trial_of
+from rabbitllm.engine._fusing import Watch, form_in, fuse, is_transformed, notes_on, result_of, trial_of
 from rabbitllm.engine._mixtures import mixture_call, routing_in
 from rabbitllm.engine._siblings import has_hooks
 from rabbitllm.engine.kv_room import (
@@ -52,6 +51,7 @@ from rabbitllm.engine.kv_room import (
     sequences_in,
 )
 from rabbitllm.engine.transformers_api import keeps_outputs
+from rabbitllm.engine.turns import takes_turns
 
 _INPUTS = "input_ids", "inputs_embeds"
 _ROUTERS, _MASK = "output_router_logits", "attention_mask"
@@ -71,8 +71,6 @@ _ANGLES = "position_embeddings"
 """Besides its mask what a layer shares with those of its group alone, such as all with a window."""
 _angles = ContextVar[dict[int, Any]]("angles")
 """In a step those of each group so far."""
-_Form: TypeAlias = tuple[frozenset[str], MutableMapping[nn.Module, "_Whole"]]
-"""Arguments of a class that may be given, and what is kept of its models."""
 
 
 def fuse_models(model: nn.Module) -> int:
@@ -86,9 +84,9 @@ def fuse_models(model: nn.Module) -> int:
         layers = module._modules.get("layers")
         return id(module) if isinstance(layers, nn.ModuleList) and _calls_of([*layers]) else None
 
-    def trial(module: nn.Module, form: int) -> _Form | None:
+    def trial(module: nn.Module, form: int) -> frozenset[str] | None:
         names = _KNOWN & inspect.signature(inspect.unwrap(type(module).forward)).parameters.keys()
-        return (names, WeakKeyDictionary()) if _groups(module, names) else None
+        return names if _groups(module, names) else None
 
     return fuse(model, _forward, form_of, trial)
 
@@ -123,8 +121,7 @@ def _least(groups: Sequence[int]) -> int:
     return 1 + groups.index(max(groups))
 
 
-def _forward(form: _Form, module: Any, *args: Any, **named: Any) -> Any:
-    names, kept = form
+def _forward(names: frozenset[str], module: Any, *args: Any, **named: Any) -> Any:
     inputs = [value for name in _INPUTS if (value := named.get(name)) is not None]
     given = {name: value for name, value in named.items() if name != _ROUTERS or value}
     cache = next((named[name] for name in CACHES if name in named), None)
@@ -132,22 +129,18 @@ def _forward(form: _Form, module: Any, *args: Any, **named: Any) -> Any:
     rows = sum(count for _, count in sequences)
     is_few = not args and len(inputs) == 1 and inputs[0].shape[:2] == (1, rows) and given.keys() <= names
     # rows of one that waits for others at its layers are computed with theirs there
-    is_few = is_few and not keeps_outputs() and (sequences[0][0] is not cache or not _waits(module))
+    is_few = is_few and not keeps_outputs() and (sequences[0][0] is not cache or not takes_turns())
     if is_few and not torch.is_grad_enabled() and not is_transformed():
-        whole = kept.get(module)
+        notes = notes_on(module)
+        whole: _Whole | None = notes.get("whole")
         if whole is None or not whole.holds():
-            whole = kept[module] = _Whole(module, names)
+            whole = notes["whole"] = _Whole(module, names)
         if whole.calls and _hides_nothing(named, sequences):
             with contextlib.suppress(NotTogetherError):
                 return inspect.unwrap(type(module).forward)(whole.like, **given)
     if sequences[0][0] is not cache:
         raise NotTogetherError
     return None
-
-
-def _waits(module: nn.Module) -> bool:
-    """Whether a model's layers are called by something else."""
-    return any(layer._compiled_call_impl is not None for layer in module._modules["layers"]._modules.values())  # type: ignore[union-attr]
 
 
 def _hides_nothing(named: dict[str, Any], sequences: Sequence[tuple[Any, int]]) -> bool:

@@ -392,6 +392,13 @@ float16 for Gemma 2 and 3 and GLM-4 (`vllm/config/model.py`); unsloth uses float
 5092)."""
 
 
+def dtype_on(devices: Iterable[Device], dtype: torch.dtype, kind: str) -> torch.dtype:
+    """The dtype in which devices compute a type of text model, unless the caller names another than this, its own."""
+    if dtype is not torch.bfloat16 or have_bf16(devices):
+        return dtype
+    return torch.float32 if kind in BEYOND_HALF else torch.float16
+
+
 HOST_MARGIN = 1 << 30
 DEVICE_MARGIN = 3 << 29
 """Bytes reserved for activations and the KV cache if the caller sets no limit, at most a sixteenth of the free memory;

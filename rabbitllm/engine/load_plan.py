@@ -29,7 +29,7 @@ from rabbitllm.engine._copies import expert_copy_bytes, place_with_copies, unit_
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._pieces import in_pieces
 from rabbitllm.engine._weights import WeightMap, advice_on_names, check_unused, map_weights
-from rabbitllm.engine.devices import BEYOND_HALF, Device, budget_of, have_bf16, host_room
+from rabbitllm.engine.devices import Device, budget_of, dtype_on, have_bf16, host_room
 from rabbitllm.engine.expert_finding import expert_sources, without_experts
 from rabbitllm.engine.expert_source import ExpertSource, with_matrices
 from rabbitllm.engine.experts import expert_costs
@@ -509,13 +509,12 @@ def _choose_dtype(
         of_weights = (tensor.model_dtype for tensor in store.tensors.values()) if store is not None else ()
         name = store.dtype if store is not None else None
         dtype = getattr(torch, name or next(filter(None, of_weights), "float32"))
-    if dtype == torch.bfloat16 and not have_bf16(devices):
-        if (name := config.get_text_config(decoder=True).model_type) in BEYOND_HALF:
-            logger.warning("This GPU has no bfloat16, and float16 is too narrow for %s: it computes in float32.", name)
-            return torch.float32, False
+    name = config.get_text_config(decoder=True).model_type
+    if (usable := dtype_on(devices, dtype, name)) is torch.float32 and dtype is torch.bfloat16:
+        logger.warning("This GPU has no bfloat16, and float16 is too narrow for %s: it computes in float32.", name)
+    elif usable is not dtype:
         logger.warning("This GPU has no bfloat16; the model computes in float16. Pass dtype='float32' if it overflows.")
-        return torch.float16, True
-    return dtype, False
+    return usable, usable is torch.float16 and usable is not dtype
 
 
 def _attention(requested: str, config: PretrainedConfig, devices: Sequence[Device], dtype: torch.dtype) -> str | None:

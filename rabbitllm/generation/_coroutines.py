@@ -28,6 +28,7 @@ from transformers import Conv1D
 from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.forwards import RowProducts
 from rabbitllm.engine.pass_line import pass_input_of
+from rabbitllm.engine.turns import taking_turns
 from rabbitllm.errors import OptionError
 from rabbitllm.telemetry.passes import PassInput
 
@@ -343,10 +344,11 @@ class Coroutines:
 
     def run(self, coroutines: Sequence[Coroutine]) -> None:
         """Run one pass; afterwards each of the coroutines has ended or waits for the next pass."""
-        for coroutine in coroutines:
-            self.resume(coroutine, None)
-        while waiting := [c for c in coroutines if c.call is not None and not c.is_outside]:
-            self.compute(waiting)
+        with taking_turns() if len(coroutines) > 1 else contextlib.nullcontext():
+            for coroutine in coroutines:
+                self.resume(coroutine, None)
+            while waiting := [c for c in coroutines if c.call is not None and not c.is_outside]:
+                self.compute(waiting)
 
     def leave(self, point: SyncPoint, coroutines: Sequence[Coroutine]) -> None:
         """Compute until all of the coroutines have left a unit."""

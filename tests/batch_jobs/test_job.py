@@ -7,29 +7,49 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from rich.console import Console
 from transformers import AutoConfig
 
 from rabbitllm.batch_jobs.display import put_end, record
 from rabbitllm.batch_jobs.items import Defaults, JobLimits
-from rabbitllm.batch_jobs.job import BatchJob, left_of, needed_bytes, work, worthwhile_pass_bytes
-from tests.support.builders import FAMILIES
+from rabbitllm.batch_jobs.job import BatchJob, expected_dtype, left_of, needed_bytes, work, worthwhile_pass_bytes
+from tests.engine.test_fake_gpu import load_on
+from tests.support.builders import FAMILIES, build_checkpoint
+from tests.support.fake_gpu import FakeGpu
+from tests.support.tiny_models import split
 
 
 def test_needed_bytes_cover_the_longest_lines(checkpoint: Path) -> None:
     config = AutoConfig.from_pretrained(checkpoint)
-    assert needed_bytes(config, [], 8) == 0
-    few, many = (needed_bytes(config, [20] * 100, sequences, "float32") for sequences in (2, 50))
+    assert needed_bytes(config, [], 8, torch.float32) == 0
+    few, many = (needed_bytes(config, [20] * 100, sequences, torch.float32) for sequences in (2, 50))
     assert many - few == 48 * 20 * needed_of_one(config)
-    assert needed_bytes(config, [20] * 100, 500, "float32") == needed_bytes(config, [20] * 100, 100, "float32")
-    assert needed_bytes(config, [20], 1, "bfloat16") == needed_bytes(config, [20], 1, "float32") // 2
+    assert needed_bytes(config, [20] * 100, 500, torch.float32) == needed_bytes(config, [20] * 100, 100, torch.float32)
+    assert needed_bytes(config, [20], 1, torch.bfloat16) == needed_bytes(config, [20], 1, torch.float32) // 2
 
 
 def test_worthwhile_pass_grows_with_the_lines(checkpoint: Path) -> None:
     config = AutoConfig.from_pretrained(checkpoint)
-    single, many = (worthwhile_pass_bytes(config, texts, "float32") for texts in (1, 101))
+    single, many = (worthwhile_pass_bytes(config, texts, torch.float32) for texts in (1, 101))
     assert many - single == 100 * 8 * config.vocab_size  # logits, and what they are rounded from
-    assert worthwhile_pass_bytes(config, 1, "float32") != worthwhile_pass_bytes(config, 1, "bfloat16")
+    assert worthwhile_pass_bytes(config, 1, torch.float32) != worthwhile_pass_bytes(config, 1, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("family", "narrowed"), [("llama", torch.float16), ("gemma3", torch.float32)])
+def test_expected_dtype_is_that_of_the_loaded_model(tmp_path: Path, family: str, narrowed: torch.dtype) -> None:
+    """Also on a GPU without bfloat16, where some families need more than half of its bytes."""
+    directory = split(build_checkpoint(tmp_path / "model", family, dtype=torch.bfloat16))
+    config, t4 = AutoConfig.from_pretrained(directory), FakeGpu(0, has_bf16=False)
+    for devices, requested, expected in (
+        ([t4], None, narrowed),
+        ([t4], "float16", torch.float16),
+        ([FakeGpu(0)], None, torch.bfloat16),
+        ([FakeGpu(0), FakeGpu(1, has_bf16=False)], None, narrowed),
+    ):
+        assert expected_dtype(config, requested, devices) == expected
+        assert load_on(devices, directory, dtype=requested).dtype == expected
 
 
 def test_cache_shrinks_if_less_memory_is_free_than_predicted() -> None:

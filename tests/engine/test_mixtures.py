@@ -21,17 +21,20 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
 
 from rabbitllm.base.programs import Program
-from rabbitllm.engine import _layer_kernels, _mixtures, _routed
+from rabbitllm.engine import _fusing, _layer_kernels, _mixtures, _routed
+from rabbitllm.engine._attention import relative_error
 from rabbitllm.engine._expert_pool import ExpertPool
 from rabbitllm.engine._mixtures import MixtureCall
 from rabbitllm.engine._routed import _Expert
 from rabbitllm.engine.forwards import has_row_product
+from rabbitllm.engine.turns import taking_turns
 from rabbitllm.errors import IncompleteSplitError
 from tests.engine.test_first_use import flip_in
 from tests.engine.test_routed import MANY
 from tests.engine.test_siblings import PROMPT, assert_same_logits, checkpoint
 from tests.engine.test_whole_steps import counted_steps
 from tests.support.builders import DELTA, Family
+from tests.support.call_counts import called_parts
 from tests.support.kernel_rows import plain_products as plain_products
 from tests.support.tiny_models import ALL, budget_that_keeps, load
 
@@ -111,6 +114,45 @@ def test_a_model_has_the_same_logits(
     assert not calls
     monkeypatch.undo()
     assert_same_logits(directory, budget, "fuse_mixtures", "MoeBlock", monkeypatch)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", *HYBRIDS])
+@pytest.mark.parametrize("budget", [ALL, 0])
+@torch.no_grad()
+def test_parts_are_called_where_sequences_take_turns(tmp_path: Path, family: str | Family, budget: int) -> None:
+    """The rows of all go through them together; the parts of a token alone are computed by fewer calls."""
+    settings = {**MANY, **HEADS, **SHARED, "linear_value_head_dim": 32}
+    model = fast(checkpoint(tmp_path, family, "4bit", **settings), budget)
+    logits(model)
+    counts, cache = called_parts(model), DynamicCache(config=model.config)
+    model(PROMPT, past_key_values=cache)
+    token = torch.tensor([[7]])
+    for _ in range(2):  # the first use of an expert is left to the class
+        counts.update({name: -count for name, count in counts.items()})
+        alone = model(token, past_key_values=copy.deepcopy(cache)).logits
+    assert not any(counts.values())
+    with taking_turns():
+        together = model(token, past_key_values=cache).logits
+    assert {*counts.values()} == {1}
+    assert relative_error(together, alone) < 1 / 16
+
+
+@torch.no_grad()
+def test_a_copy_is_freed_before_its_original_computes_again(tmp_path: Path) -> None:
+    module = fast(checkpoint(tmp_path, "qwen3_moe", None, **MANY, **HEADS)).model.layers[0].mlp
+    copied, x = copy.deepcopy(module), torch.randn(1, 1, 256).bfloat16()
+    expected = [module(x) for _ in range(3)]
+    assert all(map(torch.equal, [copied(x) for _ in range(3)], expected))
+    calls = [each for each in gc.get_objects() if type(each) is MixtureCall]
+    assert {id(each._module) for each in calls} >= {id(module), id(copied)}
+    del calls, expected
+    reference = weakref.ref(copied)
+    del copied
+    gc.collect()
+    assert reference() is None
+    shallow = copy.copy(module)
+    shallow(x)
+    assert _fusing.notes_on(shallow) is not _fusing.notes_on(module)
 
 
 def test_stacks_of_experts_in_memory_go_with_the_model(tmp_path: Path) -> None:

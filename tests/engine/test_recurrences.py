@@ -98,6 +98,27 @@ def test_delta_rules_have_the_bits_of_the_function(model: str, name: str, dtype:
     assert calls == ["delta_step"] * 3 * len(SHAPES)  # the first of a shape is tried before
 
 
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """The same values, of each token side by side no more: as a convolution leaves them."""
+    return x.flatten(2).mT.contiguous().mT.unflatten(2, x.shape[2:])
+
+
+@pytest.mark.parametrize(("model", "name"), [DELTA[0], DELTA[3]])
+@torch.no_grad()
+def test_delta_rules_of_several_prompts(model: str, name: str, calls: list[str]) -> None:
+    """Whose tensors have strides that torch keeps."""
+    ordinary = function(model, name)
+    step = DeltaStep(ordinary, prompts=True)
+    for tokens, shape in ((9, SHAPES[1]), (2, SHAPES[3]), (33, SHAPES[4])):
+        given = operands(shape, torch.bfloat16, by_row=name == KIMI, tokens=tokens)
+        given |= {key: turned(given[key]) for key in ("query", "key", "value", "g", "beta")}
+        assert not given["query"].is_contiguous()
+        # sums of what does not lie side by side are rounded otherwise
+        got, expected = step(**with_own_state(given)), ordinary(**given)
+        torch.testing.assert_close(got, expected, rtol=2**-6, atol=1e-3)
+    assert calls == ["delta_step"] * 2 * 3
+
+
 @pytest.mark.parametrize("name", ["query", "value", "g", "beta"])
 @pytest.mark.parametrize(("count", "tokens"), [(40, 1), (1, 5)])
 @torch.no_grad()

@@ -15,8 +15,10 @@ from transformers import DynamicCache
 from rabbitllm.engine import _streams
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._streams import fuse_streams
+from rabbitllm.engine.turns import taking_turns
 from tests.engine.test_routed import MANY
 from tests.engine.test_siblings import PROMPT, checkpoint
+from tests.support.call_counts import called_parts
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.kernel_rows import plain_products as plain_products
 from tests.support.tiny_models import ALL, load, plain_model
@@ -112,6 +114,18 @@ def test_a_token_has_the_bits_of_its_class(
     del calls[:]
     assert are_equal(models)
     assert len(calls) == len(KINDS) * STEPS  # the hooks that kept the states are still there
+
+
+@torch.no_grad()
+def test_parts_are_called_where_sequences_take_turns(tmp_path: Path, calls: list[bool]) -> None:
+    model = load(checkpoint(tmp_path, HYBRIDS["qwen4_exp"], "4bit", **SETTINGS), exact=False, fast_bfloat16=True)
+    results(model)
+    assert len(calls) == len(KINDS) * STEPS
+    counts = called_parts(model)
+    with taking_turns():
+        results(model)
+    assert {*counts.values()} == {1 + STEPS}
+    assert len(calls) == len(KINDS) * STEPS
 
 
 def test_exactly_layers_are_left_to_their_class(tmp_path: Path, calls: list[bool]) -> None:

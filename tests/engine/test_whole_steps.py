@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from rabbitllm.engine import _delta_layers, _whole_steps
-from rabbitllm.engine._fusing import form_in
+from rabbitllm.engine._fusing import notes_on
 from rabbitllm.engine._siblings import fused_weight
 from rabbitllm.engine._whole_steps import fuse_models
 from rabbitllm.generation.request import Request, Sampling
@@ -251,7 +251,7 @@ def test_a_change_between_two_steps_is_noticed(
         for module in models[0].modules():  # what was found while it was changed
             if (weight := fused_weight(module)) is not None:
                 weight.calls = None
-        form_in(models[0].model, _whole_steps._forward)[1].clear()
+        notes_on(models[0].model).clear()
         whole.clear()
         assert all(map(torch.equal, steps(), ordinary)), name
         assert whole == [2], name
@@ -342,7 +342,7 @@ def test_a_change_of_a_delta_rule_is_noticed(tmp_path: Path, whole: list[int], m
             changed = steps()
         assert torch.equal(*changed), name
         assert not torch.equal(changed[0], ordinary[0]), name
-        form_in(models[0].model, _whole_steps._forward)[1].clear()
+        notes_on(models[0].model).clear()
         whole.clear()
         assert all(map(torch.equal, steps(), ordinary)), name
         assert whole == [2], name

@@ -35,6 +35,7 @@ from rabbitllm.generation.kv_cache import bytes_of, cost_by_config
 from rabbitllm.generation.memory import PassCost
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request, Result, Sampling
 from rabbitllm.generation.session import generate
+from tests.engine import test_hybrid_caches
 from tests.generation.submitting import Open, Submitted, alone, answered, answered_together, begin, prompt
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint, make_tokenizer, read_tensors
 from tests.support.hybrid_families import HYBRIDS
@@ -604,15 +605,36 @@ def test_other_families(open_batch: Open, tmp_path: Any, family: str, monkeypatc
         assert answer.tokens == alone(plain, answer.request)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
+WIDE = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "indexer_head_dim": 64,
+    "hidden_size": 256,
+    "head_dim": 64,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+}
+"""Sizes with which a token's layer is one call or two."""
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3_moe", {}),
+        ("qwen3_next", {}),
+        *((name, {"dtype": "bfloat16", "fast_bfloat16": True}) for name in ("qwen3_moe", "qwen3_next", "qwen4_exp")),
+    ],
+)
 def test_a_pass_reads_each_chosen_expert_once(
-    open_batch: Open, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    open_batch: Open, tmp_path: Path, name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts, and for sequences that are not packed: what no slot keeps is read once for all rows. In vain is read at
     most what the last pass used, too."""
     monkeypatch.setattr(PassCost, "parts_in", lambda *args: (10_000, 20))
-    folder = split(build_checkpoint(tmp_path / name, name, num_experts=24, num_experts_per_tok=3))
-    batch, model = open_batch(Limits(chunk=1 << 30, throughput=True), folder=folder, budget=0)
+    settings: dict[str, Any] = {"num_experts": 24, "num_experts_per_tok": 3, **(WIDE if options else {})}
+    chosen_family = FAMILIES[name] if name in FAMILIES else HYBRIDS[test_hybrid_caches.family(name)]
+    folder = split(build_checkpoint(tmp_path / name, chosen_family, **settings))
+    batch, model = open_batch(Limits(chunk=1 << 30, throughput=True), folder=folder, budget=0, **options)
     [pool] = model.streamer.pools.values()
     chosen: list[set[tuple[str, int]]] = []
     reads: list[list[tuple[str, int]]] = []
