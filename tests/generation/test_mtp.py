@@ -252,7 +252,7 @@ def test_heads_that_transformers_knows(tmp_path: Path, monkeypatch: pytest.Monke
 def streamed_with_head(folder: Path, **options: Any) -> Any:
     """The model with the least memory for its head and output layer, so that decoder layers are streamed."""
     sizes = sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))
-    layout = (folder / "config.json").read_text(), *sizes
+    layout = (folder / "config.json").read_text(), repr(options), *sizes
     budget = LEAST_BUDGETS.get(layout) or load(folder, heads=True, **options).heads.nbytes
     while True:
         try:
