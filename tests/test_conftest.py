@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 
 from tests.conftest import BITS, FIRST, put_in_order
 from tests.support.after_import import after_import
+from tests.support.fresh_process import python
 from tests.support.one_thread import THREADS
 
 HERE = Path(__file__).parent
@@ -22,7 +21,7 @@ HERE = Path(__file__).parent
 def test_tests_that_need_no_large_library_import_none() -> None:
     files = "base.test_collection", "checkpoints.test_naming", "storage.test_folders", "telemetry.test_passes"
     code = f"import sys, tests.conftest, {', '.join(f'tests.{file}' for file in files)}\nprint(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=HERE.parent, capture_output=True, text=True, check=True)
+    run = python(code)
     assert not {"torch", "transformers", "numba", "bitsandbytes"} & {*run.stdout.split()}
 
 

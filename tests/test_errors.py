@@ -25,6 +25,7 @@ from rabbitllm.errors import (
 from rabbitllm.models.convert import convert
 from rabbitllm.storage import durable
 from tests.support.builders import build_checkpoint
+from tests.support.fresh_process import python
 
 ENTRIES: dict[str, Callable[[Path, Path], Any]] = {
     "from_pretrained": lambda model, target: rabbitllm.AutoModel.from_pretrained(
@@ -155,9 +156,7 @@ except rabbitllm.errors.RabbitLLMError as error:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_address_space_limit(model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(model, tmp_path / "other")
-    command = [sys.executable, "-c", LIMITED, str(model), str(copy)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
+    result = python(LIMITED, model, copy, timeout=600)
     assert "not enough memory" in result.stdout
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import rabbitllm
+from tests.support.fresh_process import python
 
 PACKAGE = Path(rabbitllm.__file__).parent
 ROOT = PACKAGE.parent
@@ -94,10 +94,8 @@ def contents(path: Path) -> Contents:
     return Contents(*map(frozenset, (imported, needed, members, texts)), tuple(classes))
 
 
-def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def output_of(code: str) -> str:
+    return python(code).stdout.strip()
 
 
 def test_few_modules_name_bitsandbytes() -> None:
@@ -111,7 +109,7 @@ def test_few_modules_name_bitsandbytes() -> None:
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
-    loaded = python("import sys, rabbitllm; print(*sys.modules)").split()
+    loaded = output_of("import sys, rabbitllm; print(*sys.modules)").split()
     heavy = {"torch", "transformers", "numpy", "huggingface_hub", "safetensors", "accelerate", "bitsandbytes", "psutil"}
     assert not heavy & set(loaded)
     assert {name for name in loaded if name.startswith("rabbitllm")} == {"rabbitllm", "rabbitllm.version"}
@@ -119,7 +117,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 def test_the_front_door_itself_needs_no_torch() -> None:
     """So that `rabbitllm --help` and a wrong argument answer at once."""
-    loaded = python("import sys; from rabbitllm import AutoModel; print(*sys.modules)").split()
+    loaded = output_of("import sys; from rabbitllm import AutoModel; print(*sys.modules)").split()
     assert not {"torch", "transformers", "bitsandbytes"} & set(loaded)
 
 
@@ -161,7 +159,7 @@ for name in {names!r}:
 import torch
 print(torch.cuda.is_available())
 """
-    assert python(code).splitlines()[-1] == "False"
+    assert output_of(code).splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +167,7 @@ print(torch.cuda.is_available())
     ["errors", "base.options", "base.progress", "storage.durable", "telemetry.profiler", "display.pictures", "version"],
 )
 def test_the_ground_floor_stands_alone(module: str) -> None:
-    loaded = set(python(f"import sys; import rabbitllm.{module}; print(*sys.modules)").split())
+    loaded = set(output_of(f"import sys; import rabbitllm.{module}; print(*sys.modules)").split())
     assert not {"torch", "transformers", "numpy", "huggingface_hub", "matplotlib"} & loaded
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rabbitllm import AutoModel, notebooks
 from rabbitllm.notebooks import ELSEWHERE, HF_HOME, HF_HUB_CACHE, KAGGLE_BYTES, Places
 from rabbitllm.store.locations import HOME_VARIABLE, LOCAL_FOLDER, local_folder_name
 from tests.support.builders import build_checkpoint
+from tests.support.fresh_process import python
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.splitting import split
@@ -89,7 +89,7 @@ def test_settling_sets_variables_and_makes_folders(
 
 def test_the_module_itself_imports_no_hub() -> None:
     code = "import sys; from rabbitllm import notebooks; print('huggingface_hub' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = python(code)
     assert result.stdout.strip() == "False"
 
 

@@ -288,72 +288,115 @@ def write_checkpoint(
     files = dict(sidecars)
     if len(shards) > 1 or metadata:
         files[INDEX_NAME] = index_of_files({shard.name: shard.tensors for shard in shards}, metadata)
+    saving = _Saving(folder, shards, sidecars, files, chunks, _digest_of(shards, sidecars, source), tell)
     if not folder.exists():
-        _require_room(folder, shards, files)
+        saving.require_room()
         durable.make_folder(folder)
     try:
         is_writable = os.access(folder, os.W_OK)  # else it may have these very files
         with locked_file(folder / LOCK_NAME, folder) if is_writable else contextlib.nullcontext():
-            _write_checkpoint(folder, shards, sidecars, files, chunks, _digest_of(shards, sidecars, source), tell)
+            saving.save()
     finally:
         durable.remove_empty_folder(folder)
 
 
-def _write_checkpoint(
-    folder: Path,
-    shards: Sequence[Shard],
-    sidecars: Mapping[str, bytes],
-    files: Mapping[str, bytes],
-    chunks: Callable[[str], Iterator[memoryview]],
-    mark: bytes,
-    tell: Callable[[int], object],
-) -> None:
-    work = folder / WORK_NAME
-    ready = work / _READY_NAME
-    is_ready = ready.is_file() and _READY.fullmatch(ready.read_bytes()) is not None
-    own_names = {*map(_quoted, sidecars), INDEX_NAME, *(() if ready.exists() else (_READY_NAME,))}
-    refuse_foreign(work, lambda name: is_ready or name in own_names or _SHARD.fullmatch(name))
-    if is_ready:  # an earlier call was interrupted while moving the files
-        same = ready.read_bytes() == mark
-        _move_out(folder, work)
-        if same:
-            return
-    is_there = _has_shards(folder, shards) and _has_files(folder, files)
-    if not (is_there and all(_is_written(folder / shard.name, shard, chunks, tell) for shard in shards)):
-        _refuse_other_model(folder, sidecars)
-        _write_all(folder, shards, files, chunks, tell, mark)
-    durable.remove_folder(work)
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """A call of `write_checkpoint`.
 
+    Attributes:
+        folder, shards, sidecars, chunks, tell: see there.
+        files: the sidecars, and the index.
+        mark: identifies the result.
+    """
 
-def _require_room(folder: Path, shards: Sequence[Shard], files: Mapping[str, bytes]) -> None:
-    nbytes = sum(_file_size(shard) for shard in shards) + sum(map(len, files.values()))
-    require_room(folder, nbytes, f"Saving into {folder}")
+    folder: Path
+    shards: Sequence[Shard]
+    sidecars: Mapping[str, bytes]
+    files: Mapping[str, bytes]
+    chunks: Callable[[str], Iterator[memoryview]]
+    mark: bytes
+    tell: Callable[[int], object]
 
-
-def _write_all(
-    folder: Path,
-    shards: Sequence[Shard],
-    files: Mapping[str, bytes],
-    chunks: Callable[[str], Iterator[memoryview]],
-    tell: Callable[[int], object],
-    mark: bytes,
-) -> None:
-    """Write shards and other files into the work folder, and move them out of it."""
-    work = folder / WORK_NAME
-    durable.remove_folder(work)
-    _require_room(folder, shards, files)
-    durable.make_folder(work)
-    try:
-        for shard in shards:
-            _write_shard(work / shard.name, shard, chunks, tell)
-        for name, content in files.items():
-            durable.write_whole(work / _quoted(name), content)
-        durable.sync_folder(work)
-        durable.write_whole(work / _READY_NAME, mark)
-    except BaseException:  # an interrupt too: partial files are useless and may be large
+    def save(self) -> None:
+        """Write what the folder does not have yet, or finish an earlier call."""
+        work = self.folder / WORK_NAME
+        ready = work / _READY_NAME
+        is_ready = ready.is_file() and _READY.fullmatch(ready.read_bytes()) is not None
+        own_names = {*map(_quoted, self.sidecars), INDEX_NAME, *(() if ready.exists() else (_READY_NAME,))}
+        refuse_foreign(work, lambda name: is_ready or name in own_names or _SHARD.fullmatch(name))
+        if is_ready:  # an earlier call was interrupted while moving the files
+            same = ready.read_bytes() == self.mark
+            _move_out(self.folder, work)
+            if same:
+                return
+        if not self._is_there():
+            _refuse_other_model(self.folder, self.sidecars)
+            self._write_all(work)
         durable.remove_folder(work)
-        raise
-    _move_out(folder, work)
+
+    def require_room(self) -> None:
+        """
+        Raises:
+            NotEnoughSpaceException: the disk is too small.
+        """
+        nbytes = sum(map(_file_size, self.shards)) + sum(map(len, self.files.values()))
+        require_room(self.folder, nbytes, f"Saving into {self.folder}")
+
+    def _write_all(self, work: Path) -> None:
+        """Write shards and other files into the work folder, and move them out of it."""
+        durable.remove_folder(work)
+        self.require_room()
+        durable.make_folder(work)
+        try:
+            for shard in self.shards:
+                with contextlib.closing(
+                    durable.GrowingFile(work / shard.name, _file_size(shard), write_back=True)
+                ) as file:
+                    for offset, piece in self._placed(shard):
+                        file.write_at(piece, offset)
+                    file.sync()
+            for name, content in self.files.items():
+                durable.write_whole(work / _quoted(name), content)
+            durable.sync_folder(work)
+            durable.write_whole(work / _READY_NAME, self.mark)
+        except BaseException:  # an interrupt too: partial files are useless and may be large
+            durable.remove_folder(work)
+            raise
+        _move_out(self.folder, work)
+
+    def _placed(self, shard: Shard) -> Iterator[tuple[int, memoryview]]:
+        """The bytes of a shard in order, each piece with its offset."""
+        header, offsets = encode_header(shard.tensors)
+        yield 0, memoryview(header)
+        for tensor, offset in zip(shard.tensors, offsets, strict=True):
+            position = offset
+            for chunk in self.chunks(tensor.name):
+                yield position, chunk
+                position += len(chunk)
+                self.tell(len(chunk))
+            if position != offset + tensor.nbytes:
+                raise AssertionError(f"{tensor.name} has {position - offset} of {tensor.nbytes} bytes")
+
+    def _is_there(self) -> bool:
+        """Whether the folder has all of it; another version of transformers may have written config and tokenizer."""
+        paths = {self.folder / shard.name: _file_size(shard) for shard in self.shards}
+        if not all(path.is_file() and path.stat().st_size == nbytes for path, nbytes in paths.items()):
+            return False
+        for name, content in self.files.items():
+            path = self.folder / name
+            if not path.is_file() or _without_version(name, path.read_bytes()) != _without_version(name, content):
+                return False
+        return all(map(self._is_written, self.shards))
+
+    def _is_written(self, shard: Shard) -> bool:
+        """Whether a file of the right size has the bytes of a shard."""
+        with open(self.folder / shard.name, "rb", opener=file_opener) as file:
+            for offset, piece in self._placed(shard):
+                file.seek(offset)
+                if file.read(len(piece)) != piece:
+                    return False
+        return True
 
 
 def _quoted(name: str) -> str:
@@ -434,57 +477,8 @@ def _file_size(shard: Shard) -> int:
     return offsets[-1] + shard.tensors[-1].nbytes if offsets else len(header)
 
 
-def _write_shard(
-    path: Path, shard: Shard, chunks: Callable[[str], Iterator[memoryview]], tell: Callable[[int], object]
-) -> None:
-    header, offsets = encode_header(shard.tensors)
-    with contextlib.closing(durable.GrowingFile(path, _file_size(shard), write_back=True)) as file:
-        file.write_at(memoryview(header), 0)
-        for tensor, offset in zip(shard.tensors, offsets, strict=True):
-            position = offset
-            for chunk in chunks(tensor.name):
-                file.write_at(chunk, position)
-                position += len(chunk)
-                tell(len(chunk))
-            if position != offset + tensor.nbytes:
-                raise AssertionError(f"{tensor.name} has {position - offset} of {tensor.nbytes} bytes")
-        file.sync()
-
-
-def _has_shards(folder: Path, shards: Sequence[Shard]) -> bool:
-    """Whether a folder has files of these names and sizes."""
-    paths = {folder / shard.name: _file_size(shard) for shard in shards}
-    return all(path.is_file() and path.stat().st_size == nbytes for path, nbytes in paths.items())
-
-
-def _has_files(folder: Path, files: Mapping[str, bytes]) -> bool:
-    """Whether a folder has files with these contents; another version of transformers may have written them."""
-    paths = {name: folder / name for name in files}
-    return all(
-        path.is_file() and _without_version(name, path.read_bytes()) == _without_version(name, files[name])
-        for name, path in paths.items()
-    )
-
-
 def _without_version(name: str, content: bytes) -> bytes:
     return _VERSION_LINE.sub(b"", content) if name in ("config.json", "generation_config.json") else content
-
-
-def _is_written(
-    path: Path, shard: Shard, chunks: Callable[[str], Iterator[memoryview]], tell: Callable[[int], object]
-) -> bool:
-    """Whether a file of the right size has the bytes of a shard."""
-    header, offsets = encode_header(shard.tensors)
-    with open(path, "rb", opener=file_opener) as file:
-        if file.read(len(header)) != header:
-            return False
-        for tensor, offset in zip(shard.tensors, offsets, strict=True):
-            file.seek(offset)
-            for chunk in chunks(tensor.name):
-                if file.read(len(chunk)) != chunk:
-                    return False
-                tell(len(chunk))
-    return True
 
 
 def _move_out(folder: Path, work: Path) -> None:

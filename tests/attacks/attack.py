@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from rabbitllm.errors import CorruptShardError
+from rabbitllm.errors import CorruptShardError, UnsafePickleError
 
 
 @dataclass(frozen=True)
@@ -14,38 +15,23 @@ class Attack:
     """One way to write a file that must be refused.
 
     Attributes:
-        build: makes the bytes; given the path of a marker that no reader may bring into being.
+        name: what is wrong with the file.
+        message: a pattern that the text of the error must match.
+        content: the bytes; or makes them, given the path of a marker that no reader may bring into being.
         error: the class that must be raised.
-        message: a pattern that its text must match.
         live: whether `pickle.loads` of the same bytes does touch the marker, so that a reader that ran it would show.
     """
 
-    build: Callable[[Path], bytes]
-    error: type[Exception]
+    name: str
     message: str
+    content: bytes | Callable[[Path], bytes]
+    error: type[Exception] = CorruptShardError
     live: bool = False
 
-    @property
-    def name(self) -> str:
-        """Its builder's name, in words."""
-        return self.build.__name__.strip("_").replace("_", " ")
+    def build(self, marker: Path) -> bytes:
+        """The bytes, which touch this marker if something runs them."""
+        return self.content if isinstance(self.content, bytes) else self.content(marker)
 
 
-def listed(
-    attacks: list[Attack], message: str, error: type[Exception] = CorruptShardError
-) -> Callable[[Callable[[], bytes]], None]:
-    """Put a builder that needs no marker on a list.
-
-    Args:
-        attacks: the list.
-        message, error: see `Attack`.
-    """
-
-    def add(build: Callable[[], bytes]) -> None:
-        def made(_: Path) -> bytes:
-            return build()
-
-        made.__name__ = build.__name__
-        attacks.append(Attack(made, error, message))
-
-    return add
+unsafe = partial(Attack, error=UnsafePickleError)
+"""An attack by a pickle that would run, or hold, what no checkpoint needs."""

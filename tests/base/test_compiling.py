@@ -25,6 +25,7 @@ from rabbitllm.base import compiling, progress
 from rabbitllm.engine import _norm_kernels
 from rabbitllm.quant import _product_kernels, _vectors, quantize_kernels
 from tests.support.forked import in_a_fork
+from tests.support.fresh_process import python
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "rabbitllm" / "demo" / "model"
@@ -50,8 +51,7 @@ print("compiled")
 
 @pytest.mark.long
 def test_compiling_without_a_writable_cache() -> None:
-    ran = subprocess.run([sys.executable, "-c", NOWHERE], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    ran = python(NOWHERE)
     refused, done = ran.stdout.splitlines()
     assert refused.startswith("numba: cannot cache function")
     assert done == "compiled"
@@ -73,9 +73,7 @@ if width := _vectors.lanes():
         _kernels.kernel(method, "bfloat16", width)
 """
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", code]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
+    python(code, env=environment)
 
 
 @pytest.mark.long

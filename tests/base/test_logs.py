@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.fresh_process import python
 
 ROOT = Path(__file__).parent.parent
 SPLIT = "import rabbitllm, sys; rabbitllm.split_and_save_layers(sys.argv[1])"
@@ -24,8 +23,7 @@ def split(folder: Path, log: str | None, code: str = SPLIT) -> list[str]:
     environment.pop("RABBITLLM_LOG", None)
     if log is not None:
         environment["RABBITLLM_LOG"] = log
-    command = [sys.executable, "-c", code, str(source)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    result = python(code, source, env=environment)
     return result.stderr.splitlines()
 
 

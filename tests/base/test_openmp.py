@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ from rabbitllm.quant._vectors import lanes
 from rabbitllm.quant.products import Matrix
 from tests.quant.test_products import inputs, matrix
 from tests.support.forked import in_a_fork
+from tests.support.fresh_process import python
 from tests.support.integer_products import width_of
 
 pytestmark = pytest.mark.skipif(torchs_team() is None, reason="torch has no libgomp here")
@@ -150,8 +150,7 @@ assert torchs_team() is not None
 assert torch.equal(found, Matrix(*matrix("4bit", 777, 1024)).times_by(*product))
 """
     environment = os.environ | {"OMP_THREAD_LIMIT": str(limit), "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
+    python(code, env=environment)
 
 
 def test_torchs_library_is_found_behind_a_symlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,8 +365,7 @@ def test_threads_wait_actively_for_a_short_time(given: dict[str, str]) -> None:
         name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     }
     environment |= given | {"OMP_DISPLAY_ENV": "verbose", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", "import rabbitllm, torch"]
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
+    shown = python("import rabbitllm, torch", env=environment).stderr
     spins = re.search(r"GOMP_SPINCOUNT = '(\d+)'", shown)
     assert spins is not None
     assert (spins[1] == openmp.SPINS) == (not given)

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import rabbitllm
 from rabbitllm.batch_jobs.items import Defaults, Item, parse_task
-from rabbitllm.cli.main import app
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.reasoning import Thinking
 from tests.batch_jobs.answering import answers
+from tests.support.commands import invoke
 from tests.support.thinking_models import ANSWER, QUESTION, REASONING_TOKENS, THOUGHT, thinker
 from tests.support.tiny_models import load, one_thread, split
 
@@ -59,7 +58,7 @@ def test_the_options_of_a_job(checkpoint: Path, tmp_path: Path) -> None:
 
     def job(*options: str) -> Any:
         command = ["batch", str(checkpoint), str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), *options]
-        assert CliRunner().invoke(app, [*command, "--device", "cpu"], catch_exceptions=False).exit_code == 0
+        invoke(*command, "--device", "cpu")
         return json.loads((tmp_path / "out.jsonl").read_text())
 
     assert job()["reasoning"] == THOUGHT

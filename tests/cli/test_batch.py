@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from rabbitllm.batch_jobs.journal import _answer_in
 from rabbitllm.cli import exit_codes
-from rabbitllm.cli.main import app
+from tests.support.commands import invoke
 from tests.support.demo_models import endless_model
 
 PATIENCE = 600
@@ -172,10 +171,9 @@ def test_a_job_whose_lines_all_failed_exits_with_1(folder: Path, tmp_path: Path)
     source = tmp_path / "in.jsonl"
     for more, code in ([], 1), ([{"prompt": "Q: 1 + 1\nA:", "max_tokens": 1}], 0):
         source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *more]))
-        words = ["batch", str(folder), str(source), "-o", str(tmp_path / f"out{code}.jsonl")]
+        words = "batch", folder, source, "-o", tmp_path / f"out{code}.jsonl"
         for _ in range(1 + code):  # the second one does nothing
-            ran = CliRunner().invoke(app, words)
-            assert (ran.exit_code, "2 lines failed" in ran.output) == (code, True), ran.output
+            assert "2 lines failed" in invoke(*words, code=code).output
 
 
 @pytest.mark.long

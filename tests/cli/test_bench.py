@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from rabbitllm.cli.main import app
 from rabbitllm.errors import MissingPackageError, OptionError
 from tests.support.builders import build_checkpoint
+from tests.support.commands import invoke
 from tests.support.splitting import names_in
 from tests.support.tiny_models import one_thread, split  # noqa: F401  a fixture that applies by itself
 
@@ -35,9 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bench(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result
+    return invoke("bench", *arguments)
 
 
 def record(*arguments: str) -> dict[str, Any]:
@@ -160,17 +158,17 @@ def test_progress_is_on_stderr(checkpoint: Path) -> None:
 )
 def test_wrong_options_are_refused(checkpoint: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        CliRunner().invoke(app, ["bench", str(checkpoint), *SHORT, *arguments], catch_exceptions=False)
+        invoke("bench", checkpoint, *SHORT, *arguments)
 
 
 def test_a_plot_without_matplotlib_is_refused_before_loading(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingPackageError, match=r"\.\[plot\]"):
-        CliRunner().invoke(app, ["bench", str(checkpoint), "--plot", "a.png"], catch_exceptions=False)
+        invoke("bench", checkpoint, "--plot", "a.png")
 
 
 def test_help_names_the_written_files() -> None:
-    text = " ".join(CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"}).stdout.split())
+    text = " ".join(invoke("bench", "--help", columns=200).stdout.split())
     assert "Nothing is ever deleted." in text
 
 

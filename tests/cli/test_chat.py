@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
-from rabbitllm.cli.main import app
 from rabbitllm.errors import OptionError
 from tests.generation.test_mtp import streamed_with_head
 from tests.support import terminals
+from tests.support.commands import invoke
 from tests.support.demo_models import demo_model, endless_model
 from tests.support.mtp_heads import build_with_head, make_predictable
 from tests.support.splitting import split
@@ -147,4 +146,4 @@ def test_at_a_terminal(endless: Path, tmp_path: Path) -> None:
 )
 def test_wrong_options_are_refused(demo: Path, options: list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        CliRunner().invoke(app, ["chat", str(demo), *options], catch_exceptions=False)
+        invoke("chat", demo, *options)

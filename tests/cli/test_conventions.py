@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from rabbitllm.cli import exit_codes
 from rabbitllm.cli.arguments import complete_model
@@ -21,6 +20,7 @@ from rabbitllm.cli.main import app
 from rabbitllm.store import locations
 from tests.frozen.support.command_line import rabbitllm
 from tests.support.builders import build_checkpoint
+from tests.support.commands import invoke
 from tests.support.pages import examples_of
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +40,7 @@ def options_of(name: str) -> set[str]:
 
 
 def help_of(name: str) -> str:
-    result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
-    assert result.exit_code == 0
+    result = invoke(name, "--help", columns=200)
     return " ".join(result.stdout.split())
 
 
@@ -60,7 +59,7 @@ def test_help_ends_with_two_examples(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_examples_fit_into_80_columns(name: str) -> None:
-    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
+    shown = invoke(name, "--help", columns=80).stdout
     for example in examples_of(COMMANDS[name]):
         assert example in [line.strip() for line in shown.splitlines()]
 
@@ -68,20 +67,20 @@ def test_examples_fit_into_80_columns(name: str) -> None:
 @pytest.mark.parametrize("name", ["", *COMMANDS])
 def test_help_names_values_by_words_and_flags_by_none(name: str) -> None:
     """Not by Python's types, as typer does."""
-    shown = CliRunner().invoke(app, [name, "--help"] if name else ["--help"], env={"COLUMNS": "80"}).stdout
+    shown = invoke(*([name, "--help"] if name else ["--help"]), columns=80).stdout
     assert "--help" in shown
     assert not re.search(r"<\w+|list\[|[<>]=|\{MODEL|\bprompt\]|\[\[", shown)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if "--compression" in options_of(name)])
 def test_options_of_the_model_come_first(name: str) -> None:
-    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
+    shown = invoke(name, "--help", columns=80).stdout
     first = shown.partition("╭─ Arguments")[2].partition("╭─ ")[2]
     assert first.split("\n")[1].startswith("│ --compression")
 
 
 def test_the_main_commands_come_first_each_in_one_line() -> None:
-    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).stdout
+    shown = invoke("--help", columns=80).stdout
     rows = [row.split(maxsplit=1) for row in re.findall(r"^│ ([a-z]\w* .*\S) *│$", shown, re.MULTILINE)]
     assert [name for name, _ in rows][:5] == ["pull", "run", "chat", "serve", "plan"]
     assert {name for name, _ in rows} == set(COMMANDS)
@@ -92,7 +91,7 @@ def test_the_main_commands_come_first_each_in_one_line() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_wrapped_at_the_width_of_the_terminal(name: str) -> None:
     """And nowhere else: a line of a paragraph is ended by the width, or by the paragraph's end."""
-    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
+    shown = invoke(name, "--help", columns=80).stdout
     paragraphs = [line.strip() for line in shown.partition("Examples:")[0].splitlines()]
     for line, following in pairwise(paragraphs):
         if line and following:
@@ -111,7 +110,7 @@ def test_exit_codes_are_in_help_and_page() -> None:
         for name, value in vars(exit_codes).items()
         if name.isupper() and isinstance(value, int) and name[0] != "_"
     }
-    output = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300"}).stdout
+    output = invoke("--help", columns=300).stdout
     for code in codes:
         assert re.search(rf"^ +{code} +\w", output.rpartition("Exit codes")[2], re.MULTILINE)
         assert re.search(rf"^\| {code} \|", PAGE, re.MULTILINE)

@@ -14,9 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from typer.testing import CliRunner
 
-from rabbitllm.cli.main import app
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     IncompleteSplitError,
@@ -39,6 +37,7 @@ from tests.support.builders import (
     write_shards,
     write_torch,
 )
+from tests.support.commands import invoke
 from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -55,9 +54,7 @@ REPO = "org/model"
 
 
 def run(*arguments: object) -> str:
-    result = CliRunner().invoke(app, ["convert", *map(str, arguments)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return invoke("convert", *arguments).stdout
 
 
 def check(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -345,7 +342,7 @@ def test_split_of_rabbitllm_1_without_some_tensors_is_refused(tmp_path: Path, to
     target = tmp_path / ("new.gguf" if to == "gguf" else "new")
     command = ["convert", str(folder), "-o", str(target), "--to", to]
     with pytest.raises(IncompleteSplitError, match="lacks 3 of the"):
-        CliRunner().invoke(app, command, catch_exceptions=False)
+        invoke(*command)
     assert not target.exists()
 
 
@@ -580,7 +577,6 @@ def test_a_work_folder_with_files_of_others_is_refused(tmp_path: Path, work: str
 
 def test_words_of_a_conversion(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf")
-    ran = CliRunner().invoke(app, ["convert", str(file), "-o", str(tmp_path / "new")], catch_exceptions=False)
-    assert ran.exit_code == 0
+    ran = invoke("convert", file, "-o", tmp_path / "new")
     assert re.search(r"^converted, \d+ files, .* in .*; peak disk", ran.stderr, re.MULTILINE)
     assert "split" not in ran.stderr + ran.stdout

@@ -14,16 +14,16 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 from rabbitllm.checkpoints.hub import FIRST_READ_BYTES
 from rabbitllm.cli import exit_codes
-from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, MissingShardError, OptionError, RabbitLLMError
 from rabbitllm.models.inspection import look, look_at_file
 from rabbitllm.models.inspection_report import RowChoice, runs, show
 from tests.frozen.support.command_line import Ran, rabbitllm
 from tests.support.builders import INDEX_NAME, cut, llama_tensors, write_shards
+from tests.support.commands import invoke
+from tests.support.fresh_process import python
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.published import write_llama_2_vocabulary, write_llama_2_weights
@@ -37,9 +37,7 @@ EVIL = b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00id\x85R."
 
 def run(*arguments: object) -> str:
     """What the command prints on stdout where nothing is refused."""
-    result = CliRunner().invoke(app, ["inspect", *map(str, arguments)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return invoke("inspect", *arguments).stdout
 
 
 def record(*arguments: object) -> dict[str, Any]:
@@ -134,7 +132,7 @@ before = taken()
 app(["inspect", sys.argv[1]], standalone_mode=False)
 print(*(now - then for now, then in zip(taken(), before)), file=sys.stderr)
 """
-    ran = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, cwd=ROOT, check=True)
+    ran = python(code, path)
     kilobytes, nbytes = map(int, ran.stderr.split())
     assert kilobytes < 50_000
     assert 0 < nbytes < 50_000_000

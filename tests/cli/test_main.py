@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from rabbitllm.cli.main import app
 from rabbitllm.version import __version__
+from tests.support.commands import invoke
 
 
 def rabbitllm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -46,22 +45,20 @@ def test_a_wrong_option_exits_with_2() -> None:
     ],
 )
 def test_no_suggestion_is_an_option_that_deletes(words: tuple[str, ...], option: str) -> None:
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 2
+    result = invoke(*words, code=2)
     assert "No such option" in result.output
     assert option not in result.output.replace(f"option: {words[-1]}", "")
 
 
 def test_a_harmless_option_is_suggested() -> None:
-    assert "--compression" in CliRunner().invoke(app, ["pull", "x", "--compresion", "4bit"]).output
+    assert "--compression" in invoke("pull", "x", "--compresion", "4bit", code=2).output
 
 
 @pytest.mark.parametrize(
     ("word", "command"), [("remove", "rm"), ("delete", "rm"), ("list", "ls"), ("generate", "run"), ("serv", "serve")]
 )
 def test_the_command_is_named_that_another_program_calls_otherwise(word: str, command: str) -> None:
-    result = CliRunner().invoke(app, [word, "x"])
-    assert (result.exit_code, f"Did you mean '{command}'?" in result.output) == (2, True)
+    assert f"Did you mean '{command}'?" in invoke(word, "x", code=2).output
 
 
 USES_ALL = """
@@ -126,6 +123,5 @@ def test_memory_limit_below_torch_is_reported(limit: str, tmp_path: Path) -> Non
     ],
 )
 def test_values_out_of_range_are_refused_in_our_words(words: tuple[str, ...], problem: str) -> None:
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 2
+    result = invoke(*words, code=2)
     assert f"Invalid value for {problem}" in " ".join(result.output.split())

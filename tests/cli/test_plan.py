@@ -16,13 +16,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 import rabbitllm
 from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.checkpoints import local
 from rabbitllm.checkpoints.hub import FIRST_READ_BYTES
-from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, NotEnoughSpaceException, OptionError
 from rabbitllm.estimate.report import show
 from rabbitllm.estimate.split_estimate import FETCHED_BYTES, ROUTES, CompressionEstimate, Route, SplitEstimate
@@ -30,6 +28,7 @@ from rabbitllm.splitter.disk_budget import on_disk
 from tests.splitter.test_split import LARGE
 from tests.support import quantized
 from tests.support.builders import SINGLE_NAME, build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.commands import invoke
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.peak import Peak
@@ -75,11 +74,9 @@ def repository(tmp_path: Path, hub_environment: HubEnvironment) -> Path:
     return write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(**LARGE), SHARDS))
 
 
-def run(*arguments: str) -> str:
+def run(*arguments: object) -> str:
     """What the command prints on stdout."""
-    result = CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return invoke("plan", *arguments).stdout
 
 
 def plan(source: Path | str, **options: Any) -> SplitEstimate:
@@ -115,7 +112,7 @@ def test_a_plan_prints_as_the_command_does(tmp_path: Path, monkeypatch: pytest.M
     folder = write_shards(tmp_path / "<b>model</b>", cut(llama_tensors(), SHARDS))
     forecast = plan(folder)
     monkeypatch.setattr("rabbitllm.estimate.plan.plan", lambda *arguments, **options: forecast)
-    printed = run(str(folder))
+    printed = run(folder)
     assert str(forecast) == printed.rstrip("\n")
     assert "sequential" in printed
     in_a_notebook = forecast._repr_html_()
@@ -125,7 +122,7 @@ def test_a_plan_prints_as_the_command_does(tmp_path: Path, monkeypatch: pytest.M
 
 def test_folder_as_text(folder: Path) -> None:
     before = files_in(folder)
-    text = run(str(folder), "--bandwidth", "100MB")
+    text = run(folder, "--bandwidth", "100MB")
     assert files_in(folder) == before
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert re.search(rf"checkpoint +{re.escape(size(total))} in {SHARDS} shards", text)
@@ -155,7 +152,7 @@ def test_published_codes_are_not_called_uncompressed(tmp_path: Path) -> None:
 
 
 def test_folder_as_json(folder: Path) -> None:
-    record = json.loads(run(str(folder), "--json", "--compression", "4bit", "--max-disk", "1GiB"))
+    record = json.loads(run(folder, "--json", "--compression", "4bit", "--max-disk", "1GiB"))
     assert set(record) == KEYS
     assert set(record["anatomy"]) == ANATOMY_KEYS
     assert [entry["compression"] for entry in record["outlooks"]] == PLANNED
@@ -233,7 +230,7 @@ def test_estimates_of_unusual_checkpoints(tmp_path: Path) -> None:
     tensors["model.layers.1.nothing"] = torch.zeros(0, 4)
     source = write_shards(tmp_path / "m", cut(tensors, 3))
     (source / "config.json").write_text('{"model_type": "llama", "tie_word_embeddings": true}')
-    text = run(str(source), "--bandwidth", "1GB")
+    text = run(source, "--bandwidth", "1GB")
     assert re.search(r"embeddings +tied", text)
     assert re.search(r"kept as is +convolution \(1 tensor, [\d,]+ bytes\), at any compression", text)
     assert re.search(r"not floating +I64 \(1 tensor", text)
@@ -447,7 +444,7 @@ def test_finished_split_is_reported(folder: Path, sequential: bool) -> None:
     assert forecast.choice is not None
     assert arguments_of(forecast.choice.call) == {"source": str(folder), "compression": "4bit", "max_disk": 1}
     assert (estimate_at(forecast, None).obstacle is not None) == sequential  # its shards are gone
-    text = run(str(folder), "--compression", "4bit")
+    text = run(folder, "--compression", "4bit")
     assert re.search(r"4bit, .*: finished \d{4}-\d\d-\d\d \d\d:\d\d in ", text)
     assert "is finished. To load it:" in text
 
@@ -459,7 +456,7 @@ def test_split_directory_itself(folder: Path) -> None:
     assert [outlook.compression for outlook in forecast.outlooks] == ["8bit"]
     assert forecast.choice is not None
     assert arguments_of(forecast.choice.call) == {"source": str(split_folder), "compression": "8bit"}
-    text = run(str(split_folder))
+    text = run(split_folder)
     assert "8bit is finished. To load it:" in text
     assert "no route" not in text
 
@@ -486,7 +483,7 @@ def test_split_of_another_model_in_the_way(tmp_path: Path) -> None:
     assert "of another source: its shard" in (estimate_at(forecast, "4bit").obstacle or "")
     assert not estimate_at(forecast, "8bit").finished
     assert estimate_at(forecast, None).routes
-    text = run(str(second), "--dir", str(tmp_path / "out"), "--bandwidth", "1GB")
+    text = run(second, "--dir", str(tmp_path / "out"), "--bandwidth", "1GB")
     assert text.count("not possible: the ") == 2
 
 
@@ -562,15 +559,15 @@ def test_invalid_arguments_are_refused(folder: Path, options: dict[str, Any], na
 def test_memory_as_on_the_command_line(tmp_path: Path) -> None:
     source = build_checkpoint(tmp_path / "m", "llama", hidden_size=128, intermediate_size=512)
     options = ("--device", "cpu", "--max-memory", "cpu=500kB", "--bandwidth", "1GB")
-    record = json.loads(run(str(source), "--json", *options))
+    record = json.loads(run(source, "--json", *options))
     assert [set(entry) for entry in record["generations"]] == [GENERATION_KEYS] * len(PLANNED)
     streamed = [entry["read_bytes"] for entry in record["generations"]]
     assert streamed[0] > streamed[2] == 0
     assert 'max_memory={"cpu": "500kB"}' in record["choice"]["call"]
-    text = run(str(source), *options)
+    text = run(source, *options)
     assert re.search(r"uncompressed +[\d.,]+ (?:MB|bytes) +[\d.]+ MB, cached", text)
-    wrong = CliRunner().invoke(app, ["plan", str(source), "--max-memory", "500kB"])
-    assert isinstance(wrong.exception, OptionError)
+    with pytest.raises(OptionError):
+        run(source, "--max-memory", "500kB")
 
 
 def test_errors_are_on_stderr(tmp_path: Path) -> None:
@@ -639,18 +636,18 @@ def test_guide_has_the_printed_output(guide: str, monkeypatch: pytest.MonkeyPatc
 
 def test_markup_in_a_name_is_escaped(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "[red]m[/red]", cut(llama_tensors(), 3))
-    assert f"{source}\n" in run(str(source), "--bandwidth", "1GB")
+    assert f"{source}\n" in run(source, "--bandwidth", "1GB")
 
 
 def test_picture_of_the_placement(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "m", cut(llama_tensors(), 3))
-    wrong = CliRunner().invoke(app, ["plan", str(source), "--plot", str(tmp_path / "tiers.txt")])
-    assert isinstance(wrong.exception, OptionError)
+    with pytest.raises(OptionError):
+        run(source, "--plot", tmp_path / "tiers.txt")
     (source / "config.json").unlink()
-    bare = CliRunner().invoke(app, ["plan", str(source), "--plot", str(tmp_path / "none.png")])
-    assert isinstance(bare.exception, OptionError)  # without a config nothing is known of generating
+    with pytest.raises(OptionError):  # without a config nothing is known of generating
+        run(source, "--plot", tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
     checkpoint = build_checkpoint(tmp_path / "whole", "llama")
     picture = tmp_path / "tiers.png"
-    run(str(checkpoint), "--bandwidth", "1GB", "--device", "cpu", "--plot", str(picture))
+    run(checkpoint, "--bandwidth", "1GB", "--device", "cpu", "--plot", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from rabbitllm.cli.main import app
 from tests.support.builders import build_checkpoint
+from tests.support.commands import invoke
 from tests.support.tiny_models import one_thread, split  # noqa: F401  a fixture that applies by itself
 
 SHORT = ["--device", "cpu", "--tokens", "64", "--window", "32"]
@@ -24,9 +24,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quality(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, ["quality", *arguments, *SHORT], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result
+    return invoke("quality", *arguments, *SHORT)
 
 
 def test_table_equals_record(packed: Path) -> None:

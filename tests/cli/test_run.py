@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoTokenizer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from rabbitllm.cli.main import app
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.request import AnswerPenalties
 from tests.chat.talkers import talker_folder
 from tests.support.builders import build_checkpoint
+from tests.support.commands import invoke
 from tests.support.demo_models import DEMO
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.screen import Screen, run_on_terminal
@@ -40,9 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, ["run", *arguments], catch_exceptions=False)
-    assert result.exit_code == code, result.output
-    return result
+    return invoke("run", *arguments, code=code)
 
 
 def expected(folder: Path, text: str, tokens: int = 8, *, begins: bool = True) -> str:

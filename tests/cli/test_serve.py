@@ -18,11 +18,10 @@ from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
 from rabbitllm.cli import exit_codes
-from rabbitllm.cli.main import app
 from rabbitllm.errors import OptionError
+from tests.support.commands import invoke
 from tests.support.demo_models import demo_model, endless_model
 from tests.support.mtp_heads import build_with_head, make_predictable
 
@@ -191,9 +190,8 @@ def test_used_port_is_refused_before_loading(endless: Path) -> None:
 
 
 def test_a_model_as_its_own_draft_without_room_for_copies_is_refused(endless: Path) -> None:
-    refused = CliRunner().invoke(app, words(endless, "--port", "0", "--draft", "self"))
-    assert (type(refused.exception), refused.stdout) == (OptionError, "")
-    assert "are lacking for the smallest ones" in str(refused.exception)
+    with pytest.raises(OptionError, match="are lacking for the smallest ones"):
+        invoke(*words(endless, "--port", "0", "--draft", "self"))
 
 
 @pytest.mark.long
@@ -253,7 +251,7 @@ def test_options_of_one_model_are_refused_for_several(
 ) -> None:
     monkeypatch.chdir(demo_model(tmp_path / "model").parent)
     with pytest.raises(OptionError) as refused:
-        CliRunner().invoke(app, ["serve", "model", *options, "--port", "0"], catch_exceptions=False)
+        invoke("serve", "model", *options, "--port", "0")
     assert problem in refused.value.problem
 
 
@@ -316,9 +314,8 @@ def test_several_models(endless: Path) -> None:
 
 
 def test_missing_media_folder_is_refused(endless: Path, tmp_path: Path) -> None:
-    refused = CliRunner().invoke(app, words(endless, "--port", "0", "--media-dir", str(tmp_path / "nowhere")))
-    assert (type(refused.exception), refused.stdout) == (OptionError, "")
-    assert "nowhere is not a folder" in str(refused.exception)
+    with pytest.raises(OptionError, match="nowhere is not a folder"):
+        invoke(*words(endless, "--port", "0", "--media-dir", str(tmp_path / "nowhere")))
 
 
 @pytest.mark.long

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from rabbitllm import AutoModel, Hosts
 from rabbitllm.cli.arguments import ModelOptions
 from rabbitllm.errors import HostGoneError, OptionError
 from rabbitllm.run import hosts_for, local_device
+from tests.frozen.support.commands import begin, command
+from tests.frozen.support.commands import started as started
 from tests.support.builders import build_checkpoint
 from tests.support.tiny_models import INPUT, one_thread, plain_model, split  # noqa: F401  a fixture that applies by itself
 
@@ -32,32 +33,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "rabbitllm", *map(str, arguments)]
-
-
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-def begin(started: list[subprocess.Popen[str]], *arguments: object) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
-    )
-    started.append(process)
-    return process
-
-
 @pytest.mark.long
 def test_worker_serves_a_model_until_killed(checkpoint: Path, started: list[subprocess.Popen[str]]) -> None:
     def call(address: str) -> None:
-        begin(started, "worker", checkpoint, "--join", address, "--device", "cpu")
+        started.append(begin("worker", checkpoint, "--join", address, "--device", "cpu"))
 
     hosts = Hosts("127.0.0.1:0", 1, announce=call)
     model = AutoModel.from_pretrained(checkpoint, device="cpu", show_layer_progress=False, hosts=hosts)
@@ -78,12 +57,14 @@ def test_worker_serves_a_model_until_killed(checkpoint: Path, started: list[subp
 def test_run_with_workers(checkpoint: Path, started: list[subprocess.Popen[str]], ends: str) -> None:
     how = ["the rabbit", "--raw", "--device", "cpu", "--max-new-tokens"]
     much = ["8", "--json", "--dtype", "float32", "--no-fast-bfloat16"] if ends == "done" else ["240"]
-    first = begin(started, "run", checkpoint, *how, *much, "--workers", 2, "--address", "127.0.0.1:0")
+    first = begin("run", checkpoint, *how, *much, "--workers", 2, "--address", "127.0.0.1:0")
+    started.append(first)
     assert first.stderr is not None
     assert first.stdout is not None
     match = re.search(r"waiting for 2 workers: rabbitllm (worker .*)", first.stderr.readline())
     assert match is not None
-    workers = [begin(started, *match[1].split(), "--device", "cpu") for _ in range(2)]
+    workers = [begin(*match[1].split(), "--device", "cpu") for _ in range(2)]
+    started += workers
     if ends == "done":
         record: dict[str, Any] = json.loads(first.communicate()[0])
         alone = subprocess.run(command("run", checkpoint, *how, *much), capture_output=True, text=True)

@@ -15,14 +15,13 @@ from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
 import rabbitllm
-from rabbitllm.cli.main import app
 from rabbitllm.errors import RabbitLLMError
 from rabbitllm.server._models import Models
 from rabbitllm.server.settings import address_of
 from tests.server.serving import in_a_thread
+from tests.support.commands import invoke
 from tests.support.damaged_checkpoints import ODD, places
 from tests.support.quick_measuring import quick_measuring  # noqa: F401  a fixture that applies by itself
 from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
@@ -83,13 +82,14 @@ def answered(models: Models, listening: socket.socket, grace: float | None, star
 
 def outcome(*arguments: str, typed: str | None = None) -> str:
     """What became of a command: an exit code that the page of the command line names, or an error of ours."""
-    result = CliRunner().invoke(app, arguments, input=typed)
-    if result.exception is None or isinstance(result.exception, SystemExit):
+    try:
+        result = invoke(*arguments, code=None, typed=typed)
+    except RabbitLLMError as error:
+        refusal = error
+    else:
         assert result.exit_code in (0, 1), result.output
         return f"exit {result.exit_code}"
-    if not isinstance(result.exception, RabbitLLMError):
-        raise result.exception
-    assert result.exception.problem
+    assert refusal.problem
     return "refused"
 
 
@@ -232,7 +232,4 @@ def test_unprintable_characters_are_escaped(sound: Path, tmp_path: Path) -> None
     folder = shutil.copytree(sound, tmp_path / "model", ignore=shutil.ignore_patterns("splitted_model*"))
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "padding_side": "\ud800"}))
-    result = CliRunner().invoke(app, ["pull", str(folder), "--dry-run"])
-    assert result.exit_code == 1, result.output
-    assert isinstance(result.exception, SystemExit)
-    assert "\\ud800" in result.output
+    assert "\\ud800" in invoke("pull", folder, "--dry-run", code=1).output

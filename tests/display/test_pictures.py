@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from rabbitllm.base import progress
 from rabbitllm.base.progress import DiskSampled, ShardDone, SplitStarted
-from rabbitllm.cli.main import app
 from rabbitllm.display import pictures
 from rabbitllm.display.pictures import (
     DiskRecord,
@@ -28,6 +26,7 @@ from rabbitllm.errors import MissingPackageError, OptionError
 from rabbitllm.telemetry.passes import COMPUTE, DEQUANTIZE, READ, READ_WAIT, Pass, PassInput
 from rabbitllm.telemetry.profiler import Event, Trace
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.commands import invoke
 from tests.support.splitting import Call, names_in
 from tests.support.tiny_models import INPUT, load, split
 
@@ -198,13 +197,12 @@ def test_convert_draws_the_disk(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     picture, output = tmp_path / "disk.png", tmp_path / "made"
     arguments = ["convert", str(source), "-o", str(output), "--plot", str(picture)]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    result = invoke(*arguments)
     assert f"picture       {picture}" in result.stdout.replace("\n", "")
     assert picture.read_bytes().startswith(PNG)
     assert not [name for name in names_in(output) if name.endswith(".png")]
     picture.unlink()
-    again = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    again = invoke(*arguments)
     assert "nothing to do" in again.stdout
     assert not picture.exists()
 

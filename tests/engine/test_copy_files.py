@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from rabbitllm.cli.main import app
 from rabbitllm.engine.placement import Tier
 from rabbitllm.errors import OptionError, SplitError
 from rabbitllm.models.library import look
@@ -24,6 +22,7 @@ from rabbitllm.quant import block_encoders
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store.layer_store import verify
 from tests.generation.test_rewind import IDS, checkpoint
+from tests.support.commands import invoke
 from tests.support.tiny_models import load, one_thread, split, tiers  # noqa: F401
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
@@ -252,8 +251,7 @@ def test_a_split_with_copies_is_a_split(llama: tuple[Path, int, torch.Tensor], t
     assert with_copies.nbytes >= entry.nbytes + sum(map(len, files_in(directory).values()))
     assert verify(directory) == checked
     assert load(directory).placement == model.placement
-    result = CliRunner().invoke(app, ["convert", str(directory), "-o", str(tmp_path / "plain")])
-    assert result.exit_code == 0, result.output
+    invoke("convert", directory, "-o", tmp_path / "plain")
     assert not (tmp_path / "plain" / "copies").exists()
     foreign = directory / "copies" / "notes.safetensors"
     foreign.write_bytes(b"mine")

@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 import rabbitllm
 import rabbitllm.demo
 from rabbitllm import AutoModel, quality
-from rabbitllm.cli.main import app
 from rabbitllm.demo.tasks import held_out
 from rabbitllm.errors import OptionError, QualityError
 from rabbitllm.evaluation.quality import bundled_text, is_bundled_tokenizer, scored_answers, text_of, windows
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint, make_tokenizer, read_tensors
+from tests.support.commands import invoke
 from tests.support.splitting import names_in
 from tests.support.tiny_models import one_thread, split  # noqa: F401  a fixture that applies by itself
 
@@ -61,7 +60,7 @@ def test_against_the_same_model_uncompressed(checkpoint: Path) -> None:
 def test_a_comparison_prints_as_the_command_does(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = quality(checkpoint, compression="4bit", **FEW)
     monkeypatch.setattr("rabbitllm.evaluation.quality.quality", lambda *arguments, **options: result)
-    printed = CliRunner().invoke(app, ["quality", str(checkpoint)], catch_exceptions=False).stdout
+    printed = invoke("quality", checkpoint).stdout
     assert str(result) == printed.rstrip("\n")
     assert "KL divergence" in printed
     assert result._repr_html_() == f"<pre>{html.escape(str(result))}</pre>"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import subprocess
 import sys
 import wave
 import zlib
@@ -17,6 +16,7 @@ from transformers.image_utils import load_image
 
 from rabbitllm.errors import MediaError
 from rabbitllm.formats.media_file import MAX_PIXELS, read_picture, read_sound
+from tests.support.fresh_process import python
 from tests.support.picture_models import RATE, encoded, picture, sound, tone
 
 NAME = "photo"
@@ -145,8 +145,7 @@ def test_bombs_take_no_memory(tmp_path: Path) -> None:
         assert len(data) < 500_000
         paths.append(tmp_path / str(index))
         paths[-1].write_bytes(data)
-    ran = subprocess.run([sys.executable, "-c", BOMBS, *paths], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    ran = python(BOMBS, *paths)
     assert int(ran.stdout) < 8 << 10
 
 

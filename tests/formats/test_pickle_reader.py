@@ -6,7 +6,6 @@ import collections
 import contextlib
 import pickle
 import pickletools
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,9 @@ from rabbitllm.formats.pickle_reader import (
 from tests.attacks.attack import Attack
 from tests.attacks.pickles import ATTACKS, LEGAL
 from tests.support.draws import draws
+from tests.support.fresh_process import python
 from tests.support.torch_files import pickled, tensor_pickle
 
-ROOT = Path(__file__).parent.parent.parent
 PROTOCOLS = (2, 3, 4, 5)
 
 
@@ -91,8 +90,7 @@ for attack in ATTACKS:
         refused += 1
 print(refused, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - idle) * 1024)
 """
-    command = [sys.executable, "-c", code, str(tmp_path / "marker")]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    ran = python(code, tmp_path / "marker")
     refused, peak = map(int, ran.stdout.split())
     assert refused == len(ATTACKS)
     assert peak < 256_000_000

@@ -6,8 +6,6 @@ import itertools
 import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +42,7 @@ from tests.attacks.protobuf_files import (
     span,
 )
 from tests.support.draws import draws
+from tests.support.fresh_process import python
 
 WORDS = """
     the quick brown fox jumps over lazy dogs while river stones remember every winter 2024 1999 3.14 naïve café
@@ -322,7 +321,7 @@ def test_malformed_inputs_that_the_library_refuses() -> None:
         "        continue\n"
         "    print(name)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = python(code)
     assert set(result.stdout.splitlines()) == ACCEPTED_BY_THE_LIBRARY
 
 
@@ -346,9 +345,7 @@ def test_memory_of_the_largest_inputs(tmp_path: Path) -> None:
         "except CorruptVocabularyError as error:\n"
         "    print(error.problem, peak() - idle, sep='\\n')\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, timeout=600
-    )
+    result = python(code, path, timeout=600)
     problem, kibibytes = result.stdout.splitlines()
     assert "0 byte pieces" in problem
     assert int(kibibytes) < 256 * 1000

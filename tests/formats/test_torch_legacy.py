@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -22,9 +21,9 @@ from tests.attacks.attack import Attack
 from tests.attacks.legacy_torch_files import parts, storage
 from tests.formats.test_torch_zip import assert_equal
 from tests.support.draws import draws
+from tests.support.fresh_process import python
 from tests.support.torch_files import FOUR, bits, every_dtype, tensor, views
 
-ROOT = Path(__file__).parents[2]
 PROTOCOLS = [2, 3, 4, 5]
 
 
@@ -175,7 +174,7 @@ def test_file_of_13_gb(tmp_path: Path) -> None:
             file.seek(2 * elements, 1)
         file.truncate()
     assert path.stat().st_size > 13_000_000_000
-    ran = subprocess.run([sys.executable, "-c", GIANT, str(path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    ran = python(GIANT, path)
     path.unlink()
     count, kilobytes = map(float, ran.stdout.split())
     assert count == 150

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from rabbitllm.storage.files import PositionalFile
 from tests.attacks import pickles, torch_zips
 from tests.attacks.attack import Attack
 from tests.support.draws import draws
+from tests.support.fresh_process import python
 from tests.support.torch_files import (
     FOUR,
     archive,
@@ -40,7 +40,6 @@ from tests.support.torch_files import (
 )
 
 PROTOCOLS = (2, 3, 4, 5)
-ROOT = Path(__file__).parent.parent.parent
 
 
 def bytes_of(path: Path, record: TorchTensor, chunk: int = 1 << 20) -> bytes:
@@ -287,7 +286,7 @@ def test_file_of_13_gb(tmp_path: Path) -> None:
     with PositionalFile(path) as opened:
         flat = b"".join(bytes(piece) for piece in chunks_of(opened, record))
     assert flat.index(b"\x12\x34") == (3 * 4096 + 7) * 2
-    ran = subprocess.run([sys.executable, "-c", GIANT, str(path)], cwd=ROOT, capture_output=True, text=True, check=True)
+    ran = python(GIANT, path)
     count, opening, copying, reading = map(float, ran.stdout.split())
     path.unlink()
     assert (count, copying) == (198, 16384 * 4096 * 2)

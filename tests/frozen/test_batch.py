@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import rabbitllm
-from tests.frozen.support.commands import PATIENCE, begin, call
+from tests.frozen.support.command_line import rabbitllm as call
+from tests.frozen.support.commands import PATIENCE, begin
 from tests.frozen.support.families import build
 from tests.frozen.support.talking import Reference, talker
 from tests.support.one_thread import one_thread as one_thread
@@ -192,7 +193,7 @@ def test_the_same_command_goes_on(
         return ("batch", folder, source, "-o", out, *CPU, "--max-memory", "cpu=0", "--sequences", 3)
 
     whole = tmp_path / "whole.jsonl"
-    record = call(*run(whole), "--json").object
+    record = call(*run(whole), "--json").json
     assert (record["lines"], record["errors"], record["resumed"]) == (32, 1, 0)
     out = tmp_path / "out.jsonl"
     for answered in times:
@@ -207,9 +208,9 @@ def test_the_same_command_goes_on(
         process.communicate(timeout=PATIENCE)
         assert process.returncode == (-signal.SIGKILL if how == signal.SIGKILL else 130)
         assert not out.exists()
-    record = call(*run(out), "--json").object
+    record = call(*run(out), "--json").json
     assert 0 < record["resumed"] < 32
     assert out.read_bytes() == whole.read_bytes()
     assert not journal.exists()
-    again = call(*run(out), "--json").object
+    again = call(*run(out), "--json").json
     assert (again["lines"], out.read_bytes()) == (32, whole.read_bytes())

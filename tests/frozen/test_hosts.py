@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,9 @@ import pytest
 import torch
 
 from rabbitllm import AutoModel, Hosts, RabbitLLMError
-from tests.frozen.support.commands import PATIENCE, begin, call
+from tests.frozen.support.command_line import rabbitllm as call
+from tests.frozen.support.commands import PATIENCE, begin
+from tests.frozen.support.commands import started as started
 from tests.frozen.support.families import INPUT, build, plain_model
 from tests.frozen.support.talking import Reference, talker
 from tests.frozen.test_generate import WAYS, generated
@@ -21,16 +22,6 @@ from tests.support.one_thread import one_thread as one_thread
 
 pytestmark = pytest.mark.long
 CPU = ("--device", "cpu")
-
-
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "falcon_h1"])

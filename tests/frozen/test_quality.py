@@ -11,7 +11,7 @@ import torch
 
 import rabbitllm
 from rabbitllm import AutoModel
-from tests.frozen.support.commands import call
+from tests.frozen.support.command_line import rabbitllm as call
 from tests.frozen.support.families import dequantized
 from tests.frozen.support.talking import Reference, talker
 from tests.support.one_thread import one_thread as one_thread
@@ -68,7 +68,7 @@ def test_loaded_models_and_the_command(folder: Path) -> None:
     text = folder.parent / "text.txt"
     found = rabbitllm.quality(packed, whole, text=text, tokens=64, window=WINDOW)
     how = ("--compression", "8bit", "--device", "cpu", "--text", text, "--tokens", 64, "--window", WINDOW)
-    said = call("quality", folder, *how, "--json").object
+    said = call("quality", folder, *how, "--json").json
     assert found.as_json()["divergence"] == said["divergence"]
     same = rabbitllm.quality(whole, whole, text=text, tokens=64, window=WINDOW).summary
     assert (same.divergence.largest, same.agreement) == (0, 1)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.frozen.support.commands import PATIENCE, at_a_terminal, call
+from tests.frozen.support.command_line import rabbitllm as call
+from tests.frozen.support.commands import PATIENCE, at_a_terminal
 from tests.frozen.support.talking import Reference, talker
 from tests.support.one_thread import one_thread as one_thread
 
@@ -32,7 +33,7 @@ def reference(folder: Path) -> Reference:
 
 
 def run(folder: Path, *arguments: object, stdin: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = call("run", folder, *arguments, *CPU, "--json", stdin=stdin).object
+    found: dict[str, Any] = call("run", folder, *arguments, *CPU, "--json", stdin=stdin).json
     return found
 
 

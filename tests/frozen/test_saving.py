@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 import rabbitllm
 from rabbitllm import AutoModel
-from tests.frozen.support.commands import call
+from tests.frozen.support.command_line import rabbitllm as call
 from tests.frozen.support.families import FAMILIES, build, dequantized, plain_model
 from tests.frozen.test_families import compressions, layer_digests, load, outcome, split_folder
 from tests.support.builders import read_tensors

@@ -16,7 +16,6 @@ import transformers
 from rich.console import Console
 from safetensors.torch import save_file
 from torch.nn import functional
-from typer.testing import CliRunner
 
 import rabbitllm
 from rabbitllm.auto_model import LoadRequest
@@ -24,7 +23,6 @@ from rabbitllm.auto_model import load as load_request
 from rabbitllm.base.options import RunOptions
 from rabbitllm.batch_jobs.items import JobLimits
 from rabbitllm.batch_jobs.job import BatchModel
-from rabbitllm.cli.main import app
 from rabbitllm.engine.heads import IN_MEMORY
 from rabbitllm.engine.load import load_model
 from rabbitllm.engine.placement import Tier
@@ -45,6 +43,7 @@ from tests.generation.submitting import answered_together
 from tests.generation.test_rewind import assert_a_chat_keeps_its_cache, assert_the_models_distribution
 from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
 from tests.support.builders import SINGLE_NAME, build_checkpoint, make_tokenizer, read_tensors
+from tests.support.commands import invoke
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.gguf_files import write_converted
 from tests.support.hybrid_families import HYBRIDS
@@ -693,9 +692,7 @@ def test_heads_that_cannot_be_built_are_refused(tmp_path: Path, name: str, tenso
 
 
 def command(*words: str) -> str:
-    result = CliRunner().invoke(app, [*words], env={"COLUMNS": "300"}, catch_exceptions=False)
-    assert result.exit_code == 0, result.stderr
-    return result.stdout
+    return invoke(*words, columns=300).stdout
 
 
 @pytest.mark.parametrize(

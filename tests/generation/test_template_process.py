@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from rabbitllm.generation._template_process import TemplateProcess, TooManyLette
 from rabbitllm.generation.template import ChatTemplate, PromptRefused
 from tests.support.builders import make_tokenizer, talking
 from tests.support.forked import in_a_fork
+from tests.support.fresh_process import python
 
 GREETING = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -215,7 +215,7 @@ def test_the_process_ends_with_its_owner() -> None:
         "PROCESS.rendered('{{ 1 }}', {}, 9)\n"
         "print(PROCESS._process.pid)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ran = python(code)
     assert re.fullmatch(r"\d+\n", ran.stdout)
     assert not psutil.pid_exists(int(ran.stdout))
     assert not ran.stderr

@@ -193,7 +193,7 @@ def test_refused_files_have_the_error(tmp_path: Path, name: str, content: bytes,
     assert isinstance(result.content, tuple) == (name == "x.pkl")
 
 
-@pytest.mark.parametrize("attack", [*torch_zips.ATTACKS, *pickles.ATTACKS], ids=lambda attack: attack.build.__name__)
+@pytest.mark.parametrize("attack", [*torch_zips.ATTACKS, *pickles.ATTACKS], ids=lambda attack: attack.name)
 def test_attacks_are_refused(tmp_path: Path, attack: torch_zips.Attack) -> None:
     """With the opcodes asked for, too, of which there are as many as can be told."""
     marker, path = tmp_path / "marker", tmp_path / "x.pth"

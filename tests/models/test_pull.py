@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 from huggingface_hub import hf_hub_download
 from rich.console import Console
-from typer.testing import CliRunner
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import gguf_label
-from rabbitllm.cli.main import app
 from rabbitllm.errors import IncompleteSplitError, NotEnoughSpaceException, OptionError, UnknownArchitectureError
 from rabbitllm.models.library import WHOLE, below
 from rabbitllm.models.library_report import put_entries, put_shown
@@ -36,6 +34,7 @@ from rabbitllm.models.pull import (
 from rabbitllm.models.show import show
 from rabbitllm.store import locations
 from tests.support.builders import build_checkpoint
+from tests.support.commands import invoke
 from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.load_requests import asked
@@ -277,19 +276,19 @@ def test_plan_and_pull_name_a_model_without_a_tokenizer(
     name = REPO if is_remote else str(folder)
     says = "no tokenizer: only token ids work, no texts; put the model's tokenizer.json"
     for command in ("plan", "pull --dry-run"):
-        answer = CliRunner().invoke(app, [*command.split(), name])
+        answer = invoke(*command.split(), name)
         assert says in " ".join(answer.output.split()), command
     pulled = pull(wished(name))
     output = io.StringIO()
     show_pulled(pulled, wished(name), Console(file=output, width=400))
     assert f"{says} and tokenizer_config.json beside its weights in {pulled.entry.folder}" in output.getvalue()
     assert "rabbitllm run" not in output.getvalue()
-    asked_for = CliRunner().invoke(app, ["run", name, "a"])
-    assert "This model has no tokenizer" in str(asked_for.exception)
+    with pytest.raises(OptionError, match="This model has no tokenizer"):
+        invoke("run", name, "a")
     build_checkpoint(tmp_path / "whole", "qwen2")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (pulled.entry.folder / file).write_bytes((tmp_path / "whole" / file).read_bytes())
-    assert CliRunner().invoke(app, ["run", name, "a", "--max-new-tokens", "1"]).exit_code == 0
+    invoke("run", name, "a", "--max-new-tokens", "1")
 
 
 def test_default_folder_is_under_home(repository: Path, hub_environment: HubEnvironment, local_hub: LocalHub) -> None:
@@ -326,8 +325,7 @@ def test_gguf_file_is_called_by_its_type_and_may_stay_unsplit(
     assert re.search(r"^other\.gguf +GGUF ", text, re.MULTILINE)
     assert re.search(rf"^published in +{label}$", text, re.MULTILINE)
     assert "uncompressed" not in text
-    ran = CliRunner().invoke(app, ["run", str(file), "--no-split", "--max-new-tokens", "1", "a"])
-    assert ran.exit_code == 0, ran.output
+    invoke("run", file, "--no-split", "--max-new-tokens", "1", "a")
 
 
 def test_files_tell_the_type_by_their_names() -> None:

@@ -15,10 +15,8 @@ import pytest
 import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
-from rabbitllm.cli.main import app
-from rabbitllm.errors import SplitError
+from rabbitllm.errors import CheckpointNotFoundError, SplitError
 from rabbitllm.models.library import HALF_REMOVED, look
 from rabbitllm.models.remove import Removal, original_of, plan_removal, refuse_only_copy, remove
 from rabbitllm.splitter.lock import locked
@@ -26,6 +24,7 @@ from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store import locations
 from rabbitllm.store.manifest import MANIFEST_NAME
 from tests.support.builders import build_checkpoint, cut, llama_tensors, read_tensors, write_shards
+from tests.support.commands import invoke
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
 from tests.support.splitting import Call, contents, interrupted, occupied
@@ -69,8 +68,8 @@ def test_empty_folders_of_a_killed_removal_go_with_the_next(
         (empty / ".lock").touch()
     other = tmp_path / "home" / "models--acme--fox" / "splitted_model"
     other.mkdir(parents=True)
-    result = CliRunner().invoke(app, ["rm", name, "--yes"])
-    assert result.exit_code == 1
+    with pytest.raises(CheckpointNotFoundError):
+        invoke("rm", name, "--yes")
     assert not (tmp_path / "home" / "models--acme--hare").exists()
     assert not (folder / "splitted_model.4bit").exists()
     assert other.is_dir()
@@ -188,7 +187,7 @@ def test_copies_from_the_checkpoint_are_removed(folder: Path) -> None:
 
 
 def test_copies_are_named_before_they_go(folder: Path) -> None:
-    result = CliRunner().invoke(app, ["rm", str(split(folder)), "--yes"], catch_exceptions=False)
+    result = invoke("rm", split(folder), "--yes")
     assert re.search(r"copies +config\.json", result.stderr)
 
 
@@ -321,7 +320,7 @@ def test_damaged_original_is_none(folder: Path) -> None:
     assert not original.there
     assert "its bytes differ" in original.where
     with pytest.raises(SplitError, match="only copy"):
-        CliRunner().invoke(app, ["rm", str(made), "--yes"], catch_exceptions=False)
+        invoke("rm", made, "--yes")
 
 
 def test_used_up_original_makes_the_split_the_only_copy(folder: Path) -> None:
@@ -392,14 +391,14 @@ def test_unavailable_repository(
     with pytest.raises(
         SplitError, match="may be the only copy of this model: the hub cache has 0 of the 2 sh"
     ) as caught:
-        CliRunner().invoke(app, ["rm", name, "--yes"], catch_exceptions=False)
+        invoke("rm", name, "--yes")
     assert f"shards of org/rabbit, and the hub was asked: {why}" in re.sub(
         r"There is no folder .* and ", "", str(caught.value)
     )
     assert "Pass --only-copy" in caught.value.remedy
     assert "run the command again with a connection" in caught.value.remedy
     assert contents(of_a_repository.entry.folder) == before
-    result = CliRunner().invoke(app, ["rm", name, "--yes", "--only-copy"], catch_exceptions=False)
+    result = invoke("rm", name, "--yes", "--only-copy")
     assert (result.exit_code, of_a_repository.entry.folder.exists()) == (0, False)
 
 

@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,13 +16,13 @@ from rabbitllm.auto_model import AutoModel
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.errors import CheckpointNotFoundError, DeviceError, HubError, IncompleteSplitError, SplitMismatchError
 from tests.prepare.conftest import REPO
+from tests.support.fresh_process import python
 from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
 from tests.support.splitting import Call, contents, layer_files, names_in, split
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-ROOT = Path(__file__).parents[2]
 
 
 # Found
@@ -103,14 +101,7 @@ def test_offline_by_environment(
     folder = split(REPO, compression="8bit")
     local_hub.stop()
     code = f"from tests.support.splitting import split; print(split({REPO!r}, compression='8bit'))"
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    process = python(code, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert process.stdout.strip() == str(folder)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert split(REPO, compression="8bit") == folder

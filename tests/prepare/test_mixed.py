@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import rabbitllm
 from rabbitllm import AutoModel, prepare
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.cli.main import app
 from rabbitllm.engine.placement import Tier
-from rabbitllm.errors import IncompleteSplitError, SplitMismatchError
+from rabbitllm.errors import IncompleteSplitError, NotEnoughSpaceException, SplitMismatchError
 from rabbitllm.models.library import compression_here, one_of_model
 from rabbitllm.quant.schemes import BLOCKS, DOUBLE, scheme_of
 from rabbitllm.splitter import journal
@@ -32,6 +30,7 @@ from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, BitAllocation,
 from rabbitllm.store.stored_form import stored_schemes
 from tests.ray.test_shards import Here
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.commands import invoke
 from tests.support.crashes import KILLED, CrashServer
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -261,8 +260,7 @@ def test_mixed_split_is_listed_verified_repaired_and_found(split_folder: Path) -
     prepare.repair_split(split_folder, manifest_of(split_folder), damaged, split_folder.parent)
     assert contents(split_folder) == before
     for command in ("ls", "show", "inspect", "verify --compression auto"):
-        done = CliRunner().invoke(app, [*command.split(), str(split_folder) if command == "inspect" else model])
-        assert done.exit_code == 0, done.output
+        done = invoke(*command.split(), str(split_folder) if command == "inspect" else model)
         assert "auto" in done.output
 
 
@@ -313,8 +311,7 @@ def test_plan_predicts_the_choice(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "m", "llama", dtype=torch.bfloat16, shards=2)
     allowed = size_at(folder, tmp_path / "uniform", "4bit") + 120_000
     command = [str(folder), "--compression", "auto", "--max-disk", str(allowed), "--min-free-disk", "0"]
-    done = CliRunner().invoke(app, ["plan", *command, "--device", "cpu", "--json"])
-    assert done.exit_code == 0, done.output
+    done = invoke("plan", *command, "--device", "cpu", "--json")
     record = json.loads(done.stdout)
     outlook = next(entry for entry in record["outlooks"] if entry["compression"] == "auto")
     assert record["choice"]["compression"] == "auto"
@@ -330,27 +327,27 @@ def test_plan_predicts_the_choice(tmp_path: Path) -> None:
     mixture = outlook["mixture"]
     assert mixture["compared"] == "q4_k"
     assert mixture["uniform"]["q8_0"] < mixture["loss"] < 1 < mixture["uniform"]["iq4_xs"]
-    fitted = CliRunner().invoke(app, ["plan", *command, "--device", "cpu", "--json", "--fit-scales"])
+    fitted = invoke("plan", *command, "--device", "cpu", "--json", "--fit-scales")
     estimate = json.loads(fitted.stdout)
     same = next(entry for entry in estimate["outlooks"] if entry["compression"] == "auto")
     assert same["finished"]
     assert (same["mixture"]["loss"], same["mixture"]["fitted"]) == (mixture["loss"], False)
     assert "fit_scales" not in estimate["choice"]["call"]  # what is finished would be refused with it
     where = ["--dir", str(tmp_path / "elsewhere")]
-    fitted = CliRunner().invoke(app, ["plan", *command, *where, "--device", "cpu", "--json", "--fit-scales"])
+    fitted = invoke("plan", *command, *where, "--device", "cpu", "--json", "--fit-scales")
     estimate = json.loads(fitted.stdout)
     assert "fit_scales=True" in estimate["choice"]["call"]
     fitted_mixture = next(entry for entry in estimate["outlooks"] if entry["compression"] == "auto")["mixture"]
     assert fitted_mixture["fitted"]
     assert fitted_mixture["compared"] == "4bit"
     assert fitted_mixture["uniform"]["4bit"] < 1
-    shown = CliRunner().invoke(app, ["plan", *command, *where, "--device", "cpu", "--fit-scales"])
+    shown = invoke("plan", *command, *where, "--device", "cpu", "--fit-scales")
     assert (
         f"expected loss {fitted_mixture['loss']:.2g} of 4bit's ({fitted_mixture['uniform']['8bit']:.2g} at 8bit, "
         in shown.output
     )
     assert "all with fitted scales" in shown.output
-    shown = CliRunner().invoke(app, ["plan", *command, "--device", "cpu"])
+    shown = invoke("plan", *command, "--device", "cpu")
     assert "bits chosen" in shown.output
     assert "bits per weight; expected loss" in shown.output
     assert "Auto is finished" in shown.output
@@ -359,13 +356,11 @@ def test_plan_predicts_the_choice(tmp_path: Path) -> None:
 def test_too_small_budget_names_the_least_that_fits(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "m", "llama", dtype=torch.bfloat16, shards=2)
     pull = ["pull", str(folder), "--compression", "auto", "--device", "cpu", "--max-disk"]
-    done = CliRunner().invoke(app, [*pull, "1000"])
-    assert done.exit_code != 0
-    match = re.search(r"Set max_disk to (\d+)", str(done.exception) + done.output)
+    with pytest.raises(NotEnoughSpaceException) as refused:
+        invoke(*pull, "1000")
+    match = re.search(r"Set max_disk to (\d+)", str(refused.value))
     assert match is not None
     least = match[1]
-    dry = CliRunner().invoke(app, [*pull, "1000", "--dry-run"])
-    assert dry.exit_code != 0
-    assert least in dry.output
-    assert CliRunner().invoke(app, [*pull, least, "--dry-run"]).exit_code == 0
-    assert CliRunner().invoke(app, [*pull, least]).exit_code == 0
+    assert least in invoke(*pull, "1000", "--dry-run", code=1).output
+    invoke(*pull, least, "--dry-run")
+    invoke(*pull, least)

@@ -15,17 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from rabbitllm import AutoModel, prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.cli import exit_codes
-from rabbitllm.cli.main import app
 from rabbitllm.errors import IncompleteSplitError, InUseError
 from rabbitllm.models.pull import Pulled, pull
 from rabbitllm.store.layer_store import verify
 from rabbitllm.store.manifest import read_manifest
 from tests.support.builders import SINGLE_NAME, build_checkpoint, llama_tensors, write_shards
+from tests.support.commands import invoke
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.load_requests import asked
 from tests.support.pausing import Paused
@@ -278,7 +277,7 @@ def test_removing_a_split_whose_model_is_loaded(folder: Path) -> None:
         assert f"error: {split_folder} is in use by process {other.pid} on " in ended.stderr
         assert contents(folder) == before
         other.goes_on()
-    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    invoke(*words)
     assert not split_folder.exists()
 
 
@@ -287,13 +286,15 @@ def test_model_locks_its_split_while_it_exists(folder: Path) -> None:
     model = AutoModel.from_pretrained(folder, device="cpu")
     second = AutoModel.from_pretrained(split_folder, device="cpu")
     words = ["rm", str(split_folder), "--yes"]
-    assert isinstance(CliRunner().invoke(app, words).exception, InUseError)
+    with pytest.raises(InUseError):
+        invoke(*words)
     del model
     gc.collect()
-    assert isinstance(CliRunner().invoke(app, words).exception, InUseError)
+    with pytest.raises(InUseError):
+        invoke(*words)
     del second
     gc.collect()
-    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    invoke(*words)
 
 
 @pytest.mark.long

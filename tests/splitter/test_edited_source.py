@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import snapshot_download
-from typer.testing import CliRunner
 
 from rabbitllm import AutoModel, prepare
 from rabbitllm.base import progress
 from rabbitllm.checkpoints.checkpoint import WHOLE_BYTES
 from rabbitllm.checkpoints.index import INDEX_NAME
-from rabbitllm.cli.main import app
 from rabbitllm.errors import (
     CorruptShardError,
     IncompleteSplitError,
@@ -34,6 +32,7 @@ from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store.layer_store import verify
 from rabbitllm.store.manifest import JOURNAL_NAME, Manifest, read_manifest
 from tests.support.builders import build_checkpoint, cut, llama_tensors, torch_files, write_shards, write_torch
+from tests.support.commands import invoke
 from tests.support.dying import dying_at
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -628,8 +627,7 @@ def test_an_edited_file_is_not_deleted_by_a_conversion(tmp_path: Path) -> None:
 def test_options(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "hare", "llama", shards=2)
     words = ["pull", str(folder), "--verify-source", "--device", "cpu"]
-    result = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    invoke(*words)
     AutoModel.from_pretrained(folder, verify_source=True, device="cpu")
     first = folder / names_in(folder, "*-of-*")[0]
     with first.open("r+b") as file:
@@ -638,7 +636,7 @@ def test_options(tmp_path: Path) -> None:
     with pytest.raises(SplitMismatchError, match="has changed since"):
         AutoModel.from_pretrained(folder, verify_source=True, device="cpu")
     for command in (["run", str(folder), "hello"], ["batch", str(folder), "in.jsonl", "-o", "out.jsonl"]):
-        assert "--verify-source" in CliRunner().invoke(app, [command[0], "--help"]).output
+        assert "--verify-source" in invoke(command[0], "--help").output
     with pytest.raises(OptionError, match="verify_source=True works only while splitting"):
         AutoModel.from_pretrained(folder, verify_source=True, split=False, device="cpu")
 

@@ -12,13 +12,12 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import rabbitllm
-from rabbitllm.cli.main import app
 from rabbitllm.errors import CheckpointNotFoundError, InvalidIndexError, MissingShardError, NotEnoughSpaceException
 from rabbitllm.store.layer_store import verify
 from tests.support.builders import SINGLE_NAME, llama_tensors, write_shards
+from tests.support.commands import invoke
 from tests.support.crashes import KILLED, CrashServer
 from tests.support.gguf_files import CONVERTED, write_converted, write_gguf
 from tests.support.hub_fixtures import HubEnvironment
@@ -169,7 +168,7 @@ def test_blob_of_several_files(tmp_path: Path, expected: dict[str | None, dict[s
     assert split(first) == folder == tmp_path / f"splitted_model-{BLOB}"
     (folder / names_in(folder, "*.safetensors")[1]).write_bytes(b"")
     write_gguf(tmp_path / "a.gguf").rename(tmp_path / BLOB)
-    assert CliRunner().invoke(app, ["verify", str(folder), "--repair"]).exit_code == 0
+    invoke("verify", folder, "--repair")
     assert layer_files(folder) == expected[None]
 
 
@@ -281,8 +280,7 @@ def test_convert_writes_the_same_weights_as_safetensors(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     file = write_gguf(tmp_path / "source" / "model.gguf", files=FILES)
     write_gguf(tmp_path / "source" / "other.gguf", seed=1)
-    ran = CliRunner().invoke(app, ["convert", str(file), "-o", str(tmp_path / "made")])
-    assert ran.exit_code == 0, ran.output
+    invoke("convert", file, "-o", tmp_path / "made")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     whole = write_gguf(tmp_path / "model.gguf")
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=whole.name, dtype=torch.float32)
@@ -297,8 +295,7 @@ def test_a_damaged_layer_is_made_again_from_the_files(
     folder = split(write_gguf(tmp_path / "model.gguf", files=FILES), sequential=False)
     file = folder / names_in(folder, "*.safetensors")[1]
     file.write_bytes(file.read_bytes()[:-5] + b"\xff" * 5)
-    ran = CliRunner().invoke(app, ["verify", str(folder), "--repair"])
-    assert ran.exit_code == 0, ran.output
+    invoke("verify", folder, "--repair")
     assert layer_files(folder) == expected[None]
 
 
@@ -316,8 +313,8 @@ def test_a_file_in_a_folder_of_downloads(tmp_path: Path) -> None:
     folder = split(file, sequential=False)
     assert not {"diary.txt", "script.py"} & set(names_in(folder, "*"))
     assert {"config.json", "tokenizer.json"} <= set(names_in(folder, "*"))
-    assert CliRunner().invoke(app, ["inspect", str(folder)]).stdout.count("of model.gguf") == 1
-    plan = CliRunner().invoke(app, ["plan", str(file)])
+    assert invoke("inspect", folder).stdout.count("of model.gguf") == 1
+    plan = invoke("plan", file)
     assert plan.stdout.lstrip().startswith(str(file)[:60])
     (file.parent / "tokenizer_config.json").write_text("{}")  # a tokenizer that the user put beside it, with its files
     assert "diary.txt" in names_in(split(file, compression="8bit", sequential=False), "*")
@@ -325,11 +322,8 @@ def test_a_file_in_a_folder_of_downloads(tmp_path: Path) -> None:
 
 def test_inspect_and_plan(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf")
-    ran = CliRunner().invoke(app, ["inspect", str(file), "--json"])
-    assert ran.exit_code == 0, ran.output
-    assert {"Q4_K", "F32"} <= {*json.loads(ran.stdout)["dtypes"]}
-    ran = CliRunner().invoke(app, ["plan", str(file), "--json"])
-    assert ran.exit_code == 0, ran.output
+    assert {"Q4_K", "F32"} <= {*json.loads(invoke("inspect", file, "--json").stdout)["dtypes"]}
+    invoke("plan", file, "--json")
 
 
 def test_lazy_loading_dequantizes_a_tensor_when_it_is_used(tmp_path: Path) -> None:

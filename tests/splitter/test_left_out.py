@@ -12,19 +12,18 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import rabbitllm
 from rabbitllm.base import progress
 from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.checkpoints.local import LocalCheckpoint
-from rabbitllm.cli.main import app
 from rabbitllm.estimate.report import show
 from rabbitllm.models.convert import convert
 from rabbitllm.splitter.request import SplitRequest, disk_budget_of, plan_split
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store.manifest import JOURNAL_NAME, read_manifest
 from tests.support.builders import INDEX_NAME, build_checkpoint, cut, llama_tensors, write_shards
+from tests.support.commands import invoke
 from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.meta_files import tiny_llama, write_meta
@@ -328,7 +327,7 @@ def test_pull_and_plan_name_left_out_tensors(loadable: Path) -> None:
     first = names_in(loadable, "*-of-*.safetensors")[0]
     words = ["pull", str(loadable), "--dry-run", "--device", "cpu"]
     for more, is_kept in ((["--sequential"], True), (["--sequential", "--delete-original"], False), ([], False)):
-        shown = CliRunner().invoke(app, [*words, *more], catch_exceptions=False, env={"COLUMNS": "200"})
+        shown = invoke(*words, *more, columns=200)
         assert (f"{first}, since the split leaves out " in " ".join(shown.output.split())) is is_kept
     plan = rabbitllm.plan(loadable, device="cpu", bandwidth="1GB")
     [warning] = plan.warnings
@@ -342,9 +341,9 @@ def test_pull_and_plan_name_left_out_tensors(loadable: Path) -> None:
 def test_inspect_names_left_out_tensors(tmp_path: Path) -> None:
     model = training_checkpoint(tmp_path / "model")
     words = ["inspect", str(model / TORCH_FILE)]
-    shown = CliRunner().invoke(app, words, catch_exceptions=False, env={"COLUMNS": "200"})
+    shown = invoke(*words, columns=200)
     assert "optimizer (2 tensors, 8,000 bytes), epoch (no tensor): a split keeps the file for it" in shown.output
-    record = json.loads(CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False).output)
+    record = json.loads(invoke(*words, "--json").output)
     assert (record["left_out"], record["left_out_bytes"]) == (["optimizer", "epoch"], {"optimizer": 8000, "epoch": 0})
 
 

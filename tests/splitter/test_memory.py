@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,11 +11,11 @@ import torch
 
 from rabbitllm.formats.safetensors_file import TensorToWrite, encode_header
 from tests.attacks import legacy_torch_files
+from tests.support.fresh_process import python
 from tests.support.meta_files import tiny_llama, write_meta
 from tests.support.torch_files import Member, archive, pickled, storage, tensor, write_with_hole
 
 MOST = 200_000_000
-ROOT = Path(__file__).parent.parent.parent
 
 SPLIT_AND_WATCH = """
 import sys, threading
@@ -81,8 +80,7 @@ def old_torch_embedding(folder: Path, rows: int) -> Path:
 
 
 def over_idle(source: Path, saving_path: Path, compression: str | None) -> int:
-    command = [sys.executable, "-c", SPLIT_AND_WATCH, str(source), str(saving_path), compression or "none"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    ran = python(SPLIT_AND_WATCH, source, saving_path, compression or "none")
     return int(ran.stdout.split()[-1])
 
 

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from rabbitllm import prepare
 from rabbitllm.checkpoints import fetch
-from rabbitllm.cli.main import app
 from rabbitllm.errors import HubError, IncompleteSplitError, OptionError, SplitMismatchError
 from rabbitllm.storage.durable import Step
 from rabbitllm.store.layer_store import verify
 from rabbitllm.store.manifest import Manifest, read_manifest
 from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.commands import invoke
 from tests.support.dying import Death
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
@@ -144,9 +143,7 @@ def test_local_split_needs_the_path_of_its_checkpoint(tmp_path: Path) -> None:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["verify", *arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
+    result = invoke("verify", *arguments, code=None)
     return result.exit_code, result.stdout
 
 
@@ -197,7 +194,7 @@ def test_an_interrupted_repair_is_finished_by_the_same_command(split_folder: Pat
             with pytest.raises(IncompleteSplitError, match=f"The repair of {split_folder} was interrupted") as error:
                 run(str(split_folder))
             assert error.value.remedy == f"Finish it: {command}"
-            assert command in CliRunner().invoke(app, ["ls", str(split_folder)], env={"COLUMNS": "400"}).stdout
+            assert command in invoke("ls", split_folder, columns=400).stdout
         assert run(str(split_folder), "--repair", *words)[0] == 0
         assert contents(split_folder) == whole, moment
 

@@ -67,6 +67,8 @@ SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
 COMPRESSIONS = [None, "4bit", "8bit"]
 
 Weights = Mapping[str, torch.Tensor]
+LayerFiles = Callable[[str | None], dict[str, bytes]]
+"""Layer files at a compression."""
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def repository(tmp_path: Path, tensors: Weights, hub_environment: HubEnvironment
 
 
 @pytest.fixture
-def expected(tmp_path: Path, tensors: Weights) -> Callable[[str | None], dict[str, bytes]]:
+def expected(tmp_path: Path, tensors: Weights) -> LayerFiles:
     """The layer files that a single file of all tensors gives by the standard route, at a compression."""
 
     def made(compression: str | None = None) -> dict[str, bytes]:
@@ -116,7 +118,7 @@ def check_plain(folder: Path, tensors: Weights) -> None:
 def test_every_route_makes_the_same_bytes(
     model: Path,
     repository: Path,
-    expected: Callable[[str | None], dict[str, bytes]],
+    expected: LayerFiles,
     compression: str | None,
     sequential: bool,
     hub: bool,
@@ -193,7 +195,7 @@ def three_shards_for_a_layer(tensors: Weights) -> dict[str, dict[str, torch.Tens
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_layer_that_spans_three_shards(
-    tmp_path: Path, tensors: Weights, compression: str | None, expected: Callable[[str | None], dict[str, bytes]]
+    tmp_path: Path, tensors: Weights, compression: str | None, expected: LayerFiles
 ) -> None:
     source = write_shards(tmp_path / "spread", three_shards_for_a_layer(tensors))
     events: list[progress.Event] = []
@@ -234,7 +236,7 @@ def test_missing_shard_is_fetched(
     repository: Path,
     local_hub: LocalHub,
     sequential: bool,
-    expected: Callable[[str | None], dict[str, bytes]],
+    expected: LayerFiles,
 ) -> None:
     (model / SHARDS[1]).unlink()
     folder = split(model, sequential=sequential, repo_id=REPO)
@@ -246,7 +248,7 @@ def test_missing_shard_is_fetched(
 
 
 def test_fetching_a_missing_shard_leaves_the_hub_cache_unchanged(
-    model: Path, repository: Path, expected: Callable[[str | None], dict[str, bytes]]
+    model: Path, repository: Path, expected: LayerFiles
 ) -> None:
     """Shards that the folder has are not taken from the cache, so they are not freed there either."""
     (model / SHARDS[1]).unlink()
@@ -263,7 +265,7 @@ def test_fetching_a_missing_shard_leaves_the_hub_cache_unchanged(
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("delete", [True, False])
 def test_files_left_in_a_folder(
-    model: Path, tensors: Weights, sequential: bool, delete: bool, expected: Callable[[str | None], dict[str, bytes]]
+    model: Path, tensors: Weights, sequential: bool, delete: bool, expected: LayerFiles
 ) -> None:
     (model / "README.md").write_text("not ours")
     (model / "tokenizer.json").write_text("{}")
@@ -293,7 +295,7 @@ def test_files_left_of_a_repository(
     hub_environment: HubEnvironment,
     sequential: bool,
     delete: bool,
-    expected: Callable[[str | None], dict[str, bytes]],
+    expected: LayerFiles,
 ) -> None:
     (repository / "tokenizer.json").write_text("{}")
     folder = split(REPO, sequential=sequential, delete_original=delete)
@@ -340,9 +342,7 @@ def test_original_of_a_damaged_split_is_kept(model: Path) -> None:
 
 
 @pytest.mark.parametrize("hub", [False, True], ids=["local", "hub"])
-def test_saving_path(
-    model: Path, repository: Path, tmp_path: Path, hub: bool, expected: Callable[[str | None], dict[str, bytes]]
-) -> None:
+def test_saving_path(model: Path, repository: Path, tmp_path: Path, hub: bool, expected: LayerFiles) -> None:
     folder = split(REPO if hub else model, tmp_path / "some" / "where", compression="4bit")
     assert folder == tmp_path / "some" / "where" / "splitted_model.4bit"
     assert layer_files(folder) == expected("4bit")
@@ -415,7 +415,7 @@ def test_read_only_source_is_split_in_place_and_kept(
     hub_environment: HubEnvironment,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    expected: Callable[[str | None], dict[str, bytes]],
+    expected: LayerFiles,
 ) -> None:
     before = contents(model)
     allowed = os.access
@@ -447,7 +447,7 @@ def test_read_only_hub_cache_is_unchanged(
     sequential: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    expected: Callable[[str | None], dict[str, bytes]],
+    expected: LayerFiles,
 ) -> None:
     snapshot = Path(snapshot_download(REPO))
     cache = snapshot.parent.parent.parent
@@ -530,7 +530,7 @@ def test_large_layer_gives_a_warning(
 
 
 def test_leftovers_are_finished_and_reported(
-    model: Path, caplog: pytest.LogCaptureFixture, expected: Callable[[str | None], dict[str, bytes]]
+    model: Path, caplog: pytest.LogCaptureFixture, expected: LayerFiles
 ) -> None:
     with failing(OSError("stop"), lambda n, s: s.path.name == "split.json.part"), pytest.raises(OSError, match="stop"):
         split(model)
@@ -568,9 +568,7 @@ def test_damaged_shard_is_detected_before_the_first_change(model: Path, index: i
 
 
 @pytest.mark.parametrize("when", ["between shards", "while it is read"])
-def test_shard_truncated_during_the_split(
-    model: Path, when: str, expected: Callable[[str | None], dict[str, bytes]]
-) -> None:
+def test_shard_truncated_during_the_split(model: Path, when: str, expected: LayerFiles) -> None:
     sound = (model / SHARDS[1]).read_bytes()
 
     def cut_short(index: int, step: Step) -> None:
@@ -601,9 +599,7 @@ def test_shard_truncated_during_the_split(
     assert layer_files(split(model)) == expected(None)
 
 
-def test_unreadable_shard(
-    model: Path, monkeypatch: pytest.MonkeyPatch, expected: Callable[[str | None], dict[str, bytes]]
-) -> None:
+def test_unreadable_shard(model: Path, monkeypatch: pytest.MonkeyPatch, expected: LayerFiles) -> None:
     read, opened = os.preadv, os.path.realpath
 
     def broken(descriptor: int, buffers: list[memoryview], offset: int) -> int:
@@ -697,9 +693,7 @@ def test_split_without_its_last_step_refuses_another_folder(
     assert split(other, saving_path, sequential=sequential, delete_original=delete)
 
 
-def test_unfinished_split_in_a_renamed_folder(
-    model: Path, tmp_path: Path, expected: Callable[[str | None], dict[str, bytes]]
-) -> None:
+def test_unfinished_split_in_a_renamed_folder(model: Path, tmp_path: Path, expected: LayerFiles) -> None:
     interrupted(Call(str(model)), shards=3)
     model.rename(tmp_path / "renamed")
     assert layer_files(split(tmp_path / "renamed")) == expected(None)
@@ -726,9 +720,7 @@ def test_unfinished_split_of_another_commit(repository: Path, tmp_path: Path, lo
 # Going on
 
 
-def test_interrupted_call_is_resumed_and_reports_it(
-    model: Path, expected: Callable[[str | None], dict[str, bytes]]
-) -> None:
+def test_interrupted_call_is_resumed_and_reports_it(model: Path, expected: LayerFiles) -> None:
     interrupted(Call(str(model), compression="4bit"), shards=2)
     assert names_in(model, "*.safetensors") == SHARDS[2:]
     events: list[progress.Event] = []
@@ -759,7 +751,7 @@ def test_missing_or_cut_begun_layer_is_refused(model: Path, tmp_path: Path, tens
 
 
 def test_standard_route_finishes_a_sequential_split(
-    repository: Path, hub_environment: HubEnvironment, expected: Callable[[str | None], dict[str, bytes]]
+    repository: Path, hub_environment: HubEnvironment, expected: LayerFiles
 ) -> None:
     interrupted(Call(REPO), shards=1)
     (staging,) = hub_environment.home.rglob(".staging")
@@ -771,7 +763,7 @@ def test_standard_route_finishes_a_sequential_split(
 
 
 def test_sequential_route_finishes_a_standard_split(
-    repository: Path, hub_environment: HubEnvironment, expected: Callable[[str | None], dict[str, bytes]]
+    repository: Path, hub_environment: HubEnvironment, expected: LayerFiles
 ) -> None:
     interrupted(Call(REPO, sequential=False), shards=1)
     folder = split(REPO)
@@ -783,7 +775,7 @@ def test_failed_fetch_is_resumed_by_the_same_call(
     repository: Path,
     local_hub: LocalHub,
     monkeypatch: pytest.MonkeyPatch,
-    expected: Callable[[str | None], dict[str, bytes]],
+    expected: LayerFiles,
 ) -> None:
     monkeypatch.setattr(fetch, "_pause", lambda failures: 0.0)
 
@@ -814,35 +806,12 @@ def test_finished_split_is_not_changed(model: Path, repository: Path, local_hub:
         assert len(local_hub.requests) == (1 if source == REPO else 0)
 
 
-# A full disk
+# A full disk, and one that fails; see also test_failing_disk.py
 
 
-@pytest.mark.parametrize("compression", [None, "4bit"])
-def test_full_disk_leaves_a_resumable_state(
-    tmp_path: Path, tensors: Weights, compression: str | None, expected: Callable[[str | None], dict[str, bytes]]
-) -> None:
-    source = cut(tensors, 3)
-    kinds = ("write", "create", "make_folder")
-    counter = Counter(kinds=kinds)
-    with observe_steps(counter):
-        split(write_shards(tmp_path / "count", source), compression=compression)
-    files = expected(compression)
-    for full_from in range(0, counter.count, max(counter.count // 14, 1)):
-        model = write_shards(tmp_path / str(full_from) / "model", source)
-        full = OSError(errno.ENOSPC, "No space left on device")
-        with (
-            failing(full, lambda index, step, first=full_from: index >= first, kinds),  # type: ignore[misc]
-            pytest.raises(DiskFullError, match="No space left on device"),
-        ):
-            split(model, compression=compression)
-        folder = split(model, compression=compression)
-        assert layer_files(folder) == files
-        assert names_in(folder, "*.part") == names_in(folder, "*.journal") == []
-
-
-@pytest.mark.parametrize("kind", ["sync", "sync_folder", "rename", "unlink"])
+@pytest.mark.parametrize("kind", ["rename", "unlink"])
 def test_failing_disk_leaves_a_resumable_state(
-    tmp_path: Path, tensors: Weights, kind: str, expected: Callable[[str | None], dict[str, bytes]]
+    tmp_path: Path, tensors: Weights, kind: str, expected: LayerFiles
 ) -> None:
     source = cut(tensors, 3)
     counter = Counter(kinds=(kind,))
@@ -863,7 +832,7 @@ def test_failing_disk_leaves_a_resumable_state(
 
 
 def test_split_stops_before_other_processes_fill_the_disk(
-    model: Path, monkeypatch: pytest.MonkeyPatch, expected: Callable[[str | None], dict[str, bytes]]
+    model: Path, monkeypatch: pytest.MonkeyPatch, expected: LayerFiles
 ) -> None:
     usage = shutil.disk_usage(model)
     free, looks = [10**12], threading.Semaphore(0)

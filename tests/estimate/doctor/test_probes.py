@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from huggingface_hub import constants
 from rabbitllm.engine import transformers_api
 from rabbitllm.estimate.doctor import examine
 from rabbitllm.storage.folders import host_of
+from tests.support.fresh_process import python
 
 V2 = "sys/fs/cgroup"
 
@@ -54,7 +54,7 @@ assert "RLIMIT" not in report._memory(dataclasses.replace(found, total=40 * 10**
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system cannot be asked")
 def test_a_process_limit_is_named_if_lower() -> None:
-    subprocess.run([sys.executable, "-c", LIMITED], check=True)
+    python(LIMITED)
 
 
 CPUINFO = "processor\t: 0\nmodel name\t: A Chip\nflags\t\t: sse avx2 avx512f avx512_vnni\n"

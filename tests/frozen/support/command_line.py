@@ -9,6 +9,7 @@ import json
 import re
 import runpy
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,8 +40,15 @@ class _Found(BaseException):
 def rabbitllm(*arguments: object, stdin: str = "") -> Ran:
     """Run the command with these arguments."""
     out, err = io.StringIO(), io.StringIO()
-    streams = (contextlib.redirect_stdout(out), contextlib.redirect_stderr(err))
-    with _command_line(*arguments), streams[0], streams[1], mock.patch.object(sys, "stdin", io.StringIO(stdin)):
+    with (
+        tempfile.TemporaryFile("w+") as piped,
+        _command_line(*arguments),
+        mock.patch.object(sys, "stdin", piped),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        piped.write(stdin)
+        piped.seek(0)
         try:
             runpy.run_module("rabbitllm", run_name="__main__")
             code: Any = 0

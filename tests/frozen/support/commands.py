@@ -1,23 +1,19 @@
-"""The `rabbitllm` command, in this process or in one of its own, at a terminal and as a server."""
+"""The `rabbitllm` command in a process of its own, at a terminal and as a server."""
 
 from __future__ import annotations
 
 import contextlib
-import io
-import json
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
+
+import pytest
 
 from benchmarks.lib.server_process import free_port
 from tests.support import terminals
@@ -26,41 +22,6 @@ from tests.support.terminals import Terminal
 PATIENCE = 600.0
 """Seconds until a test gives up on a process; many times what an idle machine takes."""
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "HF_HUB_OFFLINE": "1"}
-
-
-@dataclass(frozen=True)
-class Done:
-    """How a command ended: its exit code, and what it wrote."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def object(self) -> Any:
-        """The JSON object on stdout."""
-        assert self.code == 0, self.err
-        return json.loads(self.out)
-
-
-def call(*arguments: object, stdin: str = "") -> Done:
-    """Run the command in this process, as `python -m rabbitllm` runs it."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        tempfile.TemporaryFile("w+") as piped,
-        mock.patch.object(sys, "argv", ["rabbitllm", *map(str, arguments)]),
-        mock.patch.object(sys, "stdin", piped),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
-        piped.write(stdin)
-        piped.seek(0)
-        code: Any = 0
-        try:
-            runpy.run_module("rabbitllm", run_name="__main__")
-        except SystemExit as ended:
-            code = ended.code or 0
-    return Done(code, out.getvalue(), err.getvalue())
 
 
 def command(*arguments: object) -> list[str]:
@@ -78,6 +39,17 @@ def begin(*arguments: object) -> subprocess.Popen[str]:
         text=True,
         env=ENVIRONMENT,
     )
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that a test adds, which end with it."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
 
 
 def at_a_terminal(*arguments: object) -> contextlib.AbstractContextManager[Terminal]:
