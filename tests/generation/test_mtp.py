@@ -481,8 +481,16 @@ def test_a_callers_own_processor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compression", ["8bit", "4bit", "q4_k_m"])
 @pytest.mark.parametrize("exact", [True, False])
 @torch.no_grad()
-def test_heads_of_compressed_folders_have_8_bits(tmp_path: Path, compression: str, exact: bool) -> None:
+def test_heads_of_compressed_folders_have_8_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str, exact: bool
+) -> None:
     """Their logits are near those of plain weights; answers are those of the compressed model."""
+    if not exact:  # above 16 rows, of which those that are computed again count, inputs have 8 bits: other answers
+
+        def choose(width: Any, most: int, lacks: int = 0, rows: int = 1, sequences: int = 1) -> int:
+            return max(min(most, 16 - rows), 0)
+
+        monkeypatch.setattr(Width, "choose", choose)
     folder = build_with_head(tmp_path / "model", "qwen3_5", tied=True, hidden_size=256)
     tensors, config = read_tensors(folder), plain_model(folder).config
     directory = split(folder, compression)
