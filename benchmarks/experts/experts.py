@@ -10,7 +10,7 @@ hits.
 
 With `--shapes` the layers are those of a published model at 4bit, fewer of them, with `fast_bfloat16`, and shares are
 of what they take at 4bit. Seconds a token are compared with their limit: missed bytes at the disk's rate, or a token's
-at the memory's, both measured after each run. llama.cpp's server gets the same texts and a file at Q4_0 (gpt-oss as
+at the memory's, both measured after all runs. llama.cpp's server gets the same texts and a file at Q4_0 (gpt-oss as
 published), under a cap with `--no-repack`, with `--cpu-moe`, and by direct I/O.
 
     sudo python -m benchmarks experts --shapes coder-next|30b-a3b|gpt-oss-20b|flash-next

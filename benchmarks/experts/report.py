@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import astuple, dataclass, field, replace
 
 from benchmarks.lib import report
 from benchmarks.lib.generation import CappedCase
-from benchmarks.lib.measure import spread
+from benchmarks.lib.measure import Spread, spread
 from benchmarks.lib.runs import Run, failures, good, ratios, versions
 
 OURS = ("rabbitllm-2", "rabbitllm-2-4bit")
@@ -66,9 +65,30 @@ class MoeRun(Run):
         return self.hits / asked if asked and self.slots else None
 
 
-def least_seconds(run: MoeRun, touched: int) -> float:
-    """A token's: the run's missed bytes at the disk's rate, or `touched` bytes at the memory's."""
-    return max(run.missed_bytes / max(len(run.step_seconds), 1) / max(run.disk_speed, 1), touched / run.memory_speed)
+@dataclass(frozen=True)
+class Limit:
+    """The least that a token can take.
+
+    Attributes:
+        disk, memory: bytes a second; medians of those after the runs, since a cloud's change from minute to minute.
+        touched: bytes that a token needs in memory.
+    """
+
+    disk: Spread
+    memory: Spread
+    touched: int
+
+    @classmethod
+    def of(cls, runs: Sequence[MoeRun], touched: int) -> Limit | None:
+        """The limit of these runs; None if none has figures."""
+        measured = [run for run in runs if run.error is None]
+        disk, memory = spread(run.disk_speed for run in measured), spread(run.memory_speed for run in measured)
+        return None if disk is None or memory is None else cls(disk, memory, touched)
+
+    def seconds(self, run: MoeRun) -> float:
+        """A token's, of a run with so many missed bytes."""
+        missed = run.missed_bytes / max(len(run.step_seconds), 1)
+        return max(missed / max(self.disk.median, 1), self.touched / self.memory.median)
 
 
 def of_missed(runs: Sequence[MoeRun], case: CappedCase) -> list[float]:
@@ -108,16 +128,16 @@ def tabulate(
         "anon MiB over idle": report.ADDED_MEMORY,
         "text right": lambda case, found: report.verdict([run.follows for run in found]),
     }
-    if touched is not None:
+    limit = None if touched is None else Limit.of(runs, touched)
+    if limit is not None:
 
-        def limited(case: CappedCase, found: Sequence[MoeRun], *, times: bool) -> str:
-            if case.runner not in OURS:
-                return ""
-            if times:
-                return report.each(lambda run: run.token_seconds / least_seconds(run, touched))(case, found)
-            return report.each(lambda run: least_seconds(run, touched), 1, 1e-3)(case, found)
+        def ours(
+            column: Callable[[CappedCase, Sequence[MoeRun]], str],
+        ) -> Callable[[CappedCase, Sequence[MoeRun]], str]:
+            return lambda case, found: column(case, found) if case.runner in OURS else ""
 
-        columns = {**columns, "limit ms": partial(limited, times=False), "x limit": partial(limited, times=True)}
+        of_limit = report.each(lambda run: run.token_seconds / limit.seconds(run))
+        columns = {**columns, "limit ms": ours(report.each(limit.seconds, 1, 1e-3)), "x limit": ours(of_limit)}
     return report.tabulated(runs, {case.name: case for case in cases}, turns, columns)
 
 
@@ -134,19 +154,18 @@ def notes_on(runs: Sequence[MoeRun], cases: Sequence[CappedCase], touched: int |
         *failures(runs),
         *(line for case in cases for line in _time_of(runs, case)),
     ]
-    if touched is not None:
-        measured = [run for run in runs if run.error is None]
+    limit = None if touched is None else Limit.of(runs, touched)
+    if limit is not None:
         disk, memory = (
-            report.shown(spread(rate / 1e9 for rate in rates))
-            for rates in ([run.disk_speed for run in measured], [run.memory_speed for run in measured])
+            report.shown(Spread(*(value / 1e9 for value in astuple(rate)))) for rate in (limit.disk, limit.memory)
         )
         notes.append(
-            f"limit: missed bytes or the {touched / 1e6:.0f} MB that a token needs, at the rates after the run: "
-            f"{disk} GB/s of the disk, {memory} of the memory."
+            f"limit: missed bytes or the {limit.touched / 1e6:.0f} MB that a token needs, at the medians of rates "
+            f"after all runs: {disk} GB/s of the disk, {memory} of the memory."
         )
     for case in cases:
-        if touched is not None and case.runner in OURS:
-            of_limit = [run.token_seconds / least_seconds(run, touched) for run in good(runs, case.name)]
+        if limit is not None and case.runner in OURS:
+            of_limit = [run.token_seconds / limit.seconds(run) for run in good(runs, case.name)]
             times = report.median(spread(of_limit))
             notes.append(report.reach(f"{case.name}, x limit", times, LIMIT_GOAL, at_most=True))
         if case.share is None and not case.runner.startswith(LLAMA_CPP):

@@ -112,6 +112,32 @@ def test_rows_of_others_get_the_first_texts_only() -> None:
     assert {f"rabbitllm-2, {habits}, 25 %" for habits in HABITS} | {"rabbitllm-2, flat, no cap"} <= set(rows)
 
 
+def test_llama_cpp_runs_with_the_texts_of_this_project() -> None:
+    rows = ["rabbitllm-2-4bit", *moe.OF_SHAPES]
+    cases = moe.cases_of(rows, [25], ["flat"])
+    names = [case.name for case in cases]
+    assert "llama.cpp, flat, no cap" in names
+    assert "llama.cpp, flat, 25 %" not in names  # it would rewrite its weights into memory that it does not have
+    assert "llama.cpp-no-repack, flat, 25 %" in names
+    workload = moe.Workload(Path(), 1000, Path(), "tiny", 4, {})
+    ours, theirs = (workload.requests(case) for case in cases[:2])
+    assert ours == theirs
+    assert {moe_report.our_case_for(case, cases).runner for case in cases} == {"rabbitllm-2-4bit"}
+
+
+def test_a_limit_has_the_medians_of_rates() -> None:
+    runs = [
+        MoeRun("a", turn, step_seconds=[1.0, 1.0], disk_speed=rate, memory_speed=1e3)
+        for turn, rate in enumerate((5, 10, 90))
+    ]
+    limit = moe_report.Limit.of([*runs, MoeRun("b", 0, error="died", disk_speed=1.0)], touched=4000)
+    assert limit is not None
+    assert limit.seconds(runs[0]) == 4.0
+    runs[0].missed_bytes = 100
+    assert limit.seconds(runs[0]) == 5.0
+    assert moe_report.Limit.of([], 1) is None
+
+
 @pytest.mark.long
 @pytest.mark.skipif(not can_limit_memory(), reason="no control group with a memory limit can be made")
 def test_this_project_under_a_cap_at_tiny_scale(tmp_path: Path) -> None:
