@@ -23,6 +23,7 @@ __all__ = [
     "streamed_model",
     "transformers_api",
     "transformers_check",
+    "turns",
     "units",
     "weight_tensors",
 ]

@@ -23,16 +23,7 @@ from rabbitllm.base.programs import Place, Program, Programs
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._expert_pool import PooledExperts
 from rabbitllm.engine._first_use import only_checks
-from rabbitllm.engine._fusing import (
-    Watch,
-    class_result,
-    form_in,
-    fuse,
-    is_result,
-    notes_on,
-    own_facts,
-    trial_of,
-)
+from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, notes_on, own_facts, trial_of
 from rabbitllm.engine._gates import MULTIPLE, OneCall, add_shared, call_of, is_one_call, names_in, sigmoids
 from rabbitllm.engine._routed import KeptExperts, kept_experts
 from rabbitllm.engine._siblings import has_hooks, is_plain
@@ -113,14 +104,9 @@ def routers_in(model: nn.Module) -> Iterator[nn.Module]:
 
 def mixture_call(module: Any) -> MixtureCall | None:
     """What `fuse_mixtures` lets a module compute by one call now; None if nothing."""
-    if (
-        (routing := routing_in(module)) is None
-        or not module._modules.keys() >= {*_PARTS}
-        or keeps_outputs()
-        or takes_turns()
-    ):
+    if (routing := routing_in(module)) is None or not module._modules.keys() >= {*_PARTS}:
         return None
-    kept = kept_experts(module._modules["experts"])
+    kept = None if keeps_outputs() or takes_turns() else kept_experts(module._modules["experts"])
     if kept is None or not (kept.stays or (kept.pooled is not None and kept.pooled.is_ready)):
         return None
     notes = notes_on(module)
