@@ -131,6 +131,7 @@ def _computed(form: NormForm, module: Any, *args: Any, **named: Any) -> torch.Te
         count, columns, dtype = x.numel(), weight.shape[0], x.dtype
         is_alike = dtype is weight.dtype and dtype in _DTYPES and x.shape[-1] == columns and count > 0
         is_alike = is_alike and form.groups == _groups_of(module, columns)
+        is_alike = is_alike and weight.is_contiguous() and weight.is_cpu
         if is_alike and form.activation is not None:
             gate = args[1]
             is_alike = is_plain(gate) and gate.dtype is dtype and gate.shape == x.shape

@@ -458,9 +458,10 @@ def _computed(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: tor
 
 
 def _biases_of(form: _ExpertsForm, module: Any, x: torch.Tensor) -> list[Any] | None:
-    """The biases of all experts, none if they have none; None if they are not of the inputs' dtype."""
-    biases = [module._parameters.get(name) for name in _BIASES] if form.is_biased else []
-    return biases if all(type(each) is nn.Parameter and each.dtype is x.dtype for each in biases) else None
+    """The biases of all experts, none if they have none; None if they are not of the inputs' dtype, or have gaps."""
+    biases: list[Any] = [module._parameters.get(name) for name in _BIASES] if form.is_biased else []
+    are_plain = all(type(each) is nn.Parameter and each.is_contiguous() and each.is_cpu for each in biases)
+    return biases if are_plain and all(each.dtype is x.dtype for each in biases) else None
 
 
 def _by_batches(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: torch.Tensor) -> torch.Tensor | None:

@@ -436,6 +436,24 @@ def test_gpt_oss_as_published_has_the_same_logits(
 
 
 @torch.no_grad()
+def test_biases_with_gaps_are_left_to_the_class(tmp_path: Path, calls: list[tuple[int, int]]) -> None:
+    model = load(split(UNCOMPRESSED["mxfp4"](tmp_path / "model")), ALL, exact=False)
+    module = experts_of(model)[0]
+    x, weights, index = torch.randn(1, 256).bfloat16(), torch.rand(1, 2).bfloat16(), torch.tensor([[0, 2]])
+    for name in ("gate_up_proj_bias", "down_proj_bias"):
+        bias = module._parameters[name]
+        bias.data = torch.randn(bias.shape).bfloat16()
+        expected = module(x, index, weights)
+        assert len(calls) == 1
+        bias.data = bias.data.t().contiguous().t()
+        result = module(x, index, weights)
+        assert len(calls) == 1
+        assert relative_error(result, expected) < 1 / 256
+        bias.data = bias.data.contiguous()
+        calls.clear()
+
+
+@torch.no_grad()
 def test_pairs_that_are_gated_otherwise_are_left_to_the_class() -> None:
     class Unlimited(GptOssExperts):  # type: ignore[misc]
         def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
