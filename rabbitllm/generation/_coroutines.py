@@ -344,7 +344,8 @@ class Coroutines:
 
     def run(self, coroutines: Sequence[Coroutine]) -> None:
         """Run one pass; afterwards each of the coroutines has ended or waits for the next pass."""
-        with taking_turns() if len(coroutines) > 1 else contextlib.nullcontext():
+        # exact ones join no rows, and compute what each does alone
+        with taking_turns() if len(coroutines) > 1 and self._products is not None else contextlib.nullcontext():
             for coroutine in coroutines:
                 self.resume(coroutine, None)
             while waiting := [c for c in coroutines if c.call is not None and not c.is_outside]:

@@ -40,7 +40,18 @@ from tests.generation.submitting import Open, Submitted, alone, answered, answer
 from tests.support.builders import FAMILIES, VOCABULARY_SIZE, build_checkpoint, make_tokenizer, read_tensors
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_configs import models
-from tests.support.tiny_models import plain_model, split
+from tests.support.tiny_models import ALL, plain_model, split
+
+WIDE = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "indexer_head_dim": 64,
+    "hidden_size": 256,
+    "head_dim": 64,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+}
+"""Sizes with which a token's layer is one call or two."""
 
 
 def test_every_request_gets_its_own_tokens(open_batch: Open, plain: Any) -> None:
@@ -126,6 +137,19 @@ def test_exact_has_the_bits_of_a_text_alone(split_folder: Any, open_batch: Open)
     for answer in together:
         (single,) = answered(batch, [answer.request])
         assert answer.chosen == single.chosen
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_exact_has_the_bits_of_a_text_whose_layers_are_one_call(
+    open_batch: Open, tmp_path: Path, name: str, budget: int
+) -> None:
+    """Nothing goes through its parts with others' rows, so that it is computed as alone."""
+    folder = split(build_checkpoint(tmp_path / name, name, dtype=torch.bfloat16, **WIDE), "4bit")
+    batch, _ = open_batch(Limits(exact=True), folder=folder, budget=budget, dtype=None)
+    requests = [Request(prompt(4 + index, index), 9, top_logprobs=3) for index in range(3)]
+    together = answered_together(batch, requests)
+    assert [answer.chosen for answer in together] == [answered(batch, [each])[0].chosen for each in requests]
 
 
 def test_logprobs_are_those_of_the_logits(open_batch: Open, plain: Any) -> None:
@@ -603,18 +627,6 @@ def test_other_families(open_batch: Open, tmp_path: Any, family: str, monkeypatc
     plain = plain_model(folder, dtype=torch.float32).eval()
     for answer in answered_together(batch, [Request(prompt(12 + 3 * index, index), 4) for index in range(6)]):
         assert answer.tokens == alone(plain, answer.request)
-
-
-WIDE = {
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "indexer_head_dim": 64,
-    "hidden_size": 256,
-    "head_dim": 64,
-    "moe_intermediate_size": 256,
-    "shared_expert_intermediate_size": 256,
-}
-"""Sizes with which a token's layer is one call or two."""
 
 
 @pytest.mark.parametrize(
