@@ -10,8 +10,8 @@ hits.
 
 With `--shapes` the layers are those of a published model at 4bit, fewer of them, with `fast_bfloat16`, and shares are
 of what they take at 4bit. Seconds a token are compared with their limit: missed bytes at the disk's rate, or a token's
-at the memory's, both measured after all runs. llama.cpp's server gets the same texts and a file at Q4_0 (gpt-oss as
-published), under a cap with `--no-repack`, with `--cpu-moe`, and by direct I/O.
+at the memory's, medians of the rates after each run. llama.cpp's server gets the same texts and a file at Q4_0 (gpt-oss
+as published), under a cap with `--no-repack`, with `--cpu-moe`, and by direct I/O.
 
     sudo python -m benchmarks experts --shapes coder-next|30b-a3b|gpt-oss-20b|flash-next
 """
@@ -124,11 +124,9 @@ def _ask_llama_cpp(run: MoeRun, case: CappedCase, workload: Workload, work: Path
     arguments = ["--model", str(file), *sizes, "--no-webui", *RUNNERS[case.runner].options["arguments"]]
     asked = {"n_predict": made, "temperature": 0, "cache_prompt": False, "ignore_eos": True, "return_tokens": True}
     with contextlib.ExitStack() as held:
-        cap = (
-            None
-            if nbytes is None
-            else Cap(held.enter_context(control_group(f"rabbitllm-benchmark-{os.getpid()}")), nbytes)
-        )
+        cap = None
+        if nbytes is not None:
+            cap = Cap(held.enter_context(control_group(f"rabbitllm-benchmark-{os.getpid()}")), nbytes)
         label, program = f"moe-{case.runner}-{case.share}-{run.turn}", llama.built(work, "llama-server")
         limits = {"seconds": RUN_LIMIT_SECONDS, "start_seconds": LLAMA_CPP_START_SECONDS}
         ask = held.enter_context(llama.serving(program, arguments, work, label, cap=cap, **limits))

@@ -97,9 +97,9 @@ def of_missed(runs: Sequence[MoeRun], case: CappedCase) -> list[float]:
 
 
 def our_case_for(case: CappedCase, cases: Sequence[CappedCase]) -> CappedCase:
-    """The row of this project to compare with, under the same cap: of llama.cpp's, which has 4 bits, the last one."""
+    """The row of this project to compare with, under the same cap; there is only one where llama.cpp runs."""
     if case.runner.startswith(LLAMA_CPP):
-        return replace(case, runner=max((row.runner for row in cases if row.runner in OURS), default=OURS[1]))
+        return replace(case, runner=next(row.runner for row in cases if row.runner in OURS))
     return replace(case, runner=OURS[case.runner == OURS[1]])
 
 
