@@ -17,8 +17,17 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
-from rabbitllm.quant import _integers, _product_kernels
-from rabbitllm.quant._integers import WORDS, CodeSteps, InputLayout, Position, Products
+from rabbitllm.quant import _integers, _product_kernels, _vectors
+from rabbitllm.quant._integers import (
+    CODE_OFFSET,
+    TOGETHER,
+    WORDS,
+    CodeSteps,
+    InputLayout,
+    Position,
+    Products,
+    TwoByteLayout,
+)
 from rabbitllm.quant._kernel_interface import INTEGERS, PAIRS, SEGMENT, CodeKernel
 from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, Emitter, every, number
 
@@ -53,15 +62,13 @@ def table_of(kernel: CodeKernel, width: int, values: npt.NDArray[np.float32], fa
 def kernel(method: str, scheme: CodeKernel, width: int) -> Callable[[Any], None]:
     """As `_product_kernels.kernel`, by codes."""
     name = "_".join((method, *map(str, scheme), str(width)))
-    few = _IntegerSegments if scheme.group == SEGMENT else _FourSegments
-    by_width: dict[int, type[_ScaledSegments]] = {INTEGERS: few, PAIRS: _PairSegments}
+    of_integers = _FourSegments if _HAS_FOURS else _IntegerSegments
+    by_width: dict[int, type[_ScaledSegments]] = {INTEGERS: of_integers, PAIRS: _PairSegments}
     return _product_kernels.code_kernel(name, functools.partial(by_width.get(width, _FloatSegments), scheme), width)
 
 
 class _ScaledSegments(CodeSteps):
     """Segments of which each few codes have a scale."""
-
-    codes_a_part = SEGMENT
 
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
         super().__init__(emit)
@@ -69,36 +76,16 @@ class _ScaledSegments(CodeSteps):
         self.factor = emit.load(emit.add(table, _TABLE_BYTES[kernel.codes]), F32, 1)
         self.code_bytes = SEGMENT // 2 if kernel.codes == NIBBLES else SEGMENT
 
-    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
-        emit, b, a_segment = self._emit, self._emit.b, SEGMENT // self._kernel.group
+    def _scales(self, position: Position, after: int, count: int) -> Any:
+        """So many consecutive scales, float32, some after the first one of a segment."""
+        emit, b, bits = self._emit, self._emit.b, _SCALE_BITS[self._kernel.scales]
         scales, row, segments, segment, shift = position
-        parts = self._parts(address, inputs)
         by_columns, by_rows = b.and_(shift, number(255)), b.lshr(shift, number(8))
         in_row = emit.add(b.lshr(b.sub(segments, number(1)), by_columns), 1)
-        first = b.mul(emit.add(b.mul(b.lshr(row, by_rows), in_row), b.lshr(segment, by_columns)), number(a_segment))
-        count = max(a_segment // len(parts), 1)
-        for part, values in enumerate(parts):
-            yield 0, values, itertools.repeat(self._spread(scales, emit.add(first, part * count), count))
-
-    @abstractmethod
-    def _parts(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        """Sums of parts of a segment times the inputs of each token, still apart in lanes."""
-
-    def _spread(self, scales: Any, index: Any, count: int) -> Any:
-        """So many consecutive scales, each in an equal share of the lanes."""
-        few = self._loaded(scales, index, count)
-        return self._emit.pick(few, few, self._scale_of_lanes(count))
-
-    def _loaded(self, scales: Any, index: Any, count: int) -> Any:
-        """So many consecutive scales, float32."""
-        emit, bits = self._emit, _SCALE_BITS[self._kernel.scales]
-        place = emit.add(scales, emit.b.mul(index, number(bits // 8)))
+        of_segment = emit.add(b.mul(b.lshr(row, by_rows), in_row), b.lshr(segment, by_columns))
+        index = emit.add(b.mul(of_segment, number(SEGMENT // self._kernel.group)), after)
+        place = emit.add(scales, b.mul(index, number(bits // 8)))
         return self._floats(emit.load(place, ir.VectorType(ir.IntType(bits), count), 1), count)
-
-    def _scale_of_lanes(self, count: int) -> list[int]:
-        """Which of so many consecutive scales a lane of the products has."""
-        width = self._emit.width
-        return [lane * count // width for lane in range(width)]
 
     def _floats(self, words: Any, count: int) -> Any:
         b, scale_type, wide = self._emit.b, self._kernel.scales, ir.VectorType(I32, count)
@@ -115,79 +102,124 @@ class _ScaledSegments(CodeSteps):
         bits, least = b.shl(exponents, every(wide, 23)), every(wide, 1 << 22)  # 2 ** -127, below the normal numbers
         return b.bitcast(b.select(b.icmp_unsigned(">", bits, least), bits, least), floats)
 
+
+_HAS_FOURS = _vectors.multiplies_fours(8)
+NIBBLE_LAYOUT: InputLayout = (
+    TwoByteLayout(SEGMENT, (32, 2), (1, 0)) if _HAS_FOURS else InputLayout(SEGMENT, (16, 2, 2), (1, 2, 0))
+)
+"""The order of the inputs of a segment of codes of 4 bits."""
+
+
+class _IntegerSegments(_ScaledSegments):
+    """Looks codes of 4 bits up, of which the first of a byte is in its low half, and multiplies integers.
+
+    A lane sums eight consecutive codes, so that two segments fill a vector.
+    """
+
+    def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any, together: int = 2) -> None:
+        super().__init__(kernel, emit, table)
+        self.together, self._table = together, emit.load(table, ir.VectorType(I8, 16), 1)
+        self.rest = type(self)(kernel, emit, table, 1) if together > 1 else None
+
+    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
+        emit, b, count = self._emit, self._emit.b, SEGMENT // self._kernel.group
+        if count > 1:
+            few = self._scales(position, 0, self.together * count)
+        else:  # which several segments may share
+            *before, segment, shift = position
+            of_segments = ((*before, emit.add(segment, n), shift) for n in range(self.together))
+            few = emit.joined(*(self._scales(place, 0, 1) for place in of_segments))
+        order = [lane * count // 8 for lane in range(8 * self.together)]
+        scale = emit.pick(few, few, order)
+        sums = self._sums(address, [integers for *integers, _ in inputs])
+        floats = (b.fmul(b.sitofp(total, scale.type), each[-1]) for total, each in zip(sums, inputs, strict=True))
+        yield 0, map(self._filled, floats), itertools.repeat(self._filled(scale))
+
+    def _filled(self, lanes: Any) -> Any:
+        """The lanes of one segment or two as a whole vector."""
+        zeros = ir.Constant(lanes.type, None)
+        return self._emit.pick(lanes, zeros, range(16)) if self.together == 1 else lanes
+
+    def inputs(self, inputs: Any, others: Any) -> list[Any]:
+        emit = self._emit
+        words = [emit.load(emit.add(inputs, offset), WORDS, 2) for offset in range(0, 128 * self.together, 64)]
+        scales = (emit.load(emit.add(others, 4 * n), F32, 4) for n in range(self.together))
+        scale = emit.joined(*(emit.spread(scale, 8) for scale in scales))
+        return [*words, emit.b.fmul(scale, every(scale.type, 0.5))]  # the table has twice the values
+
+    def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
+        """The sums of the products of each eight integers with those of each input."""
+        emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16)
+        sums: list[list[Any]] = [[] for _ in inputs]
+        for n in range(self.together):
+            both = emit.load(emit.add(address, n * self.code_bytes), words, 1)
+            nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
+            values = _integers.looked_up_words(emit, self._table, emit.joined(*nibbles))
+            for of_token, integers in zip(sums, inputs, strict=True):
+                total = _integers.summed_integers(emit, values, integers[2 * n : 2 * n + 2])
+                of_token.append(b.add(*emit.halves(total)))
+        return [emit.joined(*of_token) for of_token in sums]
+
+
+class _FourSegments(_IntegerSegments):
+    """The same by bytes with VNNI: inputs have two, and codes are larger by as much as sums begin smaller."""
+
+    other_bytes = SEGMENT
+
+    def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any, together: int = 2) -> None:
+        super().__init__(kernel, emit, table, together)
+        self._table = emit.b.add(self._table, every(self._table.type, CODE_OFFSET))
+
+    def inputs(self, inputs: Any, others: Any) -> list[Any]:
+        emit, size = self._emit, min(self.together, TOGETHER)
+        nbytes, ints, floats = (ir.VectorType(of, n * size) for of, n in ((I8, 32), (I32, 8), (F32, 8)))
+        vectors, scales = [], []
+        for n in range(0, self.together, size):
+            places = (emit.add(inputs, 128 * n + 32 * size * part) for part in range(4))
+            vectors += [emit.load(place, nbytes, 1) for place in places]
+            place = emit.add(others, self.other_bytes * n)
+            vectors.append(emit.load(emit.add(place, 32 * size), ints, 4))
+            scales.append(emit.load(place, floats, 4))
+        return [*vectors, emit.joined(*scales)]
+
+    def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
+        emit, b, size = self._emit, self._emit.b, min(self.together, TOGETHER)
+        words = ir.VectorType(I16, 16 * size)
+        sums: list[list[Any]] = [[] for _ in inputs]
+        for n in range(0, self.together, size):
+            both = emit.load(emit.add(address, n * self.code_bytes), words, 1)
+            first, second = _integers.looked_up_nibbles(emit, self._table, both)
+            for of_token, integers in zip(sums, inputs, strict=True):
+                a, c, low, high, moved = integers[5 * n // size : 5 * n // size + 5]
+                upper = emit.fours(emit.fours(None, first, a), second, c)
+                lower = emit.fours(emit.fours(moved, first, low), second, high)
+                of_token.append(b.add(b.shl(upper, every(upper.type, 7)), lower))
+        return [emit.joined(*of_token) for of_token in sums]
+
+
+class _InParts(_ScaledSegments):
+    """Multiplies floats, and each part of a segment by its scales."""
+
+    codes_a_part = SEGMENT
+
+    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
+        emit, parts = self._emit, self._parts(address, inputs)
+        count = max(SEGMENT // self._kernel.group // len(parts), 1)
+        order = [lane * count // emit.width for lane in range(emit.width)]
+        for part, values in enumerate(parts):
+            few = self._scales(position, part * count, count)
+            yield 0, values, itertools.repeat(emit.pick(few, few, order))
+
+    @abstractmethod
+    def _parts(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+        """Sums of parts of a segment times the inputs of each token, still apart in lanes."""
+
     def _halves(self, words: Any, vector_type: ir.VectorType) -> tuple[Any, Any]:
         """The even and the odd codes of a vector of words with two bytes."""
         return self._emit.b.and_(words, every(vector_type, 255)), self._emit.b.lshr(words, every(vector_type, 8))
 
 
-NIBBLE_LAYOUT = InputLayout(SEGMENT, (16, 2, 2), (1, 2, 0))
-"""The order of the inputs of a segment of codes of 4 bits."""
-
-
-class _IntegerSegments(_ScaledSegments):
-    """Looks codes of 4 bits up, of which the first of a byte is in its low half, and multiplies integers."""
-
-    def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
-        super().__init__(kernel, emit, table)
-        self._table = emit.load(table, ir.VectorType(I8, 16), 1)
-        if _integers.HAS_WORDS:
-            self._table = emit.b.sext(self._table, ir.VectorType(I16, 16))
-
-    def inputs(self, inputs: Any, others: Any) -> list[Any]:
-        *words, scale = super().inputs(inputs, others)
-        return [*words, self._emit.b.fmul(scale, every(self._emit.floats, 0.5))]  # the table has twice the values
-
-    def _parts(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        sums = self._sums(address, [pair for *pair, _ in inputs])
-        return [[self._emit.b.fmul(total, scale) for total, (*_, scale) in zip(sums, inputs, strict=True)]]
-
-    def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
-        """The sums of the products of a segment's integers with those of each input, float32."""
-        emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16)
-        both = emit.load(address, words, 1)
-        if _integers.HAS_WORDS:
-            index = emit.joined(both, b.lshr(both, every(words, 4)))
-            both_words = _integers.permuted_words(emit, self._table, (index, b.lshr(index, every(WORDS, 8))))
-            return [_integers.summed_products(emit, both_words, pair) for pair in inputs]
-        nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
-        values = _integers.looked_up_words(emit, self._table, emit.joined(*nibbles))
-        return [_integers.summed_products(emit, values, pair) for pair in inputs]
-
-    def _scale_of_lanes(self, count: int) -> list[int]:
-        return [lane % 8 * count // 8 for lane in range(16)]  # of low halves, then of high ones
-
-
-class _FourSegments(_IntegerSegments):
-    """Four consecutive segments of several scales each, which are multiplied by those of the inputs together."""
-
-    together = 4
-
-    def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
-        super().__init__(kernel, emit, table)
-        self.rest = _IntegerSegments(kernel, emit, table)
-        self._scales = SEGMENT // kernel.group  # of a segment
-
-    def inputs(self, inputs: Any, others: Any) -> list[Any]:
-        emit, b = self._emit, self._emit.b
-        words = [emit.load(emit.add(inputs, 64 * half), WORDS, 2) for half in range(2 * self.together)]
-        floats = ir.VectorType(F32, self.together)
-        scales = b.fmul(emit.load(others, floats, 4), every(floats, 0.5))  # as of one segment
-        order = [lane // self._scales for lane in range(self.together * self._scales)]
-        return [*words, emit.pick(scales, scales, order)]
-
-    def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
-        emit, b, count = self._emit, self._emit.b, self._scales
-        scales, row, segments, segment, _ = position  # no scale is of several rows or segments
-        first = b.mul(emit.add(b.mul(row, segments), segment), number(count))
-        few = self._loaded(scales, first, self.together * count)
-        scales_of = [b.fmul(few, of_inputs) for *_, of_inputs in inputs]
-        for n in range(self.together):
-            order = [n * count + scale for scale in self._scale_of_lanes(count)]
-            sums = self._sums(emit.add(address, self.code_bytes * n), [words[2 * n : 2 * n + 2] for words in inputs])
-            yield 0, sums, [emit.pick(each, each, order) for each in scales_of]
-
-
-class _FloatSegments(_ScaledSegments):
+class _FloatSegments(_InParts):
     """Multiplies in float32; even and odd inputs are in separate arrays."""
 
     other_bytes = HALF_BYTES
@@ -228,7 +260,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-class _PairSegments(_ScaledSegments):
+class _PairSegments(_InParts):
     """Multiplies pairs of bfloat16: of the even codes of a segment, then of the odd ones."""
 
     def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:

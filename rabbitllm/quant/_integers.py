@@ -2,7 +2,8 @@
 
 Codes are decoded to integers of 16 bits, and inputs are rounded to such integers, with a scale for every few of them.
 Products are summed exactly in 32 bits, a pair at a time (VPMADDWD, or VPDPWSSD), and multiplied by the scales in
-float32. An input's error is at most a 2**-15th of the largest input near it, far below that of any scheme; inputs of 8
+float32. Where VNNI multiplies bytes (VPDPBUSD), published codes of 4 bits are bytes and such inputs have two, with the
+same sums. An input's error is at most a 2**-15th of the largest input near it, far below that of any scheme; inputs of 8
 bits would add as much loss as Q8_0 itself has.
 
 4bit loses so much more that its codes and inputs have 8 bits but for AVX-512 without VNNI: looking two bytes of each
@@ -88,9 +89,21 @@ class ByteLayout(InputLayout):
         return Preparation(round_to_bytes, (self.step, 0, self.order_address), columns, columns)
 
 
+class TwoByteLayout(InputLayout):
+    """The even inputs of a segment, or of `TOGETHER`, then the odd ones: bytes for how often 128 goes into them, and
+    then in the same order what is left, 0 to 127."""
+
+    def preparation(self, columns: int) -> Preparation:
+        """See `InputLayout`; with a step is half its scale eight times, for codes twice as large, and what eight sums
+        begin with."""
+        return Preparation(round_to_two_bytes, (self.step, 0, self.order_address), 2 * columns, columns)
+
+
 _NEAREST, _NEAREST_BITS = np.float32(_vectors.NEAREST), np.int32(_vectors.NEAREST_BITS)
 _LARGEST_FLOAT, _SMALLEST = np.float32(LARGEST_INPUT), np.float32(1e-30)
 _HALF, _LARGEST_BYTE, _OFFSET = SEGMENT // 2, np.float32(127), 128
+CODE_OFFSET = 16
+"""What is added to integers of `TwoByteLayout`'s codes, -16 to 14, of which VPDPBUSD takes no negative ones."""
 TOGETHER = 2 if _vectors.lanes() == 16 and _vectors.multiplies_fours(16) else 1
 """Consecutive segments of 4bit codes that are multiplied together, since they fill a vector."""
 
@@ -106,6 +119,28 @@ def _widen(values, bits, x, is_bfloat, count):  # type: ignore[no-untyped-def]
         singles = to_array(floats_at(x), count)
         for i in range(count):
             values[i] = singles[i]
+
+
+@_vectors.inlined
+def _round(values, bits, begin, end, largest_integer):  # type: ignore[no-untyped-def]
+    """Some inputs as integers in the last bits of float32; returns the scale of these."""
+    most = np.int32(0)
+    for i in range(begin, end):
+        most = max(most, bits[i] & np.int32(0x7FFFFFFF))  # ordered as the floats are
+    largest = float_of(most)
+    factor = largest_integer / largest if largest > _SMALLEST else np.float32(0)
+    for i in range(begin, end):
+        values[i] = values[i] * factor + _NEAREST
+    return largest / largest_integer
+
+
+@_vectors.inlined
+def _sum(bits, begin, end):  # type: ignore[no-untyped-def]
+    """The sum of some of these integers."""
+    total = np.int32(0)
+    for value in bits[begin:end]:
+        total += value - _NEAREST_BITS
+    return total
 
 
 def round_inputs(data):  # type: ignore[no-untyped-def]
@@ -126,19 +161,9 @@ def round_inputs(data):  # type: ignore[no-untyped-def]
         results = to_array(words_at(words[9] + 2 * step * n), step)
         others = to_array(floats_at(words[10] + 4 * floats_a_step * n), floats_a_step)
         _widen(values, bits, x, is_bfloat, step)
-        most = np.int32(0)
-        for i in range(step):
-            most = max(most, bits[i] & np.int32(0x7FFFFFFF))  # ordered as the floats are
-        largest = float_of(most)
-        others[0] = scale = largest / _LARGEST_FLOAT
-        factor = _LARGEST_FLOAT / largest if largest > _SMALLEST else np.float32(0)
-        for i in range(step):
-            values[i] = values[i] * factor + _NEAREST
+        others[0] = scale = _round(values, bits, 0, step, _LARGEST_FLOAT)
         for g in range(floats_a_step - 1):
-            total = np.int32(0)
-            for value in bits[g * group : (g + 1) * group]:
-                total += value - _NEAREST_BITS
-            others[1 + g] = np.float32(total) * scale
+            others[1 + g] = np.float32(_sum(bits, g * group, (g + 1) * group)) * scale
         for i in range(step):
             results[i] = np.uint16(bits[places[i]] & 0xFFFF)
 
@@ -159,24 +184,42 @@ def round_to_bytes(data):  # type: ignore[no-untyped-def]
         moved = to_array(floats_at(words[10] + place + _HALF * together), 8).view(np.int32)
         _widen(values, bits, x, is_bfloat, SEGMENT)
         for half in range(2):
-            most = np.int32(0)
-            for i in range(_HALF):
-                most = max(most, bits[_HALF * half + i] & np.int32(0x7FFFFFFF))
-            largest = float_of(most)
+            scale = _round(values, bits, _HALF * half, _HALF * half + _HALF, _LARGEST_BYTE)
             for i in range(4):
-                scales[4 * half + i] = largest / _LARGEST_BYTE
-            factor = _LARGEST_BYTE / largest if largest > _SMALLEST else np.float32(0)
-            for i in range(_HALF):
-                values[_HALF * half + i] = values[_HALF * half + i] * factor + _NEAREST
+                scales[4 * half + i] = scale
         for i in range(8):
-            total = np.int32(0)
-            for value in bits[8 * i : 8 * i + 8]:
-                total += value - _NEAREST_BITS
-            moved[i] = -_OFFSET * total
+            moved[i] = -_OFFSET * _sum(bits, 8 * i, 8 * i + 8)
         for odd in range(2):
             own = results[_HALF // 2 * together * odd :]
             for i in range(_HALF // 2):
                 own[i] = bits[4 * i + odd] & 0xFF | (bits[4 * i + 2 + odd] & 0xFF) << 8
+
+
+def round_to_two_bytes(data):  # type: ignore[no-untyped-def]
+    """See `TwoByteLayout`; the arguments are those of `round_inputs`."""
+    words = to_array(data, 11)
+    is_bfloat, rows, steps, row = words[2], words[3], words[4], words[5]
+    values = np.empty(SEGMENT, np.float32)
+    bits = values.view(np.int32)
+    for n in range(rows * steps):
+        x = words[1] + (2 if is_bfloat else 4) * (n // steps * row + n % steps * SEGMENT)
+        part = n % steps % TOGETHER
+        together = min(TOGETHER, steps - n % steps + part)
+        place = SEGMENT * (n - part) + _HALF * part
+        results = to_array(words_at(words[9] + place + SEGMENT * (n - part)), _HALF // 2 * (3 * together + 1))
+        scales = to_array(floats_at(words[10] + place), 8)
+        moved = to_array(floats_at(words[10] + place + _HALF * together), 8).view(np.int32)
+        _widen(values, bits, x, is_bfloat, SEGMENT)
+        scale = _round(values, bits, 0, SEGMENT, _LARGEST_FLOAT) / np.float32(2)
+        for i in range(8):
+            scales[i] = scale
+            moved[i] = -CODE_OFFSET * _sum(bits, 8 * i, 8 * i + 8)
+        for odd in range(2):
+            high, low = results[_HALF // 2 * together * odd :], results[_HALF // 2 * together * (2 + odd) :]
+            for i in range(_HALF // 2):
+                first, second = bits[4 * i + odd], bits[4 * i + 2 + odd]
+                high[i] = first >> 7 & 0xFF | (second >> 7 & 0xFF) << 8
+                low[i] = first & 0x7F | (second & 0x7F) << 8
 
 
 # Vectors.
@@ -189,8 +232,24 @@ _LANE = 16
 
 
 def look_up(emit: Emitter, table: Any, index: Any) -> Any:
-    """64 bytes of a table, a vector of 16 bytes, by 64 bytes, whose upper halves are 0."""
-    return _divided(emit, _BYTES, "avx2.pshuf.b", "avx512.pshuf.b.512", emit.joined(*[table] * 4), index)
+    """Bytes of a table, a vector of 16 bytes, by 32 or 64 bytes, whose upper halves are 0."""
+    tables = emit.joined(*[table] * (index.type.count // 16))
+    return _divided(emit, index.type, "avx2.pshuf.b", "avx512.pshuf.b.512", tables, index)
+
+
+def looked_up_nibbles(emit: Emitter, table: Any, both: Any) -> tuple[Any, Any]:
+    """Bytes of a table of 16, by the lower and by the upper halves of bytes, a vector of words."""
+    b, as_bytes = emit.b, ir.VectorType(I8, 2 * both.type.count)
+    nibbles = [both, b.lshr(both, every(both.type, 4))]
+    if "avx512vbmi" in features():  # which takes as many bits of an index as there are bytes
+        tables = emit.joined(*[table] * (as_bytes.count // 16))
+        name = f"llvm.x86.avx512.permvar.qi.{8 * as_bytes.count}"
+        permute = functools.partial(b.call, emit.function(name, *[as_bytes] * 3))
+        low, high = (permute([tables, b.bitcast(words, as_bytes)]) for words in nibbles)
+    else:
+        nibbles = [b.and_(words, every(both.type, 0x0F0F)) for words in nibbles]
+        low, high = (look_up(emit, table, b.bitcast(words, as_bytes)) for words in nibbles)
+    return low, high
 
 
 def looked_up_words(emit: Emitter, table: Any, index: Any) -> tuple[Any, Any]:
@@ -209,11 +268,16 @@ def permuted_words(emit: Emitter, table: Any, indices: Iterable[Any]) -> list[An
 
 def summed_products(emit: Emitter, codes: Iterable[Any], inputs: Iterable[Any]) -> Any:
     """The sums of products of vectors of words with as many of inputs, 16 float32."""
+    return emit.b.sitofp(summed_integers(emit, codes, inputs), emit.floats)
+
+
+def summed_integers(emit: Emitter, codes: Iterable[Any], inputs: Iterable[Any]) -> Any:
+    """The same as integers."""
     total: Any = ir.Constant(INTS, [0] * 16)
     for words, values in zip(codes, inputs, strict=True):
         pairs = _divided(emit, INTS, "avx2.pmadd.wd", "avx512.pmaddw.d.512", words, values)
         total = emit.b.add(total, pairs)
-    return emit.b.sitofp(total, emit.floats)
+    return total
 
 
 def interleaved_bytes(emit: Emitter, even: Any, odd: Any) -> tuple[Any, Any]:
@@ -373,11 +437,8 @@ class _LookedUpBytes(_OwnSegments):
 
     def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
         emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16 * self.together)
-        as_bytes, both = ir.VectorType(I8, _HALF * self.together), emit.load(address, words, 1)
-        nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (b.lshr(both, every(words, 4)), both))
-        table = emit.joined(*self._tables * (2 * self.together))
-        names = "avx2.pshuf.b", "avx512.pshuf.b.512"
-        codes = [_divided(emit, as_bytes, *names, table, b.bitcast(word, as_bytes)) for word in nibbles]
+        second, first = looked_up_nibbles(emit, self._tables[0], emit.load(address, words, 1))
+        codes = [first, second]
         totals = self._products(codes, inputs)
         return [b.sitofp(total, ir.VectorType(F32, total.type.count)) for total in totals]
 

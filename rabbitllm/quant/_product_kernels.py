@@ -59,11 +59,9 @@ LEAST_WIDE, LEAST_SLOW = 3, 2
 that are slow to decode, or of which several segments are multiplied together."""
 PANEL_TOKENS = {16: 6, 8: 3}
 """Lanes -> inputs for each load of a panel's value; limited by the registers for sums."""
-PREFETCHED, CACHES = 8192, 0 if is_zen() else 3
-"""How many bytes ahead codes are prefetched, and in how many caches they stay for one input. On Zen other data needs
-these more (up to 0.86 of a token's time); an Intel Xeon takes up to 3 times as long if they stay in none."""
-TILE_CACHES = 2 if is_zen() else 3
-"""The same of rows of bfloat16: a tile does not fit Zen 4's smallest cache (0.75 to 0.9 of a product's time)."""
+PREFETCHED, CACHES = 8192, 2 if is_zen() else 3
+"""How many bytes ahead codes are prefetched, and in how many caches they stay. On Zen 4 the smallest cache is left to
+inputs: a token takes 0.8 of its time with codes there alone, which take 3 times as long on an Intel Xeon."""
 PANEL_ROWS, PANEL_COLUMNS = 128, 1024
 """Size of a panel: 512 KiB, of which `ROWS` rows and their inputs fit the smallest cache. With half the rows all inputs
 are read twice as often: 512 of them took 1.06 times as long."""
@@ -137,7 +135,7 @@ def _code_dot(make: Callable[[Emitter, Any], CodeSteps], width: int, together: i
                     position = scales, emit.add(row, first, r), steps, step, shift
                     address = emit.add(codes, b.mul(position[1], row_bytes), begin)
                     for line in range(0, some.code_bytes * some.together, 64):
-                        emit.prefetch(emit.add(address, ahead, line), 3 if tokens > 1 else CACHES)
+                        emit.prefetch(emit.add(address, ahead, line), CACHES)
                     for accumulator, values, scales_of in some.products(address, inputs, position):
                         for variables, value, scale in zip(of_row, values, scales_of, strict=False):
                             total = variables[accumulator + turn]
@@ -220,7 +218,7 @@ def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) ->
             at = b.mul(step, number(nbytes)) if widen else offset
             weights = [(widen or both)(emit.add(base, at)) for base in bases]
             for base in bases if widen else ():  # the next tile, which no prefetcher expects
-                emit.prefetch(emit.add(base, at, b.mul(panel_bytes, number(rows))), TILE_CACHES)
+                emit.prefetch(emit.add(base, at, b.mul(panel_bytes, number(rows))), CACHES)
             vectors = [both(emit.add(begin, offset)) for begin in begins]
             for half, of_row, t in itertools.product(range(2), range(rows), range(tokens)):
                 total = sums[of_row][t]
@@ -357,7 +355,7 @@ def code_kernel(
 ) -> Callable[[Any], None]:
     """The kernel by codes of steps that `make` returns for an emitter and the address of a table, with so many rows
     for each load of several inputs; for `least`, see `LEAST_WIDE`."""
-    shapes = (1, 1, 1), (1, ROWS, 1), (1, 1, TOKENS), (rows, ROWS, TOKENS)
+    shapes = (1, 1, 1), (rows, ROWS, 1), (1, 1, TOKENS), (rows, ROWS, TOKENS)
     single, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
     return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, TILE=ROWS)
 
