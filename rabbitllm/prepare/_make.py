@@ -428,10 +428,15 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
 
     Raises:
         OptionError: the split was made from a folder, no `original` was given, and the shards are not around the split.
-        SplitMismatchError: the source is another one; nothing was touched.
+        SplitMismatchError: the source is another one, or the split has changed since the check; nothing was touched.
         InUseError: another process has loaded the model, or deletes shards of the source; nothing was touched.
     """
     with _locked_for_repair(folder, manifest.source, shards_for(manifest, layers), original) as (checkpoint, policy):
+        if read_manifest(folder) != manifest:
+            raise SplitMismatchError(
+                f"{folder} has changed since it was checked: another process repaired, removed or replaced it.",
+                "Make the same call again.",
+            )
         options = SplitOptions(manifest.compression, policy, fit_scales=is_fitted(manifest.quantizer))
         named = str(original.absolute()) if original is not None else ""
         repair(SplitRequest(checkpoint, folder, read_config(folder), options), manifest, layers, named)
@@ -449,13 +454,14 @@ def finish_repair(folder: Path, original: Path | None = None) -> None:
     """
     if has_work_left(folder, SplitOptions()):
         with locked(folder):
-            clean_up(folder)
+            if (folder / MANIFEST_NAME).exists():  # else the process that had the lock was killed in its repair
+                clean_up(folder)
     if journal.repair_command(folder) is None or (earlier := journal.replay(folder)) is None:
         return
     sums, used = earlier.checksums, earlier.used
     shards = [s.name for s in earlier.plan.shards if s.name not in used or any(t.name in sums for t in s.tensors)]
     with _locked_for_repair(folder, earlier.plan.source, shards, original) as (checkpoint, policy):
-        if is_finished(folder):  # another process was quicker
+        if journal.repair_command(folder) is None:  # another process has finished or removed it
             return
         options = SplitOptions(earlier.plan.compression, policy, fit_scales=is_fitted(earlier.quantizer))
         split(SplitRequest(checkpoint, folder, read_config(folder), options))

@@ -19,7 +19,7 @@ import torch
 from rabbitllm import AutoModel, prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.cli import exit_codes
-from rabbitllm.errors import IncompleteSplitError, InUseError
+from rabbitllm.errors import IncompleteSplitError, InUseError, SplitMismatchError
 from rabbitllm.models.pull import Pulled, pull
 from rabbitllm.store.layer_store import verify
 from rabbitllm.store.manifest import read_manifest
@@ -251,6 +251,40 @@ def test_killed_repair_is_reported(folder: Path, damaged: Path) -> None:
     assert error.value.remedy == f"Finish it: rabbitllm verify {damaged} --repair --original {folder}"
     AutoModel.from_pretrained(folder, layer_shards_saving_path=damaged.parent, device="cpu")
     assert not verify(damaged).damaged
+
+
+def test_a_repair_that_waited_finishes_that_of_a_killed_process(folder: Path, damaged: Path) -> None:
+    """It began to wait while the split still had its manifest; the journal is by then all that tells of the split."""
+    words = [sys.executable, "-m", "rabbitllm", "verify", str(damaged), "--repair", "--original", str(folder)]
+    with (
+        Paused("repair begins and goes", folder=damaged, original=folder) as other,
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as second,
+    ):
+        assert second.stderr is not None
+        assert f"{damaged} is in use by process {other.pid} on " in second.stderr.readline()
+        other.goes_to_the_next()
+        assert not (damaged / "split.json").exists()
+        other.is_killed()
+        told = second.communicate(timeout=600)
+    assert second.returncode == 0, told
+    plain = AutoModel.from_pretrained(folder, split=False, device="cpu")
+    assert torch.equal(AutoModel.from_pretrained(damaged, device="cpu")(INPUT).logits, plain(INPUT).logits)
+
+
+def test_a_repair_is_refused_that_was_asked_of_another_state(folder: Path, damaged: Path) -> None:
+    """A repair of more layers was killed meanwhile: its journal stays, with which it is finished."""
+    whole = Call(str(folder), str(folder.parent / "whole"), sequential=False).make()
+    manifest, layers = read_manifest(damaged), {damage.layer for damage in verify(damaged).damaged}
+    assert manifest is not None
+    (damaged / "model.layers.0.safetensors").unlink()
+    with Paused("repair", folder=damaged, original=folder) as other:
+        other.is_killed()
+    before = contents(damaged)
+    with pytest.raises(SplitMismatchError, match="has changed since it was checked"):
+        prepare.repair_split(damaged, manifest, layers, folder)
+    assert {name: before[name] for name in contents(damaged)} == contents(damaged)
+    invoke("verify", str(damaged), "--repair", "--original", str(folder))
+    assert contents(damaged) == contents(whole)
 
 
 @pytest.mark.long
