@@ -199,6 +199,24 @@ def test_an_interrupted_repair_is_finished_by_the_same_command(split_folder: Pat
         assert contents(split_folder) == whole, moment
 
 
+def test_layers_that_a_repair_leaves_keep_their_checksums(split_folder: Path) -> None:
+    """They may be damaged while it waits: their files are not what says which bytes they had."""
+
+    def stop(index: int, step: Step) -> None:
+        if step.kind == "create" and step.path.name == f"{LAYER}.part":
+            raise Death
+
+    whole, other = contents(split_folder), "model.layers.4.safetensors"
+    spoil(split_folder, LAYER)
+    with observe_ticks(Counter(stop)), pytest.raises(Death):
+        run(str(split_folder), "--repair")
+    spoil(split_folder, other)
+    code, text = run(str(split_folder), "--repair")
+    assert (code, text.splitlines()[-1]) == (0, "repaired: 1 layer file")
+    assert f"  {other}: its checksum is " in text
+    assert contents(split_folder) == whole
+
+
 def test_command_in_json(split_folder: Path) -> None:
     code, text = run(str(split_folder), "--json")
     record = json.loads(text)
