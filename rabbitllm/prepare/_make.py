@@ -461,13 +461,13 @@ def finish_repair(folder: Path, original: Path | None = None) -> None:
     """
     if has_work_left(folder, SplitOptions()):
         with locked(folder):
-            if (folder / MANIFEST_NAME).exists():  # else the process that had the lock was killed in its repair
-                clean_up(folder)
+            clean_up(folder)
     if journal.repair_command(folder) is None or (earlier := journal.replay(folder)) is None:
         return
     sums, used = earlier.checksums, earlier.used
     shards = [s.name for s in earlier.plan.shards if s.name not in used or any(t.name in sums for t in s.tensors)]
     with _locked_for_repair(folder, earlier.plan.source, shards, original) as (checkpoint, policy):
+        clean_up(folder)
         if journal.repair_command(folder) is None:  # another process has finished or removed it
             return
         options = SplitOptions(earlier.plan.compression, policy, fit_scales=is_fitted(earlier.quantizer))

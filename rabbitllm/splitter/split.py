@@ -142,8 +142,11 @@ def _written_parts(layout: LayerLayout, checksums: TensorSums) -> list[tuple[int
 def clean_up(folder: Path) -> None:
     """Remove files that only the split needed: its journal and fetched shards.
 
-    The directory must have its manifest. Also completes a removal that a crash interrupted.
+    Without a manifest the journal is all that tells of the split, and stays. Also completes a removal that a crash
+    interrupted.
     """
+    if not (folder / MANIFEST_NAME).exists():
+        return
     journal_path = folder / JOURNAL_NAME
     if journal_path.exists():  # checked first: a finished split may lie on a read-only mount
         durable.sync_folder(folder)  # the manifest's name may not be durable yet if an earlier process died

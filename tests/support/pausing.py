@@ -24,9 +24,10 @@ class Paused:
     """A process that has come to its moment.
 
     Args:
-        what: "split": behind its first shard; "repair": when the manifest is gone; "repair begins": when the journal is
-            there and the manifest still is; "repair begins and goes": at both; "load": with the model in memory.
-        **options: of `Call`; for repairs `folder` and `original`; for "load" those of `from_pretrained` and `name`.
+        what: "split": behind its first shard; "repair": see `at`; "load": with the model in memory.
+        **options: of `Call`; for repairs `folder`, `original` and `at`, one or several of "begins": when the journal is
+            there and the manifest still is; "goes": when the manifest is gone; "ends": when it is there again; for
+            "load" those of `from_pretrained` and `name`.
     """
 
     def __init__(self, what: str, **options: Any) -> None:
@@ -94,7 +95,7 @@ def _split(**options: Any) -> None:
         Call(**options).make()
 
 
-def _repair(folder: str, original: str, *, at: Sequence[str]) -> None:
+def _repair(folder: str, original: str, *, at: Sequence[str] = ("goes",)) -> None:
     from rabbitllm import prepare
     from rabbitllm.storage.durable import observe_steps
     from rabbitllm.store.layer_store import verify
@@ -107,8 +108,15 @@ def _repair(folder: str, original: str, *, at: Sequence[str]) -> None:
     def look(step: Step) -> None:
         if not moments or not (made / JOURNAL_NAME).exists() or step.path.name == "split.journal.part":
             return
-        is_gone = not (made / "split.json").exists()
-        if step.kind == "unlink" if moments[0] == "begins" else step.kind == "create" and is_gone:
+        is_gone, is_last = not (made / "split.json").exists(), step.path.name == JOURNAL_NAME
+        match moments[0]:
+            case "begins":
+                has_come = step.kind == "unlink"
+            case "goes":
+                has_come = step.kind == "create" and is_gone
+            case _:
+                has_come = step.kind == "unlink" and is_last
+        if has_come:
             del moments[0]
             _pause()
 
@@ -130,10 +138,6 @@ if __name__ == "__main__":
         case "split":
             _split(**made)
         case "repair":
-            _repair(**made, at=["goes"])
-        case "repair begins":
-            _repair(**made, at=["begins"])
-        case "repair begins and goes":
-            _repair(**made, at=["begins", "goes"])
+            _repair(**made)
         case "load":
             _load(**made)
