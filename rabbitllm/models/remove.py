@@ -134,10 +134,13 @@ def _is_blob(path: Path, fingerprint: str) -> bool:
 
 
 def _needed_shards(entry: SplitEntry) -> list[str]:
-    """The shards that the split directory has the content of: of an unfinished split, those used up."""
+    """The shards that the split directory has the content of: of an unfinished split, those used up.
+
+    A repair counts shards as not used that it reads once more: layers that it leaves are made of them too.
+    """
     assert entry.source is not None
     progress = _journal_in(entry.folder)
-    if progress is not None and entry.shards_used < entry.shards:
+    if progress is not None and progress.repair_from is None and entry.shards_used < entry.shards:
         return sorted(progress.used)
     return sorted(entry.source.fingerprints)
 
