@@ -34,7 +34,7 @@ from rabbitllm.errors import (
     system_errors_by_name,
 )
 from rabbitllm.formats.bounded import read_json
-from rabbitllm.models.library import DAMAGED, RECORDS, REMOVED_SUFFIX, SplitEntry, look
+from rabbitllm.models.library import DAMAGED, RECORDS, SplitEntry, look
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.splitter.lock import LEASE_NAME, is_lock_file, locked_without_waiting
@@ -53,7 +53,15 @@ from rabbitllm.store.layer_file import (
     layer_file_name,
 )
 from rabbitllm.store.layer_store import LayerStore
-from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, SPLITS, Manifest, is_legacy, read_manifest
+from rabbitllm.store.manifest import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    REMOVED_SUFFIX,
+    SPLITS,
+    Manifest,
+    is_legacy,
+    read_manifest,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import locked
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store import locations
-from rabbitllm.store.manifest import MANIFEST_NAME
+from rabbitllm.store.manifest import MANIFEST_NAME, is_finished
 from tests.support.builders import build_checkpoint, cut, llama_tensors, read_tensors, write_shards
 from tests.support.commands import invoke
 from tests.support.hub_fixtures import HubEnvironment
@@ -288,6 +288,7 @@ def test_removal_resumes_after_a_crash(folder: Path, tmp_path: Path, state: str)
             shutil.rmtree(split_folder, ignore_errors=True)
             continue
         assert entry.state == HALF_REMOVED or index == 0
+        assert index == 0 or not is_finished(split_folder), step
         remove(plan_removal(split_folder))
         assert contents(folder) == before, step
 
