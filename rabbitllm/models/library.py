@@ -28,6 +28,7 @@ from rabbitllm.store.locations import require_place, resolve_name, with_near_nam
 from rabbitllm.store.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
+    REMOVED_SUFFIX,
     SPLIT_DIRECTORY,
     SPLITS,
     Manifest,
@@ -41,8 +42,6 @@ WHOLE = "whole"
 UNFINISHED = "unfinished"
 DAMAGED = "damaged"
 HALF_REMOVED = "half removed"
-REMOVED_SUFFIX = ".removed"
-"""Appended to the name of a manifest or journal while its directory is being removed."""
 RECORDS = (MANIFEST_NAME, JOURNAL_NAME, MANIFEST_NAME + REMOVED_SUFFIX, JOURNAL_NAME + REMOVED_SUFFIX)
 """Files that mark a split directory of this version."""
 

@@ -34,7 +34,7 @@ from rabbitllm.errors import (
     system_errors_by_name,
 )
 from rabbitllm.formats.bounded import read_json
-from rabbitllm.models.library import DAMAGED, RECORDS, REMOVED_SUFFIX, SplitEntry, look
+from rabbitllm.models.library import DAMAGED, RECORDS, SplitEntry, look
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.splitter.lock import LEASE_NAME, is_lock_file, locked_without_waiting
@@ -53,7 +53,15 @@ from rabbitllm.store.layer_file import (
     layer_file_name,
 )
 from rabbitllm.store.layer_store import LayerStore
-from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME, SPLITS, Manifest, is_legacy, read_manifest
+from rabbitllm.store.manifest import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    REMOVED_SUFFIX,
+    SPLITS,
+    Manifest,
+    is_legacy,
+    read_manifest,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +142,13 @@ def _is_blob(path: Path, fingerprint: str) -> bool:
 
 
 def _needed_shards(entry: SplitEntry) -> list[str]:
-    """The shards that the split directory has the content of: of an unfinished split, those used up."""
+    """The shards that the split directory has the content of: of an unfinished split, those used up.
+
+    A repair counts shards as not used that it reads once more: layers that it leaves are made of them too.
+    """
     assert entry.source is not None
     progress = _journal_in(entry.folder)
-    if progress is not None and entry.shards_used < entry.shards:
+    if progress is not None and progress.repair_from is None and entry.shards_used < entry.shards:
         return sorted(progress.used)
     return sorted(entry.source.fingerprints)
 

@@ -313,7 +313,11 @@ def ensure_split(
         checkpoint = _open_checkpoint(source, options, by_executor=executor is not None).with_dtype(options.gguf_dtype)
         _refuse_to_leave_others(checkpoint, options.shards)
         config = config_of(source.config_folder, checkpoint)
-        request = SplitRequest(checkpoint, source.split_folder, config, options, naming, executor, accept)
+        is_repair, of_split = journal.repair_command(folder) is not None, options
+        if is_repair:  # nothing shows that the layers which it leaves are still sound; `check_finished` reads them
+            kept = ShardPolicy.DELETE_FETCHED if options.shards.takes_one_at_a_time else ShardPolicy.KEEP
+            of_split = dataclasses.replace(options, shards=kept)
+        request = SplitRequest(checkpoint, source.split_folder, config, of_split, naming, executor, accept)
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
             chosen = check_before_download(request)  # for the space that the shards will leave
             downloaded = LocalCheckpoint(download_all(checkpoint, checkpoint.index), entry=checkpoint.gguf_entry())
@@ -324,9 +328,12 @@ def ensure_split(
             sharing = executor.sharing(folder, [source.local] if source.local is not None else [])
         try:
             with sharing:
-                return split(request)
+                profiler = split(request)
         except MissingShardError as error:
             raise with_other_splits(error, source) from None
+        if is_repair and options.shards.deletes_rest:
+            check_finished(source, options, accept)
+        return profiler
 
 
 def check_before_fetching(source: Source, accept: Acceptance) -> None:
@@ -428,10 +435,15 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
 
     Raises:
         OptionError: the split was made from a folder, no `original` was given, and the shards are not around the split.
-        SplitMismatchError: the source is another one; nothing was touched.
+        SplitMismatchError: the source is another one, or the split has changed since the check; nothing was touched.
         InUseError: another process has loaded the model, or deletes shards of the source; nothing was touched.
     """
     with _locked_for_repair(folder, manifest.source, shards_for(manifest, layers), original) as (checkpoint, policy):
+        if read_manifest(folder) != manifest:
+            raise SplitMismatchError(
+                f"{folder} has changed since it was checked: another process repaired, removed or replaced it.",
+                "Make the same call again.",
+            )
         options = SplitOptions(manifest.compression, policy, fit_scales=is_fitted(manifest.quantizer))
         named = str(original.absolute()) if original is not None else ""
         repair(SplitRequest(checkpoint, folder, read_config(folder), options), manifest, layers, named)
@@ -455,7 +467,8 @@ def finish_repair(folder: Path, original: Path | None = None) -> None:
     sums, used = earlier.checksums, earlier.used
     shards = [s.name for s in earlier.plan.shards if s.name not in used or any(t.name in sums for t in s.tensors)]
     with _locked_for_repair(folder, earlier.plan.source, shards, original) as (checkpoint, policy):
-        if is_finished(folder):  # another process was quicker
+        clean_up(folder)
+        if journal.repair_command(folder) is None:  # another process has finished or removed it
             return
         options = SplitOptions(earlier.plan.compression, policy, fit_scales=is_fitted(earlier.quantizer))
         split(SplitRequest(checkpoint, folder, read_config(folder), options))

@@ -30,7 +30,7 @@ from rabbitllm.splitter._held_bytes import HeldBytes
 from rabbitllm.splitter.disk_budget import DiskUse, ShardTransfer
 from rabbitllm.splitter.mover import ByteStream, FillTarget, Mover
 from rabbitllm.splitter.plan import Gaps, LayerMap, PlannedShard, SplitPlan, moves
-from rabbitllm.splitter.sums import ShardChecksums, TensorSums
+from rabbitllm.splitter.sums import FileSums, ShardChecksums, TensorSums
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import OpenFiles, PositionalFile
 from rabbitllm.store.layer_file import SCRATCH_SUFFIX, LayerLayout
@@ -56,6 +56,7 @@ class SplitWork:
         source_checksums: shard -> `source_check.source_crc32`, from the journal.
         at_once: maximum of concurrent shards.
         quantizer: as the manifest names it; None without compression.
+        sound: of a repair, the checksums of the layer files that it leaves as they are.
     """
 
     plan: SplitPlan
@@ -69,6 +70,7 @@ class SplitWork:
     at_once: int = 1
     quantizer: str | None = None
     source_checksums: Mapping[str, int] = field(default_factory=dict)
+    sound: FileSums = field(default_factory=dict)
 
     @property
     def fitted(self) -> bool:
@@ -92,7 +94,7 @@ class SplitWork:
             layer_map=layer_map,
             layouts={layer: self.plan.layouts[layer] for layer in layers},
         )
-        return dataclasses.replace(self, plan=plan, used=frozenset(), checksums={}, source_checksums={})
+        return dataclasses.replace(self, plan=plan, used=frozenset(), checksums={}, source_checksums={}, sound={})
 
 
 Filled = tuple[PlannedShard, ShardChecksums]

@@ -35,7 +35,7 @@ from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.gguf_types import TENSOR_TYPES
 from rabbitllm.formats.tensor_spec import LeftOut, StoredBlocks, TensorPiece, TensorSpec, ValueChange
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan
-from rabbitllm.splitter.sums import PartSums, TensorSums, part_sums, whole_sum
+from rabbitllm.splitter.sums import FileSums, PartSums, TensorSums, part_sums, whole_sum
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import read_whole
 from rabbitllm.store import manifest
@@ -43,6 +43,7 @@ from rabbitllm.store.checksums import SUM_BYTES
 from rabbitllm.store.layer_file import BY_NAME, FORMAT_VERSION
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 
+_NO_SUMS: FileSums = {}
 JOURNAL_VERSION = 2
 """Version 1 does not record the format version of the layer files, which was the first."""
 MIXED_VERSION = 3
@@ -59,6 +60,7 @@ class Replay:
         used: shards used up so far.
         checksums: of the tensors whose writing is recorded.
         source_checksums: shard -> `source_check.source_crc32`, of used shards that have no digest.
+        sound: see `begin`.
     """
 
     plan: SplitPlan
@@ -66,11 +68,18 @@ class Replay:
     used: frozenset[str]
     checksums: TensorSums
     source_checksums: Mapping[str, int] = field(default_factory=dict)
+    sound: FileSums = field(default_factory=dict)
 
 
 @uncollected()
 def begin(
-    folder: Path, plan: SplitPlan, quantizer: str | None, repair_from: str | None = None, *, new: bool = False
+    folder: Path,
+    plan: SplitPlan,
+    quantizer: str | None,
+    repair_from: str | None = None,
+    sound: FileSums = _NO_SUMS,
+    *,
+    new: bool = False,
 ) -> None:
     """Write a journal with no shard used up yet, durably.
 
@@ -79,12 +88,17 @@ def begin(
         plan: the plan of the split.
         quantizer: as in the manifest.
         repair_from: of a repair, the original that the user named, "" if none; None for any other split.
+        sound: of a repair, the checksums of the layers that stay as they are. The files are not summed again: damage
+            that comes to them meanwhile would get the checksum of damaged bytes.
         new: refuse to replace a journal.
 
     Raises:
         FileExistsError: `new`, and there is one.
     """
-    mark = {} if repair_from is None else {"repair_from": repair_from}
+    sums = {
+        layer: [crc, None if blocks is None else b64encode(blocks).decode()] for layer, (crc, blocks) in sound.items()
+    }
+    mark = {} if repair_from is None else {"repair_from": repair_from, "sound": sums}
     line = json.dumps(_encode(plan, quantizer) | mark, separators=(",", ":"))
     durable.write_whole(folder / JOURNAL_NAME, (line + "\n").encode(), new=new)
 
@@ -101,7 +115,12 @@ def replay(folder: Path) -> Replay | None:
         return None
     head, *lines = read_whole(path).split(b"\n")
     try:
-        plan, quantizer = _decode(json.loads(head))
+        content = json.loads(head)
+        plan, quantizer = _decode(content)
+        sound = {
+            layer: (int(crc), None if blocks is None else b64decode(blocks, validate=True))
+            for layer, (crc, blocks) in content.get("sound", {}).items()
+        }
         entries = [entry for line in lines if (entry := _parse_entry(line)) is not None]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IncompleteSplitError(
@@ -113,7 +132,7 @@ def replay(folder: Path) -> Replay | None:
     for entry in entries:
         checksums |= entry.checksums
     source_checksums = {entry.shard: entry.source_crc32 for entry in entries if entry.source_crc32 is not None}
-    return Replay(plan, quantizer, frozenset(entry.shard for entry in entries), checksums, source_checksums)
+    return Replay(plan, quantizer, frozenset(entry.shard for entry in entries), checksums, source_checksums, sound)
 
 
 @dataclass(frozen=True, slots=True)

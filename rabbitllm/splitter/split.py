@@ -96,25 +96,30 @@ def manifest_of(work: SplitWork, checksums: TensorSums, source_checksums: Mappin
             blocks,
         )
         for layer, layout in plan.layouts.items()
-        for crc, blocks in [_file_checksums(layout, checksums, work.folder)]
+        for crc, blocks in [_file_checksums(layout, checksums, work)]
     )
     ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
     fields = plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered
     return Manifest(*fields, plan.dtype, {shard.name: shard.metadata for shard in plan.shards if shard.metadata})
 
 
-def _file_checksums(layout: LayerLayout, checksums: TensorSums, folder: Path) -> tuple[int, bytes | None]:
+def _file_checksums(layout: LayerLayout, checksums: TensorSums, work: SplitWork) -> tuple[int, bytes | None]:
     """Return the CRC-32 of a layer file and of each of its blocks, from the sums taken as it was written."""
     parts = ((layout.offsets[part.name], part.nbytes) for part in layout.parts)
-    starts, path = block_starts(layout.size, layout.header_bytes, parts), folder / layout.file_name
+    starts, path = block_starts(layout.size, layout.header_bytes, parts), work.folder / layout.file_name
     written = _written_parts(layout, checksums)
-    if written is None:  # a crash came between the rename of the file and the journal's line
+    if layout.layer.id in work.sound:
+        crc, blocks = work.sound[layout.layer.id]
+        if blocks is not None:
+            return crc, blocks
+    elif written is None:  # a crash came between the rename of the file and the journal's line
         return sums_of_file(path, starts)
-    crc = combine_all((whole_sum(sums), nbytes) for _, nbytes, sums in written)
-    runs = [runs_of(sums, offset, nbytes) for offset, nbytes, sums in written]
-    if None not in runs:
-        return crc, block_sums(itertools.chain.from_iterable(filter(None, runs)), starts)
-    file_crc, blocks = sums_of_file(path, starts)  # the journal was begun before blocks had checksums
+    else:
+        crc = combine_all((whole_sum(sums), nbytes) for _, nbytes, sums in written)
+        runs = [runs_of(sums, offset, nbytes) for offset, nbytes, sums in written]
+        if None not in runs:
+            return crc, block_sums(itertools.chain.from_iterable(filter(None, runs)), starts)
+    file_crc, blocks = sums_of_file(path, starts)  # the split was begun before blocks had checksums
     return crc, blocks if file_crc == crc else None  # on a mismatch the file is damaged, as its checksum will show
 
 
@@ -137,8 +142,11 @@ def _written_parts(layout: LayerLayout, checksums: TensorSums) -> list[tuple[int
 def clean_up(folder: Path) -> None:
     """Remove files that only the split needed: its journal and fetched shards.
 
-    The directory must have its manifest. Also completes a removal that a crash interrupted.
+    Without a manifest the journal is all that tells of the split, and stays. Also completes a removal that a crash
+    interrupted.
     """
+    if not (folder / MANIFEST_NAME).exists():
+        return
     journal_path = folder / JOURNAL_NAME
     if journal_path.exists():  # checked first: a finished split may lie on a read-only mount
         durable.sync_folder(folder)  # the manifest's name may not be durable yet if an earlier process died
@@ -345,7 +353,7 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     _warn_of_left_out(plan.shards, plan.source, request.options.shards, checkpoint)
     disk_budget = resumed_disk_budget(disk_budget_of(request, plan), earlier.used)
     work = _make_work(request, plan, disk_budget, earlier.checksums, earlier.quantizer)
-    work = replace(work, source_checksums=earlier.source_checksums)
+    work = replace(work, source_checksums=earlier.source_checksums, sound=earlier.sound)
     journal.settle(request.folder)
     if work.shard_transfer is ShardTransfer.STREAM:  # parts of shards that were fetched are fetched again
         durable.remove_folder(request.folder / STAGING_NAME, durable.PART_SUFFIX)
@@ -533,7 +541,8 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str], n
     ]
     plan = replace(plan, shards=tuple(shards))
     require_same([shard for shard in shards if shard.name in needed], request.checkpoint)
-    journal.begin(folder, plan, manifest.quantizer, named)
+    sound = {record.id: (record.crc32, record.blocks) for record in manifest.layers if record.id not in layers}
+    journal.begin(folder, plan, manifest.quantizer, named, sound)
     with contextlib.closing(journal.SplitJournal(folder)) as split_journal:
         for shard in plan.shards:
             if shard.name not in needed:

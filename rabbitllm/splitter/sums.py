@@ -18,6 +18,8 @@ PartSums = bytes
 """The CRC-32 of a stored part, followed by that of each of its runs if it has several; `SUM_BYTES` each."""
 TensorSums = Mapping[str, tuple[PartSums, ...]]
 """Tensor -> the sums of each of its stored parts."""
+FileSums = Mapping[str, tuple[int, bytes | None]]
+"""Layer -> the sum of its file, and those of its blocks, as the manifest has them."""
 
 
 def part_sums(whole: int, runs: bytes = b"") -> PartSums:

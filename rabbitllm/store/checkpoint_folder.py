@@ -324,7 +324,9 @@ class _Saving:
         ready = work / _READY_NAME
         is_ready = ready.is_file() and _READY.fullmatch(ready.read_bytes()) is not None
         own_names = {*map(_quoted, self.sidecars), INDEX_NAME, *(() if ready.exists() else (_READY_NAME,))}
-        refuse_foreign(work, lambda name: is_ready or name in own_names or _SHARD.fullmatch(name))
+        refuse_foreign(
+            work, lambda name: (is_ready and _stays_inside(name)) or name in own_names or _SHARD.fullmatch(name)
+        )
         if is_ready:  # an earlier call was interrupted while moving the files
             same = ready.read_bytes() == self.mark
             _move_out(self.folder, work)
@@ -402,6 +404,12 @@ class _Saving:
 def _quoted(name: str) -> str:
     """The name of a sidecar in the work folder, which has no subfolders."""
     return quote(name, safe="")
+
+
+def _stays_inside(name: str) -> bool:
+    """Whether a file of the work folder is moved to a place in the target; a stranger may have made the folder."""
+    path = Path(unquote(name))
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def refuse_foreign(work: Path, is_own: Callable[[str], object]) -> None:

@@ -91,6 +91,8 @@ def _size(value: object) -> int | None:
 
 MANIFEST_NAME = "split.json"
 JOURNAL_NAME = "split.journal"
+REMOVED_SUFFIX = ".removed"
+"""Suffix of these two while `rabbitllm rm` removes the directory."""
 SPLIT_DIRECTORY = "splitted_model"
 """RabbitLLM 1.1's directory name; the compression is appended, as `.4bit`."""
 
@@ -286,8 +288,12 @@ def is_begun(folder: Path) -> bool:
 
 
 def is_legacy(folder: Path) -> bool:
-    """Whether RabbitLLM 1.1 (or AirLLM) made this directory: finished layer files, but no manifest or journal."""
-    return not is_begun(folder) and any(folder.glob(f"*{LAYER_SUFFIX}{DONE_SUFFIX}"))
+    """Whether RabbitLLM 1.1 (or AirLLM) made this directory: finished layer files, but no manifest or journal.
+
+    One that is being removed, or whose removal was killed, has these under other names.
+    """
+    is_removed = any((folder / (name + REMOVED_SUFFIX)).exists() for name in (MANIFEST_NAME, JOURNAL_NAME))
+    return not is_begun(folder) and not is_removed and any(folder.glob(f"*{LAYER_SUFFIX}{DONE_SUFFIX}"))
 
 
 def is_finished(folder: Path) -> bool:

@@ -19,14 +19,16 @@ from safetensors.torch import save_file
 from rabbitllm.errors import CheckpointNotFoundError, SplitError
 from rabbitllm.models.library import HALF_REMOVED, look
 from rabbitllm.models.remove import Removal, original_of, plan_removal, refuse_only_copy, remove
+from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import locked
 from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store import locations
-from rabbitllm.store.manifest import MANIFEST_NAME
+from rabbitllm.store.manifest import MANIFEST_NAME, is_finished
 from tests.support.builders import build_checkpoint, cut, llama_tensors, read_tensors, write_shards
 from tests.support.commands import invoke
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
+from tests.support.pausing import Paused
 from tests.support.splitting import Call, contents, interrupted, occupied
 
 SHARDS = 3
@@ -286,6 +288,7 @@ def test_removal_resumes_after_a_crash(folder: Path, tmp_path: Path, state: str)
             shutil.rmtree(split_folder, ignore_errors=True)
             continue
         assert entry.state == HALF_REMOVED or index == 0
+        assert index == 0 or not is_finished(split_folder), step
         remove(plan_removal(split_folder))
         assert contents(folder) == before, step
 
@@ -345,6 +348,22 @@ def test_original_of_an_unfinished_split(folder: Path, sequential: bool) -> None
     assert original.there is not sequential
     if sequential:
         assert "2 of its 2 shards not in" in original.where
+
+
+def test_original_of_a_half_repaired_split(folder: Path) -> None:
+    """The layers that the repair leaves are also made of the shards that it reads once more."""
+    split_folder = split(folder)
+    (split_folder / "model.layers.0.safetensors").unlink()
+    with Paused("repair", folder=split_folder, original=folder) as other:
+        other.is_killed()
+    assert original_of(plan_removal(split_folder).entry).where == f"in {folder}"
+    progress = journal.glance(split_folder)
+    assert progress is not None
+    for shard in progress.shards - progress.used:
+        (folder / shard).unlink()
+    plan = plan_removal(split_folder)
+    with pytest.raises(SplitError, match="may be the only copy"):
+        refuse_only_copy(plan, original_of(plan.entry))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import torch
 from rabbitllm import AutoModel, prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions
 from rabbitllm.cli import exit_codes
-from rabbitllm.errors import IncompleteSplitError, InUseError
+from rabbitllm.errors import IncompleteSplitError, InUseError, SplitMismatchError
 from rabbitllm.models.pull import Pulled, pull
 from rabbitllm.store.layer_store import verify
 from rabbitllm.store.manifest import read_manifest
@@ -204,7 +204,7 @@ def damaged(folder: Path) -> Path:
     return split_folder
 
 
-@pytest.mark.parametrize("moment", ["repair", "repair begins"])
+@pytest.mark.parametrize("moment", ["goes", "begins"])
 @pytest.mark.parametrize("named", ["split directory", "original"])
 def test_load_waits_for_a_repair(
     folder: Path, damaged: Path, moment: str, named: str, capsys: pytest.CaptureFixture[str]
@@ -222,7 +222,7 @@ def test_load_waits_for_a_repair(
         except BaseException as error:
             problems.append(error)
 
-    with Paused(moment, folder=damaged, original=folder) as other:
+    with Paused("repair", folder=damaged, original=folder, at=[moment]) as other:
         thread = threading.Thread(target=load)
         thread.start()
         deadline = time.monotonic() + 600
@@ -251,6 +251,45 @@ def test_killed_repair_is_reported(folder: Path, damaged: Path) -> None:
     assert error.value.remedy == f"Finish it: rabbitllm verify {damaged} --repair --original {folder}"
     AutoModel.from_pretrained(folder, layer_shards_saving_path=damaged.parent, device="cpu")
     assert not verify(damaged).damaged
+
+
+@pytest.mark.parametrize("moments", [("begins", "goes"), ("goes", "ends")])
+def test_a_repair_that_waited_finishes_that_of_a_killed_process(
+    folder: Path, damaged: Path, moments: tuple[str, str]
+) -> None:
+    """The split has a manifest as it begins to wait, and none by then, so that the journal is all that tells of it; or
+    has none, and one by then.
+    """
+    whole = contents(Call(str(folder), str(folder.parent / "whole"), sequential=False).make())
+    words = [sys.executable, "-m", "rabbitllm", "verify", str(damaged), "--repair", "--original", str(folder)]
+    with (
+        Paused("repair", folder=damaged, original=folder, at=moments) as other,
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as second,
+    ):
+        assert second.stderr is not None
+        assert f"{damaged} is in use by process {other.pid} on " in second.stderr.readline()
+        other.goes_to_the_next()
+        assert (damaged / "split.json").exists() == (moments[1] == "ends")
+        other.is_killed()
+        told = second.communicate(timeout=600)
+    assert second.returncode == 0, told
+    assert contents(damaged) == whole
+
+
+def test_a_repair_is_refused_that_was_asked_of_another_state(folder: Path, damaged: Path) -> None:
+    """A repair of more layers was killed meanwhile: its journal stays, with which it is finished."""
+    whole = Call(str(folder), str(folder.parent / "whole"), sequential=False).make()
+    manifest, layers = read_manifest(damaged), {damage.layer for damage in verify(damaged).damaged}
+    assert manifest is not None
+    (damaged / "model.layers.0.safetensors").unlink()
+    with Paused("repair", folder=damaged, original=folder) as other:
+        other.is_killed()
+    before = contents(damaged)
+    with pytest.raises(SplitMismatchError, match="has changed since it was checked"):
+        prepare.repair_split(damaged, manifest, layers, folder)
+    assert {name: before[name] for name in contents(damaged)} == contents(damaged)
+    invoke("verify", str(damaged), "--repair", "--original", str(folder))
+    assert contents(damaged) == contents(whole)
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -16,7 +17,7 @@ from rabbitllm.errors import HubError, IncompleteSplitError, OptionError, SplitM
 from rabbitllm.storage.durable import Step
 from rabbitllm.store.layer_store import verify
 from rabbitllm.store.manifest import Manifest, read_manifest
-from tests.support.builders import cut, llama_tensors, write_shards
+from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.commands import invoke
 from tests.support.dying import Death
 from tests.support.hub_fixtures import HubEnvironment
@@ -197,6 +198,47 @@ def test_an_interrupted_repair_is_finished_by_the_same_command(split_folder: Pat
             assert command in invoke("ls", split_folder, columns=400).stdout
         assert run(str(split_folder), "--repair", *words)[0] == 0
         assert contents(split_folder) == whole, moment
+
+
+def interrupt_repair(folder: Path) -> None:
+    """Damage a layer, and begin to repair it."""
+
+    def stop(index: int, step: Step) -> None:
+        if step.kind == "create" and step.path.name == f"{LAYER}.part":
+            raise Death
+
+    spoil(folder, LAYER)
+    with observe_ticks(Counter(stop)), pytest.raises(Death):
+        run(str(folder), "--repair")
+
+
+def test_layers_that_a_repair_leaves_keep_their_checksums(split_folder: Path) -> None:
+    """They may be damaged while it waits: their files are not what says which bytes they had."""
+    whole, other = contents(split_folder), "model.layers.4.safetensors"
+    interrupt_repair(split_folder)
+    spoil(split_folder, other)
+    code, text = run(str(split_folder), "--repair")
+    assert (code, text.splitlines()[-1]) == (0, "repaired: 1 layer file")
+    assert f"  {other}: its checksum is " in text
+    assert contents(split_folder) == whole
+
+
+@pytest.mark.parametrize("option", ["--sequential", "--delete-original"])
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_call_that_finishes_a_repair_deletes_nothing_unread(tmp_path: Path, option: str, is_damaged: bool) -> None:
+    """Of the layers that the repair leaves nothing shows that they are still sound."""
+    model = build_checkpoint(tmp_path / "model", "llama", shards=3)
+    split_folder = split(model, sequential=False)
+    whole, shards = contents(split_folder), names_in(model, "*.safetensors")
+    interrupt_repair(split_folder)
+    if is_damaged:
+        spoil(split_folder, "model.layers.2.safetensors")
+    compares = option == "--delete-original"
+    with pytest.raises(IncompleteSplitError) if compares and is_damaged else contextlib.nullcontext():
+        invoke("pull", str(model), option)
+    assert names_in(model, "*.safetensors") == ([] if compares and not is_damaged else shards)
+    assert run(str(split_folder), "--repair")[0] == 0
+    assert contents(split_folder) == whole
 
 
 def test_command_in_json(split_folder: Path) -> None:

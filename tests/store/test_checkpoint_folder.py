@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -110,6 +111,18 @@ def test_a_work_folder_with_files_of_others_is_refused(tmp_path: Path, name: str
         save(tmp_path)
     assert [path.name for path in tmp_path.rglob("*")] == [WORK_NAME, name]
     assert (tmp_path / WORK_NAME / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("path", ["../mine.txt", "a/../../mine.txt", "{outside}/mine.txt"])
+def test_nothing_is_moved_out_of_the_folder(tmp_path: Path, path: str) -> None:
+    """The work folder says that it is complete, and came with a folder that a stranger made."""
+    work, name = tmp_path / "folder" / WORK_NAME, quote(path.format(outside=tmp_path), safe="")
+    work.mkdir(parents=True)
+    (work / "all.is.there").write_text(64 * "a")
+    (work / name).write_text("mine")
+    with pytest.raises(OptionError, match=r"\.saving holds files that RabbitLLM did not write"):
+        save(tmp_path / "folder")
+    assert {path.name for path in tmp_path.rglob("*")} == {"folder", WORK_NAME, "all.is.there", name}
 
 
 def test_another_model_is_not_taken_for_the_interrupted_one(tmp_path: Path) -> None:

@@ -343,6 +343,8 @@ def test_empty_folder(tmp_path: Path) -> None:
         (["lm_head.safetensors.done"], True),
         (["lm_head.safetensors.done", "split.json"], False),
         (["lm_head.safetensors.done", "split.journal"], False),
+        (["lm_head.safetensors.done", "split.json.removed"], False),
+        (["lm_head.safetensors.done", "split.journal.removed"], False),
     ],
 )
 def test_legacy_folders_are_recognized(tmp_path: Path, files: list[str], expected: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,9 +24,10 @@ class Paused:
     """A process that has come to its moment.
 
     Args:
-        what: "split": behind its first shard; "repair": when the manifest is gone; "repair begins": when the journal is
-            there and the manifest still is; "load": with the model in memory.
-        **options: of `Call`; for repairs `folder` and `original`; for "load" those of `from_pretrained` and `name`.
+        what: "split": behind its first shard; "repair": see `at`; "load": with the model in memory.
+        **options: of `Call`; for repairs `folder`, `original` and `at`, one or several of "begins": when the journal is
+            there and the manifest still is; "goes": when the manifest is gone; "ends": when it is there again; for
+            "load" those of `from_pretrained` and `name`.
     """
 
     def __init__(self, what: str, **options: Any) -> None:
@@ -38,14 +40,24 @@ class Paused:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self._comes()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def _comes(self) -> None:
         assert self.process.stdout is not None
         said = self.process.stdout.readline()
         if said != "here\n":
             raise AssertionError(f"it said {said!r}, and {self.process.communicate()[1]}")
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+    def goes_to_the_next(self) -> None:
+        """Let it come to its next moment."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self._comes()
 
     def goes_on(self) -> None:
         """Let it come to its end."""
@@ -83,23 +95,29 @@ def _split(**options: Any) -> None:
         Call(**options).make()
 
 
-def _repair(folder: str, original: str, *, at: str) -> None:
+def _repair(folder: str, original: str, *, at: Sequence[str] = ("goes",)) -> None:
     from rabbitllm import prepare
     from rabbitllm.storage.durable import observe_steps
     from rabbitllm.store.layer_store import verify
     from rabbitllm.store.manifest import JOURNAL_NAME, read_manifest
 
-    made = Path(folder)
+    made, moments = Path(folder), [*at]
     manifest = read_manifest(made)
     assert manifest is not None
-    paused: list[Step] = []
 
     def look(step: Step) -> None:
-        moment = step.kind == "unlink" if at == "begins" else step.kind == "create"
-        if moment and not paused and (made / JOURNAL_NAME).exists() and step.path.name != "split.journal.part":
-            if at != "begins" and (made / "split.json").exists():
-                return
-            paused.append(step)
+        if not moments or not (made / JOURNAL_NAME).exists() or step.path.name == "split.journal.part":
+            return
+        is_gone, is_last = not (made / "split.json").exists(), step.path.name == JOURNAL_NAME
+        match moments[0]:
+            case "begins":
+                has_come = step.kind == "unlink"
+            case "goes":
+                has_come = step.kind == "create" and is_gone
+            case _:
+                has_come = step.kind == "unlink" and is_last
+        if has_come:
+            del moments[0]
             _pause()
 
     with observe_steps(look):
@@ -120,8 +138,6 @@ if __name__ == "__main__":
         case "split":
             _split(**made)
         case "repair":
-            _repair(**made, at="goes")
-        case "repair begins":
-            _repair(**made, at="begins")
+            _repair(**made)
         case "load":
             _load(**made)
