@@ -546,10 +546,10 @@ def _form_of(module: Any) -> _AttentionForm | None:
 def _forward(forms: tuple[_AttentionForm, Any], module: Any, *args: Any, **named: Any) -> Any:
     form, rotating = forms
     is_kept = form.has_sinks and keeps_outputs()  # what its tokens' weights are
-    given = named
+    own = named
     if len(args) == 2 and form.index is not None:  # a layer with several streams names only others
-        given = {**named, **dict(zip(("hidden_states", "position_embeddings"), args, strict=True))}
-    if len(given) == len(args) + len(named) and not is_kept and (result := _called(form, module, given)) is not None:
+        own = {**named, **dict(zip(("hidden_states", "position_embeddings"), args, strict=True))}
+    if len(own) == len(args) + len(named) and not is_kept and (result := _called(form, module, own)) is not None:
         return result, None
     return None if rotating is None else rotating(module, *args, **named)
 
@@ -787,11 +787,10 @@ def _chooses_alike(module: Any, form: _AttentionForm, index: IndexForm, name_of_
         cache.layers[0].update_indexer(past[2])
 
     def add(program: Program, heads: Place, out: Place, *others: Any) -> None:
-        places = heads, *others[-2:], heads, out, out, heads, heads
-        at = LayerPlaces._make([*places, (), 2 + len(weights), 1])
-        few.add_first(program, at, others)
-        few.add_between(program, at)
-        few.add_last(program, at, others, out)
+        places = heads, *others[-2:], heads, out, out, heads, heads, (), 2 + len(weights), 1
+        few.add_first(program, LayerPlaces._make(places), others)
+        few.add_between(program, LayerPlaces._make(places))
+        few.add_last(program, LayerPlaces._make(places), others, out)
 
     program = Program.of(add, 2 + len(weights) + few.words)
     every = random.normal(2, tokens + steps, form.angles)

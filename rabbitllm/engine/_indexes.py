@@ -1,8 +1,9 @@
 """The index by which an attention chooses the tokens of a row (Qwen4-Exp), as part of a program.
 
 Each token has a key of the index. A block of tokens has one, too: the mean of its tokens', normalized and rotated by
-the angles of the first one. It is computed once and kept beside the KV cache. The row attends to the blocks with the
+the angles of the first one. It is computed once and kept with the KV cache. The row attends to the blocks with the
 largest scores and to the tokens behind all blocks; to all tokens while there are no more blocks than it may choose.
+A step needs the angles of all tokens, which the class computes again each time; here they are kept.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from torch import nn
 
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program
-from rabbitllm.engine._fusing import trial_of
+from rabbitllm.base.random_tensors import RandomTensors
+from rabbitllm.engine._fusing import class_result, fuse, is_result, is_transformed, notes_on, result_of, trial_of
 from rabbitllm.engine._norms import NormForm, norm_form
-from rabbitllm.engine.kv_room import IndexRoom, is_indexed, is_ordinary, room_for
+from rabbitllm.engine.kv_room import IndexRoom, is_indexed, is_ordinary, room_for, spare
 
 NAME, LINEAR = "indexer", "index_qk_proj"
 """Names of the module, and of its Linear."""
@@ -138,3 +140,72 @@ class IndexedRow(NamedTuple):
         words += [of_index.keys + first * key, of_index.blocks + done * key, new, *(x + first * angle for x in starts)]
         words += [of_index.blocks, of_index.scores, blocks, *(x + (tokens - 1) * angle for x in starts)]
         return cls(words, grow)
+
+
+class _Angles(NamedTuple):
+    """Cosines and sines of positions, and of those that are expected to follow; they do not change.
+
+    Attributes:
+        facts: what they depend on besides.
+    """
+
+    ids: torch.Tensor
+    inverse: torch.Tensor
+    facts: tuple[Any, ...]
+    both: tuple[torch.Tensor, torch.Tensor]
+
+    def of(self, ids: torch.Tensor, inverse: torch.Tensor, facts: tuple[Any, ...]) -> Any:
+        """Those of some positions; None if they are others."""
+        count = ids.shape[2]
+        is_same = self.facts == facts and torch.equal(self.inverse, inverse)
+        is_same = is_same and torch.equal(self.ids[..., :count], ids)
+        return tuple(each[:, :count] for each in self.both) if is_same else None
+
+
+def fuse_angles(model: nn.Module) -> int:
+    """Let a model whose attentions have an index keep the angles of all tokens of a sequence.
+
+    Returns:
+        How many modules these are.
+    """
+    if not any(NAME in module._modules for module in model.modules()):
+        return 0
+
+    def form_of(module: nn.Module) -> str | None:
+        is_fit = type(module).__name__.endswith("RotaryEmbedding") and vars(module).get("rope_type") == "default"
+        return "default" if is_fit and module._buffers.get("inv_freq") is not None else None
+
+    return fuse(model, _angles, form_of, _are_kept)
+
+
+def _angles(form: str, module: Any, *args: Any, **named: Any) -> Any:
+    if len(args) != 2 or named or is_transformed() or torch.is_grad_enabled():
+        return None
+    x, ids = args
+    inverse, own = module._buffers.get("inv_freq"), vars(module)
+    is_plain = all(type(each) is torch.Tensor and each.is_cpu for each in (x, ids)) and type(inverse) is torch.Tensor
+    # all tokens of one sequence, more than there are hidden states of
+    if not is_plain or ids.dim() != 3 or ids.shape[1] != 1 or x.dim() != 3 or not 0 < x.shape[1] < ids.shape[2]:
+        return None
+    facts = own.get("rope_type"), own.get("attention_scaling"), str(own.get("mrope_section")), x.dtype, ids.shape[0]
+    notes = notes_on(module)
+    kept: _Angles | None = notes.get("angles")
+    if facts[0] == form and (kept is None or (both := kept.of(ids, inverse, facts)) is None):
+        following = torch.arange(1, spare(ids.shape[2]) + 1, device="cpu")
+        more = torch.cat([ids, ids[..., -1:] + following], 2)
+        kept = notes["angles"] = _Angles(more, inverse.clone(), facts, type(module).forward(module, x, more))
+        both = kept.of(ids, inverse, facts)
+    return both if facts[0] == form else None
+
+
+def _are_kept(module: Any, form: str) -> bool:
+    """Whether a module's class computes each token's angles by its position alone."""
+    random = RandomTensors()
+    x, like = random.normal(1, 1, 8), trial_of(module)
+    for count in (2, 3, 40, 300, 41):
+        ids = torch.arange(count, device="cpu").expand(3, 1, -1) + (count == 41)
+        expected = class_result(like, x, ids)
+        both = result_of(_angles, form, like, x, ids)
+        if type(expected) is not tuple or both is None or not all(map(is_result, both, expected)):
+            return False
+    return True

@@ -26,7 +26,7 @@ from tests.support.hybrid_families import HYBRIDS
 from tests.support.kernel_rows import plain_products as plain_products
 from tests.support.tiny_models import load
 
-pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+qwen4_exp = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
 pytestmark = [pytest.mark.bits, pytest.mark.usefixtures("plain_products")]
 TOKENS = 70
 ANGLES = torch.randn(2, TOKENS, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -190,10 +190,10 @@ def test_a_cache_that_others_change(
 
 
 def test_a_block_s_key_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attn, made, make = attention(tmp_path, None), list[int](), IndexRoom.__init__
+    attn, lengths, make = attention(tmp_path, None), list[int](), IndexRoom.__init__
 
     def counted(self: Any, keys: torch.Tensor, tokens: int, *others: Any) -> None:
-        made.append(tokens)
+        lengths.append(tokens)
         make(self, keys, tokens, *others)
 
     monkeypatch.setattr(IndexRoom, "__init__", counted)
@@ -202,7 +202,7 @@ def test_a_block_s_key_is_computed_once(tmp_path: Path, monkeypatch: pytest.Monk
     for step in range(30):
         computed(attn, cache, tokens(attn, step), by_class=False)
     room = layer_of(attn, cache)._room
-    assert made == [room.keys.shape[2]]
+    assert lengths == [room.keys.shape[2]]
     assert room.index.done == 25
 
 
@@ -333,3 +333,45 @@ def test_classes_that_choose_otherwise_are_not_replaced(tmp_path: Path, monkeypa
         monkeypatch.setattr(type(attn.indexer), "forward", other)
         attention(tmp_path / str(number), None)
     assert fused == [1, 1, 0, 0, 0]
+
+
+@torch.no_grad()
+def test_angles_of_all_tokens_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = checkpoint(tmp_path, HYBRIDS["qwen4_exp"], None, **SETTINGS)
+    counts, rotary_class = list[int](), qwen4_exp.Qwen4ExpTextRotaryEmbedding
+    recompose = rotary_class.recomposition_frequencies
+    monkeypatch.setattr(
+        rotary_class, "recomposition_frequencies", lambda self, x: counts.append(1) or recompose(self, x)
+    )
+    rotary = load(directory, exact=False, fast_bfloat16=True).model.rotary_emb
+    x = torch.zeros(1, 1, 8).bfloat16()
+
+    def assert_same(ids: torch.Tensor, rows: int = 1) -> int:
+        """How often the class was asked."""
+        del counts[:]
+        both = rotary(x.expand(-1, rows, -1), ids)
+        count = len(counts) // 2
+        assert all(map(torch.equal, both, type(rotary).forward(rotary, x, ids)))
+        return count
+
+    text = torch.arange(200).expand(3, 1, -1)
+    image = torch.cat([text[..., :20], 20 + torch.randint(0, 9, (3, 1, 30)), text[..., 29:]], 2)
+    assert [assert_same(text[..., : 10 + step]) for step in range(90)].count(1) == 3
+    assert assert_same(text[..., :5]) == 0  # another sequence
+    assert assert_same(image[..., :60]) == 1
+    assert [assert_same(image[..., : 61 + step]) for step in range(30)] == [0] * 30
+    assert assert_same(image[..., :60] + 1) == 1
+    assert assert_same(text[..., :60], rows=3) == 1
+    assert assert_same(text[..., :70], rows=9) == 0
+    for rows, ids in ((60, text[..., :60]), (1, text[..., :60].repeat(1, 2, 1))):
+        assert assert_same(ids, rows) == 1
+    changes: list[Callable[[], Any]] = [
+        lambda: rotary.inv_freq.mul_(2),
+        lambda: setattr(rotary, "attention_scaling", 0.5),
+        lambda: rotary.mrope_section.reverse(),
+    ]
+    for change in changes:
+        assert assert_same(image[..., :60]) == 1
+        change()
+        assert assert_same(image[..., :60]) == 1
+        assert assert_same(text[..., :60]) == 1
