@@ -5,8 +5,8 @@ class. The second attends over what the cache returns, and multiplies the result
 where torch also rounds the weights of tokens, and `eager` scores. Sinks of heads, biases of all Linears and angles of
 one half of a head are part of both. A layer's first norm is part of the first call, and its sums, other norms
 and MLP of the second. A layer of the gated delta rule (`_delta_layers.py`) has its decays computed between the two.
-What a class computes is tried when a model is loaded. Anything else, a mask or a hook for example, is left to the
-class.
+An attention whose tokens an index chooses (`_indexes.py`) is one call. What a class computes is tried when a model is
+loaded. Anything else, a mask or a hook for example, is left to the class.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
-from rabbitllm.base.programs import OWN, STEPS, Place, Program, Words
+from rabbitllm.base.programs import OWN, STEPS, Place, Program, Programs, Words
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._delta_layers import DeltaForm
 from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, kind_of, trial_of
 from rabbitllm.engine._gates import ActKind, OneCall, is_one_call, mlp_in, names_in, sigmoids
+from rabbitllm.engine._indexes import LINEAR, WORDS, IndexedRow, IndexForm
+from rabbitllm.engine._indexes import NAME as INDEXER
+from rabbitllm.engine._indexes import NORMS as INDEX_NORMS
 from rabbitllm.engine._mixtures import MixtureCall, mixture_call
 from rabbitllm.engine._norms import NormForm, norm_form, with_weight
 from rabbitllm.engine._recurrences import delta_form
@@ -32,7 +36,7 @@ from rabbitllm.engine._rotary import rotating_forward
 from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import CACHED, cached, updated
 from rabbitllm.engine.row_attention import add_attention
-from rabbitllm.engine.transformers_api import attends_by, function_tables, keeps_outputs
+from rabbitllm.engine.transformers_api import DynamicIndexedLayer, attends_by, function_tables, keeps_outputs
 from rabbitllm.engine.turns import takes_turns
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant.joint import JointProduct
@@ -58,6 +62,8 @@ _TOLERANCE = 1 / 128
 """Maximum error of attention relative to the norm: two roundings to bfloat16, and another order of sums."""
 _PAST = 37
 """Tokens in the cache of a trial."""
+_CHOSEN = 2
+"""Blocks that are chosen in one."""
 
 
 class LayerPlaces(NamedTuple):
@@ -94,7 +100,8 @@ class _AttentionForm:
     """The form of an attention: heads of queries and of keys, their width and how much of it is rotated, the
     norms, the names of its Linears, whether the first one also computes a gate beside each head of
     queries, whose sigmoid multiplies what was attended to, whether each head of queries has a sink, the score of
-    attending to no token, and whether angles are those of one half of what is rotated."""
+    attending to no token, whether angles are those of one half of what is rotated, and the index that chooses
+    tokens."""
 
     queries: int
     keys: int
@@ -106,8 +113,13 @@ class _AttentionForm:
     is_gated: bool = False
     has_sinks: bool = False
     is_halved: bool = False
+    index: IndexForm | None = None
     is_recurrent = False
-    words = CACHED
+
+    @property
+    def words(self) -> int:
+        """Addresses of a row: those of its KV cache, and of its index and its angles."""
+        return CACHED if self.index is None else CACHED + WORDS + 2
 
     @property
     def angles(self) -> int:
@@ -137,7 +149,7 @@ class _AttentionForm:
     def outputs(self) -> list[int]:
         """Values that each Linear computes but the last, which multiplies what was attended to."""
         heads = [self.total] if len(self.linears) == 2 else [self.gates + self.queries, self.keys, self.keys]
-        return [self.width * count for count in heads]
+        return [self.width * count for count in heads] + ([] if self.index is None else [self.index.outputs])
 
     @functools.cached_property
     def heads_like(self) -> torch.Tensor:
@@ -151,8 +163,10 @@ class _AttentionForm:
 
     @staticmethod
     def own_parts(module: Any) -> list[nn.Module]:
-        """Its norms."""
-        return [norm for name in _NORMS if (norm := module._modules.get(name)) is not None]
+        """Its norms, and then those of its index."""
+        index = module._modules.get(INDEXER)
+        norms = [norm for name in _NORMS if (norm := module._modules.get(name)) is not None]
+        return norms if index is None else [*norms, *(index._modules[name] for name in INDEX_NORMS)]
 
     def between(self, module: Any, cache: Any, heads: torch.Tensor) -> tuple[Sequence[Any], Sequence[int]]:
         """All keys and values, after those of a token are in its cache, and the addresses of a row."""
@@ -162,10 +176,22 @@ class _AttentionForm:
     def add_first(self, program: Program, at: LayerPlaces, own: Sequence[Place]) -> None:
         """Add what follows the first Linears to a program."""
         self.add_rotation(program, at.heads, at.cos, at.sin, own, at.rows)
+        if self.index is not None:
+            weight = own[len(self.norms)]
+            self.index.add_first(program, self._behind(at.heads), (at.cos, at.sin), weight, (self.rotated, self.angles))
 
     def add_last(self, program: Program, at: LayerPlaces, own: Sequence[Place], out: Place) -> None:
         """Add what comes before the last Linear."""
-        self.add_attention(program, at.heads, out, at.cached, at.rows, own[-1] if self.has_sinks else 0)
+        runs: Place | int = 0
+        if self.index is not None:
+            words = [program.address(at.cached + place) for place in (2, *range(CACHED, CACHED + WORDS))]
+            sizes, weight = (self.rotated, self.angles), own[len(self.norms) + 1]
+            runs = self.index.add_runs(program, self._behind(at.heads), words, weight, sizes)
+        self.add_attention(program, at.heads, out, at.cached, at.rows, own[-1] if self.has_sinks else 0, runs)
+
+    def _behind(self, heads: Place) -> Place:
+        """What is behind all heads of one row: the queries and the key of its index."""
+        return heads[0], heads[1] + 2 * self.total * self.width
 
     def _queries_in(self, heads: Place, rows: int) -> Place:
         return heads[0], heads[1] + 2 * rows * self.gates * self.width
@@ -183,7 +209,8 @@ class _AttentionForm:
             norm.add_to(program, self.width, begin, weight, begin, rows * count)
             begin = begin[0], begin[1] + 2 * rows * count * self.width
         for count in (self.queries + self.keys,) if rows == 1 else (self.queries, self.keys):
-            program.add(_layer_kernels.rotate, [heads, cos, sin, count, self.rotated, self.width, rows, self.angles])
+            sizes = count, self.rotated, self.width, rows, self.angles, self.angles
+            program.add(_layer_kernels.rotate, [heads, cos, sin, *sizes])
             heads = heads[0], heads[1] + 2 * rows * count * self.width
 
     def add_between(self, program: Program, at: LayerPlaces) -> None:
@@ -194,13 +221,20 @@ class _AttentionForm:
         program.add(_layer_kernels.keep, [begin, program.word(at.cached), at.rows, self.keys, self.width])
 
     def add_attention(
-        self, program: Program, heads: Place, out: Place, first: int, rows: int = 1, sinks: Place | int = 0
+        self,
+        program: Program,
+        heads: Place,
+        out: Place,
+        first: int,
+        rows: int = 1,
+        sinks: Place | int = 0,
+        runs: Place | int = 0,
     ) -> None:
         """Attend; from `first` on the addresses of a call are those of `cached` of each row."""
         from rabbitllm.engine import _layer_kernels
 
         form = self.queries, self.keys, self.width, self.scaling
-        add_attention(program, self._queries_in(heads, rows), out, first, rows, form, sinks)
+        add_attention(program, self._queries_in(heads, rows), out, first, rows, form, sinks, runs)
         if self.is_gated:
             table = sigmoids()
             assert table is not None
@@ -237,6 +271,7 @@ class LayerCalls:
         sizes: how many values each of these has.
         before: how many of these are the first call's.
         calls_mlp: whether the second call ends before a layer's MLP, with the sum so far and its norm.
+        alone: programs of `add_alone`.
     """
 
     def __init__(
@@ -267,6 +302,7 @@ class LayerCalls:
         is_fit = last.form.shape[0] == self.columns and (self._mlp is None or self._mlp.is_for(1))
         self._products = [product for product in products if product is not None and is_fit]
         self._programs = dict[int, tuple[Program, Program, MixtureCall | None]]()
+        self.alone = Programs()
 
     def programs(self, mixture: MixtureCall | None) -> tuple[Program, Program, MixtureCall | None] | None:
         """The two programs, of which the second one computes a mixture, too; None if matrices are not multiplied as
@@ -301,6 +337,22 @@ class LayerCalls:
         self._add_before(program, at)
         self.form.add_between(program, at)
         self._add_after(program, at, mixture, number)
+
+    def indexed_row(self, module: Any, angles: Any, mask: Any, cache: Any) -> IndexedRow | None:
+        """A row of an attention with an index, with the angles of all tokens; None if it is left to the class."""
+        weights: list[Any] = [table.get(name) for table, name in self.tables]
+        if type(angles) is not tuple or len(angles) != 2 or not all(isinstance(each, torch.Tensor) for each in angles):
+            return None
+        count = angles[0].shape[1:2].numel() * self.form.angles
+        if not (are_rows(angles, [count] * 2) and are_rows(weights, self.sizes) and hides_nothing(mask)):
+            return None
+        return IndexedRow.of(self.form, module, cache, angles)
+
+    def add_alone(self, program: Program, x: Place, out: Place, *others: Any) -> None:
+        """Add an attention with an index, for places of weights and the words of a row."""
+        count = len(self.tables)
+        places = x, *others[-2:], x, out, out, x, x, others[:count], 2 + count, 1
+        self.add_to(program, LayerPlaces._make(places), None, 0)
 
     def _add_before(self, program: Program, at: LayerPlaces) -> None:
         """Queries, keys and values, with their biases, norms and rotation."""
@@ -407,7 +459,7 @@ def mixer_in(layer: nn.Module) -> Any:
 
 
 def _layer_forward(form: object, layer: Any, *args: Any, **named: Any) -> torch.Tensor | None:
-    of_attention = _form_in(layer)
+    of_attention = form_of_mixer(layer)
     if of_attention is None or len(args) != 1 or keeps_outputs():
         return None
     return _called(of_attention, mixer_in(layer), {"hidden_states": args[0], **named}, layer)
@@ -415,11 +467,11 @@ def _layer_forward(form: object, layer: Any, *args: Any, **named: Any) -> torch.
 
 def is_whole_layer(module: Any) -> bool:
     """Whether `fuse_layers` set its forward, and others those of its parts."""
-    is_layer = form_in(module, _layer_forward) is not None and _form_in(module) is not None
+    is_layer = form_in(module, _layer_forward) is not None and form_of_mixer(module) is not None
     return is_layer and is_one_call(module.mlp)
 
 
-def _form_in(layer: nn.Module) -> _Form | None:
+def form_of_mixer(layer: nn.Module) -> _Form | None:
     """The form of a layer's attention or delta rule; None if neither `fuse_attention` nor another replaced it."""
     forms = form_in(mixer := mixer_in(layer), _forward)
     return delta_form(mixer) if forms is None else forms[0]
@@ -427,13 +479,13 @@ def _form_in(layer: nn.Module) -> _Form | None:
 
 def layer_calls(layer: nn.Module) -> LayerCalls | None:
     """What a decoder layer without hooks computes by two calls now; None if it is no such layer."""
-    if form_in(layer, _layer_forward) is None or (form := _form_in(layer)) is None:
+    if form_in(layer, _layer_forward) is None or (form := form_of_mixer(layer)) is None:
         return None
     return _current(form, mixer_in(layer), layer)
 
 
-def mixer_calls(form: DeltaForm, module: Any) -> LayerCalls | None:
-    """What a delta rule without hooks computes by one call now; None if nothing."""
+def mixer_calls(form: _Form, module: Any) -> LayerCalls | None:
+    """What a delta rule or an attention with an index, without hooks, computes by one call now; None if nothing."""
     calls = _current(form, module, None)
     return calls if calls is not None and calls.can_add() else None
 
@@ -462,11 +514,12 @@ def _is_around(layer: Any, names: tuple[str, ...]) -> bool:
 
 def _form_of(module: Any) -> _AttentionForm | None:
     """The form of a module that may be one; None if it has another."""
-    parts = module._modules
+    parts = {name: part for name, part in module._modules.items() if name != INDEXER}
+    index = None if (indexer := module._modules.get(INDEXER)) is None else IndexForm.of(indexer)
     names = next((names for names in _LINEARS if parts.keys() in ({*names}, {*names, *_NORMS})), ())
-    width, scaling, index = (vars(module).get(name) for name in ("head_dim", "scaling", "layer_idx"))
+    width, scaling, number = (vars(module).get(name) for name in ("head_dim", "scaling", "layer_idx"))
     linears = [part for name in names if isinstance(part := parts[name], nn.Linear)]
-    if not isinstance(width, int) or not isinstance(index, int) or not isinstance(scaling, float) or width % _MULTIPLE:
+    if not isinstance(width, int) or not isinstance(number, int) or not isinstance(scaling, float) or width % _MULTIPLE:
         return None
     if not names or len(linears) < len(names) or module._parameters.keys() - {_SINKS} or module._buffers:
         return None
@@ -477,19 +530,26 @@ def _form_of(module: Any) -> _AttentionForm | None:
     of_norms = tuple(own for norm in norms if (own := norm_form(norm)) is not None and norm.weight.shape == (width,))
     if keys <= 0 or queries % keys or keys % width or len(of_norms) < len(norms):
         return None
+    if index is None and indexer is not None:
+        return None
     sinks = module._parameters.get(_SINKS)
     if (is_gated and sigmoids() is None) or (sinks is not None and sinks.shape != (queries // width,)):
         return None
     share = (getattr(module.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
     numbers = queries // width, keys // width, width, int(width * share), scaling
     form = _AttentionForm(*numbers, of_norms, names, is_gated, sinks is not None)
-    return form if form.outputs == sizes else None
+    if form.outputs != sizes or index is None:
+        return form if form.outputs == sizes else None
+    return replace(form, linears=(*names[:-1], f"{INDEXER}.{LINEAR}", names[-1]), index=index)
 
 
 def _forward(forms: tuple[_AttentionForm, Any], module: Any, *args: Any, **named: Any) -> Any:
     form, rotating = forms
     is_kept = form.has_sinks and keeps_outputs()  # what its tokens' weights are
-    if not args and not is_kept and (result := _called(form, module, named)) is not None:
+    own = named
+    if len(args) == 2 and form.index is not None:  # a layer with several streams names only others
+        own = {**named, **dict(zip(("hidden_states", "position_embeddings"), args, strict=True))}
+    if len(own) == len(args) + len(named) and not is_kept and (result := _called(form, module, own)) is not None:
         return result, None
     return None if rotating is None else rotating(module, *args, **named)
 
@@ -497,7 +557,22 @@ def _forward(forms: tuple[_AttentionForm, Any], module: Any, *args: Any, **named
 def _called(form: _Form, module: Any, named: dict[str, Any], layer: Any = None) -> torch.Tensor | None:
     """`_step` for the arguments of an attention or of its layer."""
     values = None if takes_turns() else values_of(named)
-    return None if values is None else _step(form, module, *values, layer)
+    if values is None or form.index is None:
+        return None if values is None else _step(form, module, *values, layer)
+    return _indexed_step(form, module, *values) if layer is None else None
+
+
+def _indexed_step(form: _AttentionForm, module: Any, x: Any, *others: Any) -> torch.Tensor | None:
+    """The result of an attention with an index; None if that is left to the class."""
+    calls = mixer_calls(form, module) if is_plain(x) and x.shape[:-1] == (1, 1) else None
+    row = None if calls is None else calls.indexed_row(module, *others)
+    if calls is None or row is None or x.shape[-1] != calls.columns:
+        return None
+    out, weights = torch.empty_like(x), [table[name] for table, name in calls.tables]
+    addresses = [tensor.data_ptr() for tensor in (x, out, *weights)]
+    calls.alone.of(calls.add_alone, len(addresses) + form.words)(*addresses, *row.words)
+    row.grow()
+    return out
 
 
 def values_of(named: dict[str, Any]) -> tuple[Any, Any, Any, Any] | None:
@@ -569,12 +644,14 @@ def _current(form: _Form, module: Any, layer: Any) -> LayerCalls | None:
 def _prepared(form: _Form, module: Any, layer: Any) -> LayerCalls | None:
     """The same, made now."""
     parts = module._modules
-    linears = [parts[name] for name in form.linears]
+    linears = [module.get_submodule(name) for name in form.linears]
     weights = plain_weights(*linears, with_bias=True)
     norms = form.own_parts(module)
     if weights is None or not form.is_of(module):
         return None
     watched, around, outer, act = [(module, name) for name in parts], list[NormForm](), list[nn.Module](), None
+    indexers = [part for name, part in parts.items() if name == INDEXER]
+    watched += [(indexer, name) for indexer in indexers for name in indexer._modules]
     if layer is not None:
         of_mlp, outer = mlp_in(layer.mlp), [layer._modules[name] for name in _norms_in(layer)]
         dropouts = [part for part in layer._modules.values() if type(part) is nn.Dropout]
@@ -591,7 +668,7 @@ def _prepared(form: _Form, module: Any, layer: Any) -> LayerCalls | None:
             weights += of_mlp[1]
             linears += [layer.mlp._modules[name] for name in names[:-1]]
             watched += [(layer.mlp, name) for name in names]
-    if any(map(has_hooks, [*norms, *outer])):
+    if any(map(has_hooks, [*norms, *outer, *indexers])):
         return None
     tables, matrices = [linear._parameters for linear in linears], [weight.matrix for weight in weights]
     facts: list[tuple[dict[str, Any], str]] = [(table, "bias") for table in tables if table["bias"] is None]
@@ -602,7 +679,7 @@ def _prepared(form: _Form, module: Any, layer: Any) -> LayerCalls | None:
         lambda: form.is_of(module) and (layer is None or kind_of(layer) == form_in(layer, _layer_forward)),
         watched,
         facts=[*facts, (vars(module), "config"), *((table, "sdpa") for table in function_tables())],
-        others=[vars(getattr(module, "config", module)), *([] if layer is None else [vars(layer)])],
+        others=[vars(each) for each in (getattr(module, "config", module), layer, *indexers) if each is not None],
         matrices=zip(tables, matrices, strict=True),
         always=[lambda: all(table.get("bias") is not None for table in biased)] if biased else (),
     )
@@ -648,6 +725,8 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
     name_of_cache = next((name for name in CACHES if name in parameters), "")
     if not form.attends(module) or not name_of_cache:
         return False
+    if form.index is not None:
+        return _chooses_alike(module, form, form.index, name_of_cache)
     random = RandomTensors()
     x, past = torch.zeros(1, 1, form.width, dtype=torch.bfloat16, device="cpu"), _Past(form, random)
     cos, sin = (random.normal(1, 1, form.angles) for _ in range(2))
@@ -680,5 +759,56 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
         keys, values = past.update(*form.split(heads))
         after(heads.data_ptr(), out.data_ptr(), *cached(keys, values))
         if not (out.shape == expected.shape and relative_error(out, expected) < _TOLERANCE * (1 + form.has_sinks)):
+            return False
+    return True
+
+
+def _chooses_alike(module: Any, form: _AttentionForm, index: IndexForm, name_of_cache: str) -> bool:
+    """The same of an attention with an index, of tokens that come one after the other, until there are more blocks than
+    it may choose."""
+    random, tokens, steps = RandomTensors(), _CHOSEN * index.ratio, 2 * index.ratio + 1
+    indexer, x = module.get_submodule(INDEXER), torch.zeros(1, 1, form.width, dtype=torch.bfloat16, device="cpu")
+    few, rows = replace(form, index=index._replace(chosen=_CHOSEN)), dict[str, torch.Tensor]()
+    weights = [random.positive(norm.get_parameter("weight").numel()) for norm in form.own_parts(module)]
+    norms = list(map(with_weight, form.own_parts(module), weights))
+    parts: dict[str, Any] = {
+        name: lambda value, name=name: rows[name].clone() if value is x else value for name in form.linears[:-1]
+    }
+    of_index = norms[len(form.norms) :]
+    own = {INDEXER: index.trial(indexer, _CHOSEN, parts.pop(form.linears[-2]), of_index)}
+    own |= {form.linears[-1]: lambda value: value, **dict(zip(_NORMS, norms, strict=False))}
+    like = trial_of(module, _modules={**parts, **own}, layer_idx=0, training=False)
+    past = [random.normal(1, form.keys, tokens, form.width) for _ in range(2)]
+    past.append(random.normal(1, tokens, index.width))
+    caches = [DynamicCache(), DynamicCache()]
+    for cache in caches:
+        cache.layers = [DynamicIndexedLayer()]
+        cache.layers[0].update(*past[:2])
+        cache.layers[0].update_indexer(past[2])
+
+    def add(program: Program, heads: Place, out: Place, *others: Any) -> None:
+        places = heads, *others[-2:], heads, out, out, heads, heads, (), 2 + len(weights), 1
+        few.add_first(program, LayerPlaces._make(places), others)
+        few.add_between(program, LayerPlaces._make(places))
+        few.add_last(program, LayerPlaces._make(places), others, out)
+
+    program = Program.of(add, 2 + len(weights) + few.words)
+    every = random.normal(2, tokens + steps, form.angles)
+    for count in range(tokens + 1, tokens + steps + 1):
+        heads, angles = random.normal(1, 1, sum(form.outputs)), (every[:1, :count], every[1:, :count])
+        rows.update(zip(form.linears, torch.split(heads, form.outputs, 2), strict=False))
+        mask = torch.ones(1, 1, 1, count, dtype=torch.bool, device="cpu")
+        named = {"position_embeddings": angles, "attention_mask": mask, name_of_cache: caches[0]}
+        result = class_result(like, hidden_states=x, **named)
+        row = IndexedRow.of(few, like, caches[1], angles)
+        if type(result) is not tuple or row is None:
+            return False
+        out = torch.empty(1, 1, form.queries * form.width, dtype=torch.bfloat16, device="cpu")
+        program(*[tensor.data_ptr() for tensor in (heads, out, *weights)], *row.words)
+        row.grow()
+        first, second = ([layer.keys, layer.values, layer.indexer_keys] for cache in caches for layer in cache.layers)
+        if result[0].shape != out.shape or not all(map(torch.equal, first, second)):
+            return False
+        if not relative_error(out, result[0]) < _TOLERANCE:
             return False
     return True

@@ -53,7 +53,7 @@ class DeltaForm:
     products: tuple[str, ...]
     is_recurrent = True
     parameters = ()
-    angles = None
+    angles = index = None
     words = 3
     """Addresses of a row: those of the convolution's state, of the other one, and of the decays."""
 

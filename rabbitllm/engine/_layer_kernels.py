@@ -67,16 +67,17 @@ def rotate(data, start, end, parts):  # type: ignore[no-untyped-def]
     """`x * cos + rotate_half(x) * sin` in place: some parts of the tokens.
 
     After the own address those of heads, cosines and sines, the number of heads, the width of what is rotated, that of
-    a head, the number of tokens, and how many angles each has, which may be those of one half.
+    a head, the number of tokens, how many angles each has, which may be those of one half, and how many angles there
+    are from a token's to the next one's.
     """
-    words = to_array(data, 9)
+    words = to_array(data, 10)
     heads, width, step, tokens, angles = words[4], words[5], words[6], words[7], words[8]
     half = width // 2
     cos, sin = np.empty(width, np.float32), np.empty(width, np.float32)
     x, turned = np.empty(width, np.float32), np.empty(width, np.float32)
     for token in range(start * tokens // parts, end * tokens // parts):
-        cos_bits = bfloats(words[2] + 2 * angles * token, angles)
-        sin_bits = bfloats(words[3] + 2 * angles * token, angles)
+        cos_bits = bfloats(words[2] + 2 * words[9] * token, angles)
+        sin_bits = bfloats(words[3] + 2 * words[9] * token, angles)
         for i in range(width):
             cos[i], sin[i] = wide(cos_bits[i % angles]), wide(sin_bits[i % angles])
         for head in range(token * heads, token * heads + heads):
@@ -224,10 +225,10 @@ def _sort(values, order, first, end):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True)
-def _select(values, order, used):  # type: ignore[no-untyped-def]
-    """Bring the largest values to the front, equal ones in the order of libstdc++'s `std::nth_element` and `std::sort`,
-    by which torch selects them; returns whether they are in it."""
-    first, end, nth, steps = 0, len(values), used - 1, 2 * int(np.log2(len(values)))
+def bring_largest(values, order, used, steps):  # type: ignore[no-untyped-def]
+    """Bring the largest values to the front, of equal ones those that libstdc++'s `std::nth_element` does, by which
+    torch selects them; returns whether so many steps are enough."""
+    first, end, nth = 0, len(values), used - 1
     while end - first > 3:
         if steps == 0:
             return False
@@ -255,8 +256,16 @@ def _select(values, order, used):  # type: ignore[no-untyped-def]
         else:
             end = low
     _sort(values, order, first, end)
-    _sort(values, order, 0, nth)
     return True
+
+
+@numba.njit(nogil=True)
+def _select(values, order, used):  # type: ignore[no-untyped-def]
+    """The same, and sort them as `std::sort` does; returns whether they are in that order."""
+    is_quick = bring_largest(values, order, used, 2 * int(np.log2(len(values))))
+    if is_quick:
+        _sort(values, order, 0, used - 1)
+    return is_quick
 
 
 def choose(data):  # type: ignore[no-untyped-def]
@@ -364,7 +373,7 @@ def keep(data):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
-def _dot(query, words, width):  # type: ignore[no-untyped-def]
+def dot(query, words, width):  # type: ignore[no-untyped-def]
     total = np.float32(0)
     for i in range(width):
         total += query[i] * wide(words[i])
@@ -391,17 +400,20 @@ def _add_rows(total, begin, step, shares, count, width):  # type: ignore[no-unty
 
 
 @numba.njit(nogil=True)
-def _attend(query, cached, head, sink, scores, powers, total):  # type: ignore[no-untyped-def]
-    """What a head of queries attends to, in all tokens of a head of keys and values, and in none: the score of that,
-    -inf without one, is its sink."""
+def _attend(query, cached, head, sink, runs, scores, powers, total):  # type: ignore[no-untyped-def]
+    """What a head of queries attends to, in all tokens of runs of a head of keys and values, and in none: the score of
+    that, -inf without one, is its sink."""
     tokens, width = len(scores), len(query)
     keys, values = cached[0] + head * cached[3], cached[1] + head * cached[5]
-    most, summed = sink, np.float32(0)
-    for token in range(tokens):
-        score = _dot(query, bfloats(keys + token * cached[4], width), width)
-        scores[token] = score
-        most = max(most, score)
-        summed += score * np.float32(0)  # NaN for a score that is NaN or infinite
+    most, summed, begin = sink, np.float32(0), 0
+    for run in range(0, len(runs), 2):
+        first, end = keys + runs[run] * cached[4], begin + runs[run + 1]
+        for token in range(begin, end):
+            score = dot(query, bfloats(first + (token - begin) * cached[4], width), width)
+            scores[token] = score
+            most = max(most, score)
+            summed += score * np.float32(0)  # NaN for a score that is NaN or infinite
+        begin = end
     for token in range(tokens):
         x = max(scores[token] - most, np.float32(-126))
         whole = np.floor(x + np.float32(0.5))
@@ -413,8 +425,11 @@ def _attend(query, cached, head, sink, scores, powers, total):  # type: ignore[n
     for token in range(tokens):
         summed += scores[token]
     summed += np.exp2(sink - most)
-    total[:] = 0
-    _add_rows(total, values, cached[6], scores, tokens, width)
+    total[:] = begin = 0
+    for run in range(0, len(runs), 2):
+        count = runs[run + 1]
+        _add_rows(total, values + runs[run] * cached[6], cached[6], scores[begin : begin + count], count, width)
+        begin += count
     for i in range(width):
         total[i] /= summed
 
@@ -423,14 +438,19 @@ def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
     """Attention of rows, each to keys and values of its own: some parts of all heads, by their tokens.
 
     After the own address those of queries, of results, and of `kv_room.cached` for each row; rows, heads, heads
-    for each of the keys', their width, the bits of the factor of scores, and the address of sinks of all heads, or 0.
+    for each of the keys', their width, the bits of the factor of scores, the address of sinks of all heads, or 0, and
+    that of the tokens to which the only row attends, or 0 for all: how many runs there are, how many tokens these have,
+    and of each run the first token and their number.
     """
-    words = to_array(data, 10)
+    words = to_array(data, 11)
     rows, heads, group, width, factor = words[4], words[5], words[6], words[7], float_of(words[8]) * _LOG2_E
-    total, most = 0, 0
+    total, most, runs = 0, 0, np.zeros(2, np.int64)
     for row in range(rows):
         tokens = integers(words[3] + 8 * CACHED * row, CACHED)[2]
         total, most = total + heads * tokens, max(most, tokens)
+    if words[10] != 0:
+        most = integers(words[10], 2)[1]
+        total, runs = heads * most, integers(words[10] + 16, 2 * integers(words[10], 2)[0])
     scores, powers = np.empty(most, np.float32), np.empty(most, np.float32)
     query, summed, sinks = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(heads, np.float32)
     sinks[:] = np.float32(-np.inf)
@@ -439,13 +459,15 @@ def attend(data, start, end, parts):  # type: ignore[no-untyped-def]
     begin = 0
     for row in range(rows):
         cached = integers(words[3] + 8 * CACHED * row, CACHED)
-        tokens = cached[2]
+        tokens = most if words[10] != 0 else cached[2]
+        if words[10] == 0:
+            runs[1] = tokens
         first, last = max(start * total // parts - begin, 0), max(end * total // parts - begin, 0)
         for head in range(-(-first // tokens), min(-(-last // tokens), heads)):
             offset = 2 * (row * heads + head) * width
             bits = bfloats(words[1] + offset, width)
             for i in range(width):
                 query[i] = wide(bits[i]) * factor
-            _attend(query, cached, head // group, sinks[head], scores[:tokens], powers[:tokens], summed)
+            _attend(query, cached, head // group, sinks[head], runs, scores[:tokens], powers[:tokens], summed)
             store_rounded(summed, bfloats(words[2] + offset, width))
         begin += heads * tokens

@@ -53,21 +53,23 @@ class NormForm(NamedTuple):
         x: Place,
         weight: Place | int,
         out: Place,
-        rows: int = 1,
+        rows: int | Place = 1,
         gate: Place | None = None,
         *,
         is_bfloat: bool = True,
         is_mean: bool = True,
         threads: int = 1,
     ) -> None:
-        """Add the norm of rows to a program; of the mean of squares, or of their sum."""
+        """Add the norm of rows to a program; of the mean of squares, or of their sum. A call may give the number of
+        rows that have neither parts nor a gate."""
         from rabbitllm.engine import _layer_kernels, _norm_kernels  # numba comes with it
 
-        sizes, epsilon = (rows * self.groups, columns // self.groups), float_bits(self.epsilon)
-        words: list[int | Place] = [x, weight, out, int(is_bfloat), *sizes, self.lanes, epsilon]
-        program.add(_norm_kernels.norm, [*words, sizes[1] if is_mean else 1, self.kind, self.groups], threads)
+        width, count = columns // self.groups, rows * self.groups if isinstance(rows, int) else rows
+        words: list[int | Place] = [x, weight, out, int(is_bfloat), count, width, self.lanes, float_bits(self.epsilon)]
+        program.add(_norm_kernels.norm, [*words, width if is_mean else 1, self.kind, self.groups], threads)
         if self.activation is not None:
             assert gate is not None
+            assert isinstance(rows, int)
             table = table_of(self.activation, torch.float32)
             program.add(_layer_kernels.gate_widely, [table.data_ptr(), gate, out, rows * columns])
 

@@ -117,7 +117,7 @@ def _add(program: Program, q: Place, k: Place, cos: Place, sin: Place, heads: in
 
     *of_heads, angles, threads = sizes
     for x, count in ((q, heads), (k, keys)):
-        program.add(_layer_kernels.rotate, [x, cos, sin, count, *of_heads, angles], threads)
+        program.add(_layer_kernels.rotate, [x, cos, sin, count, *of_heads, angles, angles], threads)
 
 
 def _has_bits(ordinary: Callable[..., Any]) -> bool:

@@ -1,9 +1,10 @@
 """Decoder layers with several streams of hidden states (hyper connections), for one token by one call or two.
 
 Before its attention and its mixture such a layer mixes its streams, and adds to each what they return, times a number
-of each stream. With the gated delta rule as its attention a layer is one call, which asks Python for decays. Another
-attention is its class's, between two calls. The bits are those of the model's own classes, which are tried when it is
-loaded. Anything else, several tokens, a hook or a mask of a delta rule for example, is left to these.
+of each stream. With the gated delta rule as its attention a layer is one call, which asks Python for decays; so is one
+whose attention has an index. Another attention is its class's, between two calls. Up to attention the bits are those of
+the model's own classes, which are tried when it is loaded. Anything else, several tokens, a hook or a mask for example,
+is left to these.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from torch import nn
 
 from rabbitllm.base.programs import OWN, STEPS, Place, Program, Programs
 from rabbitllm.base.random_tensors import RandomTensors
-from rabbitllm.engine._attention import MIXERS, LayerCalls, LayerPlaces, are_rows, mixer_calls, mixer_in
+from rabbitllm.engine._attention import MIXERS, LayerCalls, LayerPlaces, are_rows, form_of_mixer, mixer_calls, mixer_in
+from rabbitllm.engine._delta_layers import DeltaForm
 from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, kind_of, trial_of
 from rabbitllm.engine._gates import MULTIPLE, every_bfloat, sigmoids
+from rabbitllm.engine._indexes import IndexedRow
 from rabbitllm.engine._mixtures import MixtureCall, mixture_call
 from rabbitllm.engine._norms import NormForm, norm_form, with_weight
-from rabbitllm.engine._recurrences import delta_form
 from rabbitllm.engine._siblings import fused_weight, is_plain, plain_weights
 from rabbitllm.engine.transformers_api import keeps_outputs
 from rabbitllm.engine.turns import takes_turns
@@ -226,26 +228,34 @@ class _StreamCalls:
         self._programs = Programs()
         self._mixture: MixtureCall | None = None
 
-    def is_for(self, layer: Any, x: torch.Tensor, named: dict[str, Any]) -> bool:
-        """Whether a layer's token is computed so with such arguments."""
+    def row_of(self, layer: Any, x: torch.Tensor, named: dict[str, Any]) -> Any:
+        """What a layer's token is computed with besides its weights: the states of a delta rule, an `IndexedRow`, or
+        nothing, for a class's own attention; None if it is not computed so."""
         weights: list[Any] = [table.get(name) for table, name in self._tables]
         is_step = x.shape == (1, 1, self._mixes[0].form.total) and named.get(_CACHE) is not None
         if not is_step or not are_rows(weights, self._sizes):
-            return False
-        form: Any = None if self._mixer is None else self._mixer.form
-        is_known = form is None or all(value is None or name in _KNOWN for name, value in named.items())
-        return is_known and (form is None or form.states(mixer_in(layer), named[_CACHE]) is not None)
+            return None
+        if (calls := self._mixer) is None:
+            return ()
+        if not all(value is None or name in _KNOWN for name, value in named.items()):
+            return None
+        mixer, form, cache = mixer_in(layer), calls.form, named[_CACHE]
+        if isinstance(form, DeltaForm):
+            return form.states(mixer, cache)
+        return calls.indexed_row(mixer, named.get("position_embeddings"), named.get("attention_mask"), cache)
 
-    def __call__(self, layer: Any, x: torch.Tensor, named: dict[str, Any]) -> torch.Tensor:
-        """The streams of a token after a layer; `is_for` holds."""
+    def __call__(self, layer: Any, x: torch.Tensor, row: Any, named: dict[str, Any]) -> torch.Tensor:
+        """The streams of a token after a layer, by what `row_of` returned."""
         form, mixer, cache = self._mixes[0].form, mixer_in(layer), named[_CACHE]
         weights: list[Any] = [table.get(name) for table, name in self._tables]
         gates, out, normed = x.new_empty(2 * form.streams), torch.empty_like(x), x.new_empty(1, 1, form.width)
         states, asked = list[torch.Tensor](), list[Iterator[Any]]()
-        if self._mixer is not None:
+        if self._mixer is not None and self._mixer.form.is_recurrent:
             of_rule: Any = self._mixer.form
             first, decays = torch.empty_like(of_rule.heads_like), x.new_empty(of_rule.heads, dtype=torch.float32)
-            states, asked = [*of_rule.states(mixer, cache), decays], [of_rule.decide([mixer], first, decays)]
+            states, asked = [*row, decays], [of_rule.decide([mixer], first, decays)]
+        elif self._mixer is not None:
+            first = x  # heads are in scratch memory
         else:
             mixed, gates[: form.streams] = self._mixes[0](x)  # type: ignore[misc]
             others = {name: value for name, value in named.items() if name not in (_MASK, _TOKENS)}
@@ -263,15 +273,18 @@ class _StreamCalls:
         addresses = [tensor.data_ptr() for tensor in (x, first, gates, out, normed)]
         addresses += [each.buffer_info()[0] for each in arrays]
         addresses += [tensor.data_ptr() for tensor in (*weights, *states)]
+        addresses += row.words if isinstance(row, IndexedRow) else ()
         self._programs.of(self._add, len(addresses), mixture)(
             *addresses, asked=itertools.chain(*asked) if asked else None
         )
         if states:
             cache.update_recurrent_state(states[1], mixer.layer_idx)
+        elif isinstance(row, IndexedRow):
+            row.grow()
         if arrays[1][0] <= 0:
-            row = layer.mlp(normed) if mixture is None else mixture.by_class(normed)
+            of_mlp = layer.mlp(normed) if mixture is None else mixture.by_class(normed)
             numbers = form.numbers(gates[form.streams :])
-            out = out + (row.unsqueeze(-2) * numbers.unsqueeze(-1)).flatten(-2)
+            out = out + (of_mlp.unsqueeze(-2) * numbers.unsqueeze(-1)).flatten(-2)
         return out
 
     def _add(self, program: Program, x: Place, first: Place, gates: Place, out: Place, *others: Any) -> None:
@@ -280,12 +293,13 @@ class _StreamCalls:
 
         (of_mixer, of_mlp), form, count = self._mixes, self._mixes[0].form, len(self._tables)
         normed, words, done, *weights, mixture = others
+        angles = (x, x) if self._mixer is None or self._mixer.form.is_recurrent else weights[-2:]
         second, row = (gates[0], gates[1] + 2 * form.streams), program.room(2 * form.width)
         if self._mixer is not None:
             mixed, heads, first = row, first, program.room(2 * form.width)
             of_mixer.add_to(program, x, weights[count - 2], mixed, gates)
-            places = LayerPlaces(mixed, x, x, heads, first, mixed, words, done, weights[: count - 2], _HEAD + count)
-            self._mixer.add_to(program, places, None, 0)
+            places = mixed, *angles, heads, first, mixed, words, done, weights[: count - 2], _HEAD + count, 1
+            self._mixer.add_to(program, LayerPlaces._make(places), None, 0)
         form.inject(program, first, gates, x, out)
         of_mlp.add_to(program, out, weights[count - 1], normed, second)
         if mixture is not None:
@@ -302,12 +316,12 @@ def _by_class(layer: Any, x: torch.Tensor, named: dict[str, Any], **parts: Any) 
 
 def _layer_forward(form: object, layer: Any, *args: Any, **named: Any) -> torch.Tensor | None:
     calls = _stream_calls(layer) if len(args) == 1 and is_plain(args[0]) and not keeps_outputs() else None
-    if calls is None or not calls.is_for(layer, args[0], named):
+    if calls is None or (row := calls.row_of(layer, args[0], named)) is None:
         return None
     x = args[0]
     if (of_ngrams := getattr(layer, _NGRAMS, None)) is not None:
         x = x + of_ngrams(x, named.get(_TOKENS), named[_CACHE], conv_mask=named.get(_MASK))
-    return calls(layer, x, named) if is_plain(x) else _by_class(layer, x, named)
+    return calls(layer, x, row, named) if is_plain(x) else _by_class(layer, x, named)
 
 
 def _stream_calls(layer: Any) -> _StreamCalls | None:
@@ -321,14 +335,16 @@ def _stream_calls(layer: Any) -> _StreamCalls | None:
     if form is None or _layer_form(layer) != form:
         return None
     mixer, mixes = mixer_in(layer), [mix for name in _MIXES if (mix := _mix_call(parts[name])) is not None]
-    of_rule = delta_form(mixer) if MIXERS[1] in parts else None
+    of_rule = form_of_mixer(layer)
+    if of_rule is not None and not of_rule.is_recurrent and of_rule.index is None:
+        of_rule = None  # other attentions are their class's
     of_mixer = None if of_rule is None else mixer_calls(of_rule, mixer)
-    if len(mixes) < len(_MIXES) or (of_mixer is None) is (MIXERS[1] in parts):
+    if len(mixes) < len(_MIXES) or (of_mixer is None and (of_rule is not None or MIXERS[1] in parts)):
         return None
     tables = [parts[_MIXES[1]]._modules[_DOWN]._parameters]
     tables += [] if of_rule is None else [mixer._modules[of_rule.linears[0]]._parameters]
     watch = Watch(
-        lambda: _layer_form(layer) == form and (of_rule is None or delta_form(mixer) is of_rule),
+        lambda: _layer_form(layer) == form and (of_rule is None or form_of_mixer(layer) is of_rule),
         [(layer, name) for name in parts],
         facts=[(table, "weight") for table in tables if type(table["weight"]) is QuantizedWeight],
         others=[vars(layer), vars(mixer)],

@@ -101,7 +101,7 @@ def _calls_of(layers: Sequence[nn.Module]) -> list[LayerCalls]:
     calls = [
         of_layer
         for layer in layers
-        if (of_layer := layer_calls(layer)) is not None and of_layer.can_add()
+        if (of_layer := layer_calls(layer)) is not None and of_layer.can_add() and of_layer.form.index is None
         if not of_layer.calls_mlp or routing_in(layer._modules["mlp"])  # type: ignore[arg-type]
     ]
     # all attentions have one form, and all delta rules

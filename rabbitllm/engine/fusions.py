@@ -7,6 +7,7 @@ from torch import nn
 
 from rabbitllm.engine._attention import fuse_attention, fuse_layers, is_whole_layer
 from rabbitllm.engine._gates import fuse_gates
+from rabbitllm.engine._indexes import fuse_angles
 from rabbitllm.engine._mixtures import fuse_mixtures
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._recurrences import fuse_recurrences
@@ -31,6 +32,7 @@ def fuse(model: nn.Module, *, is_multiplied: bool) -> None:
     fuse_recurrences(model, prompts=is_multiplied)
     if is_multiplied:
         fuse_attention(model)
+        fuse_angles(model)
         fuse_gates(model)
     fuse_experts(model, prompts=is_multiplied)
     fuse_mixtures(model)

@@ -6,12 +6,15 @@ window.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, DynamicLayer
 
 from rabbitllm.engine.transformers_api import (
+    DynamicIndexedLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
@@ -37,6 +40,11 @@ def keeps_every_token(layer: CacheLayerMixin) -> bool:
 def is_window(layer: CacheLayerMixin) -> bool:
     """Whether a layer has the KV cache of the last tokens and nothing else."""
     return type(layer) is DynamicSlidingWindowLayer
+
+
+def is_indexed(layer: CacheLayerMixin) -> bool:
+    """Whether a layer has the KV cache of every token, keys of an index, and nothing else."""
+    return type(layer) is DynamicIndexedLayer
 
 
 def has_states(layer: CacheLayerMixin) -> bool:
@@ -71,9 +79,10 @@ class _CacheRoom:
         begin, used: the layer's tokens: the first one, which is 0 if it has no window, and the end.
         form: their dtype and device, 1, heads, and widths.
         views: the keys and values that `give` gave to a layer.
+        index: keys of an index, as long as these.
     """
 
-    __slots__ = ("_places", "_width", "_words", "begin", "form", "keys", "used", "values", "views")
+    __slots__ = ("_places", "_width", "_words", "begin", "form", "index", "keys", "used", "values", "views")
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
         self.used, self.begin = keys.shape[2], 0
@@ -83,6 +92,7 @@ class _CacheRoom:
         self._places, self._width = self._words[:2], self.keys[:, :, 0].numel()
         self.form = keys.dtype, keys.device, len(keys), keys.shape[1], keys.shape[3], values.shape[3]
         self.views: tuple[torch.Tensor, ...] | tuple[None, None] = None, None
+        self.index: IndexRoom | None = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """None: a deep copy of a layer, or one that is read from a file, gets its own."""
@@ -128,6 +138,41 @@ class _CacheRoom:
             for steps in [tensor.stride()]
         )
         return keys, values
+
+
+class IndexRoom:
+    """Keys of an index with spare room, and behind them those of blocks of tokens, and what blocks score.
+
+    Attributes:
+        keys, blocks, scores: addresses.
+        done: how many blocks have keys.
+    """
+
+    __slots__ = ("_facts", "_memory", "_view", "blocks", "done", "keys", "scores")
+
+    def __init__(self, keys: torch.Tensor, tokens: int, ratio: int, facts: Sequence[object]) -> None:
+        _, used, width = keys.shape
+        count, nbytes = tokens // ratio, width * keys.element_size()
+        # in one tensor: what a cache holds is counted by the storages of its tensors
+        self._memory = keys.new_empty(1, tokens + count + 4 * count // nbytes + 1, width)
+        self._memory[:, :used] = keys
+        self.keys, self._view, self._facts, self.done = self._memory.data_ptr(), keys, facts, 0
+        self.blocks = self.keys + tokens * nbytes
+        self.scores = self.blocks + count * nbytes
+
+    @classmethod
+    def of(cls, layer: Any, room: _CacheRoom, ratio: int, facts: Sequence[object]) -> IndexRoom:
+        """That of a layer's index, whose blocks have so many tokens; made again if the layer has other keys than
+        `give` gave to it, or keys of blocks depend on other objects."""
+        own, keys = room.index, layer.indexer_keys
+        is_own = own is not None and keys is own._view and all(map(operator.is_, facts, own._facts))
+        if own is None or not is_own or keys.data_ptr() != own.keys or keys.shape[1] != room.used:
+            own = room.index = cls(keys, room.keys.shape[2], ratio, facts)
+        return own
+
+    def give(self, layer: Any, tokens: int) -> None:
+        """Let the layer have the keys of so many tokens."""
+        layer.indexer_keys = self._view = self._memory[:, :tokens]
 
 
 def room_for(layer: CacheLayerMixin, end: int) -> _CacheRoom:

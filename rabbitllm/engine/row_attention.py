@@ -38,14 +38,21 @@ _NONE = nn.Parameter(torch.empty(0, device="cpu"))
 
 
 def add_attention(
-    program: Program, queries: Place, out: Place, first: int, rows: int, form: HeadForm, sinks: Place | int = 0
+    program: Program,
+    queries: Place,
+    out: Place,
+    first: int,
+    rows: int,
+    form: HeadForm,
+    sinks: Place | int = 0,
+    runs: Place | int = 0,
 ) -> None:
-    """Add attention of rows to a program, with sinks of heads or 0; from `first` on the addresses of a call are those
-    of `cached` of each row."""
+    """Add attention of rows to a program, with sinks of heads or 0, to all tokens or to some (`_layer_kernels.attend`);
+    from `first` on the addresses of a call are those of `cached` of each row."""
     from rabbitllm.engine import _layer_kernels  # numba comes with it
 
     heads, keys, width, scaling = form
-    words = queries, out, program.word(first), rows, heads, heads // keys, width, float_bits(scaling), sinks
+    words = queries, out, program.word(first), rows, heads, heads // keys, width, float_bits(scaling), sinks, runs
     program.add(_layer_kernels.attend, words, torch.get_num_threads() if torchs_team() is not None else 1)
 
 

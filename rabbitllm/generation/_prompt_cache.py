@@ -45,6 +45,7 @@ from transformers import DynamicCache, DynamicLayer
 from rabbitllm.base.forks import DaemonThread, own_lock
 from rabbitllm.base.rounding import round_up
 from rabbitllm.engine.identity import identity, why_no_identity
+from rabbitllm.engine.kv_room import is_indexed
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.kv_cache import (
     MAX_SEQUENCES,
@@ -52,7 +53,6 @@ from rabbitllm.generation.kv_cache import (
     Saved,
     cache_layers,
     grows,
-    is_indexed,
     is_nothing,
     keeps,
     restore,

@@ -26,8 +26,8 @@ import torch
 from transformers import DynamicCache, DynamicLayer, GenerationMixin
 
 from rabbitllm.engine import kv_room
-from rabbitllm.engine.kv_room import GrowingCache, has_states, is_window, keeps_every_token
-from rabbitllm.engine.transformers_api import DummyLayer, DynamicIndexedLayer, DynamicSlidingWindowLayer
+from rabbitllm.engine.kv_room import GrowingCache, has_states, is_indexed, is_window, keeps_every_token
+from rabbitllm.engine.transformers_api import DummyLayer, DynamicSlidingWindowLayer
 from rabbitllm.generation.transformers_api import has_dynamic_cache
 
 if TYPE_CHECKING:
@@ -45,11 +45,6 @@ CACHE_ARGUMENT = "cache" if "cache" in _ARGUMENTS else "past_key_values"
 def is_nothing(layer: CacheLayerMixin) -> bool:
     """Whether a layer has no attention, or uses another layer's KV cache."""
     return type(layer) is DummyLayer
-
-
-def is_indexed(layer: CacheLayerMixin) -> bool:
-    """Whether a layer has the KV cache of every token, keys of an index, and nothing else."""
-    return type(layer) is DynamicIndexedLayer
 
 
 def is_plain(layer: CacheLayerMixin) -> bool:

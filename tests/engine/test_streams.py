@@ -46,7 +46,7 @@ Change = Callable[[pytest.MonkeyPatch, Any], Any]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each layer of a step that was computed by calls, whether that was one."""
+    """For each layer of a step that was computed by calls, whether its attention was part of one."""
     mixers, compute = list[bool](), _streams._StreamCalls.__call__
 
     def counted(self: Any, *args: Any) -> torch.Tensor:
@@ -97,7 +97,7 @@ def test_a_token_has_the_bits_of_its_class(
     models = pair(directory, monkeypatch, budget)
     for _ in range(2):  # the first use of an expert is left to the class of its mixture
         assert are_equal(models)
-    assert calls == [kind == KINDS[0] for kind in KINDS] * 2 * STEPS
+    assert calls == [True] * len(KINDS) * 2 * STEPS
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if threads > 1 else 2)
     assert are_equal(models)
