@@ -3,8 +3,8 @@
 Codes are decoded to integers of 16 bits, and inputs are rounded to such integers, with a scale for every few of them.
 Products are summed exactly in 32 bits, a pair at a time (VPMADDWD, or VPDPWSSD), and multiplied by the scales in
 float32. Where VNNI multiplies bytes (VPDPBUSD), published codes of 4 bits are bytes and such inputs have two, with the
-same sums. An input's error is at most a 2**-15th of the largest input near it, far below that of any scheme; inputs of 8
-bits would add as much loss as Q8_0 itself has.
+same sums. An input's error is at most a 2**-15th of the largest input near it, far below that of any scheme; inputs of
+8 bits would add as much loss as Q8_0 itself has.
 
 4bit loses so much more that its codes and inputs have 8 bits but for AVX-512 without VNNI: looking two bytes of each
 code up and bringing them together was a third of the instructions. A half of each `SEGMENT` has a scale then, and
