@@ -269,6 +269,12 @@ def _refuse_one_of_several(folder: Path, name: str) -> None:
         )
 
 
+ANOTHER_FOLDER = (
+    "Use another output folder. Delete this one only if every shard of its original still exists: it may have the only "
+    "copy."
+)
+
+
 def require_same(origin: SourceIdentity, source: ModelInput | WeightsInput, folder: Path) -> None:
     """Refuse a checkpoint other than the folder's, by fingerprints, or by name if nothing else is left.
 
@@ -289,7 +295,7 @@ def require_same(origin: SourceIdentity, source: ModelInput | WeightsInput, fold
     if why is not None:
         raise SplitMismatchError(
             f"{folder} holds the conversion of {origin.instead_of(source.name)}: {why}.",
-            "Use another output folder, or delete this one if you do not need it.",
+            f"If that is this one, restore its files, and make the same call again. {ANOTHER_FOLDER}",
         )
 
 

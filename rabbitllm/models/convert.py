@@ -33,6 +33,7 @@ from rabbitllm.errors import (
 from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.models._conversion_input import (
+    ANOTHER_FOLDER,
     Conversion,
     dtype_of,
     finished_split_of,
@@ -284,7 +285,7 @@ def _require_dtype(dtype: str, converted: str, folder: Path) -> None:
         names = {name: outtype for outtype, name in _DTYPES.items()}
         raise SplitMismatchError(
             f"{folder} holds the conversion with outtype={names.get(converted, converted)!r}, not {names[dtype]!r}.",
-            "Use another output folder, or delete this one if you do not need it.",
+            ANOTHER_FOLDER,
         )
 
 
@@ -358,7 +359,7 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
     if before and (why := origin_of(folder).differs_from(identity)) is not None:
         raise SplitMismatchError(
             f"{folder} holds the conversion of another model than {split_folder}: {why}.",
-            "Use another output folder, or delete this one if you do not need it.",
+            ANOTHER_FOLDER,
         )
     left = [folder / name for name in (checkpoint_folder.WORK_NAME, checkpoint_folder.LOCK_NAME)]
     if not before or any(path.exists() for path in left):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ from tests.support.builders import (
     write_torch,
 )
 from tests.support.commands import invoke
+from tests.support.dying import Death
 from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
@@ -277,6 +279,30 @@ def test_non_empty_folder_is_refused(tmp_path: Path) -> None:
     assert contents(folder) == before
     with pytest.raises(OptionError, match="is a file"):
         convert(folder, tmp_path / "full" / "thesis.txt")
+
+
+def test_advice_keeps_a_conversion_that_has_the_only_copy(tmp_path: Path) -> None:
+    """Some shards are used up, and one of the others is edited."""
+    model, new = write_shards(tmp_path / "one", cut(llama_tensors(), 3)), tmp_path / "new"
+
+    def stop(index: int, step: Step) -> None:
+        if step.kind == "unlink" and step.path.name == "model-00002-of-00003.safetensors":
+            raise Death
+
+    with observe_ticks(Counter(stop)), pytest.raises(Death):
+        convert(model, new, sequential=True)
+    assert not (model / "model-00001-of-00003.safetensors").exists()
+    last = model / "model-00003-of-00003.safetensors"
+    before, raw, time = contents(new), last.read_bytes(), last.stat().st_mtime_ns
+    last.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(SplitMismatchError, match="has other contents") as caught:
+        convert(model, new, sequential=True)
+    assert "restore its files, and make the same call again" in caught.value.remedy
+    assert "Delete this one only if every shard of its original still exists" in caught.value.remedy
+    assert contents(new) == before
+    last.write_bytes(raw)
+    os.utime(last, ns=(time, time))
+    assert not convert(model, new, sequential=True).before
 
 
 def test_finished_folder_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
