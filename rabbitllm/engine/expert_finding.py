@@ -31,13 +31,26 @@ from rabbitllm.engine.expert_source import (
     ExpertParameter,
     ExpertPart,
     ExpertSource,
+    Integers,
     QuantizedScales,
     with_matrices,
 )
-from rabbitllm.engine.published_codes import CODES, SCALES, cast_of, form_of, role_of
+from rabbitllm.engine.published_codes import (
+    CODES,
+    GROUPS,
+    SCALES,
+    ZEROS,
+    IntegerLayout,
+    cast_of,
+    form_of,
+    integer_form,
+    integer_layout,
+    role_of,
+)
 from rabbitllm.engine.span_reader import BLOCK, SECTOR
 from rabbitllm.engine.units import MatrixChooser, ParameterEntry, Unit
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
+from rabbitllm.quant.coded import CodedForm
 from rabbitllm.quant.schemes import NESTED_BLOCK, SCALE_BYTES, SCHEMES, STORED, Quantized
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
@@ -113,6 +126,10 @@ def _leaves(
         if leaf is None:
             return {}
         leaves[key] = leaf if choose_matrix is None else _from_codes(leaf, choose_matrix)
+    if 0 < sum(leaf.integers is not None for leaf in leaves.values()) < len(leaves):  # all are rearranged, or none
+        return {
+            key: replace(leaf, matrix_type=None, coded=None) if leaf.integers else leaf for key, leaf in leaves.items()
+        }
     return leaves
 
 
@@ -129,6 +146,8 @@ def _coded(leaf: ExpertParameter) -> CodedBlocks | None:
     if not operations or any(type(op).__name__ not in _STACKING or op.dim > 1 for op in operations[1:]):
         return None
     first, path = operations[0], leaf.entry.target.rpartition(".")[0]
+    if (layout := integer_layout(first)) is not None:
+        return _rearranged(leaf, layout)
     is_turned = type(first).__name__ == "QuickMxfp4"
     rows, columns = leaf.shape[::-1] if is_turned else leaf.shape
     forms, pairs = [], _pairs(leaf.blocks)
@@ -150,17 +169,42 @@ def _coded(leaf: ExpertParameter) -> CodedBlocks | None:
     return CodedBlocks(whole, tuple(i for i, _ in pairs.values()), tuple(i for _, i in pairs.values()), is_turned)
 
 
+def _rearranged(leaf: ExpertParameter, layout: IntegerLayout) -> CodedBlocks | None:
+    """The blocks as one matrix of rearranged integers; None if there is something else."""
+    (rows, columns), forms, matrices = leaf.shape, list[CodedForm | None](), list[tuple[int, ...]]()
+    for indices in _by_projection(leaf.blocks).values():
+        if indices.keys() - {GROUPS} != {CODES, ZEROS, SCALES}:
+            return None
+        payloads = {role: leaf.blocks[index].payload for role, index in indices.items()}
+        forms.append(integer_form({r: (part.dtype, part.shape) for r, part in payloads.items()}, layout, columns))
+        matrices.append(tuple(indices[role] for role in (CODES, ZEROS, SCALES, GROUPS) if role in indices))
+    if not forms or forms[0] is None or sum(form.shape[0] for form in forms if form is not None) != rows:
+        return None
+    if any(form is None or form.scheme != forms[0].scheme for form in forms):
+        return None
+    whole = replace(forms[0], shape=(rows, columns))
+    parts = (("U8", (rows, whole.row_bytes)), (whole.scales, whole.grid))
+    codes, scales = (ExpertPart(*part, byte_size(*part), 0, (), np.empty(0, np.int64)) for part in parts)
+    return CodedBlocks(whole, (), (), False, Integers(layout, tuple(matrices), codes, scales))
+
+
 def _pairs(blocks: Sequence[Block]) -> dict[str, tuple[int, int]]:
     """Projection -> the indices of the codes and the scales of its matrix; empty if a block is something else."""
+    roles = _by_projection(blocks)
+    if any(indices.keys() != {CODES, SCALES} for indices in roles.values()):
+        return {}
+    return {projection: (indices[CODES], indices[SCALES]) for projection, indices in roles.items()}
+
+
+def _by_projection(blocks: Sequence[Block]) -> dict[str, dict[str, int]]:
+    """Projection -> the index of each part of its matrix, by role; empty if a block is something else."""
     roles: dict[str, dict[str, int]] = {}
     for index, block in enumerate(blocks):
         role, projection = role_of(block.pattern)
         if role is None or block.form is not None:
             return {}
         roles.setdefault(projection, {})[role] = index
-    if any(indices.keys() != {CODES, SCALES} for indices in roles.values()):
-        return {}
-    return {projection: (indices[CODES], indices[SCALES]) for projection, indices in roles.items()}
+    return roles
 
 
 def _leaf(
@@ -285,11 +329,16 @@ def _lay_out(leaves: Mapping[str, ExpertParameter]) -> int:
     """Give every part its offset in an expert's memory; return the bytes of that memory.
 
     The payloads of a leaf that stacks, or is coded, are contiguous, and so are their scales: they form one matrix.
-    These runs have the order of the first expert's file, so that one read covers as many as possible.
+    These runs have the order of the first expert's file, so that one read covers as many as possible. What is
+    rearranged is read to other memory of that size.
     """
-    runs: list[list[ExpertPart]] = []
+    end = 0
+    for part in [part for leaf in leaves.values() if leaf.integers is not None for part in leaf.integers.parts]:
+        part.at = round_up(end, TENSOR_ALIGNMENT)
+        end = part.at + part.nbytes
+    runs, rearranged_bytes = list[list[ExpertPart]](), end
     for leaf in leaves.values():
-        if leaf.coded is not None:
+        if leaf.coded is not None and leaf.integers is None:
             runs += leaf.coded_parts
         elif leaf.stacks:
             runs.append([block.payload for block in leaf.blocks])
@@ -308,4 +357,4 @@ def _lay_out(leaves: Mapping[str, ExpertParameter]) -> int:
         for part in run:
             part.at = end
             end += part.nbytes
-    return round_up(end, BLOCK)
+    return round_up(max(end, rearranged_bytes), BLOCK)

@@ -19,11 +19,11 @@ from llvmlite import ir
 
 from rabbitllm.quant import _integers, _product_kernels
 from rabbitllm.quant._integers import WORDS, CodeSteps, InputLayout, Position, Products
-from rabbitllm.quant._kernel_interface import INTEGERS, PAIRS, SEGMENT, CodeKernel
+from rabbitllm.quant._kernel_interface import INTEGERS, PAIRS, SEGMENT, ZEROED, CodeKernel
 from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, Emitter, every, number
 
 NIBBLES = "nibbles"
-_SCALE_BITS = {"f32": 32, "bf16": 16, "f16": 16, "power": 8, "float8": 8}
+_SCALE_BITS = {"f32": 32, "bf16": 16, "f16": 16, "power": 8, "float8": 8, ZEROED: 32}
 _TABLE_BYTES = {NIBBLES: 16, "float8": 256}
 """Bytes of a table; a factor follows, float32, which multiplies sums."""
 _SMALLER = 256.0
@@ -72,28 +72,24 @@ class _ScaledSegments(CodeSteps):
     def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
         emit, b, a_segment = self._emit, self._emit.b, SEGMENT // self._kernel.group
         scales, row, segments, segment, shift = position
-        parts = self._parts(address, inputs)
         by_columns, by_rows = b.and_(shift, number(255)), b.lshr(shift, number(8))
         in_row = emit.add(b.lshr(b.sub(segments, number(1)), by_columns), 1)
         first = b.mul(emit.add(b.mul(b.lshr(row, by_rows), in_row), b.lshr(segment, by_columns)), number(a_segment))
+        parts = self._parts(address, inputs, self._loaded(scales, first, a_segment))
         count = max(a_segment // len(parts), 1)
         for part, values in enumerate(parts):
-            yield 0, values, itertools.repeat(self._spread(scales, emit.add(first, part * count), count))
+            few = self._floats(self._loaded(scales, emit.add(first, part * count), count), count)
+            yield 0, values, itertools.repeat(emit.pick(few, few, self._scale_of_lanes(count)))
 
     @abstractmethod
-    def _parts(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        """Sums of parts of a segment times the inputs of each token, still apart in lanes."""
-
-    def _spread(self, scales: Any, index: Any, count: int) -> Any:
-        """So many consecutive scales, each in an equal share of the lanes."""
-        few = self._loaded(scales, index, count)
-        return self._emit.pick(few, few, self._scale_of_lanes(count))
+    def _parts(self, address: Any, inputs: list[list[Any]], scales: Any) -> list[list[Any]]:
+        """Sums of parts of a segment times the inputs of each token, still apart in lanes; `scales` as `_loaded`."""
 
     def _loaded(self, scales: Any, index: Any, count: int) -> Any:
-        """So many consecutive scales, float32."""
+        """So many consecutive scales, as they are stored."""
         emit, bits = self._emit, _SCALE_BITS[self._kernel.scales]
         place = emit.add(scales, emit.b.mul(index, number(bits // 8)))
-        return self._floats(emit.load(place, ir.VectorType(ir.IntType(bits), count), 1), count)
+        return emit.load(place, ir.VectorType(ir.IntType(bits), count), 1)
 
     def _scale_of_lanes(self, count: int) -> list[int]:
         """Which of so many consecutive scales a lane of the products has."""
@@ -105,6 +101,8 @@ class _ScaledSegments(CodeSteps):
         floats = ir.VectorType(F32, count)
         if scale_type == "f32":
             return b.bitcast(words, floats)
+        if scale_type == ZEROED:
+            words, scale_type = b.trunc(words, ir.VectorType(I16, count)), "f16"
         if scale_type == "f16":
             return b.fpext(b.bitcast(words, ir.VectorType(ir.HalfType(), count)), floats)
         if scale_type == "float8":
@@ -137,20 +135,32 @@ class _IntegerSegments(_ScaledSegments):
         *words, scale = super().inputs(inputs, others)
         return [*words, self._emit.b.fmul(scale, every(self._emit.floats, 0.5))]  # the table has twice the values
 
-    def _parts(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
-        sums = self._sums(address, [pair for *pair, _ in inputs])
+    def _parts(self, address: Any, inputs: list[list[Any]], scales: Any) -> list[list[Any]]:
+        zeros = self._zeros(scales, self._scale_of_lanes(scales.type.count))
+        sums = self._sums(address, [pair for *pair, _ in inputs], zeros)
         return [[self._emit.b.fmul(total, scale) for total, (*_, scale) in zip(sums, inputs, strict=True)]]
 
-    def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
-        """The sums of the products of a segment's integers with those of each input, float32."""
+    def _zeros(self, scales: Any, order: list[int]) -> Any:
+        """The zeros of lanes, in the upper halves of these scales, for two words each; None if there are none."""
+        if self._kernel.scales != ZEROED:
+            return None
+        b, sixteen = self._emit.b, every(scales.type, 16)
+        zeros = b.lshr(scales, sixteen)
+        both = b.or_(zeros, b.shl(zeros, sixteen))
+        return b.bitcast(self._emit.pick(both, both, order), WORDS)
+
+    def _sums(self, address: Any, inputs: list[list[Any]], zeros: Any) -> list[Any]:
+        """The sums of the products of a segment's integers, less zeros, with those of each input, float32."""
         emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16)
         both = emit.load(address, words, 1)
         if _integers.HAS_WORDS:
             index = emit.joined(both, b.lshr(both, every(words, 4)))
-            both_words = _integers.permuted_words(emit, self._table, (index, b.lshr(index, every(WORDS, 8))))
-            return [_integers.summed_products(emit, both_words, pair) for pair in inputs]
-        nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
-        values = _integers.looked_up_words(emit, self._table, emit.joined(*nibbles))
+            values = _integers.permuted_words(emit, self._table, (index, b.lshr(index, every(WORDS, 8))))
+        else:
+            nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
+            values = [*_integers.looked_up_words(emit, self._table, emit.joined(*nibbles))]
+        if zeros is not None:
+            values = [b.sub(each, zeros) for each in values]
         return [_integers.summed_products(emit, values, pair) for pair in inputs]
 
     def _scale_of_lanes(self, count: int) -> list[int]:
@@ -179,11 +189,13 @@ class _FourSegments(_IntegerSegments):
         emit, b, count = self._emit, self._emit.b, self._scales
         scales, row, segments, segment, _ = position  # no scale is of several rows or segments
         first = b.mul(emit.add(b.mul(row, segments), segment), number(count))
-        few = self._loaded(scales, first, self.together * count)
+        stored = self._loaded(scales, first, self.together * count)
+        few = self._floats(stored, self.together * count)
         scales_of = [b.fmul(few, of_inputs) for *_, of_inputs in inputs]
         for n in range(self.together):
             order = [n * count + scale for scale in self._scale_of_lanes(count)]
-            sums = self._sums(emit.add(address, self.code_bytes * n), [words[2 * n : 2 * n + 2] for words in inputs])
+            pairs = [words[2 * n : 2 * n + 2] for words in inputs]
+            sums = self._sums(emit.add(address, self.code_bytes * n), pairs, self._zeros(stored, order))
             yield 0, sums, [emit.pick(each, each, order) for each in scales_of]
 
 
@@ -201,7 +213,7 @@ class _FloatSegments(_ScaledSegments):
         places = itertools.product(range(0, HALF_BYTES, emit.width * 4), (inputs, others))
         return [emit.load(emit.add(half, offset), emit.floats, 4) for offset, half in places]
 
-    def _parts(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+    def _parts(self, address: Any, inputs: list[list[Any]], scales: Any) -> list[list[Any]]:
         emit, width = self._emit, self._emit.width
         words = ir.VectorType(I16, width)
         parts = [[emit.zero] * len(inputs) for _ in range(SEGMENT // self.codes_a_part)]
@@ -241,7 +253,7 @@ class _PairSegments(_ScaledSegments):
         first, second = (emit.load(emit.add(inputs, offset), WORDS, 2) for offset in (0, 64))
         return [emit.pick(first, second, range(parity, 64, 2)) for parity in (0, 1)]
 
-    def _parts(self, address: Any, inputs: list[list[Any]]) -> list[list[Any]]:
+    def _parts(self, address: Any, inputs: list[list[Any]], scales: Any) -> list[list[Any]]:
         emit, paired = self._emit, ir.VectorType(_BFloat(), 32)
         multiply = emit.function("llvm.x86.avx512bf16.dpbf16ps.512", emit.floats, emit.floats, paired, paired)
         halves = self._halves(emit.load(address, WORDS, 1), WORDS)
