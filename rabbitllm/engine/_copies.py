@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from rabbitllm.base.terminal import size_rounded_up
 from rabbitllm.engine._copy_files import CopyBytes, CopyJob, kept_or_made
-from rabbitllm.engine.expert_source import ExpertParameter, ExpertPart, ExpertSource, with_tables
+from rabbitllm.engine.expert_source import ExpertParameter, ExpertSource, bytes_in, with_tables
 from rabbitllm.engine.experts import ResidentExperts, stack_of
 from rabbitllm.engine.placement import ACCEPTED, Placement, Tier, tokens_per_read
 from rabbitllm.engine.prefetch import bytes_of
@@ -227,14 +227,11 @@ class _ExpertCopies:
         encoded: CopyBytes = {}
         source = with_tables(self._source, store, torch.device("cpu"))
         buffer = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu")
-
-        def part_of(part: ExpertPart) -> torch.Tensor:
-            return buffer[part.at : part.at + part.nbytes]
-
         for expert in range(source.experts):
             disk.read(source.spans(expert), bytes_of(buffer))
             for name, leaf in source.leaves.items():
-                encoded[f"{name}.{expert}"] = _encoded(leaf.weight(model, part_of, expert), self._blocks[name])
+                weight = leaf.weight(model, leaf.in_memory(bytes_in(buffer)), expert)
+                encoded[f"{name}.{expert}"] = _encoded(weight, self._blocks[name])
         return encoded
 
     def bindable(self, encoded: CopyBytes) -> Iterator[_Copy]:

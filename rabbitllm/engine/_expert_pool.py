@@ -6,8 +6,9 @@ all experts of a layer, more than there are transit slots; then the experts go t
 prefetched while others compute: whole, or leaf by leaf where the model's class computes.
 
 For a device that does not share host memory, host memory is a second cache: of experts without a slot on the device. An
-expert is one read; several threads read at once. There the host waits once a module, for the routing: grouped products
-read it from the ends of their groups, other kernels from the indices.
+expert is one read; several threads read at once, and rearrange what lies otherwise than kernels take it. There the host
+waits once a module, for the routing: grouped products read it from the ends of their groups, other kernels from the
+indices.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from transformers import PreTrainedModel
 
 from rabbitllm.base.forks import Workers
 from rabbitllm.engine.devices import Device
-from rabbitllm.engine.expert_source import ExpertPart, ExpertSource
+from rabbitllm.engine.expert_source import ExpertSource, bytes_in
 from rabbitllm.engine.placement import EXPERT_STAGING
 from rabbitllm.engine.prefetch import HostBuffers, bytes_of
 from rabbitllm.engine.span_reader import SpanReader
@@ -263,11 +264,13 @@ class ExpertPool:
         self._host = [ExpertSlot(memory, None) for memory in on_host]
         self._memory = host  # kept, since its buffers are unpinned when it is freed
         self._threads = Workers(READS if device.shares_host_memory else EXPERT_STAGING, f"experts-{device.name}")
-        count = slots + transit_slots(sources)
+        count = slots + transit_slots(sources) + staging_slots(sources)
         if device.shares_host_memory:  # one allocation, for huge pages
             memory = list(device.host_buffer(count * self._nbytes).view(count, -1))
         else:
             memory = [device.device_buffer(self._nbytes) for _ in range(count)]
+        for _ in range(staging_slots(sources)):
+            self._staging.append((memory.pop(), None))
         expert_slots = [ExpertSlot(part, device.leave()) for part in memory]
         self._slots, self._transit = expert_slots[:slots], expert_slots[slots:]
         self.valid = max(len(self._transit) // 2, 1)
@@ -602,19 +605,15 @@ class ExpertPool:
     def _weight(self, module: int, leaf: str, slot: ExpertSlot, expert: int) -> torch.Tensor:
         source, key = self.sources[module], (module, leaf)
         self._wait(source, slot)
-        chosen = source.leaves[leaf]
-
-        def bytes_of(part: ExpertPart) -> torch.Tensor:
-            return slot.memory[part.at : part.at + part.nbytes]
-
+        chosen, of_slot = source.leaves[leaf], bytes_in(slot.memory)
         if chosen.makes_scales and key not in slot.dequantized:
-            chosen.make_scales(bytes_of, expert)
+            chosen.make_scales(of_slot, expert)
             slot.dequantized.add(key)
         view = self._views.get(key)
         if view is None:
-            return chosen.weight(self._model, bytes_of, expert, scaled=True)
+            return chosen.weight(self._model, of_slot, expert, scaled=True)
         if view not in slot.ready:
-            slot.ready[view] = chosen.weight(self._model, bytes_of, expert, scaled=True)
+            slot.ready[view] = chosen.weight(self._model, of_slot, expert, scaled=True)
         return slot.ready[view]
 
     def _wait(self, source: ExpertSource, slot: ExpertSlot) -> None:
@@ -685,8 +684,14 @@ class ExpertPool:
 
     def _read(self, source: ExpertSource, expert: int, leaf: str | None, memory: torch.Tensor) -> None:
         spans = source.spans(expert, leaf)
-        with self._profiler.stage(source.name, READ, sum(span.nbytes for span in spans)):
-            self._disk.read(spans, bytes_of(memory))
+        staged, ticket = self._staging.popleft() if source.is_rearranged else (memory, None)  # one for each thread
+        try:
+            with self._profiler.stage(source.name, READ, sum(span.nbytes for span in spans)):
+                self._disk.read(spans, bytes_of(staged))
+            source.rearrange(staged, memory, leaf)
+        finally:
+            if source.is_rearranged:
+                self._staging.append((staged, ticket))
 
 
 class PooledExperts:
@@ -802,6 +807,11 @@ def _filled_slots(cache: ExpertCache, slots: Sequence[ExpertSlot], module: int, 
 def slot_bytes(sources: Iterable[ExpertSource]) -> int:
     """Bytes of a slot that fits any expert of these modules."""
     return max(source.nbytes for source in sources)
+
+
+def staging_slots(sources: Sequence[ExpertSource]) -> int:
+    """The number of slots in memory that computes to which experts are read that are rearranged from there."""
+    return READS if any(source.is_rearranged for source in sources) else 0
 
 
 def transit_slots(sources: Sequence[ExpertSource]) -> int:

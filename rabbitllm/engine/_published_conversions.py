@@ -52,7 +52,7 @@ with checked_parts():
 AWQ, GPTQ = "awq", "gptq"
 CPU = torch.device("cpu")
 """The CPU without an index; a device in tests has one."""
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output of each 4 bits of an int32, from the lowest on."""
 _FORMATS = {AWQ: ("gemm",), GPTQ: ("gptq", "gptq_v2")}
 _WIDTHS = {AWQ: (4,), GPTQ: (2, 4, 8)}  # 3 bits do not divide 32: integers would cross int32 boundaries
@@ -65,7 +65,7 @@ def awq_weight(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor
     if len(qweight) % len(scales):
         raise ValueError(f"{len(qweight)} inputs in {len(scales)} groups")
     group = torch.arange(len(qweight), device=qweight.device) // (len(qweight) // len(scales))
-    return _weight(qweight, 4, _awq_integers(qzeros), scales, group, _on(CPU, _AWQ_ORDER, torch.int64), dtype)
+    return _weight(qweight, 4, _awq_integers(qzeros), scales, group, _on(CPU, AWQ_ORDER, torch.int64), dtype)
 
 
 def gptq_weight(
@@ -128,7 +128,7 @@ def _weight(
 
 def _awq_integers(packed: torch.Tensor) -> torch.Tensor:
     """int32 (rows, columns) -> int32 (rows, 8 columns)."""
-    places = tuple(map(_AWQ_ORDER.index, range(len(_AWQ_ORDER))))
+    places = tuple(map(AWQ_ORDER.index, range(len(AWQ_ORDER))))
     return _integers(packed, 4, 2).index_select(2, _on(packed.device, places, torch.int64)).flatten(1)
 
 

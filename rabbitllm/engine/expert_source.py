@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine._weights import Recipe
+from rabbitllm.engine.published_codes import IntegerLayout
 from rabbitllm.engine.span_reader import FileSpan, compare
 from rabbitllm.engine.units import MatrixChooser, ParameterEntry, typed
 from rabbitllm.engine.weight_tensors import QuantizedWeight, StoredMatrix
-from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.errors import IncompleteSplitError, UnknownArchitectureError
 from rabbitllm.formats.tensor_spec import TensorSpec, byte_size, torch_dtype
 from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.quant.products import FusedMatrix, Matrix
@@ -61,6 +63,11 @@ class ExpertPart:
         """Whether another part of every expert comes directly after this one, in its file and in memory."""
         adjacent = self.at + self.nbytes == other.at and self.files == other.files
         return adjacent and bool(np.all(self.offsets + self.nbytes == other.offsets))
+
+
+def bytes_in(memory: torch.Tensor) -> BytesOf:
+    """The bytes of an expert's parts where they lie in its memory, uint8."""
+    return lambda part: memory[part.at : part.at + part.nbytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +145,33 @@ def retyped(part: ExpertPart, shape: tuple[int, ...]) -> TensorSpec:
 
 
 @dataclass(frozen=True, eq=False)
+class Rearranged:
+    """Codes and scales that are rearranged when an expert is read: integers that lie by inputs in a file, to rows; or
+    scales that have a factor for each of several matrices, to float32 for all.
+
+    Attributes:
+        layout: how integers lie; None if codes stay as they are.
+        matrices: the indices of the blocks of each: its integers, zeros and scales, and the groups of its inputs, if
+            these are stored; or its codes and scales, and their factor, if they have one.
+        codes, scales: the rearranged ones, of all of them; in an expert's memory, where nothing else is.
+        power: of the factor.
+        cast: the dtype that scales are rounded to first; None if they are used as stored.
+    """
+
+    layout: IntegerLayout | None
+    matrices: tuple[tuple[int, ...], ...]
+    codes: ExpertPart
+    scales: ExpertPart
+    power: int = 1
+    cast: torch.dtype | None = None
+
+    @property
+    def parts(self) -> tuple[ExpertPart, ...]:
+        """What is in an expert's memory."""
+        return self.codes, self.scales
+
+
+@dataclass(frozen=True, eq=False)
 class CodedBlocks:
     """The blocks of a published matrix that is multiplied from its codes.
 
@@ -145,12 +179,14 @@ class CodedBlocks:
         form: of one expert's matrix, whose rows are those of all blocks.
         codes, scales: the indices of its blocks, by rows.
         is_turned: whether the parameter is the transposed matrix.
+        rearranged: in place of codes and scales, what is rearranged first.
     """
 
     form: CodedForm
     codes: tuple[int, ...]
     scales: tuple[int, ...]
     is_turned: bool
+    rearranged: Rearranged | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,8 +217,15 @@ class ExpertParameter:
     @property
     def coded_parts(self) -> tuple[list[ExpertPart], ...]:
         """The codes and the scales of a published matrix, which form one each; none if it is dequantized."""
+        if self.rearranged is not None:
+            return [self.rearranged.codes], [self.rearranged.scales]
         chosen = () if self.coded is None else (self.coded.codes, self.coded.scales)
         return tuple([self.blocks[index].payload for index in indices] for indices in chosen)
+
+    @property
+    def rearranged(self) -> Rearranged | None:
+        """What is rearranged when it is read; None if it is used as it is stored."""
+        return None if self.coded is None else self.coded.rearranged
 
     @cached_property
     def _runs(self) -> tuple[Sequence[ExpertPart], ...]:
@@ -219,6 +262,62 @@ class ExpertParameter:
     def makes_scales(self) -> bool:
         """Whether an expert's scales are dequantized before it is multiplied in its quantized form."""
         return self.matrix_type is not None and any(block.nesting is not None for block in self.blocks)
+
+    def rearrange(self, stored: BytesOf, memory: BytesOf) -> None:
+        """Write the rearranged codes and scales of an expert, if it has some, to its memory.
+
+        Raises:
+            UnknownArchitectureError: the groups of its inputs have another order than the settings say.
+        """
+        if (how := self.rearranged) is None or self.coded is None:
+            return
+        if how.layout is None:
+            self._expand(how, self.coded.form, stored, memory)
+            return
+        from rabbitllm.quant.dequantize_kernels import by_rows  # numba comes with it
+
+        def array(part: ExpertPart) -> npt.NDArray[Any]:
+            words = stored(part).numpy().view("int16" if part.dtype == "F16" else "int32")
+            return np.require(words, None, "A").reshape(part.shape)
+
+        rows, columns = self.coded.form.shape
+        codes = memory(how.codes).numpy().view("int32").reshape(rows, columns // 8)
+        words = memory(how.scales).numpy().view("int16").reshape(rows, -1, 2)
+        begin = 0
+        for indices in how.matrices:
+            packed, zeros, scales, *groups = (array(self.blocks[index].payload) for index in indices)
+            size = columns // len(scales)
+            if groups and not np.array_equal(groups[0], np.arange(columns, dtype=np.int32) // size):
+                raise UnknownArchitectureError(
+                    f"Inputs of {self.entry.target} have groups in another order than desc_act in the settings says.",
+                    "Load it with exact=True (--exact), or set desc_act in its config.json to true.",
+                )
+            end = begin + scales.shape[1]
+            by_rows(packed, zeros, scales, how.layout.order, how.layout.offset, codes[begin:end], words[begin:end])
+            begin = end
+
+    def _expand(self, how: Rearranged, form: CodedForm, stored: BytesOf, memory: BytesOf) -> None:
+        from rabbitllm.engine._published_conversions import as_factors
+
+        scales, codes, begin, filled = memory(how.scales).view(torch.float32).view(form.grid), memory(how.codes), 0, 0
+        for indices in how.matrices:
+            payload, *others = (self.blocks[index].payload for index in indices)
+            given, *factors = (typed(stored(part), retyped(part, part.shape)) for part in others)
+            floats = as_factors(given if how.cast is None else given.to(how.cast))
+            for factor in factors:
+                floats = floats * factor.float().reshape(()) ** how.power
+            codes[filled : filled + payload.nbytes] = stored(payload)
+            end = begin + -(-payload.shape[0] // form.block[0])
+            scales[begin:end] = floats.reshape(-1, 1 if floats.numel() == 1 else form.grid[1])
+            begin, filled = end, filled + payload.nbytes
+
+    def in_memory(self, stored: BytesOf) -> BytesOf:
+        """The bytes to make an expert's weight of: the stored ones, or rearranged ones in memory of their own."""
+        if self.rearranged is None:
+            return stored
+        parts = {part: torch.empty(part.nbytes, dtype=torch.uint8, device="cpu") for part in self.rearranged.parts}
+        self.rearrange(stored, parts.__getitem__)
+        return parts.__getitem__
 
     @property
     def dequantized_bytes(self) -> int:
@@ -332,9 +431,20 @@ class ExpertSource:
         """Bytes of all experts, ready to multiply with."""
         ready = 0
         for leaf in self.leaves.values():
-            coded = sum(part.nbytes for part in leaf.parts) + leaf.dequantized_bytes
+            parts = leaf.parts if leaf.rearranged is None else leaf.rearranged.parts
+            coded = sum(part.nbytes for part in parts) + leaf.dequantized_bytes
             ready += coded * self.experts if leaf.matrix_type else leaf.entry.nbytes
         return ready
+
+    @cached_property
+    def is_rearranged(self) -> bool:
+        """Whether an expert is read to other memory first, and rearranged from there."""
+        return any(leaf.rearranged is not None for leaf in self.leaves.values())
+
+    def rearrange(self, stored: torch.Tensor, memory: torch.Tensor, leaf: str | None) -> None:
+        """Write what is rearranged of an expert, or of one leaf of it, to its memory: uint8, both of `nbytes`."""
+        for chosen in self.leaves.values() if leaf is None else (self.leaves[leaf],):
+            chosen.rearrange(bytes_in(stored), bytes_in(memory))
 
     @property
     def is_ready(self) -> bool:

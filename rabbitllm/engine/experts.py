@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rabbitllm.base.forks import Workers
-from rabbitllm.engine._expert_pool import ExpertPool, PooledExperts, transit_slots
+from rabbitllm.engine._expert_pool import ExpertPool, PooledExperts, staging_slots, transit_slots
 from rabbitllm.engine._first_use import check_experts_before
 from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_source import ExpertParameter, ExpertPart, ExpertSource, with_tables
@@ -435,7 +435,7 @@ class MappedExperts(ResidentExperts):
 
         weight = self._ready.get((leaf, expert))
         if weight is None:
-            weight = chosen.weight(self._model, bytes_of, expert)
+            weight = chosen.weight(self._model, chosen.in_memory(bytes_of), expert)
             if self.stays(leaf):
                 self._ready[leaf, expert] = weight
         return weight
@@ -447,12 +447,12 @@ def expert_costs(sources: Sequence[ExpertSource]) -> list[ExpertCost]:
         ExpertCost(
             name=source.name,
             unit=source.unit,
-            stored=source.stored_bytes,
+            stored=max(source.stored_bytes, source.ready_bytes * source.is_rearranged),
             ready=source.ready_bytes,
             is_ready=source.is_ready,
             experts=source.experts,
             slot=source.nbytes,
-            transit=transit_slots([source]),
+            transit=transit_slots([source]) + staging_slots([source]),
         )
         for source in sources
     ]

@@ -1,8 +1,8 @@
 """Which published matrices are multiplied from their codes, from names, dtypes and shapes alone.
 
 A kernel multiplies what a conversion of `_published_conversions.py` or `_published_exports.py` would dequantize, if its
-parts are codes with a scale for each block: FP8, FP4, or symmetric integers of 4 bits. All else is dequantized. Reads
-no weights.
+parts are codes with a scale for each block: FP8, FP4, or symmetric integers of 4 bits. Integers of 4 bits with zeros,
+of AWQ and GPTQ, are rearranged first. All else is dequantized. Reads no weights.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rabbitllm.formats.tensor_spec import dtype_name
-from rabbitllm.quant.coded import FP4, FP8, INT4, CodedForm, CodedMatrix
+from rabbitllm.quant.coded import FP4, FP8, INT4, WITH_ZEROS, CodedForm, CodedMatrix
 from rabbitllm.quant.coded import SCALES as SCALE_DTYPES
 
 if TYPE_CHECKING:
     from rabbitllm.engine._weights import Recipe
     from rabbitllm.store.layer_store import StoredTensor
 
-CODES, SCALES, _FACTOR, _DIVISOR, _UNUSED = "codes", "scales", "factor", "divisor", ""
+CODES, SCALES, ZEROS, GROUPS, FACTOR, DIVISOR, _UNUSED = "codes", "scales", "zeros", "groups", "factor", "divisor", ""
 _ROLES: Mapping[str, str] = {
     "weight": CODES,
     "weight_packed": CODES,
@@ -32,9 +32,13 @@ _ROLES: Mapping[str, str] = {
     "_proj_scale_inv": SCALES,
     "_proj_blocks": CODES,
     "_proj_scales": SCALES,
-    "weight_scale_2": _FACTOR,
-    "weight_global_scale": _DIVISOR,
+    "weight_scale_2": FACTOR,
+    "weight_global_scale": DIVISOR,
     "weight_shape": _UNUSED,
+    "qweight": CODES,
+    "qzeros": ZEROS,
+    "scales": SCALES,
+    "g_idx": GROUPS,
 }
 """Ending of a source's pattern -> what the tensor is, in all formats."""
 _MODELOPT, _COMPRESSED, _FP8 = "ModelOpt", "ExpertMatrices", "QuickFp8"
@@ -88,7 +92,7 @@ def linear_recipe(
     cast = cast_of(operations[0], scales[0], dtype)
     if cast is not None:
         form = replace(form, scales=dtype_name(cast))
-    factors = [(names[role], power) for role, power in ((_FACTOR, 1), (_DIVISOR, -1)) if role in names]
+    factors = [(names[role], power) for role, power in ((FACTOR, 1), (DIVISOR, -1)) if role in names]
     if len(factors) != (form.scales == "F8_E4M3") or any(math.prod(tensors[name].shape) != 1 for name, _ in factors):
         return None
     return CodedRecipe(form, names[CODES], names[SCALES], factors[0] if factors else None, cast)
@@ -113,6 +117,48 @@ def form_of(operation: Any, path: str, codes: Part, scales: Part, shape: tuple[i
         return None
     block = _block(_configured_block(operation, path), scales[1], shape)
     return CodedForm(codes_form, scales[0], block, shape) if block is not None else None
+
+
+@dataclass(frozen=True)
+class IntegerLayout:
+    """How integers of 4 bits lie in int32, by inputs, until they are rearranged.
+
+    Attributes:
+        order: the output of each integer of an int32, from the lowest bits on; None if an int32 has several inputs.
+        offset: the number that was subtracted from each stored zero.
+    """
+
+    order: tuple[int, ...] | None
+    offset: int
+
+
+def integer_layout(operation: Any) -> IntegerLayout | None:
+    """The layout of what a conversion dequantizes; None if it is another one, or its groups are in any order."""
+    from rabbitllm.engine._published_conversions import AWQ, AWQ_ORDER
+
+    if _name(operation) != "PackedIntegers":
+        return None
+    settings = operation.hf_quantizer.quantization_config
+    if settings.quant_method == AWQ:
+        return IntegerLayout(AWQ_ORDER, 0)
+    if settings.bits != 4 or settings.desc_act:
+        return None
+    return IntegerLayout(None, 1 if settings.format == "gptq" else 0)
+
+
+def integer_form(parts: Mapping[str, Part], layout: IntegerLayout, inputs: int) -> CodedForm | None:
+    """The form of rearranged integers, (N, inputs), from their parts by role; None if these do not fit each other."""
+    if {part[0] for role, part in parts.items() if role != SCALES} != {"I32"} or parts[SCALES][0] != "F16":
+        return None
+    if len(parts[SCALES][1]) != 2:
+        return None
+    groups, outputs = parts[SCALES][1]
+    words = (inputs // 8, outputs) if layout.order is None else (inputs, outputs // 8)
+    expected = {CODES: words, ZEROS: (groups, outputs // 8), SCALES: (groups, outputs), GROUPS: (inputs,)}
+    if outputs % 8 or inputs % 8 or any(part[1] != expected[role] for role, part in parts.items()):
+        return None
+    block = _block(None, (outputs, groups), (outputs, inputs))
+    return CodedForm(INT4, WITH_ZEROS, (1, block[1]), (outputs, inputs)) if block is not None else None
 
 
 def _by_role(sources: Sequence[tuple[str, str]]) -> dict[str, str] | None:

@@ -28,11 +28,11 @@ from rabbitllm.quant._integers import (
     Products,
     TwoByteLayout,
 )
-from rabbitllm.quant._kernel_interface import INTEGERS, PAIRS, SEGMENT, CodeKernel
+from rabbitllm.quant._kernel_interface import INTEGERS, PAIRS, SEGMENT, ZEROED, CodeKernel
 from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, Emitter, every, number
 
 NIBBLES = "nibbles"
-_SCALE_BITS = {"f32": 32, "bf16": 16, "f16": 16, "power": 8, "float8": 8}
+_SCALE_BITS = {"f32": 32, "bf16": 16, "f16": 16, "power": 8, "float8": 8, ZEROED: 32}
 _TABLE_BYTES = {NIBBLES: 16, "float8": 256}
 """Bytes of a table; a factor follows, float32, which multiplies sums."""
 _SMALLER = 256.0
@@ -77,7 +77,7 @@ class _ScaledSegments(CodeSteps):
         self.code_bytes = SEGMENT // 2 if kernel.codes == NIBBLES else SEGMENT
 
     def _scales(self, position: Position, after: int, count: int) -> Any:
-        """So many consecutive scales, float32, some after the first one of a segment."""
+        """So many consecutive scales as they are stored, some after the first one of a segment."""
         emit, b, bits = self._emit, self._emit.b, _SCALE_BITS[self._kernel.scales]
         scales, row, segments, segment, shift = position
         by_columns, by_rows = b.and_(shift, number(255)), b.lshr(shift, number(8))
@@ -85,13 +85,16 @@ class _ScaledSegments(CodeSteps):
         of_segment = emit.add(b.mul(b.lshr(row, by_rows), in_row), b.lshr(segment, by_columns))
         index = emit.add(b.mul(of_segment, number(SEGMENT // self._kernel.group)), after)
         place = emit.add(scales, b.mul(index, number(bits // 8)))
-        return self._floats(emit.load(place, ir.VectorType(ir.IntType(bits), count), 1), count)
+        return emit.load(place, ir.VectorType(ir.IntType(bits), count), 1)
 
-    def _floats(self, words: Any, count: int) -> Any:
-        b, scale_type, wide = self._emit.b, self._kernel.scales, ir.VectorType(I32, count)
-        floats = ir.VectorType(F32, count)
+    def _floats(self, words: Any) -> Any:
+        """These as float32."""
+        b, scale_type, count = self._emit.b, self._kernel.scales, words.type.count
+        wide, floats = ir.VectorType(I32, count), ir.VectorType(F32, count)
         if scale_type == "f32":
             return b.bitcast(words, floats)
+        if scale_type == ZEROED:
+            words, scale_type = b.trunc(words, ir.VectorType(I16, count)), "f16"
         if scale_type == "f16":
             return b.fpext(b.bitcast(words, ir.VectorType(ir.HalfType(), count)), floats)
         if scale_type == "float8":
@@ -130,10 +133,14 @@ class _IntegerSegments(_ScaledSegments):
             of_segments = ((*before, emit.add(segment, n), shift) for n in range(self.together))
             few = emit.joined(*(self._scales(place, 0, 1) for place in of_segments))
         order = [lane * count // 8 for lane in range(8 * self.together)]
-        scale = emit.pick(few, few, order)
-        sums = self._sums(address, [integers for *integers, _ in inputs])
-        floats = (b.fmul(b.sitofp(total, scale.type), each[-1]) for total, each in zip(sums, inputs, strict=True))
-        yield 0, map(self._filled, floats), itertools.repeat(self._filled(scale))
+        floats = self._floats(few)
+        scale, zeros = emit.pick(floats, floats, order), None
+        if self._kernel.scales == ZEROED:
+            zeros = emit.pick(few, few, order)
+            zeros = b.ashr(zeros, every(zeros.type, 16))
+        sums = self._sums(address, [integers for *integers, _ in inputs], zeros)
+        totals = (b.fmul(b.sitofp(total, scale.type), each[-1]) for total, each in zip(sums, inputs, strict=True))
+        yield 0, map(self._filled, totals), itertools.repeat(self._filled(scale))
 
     def _filled(self, lanes: Any) -> Any:
         """The lanes of one segment or two as a whole vector."""
@@ -147,14 +154,19 @@ class _IntegerSegments(_ScaledSegments):
         scale = emit.joined(*(emit.spread(scale, 8) for scale in scales))
         return [*words, emit.b.fmul(scale, every(scale.type, 0.5))]  # the table has twice the values
 
-    def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
-        """The sums of the products of each eight integers with those of each input."""
+    def _sums(self, address: Any, inputs: list[list[Any]], zeros: Any) -> list[Any]:
+        """The sums of the products of each eight integers, less a zero if there are any, with those of each input."""
         emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16)
         sums: list[list[Any]] = [[] for _ in inputs]
         for n in range(self.together):
             both = emit.load(emit.add(address, n * self.code_bytes), words, 1)
             nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
-            values = _integers.looked_up_words(emit, self._table, emit.joined(*nibbles))
+            values: Any = _integers.looked_up_words(emit, self._table, emit.joined(*nibbles))
+            if zeros is not None:
+                both = b.and_(zeros, every(zeros.type, 0xFFFF))
+                both = b.or_(both, b.shl(both, every(both.type, 16)))
+                own = b.bitcast(emit.pick(both, both, [8 * n + lane % 8 for lane in range(16)]), WORDS)
+                values = [b.sub(each, own) for each in values]
             for of_token, integers in zip(sums, inputs, strict=True):
                 total = _integers.summed_integers(emit, values, integers[2 * n : 2 * n + 2])
                 of_token.append(b.add(*emit.halves(total)))
@@ -182,7 +194,7 @@ class _FourSegments(_IntegerSegments):
             scales.append(emit.load(place, floats, 4))
         return [*vectors, emit.joined(*scales)]
 
-    def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
+    def _sums(self, address: Any, inputs: list[list[Any]], zeros: Any) -> list[Any]:
         emit, b, size = self._emit, self._emit.b, min(self.together, TOGETHER)
         words = ir.VectorType(I16, 16 * size)
         sums: list[list[Any]] = [[] for _ in inputs]
@@ -193,7 +205,11 @@ class _FourSegments(_IntegerSegments):
                 a, c, low, high, moved = integers[5 * n // size : 5 * n // size + 5]
                 upper = emit.fours(emit.fours(None, first, a), second, c)
                 lower = emit.fours(emit.fours(moved, first, low), second, high)
-                of_token.append(b.add(b.shl(upper, every(upper.type, 7)), lower))
+                total = b.add(b.shl(upper, every(upper.type, 7)), lower)
+                if zeros is not None:  # sums begin smaller by the inputs' `CODE_OFFSET` times
+                    own = emit.pick(zeros, zeros, range(8 * n, 8 * (n + size)))
+                    total = b.add(total, b.mul(own, b.ashr(moved, every(moved.type, 4))))
+                of_token.append(total)
         return [emit.joined(*of_token) for of_token in sums]
 
 
@@ -207,7 +223,7 @@ class _InParts(_ScaledSegments):
         count = max(SEGMENT // self._kernel.group // len(parts), 1)
         order = [lane * count // emit.width for lane in range(emit.width)]
         for part, values in enumerate(parts):
-            few = self._scales(position, part * count, count)
+            few = self._floats(self._scales(position, part * count, count))
             yield 0, values, itertools.repeat(emit.pick(few, few, order))
 
     @abstractmethod

@@ -16,7 +16,16 @@ import torch
 
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.formats.tensor_spec import DTYPES, torch_dtype
-from rabbitllm.quant._kernel_interface import CODES, DEQUANTIZED, INTEGERS, PAIRS, SEGMENT, CodeKernel, Preparation
+from rabbitllm.quant._kernel_interface import (
+    CODES,
+    DEQUANTIZED,
+    INTEGERS,
+    PAIRS,
+    SEGMENT,
+    ZEROED,
+    CodeKernel,
+    Preparation,
+)
 from rabbitllm.quant.products import KernelMatrix, agrees, dense_product
 
 FP8, FP4, INT4 = "fp8", "fp4", "int4"
@@ -24,6 +33,9 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 """The values of the 16 codes of FP4 (E2M1), in the Open Compute Project's Microscaling Formats Specification."""
 SCALES = {"F32": "f32", "BF16": "bf16", "F16": "f16", "U8": "power", "F8_E8M0": "power", "F8_E4M3": "float8"}
 """Dtypes of scales -> how kernels call them; U8 is the exponent of a power of two, as E8M0 is."""
+WITH_ZEROS = "I32"
+"""The dtype of scales that kernels call `ZEROED`; no format stores these."""
+_KERNEL_SCALES = {**SCALES, WITH_ZEROS: ZEROED}
 MAX_INPUTS = {INTEGERS: 48, PAIRS: 48, 16: 48, 8: 24}
 """Width -> rows of input up to which codes are decoded for every few of them (see benchmarks/NOTES.md)."""
 
@@ -34,7 +46,7 @@ class CodedForm:
 
     Attributes:
         codes: `FP8`, `FP4` or `INT4`; 4 bits are two a byte along K, the lower half first, integers plus 8.
-        scales: one of `SCALES`.
+        scales: one of `SCALES`, or `WITH_ZEROS`.
         block: rows and columns with one scale, of which those at the ends may be smaller; 0 for all.
         shape: (N, K).
     """
@@ -74,7 +86,7 @@ class CodedForm:
     def kernel(self) -> CodeKernel:
         """The kernel that multiplies it."""
         group = min(self.block[1] or SEGMENT, SEGMENT)
-        return CodeKernel("float8" if self.codes == FP8 else "nibbles", SCALES[self.scales], group)
+        return CodeKernel("float8" if self.codes == FP8 else "nibbles", _KERNEL_SCALES[self.scales], group)
 
 
 def is_scheme(name: str) -> bool:
@@ -94,7 +106,7 @@ def multiplies(form: CodedForm) -> bool:
     rows, columns = form.block
     if not all(form.shape) or form.shape[1] % SEGMENT or any(n & (n - 1) for n in form.block):
         return False
-    if form.scales not in SCALES or (form.codes != FP8 and rows != 1) or 0 < columns < 16:
+    if form.scales not in _KERNEL_SCALES or (form.codes != FP8 and rows != 1) or 0 < columns < 16:
         return False
     width = kernel_for(form.kernel, None)
     return bool(width) and agrees(CODES, form.kernel, width, sample)
@@ -138,7 +150,7 @@ class CodedMatrix(KernelMatrix):
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The dequantized matrix: value times scale in float32, rounded once."""
-        return self._rows(self._float_scales(), 0, self.form.shape[0], dtype)
+        return self._rows(*self._float_scales(), 0, self.form.shape[0], dtype)
 
     @property
     def kernel(self) -> CodeKernel:  # type: ignore[override]
@@ -164,29 +176,35 @@ class CodedMatrix(KernelMatrix):
         return self.payload.data_ptr(), self.scales.data_ptr(), self._tables[width].ctypes.data, *sizes
 
     def in_chunks(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows_at = functools.partial(self._rows, self._float_scales())
+        rows_at = functools.partial(self._rows, *self._float_scales())
         return dense_product(x, bias, self.form.shape, self.form.block[0] or 1, rows_at)
 
-    def _rows(self, scales: torch.Tensor, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    def _rows(
+        self, scales: torch.Tensor, zeros: torch.Tensor | None, begin: int, end: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Some rows, dequantized with all float32 scales; `begin` is the first of a block, or all have one scale."""
         from rabbitllm.quant import dequantize_kernels
 
         (_, columns), block = self.form.shape, self.form.block
         codes = self.payload.view(self.form.shape[0], -1)[begin:end]
-        row_scales = scales[begin // block[0] : -(-end // block[0])] if block[0] else scales
+        some = slice(begin // block[0], -(-end // block[0])) if block[0] else slice(None)
+        row_zeros = None if zeros is None else zeros[some]
         size, first = (block[0] or end - begin, block[1] or columns), None if self.form.codes == FP8 else 0
-        return dequantize_kernels.blocks(codes, _values(self.form.codes), row_scales, size, dtype, first)
+        return dequantize_kernels.blocks(codes, _values(self.form.codes), scales[some], size, dtype, first, row_zeros)
 
-    def _float_scales(self) -> torch.Tensor:
-        """The scales as float32, of shape `form.grid`."""
-        stored, scale_type = self.scales, SCALES[self.form.scales]
+    def _float_scales(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The scales, and the zeros if there are any, as float32, of shape `form.grid`."""
+        stored, scale_type, zeros = self.scales, _KERNEL_SCALES[self.form.scales], None
         if scale_type == "power":
             floats = torch.exp2(stored.float() - 127.0)
         else:
             dtype = torch_dtype(self.form.scales)
             aligned = stored if not stored.data_ptr() % dtype.itemsize else stored.clone()
-            floats = aligned.view(dtype).float()
-        return floats.view(self.form.grid) * self.factor
+            floats = aligned.view(dtype)
+            if scale_type == ZEROED:
+                floats, zeros = aligned.view(torch.float16)[::2], aligned.view(torch.int16)[1::2].float() / 2
+                zeros = zeros.view(self.form.grid)
+        return floats.float().view(self.form.grid) * self.factor, zeros
 
 
 @functools.cache
@@ -215,9 +233,14 @@ def _preparation(width: int, columns: int) -> Preparation:
     return Preparation(joint_kernels.widen_inputs, (columns, 1, 1), 2 * columns, 2 * columns)
 
 
+def zeroed(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """The bytes of scales of the kind `ZEROED`: of float16 scales and int16 zeros, (n,)."""
+    return torch.stack([scales.view(torch.int16), 2 * zeros], 1).flatten().view(torch.uint8)
+
+
 def sample(kernel: CodeKernel, shape: tuple[int, int], random: RandomTensors) -> CodedMatrix:
     """A matrix that a kernel multiplies, with random codes and scales."""
-    name = next(name for name, scale_type in SCALES.items() if scale_type == kernel.scales)
+    name = next(name for name, scale_type in _KERNEL_SCALES.items() if scale_type == kernel.scales)
     is_fp8 = kernel.codes == "float8"
     form = CodedForm(FP8 if is_fp8 else FP4, name, (1, kernel.group), shape)
     payload = random.integers(0, 256, shape[0] * form.row_bytes)
@@ -226,6 +249,8 @@ def sample(kernel: CodeKernel, shape: tuple[int, int], random: RandomTensors) ->
     count = form.grid[0] * form.grid[1]
     if kernel.scales == "power":
         scales = random.integers(120, 134, count)
+    elif kernel.scales == ZEROED:
+        scales = zeroed(random.positive(count, dtype=torch.float16), random.integers(-8, 9, count, dtype=torch.int16))
     else:
         scales = random.positive(count, dtype=torch_dtype(name)).view(torch.uint8)
     return CodedMatrix(form, payload, scales, 0.5)

@@ -37,6 +37,7 @@ def blocks(
     size: tuple[int, int],
     dtype: torch.dtype,
     first: int | None = None,
+    zeros: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Dequantize codes of one byte, or of half a byte, with a scale for each block of rows and columns.
 
@@ -47,13 +48,15 @@ def blocks(
         size: rows and columns of a block; blocks at the ends may be smaller.
         dtype: of the result (N, K), a new tensor.
         first: the lowest bit of the first of two codes in a byte, 0 or 4; None if a byte is one code.
+        zeros: what is subtracted from the values of each block, like `scales`; None for nothing.
     """
     arrays = (np.require(operand.numpy(), None, ["A", "C"]) for operand in (codes, values, scales))
     columns, is_half = codes.shape[1] * (1 if first is None else 2), dtype == torch.bfloat16
     out = torch.empty(len(codes), columns, dtype=torch.bfloat16 if is_half else torch.float32, device="cpu")
     # numba compiles a kernel for bits of bfloat16 as they are, and one for float32 as floats
     halves, floats = (out.view(torch.uint16).numpy(), None) if is_half else (None, out.numpy())
-    operands = *arrays, *size, None if first is None else np.uint8(first), halves, floats
+    less = None if zeros is None else np.require(zeros.numpy(), None, ["A", "C"])
+    operands = *arrays, less, *size, None if first is None else np.uint8(first), halves, floats
     share(lambda begin, end: _blocks(*operands, begin, end), len(codes), out.numel())
     return out.to(dtype)
 
@@ -100,6 +103,30 @@ def integers(
     lines_and_places = np.divmod(np.arange(out.shape[1]), len(shifts))
     operands = words, *lines_and_places, mask, shifts, several, zeros, scales, group, out
     share(lambda begin, end: _integers(*operands, begin, end), tiles, out.size)
+
+
+def by_rows(
+    packed: npt.NDArray[np.int32],
+    zeros: npt.NDArray[np.int32],
+    scales: npt.NDArray[np.int16],
+    order: tuple[int, ...] | None,
+    offset: int,
+    codes: npt.NDArray[np.int32],
+    words: npt.NDArray[np.int16],
+) -> None:
+    """Rearrange integers of 4 bits, as in `integers`, to rows for `coded.WITH_ZEROS`; in the thread of the caller.
+
+    Args:
+        packed: (K, N / 8) if an int32 has several outputs, or (K / 8, N) if it has several inputs.
+        zeros: of groups of inputs, (groups, N / 8), with outputs in the same order.
+        scales: the bits of float16, (groups, N).
+        order: the output of each integer of an int32, from the lowest bits on; None if an int32 has several inputs.
+        offset: the number that was subtracted from each stored zero.
+        codes: (N, K / 8), eight inputs in each, the first in the lowest bits.
+        words: (N, groups, 2): the bits of a scale, and twice the zero less 8.
+    """
+    stored, outputs = (packed.view(np.uint32), zeros.view(np.uint32)), np.array(range(8) if order is None else order)
+    _by_rows(*stored, scales, outputs, order is None, offset, codes.view(np.uint32), words)
 
 
 def add_rows(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -163,24 +190,56 @@ def _add_rows(x, rows, out, begin, end):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _blocks(codes, values, scales, rows, columns, first, halves, floats, begin, end):  # type: ignore[no-untyped-def]
+def _blocks(codes, values, scales, zeros, rows, columns, first, halves, floats, begin, end):  # type: ignore[no-untyped-def]
     nbytes = columns if first is None else columns // 2
     line = np.empty(columns, np.float32)
     words = line.view(np.uint32)
     for row in range(begin, end):
         for block in range(scales.shape[1]):
             scale, code = scales[row // rows, block], codes[row, block * nbytes : (block + 1) * nbytes]
+            zero = np.float32(0) if zeros is None else zeros[row // rows, block]
             weights = line if floats is None else floats[row, block * columns : (block + 1) * columns]
             if first is None:
                 for i in range(len(code)):
-                    weights[i] = values[code[i]] * scale
+                    weights[i] = (values[code[i]] - zero) * scale
             else:
                 for i in range(len(code)):
-                    weights[2 * i] = values[(code[i] >> first) & np.uint8(15)] * scale
-                    weights[2 * i + 1] = values[(code[i] >> (np.uint8(4) - first)) & np.uint8(15)] * scale
+                    weights[2 * i] = (values[(code[i] >> first) & np.uint8(15)] - zero) * scale
+                    weights[2 * i + 1] = (values[(code[i] >> (np.uint8(4) - first)) & np.uint8(15)] - zero) * scale
             if halves is not None:
                 some = halves[row, block * columns : (block + 1) * columns]
                 _round(words, some, len(some))
+
+
+@compiled
+def _by_rows(packed, zeros, scales, outputs, has_inputs, offset, codes, words):  # type: ignore[no-untyped-def]
+    """A line of the cache of `packed` at a time is written to whole lines of `codes`."""
+    turned = np.empty((8, _WORDS), np.uint32)
+    for first in range(0, packed.shape[1], _WORDS):
+        count = min(_WORDS, packed.shape[1] - first)
+        for k in range(codes.shape[1]):
+            if has_inputs:
+                line, targets = packed[k, first : first + count], codes[first : first + count, k]
+                for i in range(count):
+                    targets[i] = line[i]
+                continue
+            turned[:] = np.uint32(0)
+            for i in range(8):
+                line = packed[8 * k + i, first : first + count]
+                for j in range(8):
+                    some = turned[j, :count]
+                    for c in range(count):
+                        some[c] |= ((line[c] >> np.uint32(4 * j)) & np.uint32(15)) << np.uint32(4 * i)
+            for j in range(8):
+                targets, some = codes[8 * first + outputs[j] : 8 * (first + count) : 8, k], turned[j, :count]
+                for c in range(count):
+                    targets[c] = some[c]
+    for group in range(len(scales)):
+        for j in range(8):
+            own, targets = scales[group, outputs[j] :: 8], words[outputs[j] :: 8, group]
+            for c in range(len(own)):
+                zero = np.int32((zeros[group, c] >> np.uint32(4 * j)) & np.uint32(15)) + offset - 8
+                targets[c, 0], targets[c, 1] = own[c], 2 * zero
 
 
 @compiled

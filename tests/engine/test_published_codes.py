@@ -20,6 +20,7 @@ from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import QuantizedWeight
+from rabbitllm.errors import UnknownArchitectureError
 from rabbitllm.quant import _vectors
 from rabbitllm.quant.coded import CodedMatrix
 from rabbitllm.store.layer_store import LayerStore
@@ -48,6 +49,8 @@ needs_compressed = pytest.mark.skipif(find_spec("compressed_tensors") is None, r
 
 Build = Callable[[Path], Path]
 EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8}
+MANY = {**EXPERTS, "num_experts": 24}
+"""Of which a quarter leaves room for less than all, with what is needed to rearrange them."""
 
 
 def compressed(family: str, scheme: str, **settings: Any) -> Build:
@@ -65,6 +68,16 @@ def compressed_and_plain(family: str, scheme: str, **settings: Any) -> Build:
     return build
 
 
+def ordered_gptq(form: str, group: int = 16) -> Build:
+    """With groups of inputs in their order, which alone is multiplied from codes."""
+
+    def build(folder: Path) -> Path:
+        plain, settings = folder.parent / "plain", {"form": form, "group": group, "ordered": True, **MANY}
+        return quantized.build_gptq(folder, "qwen3_moe", plain, shards=2, **settings)
+
+    return build
+
+
 CODED: dict[str, tuple[Build, set[str]]] = {
     "fp8-llama": (lambda folder: quantized.build_fp8(folder, "llama", 32, shards=2), {"fp8 F32 32x32"}),
     "fp8-qwen3_moe": (
@@ -77,6 +90,34 @@ CODED: dict[str, tuple[Build, set[str]]] = {
     "fp4-fp8-deepseek_v4": (
         lambda folder: quantized.build_deepseek_fp4(folder, HYBRIDS["deepseek_v4"]),
         {"fp4 F8_E8M0 1x32", "fp8 F8_E8M0 16x16"},
+    ),
+    "awq-qwen3_moe": (
+        lambda folder: quantized.build_awq(folder, "qwen3_moe", folder.parent / "plain", shards=2, group=32, **MANY),
+        {"int4 I32 1x32"},
+    ),
+    "gptq-qwen3_moe": (ordered_gptq("gptq"), {"int4 I32 1x16"}),
+    "gptq-v2-qwen3_moe": (ordered_gptq("gptq_v2", group=64), {"int4 I32 1x0"}),
+    "auto-round-qwen3_moe": (
+        lambda folder: quantized.build_auto_round(
+            folder, "qwen3_moe", folder.parent / "plain", "auto_round:auto_gptq", **MANY
+        ),
+        {"int4 I32 1x16"},
+    ),
+    "fp8-static-qwen3_moe": (
+        lambda folder: quantized.build_fp8_static(folder, "qwen3_moe", **MANY),
+        {"fp8 BF16 0x0", "fp8 F32 1x0"},
+    ),
+    "modelopt-nvfp4-qwen3_moe": (
+        lambda folder: quantized.build_modelopt(folder, "qwen3_moe", "NVFP4", folder.parent / "plain", **MANY),
+        {"fp4 F8_E4M3 1x16", "fp4 F32 1x16"},
+    ),
+    "modelopt-fp8-qwen3_moe": (
+        lambda folder: quantized.build_modelopt(folder, "qwen3_moe", "FP8_PB_WO", folder.parent / "plain", **MANY),
+        {"fp8 BF16 16x16", "fp8 F32 16x16"},
+    ),
+    "nvfp4-qwen3_moe": (
+        compressed_and_plain("qwen3_moe", "NVFP4A16", **MANY),
+        {"fp4 F8_E4M3 1x16", "fp4 F32 1x16"},
     ),
     "int4-llama": (compressed("llama", "W4A16"), {"int4 BF16 1x16"}),
     "int4-qwen3_moe": (compressed_and_plain("qwen3_moe", "W4A16", **EXPERTS), {"int4 BF16 1x16"}),
@@ -194,6 +235,8 @@ def test_weight_is_its_codes(tmp_path: Path) -> None:
         pytest.param("int8", compressed("qwen3", "W8A16"), marks=needs_compressed),
         pytest.param("with zeros", compressed("qwen3", "W4A16-asymmetric"), marks=needs_compressed),
         ("in columns", lambda folder: quantized.build_gptq(folder, "llama", folder.parent / "plain")),
+        ("in no order", lambda folder: quantized.build_gptq(folder, "qwen3_moe", folder.parent / "plain", **EXPERTS)),
+        ("of 8 bits", lambda folder: quantized.build_gptq(folder, "qwen3_moe", folder.parent / "plain", 8, **EXPERTS)),
     ],
 )
 def test_matrices_without_a_kernel_have_the_bits_of_transformers(
@@ -210,6 +253,20 @@ def test_matrices_without_a_kernel_have_the_bits_of_transformers(
     ) in caplog.text
     if not dense:
         assert_same(result, run(load(directory)))
+
+
+@pytest.mark.parametrize("budget", [ALL, 0])
+def test_groups_in_another_order_than_the_settings_say(tmp_path: Path, budget: int) -> None:
+    """They are seen when an expert is read; with `exact=True` they are taken as they are."""
+    folder = quantized.build_gptq(tmp_path / "model", "qwen3_moe", tmp_path / "plain", **MANY)
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"desc_act": true', '"desc_act": false'))
+    model = load(split(folder), budget, exact=False)
+    with pytest.raises(
+        UnknownArchitectureError, match=r"model\.layers\.0\.mlp\.experts\.\w+ have groups in another order"
+    ):
+        run(model)
+    assert_same(run(load(split(folder), budget)), reference_logits(tmp_path / "plain", INPUT, torch.float16))
 
 
 def test_model_multiplied_from_codes_logs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,9 +17,10 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
 from rabbitllm.engine import _published_conversions
-from rabbitllm.engine._published_conversions import QuickFp8, QuickMxfp4, awq_weight, gptq_weight, scaled
+from rabbitllm.engine._published_conversions import AWQ_ORDER, QuickFp8, QuickMxfp4, awq_weight, gptq_weight, scaled
 from rabbitllm.errors import IncompleteSplitError, UnknownArchitectureError
 from rabbitllm.quant import dequantize_kernels
+from rabbitllm.quant.coded import INT4, WITH_ZEROS, CodedForm, CodedMatrix
 from tests.engine.test_published import take_out
 from tests.support import quantized
 from tests.support.builders import build_checkpoint, reference_logits
@@ -126,6 +127,25 @@ def test_gptq_matrix(bits: int, offset: int, disordered: bool) -> None:
         del parts["g_idx"]
         matrix = gptq_weight(**parts, g_idx=None, bits=bits, offset=offset, dtype=torch.float16)
         assert torch.equal(matrix, integers.matrix)
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq", "gptq_v2"])
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(24, 64, 16), (136, 192, 64), (512, 128, 128)])
+def test_integers_by_rows(layout: str, outputs: int, inputs: int, group: int) -> None:
+    """All zeros, 0 in AWQ and 16 of GPTQ too; lines of eight outputs at the end are shorter."""
+    offset = 1 if layout == "gptq" else 0
+    integers = quantized.integers_of(torch.randn(outputs, inputs), 4, group)
+    integers.zeros[:] = torch.randint(offset, 16 + offset, integers.zeros.shape)
+    parts = quantized._awq(integers) if layout == "awq" else quantized._gptq(integers, 4, offset)
+    codes = torch.empty(outputs, inputs // 8, dtype=torch.int32)
+    words = torch.empty(outputs, inputs // group, 2, dtype=torch.int16)
+    given = (parts[name].numpy() for name in ("qweight", "qzeros")), parts["scales"].view(torch.int16).numpy()
+    order = AWQ_ORDER if layout == "awq" else None
+    dequantize_kernels.by_rows(*given[0], given[1], order, offset, codes.numpy(), words.numpy())
+    form = CodedForm(INT4, WITH_ZEROS, (1, group), (outputs, inputs))
+    matrix = CodedMatrix(form, *(part.view(torch.uint8).flatten() for part in (codes, words)))
+    centred = integers.codes - integers.zeros[:, integers.group]
+    assert torch.equal(matrix.dequantized(torch.float32), centred.float() * integers.scales[:, integers.group].float())
 
 
 def test_another_dtype_than_the_scales(tmp_path: Path) -> None:

@@ -122,7 +122,8 @@ def test_an_expert_that_a_token_chooses_twice(tmp_path: Path, calls: list[tuple[
 
 
 @pytest.mark.parametrize(
-    ("family", "budget"), [("qwen3_moe", 0), ("mixtral", 0), ("deepseek_v3", 0), ("gpt_oss", 8_000_000)]
+    ("family", "budget"),
+    [("qwen3_moe", 0), ("mixtral", 0), ("deepseek_v3", 0), ("gpt_oss", 8_000_000), ("awq", 0), ("gptq", 0)],
 )
 @torch.no_grad()
 def test_many_tokens_of_experts_that_come_and_go(
@@ -131,11 +132,13 @@ def test_many_tokens_of_experts_that_come_and_go(
     """Each expert is one read, and has the results of the class, which reads it leaf by leaf; some have many rows."""
     if family == "gpt_oss":  # with biases
         directory = split(UNCOMPRESSED["mxfp4"](tmp_path / "model"))
+    elif family in STREAMED:
+        directory = STREAMED[family](tmp_path / "model")
     else:
         compression, settings = FAMILIES[family]
         directory = checkpoint(tmp_path, family, compression, **settings)
     monkeypatch.setattr("rabbitllm.engine._expert_pool.MAX_TRANSIT", 4)
-    model, reads = load(directory, budget, exact=False), list[int]()
+    model, reads = load(directory, budget, exact=False, dtype="bfloat16"), list[int]()
     module, read = experts_of(model)[-1], SpanReader.read
 
     def noted(self: SpanReader, spans: Any, buffer: memoryview) -> None:
@@ -360,7 +363,7 @@ UNCOMPRESSED: dict[str, Callable[[Path], Path]] = {
     "mxfp4": lambda folder: quantized.build_mxfp4(folder, **{**SIZES, **OSS, "head_dim": 64}),
 }
 """Forms that are not the package's own -> a checkpoint with them."""
-AS_BFLOAT16 = "bfloat16", "awq", "gptq"
+AS_BFLOAT16 = "bfloat16", "gptq"
 """Those whose experts are multiplied as matrices of bfloat16."""
 
 
@@ -381,7 +384,7 @@ AS_BFLOAT16 = "bfloat16", "awq", "gptq"
 def test_only_chosen_experts_are_touched(
     tmp_path: Path, form: str, budget: int, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dtype = "bfloat16" if form in AS_BFLOAT16 else None  # AWQ and GPTQ publish float16
+    dtype = "bfloat16" if form in (*AS_BFLOAT16, "awq") else None  # AWQ and GPTQ publish float16
     model = load(split(UNCOMPRESSED[form](tmp_path / "model")), budget, exact=False, dtype=dtype)
     module = experts_of(model)[0]
     seen, each, grouped = set[int](), ResidentExperts.each, torch.nn.functional.grouped_mm
@@ -485,6 +488,21 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The products by kernels that are not within a call of the experts."""
+    counted = list[str]()
+    for owner, name in ((JointProduct, "__call__"), (OneCall, "__call__"), (_kernels, "run")):
+        ordinary = getattr(owner, name)
+
+        def ran(*given: Any, ordinary: Any = ordinary) -> Any:
+            counted.append("of codes")
+            return ordinary(*given)
+
+        monkeypatch.setattr(owner, name, ran)
+    return counted
+
+
 @pytest.fixture(scope="module")
 def many_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of Qwen3-Next's kind, with 512 experts a layer of which a token uses 10; 50 MB."""
@@ -509,20 +527,12 @@ def test_a_decode_step_takes_few_operations(
     compression: str | None,
     budget: int,
     calls: list[tuple[int, int]],
-    monkeypatch: pytest.MonkeyPatch,
+    products: list[str],
 ) -> None:
     """After a prompt of which tokens used most experts."""
-    model, products = load(split(many_experts, compression), budget, exact=False), list[str]()
+    model = load(split(many_experts, compression), budget, exact=False)
     assert bool(model.placement.pools) is (budget < ALL)
     layers, operations = model.model.layers, _Operations(model.model.layers)
-    for owner, name in ((JointProduct, "__call__"), (OneCall, "__call__"), (_kernels, "run")):
-        ordinary = getattr(owner, name)
-
-        def ran(*given: Any, ordinary: Any = ordinary) -> Any:
-            products.append("of codes")
-            return ordinary(*given)
-
-        monkeypatch.setattr(owner, name, ran)
     output = model(torch.arange(300)[None], use_cache=True)
     for token in (7, 9):
         del products[:], calls[:], operations.names[:]
@@ -534,6 +544,74 @@ def test_a_decode_step_takes_few_operations(
     assert is_within or 3 * len(layers) < len(products) + len(calls)
     assert len(products) + len(calls) <= 10 * len(layers), products
     assert len(operations.names) <= (92 if compression is None else 42) * len(layers), operations.names
+
+
+EIGHT = {**SIZES, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 64}
+"""Of each token, of more experts than half of the memory and what is needed to read them have room for."""
+STREAMED: dict[str, Callable[[Path], Path]] = {
+    "bfloat16": lambda folder: split(build_checkpoint(folder, "qwen3_moe", dtype=torch.bfloat16, **EIGHT)),
+    **{
+        scheme: lambda folder, scheme=scheme: checkpoint(folder.parent, "qwen3_moe", scheme, **EIGHT)  # type: ignore[misc]
+        for scheme in ("4bit", "8bit")
+    },
+    "q4_k_m": lambda folder: checkpoint(
+        folder.parent, "qwen3_moe", "q4_k_m", **{**EIGHT, "moe_intermediate_size": 256}
+    ),
+    "fp8": lambda folder: split(quantized.build_fp8(folder, "qwen3_moe", 32, **EIGHT)),
+    "mxfp8": lambda folder: split(quantized.build_mxfp8(folder, "qwen3_moe", **EIGHT)),
+    "mxfp4": lambda folder: split(
+        quantized.build_mxfp4(
+            folder, **{**SIZES, **OSS, "num_local_experts": 64, "num_experts_per_tok": 8, "head_dim": 64}
+        )
+    ),
+    "awq": lambda folder: split(quantized.build_awq(folder, "qwen3_moe", folder.parent / "plain", group=32, **EIGHT)),
+    "gptq": lambda folder: split(
+        quantized.build_gptq(folder, "qwen3_moe", folder.parent / "plain", group=64, ordered=True, **EIGHT)
+    ),
+    **{
+        scheme: lambda folder, scheme=scheme: split(  # type: ignore[misc]
+            quantized.build_compressed_tensors(folder, "qwen3_moe", scheme, **EIGHT)
+        )
+        for scheme in ("W4A16", "MXFP4A16", "NVFP4A16")
+    },
+    "fp8-static": lambda folder: split(quantized.build_fp8_static(folder, "qwen3_moe", **EIGHT)),
+    **{
+        form: lambda folder, form=form: split(  # type: ignore[misc]
+            quantized.build_modelopt(folder, "qwen3_moe", form, folder.parent / "plain", **EIGHT)
+        )
+        for form in ("NVFP4", "FP8", "FP8_PB_WO")
+    },
+    "bitsandbytes": lambda folder: split(quantized.build_bitsandbytes(folder, "qwen3_moe", 4)),
+}
+"""Form -> a split directory of a mixture in it."""
+SHORT_FORMS = "bfloat16", "q4_k_m", "fp8", "mxfp4", "awq", "gptq", "NVFP4"
+
+
+@pytest.mark.parametrize("kept", ["all", "half"])
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.long] * (form not in SHORT_FORMS)) for form in STREAMED]
+)
+@torch.no_grad()
+def test_a_decode_step_takes_few_operations_in_every_form(
+    tmp_path: Path, form: str, kept: str, calls: list[tuple[int, int]], products: list[str]
+) -> None:
+    """Experts that are read are multiplied as those that stay are: by one call. After a prompt that used nearly all."""
+    if form.endswith("A16"):
+        pytest.importorskip("compressed_tensors")
+    directory = STREAMED[form](tmp_path / "model")
+    half = kept == "half"
+    budget = budget_that_keeps(directory, 0.5, exact=False, dtype="bfloat16") if half else ALL
+    model = load(directory, budget, exact=False, dtype="bfloat16")
+    assert bool(model.placement.pools) is half
+    layers, operations = model.model.layers, _Operations(model.model.layers)
+    output = model(torch.arange(300)[None], use_cache=True)
+    for token in range(8):
+        del products[:], calls[:], operations.names[:]
+        with operations:
+            output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+        products += [name for name in operations.names if "mm" in name]
+        assert len(products) + len(calls) <= 12 * len(layers), products
+        assert len(operations.names) <= 100 * len(layers), operations.names
 
 
 @pytest.mark.parametrize(("family", "settings"), [("llama", {}), ("gemma3", GEMMA), ("phi3", PHI)])

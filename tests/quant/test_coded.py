@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from rabbitllm.formats.tensor_spec import torch_dtype
 from rabbitllm.quant import _kernels, _vectors, bfloat_products, coded, products
 from rabbitllm.quant._kernel_interface import CODES, INTEGERS, PAIRS
-from rabbitllm.quant.coded import FP4, FP8, INT4, MAX_INPUTS, SCALES, CodedForm, CodedMatrix, form_named, multiplies
+from rabbitllm.quant.coded import (
+    FP4,
+    FP8,
+    INT4,
+    MAX_INPUTS,
+    SCALES,
+    WITH_ZEROS,
+    CodedForm,
+    CodedMatrix,
+    form_named,
+    multiplies,
+)
 from rabbitllm.quant.products import MAX_GROUPED
 from tests.support.draws import draws
 from tests.support.integer_products import in_steps
@@ -33,9 +44,14 @@ FORMS = (
     "int4 BF16 1x32",
     "int4 F16 1x128",
     "int4 F32 1x16",
+    "int4 I32 1x128",
+    "int4 I32 1x32",
+    "int4 I32 1x16",
+    "int4 I32 1x0",
 )
-"""As people publish: DeepSeek-V3, a channel, a matrix, MXFP8, DeepSeek-V4, MXFP4, NVFP4, Kimi; and odd ones."""
-OF_EACH_CODES = ("fp8 F32 128x128", "fp4 U8 1x32", "int4 BF16 1x32")
+"""As people publish: DeepSeek-V3, a channel, a matrix, MXFP8, DeepSeek-V4, MXFP4, NVFP4, Kimi; and odd ones. Those of
+AWQ and GPTQ come last."""
+OF_EACH_CODES = ("fp8 F32 128x128", "fp4 U8 1x32", "int4 BF16 1x32", "int4 I32 1x128", "int4 I32 1x32")
 """Of which the short run compiles kernels that this processor would not choose, too, but for shorter vectors."""
 VALUES = {
     FP8: torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double(),
@@ -52,7 +68,10 @@ def matrix(name: str, rows: int, columns: int, seed: int = 0, factor: float = 1.
     if form.codes == FP8:
         payload[payload & 127 == 127] = 5
     count = math.prod(form.grid)
-    if SCALES[form.scales] == "power":
+    if form.scales == WITH_ZEROS:
+        scales = (torch.rand(count, generator=generator) + 0.5).half()
+        scales = coded.zeroed(scales, torch.randint(-8, 9, (count,), dtype=torch.int16, generator=generator))
+    elif SCALES[form.scales] == "power":
         scales = torch.randint(124, 130, (count,), dtype=torch.uint8, generator=generator)
     else:
         scales = (torch.rand(count, generator=generator) + 0.5).to(torch_dtype(form.scales)).view(torch.uint8)
@@ -60,18 +79,21 @@ def matrix(name: str, rows: int, columns: int, seed: int = 0, factor: float = 1.
 
 
 def meant(of: CodedMatrix) -> torch.Tensor:
-    """Code value times scale, float64, by indexing alone."""
+    """Code value, less a zero if there are any, times scale, float64, by indexing alone."""
     form, payload = of.form, of.payload
     codes = payload if form.codes == FP8 else torch.stack([payload & 15, payload >> 4], 1)
     values = VALUES[form.codes][codes.reshape(form.shape).long()]
-    if SCALES[form.scales] == "power":
+    zeros = torch.zeros(form.grid).double()
+    if form.scales == WITH_ZEROS:
+        scales, zeros = of.scales.view(torch.float16)[::2].double(), of.scales.view(torch.int16)[1::2].double() / 2
+    elif SCALES[form.scales] == "power":
         scales = 2.0 ** (of.scales.double() - 127)
     else:
         scales = of.scales.view(torch_dtype(form.scales)).double()
-    wide = scales.view(form.grid)
+    wide, less = scales.view(form.grid), zeros.view(form.grid)
     for dim, (size, whole) in enumerate(zip(form.block, form.shape, strict=True)):
-        wide = wide.repeat_interleave(size or whole, dim).narrow(dim, 0, whole)
-    return values * wide * of.factor
+        wide, less = (grid.repeat_interleave(size or whole, dim).narrow(dim, 0, whole) for grid in (wide, less))
+    return (values - less) * wide * of.factor
 
 
 def inputs(count: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -170,23 +170,34 @@ def integers_of(tensor: torch.Tensor, bits: int, inputs: int = 16, *, disordered
     return Integers(codes.to(torch.int64), scales, zeros, group)
 
 
-def build_awq(folder: Path, family: str, plain: Path, *, shards: int = 1, **settings: Any) -> Path:
+def build_awq(folder: Path, family: str, plain: Path, *, shards: int = 1, group: int = 16, **settings: Any) -> Path:
     """As AutoAWQ publishes ("gemm", 4 bits), and into `plain` the model that its integers stand for."""
-    config = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 16, "zero_point": True}
+    config = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": group, "zero_point": True}
     return _build_integers(folder, family, plain, config, _awq, shards, bits=4, **settings)
 
 
 def build_gptq(
-    folder: Path, family: str, plain: Path, bits: int = 4, form: str = "gptq", *, shards: int = 1, **settings: Any
+    folder: Path,
+    family: str,
+    plain: Path,
+    bits: int = 4,
+    form: str = "gptq",
+    *,
+    shards: int = 1,
+    group: int = 16,
+    ordered: bool = False,
+    **settings: Any,
 ) -> Path:
-    """As AutoGPTQ publishes, and into `plain` the model that its integers stand for; with groups in no order."""
-    config = {"quant_method": "gptq", "bits": bits, "group_size": 16, "desc_act": True, "checkpoint_format": form}
+    """As AutoGPTQ publishes, and into `plain` the model that its integers stand for; with groups in no order, or
+    `ordered`."""
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "checkpoint_format": form}
+    config["desc_act"] = not ordered
     offset = 1 if form == "gptq" else 0
 
     def change(integers: Integers) -> dict[str, torch.Tensor]:
         return _gptq(integers, bits, offset)
 
-    return _build_integers(folder, family, plain, config, change, shards, bits=bits, disordered=True, **settings)
+    return _build_integers(folder, family, plain, config, change, shards, bits=bits, disordered=not ordered, **settings)
 
 
 def build_auto_round(folder: Path, family: str, plain: Path, layout: str, *, shards: int = 1, **settings: Any) -> Path:
@@ -231,7 +242,7 @@ def _build_integers(
         if not _LINEAR.search(name) or name.removesuffix(".weight") in config.get("extra_config", ()):
             yield name, tensor
             return
-        integers = integers_of(tensor, bits, disordered=disordered)
+        integers = integers_of(tensor, bits, config["group_size"], disordered=disordered)
         if not packed:
             yield name, integers.matrix.contiguous()
             return
