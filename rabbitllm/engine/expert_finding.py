@@ -31,12 +31,14 @@ from rabbitllm.engine.expert_source import (
     ExpertParameter,
     ExpertPart,
     ExpertSource,
-    Integers,
     QuantizedScales,
+    Rearranged,
     with_matrices,
 )
 from rabbitllm.engine.published_codes import (
     CODES,
+    DIVISOR,
+    FACTOR,
     GROUPS,
     SCALES,
     ZEROS,
@@ -125,23 +127,26 @@ def _leaves(
         leaf = _leaf(entry, module.num_experts, weights, store.tensors) if entry is not None else None  # type: ignore[arg-type]
         if leaf is None:
             return {}
-        leaves[key] = leaf if choose_matrix is None else _from_codes(leaf, choose_matrix)
-    if 0 < sum(leaf.integers is not None for leaf in leaves.values()) < len(leaves):  # all are rearranged, or none
-        return {
-            key: replace(leaf, matrix_type=None, coded=None) if leaf.integers else leaf for key, leaf in leaves.items()
-        }
-    return leaves
+        leaves[key] = leaf
+    if choose_matrix is None:
+        return leaves
+    coded = {key: _from_codes(leaf, choose_matrix) for key, leaf in leaves.items()}
+    if any(leaf.rearranged for leaf in coded.values()):  # all are, or none
+        coded = {key: _from_codes(leaf, choose_matrix, rearranged=True) for key, leaf in leaves.items()}
+        return coded if all(leaf.rearranged for leaf in coded.values()) else leaves
+    return coded
 
 
-def _from_codes(leaf: ExpertParameter, choose_matrix: MatrixChooser) -> ExpertParameter:
+def _from_codes(leaf: ExpertParameter, choose_matrix: MatrixChooser, *, rearranged: bool = False) -> ExpertParameter:
     """A leaf; multiplied from its published codes if `choose_matrix` returns a type for them."""
-    coded = _coded(leaf)
+    coded = _coded(leaf, rearranged)
     matrix_type = choose_matrix(coded.form, leaf.entry.dtype) if coded is not None else None
     return leaf if matrix_type is None else replace(leaf, matrix_type=matrix_type, coded=coded)
 
 
-def _coded(leaf: ExpertParameter) -> CodedBlocks | None:
-    """The blocks as codes and scales of one matrix; None if there is something else, or another order of rows."""
+def _coded(leaf: ExpertParameter, rearranged: bool) -> CodedBlocks | None:
+    """The blocks as codes and scales of one matrix, `rearranged` also where they need not be; None if there is
+    something else, or another order of rows."""
     operations: Sequence[Any] = getattr(leaf.recipe.converter, "operations", ())
     if not operations or any(type(op).__name__ not in _STACKING or op.dim > 1 for op in operations[1:]):
         return None
@@ -150,23 +155,34 @@ def _coded(leaf: ExpertParameter) -> CodedBlocks | None:
         return _rearranged(leaf, layout)
     is_turned = type(first).__name__ == "QuickMxfp4"
     rows, columns = leaf.shape[::-1] if is_turned else leaf.shape
-    forms, pairs = [], _pairs(leaf.blocks)
-    for projection, pair in pairs.items():
+    forms, matrices, cast, power = list[CodedForm | None](), list[tuple[int, ...]](), None, 1
+    for projection, indices in _by_projection(leaf.blocks).items():
+        if len(indices) > 3 or indices.keys() - {FACTOR, DIVISOR} != {CODES, SCALES}:
+            return None
+        pair, power = (indices[CODES], indices[SCALES]), -1 if DIVISOR in indices else 1
+        factor = [index for role, index in indices.items() if role in (FACTOR, DIVISOR)]
+        if any(leaf.blocks[index].payload.nbytes != 4 for index in factor):  # one float32
+            return None
+        matrices.append((*pair, *factor))
         codes, scales = ((part.dtype, part.shape) for part in (leaf.blocks[i].payload for i in pair))
         module = f"{path}.0.{projection.rpartition('.')[2]}"
-        if cast_of(first, scales[0], leaf.entry.dtype, is_expert=True) is not None:
-            return None
+        cast = cast_of(first, scales[0], leaf.entry.dtype, is_expert=True)
         forms.append(form_of(first, module, codes, scales, (codes[1][0], columns)))
     if not forms or forms[0] is None or sum(form.shape[0] for form in forms if form is not None) != rows:
         return None
     whole = replace(forms[0], shape=(rows, columns))
+    if any(form is None or form.scheme != whole.scheme for form in forms) or len({*map(len, matrices)}) > 1:
+        return None
     # one grid of scales for all: each matrix but the last has whole blocks
     step = whole.block[0] if len(forms) > 1 else 1
-    if not step or any(form is None or form.scheme != whole.scheme for form in forms):
+    if step and any(form is not None and form.shape[0] % step for form in forms[:-1]):
         return None
-    if any(form is not None and form.shape[0] % step for form in forms[:-1]):
-        return None
-    return CodedBlocks(whole, tuple(i for i, _ in pairs.values()), tuple(i for _, i in pairs.values()), is_turned)
+    if rearranged or cast is not None or len(matrices[0]) > 2 or not step:
+        whole = replace(whole, scales="F32", block=(whole.block[0] or 1, whole.block[1]))
+        how = Rearranged(None, tuple(matrices), *_parts_of(whole), power, cast)
+        return None if is_turned else CodedBlocks(whole, (), (), False, how)
+    of_codes, of_scales = zip(*matrices, strict=True)
+    return CodedBlocks(whole, of_codes, of_scales, is_turned)
 
 
 def _rearranged(leaf: ExpertParameter, layout: IntegerLayout) -> CodedBlocks | None:
@@ -183,17 +199,14 @@ def _rearranged(leaf: ExpertParameter, layout: IntegerLayout) -> CodedBlocks | N
     if any(form is None or form.scheme != forms[0].scheme for form in forms):
         return None
     whole = replace(forms[0], shape=(rows, columns))
-    parts = (("U8", (rows, whole.row_bytes)), (whole.scales, whole.grid))
+    return CodedBlocks(whole, (), (), False, Rearranged(layout, tuple(matrices), *_parts_of(whole)))
+
+
+def _parts_of(form: CodedForm) -> tuple[ExpertPart, ExpertPart]:
+    """The codes and the scales of a matrix that is in no file."""
+    parts = (("U8", (form.shape[0], form.row_bytes)), (form.scales, form.grid))
     codes, scales = (ExpertPart(*part, byte_size(*part), 0, (), np.empty(0, np.int64)) for part in parts)
-    return CodedBlocks(whole, (), (), False, Integers(layout, tuple(matrices), codes, scales))
-
-
-def _pairs(blocks: Sequence[Block]) -> dict[str, tuple[int, int]]:
-    """Projection -> the indices of the codes and the scales of its matrix; empty if a block is something else."""
-    roles = _by_projection(blocks)
-    if any(indices.keys() != {CODES, SCALES} for indices in roles.values()):
-        return {}
-    return {projection: (indices[CODES], indices[SCALES]) for projection, indices in roles.items()}
+    return codes, scales
 
 
 def _by_projection(blocks: Sequence[Block]) -> dict[str, dict[str, int]]:
@@ -333,12 +346,12 @@ def _lay_out(leaves: Mapping[str, ExpertParameter]) -> int:
     rearranged is read to other memory of that size.
     """
     end = 0
-    for part in [part for leaf in leaves.values() if leaf.integers is not None for part in leaf.integers.parts]:
+    for part in [part for leaf in leaves.values() if leaf.rearranged is not None for part in leaf.rearranged.parts]:
         part.at = round_up(end, TENSOR_ALIGNMENT)
         end = part.at + part.nbytes
     runs, rearranged_bytes = list[list[ExpertPart]](), end
     for leaf in leaves.values():
-        if leaf.coded is not None and leaf.integers is None:
+        if leaf.coded is not None and leaf.rearranged is None:
             runs += leaf.coded_parts
         elif leaf.stacks:
             runs.append([block.payload for block in leaf.blocks])

@@ -145,20 +145,25 @@ def retyped(part: ExpertPart, shape: tuple[int, ...]) -> TensorSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class Integers:
-    """Integers that lie by inputs in a file, and are rearranged to rows when an expert is read.
+class Rearranged:
+    """Codes and scales that are rearranged when an expert is read: integers that lie by inputs in a file, to rows; or
+    scales that have a factor for each of several matrices, to float32 for all.
 
     Attributes:
-        layout: how they lie.
+        layout: how integers lie; None if codes stay as they are.
         matrices: the indices of the blocks of each: its integers, zeros and scales, and the groups of its inputs, if
-            these are stored.
+            these are stored; or its codes and scales, and their factor, if they have one.
         codes, scales: the rearranged ones, of all of them; in an expert's memory, where nothing else is.
+        power: of the factor.
+        cast: the dtype that scales are rounded to first; None if they are used as stored.
     """
 
-    layout: IntegerLayout
+    layout: IntegerLayout | None
     matrices: tuple[tuple[int, ...], ...]
     codes: ExpertPart
     scales: ExpertPart
+    power: int = 1
+    cast: torch.dtype | None = None
 
     @property
     def parts(self) -> tuple[ExpertPart, ...]:
@@ -174,14 +179,14 @@ class CodedBlocks:
         form: of one expert's matrix, whose rows are those of all blocks.
         codes, scales: the indices of its blocks, by rows.
         is_turned: whether the parameter is the transposed matrix.
-        integers: in place of codes and scales, what is rearranged first.
+        rearranged: in place of codes and scales, what is rearranged first.
     """
 
     form: CodedForm
     codes: tuple[int, ...]
     scales: tuple[int, ...]
     is_turned: bool
-    integers: Integers | None = None
+    rearranged: Rearranged | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,15 +217,15 @@ class ExpertParameter:
     @property
     def coded_parts(self) -> tuple[list[ExpertPart], ...]:
         """The codes and the scales of a published matrix, which form one each; none if it is dequantized."""
-        if self.integers is not None:
-            return [self.integers.codes], [self.integers.scales]
+        if self.rearranged is not None:
+            return [self.rearranged.codes], [self.rearranged.scales]
         chosen = () if self.coded is None else (self.coded.codes, self.coded.scales)
         return tuple([self.blocks[index].payload for index in indices] for indices in chosen)
 
     @property
-    def integers(self) -> Integers | None:
+    def rearranged(self) -> Rearranged | None:
         """What is rearranged when it is read; None if it is used as it is stored."""
-        return None if self.coded is None else self.coded.integers
+        return None if self.coded is None else self.coded.rearranged
 
     @cached_property
     def _runs(self) -> tuple[Sequence[ExpertPart], ...]:
@@ -259,12 +264,15 @@ class ExpertParameter:
         return self.matrix_type is not None and any(block.nesting is not None for block in self.blocks)
 
     def rearrange(self, stored: BytesOf, memory: BytesOf) -> None:
-        """Write the rearranged integers of an expert, if it has some, to its memory.
+        """Write the rearranged codes and scales of an expert, if it has some, to its memory.
 
         Raises:
             UnknownArchitectureError: the groups of its inputs have another order than the settings say.
         """
-        if (how := self.integers) is None or self.coded is None:
+        if (how := self.rearranged) is None or self.coded is None:
+            return
+        if how.layout is None:
+            self._expand(how, self.coded.form, stored, memory)
             return
         from rabbitllm.quant.dequantize_kernels import by_rows  # numba comes with it
 
@@ -288,11 +296,26 @@ class ExpertParameter:
             by_rows(packed, zeros, scales, how.layout.order, how.layout.offset, codes[begin:end], words[begin:end])
             begin = end
 
+    def _expand(self, how: Rearranged, form: CodedForm, stored: BytesOf, memory: BytesOf) -> None:
+        from rabbitllm.engine._published_conversions import as_factors
+
+        scales, codes, begin, filled = memory(how.scales).view(torch.float32).view(form.grid), memory(how.codes), 0, 0
+        for indices in how.matrices:
+            payload, *others = (self.blocks[index].payload for index in indices)
+            given, *factors = (typed(stored(part), retyped(part, part.shape)) for part in others)
+            floats = as_factors(given if how.cast is None else given.to(how.cast))
+            for factor in factors:
+                floats = floats * factor.float().reshape(()) ** how.power
+            codes[filled : filled + payload.nbytes] = stored(payload)
+            end = begin + -(-payload.shape[0] // form.block[0])
+            scales[begin:end] = floats.reshape(-1, 1 if floats.numel() == 1 else form.grid[1])
+            begin, filled = end, filled + payload.nbytes
+
     def in_memory(self, stored: BytesOf) -> BytesOf:
         """The bytes to make an expert's weight of: the stored ones, or rearranged ones in memory of their own."""
-        if self.integers is None:
+        if self.rearranged is None:
             return stored
-        parts = {part: torch.empty(part.nbytes, dtype=torch.uint8, device="cpu") for part in self.integers.parts}
+        parts = {part: torch.empty(part.nbytes, dtype=torch.uint8, device="cpu") for part in self.rearranged.parts}
         self.rearrange(stored, parts.__getitem__)
         return parts.__getitem__
 
@@ -408,7 +431,7 @@ class ExpertSource:
         """Bytes of all experts, ready to multiply with."""
         ready = 0
         for leaf in self.leaves.values():
-            parts = leaf.parts if leaf.integers is None else leaf.integers.parts
+            parts = leaf.parts if leaf.rearranged is None else leaf.rearranged.parts
             coded = sum(part.nbytes for part in parts) + leaf.dequantized_bytes
             ready += coded * self.experts if leaf.matrix_type else leaf.entry.nbytes
         return ready
@@ -416,7 +439,7 @@ class ExpertSource:
     @cached_property
     def is_rearranged(self) -> bool:
         """Whether an expert is read to other memory first, and rearranged from there."""
-        return any(leaf.integers is not None for leaf in self.leaves.values())
+        return any(leaf.rearranged is not None for leaf in self.leaves.values())
 
     def rearrange(self, stored: torch.Tensor, memory: torch.Tensor, leaf: str | None) -> None:
         """Write what is rearranged of an expert, or of one leaf of it, to its memory: uint8, both of `nbytes`."""

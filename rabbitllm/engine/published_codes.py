@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rabbitllm.engine._weights import Recipe
     from rabbitllm.store.layer_store import StoredTensor
 
-CODES, SCALES, ZEROS, GROUPS, _FACTOR, _DIVISOR, _UNUSED = "codes", "scales", "zeros", "groups", "factor", "divisor", ""
+CODES, SCALES, ZEROS, GROUPS, FACTOR, DIVISOR, _UNUSED = "codes", "scales", "zeros", "groups", "factor", "divisor", ""
 _ROLES: Mapping[str, str] = {
     "weight": CODES,
     "weight_packed": CODES,
@@ -32,8 +32,8 @@ _ROLES: Mapping[str, str] = {
     "_proj_scale_inv": SCALES,
     "_proj_blocks": CODES,
     "_proj_scales": SCALES,
-    "weight_scale_2": _FACTOR,
-    "weight_global_scale": _DIVISOR,
+    "weight_scale_2": FACTOR,
+    "weight_global_scale": DIVISOR,
     "weight_shape": _UNUSED,
     "qweight": CODES,
     "qzeros": ZEROS,
@@ -92,7 +92,7 @@ def linear_recipe(
     cast = cast_of(operations[0], scales[0], dtype)
     if cast is not None:
         form = replace(form, scales=dtype_name(cast))
-    factors = [(names[role], power) for role, power in ((_FACTOR, 1), (_DIVISOR, -1)) if role in names]
+    factors = [(names[role], power) for role, power in ((FACTOR, 1), (DIVISOR, -1)) if role in names]
     if len(factors) != (form.scales == "F8_E4M3") or any(math.prod(tensors[name].shape) != 1 for name, _ in factors):
         return None
     return CodedRecipe(form, names[CODES], names[SCALES], factors[0] if factors else None, cast)

@@ -103,6 +103,22 @@ CODED: dict[str, tuple[Build, set[str]]] = {
         ),
         {"int4 I32 1x16"},
     ),
+    "fp8-static-qwen3_moe": (
+        lambda folder: quantized.build_fp8_static(folder, "qwen3_moe", **MANY),
+        {"fp8 BF16 0x0", "fp8 F32 1x0"},
+    ),
+    "modelopt-nvfp4-qwen3_moe": (
+        lambda folder: quantized.build_modelopt(folder, "qwen3_moe", "NVFP4", folder.parent / "plain", **MANY),
+        {"fp4 F8_E4M3 1x16", "fp4 F32 1x16"},
+    ),
+    "modelopt-fp8-qwen3_moe": (
+        lambda folder: quantized.build_modelopt(folder, "qwen3_moe", "FP8_PB_WO", folder.parent / "plain", **MANY),
+        {"fp8 BF16 16x16", "fp8 F32 16x16"},
+    ),
+    "nvfp4-qwen3_moe": (
+        compressed_and_plain("qwen3_moe", "NVFP4A16", **MANY),
+        {"fp4 F8_E4M3 1x16", "fp4 F32 1x16"},
+    ),
     "int4-llama": (compressed("llama", "W4A16"), {"int4 BF16 1x16"}),
     "int4-qwen3_moe": (compressed_and_plain("qwen3_moe", "W4A16", **EXPERTS), {"int4 BF16 1x16"}),
     "nvfp4-llama": (compressed_and_plain("llama", "NVFP4A16"), {"fp4 F8_E4M3 1x16"}),
