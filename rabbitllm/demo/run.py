@@ -25,7 +25,7 @@ from rabbitllm.demo.models import BundledModel, DemoModel
 from rabbitllm.demo.tasks import Problem
 from rabbitllm.display.pictures import pictured
 from rabbitllm.errors import OptionError
-from rabbitllm.splitter.journal import not_resumable
+from rabbitllm.splitter.interrupted import not_resumable
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel

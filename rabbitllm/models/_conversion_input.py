@@ -43,7 +43,7 @@ from rabbitllm.formats.bounded import read_json
 from rabbitllm.formats.shard_header import read_shard_header
 from rabbitllm.formats.tensor_spec import DTYPES
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.journal import reporting_interrupts
+from rabbitllm.splitter.interrupted import reporting_interrupts
 from rabbitllm.splitter.lock import locked
 from rabbitllm.splitter.request import Acceptance, SplitRequest
 from rabbitllm.splitter.split import clean_up, discard_finished, split

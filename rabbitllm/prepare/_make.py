@@ -40,7 +40,7 @@ from rabbitllm.splitter import journal
 from rabbitllm.splitter import lock as split_lock
 from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.filler import ShardExecutor
-from rabbitllm.splitter.journal import reporting_interrupts
+from rabbitllm.splitter.interrupted import reporting_interrupts
 from rabbitllm.splitter.lock import is_left_over, locked, read_lock
 from rabbitllm.splitter.plan import PlannedFiles
 from rabbitllm.splitter.request import Acceptance, SplitRequest, check_before_download, plan_split

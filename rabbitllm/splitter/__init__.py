@@ -5,6 +5,7 @@ __all__ = [
     "disk_budget",
     "disk_sampler",
     "filler",
+    "interrupted",
     "journal",
     "lock",
     "mover",

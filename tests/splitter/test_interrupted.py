@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.journal import command_line, not_resumable, reporting_interrupts
+from rabbitllm.splitter.interrupted import command_line, not_resumable, reporting_interrupts
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import GeneratedFile, LocalHub
@@ -238,7 +238,7 @@ def test_errors_print_no_hint(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == ""
 
 
-TELL = "from rabbitllm.splitter.journal import command_line; print(command_line())"
+TELL = "from rabbitllm.splitter.interrupted import command_line; print(command_line())"
 
 
 def told_by(command: list[str], folder: Path, **environment: str) -> str:
