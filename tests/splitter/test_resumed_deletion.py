@@ -16,8 +16,10 @@ from rabbitllm.store.manifest import is_finished
 from tests.support.builders import cut, llama_tensors, write_shards
 from tests.support.commands import invoke
 from tests.support.crashes import KILLED, CrashServer, Moment
+from tests.support.hub_fixtures import HubEnvironment
+from tests.support.local_hub import LocalHub
 from tests.support.meta_files import tiny_llama, write_meta
-from tests.support.splitting import Call, layer_files, names_in
+from tests.support.splitting import Call, interrupted, layer_files, names_in
 
 DELETING = {
     "--sequential": {"sequential": True},
@@ -172,3 +174,21 @@ def test_damaged_pieces_are_not_joined(
         dataclasses.replace(call, **option).make()
     assert names_in(model, "*.pth") == ranks
     assert f"delete {folder} and make the same call again" in error.value.remedy
+
+
+def test_shards_in_the_hub_cache_stay(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment) -> None:
+    write_shards(tmp_path / "hub" / "acme/tiny", cut(llama_tensors(layers=4), 4))
+    call = Call("acme/tiny", **KEEPING)
+    folder = interrupted(call, 2)
+    snapshot = next((hub_environment.cache / "models--acme--tiny" / "snapshots").iterdir())
+    shards = names_in(snapshot, "*.safetensors")
+    assert len(shards) == 4
+    spoil(folder, "model.embed_tokens.safetensors")
+    with pytest.raises(IncompleteSplitError) as error:
+        dataclasses.replace(call, sequential=True).make()
+    assert names_in(snapshot, "*.safetensors") == shards
+    assert error.value.remedy.endswith(f" rabbitllm verify {folder} --repair")
+    spoil(folder, "model.embed_tokens.safetensors")  # as it was
+    dataclasses.replace(call, sequential=True).make()
+    assert not snapshot.exists() or names_in(snapshot, "*.safetensors") == []
+    assert not verify(folder).damaged
