@@ -313,11 +313,7 @@ def ensure_split(
         checkpoint = _open_checkpoint(source, options, by_executor=executor is not None).with_dtype(options.gguf_dtype)
         _refuse_to_leave_others(checkpoint, options.shards)
         config = config_of(source.config_folder, checkpoint)
-        is_repair, of_split = journal.repair_command(folder) is not None, options
-        if is_repair:  # nothing shows that the layers which it leaves are still sound; `check_finished` reads them
-            kept = ShardPolicy.DELETE_FETCHED if options.shards.takes_one_at_a_time else ShardPolicy.KEEP
-            of_split = dataclasses.replace(options, shards=kept)
-        request = SplitRequest(checkpoint, source.split_folder, config, of_split, naming, executor, accept)
+        request = SplitRequest(checkpoint, source.split_folder, config, options, naming, executor, accept)
         if isinstance(checkpoint, HubCheckpoint) and not options.shards.takes_one_at_a_time:
             chosen = check_before_download(request)  # for the space that the shards will leave
             downloaded = LocalCheckpoint(download_all(checkpoint, checkpoint.index), entry=checkpoint.gguf_entry())
@@ -331,8 +327,6 @@ def ensure_split(
                 profiler = split(request)
         except MissingShardError as error:
             raise with_other_splits(error, source) from None
-        if is_repair and options.shards.deletes_rest:
-            check_finished(source, options, accept)
         return profiler
 
 

@@ -137,7 +137,7 @@ def with_checksums(plan: SplitPlan, checkpoint: Checkpoint) -> SplitPlan:
         CorruptShardError: a shard differs from its digest, or is too short.
     """
     shards = []
-    with _showing_progress([shard for shard in plan.shards if not shard.staged]) as tell:
+    with showing_progress(sum(shard.size for shard in plan.shards if not shard.staged)) as tell:
         for shard in plan.shards:
             if shard.staged:
                 shards.append(shard)
@@ -279,7 +279,7 @@ def _first_changed(
         checkpoint: the source.
         checksums: shard -> `source_crc32`; of others it is the one in the plan.
     """
-    with _showing_progress(shards) as tell:
+    with showing_progress(sum(shard.size for shard in shards)) as tell:
         for shard in shards:
             expected = checksums.get(shard.name, shard.expected_crc32)
             if not _is_same(checkpoint.acquire(shard.name), shard, expected):
@@ -450,9 +450,8 @@ def _format_time(stat: FileStat) -> str:
 
 
 @contextlib.contextmanager
-def _showing_progress(shards: Iterable[PlannedShard]) -> Iterator[Callable[[str, int], None]]:
-    """Show the progress of reading these shards, if the progress of the split is shown."""
-    total = sum(shard.size for shard in shards)
+def showing_progress(total: int) -> Iterator[Callable[[str, int], None]]:
+    """Show the progress of reading so many bytes, if the progress of the split is shown."""
     if not total or not progress.is_shown():
         yield lambda name, nbytes: None
         return

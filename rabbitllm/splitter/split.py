@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import os
 import time
@@ -51,22 +50,23 @@ from rabbitllm.splitter.source_check import (
     require_same,
     with_checksums,
 )
-from rabbitllm.splitter.sums import PartSums, TensorSums, runs_of, sums_of, whole_sum
+from rabbitllm.splitter.sums import TensorSums
+from rabbitllm.splitter.written import file_checksums, require_as_written, take_names_back
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import read_whole
-from rabbitllm.store.checksums import block_starts, block_sums, combine_all, sums_of_file
-from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX, LayerLayout
+from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX
 from rabbitllm.store.layer_store import LayerStore, verify
 from rabbitllm.store.manifest import (
     AUTO,
     JOURNAL_NAME,
     MANIFEST_NAME,
+    REMOVED_SUFFIX,
     LayerRecord,
     Manifest,
     require_fitted,
     write_manifest,
 )
-from rabbitllm.store.stored_form import ScalesForm, StoredForm, constants, stored_schemes
+from rabbitllm.store.stored_form import StoredForm, stored_schemes
 from rabbitllm.telemetry.profiler import Profiler
 
 logger = logging.getLogger(__name__)
@@ -96,57 +96,24 @@ def manifest_of(work: SplitWork, checksums: TensorSums, source_checksums: Mappin
             blocks,
         )
         for layer, layout in plan.layouts.items()
-        for crc, blocks in [_file_checksums(layout, checksums, work)]
+        for crc, blocks in [file_checksums(layout, checksums, work)]
     )
     ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
     fields = plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered
     return Manifest(*fields, plan.dtype, {shard.name: shard.metadata for shard in plan.shards if shard.metadata})
 
 
-def _file_checksums(layout: LayerLayout, checksums: TensorSums, work: SplitWork) -> tuple[int, bytes | None]:
-    """Return the CRC-32 of a layer file and of each of its blocks, from the sums taken as it was written."""
-    parts = ((layout.offsets[part.name], part.nbytes) for part in layout.parts)
-    starts, path = block_starts(layout.size, layout.header_bytes, parts), work.folder / layout.file_name
-    written = _written_parts(layout, checksums)
-    if layout.layer.id in work.sound:
-        crc, blocks = work.sound[layout.layer.id]
-        if blocks is not None:
-            return crc, blocks
-    elif written is None:  # a crash came between the rename of the file and the journal's line
-        return sums_of_file(path, starts)
-    else:
-        crc = combine_all((whole_sum(sums), nbytes) for _, nbytes, sums in written)
-        runs = [runs_of(sums, offset, nbytes) for offset, nbytes, sums in written]
-        if None not in runs:
-            return crc, block_sums(itertools.chain.from_iterable(filter(None, runs)), starts)
-    file_crc, blocks = sums_of_file(path, starts)  # the split was begun before blocks had checksums
-    return crc, blocks if file_crc == crc else None  # on a mismatch the file is damaged, as its checksum will show
-
-
-def _written_parts(layout: LayerLayout, checksums: TensorSums) -> list[tuple[int, int, PartSums]] | None:
-    """Return offset, bytes and sums of all parts of a layer file, in its order; None if some of them are unknown."""
-    parts: dict[int, tuple[int, PartSums]] = {0: (layout.header_bytes, sums_of(layout.header, 0))}
-    forms: list[StoredForm | ScalesForm] = [*layout.forms, *layout.joins, *layout.settles]
-    for form in forms:
-        if form.source.name not in checksums:
-            return None
-        for part, sums in zip(form.parts, checksums[form.source.name], strict=True):
-            if part.nbytes and part.name in layout.offsets:  # else it was in the scratch file
-                parts[layout.offsets[part.name]] = (part.nbytes, sums)
-    for whole in layout.fixed:
-        for name, content in constants(whole).items():
-            parts[layout.offsets[name]] = (len(content), sums_of(content, layout.offsets[name]))
-    return [(offset, *parts[offset]) for offset in sorted(parts)]
-
-
 def clean_up(folder: Path) -> None:
-    """Remove files that only the split needed: its journal and fetched shards.
+    """Remove files that only the split needed, its journal and fetched shards, and the record of a killed `rm`.
 
     Without a manifest the journal is all that tells of the split, and stays. Also completes a removal that a crash
     interrupted.
     """
     if not (folder / MANIFEST_NAME).exists():
         return
+    for name in (MANIFEST_NAME, JOURNAL_NAME):
+        if (folder / (name + REMOVED_SUFFIX)).exists():
+            durable.remove(folder / (name + REMOVED_SUFFIX))
     journal_path = folder / JOURNAL_NAME
     if journal_path.exists():  # checked first: a finished split may lie on a read-only mount
         durable.sync_folder(folder)  # the manifest's name may not be durable yet if an earlier process died
@@ -354,7 +321,9 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     disk_budget = resumed_disk_budget(disk_budget_of(request, plan), earlier.used)
     work = _make_work(request, plan, disk_budget, earlier.checksums, earlier.quantizer)
     work = replace(work, source_checksums=earlier.source_checksums, sound=earlier.sound)
+    require_as_written(work)
     journal.settle(request.folder)
+    take_names_back(work)
     if work.shard_transfer is ShardTransfer.STREAM:  # parts of shards that were fetched are fetched again
         durable.remove_folder(request.folder / STAGING_NAME, durable.PART_SUFFIX)
     return work

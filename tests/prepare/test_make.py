@@ -32,6 +32,7 @@ from rabbitllm.errors import (
     SplitMismatchError,
 )
 from rabbitllm.models.convert import convert
+from rabbitllm.models.remove import plan_removal, remove
 from rabbitllm.prepare import _finding
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.lock import HOLDER_NAME, LOCK_NAME
@@ -47,6 +48,7 @@ from tests.support.builders import (
     llama_tensors,
     write_shards,
 )
+from tests.support.dying import dying_at
 from tests.support.forked import in_a_fork
 from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
@@ -107,6 +109,18 @@ def test_leftovers_of_a_crash_in_a_finished_split_are_removed(model: Path) -> No
     assert split(model, sequential=False) == folder
     assert contents(folder) == before
     assert not (folder / ".staging").exists()
+
+
+@pytest.mark.parametrize("killed_at", [1, 2, 5, 9])
+def test_a_split_where_a_removal_was_killed_leaves_no_record_of_it(model: Path, killed_at: int) -> None:
+    folder = split(model, sequential=False)
+    before = contents(folder)
+    with dying_at(killed_at) as death:
+        remove(plan_removal(folder))
+    assert death.step is not None
+    assert (folder / "split.json.removed").exists()
+    assert split(model, sequential=False) == folder
+    assert contents(folder) == before
 
 
 def test_original_left_by_a_crash_is_deleted(repository: Path, hub_environment: HubEnvironment) -> None:

@@ -226,17 +226,16 @@ def test_layers_that_a_repair_leaves_keep_their_checksums(split_folder: Path) ->
 @pytest.mark.parametrize("option", ["--sequential", "--delete-original"])
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_a_call_that_finishes_a_repair_deletes_nothing_unread(tmp_path: Path, option: str, is_damaged: bool) -> None:
-    """Of the layers that the repair leaves nothing shows that they are still sound."""
+    """The layers that the repair leaves are compared first: the shards are their only other copy."""
     model = build_checkpoint(tmp_path / "model", "llama", shards=3)
     split_folder = split(model, sequential=False)
     whole, shards = contents(split_folder), names_in(model, "*.safetensors")
     interrupt_repair(split_folder)
     if is_damaged:
         spoil(split_folder, "model.layers.2.safetensors")
-    compares = option == "--delete-original"
-    with pytest.raises(IncompleteSplitError) if compares and is_damaged else contextlib.nullcontext():
+    with pytest.raises(IncompleteSplitError) if is_damaged else contextlib.nullcontext():
         invoke("pull", str(model), option)
-    assert names_in(model, "*.safetensors") == ([] if compares and not is_damaged else shards)
+    assert names_in(model, "*.safetensors") == (shards if is_damaged else [])
     assert run(str(split_folder), "--repair")[0] == 0
     assert contents(split_folder) == whole
 
