@@ -51,7 +51,7 @@ from rabbitllm.splitter.source_check import (
     with_checksums,
 )
 from rabbitllm.splitter.sums import TensorSums
-from rabbitllm.splitter.written import file_checksums, require_as_written, take_names_back
+from rabbitllm.splitter._written import file_checksums, require_as_written, take_names_back
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import read_whole
 from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX
