@@ -99,7 +99,7 @@ class TwoByteLayout(InputLayout):
         return Preparation(round_to_two_bytes, (self.step, 0, self.order_address), 2 * columns, columns)
 
 
-_NEAREST, _NEAREST_BITS = np.float32(_vectors.NEAREST), np.int32(_vectors.NEAREST_BITS)
+_NEAREST = np.float32(_vectors.NEAREST)
 _LARGEST_FLOAT, _SMALLEST = np.float32(LARGEST_INPUT), np.float32(1e-30)
 _HALF, _LARGEST_BYTE, _OFFSET = SEGMENT // 2, np.float32(127), 128
 CODE_OFFSET = 16
@@ -136,10 +136,10 @@ def _round(values, bits, begin, end, largest_integer):  # type: ignore[no-untype
 
 @_vectors.inlined
 def _sum(bits, begin, end):  # type: ignore[no-untyped-def]
-    """The sum of some of these integers."""
+    """The sum of some of these integers, 0 for what is infinite, whose higher bits are of no number."""
     total = np.int32(0)
     for value in bits[begin:end]:
-        total += value - _NEAREST_BITS
+        total += np.int32(np.int16(value & 0xFFFF))
     return total
 
 

@@ -225,6 +225,18 @@ def test_all_codes_and_scales_of_a_byte(dtype: torch.dtype) -> None:
     assert not result[255].isfinite()
 
 
+@needs_kernel
+@pytest.mark.parametrize("name", [name for name in FORMS if not name.startswith("fp8")])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_inputs_that_are_all_infinite_give_no_number(name: str, value: float) -> None:
+    """Also where sums begin smaller by what all of these inputs add."""
+    x = inputs(3, 640)
+    x[1, 128:256] = value
+    result = matrix(name, 9, 640).linear(x, None)
+    assert result[1].isnan().all()
+    assert result[::2].isfinite().all()
+
+
 def bytes_of(value: float) -> torch.Tensor:
     return torch.tensor([value]).view(torch.uint8)
 
