@@ -64,6 +64,8 @@ _PAST = 37
 """Tokens in the cache of a trial."""
 _CHOSEN = 2
 """Blocks that are chosen in one."""
+_VARYING = "dynamic", "longrope"
+"""Types of angles that change as a sequence grows."""
 
 
 class LayerPlaces(NamedTuple):
@@ -530,12 +532,14 @@ def _form_of(module: Any) -> _AttentionForm | None:
     of_norms = tuple(own for norm in norms if (own := norm_form(norm)) is not None and norm.weight.shape == (width,))
     if keys <= 0 or queries % keys or keys % width or len(of_norms) < len(norms):
         return None
-    if index is None and indexer is not None:
-        return None
     sinks = module._parameters.get(_SINKS)
     if (is_gated and sigmoids() is None) or (sinks is not None and sinks.shape != (queries // width,)):
         return None
-    share = (getattr(module.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    rope = getattr(module.config, "rope_parameters", None) or {}
+    # keys of blocks are kept, with angles that depend on nothing but a token's position
+    if indexer is not None and (index is None or rope.get("rope_type") in _VARYING):
+        return None
+    share = rope.get("partial_rotary_factor", 1.0)
     numbers = queries // width, keys // width, width, int(width * share), scaling
     form = _AttentionForm(*numbers, of_norms, names, is_gated, sinks is not None)
     if form.outputs != sizes or index is None:

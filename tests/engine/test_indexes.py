@@ -335,6 +335,19 @@ def test_classes_that_choose_otherwise_are_not_replaced(tmp_path: Path, monkeypa
     assert fused == [1, 1, 0, 0, 0]
 
 
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_angles_that_change_as_a_sequence_grows_are_left_to_the_class(
+    tmp_path: Path, rope_type: str, calls: list[bool]
+) -> None:
+    """Those of blocks before change too."""
+    attn = attention(tmp_path, None)
+    attn.config.rope_parameters["rope_type"] = rope_type
+    cache = empty(attn)
+    for step in range(3):
+        computed(attn, cache, tokens(attn, step), by_class=False)
+    assert not any(calls)
+
+
 @torch.no_grad()
 def test_angles_of_all_tokens_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = checkpoint(tmp_path, HYBRIDS["qwen4_exp"], None, **SETTINGS)
