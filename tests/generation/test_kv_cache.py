@@ -231,7 +231,7 @@ def test_a_growing_cache_has_the_same_logits(model: Any) -> None:
         for begin, end in ((0, 9), *((at, at + 1) for at in range(9, 50)), (50, 57)):
             outputs = (model(ids(60)[:, begin:end], past_key_values=cache).logits for cache in (growing, plain))
             assert torch.equal(*outputs)
-    every = [layer for layer in growing.layers if kv_room.keeps_every_token(layer)]
+    every = [layer for layer in growing.layers if kv_room.can_grow(layer)]
     assert [layer for layer in growing.layers if "_room" in vars(layer)] == every
     pair = [value.requires_grad_() for value in some(1)]
     for cache in (growing, plain):

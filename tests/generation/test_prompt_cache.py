@@ -38,7 +38,8 @@ from tests.support.tiny_models import load, split
 MODELS: dict[str, Family] = {**FAMILIES, **HYBRIDS}
 SHOWN = ("llama", "gemma3", "qwen3_next", "falcon_h1")
 """Layers that keep every token, windows, states, and layers with both keys and a state."""
-SYSTEM = prompt(3 * BLOCK_TOKENS + 10, 1)
+SYSTEM = prompt(3 * BLOCK_TOKENS, 1)
+"""Whole chunks: memory keeps any number of tokens, and a prefix that ends in a chunk leaves other rows to compute."""
 LIMIT = 1 << 30
 PLAIN = Limits(chunk=BLOCK_TOKENS, draft="none")
 """In its chunks a prompt is computed in the same parts, whether it was stored or not: with the same bits."""
