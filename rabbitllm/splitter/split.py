@@ -26,6 +26,7 @@ from rabbitllm.errors import IncompleteSplitError, InUseError, RabbitLLMError, S
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.splitter import journal
 from rabbitllm.splitter._shard_loop import ShardLoop
+from rabbitllm.splitter._written import file_checksums, require_as_written, take_names_back
 from rabbitllm.splitter.bit_allocation import other_budget
 from rabbitllm.splitter.disk_budget import DiskBudget, ShardTransfer, choose_shard_transfer, disk_use
 from rabbitllm.splitter.disk_sampler import DiskSampler
@@ -51,7 +52,6 @@ from rabbitllm.splitter.source_check import (
     with_checksums,
 )
 from rabbitllm.splitter.sums import TensorSums
-from rabbitllm.splitter._written import file_checksums, require_as_written, take_names_back
 from rabbitllm.storage import durable
 from rabbitllm.storage.files import read_whole
 from rabbitllm.store.layer_file import DONE_SUFFIX, SCRATCH_SUFFIX
