@@ -12,7 +12,7 @@ import torch
 from rabbitllm import prepare
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.safetensors_file import read_header
-from rabbitllm.splitter import split as splitting
+from rabbitllm.splitter import _written
 from rabbitllm.store import checksums
 from rabbitllm.store.checksums import block_starts, sums_of_file
 from rabbitllm.store.layer_store import verify
@@ -36,7 +36,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading layer files again for their sums is an error."""
-    monkeypatch.setattr(splitting, "sums_of_file", lambda *_: pytest.fail("a layer file was read again"))
+    monkeypatch.setattr(_written, "sums_of_file", lambda *_: pytest.fail("a layer file was read again"))
 
 
 def assert_sums_are_those_of_the_files(folder: Path) -> None:
