@@ -114,32 +114,37 @@ class _Recurrence:
     """
 
     _returns_state = False
+    _orders: tuple[int, ...] = (1,)
+    """Orders of a sum, one of which may be torch's for operands of some shapes on this processor."""
 
     def __init__(self, ordinary: Callable[..., Any], otherwise: Callable[..., Any] | None = None) -> None:
         self._ordinary = ordinary
         self._otherwise = otherwise or ordinary
-        self._tried = dict[object, bool]()
+        self._tried = dict[object, int]()
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         call = self._call(*args, **named)
-        if call is None or not self._has_bits(call.named, call.tried or call.operands):
+        order = call and self._order_of(call.named, call.tried or call.operands)
+        if call is None or not order:
             return self._otherwise(*args, **named)
-        results = self._computed(call.named, call.operands)
+        results = self._computed(call.named, call.operands, order)
         return results if self._returns_state else results[0]
 
     def _call(self, *args: Any, **named: Any) -> _StepCall | None:
         """What one call is to compute of such arguments; None if they have another form."""
         raise NotImplementedError
 
-    def _has_bits(self, named: str | None, operands: Sequence[torch.Tensor]) -> bool:
-        """Whether one call computes such operands; it is tried once with random values of their shapes and dtypes."""
+    def _order_of(self, named: str | None, operands: Sequence[torch.Tensor]) -> int:
+        """The order in which one call has the bits of such operands, 0 if in none; it is tried once with random values
+        of their shapes and dtypes."""
         if torch.is_grad_enabled() or is_transformed() or not all(map(_is_plain, operands)):
-            return False
+            return 0
         key = named, *((x.shape, x.dtype) for x in operands)
         if key not in self._tried:
-            samples = self._samples(operands)
-            expected = self._expected(named, [x.clone() for x in samples])
-            self._tried[key] = all(map(torch.equal, expected, self._computed(named, samples)))
+            expected = self._expected(named, self._samples(operands))
+            of_orders = ((order, self._computed(named, self._samples(operands), order)) for order in self._orders)
+            right = (order for order, results in of_orders if all(map(torch.equal, expected, results)))
+            self._tried[key] = next(right, 0)
         return self._tried[key]
 
     def _samples(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -151,7 +156,7 @@ class _Recurrence:
         """The result and the next state, by the ordinary function."""
         raise NotImplementedError
 
-    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor], order: int) -> _Results:
         """The same by one call, which changes the state in place, as caches of transformers are changed."""
         raise NotImplementedError
 
@@ -207,7 +212,7 @@ class DeltaStep(_Recurrence):
         result: _Results = self._by_token(*of_tokens, g=g, beta=beta, initial_state=state, **options)
         return result
 
-    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor], order: int) -> _Results:
         query, key, value, g, beta, state = operands
         (count, tokens, heads, columns), rows, has_rows = value.shape, key.shape[-1], g.dim() == 4
         both = torch.cat((query, key)).float()
@@ -222,6 +227,8 @@ class DeltaStep(_Recurrence):
 
 class ConvolutionStep(_Recurrence):
     """A causal convolution of each channel over the last tokens: (B, C, 1) of bfloat16 or float32."""
+
+    _orders = 1, 2  # a bias comes first, or last
 
     def _call(
         self, hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: Any = None
@@ -257,10 +264,10 @@ class ConvolutionStep(_Recurrence):
         x, state, weight, *bias = operands
         return self._ordinary(x, state, weight, bias[0] if bias else None, named), state
 
-    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor], order: int) -> _Results:
         x, state, weight, *bias = operands
         out, is_bfloat = torch.empty(x.shape, dtype=x.dtype, device="cpu"), x.dtype is torch.bfloat16
-        sizes = len(x), x.shape[1], state.shape[-1], weight.shape[-1], is_bfloat, len(bias) * (1 + is_bfloat)
+        sizes = len(x), x.shape[1], state.shape[-1], weight.shape[-1], is_bfloat, order if bias else 0
         _run("convolution_step", state.numel(), sizes, (x, state, weight, *(bias or [weight]), out))
         return out if named is None else _activation(named)(out), state
 
@@ -304,7 +311,7 @@ class StateSpaceStep(_StateStep):
         dt, d, bias = dt[..., None].expand(-1, -1, width), d[:, None].expand(-1, width), bias[:, None].expand(-1, width)
         return self._ordinary(state, x, dt, a, b, c, d, bias, True), state
 
-    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor], order: int) -> _Results:
         state, x, dt, a, b, c, d, bias = operands
         (count, heads, width, size), groups = state.shape, b.shape[1]
         steps = nn.functional.softplus(dt + bias)
@@ -339,7 +346,7 @@ class SelectiveStep(_StateStep):
     def _expected(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
         return self._ordinary(*operands[:-1], True, operands[-1]), operands[0]
 
-    def _computed(self, named: str | None, operands: Sequence[torch.Tensor]) -> _Results:
+    def _computed(self, named: str | None, operands: Sequence[torch.Tensor], order: int) -> _Results:
         state, x, dt, a, b, c, d, bias, z = operands
         steps = nn.functional.softplus(dt + bias.to(dt.dtype)).float()
         decays, rounded = (steps[..., None] * a).exp_(), torch.empty(state.shape, dtype=x.dtype, device="cpu")

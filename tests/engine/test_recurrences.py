@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -379,7 +380,7 @@ def test_a_model_has_the_logits_of_transformers(
     model = load(split(folder, None), budget, exact=False)
     got = model.generate(prompts, attention_mask=mask, **how)
     assert all(map(torch.equal, got.logits, expected.logits))
-    assert set(calls) == kernels
+    assert {kernel for kernel, count in Counter(calls).items() if count > 3} == kernels  # and not in their trials alone
     assert {key: vars(module)[key] for key in own} == own  # other models of the process keep them
     calls.clear()
     load(split(folder, None), budget, exact=True).generate(prompts, attention_mask=mask, **how)
