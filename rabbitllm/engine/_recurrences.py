@@ -228,7 +228,7 @@ class DeltaStep(_Recurrence):
 class ConvolutionStep(_Recurrence):
     """A causal convolution of each channel over the last tokens: (B, C, 1) of bfloat16 or float32."""
 
-    _orders = 1, 2  # a bias comes first, or last
+    _orders = 2, 1  # a bias comes last, or first
 
     def _call(
         self, hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: Any = None

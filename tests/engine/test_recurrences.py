@@ -156,7 +156,7 @@ def test_convolutions_have_the_bits_of_the_function(model: str, calls: list[str]
                 assert torch.equal(got.nan_to_num(7), expected.nan_to_num(7))
                 assert torch.equal(state, expected_state)
     # with instructions for bfloat16 torch adds products of some shapes in another order; these are left to it
-    assert len(calls) == 4 * 8 or bfloat_products.torch_has_instructions()
+    assert 4 * 8 <= len(calls) <= 5 * 8 or bfloat_products.torch_has_instructions()  # two orders may be tried
     assert {*calls} == {"convolution_step"}
 
 
