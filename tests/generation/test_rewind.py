@@ -143,8 +143,12 @@ def classes() -> list[Any]:
     return sorted(found.items())
 
 
-NOT_BY_TEXT = ("Llama4ForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration")
-"""Classes that need what `generate` alone gives them."""
+NOT_BY_TEXT = (
+    "Llama4ForConditionalGeneration",
+    "PI0ForConditionalGeneration",
+    "Qwen3OmniMoeThinkerForConditionalGeneration",
+)
+"""Classes that need more than text: what `generate` alone gives them, or a robot's state (PI0, which moves)."""
 
 
 @pytest.mark.long
