@@ -202,9 +202,9 @@ class _FourSegments(_IntegerSegments):
             both = emit.load(emit.add(address, n * self.code_bytes), words, 1)
             first, second = _integers.looked_up_nibbles(emit, self._table, both)
             for of_token, integers in zip(sums, inputs, strict=True):
-                a, c, low, high, moved = integers[5 * n // size : 5 * n // size + 5]
-                upper = emit.fours(emit.fours(None, first, a), second, c)
-                lower = emit.fours(emit.fours(moved, first, low), second, high)
+                *uppers, even, odd, moved = integers[5 * n // size : 5 * n // size + 5]
+                upper = emit.fours(emit.fours(None, first, uppers[0]), second, uppers[1])
+                lower = emit.fours(emit.fours(moved, first, even), second, odd)
                 total = b.add(b.shl(upper, every(upper.type, 7)), lower)
                 if zeros is not None:  # sums begin smaller by the inputs' `CODE_OFFSET` times
                     own = emit.pick(zeros, zeros, range(8 * n, 8 * (n + size)))
