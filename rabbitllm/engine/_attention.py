@@ -34,7 +34,7 @@ from rabbitllm.engine._norms import NormForm, norm_form, with_weight
 from rabbitllm.engine._recurrences import delta_form
 from rabbitllm.engine._rotary import rotating_forward
 from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_weights
-from rabbitllm.engine.kv_room import CACHED, cached, updated
+from rabbitllm.engine.kv_room import CACHED, NEVER, angles_change_after, cached, updated
 from rabbitllm.engine.row_attention import add_attention
 from rabbitllm.engine.transformers_api import DynamicIndexedLayer, attends_by, function_tables, keeps_outputs
 from rabbitllm.engine.turns import takes_turns
@@ -64,8 +64,6 @@ _PAST = 37
 """Tokens in the cache of a trial."""
 _CHOSEN = 2
 """Blocks that are chosen in one."""
-_VARYING = "dynamic", "longrope"
-"""Types of angles that change as a sequence grows."""
 
 
 class LayerPlaces(NamedTuple):
@@ -537,7 +535,7 @@ def _form_of(module: Any) -> _AttentionForm | None:
         return None
     rope = getattr(module.config, "rope_parameters", None) or {}
     # keys of blocks are kept, with angles that depend on nothing but a token's position
-    if indexer is not None and (index is None or rope.get("rope_type") in _VARYING):
+    if indexer is not None and (index is None or angles_change_after(module.config) < NEVER):
         return None
     share = rope.get("partial_rotary_factor", 1.0)
     numbers = queries // width, keys // width, width, int(width * share), scaling

@@ -7,7 +7,8 @@ window.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,10 @@ from rabbitllm.engine.transformers_api import (
 )
 
 if TYPE_CHECKING:
-    from transformers import CacheLayerMixin
+    from transformers import CacheLayerMixin, PretrainedConfig
 
+NEVER = sys.maxsize
+"""More tokens than any sequence has."""
 MIN_ROOM_BYTES = 1 << 16
 """Minimum bytes of keys for spare room; below it a copy (11 microseconds) takes as long as two views (8)."""
 
@@ -268,3 +271,28 @@ def _longer(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
     longer = tensor.new_empty((*tensor.shape[:2], tokens, tensor.shape[3]))
     longer[:, :, : tensor.shape[2]] = tensor
     return longer
+
+
+def angles_change_after(config: PretrainedConfig) -> int:
+    """Number of tokens after which the rotary angles of all tokens are other ones; `NEVER` if they never change.
+
+    The angles of a pass follow from its largest position with some kinds of rotary embeddings. What was computed up to
+    this number of tokens is right for longer sequences only if transformers' own `generate` goes on from it, too.
+
+    Args:
+        config: config of the text model.
+    """
+    of_all = getattr(config, "rope_parameters", None) or {}  # or those of each kind of layers
+    ropes = [rope for rope in (of_all, *of_all.values()) if isinstance(rope, Mapping)]
+    return min((_angles_change_after(config, rope) for rope in ropes), default=NEVER)
+
+
+def _angles_change_after(config: PretrainedConfig, rope: Mapping[str, Any]) -> int:
+    rope_type = str(rope.get("rope_type", rope.get("type")))
+    if "dynamic" in rope_type:
+        return int(config.max_position_embeddings)
+    if "longrope" not in rope_type:
+        return NEVER
+    # the rotary embedding reads the first one, and Phi-3's code that drops the cache the second one
+    both = (rope.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None))
+    return min((tokens for tokens in both if isinstance(tokens, int)), default=0)

@@ -31,13 +31,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 
 from rabbitllm.base.contexts import assigned
 from rabbitllm.engine import row_attention
-from rabbitllm.engine.kv_room import NotTogetherError, append
+from rabbitllm.engine.kv_room import NEVER, NotTogetherError, angles_change_after, append
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.generation._cache_file import NO_MEMORY, CacheFile
 from rabbitllm.generation.kv_cache import (
     CACHE_ARGUMENT,
-    NEVER,
-    angles_change_after,
     cache_layers,
     is_nothing,
     is_plain,

@@ -30,7 +30,7 @@ from transformers import DynamicCache, GenerationMixin
 
 from rabbitllm.engine.forwards import load_kernels
 from rabbitllm.engine.free_memory import keep_large_apart, trimming
-from rabbitllm.engine.kv_room import has_states, keeps_every_token
+from rabbitllm.engine.kv_room import angles_change_after, has_states, keeps_every_token
 from rabbitllm.engine.placement import Placement
 from rabbitllm.errors import OptionError
 from rabbitllm.generation._cache_file import NO_MEMORY, TAIL_TOKENS, CacheFile
@@ -41,7 +41,6 @@ from rabbitllm.generation.kv_cache import (
     MIN_PREFIX_TOKENS,
     Beside,
     PrefixCache,
-    angles_change_after,
     beside_of,
     bytes_of,
     cache_layers,

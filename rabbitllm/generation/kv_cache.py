@@ -14,7 +14,6 @@ Two caches outlive an answer: `ConversationCache`, of one conversation, and `Pre
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
@@ -26,7 +25,15 @@ import torch
 from transformers import DynamicCache, DynamicLayer, GenerationMixin
 
 from rabbitllm.engine import kv_room
-from rabbitllm.engine.kv_room import GrowingCache, has_states, is_indexed, is_window, keeps_every_token
+from rabbitllm.engine.kv_room import (
+    NEVER,
+    GrowingCache,
+    angles_change_after,
+    has_states,
+    is_indexed,
+    is_window,
+    keeps_every_token,
+)
 from rabbitllm.engine.transformers_api import DummyLayer, DynamicSlidingWindowLayer
 from rabbitllm.generation.transformers_api import has_dynamic_cache
 
@@ -478,8 +485,6 @@ of its weights for each pass of such a check.
 NOT_CONTINUING = frozenset({"big_bird", "cpmant", "megatron-bert", "moshi", "prophetnet", "rembert", "roformer", "xlm"})
 """Model types that take a KV cache but compute something else with it, or fail, if a prompt comes in parts. The
 published models of most are encoders; Moshi attends to all tokens of a prompt, and its KV cache is a window."""
-NEVER = sys.maxsize
-"""More tokens than any sequence has."""
 MAX_SNAPSHOTS = 2
 """Maximum snapshots: at the beginning of a turn and at the end of its prompt."""
 
@@ -524,31 +529,6 @@ def looks_ahead(model: StreamedModel) -> bool:
     return sees_both in (True, "all") or any(
         getattr(module, "is_causal", True) is False for module in (model.get_decoder() or model).modules()
     )
-
-
-def angles_change_after(config: PretrainedConfig) -> int:
-    """Number of tokens after which the rotary angles of all tokens are other ones; `NEVER` if they never change.
-
-    The angles of a pass follow from its largest position with some kinds of rotary embeddings. What was computed up to
-    this number of tokens is right for longer sequences only if transformers' own `generate` goes on from it, too.
-
-    Args:
-        config: config of the text model.
-    """
-    of_all = getattr(config, "rope_parameters", None) or {}  # or those of each kind of layers
-    ropes = [rope for rope in (of_all, *of_all.values()) if isinstance(rope, Mapping)]
-    return min((_angles_change_after(config, rope) for rope in ropes), default=NEVER)
-
-
-def _angles_change_after(config: PretrainedConfig, rope: Mapping[str, Any]) -> int:
-    rope_type = str(rope.get("rope_type", rope.get("type")))
-    if "dynamic" in rope_type:
-        return int(config.max_position_embeddings)
-    if "longrope" not in rope_type:
-        return NEVER
-    # the rotary embedding reads the first one, and Phi-3's code that drops the cache the second one
-    both = (rope.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None))
-    return min((tokens for tokens in both if isinstance(tokens, int)), default=0)
 
 
 def keeps(model: StreamedModel) -> bool:

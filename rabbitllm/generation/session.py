@@ -20,12 +20,12 @@ import torch
 from transformers import StoppingCriteriaList
 
 from rabbitllm.base.terminal import harmless
+from rabbitllm.engine.kv_room import angles_change_after
 from rabbitllm.errors import ChatError, OptionError
 from rabbitllm.generation._recommended import check_options, stop_strings
 from rabbitllm.generation.draft import Draft, Drafting
 from rabbitllm.generation.kv_cache import (
     ConversationCache,
-    angles_change_after,
     can_go_back,
     common_prefix,
     empty_cache,

@@ -31,12 +31,13 @@ from torch import nn
 from rabbitllm.base.building import BUILDING
 from rabbitllm.engine.devices import OutOfDeviceMemory
 from rabbitllm.engine.free_memory import available_ram
+from rabbitllm.engine.kv_room import NEVER, angles_change_after
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import BatchError, NotANumberError, OptionError, RabbitLLMError, ScoringError
 from rabbitllm.generation._coroutines import Coroutine, Coroutines, PendingCall, RowKind, SyncPoint, called, rowwise
 from rabbitllm.generation._packed_batch import PACKABLE, NotPackable, can_be_packed, grouped, shares_keys
 from rabbitllm.generation._sequence import ranked
-from rabbitllm.generation.kv_cache import NEVER, angles_change_after, looks_ahead, tensors_in
+from rabbitllm.generation.kv_cache import looks_ahead, tensors_in
 from rabbitllm.generation.memory import cost_of_a_pass, repeated_bytes
 from rabbitllm.generation.request import ModelLimits, TokenLogprob
 from rabbitllm.generation.scoring._activation_offload import ActivationOffload, NoRoom
