@@ -20,6 +20,7 @@ from llvmlite import ir
 from rabbitllm.quant import _integers, _product_kernels, _vectors
 from rabbitllm.quant._integers import (
     CODE_OFFSET,
+    OFFSET_BITS,
     TOGETHER,
     WORDS,
     CodeSteps,
@@ -208,7 +209,7 @@ class _FourSegments(_IntegerSegments):
                 total = b.add(b.shl(upper, every(upper.type, 7)), lower)
                 if zeros is not None:  # sums begin smaller by the inputs' `CODE_OFFSET` times
                     own = emit.pick(zeros, zeros, range(8 * n, 8 * (n + size)))
-                    total = b.add(total, b.mul(own, b.ashr(moved, every(moved.type, 4))))
+                    total = b.add(total, b.mul(own, b.ashr(moved, every(moved.type, OFFSET_BITS))))
                 of_token.append(total)
         return [emit.joined(*of_token) for of_token in sums]
 

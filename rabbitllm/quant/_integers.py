@@ -102,7 +102,8 @@ class TwoByteLayout(InputLayout):
 _NEAREST = np.float32(_vectors.NEAREST)
 _LARGEST_FLOAT, _SMALLEST = np.float32(LARGEST_INPUT), np.float32(1e-30)
 _HALF, _LARGEST_BYTE, _OFFSET = SEGMENT // 2, np.float32(127), 128
-CODE_OFFSET = 16
+OFFSET_BITS = 4
+CODE_OFFSET = 1 << OFFSET_BITS
 """What is added to integers of `TwoByteLayout`'s codes, -16 to 14, of which VPDPBUSD takes no negative ones."""
 TOGETHER = 2 if _vectors.lanes() == 16 and _vectors.multiplies_fours(16) else 1
 """Consecutive segments of 4bit codes that are multiplied together, since they fill a vector."""
@@ -143,6 +144,23 @@ def _sum(bits, begin, end):  # type: ignore[no-untyped-def]
     return total
 
 
+@_vectors.inlined
+def _segment(words, n, values, bits):  # type: ignore[no-untyped-def]
+    """Widen a segment of inputs.
+
+    Returns how many inputs come before those that are multiplied together with it, its number among these segments, how
+    many they are, and where its scales and what sums begin with are written.
+    """
+    is_bfloat, steps = words[2], words[4]
+    x = words[1] + (2 if is_bfloat else 4) * (n // steps * words[5] + n % steps * SEGMENT)
+    _widen(values, bits, x, is_bfloat, SEGMENT)
+    part = n % steps % TOGETHER
+    together, before = min(TOGETHER, steps - n % steps + part), SEGMENT * (n - part)
+    scales = to_array(floats_at(words[10] + before + _HALF * part), 8)
+    moved = to_array(floats_at(words[10] + before + _HALF * (part + together)), 8).view(np.int32)
+    return before, part, together, scales, moved
+
+
 def round_inputs(data):  # type: ignore[no-untyped-def]
     """See `InputLayout.preparation`.
 
@@ -171,18 +189,12 @@ def round_inputs(data):  # type: ignore[no-untyped-def]
 def round_to_bytes(data):  # type: ignore[no-untyped-def]
     """See `ByteLayout`; the arguments are those of `round_inputs`."""
     words = to_array(data, 11)
-    is_bfloat, rows, steps, row = words[2], words[3], words[4], words[5]
     values = np.empty(SEGMENT, np.float32)
     bits = values.view(np.int32)
-    for n in range(rows * steps):
-        x = words[1] + (2 if is_bfloat else 4) * (n // steps * row + n % steps * SEGMENT)
-        part = n % steps % TOGETHER
-        together = min(TOGETHER, steps - n % steps + part)
-        place = SEGMENT * (n - part) + _HALF * part  # of the first half; the second is behind those of all together
-        results = to_array(words_at(words[9] + place), _HALF // 2 * (together + 1))
-        scales = to_array(floats_at(words[10] + place), 8)
-        moved = to_array(floats_at(words[10] + place + _HALF * together), 8).view(np.int32)
-        _widen(values, bits, x, is_bfloat, SEGMENT)
+    for n in range(words[3] * words[4]):
+        before, part, together, scales, moved = _segment(words, n, values, bits)
+        # the first half; the second is behind those of all together
+        results = to_array(words_at(words[9] + before + _HALF * part), _HALF // 2 * (together + 1))
         for half in range(2):
             scale = _round(values, bits, _HALF * half, _HALF * half + _HALF, _LARGEST_BYTE)
             for i in range(4):
@@ -198,18 +210,11 @@ def round_to_bytes(data):  # type: ignore[no-untyped-def]
 def round_to_two_bytes(data):  # type: ignore[no-untyped-def]
     """See `TwoByteLayout`; the arguments are those of `round_inputs`."""
     words = to_array(data, 11)
-    is_bfloat, rows, steps, row = words[2], words[3], words[4], words[5]
     values = np.empty(SEGMENT, np.float32)
     bits = values.view(np.int32)
-    for n in range(rows * steps):
-        x = words[1] + (2 if is_bfloat else 4) * (n // steps * row + n % steps * SEGMENT)
-        part = n % steps % TOGETHER
-        together = min(TOGETHER, steps - n % steps + part)
-        place = SEGMENT * (n - part) + _HALF * part
-        results = to_array(words_at(words[9] + place + SEGMENT * (n - part)), _HALF // 2 * (3 * together + 1))
-        scales = to_array(floats_at(words[10] + place), 8)
-        moved = to_array(floats_at(words[10] + place + _HALF * together), 8).view(np.int32)
-        _widen(values, bits, x, is_bfloat, SEGMENT)
+    for n in range(words[3] * words[4]):
+        before, part, together, scales, moved = _segment(words, n, values, bits)
+        results = to_array(words_at(words[9] + 2 * before + _HALF * part), _HALF // 2 * (3 * together + 1))
         scale = _round(values, bits, 0, SEGMENT, _LARGEST_FLOAT) / np.float32(2)
         for i in range(8):
             scales[i] = scale
@@ -437,8 +442,7 @@ class _LookedUpBytes(_OwnSegments):
 
     def _sums(self, address: Any, inputs: list[list[Any]]) -> list[Any]:
         emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16 * self.together)
-        second, first = looked_up_nibbles(emit, self._tables[0], emit.load(address, words, 1))
-        codes = [first, second]
+        codes = [*looked_up_nibbles(emit, self._tables[0], emit.load(address, words, 1))][::-1]  # the upper half first
         totals = self._products(codes, inputs)
         return [b.sitofp(total, ir.VectorType(F32, total.type.count)) for total in totals]
 

@@ -46,10 +46,9 @@ from rabbitllm.quant._vectors import (
 )
 
 ROWS, CODE_ROWS = 4, max(lanes() // 8, 1)
-"""Rows of the matrix for each load of an input, of a panel and by codes with several inputs. More rows of codes are no
-faster in the cache, and read from memory they are slower: the processor's own prefetcher does not follow so many. AVX2
-has too few registers for sums of two rows with several inputs. With one input there is one row (on Zen 4, two take 1.2
-to 1.5 times as long)."""
+"""Rows of the matrix for each load of an input, of a panel and by codes. More rows of codes are no faster in the cache,
+and read from memory they are slower: the processor's own prefetcher does not follow so many. AVX2 has too few registers
+for sums of two rows with several inputs."""
 NEAR_ROWS = 32
 """Rows whose codes stay in a core's cache until they are multiplied with all inputs."""
 TOKENS = 4
@@ -61,7 +60,7 @@ PANEL_TOKENS = {16: 6, 8: 3}
 """Lanes -> inputs for each load of a panel's value; limited by the registers for sums."""
 PREFETCHED, CACHES = 8192, 2 if is_zen() else 3
 """How many bytes ahead codes are prefetched, and in how many caches they stay. On Zen 4 the smallest cache is left to
-inputs: a token takes 0.8 of its time with codes there alone, which take 3 times as long on an Intel Xeon."""
+inputs: a token takes 0.83 to 0.87 of its time with codes there alone, which take 3 times as long on an Intel Xeon."""
 PANEL_ROWS, PANEL_COLUMNS = 128, 1024
 """Size of a panel: 512 KiB, of which `ROWS` rows and their inputs fit the smallest cache. With half the rows all inputs
 are read twice as often: 512 of them took 1.06 times as long."""
@@ -354,7 +353,7 @@ def code_kernel(
     name: str, make: Callable[[Emitter, Any], CodeSteps], width: int, least: int = LEAST_WIDE, rows: int = CODE_ROWS
 ) -> Callable[[Any], None]:
     """The kernel by codes of steps that `make` returns for an emitter and the address of a table, with so many rows
-    for each load of several inputs; for `least`, see `LEAST_WIDE`."""
+    for each load of inputs; for `least`, see `LEAST_WIDE`."""
     shapes = (1, 1, 1), (rows, ROWS, 1), (1, 1, TOKENS), (rows, ROWS, TOKENS)
     single, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
     return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, TILE=ROWS)
