@@ -160,6 +160,11 @@ def _emit_system(builder: Any, function: Any, number: Any, first: Any, second: A
     return builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
 
 
+def _emit_read(builder: Any, function: Any, descriptor: Any, address: Any, nbytes: Any, offset: Any) -> Any:
+    kind = ir.FunctionType(_I64, [_I64] * 4)
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), [descriptor, address, nbytes, offset])
+
+
 def _emit_own(builder: Any, value: Any) -> Any:
     word = ir.GlobalVariable(builder.module, _I64, "own_word")
     word.linkage, word.initializer = "internal", ir.Constant(_I64, 0)
@@ -187,6 +192,8 @@ pause = _emitted_ints(_emit_pause)
 """Wait for some tens of cycles."""
 system_call = _emitted_ints(_emit_system)
 """Call the C library's `syscall`, at an address, with a number and three arguments."""
+call_read = _emitted_ints(_emit_read)
+"""Call the C library's `pread`, or another function of four numbers, at an address, with these."""
 own_word = _emitted_ints(_emit_own)
 """The address of an int64 of the compiled function's own, 0 at first; for one use in a function."""
 bytes_at, words_at = _pointer(types.uint8, ir.IntType(8)), _pointer(types.uint16, _I16)

@@ -28,6 +28,8 @@ L = TypeVar("L")
 
 _IN_CHILD: list[Callable[[], Callable[[], object] | None]] = []
 """References to functions that are called in a child, in the order of registration."""
+_BEFORE: list[Callable[[], Callable[[], object] | None]] = []
+"""The same of functions that are called before a fork."""
 _LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -40,6 +42,11 @@ def own_lock(lock: L) -> L:
 def in_child(method: Callable[[], object]) -> None:
     """Call a method of an object in every forked child, while the object lives; the method must not wait or raise."""
     _IN_CHILD.append(weakref.WeakMethod(method))
+
+
+def before_fork(method: Callable[[], object]) -> None:
+    """Call a method of an object before a fork, while the object lives, once no direct read is in progress."""
+    _BEFORE.append(weakref.WeakMethod(method))
 
 
 THREAD_BYTES = 16 << 20
@@ -213,11 +220,19 @@ class _DirectReads:
                 self._count -= 1
                 self._change.notify_all()
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        with self._change:
+            yield
+
     def block(self) -> None:
         """Before a fork: wait for reads in progress, and block new ones."""
         self._change.acquire()
         while self._count:
             self._change.wait()
+        for reference in _BEFORE:
+            if (method := reference()) is not None:
+                method()
 
     def unblock(self) -> None:
         """After a fork, in the parent: allow reads again."""
@@ -231,6 +246,8 @@ class _DirectReads:
 _READS = _DirectReads()
 direct_read = _READS.reading
 """A context for a read past the page cache, in which no fork begins."""
+without_forks = _READS.waiting
+"""A context in which no fork begins; for what takes microseconds."""
 
 
 def _after_fork() -> None:
@@ -244,7 +261,8 @@ def _after_fork() -> None:
 
 
 def _before_fork() -> None:
-    _IN_CHILD[:] = [reference for reference in _IN_CHILD if reference() is not None]
+    for references in (_IN_CHILD, _BEFORE):
+        references[:] = [reference for reference in references if reference() is not None]
     _READS.block()
 
 

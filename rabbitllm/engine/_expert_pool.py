@@ -13,10 +13,11 @@ indices.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,11 +33,12 @@ from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_source import ExpertSource, bytes_in
 from rabbitllm.engine.placement import EXPERT_STAGING
 from rabbitllm.engine.prefetch import HostBuffers, bytes_of
-from rabbitllm.engine.span_reader import SpanReader
+from rabbitllm.engine.span_reader import ReadTable, SpanReader
 from rabbitllm.errors import OptionError
 from rabbitllm.formats.safetensors_file import MappedFile, TensorToWrite, encode_header
 from rabbitllm.quant import plain
 from rabbitllm.storage import durable
+from rabbitllm.storage.readers import Readers, ReadRequest
 from rabbitllm.telemetry.passes import EXPERTS_IN_HOST_MEMORY, EXPERTS_ON_DEVICE, EXPERTS_READ, READ, READ_WAIT
 from rabbitllm.telemetry.profiler import Profiler
 
@@ -54,7 +56,7 @@ class ModuleSlots:
     Attributes:
         begin: its first slot.
         owner: slot -> expert, -1 for none.
-        slot: expert -> slot, counted from `begin`, -1 for none.
+        slot: expert -> slot, -1 for none.
         uses: half-life -> expert -> uses, earlier ones weighted less.
     """
 
@@ -104,15 +106,13 @@ class ExpertCache:
             counts: the number of tokens that use each; they count as spread evenly over the tokens.
             tokens: the number of tokens of the pass.
         """
-        uses, decay = self.modules[module].uses, _KEPT**tokens
-        uses *= decay[:, None]
-        uses[:, experts] += np.outer((1 - decay) / (1 - _KEPT), counts / tokens)
+        from rabbitllm.engine._cache_kernels import use  # numba comes with it
+
+        use(self.modules[module].uses, _KEPT, tokens, experts, counts)
 
     def slots_of(self, module: int, experts: Numbers) -> Numbers:
         """The slot of each of these experts, -1 for none."""
-        state = self.modules[module]
-        slots = state.slot[experts]
-        return np.where(slots >= 0, slots + state.begin, -1)
+        return self.modules[module].slot[experts]
 
     def admit(self, module: int, experts: Numbers, busy: Numbers) -> Numbers:
         """Give slots to experts that have none, by decreasing worth.
@@ -125,20 +125,11 @@ class ExpertCache:
         Returns:
             The slot of each, -1 for none.
         """
+        from rabbitllm.engine._cache_kernels import admit  # numba comes with it
+
         state, slots = self.modules[module], np.full(len(experts), -1)
-        worth = state.worth
-        of_slots = np.where(state.owner >= 0, worth[state.owner], -1.0)
-        of_slots[busy - state.begin] = np.inf
-        victims = np.argsort(of_slots, kind="stable")[: len(experts)].tolist()
-        order = np.argsort(-worth[experts], kind="stable").tolist()
-        for index, victim in zip(order, victims, strict=False):
-            expert = experts[index]
-            if worth[expert] < of_slots[victim]:
-                break
-            if state.owner[victim] >= 0:
-                state.slot[state.owner[victim]] = -1
-            state.owner[victim], state.slot[expert] = expert, victim
-            slots[index] = state.begin + victim
+        if len(experts):
+            admit(state.uses, _WEIGHTS, state.owner, state.slot, state.begin, experts, busy, slots)
         return slots
 
     def clear(self, module: int, slot: int) -> None:
@@ -170,15 +161,46 @@ class ExpertSlot:
         expert: the expert whose bytes are all in it.
         ready: the number of an `ExpertParameter.view` -> that view, the same for every expert of all modules alike.
         dequantized: the leaves whose scales were dequantized for the expert that is in it.
+        request: the request by which compiled code fills it, if it does.
     """
 
     memory: torch.Tensor
     left: Any
-    pending: Future[Any] | None = None
+    pending: Future[Any] | _Reading | None = None
     ticket: Any = None
     expert: ExpertKey | None = None
     ready: dict[int, torch.Tensor] = field(default_factory=dict)
     dequantized: set[tuple[int, str]] = field(default_factory=set)
+    request: ReadRequest | None = None
+
+
+class _Reading:
+    """A fill by compiled code, in place of a future; what that could not read is read by the one who waits.
+
+    Args:
+        table: its files stay open until then.
+        request: the one that was sent.
+        finish: is called once when the request is over, with whether it was read.
+    """
+
+    def __init__(self, table: ReadTable, request: ReadRequest, finish: Callable[[bool], object]) -> None:
+        self._table, self._request, self._calls = table, request, [finish]
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether the request is over."""
+        return not self._calls or self._request.is_over
+
+    def result(self) -> None:
+        """Wait until the slot is filled."""
+        if self._calls:
+            is_read = self._request.wait()
+            try:
+                self._calls.pop()(is_read)
+            except Exception as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +285,9 @@ class ExpertPool:
         on_host = host.take_slots(host_slots, self._nbytes) if host is not None else ()
         self._host = [ExpertSlot(memory, None) for memory in on_host]
         self._memory = host  # kept, since its buffers are unpinned when it is freed
+        self._readers: Readers | None = None
+        self._tables: list[ReadTable | None] = [None] * len(sources)
+        self._unsent: list[ReadRequest] = []
         self._threads = Workers(READS if device.shares_host_memory else EXPERT_STAGING, f"experts-{device.name}")
         count = slots + transit_slots(sources) + staging_slots(sources)
         if device.shares_host_memory:  # one allocation, for huge pages
@@ -273,6 +298,8 @@ class ExpertPool:
             self._staging.append((memory.pop(), None))
         expert_slots = [ExpertSlot(part, device.leave()) for part in memory]
         self._slots, self._transit = expert_slots[:slots], expert_slots[slots:]
+        if device.shares_host_memory and disk.compiled_block and not any(source.is_rearranged for source in sources):
+            self._readers = Readers.of(READS, f"experts-{device.name}", expert_slots)
         self.valid = max(len(self._transit) // 2, 1)
         views = dict[tuple[object, ...], int]()
         leaves = {(n, name): leaf.view for n, source in enumerate(sources) for name, leaf in source.leaves.items()}
@@ -280,16 +307,18 @@ class ExpertPool:
         counts = [source.experts for source in sources]
         self.cache, self.host_cache = ExpertCache(counts, slots), ExpertCache(counts, host_slots)
         self._call: _Call | None = None
-        self._ahead: tuple[int, dict[int, tuple[Future[Any], ExpertSlot | None]]] = -1, {}
+        self._ahead: tuple[int, dict[int, tuple[Future[Any] | _Reading, ExpertSlot | None]]] = -1, {}
         self._routers = [_router_beside(model, source) if device.shares_host_memory else None for source in sources]
         self.is_paused, self._last_tokens = False, 0
         self._expected: tuple[int, torch.Tensor] | None = None
         self._copies: list[tuple[torch.Tensor, int | None, Numbers]] = []
-        self._sent: list[tuple[Future[Any], ExpertSlot | None]] = []
+        self._sent: list[tuple[Future[Any] | _Reading, ExpertSlot | None]] = []
 
     def close(self) -> None:
         """Stop the reading threads."""
         self._threads.shutdown()
+        if self._readers is not None:
+            self._readers.close()
 
     def expect(self, module: int, index: torch.Tensor) -> None:
         """Prepare the pass over a module that routes tokens by an index, integers (tokens, used).
@@ -343,6 +372,7 @@ class ExpertPool:
         """
         self._expected, self._last_tokens = None, tokens
         self._end_call()
+        table = self._table(module)
         ahead, source = self._taken_ahead(module, len(experts)), self.sources[module]
         for cache in (self.cache, self.host_cache)[: 1 + bool(self._host)]:
             cache.use(module, experts, counts, tokens)
@@ -369,7 +399,8 @@ class ExpertPool:
                 transit[expert] = in_host if in_host.filled else HostSlot()
             else:
                 slots_by_expert[expert] = slot
-                self._send(module, expert, slot, in_host)
+                self._send(module, expert, slot, in_host, table=table)
+        self._send_requests()
         self._call = _Call(module, slots_by_expert, transit, promoted)
         self._count(source, len(cached), host_slots)
 
@@ -413,8 +444,10 @@ class ExpertPool:
         free = [slot for slot in self._transit if slot.pending is None and slot not in taken]
         most = max(len(self._transit) - kept, 0)
         missing, begin = chosen[self.cache.slots_of(module, chosen) < 0][:most].tolist(), len(self._sent)
+        table = self._table(module) if missing else None
         for expert, slot in zip(missing, free, strict=False):
-            self._send(module, expert, slot, HostSlot())
+            self._send(module, expert, slot, HostSlot(), table=table)
+        self._send_requests()
         # an interrupt in between leaves each fill in one of the two, to be waited for
         self._ahead = module, dict(zip(missing, self._sent[begin:], strict=False))
         self._sent = self._sent[:begin]
@@ -424,6 +457,13 @@ class ExpertPool:
         chosen = np.array(sorted(experts))
         self.begin(module, chosen, np.ones_like(chosen), 1)
         return self._call is not None and not self._call.transit
+
+    def weights(self, module: int, leaves: Sequence[str], expert: int) -> Sequence[torch.Tensor]:
+        """Some weights of an expert of the current pass that has a slot, once they are in memory."""
+        slot = self._call.slots[expert] if self._call is not None else None
+        if slot is None:
+            return [next(self.each(module, leaf, [expert])) for leaf in leaves]
+        return [self._weight(module, leaf, slot, expert) for leaf in leaves]
 
     def is_there(self, expert: int) -> bool:
         """Whether an expert of the current pass that has a slot is in memory."""
@@ -497,12 +537,15 @@ class ExpertPool:
 
     def _settle(self) -> None:
         """Wait for all fills."""
-        wait([future for future, _ in self._sent])
+        futures = [future for future, _ in self._sent]
+        _finish(futures)
+        wait([future for future in futures if isinstance(future, Future)])
         sent, self._sent = self._sent, []
+        self._unsent.clear()  # of a pass that was interrupted
         for future, slot in sent:
             if slot is not None and slot.pending is future:
                 slot.pending = None
-                if not future.cancelled() and future.exception() is None:
+                if isinstance(future, Future) and not future.cancelled() and future.exception() is None:
                     slot.ticket = future.result()
 
     def _end_call(self) -> None:
@@ -604,12 +647,15 @@ class ExpertPool:
 
     def _weight(self, module: int, leaf: str, slot: ExpertSlot, expert: int) -> torch.Tensor:
         source, key = self.sources[module], (module, leaf)
-        self._wait(source, slot)
-        chosen, of_slot = source.leaves[leaf], bytes_in(slot.memory)
+        if slot.pending is not None or slot.ticket is not None:
+            self._wait(source, slot)
+        view, chosen = self._views.get(key), source.leaves[leaf]
+        if view in slot.ready and not chosen.makes_scales:
+            return slot.ready[view]
+        of_slot = bytes_in(slot.memory)
         if chosen.makes_scales and key not in slot.dequantized:
             chosen.make_scales(of_slot, expert)
             slot.dequantized.add(key)
-        view = self._views.get(key)
         if view is None:
             return chosen.weight(self._model, of_slot, expert, scaled=True)
         if view not in slot.ready:
@@ -635,25 +681,88 @@ class ExpertPool:
     ) -> None:
         """Begin to fill a transit slot after the uses of what is in it."""
         if slot.pending is not None:  # of a use that broke off
-            wait([slot.pending])
+            _finish([slot.pending])
+            wait([slot.pending] if isinstance(slot.pending, Future) else [])
         slot.left = self._device.leave()  # all uses of its last expert are queued by now
         self._send(module, expert, slot, in_host, leaf)
 
-    def _send(self, module: int, expert: int, slot: ExpertSlot, in_host: HostSlot, leaf: str | None = None) -> None:
-        """Begin to fill a slot that has no pending fill, with an expert or with the bytes of one of its leaves."""
+    def _send(
+        self,
+        module: int,
+        expert: int,
+        slot: ExpertSlot,
+        in_host: HostSlot,
+        leaf: str | None = None,
+        table: ReadTable | None = None,
+    ) -> None:
+        """Begin to fill a slot that has no pending fill, with an expert or with the bytes of one of its leaves; what
+        compiled code reads of a table is sent later."""
         slot.expert = None
         slot.dequantized.clear()
+        if table is not None and table.is_compared[expert]:
+            self._ask(table, module, expert, slot)
+            return
 
         def keep(future: Future[Any]) -> None:
             self._sent.append((future, slot))
             slot.pending = future
 
-        self._threads.submit(self._fill, module, expert, slot, in_host, leaf, keep=keep)
+        self._threads.submit(self._fill, module, expert, slot, in_host, leaf, table, keep=keep)
 
-    def _fill(self, module: int, expert: int, slot: ExpertSlot, in_host: HostSlot, leaf: str | None) -> Any:
+    def _table(self, module: int) -> ReadTable | None:
+        """What compiled code may read of a module, now that its files are those that were opened last."""
+        if self._readers is None or not self._disk.compiled_block:
+            return None
+        table = self._tables[module]
+        if table is not None and table.is_valid:
+            return table
+        rows = [self.sources[module].spans(expert) for expert in range(self.sources[module].experts)]
+        self._tables[module] = table = None
+        with contextlib.suppress(OSError):
+            self._tables[module] = table = self._disk.table(rows)
+        if table is None:  # others read, and tell of errors
+            self._readers = None
+        return table if table is not None and table.is_valid else None
+
+    def _ask(self, table: ReadTable, module: int, expert: int, slot: ExpertSlot) -> None:
+        """Have compiled code fill a slot once requests are sent."""
+        assert self._readers is not None
+        source, request = self.sources[module], slot.request or ReadRequest(self._readers)
+        slot.request, spans = request, table.spans[expert]
+        request.prepare(slot.memory.data_ptr(), spans.ctypes.data, len(spans), self._disk.compiled_block)
+
+        def finish(is_read: bool) -> None:
+            if not is_read:
+                self._fill(module, expert, slot, HostSlot(), None)
+                return
+            seconds, ended, thread = request.times
+            self._profiler.add(source.name, READ, seconds, source.expert_bytes, ended=ended, thread=thread)
+            slot.expert = module, expert
+
+        slot.pending = reading = _Reading(table, request, finish)
+        self._sent.append((reading, slot))
+        self._unsent.append(request)
+
+    def _send_requests(self) -> None:
+        """Send what compiled code is to read."""
+        requests, self._unsent = self._unsent, []
+        if self._readers is not None:
+            self._readers.send(requests)
+
+    def _fill(
+        self,
+        module: int,
+        expert: int,
+        slot: ExpertSlot,
+        in_host: HostSlot,
+        leaf: str | None,
+        table: ReadTable | None = None,
+    ) -> Any:
         source, ticket = self.sources[module], None
         if self._device.shares_host_memory:
             self._read(source, expert, leaf, slot.memory)
+            if table is not None:
+                table.is_compared[expert] = True
         elif in_host.number >= 0:
             if not in_host.filled:
                 self._fill_host_slot(module, expert, in_host.number)
@@ -746,6 +855,10 @@ class PooledExperts:
         """See `ExpertPool`."""
         return self._pool.is_there(expert)
 
+    def weights(self, leaves: Sequence[str], expert: int) -> Sequence[torch.Tensor]:
+        """See `ExpertPool`."""
+        return self._pool.weights(self._module, leaves, expert)
+
     def numbers(self, index: torch.Tensor) -> list[int]:
         """See `experts.ExpertProvider`."""
         return list(self._pool.numbers(index).tolist())
@@ -766,6 +879,14 @@ class PooledExperts:
         if not self._pool.is_paused:
             self._pool.end()
             self._pool.read_again_ahead(self._module)
+
+
+def _finish(futures: Iterable[Future[Any] | _Reading]) -> None:
+    """Wait for what compiled code reads, whether it can or not."""
+    for future in futures:
+        if isinstance(future, _Reading):
+            with contextlib.suppress(Exception):
+                future.result()
 
 
 def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int] | None:

@@ -331,10 +331,10 @@ class KeptExperts:
         """Enter the experts of a module that have some of these numbers, once they are in memory, as chosen ones, whose
         words begin somewhere; they are to be kept until they are multiplied. None if some have no kernel."""
         stack, down = (module._parameters[name] for name in _MATRICES)
-        chosen = [numbers[rank] for rank in ranks]
-        of_down, entered = down.supply.each(down.leaf, chosen), list[_Expert]()
-        for rank, expert in zip(ranks, map(_Expert.of, stack.supply.each(stack.leaf, chosen), of_down), strict=True):
-            if expert is None:
+        entered, leaves = list[_Expert](), (stack.leaf, down.leaf)
+        assert self.pooled is not None
+        for rank in ranks:
+            if (expert := _Expert.of(*self.pooled.weights(leaves, numbers[rank]))) is None:
                 return None
             first = begin + 1 + 4 * len(entered)
             words[first : first + 3] = array("q", [expert.address, rank, 1])

@@ -18,7 +18,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,8 @@ CHECKED_BYTES = 4 << 20
 PROBE_BYTES = 32 << 20
 PROBES = 4
 """Bytes and number of the reads that time each of two modes: 80 to 250 ms of a fast disk."""
+TABLE_FILES = 8
+"""Files that a `ReadTable` holds open, at most."""
 PAST_IS_WORTH = 1.25
 """How much faster reads through the page cache must be: they take memory, which is still free when they are timed."""
 _SHARE_OF_ROOM = 0.8
@@ -98,6 +101,38 @@ class _Copied(threading.local):
         return page_aligned(CHECKED_BYTES)
 
 
+class ReadTable:
+    """Rows of spans as the requests of compiled code have them (`storage.readers`), and their files, which stay open.
+
+    Attributes:
+        spans: int64 (rows, spans, 4).
+        is_compared: of each row, whether its bytes were compared with their checksums.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, PositionalFile],
+        rows: Sequence[Sequence[FileSpan]],
+        checks: LayerChecks | None,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._files, self._checks = files, checks
+        self._identities = {name: file.identity() for name, file in files.items()}
+        words = [[(files[span.file].descriptor, span.offset, span.nbytes, span.at) for span in row] for row in rows]
+        self.spans = np.array(words, np.int64)
+        self.is_compared = [checks is None] * len(rows)
+        weakref.finalize(self, stack.close)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the files are still those that were opened last, and have not changed."""
+        for name, file in self._files.items():
+            identity = self._identities[name]
+            if file.identity() != identity or not (self._checks is None or self._checks.identity(name) == identity):
+                return False
+        return True
+
+
 class SpanReader:
     """Reads spans of a split directory's files.
 
@@ -138,6 +173,26 @@ class SpanReader:
                 logger.info("%s does not support direct I/O; it is read through the page cache.", span.file)
                 self.mode = ReadMode(drop=True)
                 self._read(span, buffer)
+
+    @property
+    def compiled_block(self) -> int:
+        """What offsets and addresses are multiples of where compiled code reads; 0 if it reads nothing: only what is
+        read past the page cache, with nothing but the bytes of spans written."""
+        return self._sector if self.mode.direct and self._is_exact else 0
+
+    def table(self, rows: Sequence[Sequence[FileSpan]]) -> ReadTable | None:
+        """Rows of spans, as many in each, for compiled code; None if there are too many files.
+
+        Raises:
+            OSError: a file cannot be opened.
+        """
+        names = {span.file for row in rows for span in row}
+        if len(names) > TABLE_FILES:
+            return None
+        with contextlib.ExitStack() as stack:
+            paths = {name: self._store.path(name) for name in names}
+            files = {name: stack.enter_context(PositionalFile(path, direct=True)) for name, path in paths.items()}
+            return ReadTable(files, rows, self._checks, stack.pop_all())
 
     def _read(self, span: FileSpan, buffer: memoryview) -> None:
         is_whole = not any(number % BLOCK for number in (span.at, span.offset, span.nbytes))

@@ -50,6 +50,11 @@ class PositionalFile(contextlib.AbstractContextManager["PositionalFile"]):
         direct_flag = getattr(os, "O_DIRECT", 0) if direct else 0
         self._descriptor = file_opener(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | direct_flag)
 
+    @property
+    def descriptor(self) -> int:
+        """Its descriptor, until it is closed."""
+        return self._descriptor
+
     def advise_sequential(self) -> None:
         """Advise the kernel that the file is read sequentially, so that it reads ahead more."""
         if sys.platform == "linux":

@@ -258,6 +258,10 @@ class LayerChecks:
         """Whether all of a file has been compared."""
         return self._files[file].is_done
 
+    def identity(self, file: str) -> tuple[int, ...]:
+        """The identity of the file that was opened last."""
+        return self._files[file].identity
+
     def by_block(self, file: str) -> bool:
         """Whether parts of a file can be compared separately."""
         return self._files[file].by_block
@@ -302,7 +306,7 @@ class _FileChecks:
         self._starts = array("q", [*starts, status.st_size])
         self._sums = array("I", numbers(sums) if isinstance(sums, bytes) else [sums])
         self._key, self._is_other = crc32(sums) if isinstance(sums, bytes) else sums, False
-        self._identity, self._state = self._state_of(identity_of(status))
+        self.identity, self._state = self._state_of(identity_of(status))
 
     def _state_of(self, identity: tuple[int, ...]) -> tuple[tuple[int, ...], _State]:
         """The identity of the file and its state, with its header as intact."""
@@ -313,9 +317,9 @@ class _FileChecks:
         return identity, state
 
     def opened(self, identity: tuple[int, ...]) -> None:
-        if identity != self._identity:
+        if identity != self.identity:
             self._is_other = True  # than the mapped one
-            self._identity, self._state = self._state_of(identity)
+            self.identity, self._state = self._state_of(identity)
 
     def _starts_of(self, blocks: bytes) -> list[int]:
         """Return where the blocks begin; the header is compared."""

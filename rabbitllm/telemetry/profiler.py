@@ -211,16 +211,26 @@ class Profiler(Printed):
         return self._drafts if self._drafts.passes else None
 
     def add(
-        self, layer: str, stage: str, seconds: float, nbytes: int = 0, cpu_seconds: float = 0.0, count: int = 1
+        self,
+        layer: str,
+        stage: str,
+        seconds: float,
+        nbytes: int = 0,
+        cpu_seconds: float = 0.0,
+        count: int = 1,
+        ended: float | None = None,
+        thread: int | None = None,
     ) -> None:
-        """Record that `stage` of `layer` took the last `seconds` of the calling thread and moved `nbytes`."""
+        """Record that `stage` of `layer` took the last `seconds` of the calling thread and moved `nbytes`; or those
+        until a time (`time.perf_counter`) of another thread, which has a number."""
         if not self.enabled:
             return
         trace = self._trace
         if trace is not None:
-            now = time.perf_counter()
-            trace.add(Event(now - seconds, seconds, threading.current_thread().name, layer, stage, nbytes))
-        new, thread = Total(seconds, count, nbytes, cpu_seconds), threading.get_ident()
+            now = time.perf_counter() if ended is None else ended
+            name = threading.current_thread().name if thread is None else f"{stage} {thread:x}"
+            trace.add(Event(now - seconds, seconds, name, layer, stage, nbytes))
+        new, thread = Total(seconds, count, nbytes, cpu_seconds), threading.get_ident() if thread is None else thread
         with self._lock:
             self._records[layer, stage] = self._records.get((layer, stage), NOTHING).plus(new)
             self._since[stage] = self._since.get(stage, NOTHING).plus(new)

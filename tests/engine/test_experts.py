@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import copy
 import io
+import platform
+import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,9 +29,11 @@ from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.span_reader import BLOCK, THROUGH_THE_CACHE, ReadMode, SpanReader
-from rabbitllm.errors import AbsentWeightError, CorruptShardError, OptionError
+from rabbitllm.errors import AbsentWeightError, CorruptShardError, IncompleteSplitError, OptionError
 from rabbitllm.quant.products import GroupedProduct
 from rabbitllm.quant.turned import TurnedMatrix
+from rabbitllm.storage.files import read_range
+from rabbitllm.storage.readers import Readers, ReadRequest
 from rabbitllm.telemetry.passes import EXPERTS_ON_DEVICE, EXPERTS_READ, READ
 from tests.support.builders import build_checkpoint, reference_logits
 from tests.support.hybrid_families import HYBRIDS
@@ -483,6 +488,45 @@ def test_experts_that_do_not_fit_leave_the_page_cache(
     assert_same(run(model), expected)
     assert pool._disk.mode == way
     assert any(span.nbytes % BLOCK for source in pool.sources for span in source.spans(0))
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="compiled code reads there")
+@pytest.mark.parametrize("compression", [None, "4bit", "4bit-double"])
+def test_compiled_code_reads_what_was_compared(
+    checkpoint: Path, compression: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once an expert was compared with its checksums. What compiled code cannot read is read as before, as are files
+    that have changed."""
+    directory, sent = split(checkpoint, compression), list[ReadRequest]()
+    expected = run(load(directory))
+    monkeypatch.setattr("rabbitllm.engine.load.choose_read_mode", lambda *_: ReadMode(direct=True))
+    send, wait = Readers.send, ReadRequest.wait
+    monkeypatch.setattr(Readers, "send", lambda self, requests: (sent.extend(requests), send(self, requests)))
+    model = with_share(directory, 0.25)
+    assert_same(run(model), expected)
+    sent.clear()
+    assert_same(run(model), expected)
+    (pool,) = model.streamer.pools.values()
+    assert pool._disk.mode == ReadMode(direct=True)
+    assert sent
+    assert all(request.wait() for request in sent)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReadRequest, "wait", lambda self: wait(self) and False)
+        assert_same(run(model), expected)
+    spans = [span for expert in range(pool.sources[0].experts) for span in pool.sources[0].spans(expert)]
+
+    def flip() -> None:
+        with open(directory / spans[0].file, "r+b") as file:
+            for span in spans:
+                byte = read_range(Path(file.name), span.offset, 1)[0]
+                file.seek(span.offset)
+                file.write(bytes([byte ^ 1]))
+
+    flip()
+    with pytest.raises(IncompleteSplitError, match=re.escape(spans[0].file)):
+        run(model)
+    flip()
+    assert_same(run(model), expected)
 
 
 def test_without_a_split_experts_are_read_from_shards(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import concurrent.futures
 import inspect
+import platform
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +20,8 @@ import torch
 from rabbitllm.engine import _expert_pool, _first_use, devices, span_reader
 from rabbitllm.engine.placement import EXPERT_STAGING, SLOTS
 from rabbitllm.engine.prefetch import Uploader
-from rabbitllm.engine.span_reader import SpanReader
+from rabbitllm.engine.span_reader import ReadMode, SpanReader
+from rabbitllm.storage.readers import Readers, ReadRequest
 from tests.engine.test_fake_gpu import MANY_EXPERTS, load_on
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
@@ -120,6 +123,8 @@ OTHERS = {
     "_first_use.after": "the same",
     "_expert_pool._fill": "in a thread of the pool",
     "_expert_pool._fill_host_slot": "in a thread of the pool",
+    "_expert_pool._finish": "for compiled code: test_ctrl_c_while_compiled_code_reads",
+    "_expert_pool.result": "the same",
     "_expert_pool._send_transit": "after a use that broke off, for a read that stays noted until it is over",
     "prefetch._read": "in the thread that reads",
     "prefetch._release": "when a model is freed",
@@ -216,6 +221,43 @@ def test_ctrl_c_while_a_read_is_handed_to_a_thread(tmp_path: Path, monkeypatch: 
                     assert torch.equal(model(ids).logits, logits), index
             for ids, logits in zip(inputs, expected, strict=True):
                 assert torch.equal(model(ids).logits, logits), index
+            check_nothing_is_lost(model)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="compiled code reads there")
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("owner", [Readers, ReadRequest])
+def test_ctrl_c_while_compiled_code_reads(
+    owner: type, is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after its requests are sent, and each is waited for."""
+    monkeypatch.setattr("rabbitllm.engine.load.choose_read_mode", lambda *_: ReadMode(direct=True))
+    model, _ = case("experts of the CPU", tmp_path)
+    inputs = [INPUT[:, index : index + 1] for index in range(6)]
+    name, countdown = "send" if owner is Readers else "wait", [0]
+    ordinary = getattr(owner, name)
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        countdown[0] -= 1
+        result = ordinary(self, *args) if countdown[0] or is_late else None
+        if not countdown[0]:
+            raise KeyboardInterrupt
+        return result
+
+    with torch.inference_mode():
+        expected = [model(ids).logits for ids in inputs]
+        model(INPUT.flip(1))
+        for index in range(1, 12):
+            for ids in inputs[::-1]:
+                model(ids)
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, interrupted)
+                countdown[0] = index
+                with pytest.raises(KeyboardInterrupt):
+                    [model(ids) for ids in inputs * 4]
+            for ids, logits in zip(inputs * 2, expected * 2, strict=True):
+                assert torch.equal(model(ids).logits, logits), index
+            model.streamer.pools["cpu"].end()
             check_nothing_is_lost(model)
 
 

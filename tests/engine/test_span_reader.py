@@ -145,7 +145,7 @@ def test_experts_of_published_codes_are_read_to_their_place(tmp_path: Path, monk
     (pool,) = model.placement.pools
     assert pool.slots < pool.experts
     monkeypatch.setattr(SpanReader, "read", noted)
-    monkeypatch.setattr(span_reader, "np", SimpleNamespace(copyto=copyto, frombuffer=np.frombuffer, uint8=np.uint8))
+    monkeypatch.setattr(span_reader, "np", SimpleNamespace(**{**vars(np), "copyto": copyto}))
     model(INPUT)
     scales = [nbytes for nbytes in read if nbytes < BLOCK]
     assert {*read} == {192 * 64, 96 * 64, *scales}

@@ -1,0 +1,131 @@
+"""Threads of compiled code that read runs of files into memory, for what is read while Python and the processor work.
+
+Where a token waits for reads, a thread of Python that reads is slow: it needs the interpreter before and after each
+read, and takes it from the thread that computes. These threads get their requests through memory, and never the
+interpreter. What they cannot read, for whatever reason, is left to the caller, who knows what to tell of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rabbitllm.base.forks import DaemonThread, before_fork, in_child, without_forks
+
+
+class ReadRequest:
+    """A read of spans into one memory, which is kept until it is read, with all else that the request needs."""
+
+    def __init__(self, readers: Readers) -> None:
+        from rabbitllm.storage import _read_kernels as kernels  # numba comes with it
+
+        self._readers = readers
+        self._words = (ctypes.c_int64 * kernels.REQUEST_WORDS)()
+        self._words[kernels.STATE] = self._unsent = kernels.UNSENT
+        self._state = kernels.STATE
+        self.address = ctypes.addressof(self._words)
+
+    def prepare(self, memory: int, spans: int, count: int, block: int) -> None:
+        """Set what is read next: the address of memory, and that of spans (int64s: descriptor, offset, bytes, offset in
+        the memory), their number, and what offsets and addresses of reads are multiples of, at most 4,096."""
+        self._words[: self._state + 1] = [memory, spans, count, block, self._unsent]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was read, or could not be, or was not sent."""
+        return self._words[self._state] != 0
+
+    @property
+    def times(self) -> tuple[float, float, int]:
+        """Once it was read, how many seconds it took, when it ended (`time.perf_counter`), and its thread's number."""
+        seconds, ended, thread = self._words[self._state + 1 :]
+        return seconds / 1e9, ended / 1e9, thread
+
+    def wait(self) -> bool:
+        """Wait until it is over; whether it was read."""
+        while not self.is_over:
+            self._readers.await_change(self.address + 8 * self._state, 0)
+        return bool(self._words[self._state] == 1)
+
+
+class Readers:
+    """So many threads; see `of`. They end with this object, once they have read what they have begun to read.
+
+    Args:
+        count: of threads.
+        name: of the threads.
+        kept: what is kept until they have ended: memory that they read into, and open files.
+    """
+
+    def __init__(self, count: int, name: str, kept: Any) -> None:
+        from rabbitllm.base.compiling import address_of  # numba comes with it
+        from rabbitllm.base.parts import SPINS
+        from rabbitllm.storage import _read_kernels as kernels
+
+        library = ctypes.CDLL(None)
+        library.aligned_alloc.restype, library.aligned_alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t] * 2
+        address = int(library.aligned_alloc(64, 8 * kernels.WORDS))  # never freed: a thread may outlive this
+        ctypes.memset(address, 0, 8 * kernels.WORDS)
+        self._address, self._count, self._kernels, self._spins = address, count, kernels, SPINS
+        self._words = (ctypes.c_int64 * kernels.WORDS).from_address(address)
+        self._words[kernels.OWN] = address
+        functions = library.pread, library.syscall, library.clock_gettime
+        for place, function in zip((kernels.READ, kernels.SYSCALL, kernels.CLOCK), functions, strict=True):
+            self._words[place] = ctypes.cast(function, ctypes.c_void_p).value or 0
+        numbers = [ctypes.c_int64] * 4
+        self._send = ctypes.PYFUNCTYPE(None, *numbers)(address_of(kernels.send))  # it takes microseconds
+        self._await = ctypes.CFUNCTYPE(None, *numbers)(address_of(kernels.await_change))
+        self.is_usable = True
+        in_child(self._reset)
+        before_fork(self._settle)
+        self.close = weakref.finalize(self, _end, self._words, self._send, kernels, count)
+        serve = ctypes.CFUNCTYPE(None, ctypes.c_int64)(address_of(kernels.serve))
+        for _ in range(count):
+            DaemonThread(_serve, name, serve, address, kept).start()
+
+    @classmethod
+    def of(cls, count: int, name: str, kept: Any) -> Readers | None:
+        """The threads; None where there are none, or no room for them."""
+        if sys.platform != "linux" or platform.machine() != "x86_64":
+            return None
+        try:
+            return cls(count, name, kept)
+        except (MemoryError, RuntimeError):
+            return None
+
+    def send(self, requests: Sequence[ReadRequest]) -> None:
+        """Send prepared requests; those for which there is no room stay unsent."""
+        if not (requests and self.is_usable and self.close.alive):
+            return
+        addresses = array("q", [request.address for request in requests])
+        with without_forks():
+            self._send(self._address, addresses.buffer_info()[0], len(addresses), self._count)
+
+    def await_change(self, place: int, value: int) -> None:
+        """Wait until a word at an address has probably another value."""
+        self._await(self._address, place, value, self._spins)
+
+    def _settle(self) -> None:
+        """Before a fork: wait for all reads."""
+        words, kernels = self._words, self._kernels
+        while words[kernels.SENT] != (finished := words[kernels.FINISHED]):
+            self.await_change(self._address + 8 * kernels.FINISHED, finished)
+
+    def _reset(self) -> None:
+        """In a forked child there are no threads."""
+        self.is_usable = False
+
+
+def _serve(serve: Callable[[int], None], address: int, kept: Any) -> None:
+    """Read until the threads are to end, and keep that until then."""
+    serve(address)
+
+
+def _end(words: Any, send: Callable[..., None], kernels: Any, threads: int) -> None:
+    words[kernels.STOPPED] = 1
+    send(words[kernels.OWN], 0, 0, threads)

@@ -1,0 +1,186 @@
+"""Reads by threads of compiled code: the bytes of files, nothing else, and a way back for what cannot be read."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rabbitllm.storage import _read_kernels as kernels
+from rabbitllm.storage.files import PositionalFile, page_aligned
+from rabbitllm.storage.readers import Readers, ReadRequest
+from tests.support.draws import draws
+from tests.support.fresh_process import python
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="as on Linux")
+SIZE, THREADS = 3_000_001, 3
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[bytes, int]]:
+    path = tmp_path_factory.mktemp("readers") / "x"
+    path.write_bytes(os.urandom(SIZE))
+    with PositionalFile(path) as file:
+        yield path.read_bytes(), file.descriptor
+
+
+@pytest.fixture(scope="module")
+def readers() -> Readers:
+    readers = Readers.of(THREADS, "test", ())
+    assert readers is not None
+    return readers
+
+
+def request_of(readers: Readers, memory: memoryview, spans: np.ndarray, block: int) -> ReadRequest:
+    request = ReadRequest(readers)
+    request.prepare(np.frombuffer(memory, np.uint8).ctypes.data, spans.ctypes.data, len(spans), block)
+    return request
+
+
+def words(*spans: tuple[int, int, int, int]) -> np.ndarray:
+    return np.array(spans, np.int64)
+
+
+@settings(max_examples=draws(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(1, 1_300_000), st.integers(0, 9000)), min_size=1),
+    st.sampled_from([512, 4096]),
+    st.booleans(),
+)
+def test_spans_anywhere(
+    readers: Readers, content: tuple[bytes, int], places: list[tuple[int, int, int]], block: int, is_alike: bool
+) -> None:
+    data, descriptor = content
+    spans, end = list[tuple[int, int, int, int]](), 0
+    for offset, nbytes, gap in places[:5]:
+        at = end + gap + (offset - end - gap) % block if is_alike else end + gap
+        spans.append((descriptor, offset, min(nbytes, SIZE - offset), at))
+        end = at + spans[-1][2]
+    memory = page_aligned(end + 4096)
+    memory[:] = b"\x55" * len(memory)
+    request = request_of(readers, memory, words(*spans), block)
+    readers.send([request])
+    assert request.wait()
+    expected = bytearray(b"\x55" * len(memory))
+    for _, offset, nbytes, at in spans:
+        expected[at : at + nbytes] = data[offset : offset + nbytes]
+    assert bytes(memory) == bytes(expected)
+    seconds, ended, thread = request.times
+    assert 0 < seconds < 60
+    assert abs(time.perf_counter() - ended) < 60
+    assert thread
+
+
+def test_many_requests_at_once(readers: Readers, content: tuple[bytes, int]) -> None:
+    """More than there is room for are left, as are those that were never sent."""
+    data, descriptor = content
+    memories = [page_aligned(8192) for _ in range(2 * kernels.RING)]
+    spans = [words((descriptor, 7001 * n, 8000, 100)) for n in range(len(memories))]
+    requests = [request_of(readers, *both, 4096) for both in zip(memories, spans, strict=True)]
+    readers.send(requests)
+    done = [request.wait() for request in requests]
+    assert sum(done) >= kernels.RING
+    for n, (memory, is_read) in enumerate(zip(memories, done, strict=True)):
+        assert bytes(memory[100:8100]) == (data[7001 * n : 7001 * n + 8000] if is_read else bytes(8000))
+    request = request_of(readers, memories[0], spans[0], 4096)
+    assert request.is_over
+    assert not request.wait()
+
+
+def test_what_cannot_be_read(readers: Readers, content: tuple[bytes, int]) -> None:
+    """A file that ends early, a descriptor of nothing, and the same request afterwards."""
+    data, descriptor = content
+    memory = page_aligned(16384)
+    bad = words((descriptor, SIZE - 10, 11, 0)), words((descriptor, 0, 4096, 0), (1 << 20, 0, 1, 4096))
+    for spans in bad:
+        request = request_of(readers, memory, spans, 512)
+        readers.send([request])
+        assert not request.wait()
+    good = words((descriptor, 5, 10, 0))
+    request.prepare(np.frombuffer(memory, np.uint8).ctypes.data, good.ctypes.data, 1, 512)
+    readers.send([request])
+    assert request.wait()
+    assert bytes(memory[:10]) == data[5:15]
+
+
+def test_threads_end_after_what_they_were_sent(content: tuple[bytes, int]) -> None:
+    """And what they keep stays until then."""
+    before, kept = threading.active_count(), [page_aligned(SIZE + 4096)]
+    readers = Readers.of(THREADS, "ending", kept)
+    assert readers is not None
+    assert threading.active_count() == before + THREADS
+    spans = words((content[1], 0, SIZE, 0))
+    requests = [request_of(readers, kept[0], spans, 4096) for _ in range(20)]
+    readers.send(requests)
+    readers.close()
+    assert all(request.wait() for request in requests)
+    late = request_of(readers, kept[0], spans, 4096)
+    readers.send([late])
+    assert not late.wait()
+    ending = [thread for thread in threading.enumerate() if thread.name == "ending"]
+    for thread in ending:
+        thread.join()
+
+
+def test_a_signal_ends_the_wait(readers: Readers) -> None:
+    """Python sees it while it waits for what does not come."""
+    request = ReadRequest(readers)
+    address = request.address + 8 * kernels.STATE
+
+    def wait() -> None:
+        while True:
+            readers.await_change(address, kernels.UNSENT)
+
+    def handle(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    old = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+def test_forks(tmp_path: Path) -> None:
+    """A fork waits for reads; a child reads nothing by these threads, and the parent goes on."""
+    (tmp_path / "x").write_bytes(os.urandom(1 << 22))
+    result = python(
+        f"""
+import os, sys
+import numpy as np
+from rabbitllm.storage.files import PositionalFile, page_aligned
+from rabbitllm.storage.readers import Readers, ReadRequest
+file, readers, memory = PositionalFile({str(tmp_path / "x")!r}), Readers.of(2, "x", ()), page_aligned(1 << 22)
+spans, address = np.array([[file.descriptor, 0, 1 << 22, 0]]), np.frombuffer(memory, np.uint8).ctypes.data
+data = open({str(tmp_path / "x")!r}, "rb").read()
+for turn in range(20):
+    requests = [ReadRequest(readers) for _ in range(4)]
+    for request in requests:
+        request.prepare(address, spans.ctypes.data, 1, 4096)
+    readers.send(requests)
+    child = os.fork()
+    assert all(request.is_over and request.wait() for request in requests) or child, "not over in the child"
+    assert all(request.wait() for request in requests) and bytes(memory) == data
+    if not child:
+        request = ReadRequest(readers)
+        request.prepare(address, spans.ctypes.data, 1, 4096)
+        readers.send([request])
+        os._exit(request.wait())
+    assert os.waitpid(child, 0)[1] == 0
+print("read")
+"""
+    )
+    assert result.stdout.strip() == "read", result.stderr
