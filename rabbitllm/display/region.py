@@ -321,6 +321,12 @@ class Claim:
         self._region = region
         self._over = False
 
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
     def release(self, last: str = "") -> None:
         """Remove the rows, and leave a line if one is given. Safe to call again."""
         if not self._over:

@@ -199,8 +199,5 @@ class ReadingDisplay:
 def shown_reading(total: int) -> Iterator[Callable[[str, int], None]]:
     """Show progress while the context is open; yields a function to call with each file and its bytes read."""
     reading = ReadingDisplay(total)
-    claim = THE_REGION.claim(reading)
-    try:
+    with THE_REGION.claim(reading):
         yield lambda name, nbytes: reading.add(nbytes)
-    finally:
-        claim.release()
