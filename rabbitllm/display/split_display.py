@@ -158,12 +158,7 @@ def shown(enabled: bool = True, *, converts: bool = False) -> Iterator[None]:
 
 
 class ReadingDisplay:
-    """Progress of reading a number of bytes.
-
-    Args:
-        total: bytes to read.
-        clock: returns seconds.
-    """
+    """Progress of reading a number of bytes."""
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total

@@ -44,11 +44,7 @@ KERNEL_LIMITS_MEMORY = sys.platform == "linux"
 
 
 class TooManyLetters(Exception):
-    """A template made a text of more letters than allowed.
-
-    Args:
-        letters: number of its letters.
-    """
+    """A template made a text of more letters than allowed."""
 
     def __init__(self, letters: int) -> None:
         super().__init__(f"{letters:,} letters")

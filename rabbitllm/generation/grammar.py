@@ -306,9 +306,6 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
 class _GrammarVocabulary:
     """The vocabulary of a tokenizer in llguidance, and the grammars compiled for it.
 
-    Args:
-        tokenizer: a tokenizer of transformers.
-
     Attributes:
         end: the token that ends a text.
         tokens: the vocabulary itself.

@@ -115,12 +115,7 @@ def recipe_in(folder: Path) -> PoolingRecipe | None:
 
 
 class Embedder:
-    """Computes embeddings.
-
-    Args:
-        model: a model from `AutoModel.from_pretrained`.
-        recipe: see `recipe_in`.
-    """
+    """Computes embeddings."""
 
     def __init__(self, model: StreamedModel, recipe: PoolingRecipe) -> None:
         self._model = model
@@ -268,14 +263,7 @@ def cosines(vectors: Sequence[Sequence[float]]) -> list[float]:
 
 
 def rerank_object(body: RerankBody, scores: Sequence[float], tokens: int, name: str) -> dict[str, Any]:
-    """Documents by their scores, as Jina's and Cohere's interfaces return them.
-
-    Args:
-        body: the request.
-        scores: of each document.
-        tokens: of all inputs.
-        name: the model's name.
-    """
+    """Documents by their scores, as Jina's and Cohere's interfaces return them."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
     shown = [{"document": {"text": body.documents[index]}} if body.return_documents else {} for index in order]
     return {
