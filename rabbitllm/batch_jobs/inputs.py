@@ -91,11 +91,7 @@ class InputScan:
         return tuple(int(length) for length in lengths[:count])
 
     def ordered(self, indices: Iterable[int]) -> list[int]:
-        """Indices in the order in which to answer them.
-
-        Args:
-            indices: indices of lines.
-        """
+        """Indices in the order in which to answer them."""
         chosen = np.fromiter(indices, dtype=np.int64)
         order = in_order(self.kinds[chosen], self.lengths[chosen], self.prefixes[chosen])
         return [int(index) for index in chosen[order]]

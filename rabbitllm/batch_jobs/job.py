@@ -18,7 +18,7 @@ import json
 import queue
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,7 +128,7 @@ def work(batch: BatchJob) -> Progress:
 def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress:
     display = JobDisplay()
     if batch.elsewhere is not None:
-        with _displayed(display):
+        with THE_REGION.claim(display):
             return keep(batch.elsewhere(scan, journal), journal, display.update)
     if isinstance(batch.model, LoadRequest):
         ready = BatchModel.load(batch.model, scan.longest(batch.limits.sequences), batch.limits)
@@ -142,20 +142,11 @@ def _answer(batch: BatchJob, scan: InputScan, journal: BatchJournal) -> Progress
     items = map(scan.item, scan.ordered(journal.missing()))
     line, ready.model.pass_line = ready.model.pass_line, None  # one row for all passes
     try:
-        with _displayed(display):
+        with THE_REGION.claim(display):
             progress = keep(answered(ready.model, batch.name, items, limits, display.watch), journal, display.update)
             return replace(progress, forced_tokens=display.forced_tokens)
     finally:
         ready.model.pass_line = line
-
-
-@contextlib.contextmanager
-def _displayed(display: JobDisplay) -> Iterator[None]:
-    claim = THE_REGION.claim(display)
-    try:
-        yield
-    finally:
-        claim.release()
 
 
 def keep(groups: Groups, journal: BatchJournal, notify: Callable[[Progress], object]) -> Progress:

@@ -310,8 +310,8 @@ class LinePace:
         return True
 
 
-class Claim:
-    """A place on the screen, until `release`."""
+class Claim(contextlib.AbstractContextManager[None]):
+    """A place on the screen, until `release` or the end of its context."""
 
     def __init__(self, region: Region, content: Content, pace: LinePace, form: DisplayForm) -> None:
         self.content = content
@@ -320,6 +320,9 @@ class Claim:
         self.output = NotebookOutput(NOTEBOOK_SECONDS) if form is DisplayForm.NOTEBOOK else None
         self._region = region
         self._over = False
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
     def release(self, last: str = "") -> None:
         """Remove the rows, and leave a line if one is given. Safe to call again."""

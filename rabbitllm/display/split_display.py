@@ -158,12 +158,7 @@ def shown(enabled: bool = True, *, converts: bool = False) -> Iterator[None]:
 
 
 class ReadingDisplay:
-    """Progress of reading a number of bytes.
-
-    Args:
-        total: bytes to read.
-        clock: returns seconds.
-    """
+    """Progress of reading a number of bytes."""
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
@@ -199,8 +194,5 @@ class ReadingDisplay:
 def shown_reading(total: int) -> Iterator[Callable[[str, int], None]]:
     """Show progress while the context is open; yields a function to call with each file and its bytes read."""
     reading = ReadingDisplay(total)
-    claim = THE_REGION.claim(reading)
-    try:
+    with THE_REGION.claim(reading):
         yield lambda name, nbytes: reading.add(nbytes)
-    finally:
-        claim.release()

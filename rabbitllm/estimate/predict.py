@@ -114,12 +114,6 @@ def _readable(scan: SourceScan) -> list[Path]:
 class _DraftEstimator:
     """Estimates with a draft.
 
-    Args:
-        draft: as `draft_of` returns it.
-        source: of the model.
-        home: the folder of the model's config.
-        machine: the machine.
-
     Raises:
         RabbitLLMError: there is no such draft model.
     """

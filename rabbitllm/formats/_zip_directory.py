@@ -15,6 +15,7 @@ Independent of torch.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -61,6 +62,19 @@ _REMEDY = (
 )
 
 
+class ZipFault(ValueError):
+    """What is wrong with a zip; `zip_faults_of` adds the name of the file."""
+
+
+@contextlib.contextmanager
+def zip_faults_of(file: str) -> Iterator[None]:
+    """Report faults that are found inside the context as those of a file."""
+    try:
+        yield
+    except ZipFault as fault:
+        raise CorruptShardError(f"{file} is not a valid torch zip: {fault}.", _REMEDY) from None
+
+
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
     """One stored entry.
@@ -96,113 +110,109 @@ class ZipEntry:
         return _DESCRIPTOR_64.size if self.zip64 else _DESCRIPTOR.size
 
 
-def read_entries(read: ReadAt, file_size: int, file: str) -> tuple[ZipEntry, ...]:
+def read_entries(read: ReadAt, file_size: int) -> tuple[ZipEntry, ...]:
     """The entries in the order of their data, from the end records and the central directory alone.
 
     Args:
         read: reads the file; at most `MAX_DIRECTORY_BYTES` at once.
         file_size: bytes.
-        file: name for messages.
 
     Raises:
-        CorruptShardError: the file is not a zip, is one that readers may interpret differently, or has entries that are
+        ZipFault: the file is not a zip, is one that readers may interpret differently, or has entries that are
             not stored uncompressed.
     """
-    count, begin, end = _directory_span(read, file_size, file)
-    listed = list(_read_directory(read(begin, end - begin), count, file))
+    count, begin, end = _directory_span(read, file_size)
+    listed = list(_read_directory(read(begin, end - begin), count))
     names: set[str] = set()
     for entry in listed:
         if entry.name in names:
-            raise corrupt_zip(file, f"two of its entries are named {entry.name!r}")
+            raise ZipFault(f"two of its entries are named {entry.name!r}")
         names.add(entry.name)
-    return tuple(_place_entries(sorted(listed, key=lambda entry: entry.header), begin, file))
+    return tuple(_place_entries(sorted(listed, key=lambda entry: entry.header), begin))
 
 
-def _directory_span(read: ReadAt, file_size: int, file: str) -> tuple[int, int, int]:
+def _directory_span(read: ReadAt, file_size: int) -> tuple[int, int, int]:
     """The number of entries, and the offsets of the begin and end of the central directory."""
     tail_bytes = _END.size + _LOCATOR.size + _END_64.size
     start = max(0, file_size - tail_bytes)
     tail = read(start, file_size - start)
     if file_size < _END.size or len(tail) != file_size - start or tail[-_END.size :][:4] != b"PK\x05\x06":
-        raise corrupt_zip(file, "it does not end with a zip end record: it is truncated, or has bytes after its end")
+        raise ZipFault("it does not end with a zip end record: it is truncated, or has bytes after its end")
     _, disk, first_disk, disk_count, count, size, offset, comment = _END.unpack(tail[-_END.size :])
     if comment or disk or first_disk or disk_count != count:
-        raise corrupt_zip(file, "its end record has a comment, or names several disks; a checkpoint has neither")
+        raise ZipFault("its end record has a comment, or names several disks; a checkpoint has neither")
     end = file_size - _END.size
     locator = tail[-_END.size - _LOCATOR.size : -_END.size]
     if locator[:4] == b"PK\x06\x07":
         end -= _LOCATOR.size + _END_64.size
         claimed = (count, size, offset)
-        count, size, offset = _read_end_64(tail[: -_END.size], end, file)
+        count, size, offset = _read_end_64(tail[: -_END.size], end)
         limits = (_SENTINEL_16, _SENTINEL_32, _SENTINEL_32)
         for old, new, limit in zip(claimed, (count, size, offset), limits, strict=True):
             if old not in (new, limit):
-                raise corrupt_zip(file, f"its end record says {old:,} where its zip64 record says {new:,}")
+                raise ZipFault(f"its end record says {old:,} where its zip64 record says {new:,}")
     elif count == _SENTINEL_16 or _SENTINEL_32 in (size, offset):
-        raise corrupt_zip(file, "its end record refers to a zip64 record, and there is none before it")
+        raise ZipFault("its end record refers to a zip64 record, and there is none before it")
     if count > MAX_ENTRIES or size > MAX_DIRECTORY_BYTES:
-        raise corrupt_zip(
-            file,
+        raise ZipFault(
             f"its directory declares {count:,} entries in {size:,} bytes; "
-            f"at most {MAX_ENTRIES:,} in {MAX_DIRECTORY_BYTES:,} bytes are read",
+            f"at most {MAX_ENTRIES:,} in {MAX_DIRECTORY_BYTES:,} bytes are read"
         )
     if offset + size != end:
-        raise corrupt_zip(
-            file, f"its directory should end at byte {end:,} and declares bytes {offset:,} to {offset + size:,}"
-        )
+        raise ZipFault(f"its directory should end at byte {end:,} and declares bytes {offset:,} to {offset + size:,}")
     return count, offset, end
 
 
-def _read_end_64(tail: bytes, end: int, file: str) -> tuple[int, int, int]:
+def _read_end_64(tail: bytes, end: int) -> tuple[int, int, int]:
     """Count, size and offset of the central directory from the zip64 record, which must be at `end`."""
     if len(tail) < _LOCATOR.size + _END_64.size:
-        raise corrupt_zip(file, "its zip64 locator has no room for a zip64 record before it")
+        raise ZipFault("its zip64 locator has no room for a zip64 record before it")
     _, disk, record_at, disks = _LOCATOR.unpack(tail[-_LOCATOR.size :])
     record = tail[-_LOCATOR.size - _END_64.size : -_LOCATOR.size]
     signature, length, _, _, record_disk, first_disk, disk_count, count, size, offset = _END_64.unpack(record)
     if record_at != end or signature != b"PK\x06\x06" or length != _END_64.size - 12:
-        raise corrupt_zip(file, f"its zip64 locator points to byte {record_at:,}; expected the record at byte {end:,}")
+        raise ZipFault(f"its zip64 locator points to byte {record_at:,}; expected the record at byte {end:,}")
     if disk or disks > 1 or record_disk or first_disk or disk_count != count:
-        raise corrupt_zip(file, "its zip64 record names several disks")
+        raise ZipFault("its zip64 record names several disks")
     return count, size, offset
 
 
-def _read_directory(raw: bytes, count: int, file: str) -> Iterator[ZipEntry]:
+def _read_directory(raw: bytes, count: int) -> Iterator[ZipEntry]:
     """The records of the central directory, which must be exactly `count` and fill it; their data as if at byte 0."""
     offset = 0
     for index in range(count):
         if len(raw) - offset < _CENTRAL.size or raw[offset : offset + 4] != b"PK\x01\x02":
-            raise corrupt_zip(file, f"its directory declares {count:,} entries and has {index:,}")
+            raise ZipFault(f"its directory declares {count:,} entries and has {index:,}")
         fields = _CENTRAL.unpack_from(raw, offset)
         _, _, needed, flags, method, _, _, crc, packed, size, *lengths, disk, _, attributes, header = fields
         offset += _CENTRAL.size
         ends = [offset := offset + length for length in lengths]
         if ends[-1] > len(raw):
-            raise corrupt_zip(file, f"entry {index:,} of its directory reaches beyond the directory")
-        name = _entry_name(raw[ends[0] - lengths[0] : ends[0]], flags, file)
-        zip64 = _zip64_field(raw[ends[0] : ends[1]], name, file)
+            raise ZipFault(f"entry {index:,} of its directory reaches beyond the directory")
+        name = _entry_name(raw[ends[0] - lengths[0] : ends[0]], flags)
+        zip64 = _zip64_field(raw[ends[0] : ends[1]], name)
         if lengths[2]:
-            raise corrupt_zip(file, f"entry {name!r} has a comment")
-        _check_version(needed, name, file)
-        _check_stored(flags, method, name, file)
+            raise ZipFault(f"entry {name!r} has a comment")
+        _check_version(needed, name)
+        _check_stored(flags, method, name)
         if attributes & _SPECIAL or attributes >> 28 not in (0, _REGULAR):
-            raise corrupt_zip(file, f"entry {name!r} is not marked as a file (attributes {attributes:#010x})")
-        wide = _widen_sizes((size, packed, header, disk), zip64, name, file)
+            raise ZipFault(f"entry {name!r} is not marked as a file (attributes {attributes:#010x})")
+        wide = _widen_sizes((size, packed, header, disk), zip64, name)
         if wide[0] != wide[1]:
-            raise corrupt_zip(file, f"entry {name!r} has {wide[1]:,} bytes and declares {wide[0]:,}")
+            raise ZipFault(f"entry {name!r} has {wide[1]:,} bytes and declares {wide[0]:,}")
         if wide[3]:
-            raise corrupt_zip(file, f"entry {name!r} declares another disk")
+            raise ZipFault(f"entry {name!r} declares another disk")
         yield ZipEntry(name, wide[2], 0, wide[0], crc, flags, zip64)
     if offset != len(raw):
-        raise corrupt_zip(file, f"its directory has {len(raw) - offset:,} bytes after its last entry")
+        raise ZipFault(f"its directory has {len(raw) - offset:,} bytes after its last entry")
 
 
-def _place_entries(listed: Sequence[ZipEntry], directory: int, file: str) -> Iterator[ZipEntry]:
+def _place_entries(listed: Sequence[ZipEntry], directory: int) -> Iterator[ZipEntry]:
     """The entries with the spans of their data, which must be adjacent."""
     if not listed:
-        raise corrupt_zip(file, "it has no entries")
+        raise ZipFault("it has no entries")
     if listed[0].header:
-        raise corrupt_zip(file, f"its first entry starts at byte {listed[0].header:,}; expected byte 0")
+        raise ZipFault(f"its first entry starts at byte {listed[0].header:,}; expected byte 0")
     ends = [entry.header for entry in listed[1:]] + [directory]
     for entry, following in zip(listed, ends, strict=True):
         end = following - entry.descriptor
@@ -210,78 +220,72 @@ def _place_entries(listed: Sequence[ZipEntry], directory: int, file: str) -> Ite
         extra = begin - entry.header - _LOCAL.size - len(entry.name.encode())
         if not 0 <= extra <= _MAX_EXTRA:
             problem = "overlaps what follows it" if extra < 0 else "is followed by bytes that belong to no entry"
-            raise corrupt_zip(
-                file,
+            raise ZipFault(
                 f"entry {entry.name!r} of {entry.size:,} bytes {problem}: it starts at byte {entry.header:,}, "
-                f"the next one at byte {following:,}",
+                f"the next one at byte {following:,}"
             )
         yield replace(entry, begin=begin, end=end)
 
 
-def _check_version(needed: int, name: str, file: str) -> None:
+def _check_version(needed: int, name: str) -> None:
     """Refuse an entry that needs a later version of the format (low byte): torch reads it, zipfile does not."""
     if needed & 0xFF > _MAX_VERSION:
-        raise corrupt_zip(
-            file,
+        raise ZipFault(
             f"entry {name!r} needs a reader of version {(needed & 0xFF) / 10} of the format; there is none above "
-            f"{_MAX_VERSION / 10}",
+            f"{_MAX_VERSION / 10}"
         )
 
 
-def _check_stored(flags: int, method: int, name: str, file: str) -> None:
+def _check_stored(flags: int, method: int, name: str) -> None:
     if method:
-        raise corrupt_zip(file, f"entry {name!r} is compressed (method {method}); torch.save compresses nothing")
+        raise ZipFault(f"entry {name!r} is compressed (method {method}); torch.save compresses nothing")
     for bit in range(16):
         if flags >> bit & 1 and 1 << bit not in (_DESCRIBED, _UTF8):
-            raise corrupt_zip(
-                file, f"entry {name!r} is {_FLAG_MEANINGS.get(bit, 'marked with an unknown flag')} (bit {bit})"
-            )
+            raise ZipFault(f"entry {name!r} is {_FLAG_MEANINGS.get(bit, 'marked with an unknown flag')} (bit {bit})")
 
 
-def _entry_name(raw: bytes, flags: int, file: str) -> str:
+def _entry_name(raw: bytes, flags: int) -> str:
     """An entry's name, which must be an unambiguous relative path."""
     try:
         name = raw.decode("utf-8" if flags & _UTF8 else "ascii")
     except UnicodeDecodeError:
-        raise corrupt_zip(file, f"the name {raw[:80]!r} of an entry is not valid text") from None
+        raise ZipFault(f"the name {raw[:80]!r} of an entry is not valid text") from None
     parts = name.split("/")
     if len(raw) > MAX_NAME_BYTES or not name.isprintable() or "\\" in name or {"", ".", ".."} & set(parts):
-        raise corrupt_zip(file, f"the name {name[:80]!r} of an entry is not a plain relative path")
+        raise ZipFault(f"the name {name[:80]!r} of an entry is not a plain relative path")
     return name
 
 
-def _zip64_field(extra: bytes, name: str, file: str) -> bytes:
+def _zip64_field(extra: bytes, name: str) -> bytes:
     """The payload of the zip64 field among extra fields, empty if there is none; others must be harmless."""
     zip64, offset = b"", 0
     while offset < len(extra):
         field_id, length = struct.unpack_from("<2H", extra, offset) if len(extra) - offset >= 4 else (0, _MAX_EXTRA)
         payload = extra[offset + 4 : offset + 4 + length]
         if len(payload) != length:
-            raise corrupt_zip(file, f"the extra fields of entry {name!r} do not end where they say")
+            raise ZipFault(f"the extra fields of entry {name!r} do not end where they say")
         if field_id == _ZIP64:
             if zip64 or not payload:
-                raise corrupt_zip(file, f"entry {name!r} has two zip64 fields, or an empty one")
+                raise ZipFault(f"entry {name!r} has two zip64 fields, or an empty one")
             zip64 = payload
         elif field_id not in _HARMLESS_EXTRAS:
-            raise corrupt_zip(
-                file, f"entry {name!r} has an extra field of kind {field_id:#06x}, which could change its meaning"
-            )
+            raise ZipFault(f"entry {name!r} has an extra field of kind {field_id:#06x}, which could change its meaning")
         offset += 4 + length
     return zip64
 
 
-def _widen_sizes(fields: tuple[int, int, int, int], zip64: bytes, name: str, file: str) -> tuple[int, ...]:
+def _widen_sizes(fields: tuple[int, int, int, int], zip64: bytes, name: str) -> tuple[int, ...]:
     """Size, packed size, header and disk, replaced by the zip64 field where it has them; it must hold exactly those."""
     limits = (_SENTINEL_32, _SENTINEL_32, _SENTINEL_32, _SENTINEL_16)
     replaced = [index for index, limit in enumerate(limits) if fields[index] == limit]
     layout = struct.Struct("<" + "".join("I" if index == 3 else "Q" for index in replaced))
     if layout.size != len(zip64):
-        raise corrupt_zip(file, f"the zip64 field of entry {name!r} has {len(zip64)} bytes; expected {layout.size}")
+        raise ZipFault(f"the zip64 field of entry {name!r} has {len(zip64)} bytes; expected {layout.size}")
     values = dict(zip(replaced, layout.unpack(zip64), strict=True))
     return tuple(values.get(index, field) for index, field in enumerate(fields))
 
 
-def check_local_headers(read: ReadAt, entries: Sequence[ZipEntry], file: str) -> None:
+def check_local_headers(read: ReadAt, entries: Sequence[ZipEntry]) -> None:
     """Compare each local header and data descriptor with the central directory. Reads no data.
 
     A reader that starts at the front of a file uses the former, one that starts at its end the latter.
@@ -289,70 +293,60 @@ def check_local_headers(read: ReadAt, entries: Sequence[ZipEntry], file: str) ->
     Args:
         read: reads the file.
         entries: all entries, from `read_entries`.
-        file: name for messages.
 
     Raises:
-        CorruptShardError: a header differs.
+        ZipFault: a header differs.
     """
     position, pending = 0, None
     for entry in entries:
         between = read(position, entry.begin - position)
         if len(between) != entry.begin - position:
-            raise corrupt_zip(file, f"it ended before byte {entry.begin:,}, where {entry.name!r} starts")
+            raise ZipFault(f"it ended before byte {entry.begin:,}, where {entry.name!r} starts")
         if pending is not None:
-            _check_descriptor(between[: pending.descriptor], pending, file)
-        _check_local(between[entry.header - position :], entry, file)
+            _check_descriptor(between[: pending.descriptor], pending)
+        _check_local(between[entry.header - position :], entry)
         position, pending = entry.end, entry
     if pending is not None:
-        _check_descriptor(read(position, pending.descriptor), pending, file)
+        _check_descriptor(read(position, pending.descriptor), pending)
 
 
-def _check_local(raw: bytes, entry: ZipEntry, file: str) -> None:
+def _check_local(raw: bytes, entry: ZipEntry) -> None:
     """Check an entry; `raw` reaches from the local header to the data."""
     signature, needed, flags, method, _, _, crc, packed, size, name_length, extra_length = _LOCAL.unpack_from(raw)
     name = raw[_LOCAL.size : _LOCAL.size + name_length]
     if signature != b"PK\x03\x04":
-        raise corrupt_zip(file, f"there is no local header at byte {entry.header:,}, where {entry.name!r} should start")
+        raise ZipFault(f"there is no local header at byte {entry.header:,}, where {entry.name!r} should start")
     if name != entry.name.encode():
-        raise corrupt_zip(file, f"entry {entry.name!r} is named {name[:80]!r} in its local header")
-    _check_version(needed, entry.name, file)
+        raise ZipFault(f"entry {entry.name!r} is named {name[:80]!r} in its local header")
+    _check_version(needed, entry.name)
     if (flags, method) != (entry.flags, 0):
-        raise corrupt_zip(
-            file,
+        raise ZipFault(
             f"entry {entry.name!r} has flags {flags:#06x} and method {method} in its local header; "
-            f"expected {entry.flags:#06x} and 0",
+            f"expected {entry.flags:#06x} and 0"
         )
     length = _LOCAL.size + name_length + extra_length
     if length != len(raw):
-        raise corrupt_zip(
-            file,
+        raise ZipFault(
             f"the data of entry {entry.name!r} starts at byte {entry.header + length:,} by its local header; "
-            f"expected byte {entry.begin:,}",
+            f"expected byte {entry.begin:,}"
         )
-    zip64 = _zip64_field(raw[_LOCAL.size + name_length :], entry.name, file)
+    zip64 = _zip64_field(raw[_LOCAL.size + name_length :], entry.name)
     # torch writes the size, nothing for the packed size, and the rest as in the directory; zipfile both sizes
     as_torch = entry.zip64[:8] + bytes(8) + entry.zip64[16:]
     if zip64 not in (b"", entry.zip64, as_torch, struct.pack("<2Q", entry.size, entry.size)):
-        raise corrupt_zip(
-            file, f"the zip64 field in the local header of entry {entry.name!r} differs from the directory's"
-        )
+        raise ZipFault(f"the zip64 field in the local header of entry {entry.name!r} differs from the directory's")
     narrow = _SENTINEL_32 if zip64 and not entry.flags & _DESCRIBED else min(entry.size, _SENTINEL_32)
     expected = [(entry.crc, narrow, narrow), (entry.crc, entry.size, entry.size)]
     if entry.flags & _DESCRIBED:
         expected.append((0, 0, 0))
     if (crc, packed, size) not in expected:
-        raise corrupt_zip(
-            file, f"entry {entry.name!r} has {size:,} bytes by its local header, or another checksum; "
+        raise ZipFault(
+            f"entry {entry.name!r} has {size:,} bytes by its local header, or another checksum; "
             f"the directory says {entry.size:,} bytes"
-        )  # fmt: skip
+        )
 
 
-def _check_descriptor(raw: bytes, entry: ZipEntry, file: str) -> None:
+def _check_descriptor(raw: bytes, entry: ZipEntry) -> None:
     layout = {0: None, _DESCRIPTOR.size: _DESCRIPTOR, _DESCRIPTOR_64.size: _DESCRIPTOR_64}[entry.descriptor]
     if layout is not None and raw != layout.pack(b"PK\x07\x08", entry.crc, entry.size, entry.size):
-        raise corrupt_zip(file, f"the data descriptor after entry {entry.name!r} differs from the directory")
-
-
-def corrupt_zip(file: str, problem: str) -> CorruptShardError:
-    """The error for a malformed zip, with a remedy."""
-    return CorruptShardError(f"{file} is not a valid torch zip: {problem}.", _REMEDY)
+        raise ZipFault(f"the data descriptor after entry {entry.name!r} differs from the directory")

@@ -317,10 +317,7 @@ def read_pickle(
     """
     value, end = read_leading_pickle(data, 0, known, persistent, file)
     if end != len(data):
-        raise UnsafePickleError(
-            f"The pickle of {file} is refused at byte {end - 1:,}: STOP is followed by {len(data) - end:,} bytes.",
-            _REMEDY,
-        )
+        raise _refused(file, end - 1, f"STOP is followed by {len(data) - end:,} bytes")
     return value
 
 
@@ -357,9 +354,7 @@ def read_leading_pickle(
             step(machine, read_argument(stream))
         raise RefusedValueError(f"exceeds the limit of {MAX_OPCODES:,} opcodes")
     except RefusedValueError as refusal:
-        raise UnsafePickleError(
-            f"The pickle of {file} is refused at byte {begin:,}: {name} {refusal}.", _REMEDY
-        ) from None
+        raise _refused(file, begin, f"{name} {refusal}") from None
     except ValueError as error:
         raise CorruptShardError(
             f"The pickle of {file} is invalid at byte {begin:,}: {name} {error}.", "Download or copy the file again."
@@ -416,6 +411,10 @@ def _shortened(argument: object) -> str:
     return short(
         argument[: MAX_ARGUMENT + 1] if isinstance(argument, str | bytes | bytearray) else argument, MAX_ARGUMENT
     )
+
+
+def _refused(file: str, position: int, why: str) -> UnsafePickleError:
+    return UnsafePickleError(f"The pickle of {file} is refused at byte {position:,}: {why}.", _REMEDY)
 
 
 def _check_size(data: bytes, file: str) -> None:

@@ -30,7 +30,7 @@ from rabbitllm.formats._torch_pickle import (
     read_plain_pickle,
     read_torch_pickle,
 )
-from rabbitllm.formats._zip_directory import ZipEntry, check_local_headers, corrupt_zip, read_entries
+from rabbitllm.formats._zip_directory import ZipEntry, ZipFault, check_local_headers, read_entries, zip_faults_of
 from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES, describe
 from rabbitllm.formats.tensor_spec import DTYPES, Header, LeftOut, ReadAt, TensorSpec, byte_size, is_contiguous
 from rabbitllm.storage.files import PositionalFile
@@ -188,13 +188,14 @@ def parse_torch_zip(read: ReadAt, size: int, file: str, *, local_headers: bool =
         local_headers: also compare every entry's own header, a read each; if not, `check_local_headers` has to check
             the offsets before the data is used.
     """
-    entries = read_entries(read, size, file)
-    if local_headers:
-        check_local_headers(read, entries, file)
-    records = _records(entries, file)
-    _check_byte_order(read, records, file)
-    root, storages = read_torch_pickle(read_pickle_bytes(read, records, file), file)
-    return _file_of(root, _spans(records, storages, file), size, file)
+    with zip_faults_of(file):
+        entries = read_entries(read, size)
+        if local_headers:
+            check_local_headers(read, entries)
+        records = _records(entries)
+        _check_byte_order(read, records, file)
+        root, storages = read_torch_pickle(_pickle_bytes(read, records), file)
+        return _file_of(root, _spans(records, storages), size, file)
 
 
 def pickle_of(path: Path) -> bytes:
@@ -203,13 +204,13 @@ def pickle_of(path: Path) -> bytes:
     Raises:
         CorruptShardError: the zip is malformed, or the pickle too large.
     """
-    with PositionalFile(path) as opened:
-        entries = read_entries(opened.read_at, opened.size(), path.name)
-        check_local_headers(opened.read_at, entries, path.name)
-        return read_pickle_bytes(opened.read_at, _records(entries, path.name), path.name)
+    with PositionalFile(path) as opened, zip_faults_of(path.name):
+        entries = read_entries(opened.read_at, opened.size())
+        check_local_headers(opened.read_at, entries)
+        return _pickle_bytes(opened.read_at, _records(entries))
 
 
-def _records(entries: tuple[ZipEntry, ...], file: str) -> dict[str, ZipEntry]:
+def _records(entries: tuple[ZipEntry, ...]) -> dict[str, ZipEntry]:
     """The entries by their names within their common folder."""
     root = entries[0].name.partition("/")[0] if entries else ""
     records = {}
@@ -218,20 +219,19 @@ def _records(entries: tuple[ZipEntry, ...], file: str) -> dict[str, ZipEntry]:
         key = name.removeprefix("data/")
         is_storage = key != name and key.isascii() and key.isdigit()
         if folder != root or not (is_storage or name == PICKLE or name in _RECORDS):
-            raise corrupt_zip(
-                file,
-                f"entry {entry.name!r} was not written by torch.save; it may be a TorchScript archive or another zip",
+            raise ZipFault(
+                f"entry {entry.name!r} was not written by torch.save; it may be a TorchScript archive or another zip"
             )
         records[name] = entry
     if PICKLE not in records:
-        raise corrupt_zip(file, f"it has no {PICKLE} among its {len(entries):,} entries")
+        raise ZipFault(f"it has no {PICKLE} among its {len(entries):,} entries")
     return records
 
 
 def _check_byte_order(read: ReadAt, records: Mapping[str, ZipEntry], file: str) -> None:
     for name in _RECORDS & records.keys():
         if records[name].size > _MAX_RECORD_BYTES:
-            raise corrupt_zip(file, f"its {name} has {records[name].size:,} bytes; expected a few")
+            raise ZipFault(f"its {name} has {records[name].size:,} bytes; expected a few")
     if entry := records.get("byteorder"):
         order = read(entry.begin, entry.size)
         if order != b"little":
@@ -241,32 +241,30 @@ def _check_byte_order(read: ReadAt, records: Mapping[str, ZipEntry], file: str) 
             )
 
 
-def read_pickle_bytes(read: ReadAt, records: Mapping[str, ZipEntry], file: str) -> bytes:
+def _pickle_bytes(read: ReadAt, records: Mapping[str, ZipEntry]) -> bytes:
     """The bytes of the pickle, after a check of its size."""
     entry = records[PICKLE]
     if entry.size > MAX_PICKLE_BYTES:
-        raise corrupt_zip(file, f"its {PICKLE} has {entry.size:,} bytes; at most {MAX_PICKLE_BYTES:,} are read")
+        raise ZipFault(f"its {PICKLE} has {entry.size:,} bytes; at most {MAX_PICKLE_BYTES:,} are read")
     data = read(entry.begin, entry.size)
     if len(data) != entry.size:
-        raise corrupt_zip(file, f"it ended inside its {PICKLE}")
+        raise ZipFault(f"it ended inside its {PICKLE}")
     return data
 
 
-def _spans(
-    records: Mapping[str, ZipEntry], storages: Mapping[str, Storage], file: str
-) -> Mapping[str, tuple[int, int]]:
+def _spans(records: Mapping[str, ZipEntry], storages: Mapping[str, Storage]) -> Mapping[str, tuple[int, int]]:
     """The span of each storage in bytes; each must have an entry of its size, and all entries must be used."""
     spans = {}
     for key, storage in storages.items():
         entry = records.get(f"data/{key}")
         if entry is None:
-            raise corrupt_zip(file, f"its pickle names storage {key}, but there is no entry data/{key}")
+            raise ZipFault(f"its pickle names storage {key}, but there is no entry data/{key}")
         if entry.size != storage.nbytes:
-            raise corrupt_zip(file, f"storage {key} has {entry.size:,} bytes; its pickle says {storage.nbytes:,}")
+            raise ZipFault(f"storage {key} has {entry.size:,} bytes; its pickle says {storage.nbytes:,}")
         spans[key] = (entry.begin, entry.end)
     for name in records:
         if name.startswith("data/") and name.removeprefix("data/") not in spans:
-            raise corrupt_zip(file, f"entry {name} belongs to no tensor")
+            raise ZipFault(f"entry {name} belongs to no tensor")
     return spans
 
 

@@ -208,11 +208,7 @@ def _called(heads: Heads, *call: Any) -> Any:
 
 
 class PackedHeads:
-    """The heads of a model for several sequences at once, as `PackedForward` computes a model.
-
-    Args:
-        heads: the heads.
-    """
+    """The heads of a model for several sequences at once, as `PackedForward` computes a model."""
 
     def __init__(self, heads: Heads) -> None:
         self._heads = heads

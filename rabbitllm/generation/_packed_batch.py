@@ -554,11 +554,7 @@ class PackedForward:
         self._positions = getattr(config, "max_position_embeddings", None) or 1 << 62
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedSequence | None:
-        """The sequence in a call of the model's forward; None if the call cannot be packed.
-
-        Args:
-            args, kwargs: arguments of the call.
-        """
+        """The sequence in a call of the model's forward; None if the call cannot be packed."""
         if args or not all(name in _READ or _is_default(name, value) for name, value in kwargs.items()):
             return None
         ids, cache, last = kwargs.get("input_ids"), kwargs.get(CACHE_ARGUMENT), kwargs.get("logits_to_keep", 0)

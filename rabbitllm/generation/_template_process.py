@@ -17,12 +17,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
 
+from rabbitllm.base.contexts import assigned
 from rabbitllm.base.forks import DaemonThread, in_child, own_lock
 from rabbitllm.base.terminal import error_line
 from rabbitllm.generation import _template_child
@@ -42,11 +44,7 @@ KERNEL_LIMITS_MEMORY = sys.platform == "linux"
 
 
 class TooManyLetters(Exception):
-    """A template made a text of more letters than allowed.
-
-    Args:
-        letters: number of its letters.
-    """
+    """A template made a text of more letters than allowed."""
 
     def __init__(self, letters: int) -> None:
         super().__init__(f"{letters:,} letters")
@@ -205,16 +203,11 @@ def _send(process: subprocess.Popen[bytes], line: bytes) -> None:
 PROCESS = TemplateProcess()
 
 
-class _Mine(threading.local):
-    letters: int | None = None
+_LETTERS: ContextVar[int | None] = ContextVar("letters of a template", default=None)
+"""The limit of letters of the templates that run here; None outside of `in_the_process`."""
 
 
-_MINE = _Mine()
-"""The limit of letters of the templates that this thread runs; None outside of `in_the_process`."""
-
-
-@contextlib.contextmanager
-def in_the_process(letters: int) -> Iterator[None]:
+def in_the_process(letters: int) -> contextlib.AbstractContextManager[None]:
     """Make transformers run chat templates in the process, for this thread while the context is open.
 
     Args:
@@ -224,11 +217,7 @@ def in_the_process(letters: int) -> Iterator[None]:
         TooManyLetters, jinja2.TemplateError, RuntimeError, ValueError: see `TemplateProcess.rendered`.
     """
     _install()
-    before, _MINE.letters = _MINE.letters, letters
-    try:
-        yield
-    finally:
-        _MINE.letters = before
+    return assigned(_LETTERS, letters)
 
 
 @functools.cache
@@ -236,7 +225,11 @@ def _install() -> None:
     from rabbitllm.generation.transformers_api import wrap_template_compiler
 
     def wrapped(plain: Callable[[str], Any]) -> Callable[[str], Any]:
-        return lambda template: plain(template) if _MINE.letters is None else _RemoteTemplate(template, _MINE.letters)
+        def compiled(template: str) -> Any:
+            letters = _LETTERS.get()
+            return plain(template) if letters is None else _RemoteTemplate(template, letters)
+
+        return compiled
 
     wrap_template_compiler(wrapped)
 

@@ -169,11 +169,6 @@ class Batch:
 def check_answerable(request: Request, model: StreamedModel, memory: CacheMemory) -> None:
     """Check that a request can be answered at all.
 
-    Args:
-        request: the request.
-        model: the causal model.
-        memory: the memory limit of KV caches.
-
     Raises:
         OptionError: the prompt is empty or the number of new tokens negative; the request is longer than the model's
             context; the prompt has a token that is not in the vocabulary; or its KV cache needs more memory than

@@ -26,6 +26,7 @@ from rabbitllm.base.terminal import harmless
 from rabbitllm.errors import OptionError, missing_package
 from rabbitllm.generation._recommended import end_tokens, tokenizer_of
 from rabbitllm.generation._schemas import exact
+from rabbitllm.generation.kv_cache import common_prefix
 from rabbitllm.generation.reasoning import CHANNEL, END, MESSAGE, START, Thoughts, special_tokens
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
     def valid(self, ids: Sequence[int], draft: Sequence[int]) -> int:
         """How many tokens of a draft after `ids` the grammar allows."""
         if (following := self.forced(ids)) or self._banned is None:
-            return _shared(draft, following)
+            return common_prefix(draft, following)
         self._wait()
         return self._matcher.validate_tokens(list(draft))
 
@@ -265,7 +266,7 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
         """Go to an answer of these tokens, and on to the next choice."""
         self._wait()
         self._banned = None
-        same, end = _shared(tokens, self._known[: self._read]), len(tokens)
+        same, end = common_prefix(tokens, self._known[: self._read]), len(tokens)
         while end > same and tokens[end - 1] in self.end_tokens:
             end -= 1
         matcher, new, is_over = self._matcher, tokens[same:end], end < len(tokens)
@@ -304,9 +305,6 @@ class GrammarState(LogitsProcessor):  # type: ignore[misc]
 
 class _GrammarVocabulary:
     """The vocabulary of a tokenizer in llguidance, and the grammars compiled for it.
-
-    Args:
-        tokenizer: a tokenizer of transformers.
 
     Attributes:
         end: the token that ends a text.
@@ -410,12 +408,6 @@ def _follow(matcher: LLMatcher, vocabulary: LLTokenizer) -> list[int]:
             break
         forced += tokens
     return forced
-
-
-def _shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Number of tokens at the beginning of both."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, pair in pairs if pair[0] != pair[1]), min(len(first), len(second)))
 
 
 def _check_text(kind: str, text: str, most: int) -> None:

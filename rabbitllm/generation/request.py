@@ -156,11 +156,7 @@ class Sampling:
         return {name: value for name in names if (value := getattr(self, name)) not in (None, neutral.get(name))}
 
     def words(self, recommended: Sampling) -> str:
-        """`temperature 0.6, top_p 0.95, from the model`.
-
-        Args:
-            recommended: what the model recommends.
-        """
+        """`temperature 0.6, top_p 0.95, from the model`."""
         options, usual = self.in_use(), recommended.in_use()
         if not options and not usual and not recommended.samples:
             return "greedy: the model recommends no sampling"

@@ -79,6 +79,8 @@ def answer_grammar(
     tools: Sequence[Tool] = (),
     thoughts: Thoughts | None = None,
     template: str = "",
+    *,
+    forced: str | bool = False,
 ) -> Grammar | None:
     """What the answer must be; None for anything.
 
@@ -88,12 +90,12 @@ def answer_grammar(
         tools: the tools that are shown to the model.
         thoughts: how the answer is read.
         template: source of the chat template.
+        forced: what `must_call` says of the body.
 
     Raises:
         APIError: it demands what cannot be guaranteed, or twice.
     """
     param = FORMAT if body.structured_outputs is None else OUTPUTS
-    forced = must_call(body) if isinstance(body, ChatBody) else False
     try:
         asked = _asked(body)
         if asked is None and not forced:

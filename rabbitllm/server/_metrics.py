@@ -56,11 +56,7 @@ def _number(value: float) -> str:
 
 
 class Counts:
-    """Counters by label values; safe to use from any thread.
-
-    Args:
-        labels: names of the labels.
-    """
+    """Counters by label values; safe to use from any thread."""
 
     def __init__(self, *labels: str) -> None:
         self._labels = labels

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
-from rabbitllm.base.forks import DaemonThread
+from rabbitllm.base.forks import DaemonThread, fulfil
 from rabbitllm.base.terminal import harmless, listed
 from rabbitllm.engine.free_memory import trimming
 from rabbitllm.errors import BusyError, RabbitLLMError
@@ -364,13 +364,7 @@ class Models:
         future: Future[_Done] = Future()
         future.set_running_or_notify_cancel()  # work that has begun cannot be cancelled
 
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._thread = DaemonThread(run, "rabbitllm-models")
+        self._thread = DaemonThread(fulfil, "rabbitllm-models", future, work)
         self._thread.start()
         return await asyncio.wrap_future(future)
 

@@ -19,16 +19,13 @@ import torch
 from torch import nn
 
 from rabbitllm.base.building import BUILDING
-from rabbitllm.base.openmp import computed
 from rabbitllm.engine.streamed_model import refuse_overflow
-from rabbitllm.errors import InvalidIndexError
-from rabbitllm.formats.bounded import read_json
 from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring.micro_batches import TextLayout
 from rabbitllm.generation.scoring.score import layout_of, next_logits
 from rabbitllm.generation.template import ChatTemplate
 from rabbitllm.server.api_error import PROMPT_ERRORS, bad_options, prompt_error
-from rabbitllm.server.embeddings import check_ids, groups, modules_in
+from rabbitllm.server.embeddings import check_ids, groups, in_passes, modules_in, read_or_empty
 from rabbitllm.server.schemas import RerankBody
 from rabbitllm.telemetry.passes import PassInput
 
@@ -71,7 +68,7 @@ def ranking_recipe(folder: Path, model: StreamedModel) -> RankingRecipe | None:
         folder: one that may have the files of sentence-transformers.
         model: the model.
     """
-    settings, modules = _read(folder / SETTINGS), modules_in(folder)
+    settings, modules = read_or_empty(folder / SETTINGS), modules_in(folder)
     name = getattr(model.config, "sbert_ce_default_activation_function", None)
     name = _in(vars(model.config), "sentence_transformers").get("activation_fn", name)
     function = str(name or settings.get("activation_fn") or _CHANCE).rpartition(".")[2]
@@ -82,23 +79,15 @@ def ranking_recipe(folder: Path, model: StreamedModel) -> RankingRecipe | None:
         return RankingRecipe(is_logit=function == _LOGIT) if is_one else None
     if [kind for kind, _ in modules] != ["Transformer", "LogitScore"] or not model.can_generate():
         return None
-    chosen = _read(folder / modules[1][1] / "config.json")
+    chosen = read_or_empty(folder / modules[1][1] / "config.json")
     named = chosen.get("true_token_id"), chosen.get("false_token_id")
     tokens: tuple[Any, ...] = named if named[1] is not None else named[:1]
     vocabulary = ModelLimits.of(model).vocabulary
     if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
         return None
     system = _in(settings, "prompts").get(str(settings.get("default_prompt_name")))
-    template = _in(_read(folder / "sentence_bert_config.json"), "processing_kwargs", "chat_template")
+    template = _in(read_or_empty(folder / "sentence_bert_config.json"), "processing_kwargs", "chat_template")
     return RankingRecipe(tokens, str(system or ""), template.get("add_generation_prompt") is True, function == _LOGIT)
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    """The object in a JSON file; empty if it cannot be read."""
-    try:
-        return read_json(path)
-    except (OSError, InvalidIndexError):
-        return {}
 
 
 def _in(value: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
@@ -155,17 +144,10 @@ class Reranker:
 
     async def scores(self, inputs: Sequence[Mapping[str, list[int]]]) -> list[float]:
         """A score for each input; cancellation when the client disconnects takes effect between two passes."""
-        scores = [0.0] * len(inputs)
         together = groups([len(entry["input_ids"]) for entry in inputs], pads=self._pads)
         async with self._lock:
-            for group in [[index] for index in range(len(inputs))] if self._is_alone else together:
-                for index, score in zip(
-                    group,
-                    await asyncio.to_thread(computed, self._pass, [inputs[index] for index in group]),
-                    strict=True,
-                ):
-                    scores[index] = score
-        return scores
+            alone = [[index] for index in range(len(inputs))]
+            return await in_passes(self._pass, inputs, alone if self._is_alone else together)
 
     def _pass(self, inputs: Sequence[Mapping[str, list[int]]]) -> list[float]:
         recipe, ids = self._recipe, [entry["input_ids"] for entry in inputs]

@@ -34,7 +34,7 @@ from starlette.types import Receive, Scope, Send
 from rabbitllm.errors import BusyError, ClosedError, NotANumberError, OptionError
 from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Request, Result, TokenLogprob
 from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBuilder
-from rabbitllm.server.api_error import BROKEN, BUSY, NOT_A_NUMBER, TOO_LATE, APIError, bad, broken, closing
+from rabbitllm.server.api_error import BROKEN, BUSY, NOT_A_NUMBER, TOO_LATE, APIError, bad, closing
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ def api_error_of(error: Exception) -> APIError:
     logger.error("A request failed.", exc_info=error)
     if isinstance(error, NotANumberError):
         return APIError(BROKEN, error.problem, code=NOT_A_NUMBER, headers=NO_RETRY)
-    return broken()
+    return APIError(BROKEN, "The server failed to answer this request; its log has the reason.", code="internal_error")
 
 
 def cut_in(usage: Mapping[str, Any], name: str = "max_tokens") -> dict[str, int]:

@@ -143,13 +143,7 @@ def bytes_of_characters() -> Mapping[str, int]:
 
 
 class _Choices:
-    """The choices of one answer, whole or streamed; subclasses make its objects.
-
-    Args:
-        call: the request.
-        texts: the texts and bytes of tokens.
-        model: the model.
-    """
+    """The choices of one answer, whole or streamed; subclasses make its objects."""
 
     def __init__(self, call: CheckedCall, texts: TokenTexts, model: StreamedModel) -> None:
         self._call = call

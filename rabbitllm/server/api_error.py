@@ -147,11 +147,6 @@ def closing() -> APIError:
     )
 
 
-def broken() -> APIError:
-    """The error for a failure that is not the caller's fault; its cause is only in the server's log."""
-    return APIError(BROKEN, "The server failed to answer this request; its log has the reason.", code="internal_error")
-
-
 PROMPT_ERRORS = (PromptRefused, OptionError, MediaError, ProcessorError, MissingPackageError)
 """Errors of `ChatTemplate.prompt`."""
 UNSUPPORTED, BAD_MEDIA = "unsupported_content", "invalid_media"

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
+_Input = TypeVar("_Input")
+_Output = TypeVar("_Output")
 MODULES = "modules.json"
 NO_RECIPE = f"the checkpoint has no {MODULES} with a supported pooling"
 POOLINGS = {
@@ -87,6 +89,14 @@ def modules_in(folder: Path) -> list[tuple[str, str]]:
     return steps if is_plain else []
 
 
+def read_or_empty(path: Path) -> Mapping[str, Any]:
+    """The object in a JSON file; empty if it cannot be read."""
+    try:
+        return read_json(path)
+    except (OSError, InvalidIndexError):
+        return {}
+
+
 def recipe_in(folder: Path) -> PoolingRecipe | None:
     """The recipe in a checkpoint's folder; None if there is none, or if it is not supported.
 
@@ -97,10 +107,7 @@ def recipe_in(folder: Path) -> PoolingRecipe | None:
     kinds = [kind for kind, _ in modules]
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
         return None
-    try:
-        config = read_json(folder / modules[1][1] / "config.json")
-    except (OSError, InvalidIndexError):
-        return None
+    config = read_or_empty(folder / modules[1][1] / "config.json")
     chosen = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     if len(chosen) != 1 or chosen[0] not in POOLINGS:
         return None
@@ -108,12 +115,7 @@ def recipe_in(folder: Path) -> PoolingRecipe | None:
 
 
 class Embedder:
-    """Computes embeddings.
-
-    Args:
-        model: a model from `AutoModel.from_pretrained`.
-        recipe: see `recipe_in`.
-    """
+    """Computes embeddings."""
 
     def __init__(self, model: StreamedModel, recipe: PoolingRecipe) -> None:
         self._model = model
@@ -128,13 +130,8 @@ class Embedder:
 
     async def embed(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
         """A vector for each input; cancellation when the client disconnects takes effect between two passes."""
-        embeddings: list[list[float]] = [[]] * len(inputs)
         async with self._lock:
-            for group in groups([len(ids) for ids in inputs], pads=self._pads):
-                vectors = await asyncio.to_thread(computed, self.vectors, [inputs[index] for index in group])
-                for index, vector in zip(group, vectors, strict=True):
-                    embeddings[index] = vector
-        return embeddings
+            return await in_passes(self.vectors, inputs, groups([len(ids) for ids in inputs], pads=self._pads))
 
     def vectors(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
         """The vectors of some inputs, float32, all in one pass.
@@ -178,6 +175,17 @@ def groups(lengths: Sequence[int], *, pads: bool = True) -> list[list[int]]:
         else:
             passes.append([index])
     return passes
+
+
+async def in_passes(
+    compute: Callable[[list[_Input]], list[_Output]], inputs: Sequence[_Input], passes: Iterable[Sequence[int]]
+) -> list[_Output]:
+    """What is computed of each input, in passes over some of them; cancellation takes effect between two passes."""
+    outputs: dict[int, _Output] = {}
+    for group in passes:
+        of_group = await asyncio.to_thread(computed, compute, [inputs[index] for index in group])
+        outputs |= zip(group, of_group, strict=True)
+    return [outputs[index] for index in range(len(inputs))]
 
 
 def checked_embedding(
@@ -255,14 +263,7 @@ def cosines(vectors: Sequence[Sequence[float]]) -> list[float]:
 
 
 def rerank_object(body: RerankBody, scores: Sequence[float], tokens: int, name: str) -> dict[str, Any]:
-    """Documents by their scores, as Jina's and Cohere's interfaces return them.
-
-    Args:
-        body: the request.
-        scores: of each document.
-        tokens: of all inputs.
-        name: the model's name.
-    """
+    """Documents by their scores, as Jina's and Cohere's interfaces return them."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
     shown = [{"document": {"text": body.documents[index]}} if body.return_documents else {} for index in order]
     return {

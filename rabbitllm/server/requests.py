@@ -127,7 +127,7 @@ def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, se
         APIError: the body asks for something unsupported or invalid.
     """
     refuse_unsupported(body, settings.of_the_model)
-    tools = _tools(body, template)
+    forced, tools = must_call(body), _tools(body, template)
     if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs needs logprobs to be true.", "top_logprobs")
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -145,14 +145,14 @@ def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, se
     shown = call_tokens(template.tokenizer) if tools else frozenset()
     thoughts = template.thoughts(prompt.ids)
     budget = _budget(body.thinking_token_budget, template, thoughts, len(prompt.ids))
-    grammar = answer_grammar(body, template.tokenizer, tools, thoughts, template.sources[bool(tools)])
+    grammar = answer_grammar(body, template.tokenizer, tools, thoughts, template.sources[bool(tools)], forced=forced)
     form = partial(replace, shown=shown, thoughts=thoughts, thinking_budget=budget, grammar=grammar)
     requests = tuple(form(request) for request in requests)
     functions = [tool.function for tool in tools]
     types = {function.name: types_of(function.parameters or {}) for function in functions}
     names = tuple(function.name for function in functions)
     most_calls, cut = 1 if body.parallel_tool_calls is False else None, _cut(max_tokens, [new_tokens])
-    of_calls = names, types, most_calls, bool(must_call(body))
+    of_calls = names, types, most_calls, bool(forced)
     return CheckedCall(requests, top_logprobs, *of_calls, candidates=n, max_tokens=cut)
 
 
@@ -168,7 +168,6 @@ def _budget(
 
 
 def _tools(body: ChatBody, template: ChatTemplate) -> list[Tool]:
-    must_call(body)
     if not body.tools or body.tool_choice == "none":
         return []
     if not template.reads("tools", with_tools=True):

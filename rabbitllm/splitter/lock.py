@@ -332,11 +332,7 @@ class Lease:
 
 
 class LeaseCheck:
-    """Checks a lease at intervals, from any thread.
-
-    Args:
-        lease: the lease to check.
-    """
+    """Checks a lease at intervals, from any thread."""
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease

@@ -295,34 +295,10 @@ def make_plan(
     """
     weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
     layer_map = build_layer_map(weight_map, assigned)
-    plan = _lay_out_plan(source, shards, layer_map, compression, format_version, chosen, heads)
     if dtype is None:
         dtype = dtype_without_config(index_of({}), {shard.name: shard.tensors for shard in shards})
-    return dataclasses.replace(plan, dtype=dtype)
-
-
-def _lay_out_plan(
-    source: SourceIdentity,
-    shards: tuple[PlannedShard, ...],
-    layer_map: LayerMap,
-    compression: str | None,
-    format_version: int,
-    chosen: BitAllocation | None,
-    heads: frozenset[str],
-) -> SplitPlan:
-    if compression == AUTO and chosen is None:
-        chosen = BitAllocation({})
-    specs = {tensor.name: tensor for shard in shards for tensor in shard.tensors}
-    if chosen is None and compression is not None:
-        schemes = bits_by_tensor(compression, [spec.whole for spec in specs.values()], heads)
-        chosen = BitAllocation(schemes) if schemes else None
-    layouts = {
-        layer: lay_out_layer(
-            name, map(specs.__getitem__, layer_map.layer_to_tensors[layer]), compression, chosen, format_version
-        )
-        for layer, name in layer_map.layers.items()
-    }
-    return SplitPlan(source, compression, shards, layer_map, layouts, format_version, chosen, heads=heads)
+    without_files = SplitPlan(source, compression, shards, layer_map, {}, format_version, dtype=dtype, heads=heads)
+    return recompressed(without_files, compression, chosen)
 
 
 def _scheme_of(spec: TensorSpec, compression: str | None, chosen: BitAllocation | None) -> str | None:
@@ -348,12 +324,20 @@ def lay_out_layer(
 @uncollected()
 def recompressed(plan: SplitPlan, compression: str | None, chosen: BitAllocation | None = None) -> SplitPlan:
     """Return the same split at another compression, or with another choice."""
-    if plan.compression is None and compression == AUTO and not (chosen and chosen.schemes):  # all are unchanged
-        return dataclasses.replace(plan, compression=AUTO, chosen=chosen or BitAllocation({}))
-    replanned = _lay_out_plan(
-        plan.source, plan.shards, plan.layer_map, compression, plan.format_version, chosen, plan.heads
-    )
-    return dataclasses.replace(replanned, dtype=plan.dtype)
+    if compression == AUTO:
+        chosen = chosen or BitAllocation({})
+        if plan.compression is None and not chosen.schemes:  # all are unchanged
+            return dataclasses.replace(plan, compression=AUTO, chosen=chosen)
+    specs = {tensor.name: tensor for shard in plan.shards for tensor in shard.tensors}
+    if chosen is None and compression is not None:
+        schemes = bits_by_tensor(compression, [spec.whole for spec in specs.values()], plan.heads)
+        chosen = BitAllocation(schemes) if schemes else None
+    tensors = plan.layer_map.layer_to_tensors
+    layouts = {
+        layer: lay_out_layer(name, map(specs.__getitem__, tensors[layer]), compression, chosen, plan.format_version)
+        for layer, name in plan.layer_map.layers.items()
+    }
+    return dataclasses.replace(plan, compression=compression, layouts=layouts, chosen=chosen)
 
 
 CHUNK_BYTES = 4 << 20

@@ -68,13 +68,6 @@ def other_files(out: Path) -> list[str]:
     return sorted(path.name for path in out.parent.iterdir() if path != out)
 
 
-def test_output_has_the_order_of_the_input(tmp_path: Path) -> None:
-    out = tmp_path / "new" / "out.jsonl"
-    make(out, [])
-    assert out.read_text() == EXPECTED
-    assert other_files(out) == ["out.jsonl.done"]
-
-
 def test_answers_added_together_are_durable_after_one_sync(tmp_path: Path) -> None:
     steps: list[Step] = []
     with opened(tmp_path / "out", LINES, HEAD) as journal, durable.observe_steps(steps.append):

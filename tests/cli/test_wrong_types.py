@@ -5,6 +5,7 @@ Copies of the demo's model with one value changed, with and without a split, and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -139,54 +140,50 @@ def test_every_command_survives_wrong_types(sound: Path, tmp_path: Path, first: 
         folder = shutil.copytree(sound, tmp_path / str(seed) / "model")
         (split,) = folder.glob("splitted_model*")
         changed_part = random.choice(("the split's", "the checkpoint's", "the checkpoint's, alone"))
-        changed = change((split if changed_part == "the split's" else folder) / random.choice(FILES), random)
+        change_made = change((split if changed_part == "the split's" else folder) / random.choice(FILES), random)
         if changed_part == "the checkpoint's, alone":
             shutil.rmtree(split)
         for call in calls(folder, runs=runs):
             try:
                 outcomes.add(outcome(*call, typed="hello\n/exit\n" if call[0] == "chat" else None))
             except Exception as error:
-                raise AssertionError(f"{call[0]} after {changed_part} {changed} (seed {seed})") from error
+                raise AssertionError(f"{call[0]} after {changed_part} {change_made} (seed {seed})") from error
         shutil.rmtree(folder.parent)
     assert "exit 0" in outcomes  # or nothing was tried
     assert count < 10 or "refused" in outcomes
 
 
-@pytest.mark.parametrize("name", GENERATION)
-def test_invalid_generation_settings_are_refused(sound: Path, name: str) -> None:
-    (split,) = sound.glob("splitted_model*")
-    path = split / "generation_config.json"
+@contextlib.contextmanager
+def changed(path: Path, settings: dict[str, Any]) -> Iterator[None]:
+    """Other values in a file while the context is open."""
     before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | settings))
     try:
-        for value in GENERATION[name]:
-            path.write_text(json.dumps({**json.loads(before), name: value}))
-            assert outcome("run", str(split), "12+3=", "--max-new-tokens", "2", "--device", "cpu") == "refused", value
+        yield
     finally:
         path.write_text(before)
+
+
+def run_with_generation_settings(sound: Path, settings: dict[str, Any]) -> str:
+    (split,) = sound.glob("splitted_model*")
+    with changed(split / "generation_config.json", settings):
+        return outcome("run", str(split), "12+3=", "--max-new-tokens", "2", "--device", "cpu")
+
+
+@pytest.mark.parametrize("name", GENERATION)
+def test_invalid_generation_settings_are_refused(sound: Path, name: str) -> None:
+    for value in GENERATION[name]:
+        assert run_with_generation_settings(sound, {name: value}) == "refused", value
 
 
 def test_a_penalty_for_an_end_beyond_the_vocabulary_is_refused(sound: Path) -> None:
-    (split,) = sound.glob("splitted_model*")
-    path = split / "generation_config.json"
-    before = path.read_text()
-    try:
-        settings = {"exponential_decay_length_penalty": [0, 1.5], "eos_token_id": 5000}
-        path.write_text(json.dumps({**json.loads(before), **settings}))
-        assert outcome("run", str(split), "12+3=", "--max-new-tokens", "2", "--device", "cpu") == "refused"
-    finally:
-        path.write_text(before)
+    settings = {"exponential_decay_length_penalty": [0, 1.5], "eos_token_id": 5000}
+    assert run_with_generation_settings(sound, settings) == "refused"
 
 
 @pytest.mark.parametrize("settings", [{"num_beams": 4}, {"stop_strings": ["7"]}, {"max_length": 4096.0, "top_k": 0}])
 def test_odd_generation_settings_are_accepted(sound: Path, settings: dict[str, Any]) -> None:
-    (split,) = sound.glob("splitted_model*")
-    path = split / "generation_config.json"
-    before = path.read_text()
-    try:
-        path.write_text(json.dumps({**json.loads(before), **settings}))
-        assert outcome("run", str(split), "12+3=", "--max-new-tokens", "2", "--device", "cpu") == "exit 0"
-    finally:
-        path.write_text(before)
+    assert run_with_generation_settings(sound, settings) == "exit 0"
 
 
 @pytest.mark.parametrize(
@@ -196,16 +193,12 @@ def test_odd_generation_settings_are_accepted(sound: Path, settings: dict[str, A
 )
 def test_unusable_tokenizer_is_refused(sound: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     (split,) = sound.glob("splitted_model*")
-    path, lines, few = split / "tokenizer_config.json", tmp_path / "lines.jsonl", ("--device", "cpu")
+    lines, few = tmp_path / "lines.jsonl", ("--device", "cpu")
     lines.write_text('{"prompt": "12+3=", "max_tokens": 2}\n')
-    before = path.read_text()
-    try:
-        path.write_text(json.dumps({**json.loads(before), **settings}))
+    with changed(split / "tokenizer_config.json", settings):
         assert outcome("run", str(split), "12+3=", *few) == "refused"
         assert outcome("chat", str(split), *few, typed="12+3=\n/exit\n") == "refused"
         assert outcome("batch", str(split), str(lines), "-o", str(tmp_path / "out.jsonl"), *few) == "refused"
-    finally:
-        path.write_text(before)
 
 
 @pytest.mark.parametrize(

@@ -728,6 +728,10 @@ def test_pictures_are_sent_as_parts(modules: Path) -> None:
     assert shown == [True, *[False] * len(others)]
 
 
+REFUSALS = """
+return given.map((text) => { try { decode(text); return null; } catch (error) { return error.message; } });
+"""
+"""The message about each file; null for one that is read."""
 NOT_READ = {
     "no list of versions": [question("a", branches={}), reply("b")],
     "all versions elsewhere": [question("a", branches=[[question("c")]]), reply("b")],
@@ -743,8 +747,7 @@ NOT_READ = {
 @needs_node
 def test_wrong_versions_and_pictures_are_refused(modules: Path) -> None:
     files = [file_of(messages=messages) for messages in NOT_READ.values()]
-    code = "return given.map((text) => { try { decode(text); return null; } catch (error) { return error.message; } });"
-    for name, message in zip(NOT_READ, evaluated(modules, code, files), strict=True):
+    for name, message in zip(NOT_READ, evaluated(modules, REFUSALS, files), strict=True):
         assert re.match("message [12] (is not|has)", message or ""), name
 
 
@@ -793,11 +796,7 @@ REFUSED = {
 
 @needs_node
 def test_page_refuses_the_same_files_as_the_command(modules: Path) -> None:
-    words = evaluated(
-        modules,
-        "return given.map((text) => { try { decode(text); return null; } catch (error) { return error.message; } });",
-        list(REFUSED.values()),
-    )
+    words = evaluated(modules, REFUSALS, list(REFUSED.values()))
     for (name, text), message in zip(REFUSED.items(), words, strict=True):
         assert message, name
         with pytest.raises(conversation.ChatFileError):

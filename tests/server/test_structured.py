@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 import rabbitllm
 from rabbitllm.generation.reasoning import AnswerFormat, Thoughts
 from rabbitllm.server._answer_reader import AnswerReader
-from rabbitllm.server._grammars import answer_grammar, json_type
+from rabbitllm.server._grammars import answer_grammar, json_type, must_call
 from rabbitllm.server._metrics import CONTENT_TYPE
 from rabbitllm.server.api_error import APIError
 from rabbitllm.server.schemas import ChatBody, parsed
@@ -255,7 +255,7 @@ def test_forced_calls_are_written_as_templates_show(name: str) -> None:
     full = {"type": "object", "properties": kinds, "required": ["a"]}
     tools = [{"type": "function", "function": {"name": "full", "parameters": full}}]
     body = parsed(ChatBody, {"messages": HELLO, "tools": tools, "tool_choice": "required"})
-    grammar = answer_grammar(body, tokenizer, body.tools or (), None, written)
+    grammar = answer_grammar(body, tokenizer, body.tools or (), None, written, forced=must_call(body))
     assert grammar is not None
     bare = json.dumps({"name": "full", "parameters": FULL})
     is_own = name.startswith(("GLM", "MiniMax M1", "MiniMax M2", "DeepSeek R1", "DeepSeek V3.1"))
@@ -306,7 +306,7 @@ def test_calls_without_quotes_guarantee_all_or_refuse(of_t: Any, beside: Any, na
     tools = [{"type": "function", "function": function}]
     body = parsed(ChatBody, {"messages": HELLO, "tools": tools, "tool_choice": "required"})
     with pytest.raises(APIError, match=named) if named else contextlib.nullcontext():
-        answer_grammar(body, make_tokenizer(), body.tools or (), None, "<tool_call> <function=")
+        answer_grammar(body, make_tokenizer(), body.tools or (), None, "<tool_call> <function=", forced=must_call(body))
 
 
 def test_forced_calls_in_streams_and_batch_lines(of_form: Any, split_folder: Path) -> None:
@@ -428,7 +428,7 @@ def test_calls_in_channels() -> None:
     thoughts = Thoughts(AnswerFormat.of((), tokenizer), "<|start|>assistant")
     body: Any = {"messages": HELLO, "tools": TOOLS, "response_format": {"type": "json_object"}}
     either, forced = (
-        answer_grammar(chat, tokenizer, chat.tools or (), thoughts)
+        answer_grammar(chat, tokenizer, chat.tools or (), thoughts, forced=must_call(chat))
         for chat in (parsed(ChatBody, body), parsed(ChatBody, {**body, "tool_choice": FORCED}))
     )
     assert either is not None

@@ -14,6 +14,7 @@ of several micro-batches as one matrix, since each would load them again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -319,14 +320,11 @@ def token_logprobs(model: StreamedModel, ids: Sequence[int], count: int) -> list
     tokens = [TokenLogprob(ids[0])]
     if len(ids) == 1:
         return tokens
-    kept: list[torch.Tensor] = []
-    forward = ScoringForward(model, keep=lambda _, states: kept.append(states.clone()))
     batch = MicroBatch((Task(tuple(ids[:-1]), (TextRequest(0, 0, tuple(ids[1:]), None),)),))
     rows = max(LOGITS_BYTES // (4 * ModelLimits.of(model).vocabulary), 1)
-    with BUILDING.a_pass(), forward.installed(), model.joint_pass(PassInput(1, len(ids) - 1, None, None)):
-        forward(batch, forward.ids(batch), [0])
-        for begin in range(0, len(kept[0]), rows):
-            logprobs = torch.log_softmax(forward.logits(kept[0][begin : begin + rows]).float(), -1)
+    with _kept_states(model, batch) as (forward, (states,)):
+        for begin in range(0, len(states), rows):
+            logprobs = torch.log_softmax(forward.logits(states[begin : begin + rows]).float(), -1)
             following = ids[begin + 1 : begin + 1 + len(logprobs)]
             tokens += [ranked(row, token, count) for row, token in zip(logprobs, following, strict=True)]
     return tokens
@@ -347,17 +345,20 @@ def next_logits(model: StreamedModel, prompts: Sequence[Sequence[int]], tokens: 
         ScoringError: the model's body returned no hidden states.
         OSError, RabbitLLMError: the weights cannot be read.
     """
-    kept: list[torch.Tensor] = []
-    forward = ScoringForward(model, keep=lambda _, states: kept.append(states.clone()))
     requests = [TextRequest(index, len(ids) - 1, (tokens[0],), None) for index, ids in enumerate(prompts)]
     batch = MicroBatch(tuple(Task(tuple(ids), (one,)) for ids, one in zip(prompts, requests, strict=True)))
-    with (
-        BUILDING.a_pass(),
-        forward.installed(),
-        model.joint_pass(PassInput(len(prompts), batch.length, None, None)),
-    ):
-        forward(batch, forward.ids(batch), range(len(prompts)))
-        return forward.logits(torch.cat(kept))[:, list(tokens)].float().cpu()
+    with _kept_states(model, batch) as (forward, states):
+        return forward.logits(torch.cat(states))[:, list(tokens)].float().cpu()
+
+
+@contextlib.contextmanager
+def _kept_states(model: StreamedModel, batch: MicroBatch) -> Iterator[tuple[ScoringForward, list[torch.Tensor]]]:
+    """Compute a micro-batch; yield each text's rows that predict its targets, for logits inside the context."""
+    kept: list[torch.Tensor] = []
+    forward, count = ScoringForward(model, keep=lambda _, states: kept.append(states.clone())), len(batch.tasks)
+    with BUILDING.a_pass(), forward.installed(), model.joint_pass(PassInput(count, batch.length, None, None)):
+        forward(batch, forward.ids(batch), range(count))
+        yield forward, kept
 
 
 def _layout_after(layout: TextLayout, batch: MicroBatch, error: Exception, *, some_passed: bool) -> TextLayout | None:
