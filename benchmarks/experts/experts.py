@@ -2,16 +2,16 @@
 
 The checkpoint (6.6 GB in bfloat16) routes its texts as trained models do: "flat" texts as published of a model with 512
 experts, "skewed" ones with stronger preferences. Requests alternate among 4 topics; the first round warms the cache up,
-and the steps of the second one are measured; without a cap it runs twice, and the second time is measured. Rows of
-peers get two requests with few tokens and no warm-up, since they read all experts for each token. The engine counts
-hits.
+and the steps of the second one are timed; without a cap it runs twice, and the second time is timed. In a third round
+the engine counts hits. Rows of peers get two requests with few tokens and no warm-up, since they read all experts for
+each token.
 
     sudo python -m benchmarks experts [--turns 3] [--tokens 48] [--shares 25 50] [--only ROW ...] [--scale tiny]
 
 With `--shapes` the layers are those of a published model at 4bit, fewer of them, with `fast_bfloat16`, and shares are
 of what they take at 4bit. Seconds a token are compared with their limit: missed bytes at the disk's rate, or a token's
-at the memory's, medians of the rates after each run. llama.cpp's server gets the same texts and a file at Q4_0 (gpt-oss
-as published), under a cap with `--no-repack`, with `--cpu-moe`, and by direct I/O.
+at the memory's, measured between the requests of the same run. llama.cpp's server gets the same texts and a file at
+Q4_0 (gpt-oss as published), under a cap with `--no-repack`, with `--cpu-moe`, and by direct I/O.
 
     sudo python -m benchmarks experts --shapes coder-next|30b-a3b|gpt-oss-20b|flash-next
 """
@@ -85,13 +85,18 @@ class Workload:
     options: Mapping[str, Any]
 
     def requests(self, case: CappedCase) -> tuple[list[list[int]], int]:
-        """Passages, each a prompt and its continuation; and the number of them that only warm up."""
+        """Passages, each a prompt and its continuation; and the number of them that only warm up. In the last ones of
+        this project under a cap the engine counts."""
         length, warms_up = self.prompt + self.made(case), case.runner in (*OURS, LLAMA_CPP)
-        count = 2 * TOPICS if warms_up else OTHERS_REQUESTS
+        count = 2 * TOPICS + self.counted(case) if warms_up else OTHERS_REQUESTS
         found = [passage(self.scale, case.given, at % TOPICS, at // TOPICS, length) for at in range(count)]
         if warms_up and case.share is None:  # what a page's first use costs is not counted
             found = [*found, *found[TOPICS:]]
-        return found, len(found) - TOPICS if warms_up else 0
+        return found, len(found) - TOPICS - self.counted(case) if warms_up else 0
+
+    def counted(self, case: CappedCase) -> int:
+        """Requests in which the engine counts hits."""
+        return TOPICS if case.runner in OURS and case.share is not None else 0
 
     @property
     def prompt(self) -> int:
@@ -112,8 +117,10 @@ class Workload:
 def measure(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> None:
     """Run one row of one turn."""
     (_ask_llama_cpp if case.runner in OF_SHAPES else _generate)(run, case, workload, work)
-    run.disk_speed = read_speed([*workload.checkpoint.glob("*.safetensors")], SPEED_BYTES)
-    run.memory_speed = memory_speed()
+    if case.runner not in OURS or case.share is None:
+        run.disk_speed = read_speed([*workload.checkpoint.glob("*.safetensors")], SPEED_BYTES)
+    if case.runner not in OURS or case.share is not None:
+        run.memory_speed = memory_speed()
 
 
 def _ask_llama_cpp(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> None:
@@ -153,7 +160,8 @@ def _generate(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> 
         "prompts": [one[:prompt] for one in passages],
         "tokens": made,
         "warm_up": warm_up,
-        "counts": case.share is not None,
+        "counted": workload.counted(case),
+        "probed": [] if case.share is None else [*map(str, workload.checkpoint.glob("*.safetensors"))],
     }
     cold, nbytes = [workload.checkpoint, workload.folder], room(workload.weights, case.share)
     try:

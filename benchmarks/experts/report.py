@@ -32,7 +32,8 @@ class MoeRun(Run):
         read_bytes: in those steps, as the profiler counts.
         slots: experts that the cache can hold.
         stage_seconds, wall_seconds: the profiler's, of those steps.
-        disk_speed, memory_speed: bytes a second, measured after the run.
+        disk_speed, memory_speed: bytes a second; the one that limits this project between its requests, the other one
+            after the run.
     """
 
     load_seconds: float = 0.0
@@ -67,10 +68,10 @@ class MoeRun(Run):
 
 @dataclass(frozen=True)
 class Limit:
-    """The least that a token can take.
+    """The least that a token can take, at the rates of its own run, since a cloud's change from minute to minute.
 
     Attributes:
-        disk, memory: bytes a second; medians of those after the runs, since a cloud's change from minute to minute.
+        disk, memory: bytes a second of all runs.
         touched: bytes that a token needs in memory.
     """
 
@@ -88,7 +89,7 @@ class Limit:
     def seconds(self, run: MoeRun) -> float:
         """A token's, of a run with so many missed bytes."""
         missed = run.missed_bytes / max(len(run.step_seconds), 1)
-        return max(missed / max(self.disk.median, 1), self.touched / self.memory.median)
+        return max(missed / max(run.disk_speed, 1), self.touched / run.memory_speed)
 
 
 def of_missed(runs: Sequence[MoeRun], case: CappedCase) -> list[float]:
@@ -160,8 +161,8 @@ def notes_on(runs: Sequence[MoeRun], cases: Sequence[CappedCase], touched: int |
             report.shown(Spread(*(value / 1e9 for value in astuple(rate)))) for rate in (limit.disk, limit.memory)
         )
         notes.append(
-            f"limit: missed bytes or the {limit.touched / 1e6:.0f} MB that a token needs, at the medians of rates "
-            f"after all runs: {disk} GB/s of the disk, {memory} of the memory."
+            f"limit: missed bytes or the {limit.touched / 1e6:.0f} MB that a token needs, at the rates of each run; of "
+            f"all {disk} GB/s of the disk, {memory} of the memory."
         )
     for case in cases:
         if limit is not None and case.runner in OURS:

@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ def split(job: dict[str, Any]) -> dict[str, Any]:
 
 
 READING_TURNS = 5
+PROBED_BYTES = 1 << 28
+"""Read to measure a rate between two requests."""
 
 
 def bytes_read() -> int:
@@ -143,32 +145,46 @@ def decode(job: dict[str, Any]) -> dict[str, Any]:
 def requests(job: dict[str, Any]) -> dict[str, Any]:
     """Load a model of experts and generate greedily for one prompt after another; see `experts.MoeRun`.
 
-    Only the steps after first tokens count, of all requests after the first `warm_up`. `endless`: no token ends one.
+    Only the steps after first tokens count, of all requests after the first `warm_up`. The last `counted` ones are not
+    timed: in them the profiler counts, whose clocks take time. Before each that is timed the rate of `probed` is
+    measured: of the memory, or of the disk by such files. `endless`: no token ends one.
     """
     start = time.perf_counter()
     model = LOADERS[job["loader"]](job)
     if job.get("endless"):
         model.generation_config.eos_token_id = None
     loaded = time.perf_counter() - start
-    if hasattr(model, "profiler"):  # only now: with clocks around resident layers each is a call of its own
-        model.profiler.enabled = job.get("counts", False)
-    made = []
+    made, rates, last = list[dict[str, Any]](), list[float](), len(job["prompts"]) - job.get("counted", 0)
     for number, given in enumerate(job["prompts"]):
-        if number == job["warm_up"] and hasattr(model, "profiler"):
-            model.profiler.clear()
+        if hasattr(model, "profiler"):  # only now: with clocks around resident layers each is a call of its own
+            model.profiler.enabled = number >= last
+        if "probed" in job and job["warm_up"] <= number < last:
+            rates.append(_rate(job["probed"]))
         made.append(generate(model, given, job["tokens"], Clock()))
-    counted = made[job["warm_up"] :]
+    counted = made[job["warm_up"] : last]
     steps = [seconds for one in counted for seconds in one["step_seconds"]]
-    return _experts(model) | {
-        "load_seconds": loaded,
-        "first_token_seconds": statistics.median(one["first_token_seconds"] for one in counted),
-        "step_seconds": steps,
-        "step_bytes": [nbytes for one in counted for nbytes in one["step_bytes"]],
-        "token_seconds": statistics.fmean(steps),
-        "tokens": [one["tokens"] for one in made],
-        "threads": counted[0]["threads"],
-        "placed": _placed(model),
-    }
+    probed = {"disk_speed" if job["probed"] else "memory_speed": statistics.median(rates)} if rates else {}
+    return (
+        _experts(model)
+        | probed
+        | {
+            "load_seconds": loaded,
+            "first_token_seconds": statistics.median(one["first_token_seconds"] for one in counted),
+            "step_seconds": steps,
+            "step_bytes": [nbytes for one in counted for nbytes in one["step_bytes"]],
+            "token_seconds": statistics.fmean(steps),
+            "tokens": [one["tokens"] for one in made],
+            "threads": counted[0]["threads"],
+            "placed": _placed(model),
+        }
+    )
+
+
+def _rate(files: Sequence[str]) -> float:
+    """Bytes a second that are read from these files, or from memory without any."""
+    from benchmarks.lib import measure
+
+    return measure.read_speed([*map(Path, files)], PROBED_BYTES) if files else measure.memory_speed(PROBED_BYTES, 3)
 
 
 def _experts(model: Any) -> dict[str, Any]:

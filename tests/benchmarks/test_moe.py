@@ -125,16 +125,15 @@ def test_llama_cpp_runs_with_the_texts_of_this_project() -> None:
     assert {moe_report.our_case_for(case, cases).runner for case in cases} == {"rabbitllm-2-4bit"}
 
 
-def test_a_limit_has_the_medians_of_rates() -> None:
+def test_a_limit_has_the_rates_of_its_run() -> None:
     runs = [
-        MoeRun("a", turn, step_seconds=[1.0, 1.0], disk_speed=rate, memory_speed=1e3)
+        MoeRun("a", turn, step_seconds=[1.0, 1.0], missed_bytes=100, disk_speed=rate, memory_speed=1e3)
         for turn, rate in enumerate((5, 10, 90))
     ]
     limit = moe_report.Limit.of([*runs, MoeRun("b", 0, error="died", disk_speed=1.0)], touched=4000)
     assert limit is not None
-    assert limit.seconds(runs[0]) == 4.0
-    runs[0].missed_bytes = 100
-    assert limit.seconds(runs[0]) == 5.0
+    assert limit.disk.median == 10
+    assert [limit.seconds(run) for run in runs] == [10.0, 5.0, 4.0]
     assert moe_report.Limit.of([], 1) is None
 
 
