@@ -135,7 +135,8 @@ def text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} cannot be read as text: {error}.", "Use a file of UTF-8 text.") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise OptionError(f"{path} cannot be read as text: {why}.", "Use a file of UTF-8 text.") from error
 
 
 def windows(tokenizer: PreTrainedTokenizerBase, text: str, *, window: int, tokens: int) -> list[ScoredText]:

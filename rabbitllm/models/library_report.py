@@ -195,7 +195,7 @@ def verification_text(result: Verification, seconds: float) -> str:
     rate = f"{size(result.nbytes)} read in {seconds:.1f} s"
     if result.manifest is None:
         head = f"{result.folder}: {result.files} layer files of RabbitLLM 1.1, which wrote no checksums"
-        sound = "sound, by headers and shapes"
+        sound = "sound, by headers and shapes; a load tells whether a tensor of the model is missing"
     else:
         source = result.manifest.source
         gguf = gguf_label(source.fingerprints, result.manifest.source_metadata)

@@ -423,7 +423,7 @@ def begins_as(path: Path, *beginnings: bytes | re.Pattern[bytes]) -> bool:
 
 
 def require_kind(path: Path, kind: str, *beginnings: bytes | re.Pattern[bytes]) -> None:
-    """Refuse to replace a file that does not begin as one of its kind; the same of the unfinished one beside it.
+    """Refuse to write where no file can be made, or over one that does not begin as one of its kind.
 
     Args:
         path: of the file that `write_whole` will write.
@@ -431,8 +431,14 @@ def require_kind(path: Path, kind: str, *beginnings: bytes | re.Pattern[bytes]) 
         beginnings: see `begins_as`.
 
     Raises:
-        OptionError: there is another file; nothing was changed.
+        OptionError: there is another file or a folder, or no folder to write in; nothing was changed.
     """
+    if not path.parent.is_dir():
+        raise OptionError(f"There is no folder {path.parent} for {path.name}.", "Make the folder, or use another path.")
+    if path.is_dir():
+        raise OptionError(f"{path} is a folder; the path of a file was expected.", "Add a name for the file.")
+    if not os.access(path.parent, os.W_OK):
+        raise OptionError(f"This user cannot write in the folder {path.parent}.", "Use a file in another folder.")
     for there in (path, path.with_name(path.name + PART_SUFFIX)):
         if there.is_file() and not begins_as(there, *beginnings):
             raise OptionError(f"{there} exists and {kind}; it was not changed.", "Use another name for the file.")

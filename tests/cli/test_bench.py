@@ -15,6 +15,7 @@ from typer.testing import Result
 from rabbitllm.errors import MissingPackageError, OptionError
 from tests.support.builders import build_checkpoint
 from tests.support.commands import invoke
+from tests.support.small_disk import small_disk
 from tests.support.splitting import names_in
 from tests.support.tiny_models import one_thread, split  # noqa: F401  a fixture that applies by itself
 
@@ -182,6 +183,24 @@ def test_no_shard_is_replaced(checkpoint: Path, tmp_path: Path, option: str) -> 
     with pytest.raises(OptionError, match="it was not changed"):
         bench(str(checkpoint), option, str(target))
     assert shard.read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["--trace", "--plot", "--plot-tiers"])
+def test_a_path_without_a_folder_is_refused_before_loading(tmp_path: Path, option: str) -> None:
+    with pytest.raises(OptionError, match=f"There is no folder {tmp_path}/none for time.svg"):
+        bench("no-model", option, f"{tmp_path}/none/time.svg")
+    folder = tmp_path / "folder.svg"
+    folder.mkdir()
+    with pytest.raises(OptionError, match=f"{folder} is a folder"):
+        bench("no-model", option, str(folder))
+
+
+def test_a_read_only_disk_is_refused_before_loading(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    with small_disk(folder, 2**20):
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        with pytest.raises(OptionError, match=f"This user cannot write in the folder {folder}"):
+            bench("no-model", "--trace", str(folder / "time.json"))
 
 
 def test_the_split_that_exists_is_taken(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,14 @@ def test_rm_by_a_link_to_the_checkpoint_and_of_the_working_folder(
         assert record("show", name)["splits"][0]["original_there"]
     invoke("rm", ".", "--yes")
     assert contents(folder) == before
+
+
+def test_verify_of_rabbitllm_1_1_says_what_it_cannot_tell(tmp_path: Path) -> None:
+    """Its folders have no list of tensors; this one lacks three."""
+    golden = Path(__file__).parents[1] / "golden" / "rabbitllm-1.1.0-none-UNSOUND-3-tensors-missing"
+    home = shutil.copytree(golden, tmp_path / "home")
+    text = invoke("verify", home / "splitted_model").stdout
+    assert "a load tells whether a tensor of the model is missing" in text
 
 
 def test_layers_on_another_disk_by_a_link(folder: Path, tmp_path: Path) -> None:
