@@ -396,7 +396,7 @@ def _checked(
     except Exception as error:  # conversions raise any error for an unexpected number or shape of tensors
         raise IncompleteSplitError(
             f"the tensors for {recipe.key} ({listed([name for _, name in recipe.sources], 3)}) cannot be converted: "
-            f"{type(error).__name__}: {error}."
+            f"{type(error).__name__}: {error}.{_of_unlike_experts(recipe)}"
         ) from error
     for name, tensor in tensors.items():
         shape = tuple(expected[name].shape) if name in expected else None
@@ -405,6 +405,21 @@ def _checked(
                 f"the tensor for {name} has shape {tuple(tensor.shape)}; the config needs {shape}.", _DIFFERENT
             )
     return replace(recipe, targets=tuple(tensors))
+
+
+def _of_unlike_experts(recipe: Recipe) -> str:
+    """A sentence on an expert that has other tensors than the first one, as where only some are quantized; empty if
+    none has."""
+    parts = defaultdict[str, list[str]](list)
+    for match in filter(None, (_EXPERT.fullmatch(name) for _, name in recipe.sources)):
+        parts[match.string[match.end(1) : match.start(2)]].append(match[2][1:])
+    experts = list(parts.items())
+    for number, own in experts[1:]:
+        first, its = experts[0]
+        if {*own} != {*its}:
+            have = f"Expert {first} has {listed(its, 6)}; expert {number} has {listed(own, 6)}"
+            return f" {have}; expected the same of all, quantized or not."
+    return ""
 
 
 def _ties(model: PreTrainedModel, recipes: Mapping[str, Recipe]) -> dict[str, str]:

@@ -256,6 +256,24 @@ def test_experts_of_kimi(tmp_path: Path) -> None:
         assert torch.equal(model(INPUT, use_cache=False).logits, expected)
 
 
+@pytest.mark.parametrize("form", ["awq", "fp8"])
+def test_experts_of_which_some_are_not_quantized_are_refused(tmp_path: Path, form: str) -> None:
+    """transformers cannot load them, either; what is wrong is said, and not only what a conversion raises."""
+    folder, plain = tmp_path / "model", tmp_path / "plain"
+    if form == "awq":
+        quantized.build_awq(folder, "qwen3_moe", plain)
+    else:
+        quantized.build_fp8(folder, "qwen3_moe")
+    of_expert = "model.layers.1.mlp.experts.0.down_proj."
+    stored = {name: tensor for name, tensor in read_tensors(folder).items() if not name.startswith(of_expert)}
+    stored[f"{of_expert}weight"] = torch.zeros(64, 80, dtype=torch.float16)
+    save_file(stored, folder / SINGLE_NAME, metadata={"format": "pt"})
+    others = {"awq": "down_proj.qweight, .*", "fp8": "down_proj.weight, down_proj.weight_scale_inv"}[form]
+    message = f"Expert 0 has down_proj.weight; expert 1 has {others}; expected the same of all"
+    with pytest.raises(IncompleteSplitError, match=message):
+        load(split(folder))
+
+
 @pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
 @pytest.mark.parametrize(
     ("gone", "message"),
