@@ -3,7 +3,9 @@
 `split.journal` in the split directory, lines of JSON. The first line is the content of all headers, written before the
 first shard is touched, because the header of a deleted shard cannot be read again. Each further line names a shard
 whose tensors are all durable in layer files, and the checksums of what was written: `crc32` of each stored part, and in
-the same order `runs` of parts that span several blocks of the layer file. A line that a crash truncated is ignored.
+the same order `runs` of parts that span several blocks of the layer file. A line without a shard has the checksums of
+layers that are complete, and lose their scratch files before their last shard is used up. A line that a crash truncated
+is ignored.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import dataclasses
 import json
 import shlex
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,8 +124,12 @@ def replay(folder: Path) -> Replay | None:
     checksums: dict[str, tuple[PartSums, ...]] = {}
     for entry in entries:
         checksums |= entry.checksums
-    source_checksums = {entry.shard: entry.source_crc32 for entry in entries if entry.source_crc32 is not None}
-    return Replay(plan, quantizer, frozenset(entry.shard for entry in entries), checksums, source_checksums, sound)
+    source_checksums = {
+        entry.shard: entry.source_crc32
+        for entry in entries
+        if entry.shard is not None and entry.source_crc32 is not None
+    }
+    return Replay(plan, quantizer, _used(entries), checksums, source_checksums, sound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +167,7 @@ def glance(folder: Path, name: str = JOURNAL_NAME) -> UnfinishedSplit | None:
         repair_from = content.get("repair_from")
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    used = frozenset(entry.shard for line in lines if (entry := _parse_entry(line)) is not None)
+    used = _used(entry for line in lines if (entry := _parse_entry(line)) is not None)
     identity = SourceIdentity(source_kind, source, commit, fingerprints)
     return UnfinishedSplit(frozenset(fingerprints), used, identity, compression, stems, repair_from)
 
@@ -177,9 +183,9 @@ def repair_command(folder: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _JournalEntry:
-    """One line: the shard that is used up, its tensors' checksums, and the checksum of its source."""
+    """One line: the shard that is used up, if it names one, tensors' checksums, and the checksum of its source."""
 
-    shard: str
+    shard: str | None
     checksums: TensorSums
     source_crc32: int | None
 
@@ -188,7 +194,7 @@ def _parse_entry(line: bytes) -> _JournalEntry | None:
     """Parse a line; None for a line that a crash truncated."""
     try:
         content = json.loads(line)
-        shard, source_crc32 = content["used"], content.get("source_crc32")
+        shard, source_crc32 = content.get("used"), content.get("source_crc32")
         whole = {tensor: tuple(map(int, parts)) for tensor, parts in content["crc32"].items()}
         runs = content["runs"] if "runs" in content else [[""] * len(parts) for parts in whole.values()]
         sums = {
@@ -199,7 +205,11 @@ def _parse_entry(line: bytes) -> _JournalEntry | None:
         }
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return _JournalEntry(shard, sums, source_crc32) if isinstance(shard, str) else None
+    return _JournalEntry(shard, sums, source_crc32) if isinstance(shard, str | None) else None
+
+
+def _used(entries: Iterable[_JournalEntry]) -> frozenset[str]:
+    return frozenset(entry.shard for entry in entries if entry.shard is not None)
 
 
 class SplitJournal:
@@ -209,6 +219,7 @@ class SplitJournal:
         path = folder / JOURNAL_NAME
         torn = not read_whole(path).endswith(b"\n")
         self._log = durable.Log(path)
+        self._complete: set[str] = set()
         if torn:  # end the line that a crash truncated, so that the next one is separate
             try:
                 self._log.append("")
@@ -226,11 +237,20 @@ class SplitJournal:
             checksums: of the tensors that were written.
             source_crc32: `source_check.source_crc32` of the shard; None if it has a digest.
         """
+        checksum = {} if source_crc32 is None else {"source_crc32": source_crc32}
+        new = {tensor: sums for tensor, sums in checksums.items() if tensor not in self._complete}
+        self._append({"used": shard, **checksum}, new)
+
+    def mark_complete(self, checksums: TensorSums) -> None:
+        """Record checksums of layers that get their names, and cannot be written again from their last shard alone."""
+        self._append({}, checksums)
+        self._complete.update(checksums)
+
+    def _append(self, fields: Mapping[str, object], checksums: TensorSums) -> None:
         content = {
-            "used": shard,
+            **fields,
             "crc32": {tensor: [whole_sum(part) for part in parts] for tensor, parts in checksums.items()},
             "runs": [[b64encode(part[SUM_BYTES:]).decode() for part in parts] for parts in checksums.values()],
-            **({} if source_crc32 is None else {"source_crc32": source_crc32}),
         }
         self._log.append(json.dumps(content, separators=(",", ":")))
 
