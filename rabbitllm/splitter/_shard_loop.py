@@ -365,7 +365,7 @@ class ShardLoop:
         path = self.work.checkpoint.acquire(shard.name)
         crc = source_crc32(path, shard.tensors, checksums.sources) if shard.needs_checksum else None
         require_unmodified(path, shard, self.work.checkpoint)
-        if shard.expected_crc32 not in (None, crc):
+        if self.source_checksums.get(shard.name, shard.expected_crc32) not in (None, crc):
             raise CorruptShardError(
                 f"{path} differs from its checksum, which was recorded when the split was started or made.",
                 "Restore the original file, and make the same call again. The data just read is not used.",

@@ -4,8 +4,8 @@
 first shard is touched, because the header of a deleted shard cannot be read again. Each further line names a shard
 whose tensors are all durable in layer files, and the checksums of what was written: `crc32` of each stored part, and in
 the same order `runs` of parts that span several blocks of the layer file. A line without a shard has the checksums of
-layers that are complete, and lose their scratch files before their last shard is used up. A line that a crash truncated
-is ignored.
+layers that are complete, and lose their scratch files before their last shard is used up; or it names layers whose files
+were lost, and shards that are to be used once more for them. A line that a crash truncated is ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import dataclasses
 import json
 import shlex
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,12 @@ class Replay:
     checksums: TensorSums
     source_checksums: Mapping[str, int] = field(default_factory=dict)
     sound: FileSums = field(default_factory=dict)
+
+    def without(self, layers: Collection[str]) -> Replay:
+        """The same where the files of these layers are lost: none of their shards counts as used."""
+        used = self.used.difference(*(self.plan.layer_map.layer_to_shards[layer] for layer in layers))
+        sound = {layer: sums for layer, sums in self.sound.items() if layer not in layers}
+        return dataclasses.replace(self, used=used, sound=sound)
 
 
 @uncollected()
@@ -124,6 +130,8 @@ def replay(folder: Path) -> Replay | None:
     checksums: dict[str, tuple[PartSums, ...]] = {}
     for entry in entries:
         checksums |= entry.checksums
+        for layer in entry.lost:
+            sound.pop(layer, None)
     source_checksums = {
         entry.shard: entry.source_crc32
         for entry in entries
@@ -183,17 +191,22 @@ def repair_command(folder: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _JournalEntry:
-    """One line: the shard that is used up, if it names one, tensors' checksums, and the checksum of its source."""
+    """One line: the shard that is used up, if it names one, tensors' checksums, and the checksum of its source; or
+    layers that were lost, and their shards."""
 
     shard: str | None
     checksums: TensorSums
     source_crc32: int | None
+    lost: tuple[str, ...] = ()
+    unused: frozenset[str] = frozenset()
 
 
 def _parse_entry(line: bytes) -> _JournalEntry | None:
     """Parse a line; None for a line that a crash truncated."""
     try:
         content = json.loads(line)
+        if "lost" in content:
+            return _JournalEntry(None, {}, None, tuple(content["lost"]), frozenset(content["unused"]))
         shard, source_crc32 = content.get("used"), content.get("source_crc32")
         whole = {tensor: tuple(map(int, parts)) for tensor, parts in content["crc32"].items()}
         runs = content["runs"] if "runs" in content else [[""] * len(parts) for parts in whole.values()]
@@ -209,7 +222,11 @@ def _parse_entry(line: bytes) -> _JournalEntry | None:
 
 
 def _used(entries: Iterable[_JournalEntry]) -> frozenset[str]:
-    return frozenset(entry.shard for entry in entries if entry.shard is not None)
+    used: set[str] = set()
+    for entry in entries:
+        used -= entry.unused
+        used |= {entry.shard} if entry.shard is not None else set()
+    return frozenset(used)
 
 
 class SplitJournal:
@@ -245,6 +262,10 @@ class SplitJournal:
         """Record checksums of layers that get their names, and cannot be written again from their last shard alone."""
         self._append({}, checksums)
         self._complete.update(checksums)
+
+    def mark_lost(self, layers: Iterable[str], unused: Iterable[str]) -> None:
+        """Declare that the files of these layers are gone, and that these shards are to be used once more."""
+        self._log.append(json.dumps({"lost": [*layers], "unused": sorted(unused)}))
 
     def _append(self, fields: Mapping[str, object], checksums: TensorSums) -> None:
         content = {
