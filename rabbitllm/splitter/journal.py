@@ -4,8 +4,8 @@
 first shard is touched, because the header of a deleted shard cannot be read again. Each further line names a shard
 whose tensors are all durable in layer files, and the checksums of what was written: `crc32` of each stored part, and in
 the same order `runs` of parts that span several blocks of the layer file. A line without a shard has the checksums of
-layers that are complete, and lose their scratch files before their last shard is used up; or it names layers whose files
-were lost, and shards that are to be used once more for them. A line that a crash truncated is ignored.
+layers that are complete, and lose their scratch files before their last shard is used up; or it names layers whose
+files were lost, and shards that are to be used once more for them. A line that a crash truncated is ignored.
 """
 
 from __future__ import annotations
