@@ -63,6 +63,7 @@ from rabbitllm.store.manifest import (
     REMOVED_SUFFIX,
     LayerRecord,
     Manifest,
+    is_half_removed,
     require_fitted,
     write_manifest,
 )
@@ -421,7 +422,7 @@ def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files:
     RabbitLLM 1.1 has layer files with the tensors of these layers, and may have a torn one.
 
     Returns:
-        The layer files of such a split. Every shard exists at this point, so they are not the only copy.
+        The layer files of such a split, or of one that is partly removed. Every shard exists at this point, so they are not the only copy.
 
     Raises:
         SplitMismatchError: it has others; nothing was changed.
@@ -442,10 +443,11 @@ def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files:
     others = [path for path, names in tensors.items() if names and names != set(layouts[path].tensors)]
     if not any(tensors.values()):
         others = list(tensors)
-    if others := [*others, *filter(Path.exists, unfinished)]:
+    left = [*filter(Path.exists, unfinished)]
+    if others := others if is_half_removed(folder) else [*others, *left]:
         _require_no_record(folder)
         raise _holds_other(others[0], request.checkpoint.label, "and nothing records a split")
-    return list(tensors)
+    return [*tensors, *left]
 
 
 def _holds_other(path: Path, label: str, how: str) -> SplitMismatchError:

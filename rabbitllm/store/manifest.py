@@ -293,11 +293,12 @@ def is_legacy(folder: Path) -> bool:
 
     One that is being removed, or whose removal was killed, has these under other names.
     """
-    is_recorded = is_begun(folder) or _is_half_removed(folder)
+    is_recorded = is_begun(folder) or is_half_removed(folder)
     return not is_recorded and any(folder.glob(f"*{LAYER_SUFFIX}{DONE_SUFFIX}"))
 
 
-def _is_half_removed(folder: Path) -> bool:
+def is_half_removed(folder: Path) -> bool:
+    """Whether the removal of a split directory was interrupted."""
     names = (name + REMOVED_SUFFIX for name in (MANIFEST_NAME, JOURNAL_NAME))
     return not is_begun(folder) and any((folder / name).exists() for name in names)
 
@@ -308,7 +309,7 @@ def refuse_half_removed(folder: Path) -> None:
     Raises:
         IncompleteSplitError: it was; the remedy is the command that finishes it.
     """
-    if _is_half_removed(folder):
+    if is_half_removed(folder):
         raise IncompleteSplitError(
             f"{folder} is partly removed: its removal was interrupted.",
             f"Finish that: {shlex.join(['rabbitllm', 'rm', str(folder)])}. To use the model, split its original again.",

@@ -311,6 +311,20 @@ def test_what_is_partly_removed_is_named_so(folder: Path, state: str, command: l
     assert not split_folder.exists()
 
 
+@pytest.mark.parametrize("state", ["whole", "unfinished"])
+@pytest.mark.parametrize("at", [2, 4, 9])
+def test_what_is_partly_removed_is_made_again(folder: Path, state: str, at: int) -> None:
+    """All shards are there, so nothing that is left in it is the only copy."""
+    call = Call(str(folder), compression="4bit-double", sequential=False)
+    whole = contents(call.make())
+    if state == "unfinished":
+        shutil.rmtree(call.find().split_folder)
+        interrupted(call, 2)
+    with dying_at(at):
+        remove(plan_removal(call.find().split_folder))
+    assert contents(call.make()) == whole
+
+
 # Is it the only copy?
 
 
