@@ -422,7 +422,8 @@ def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files:
     RabbitLLM 1.1 has layer files with the tensors of these layers, and may have a torn one.
 
     Returns:
-        The layer files of such a split, or of one that is partly removed. Every shard exists at this point, so they are not the only copy.
+        The layer files of such a split, or of one that is partly removed. Every shard exists at this point, so they are
+        not the only copy.
 
     Raises:
         SplitMismatchError: it has others; nothing was changed.
