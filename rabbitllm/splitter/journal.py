@@ -132,11 +132,7 @@ def replay(folder: Path) -> Replay | None:
         checksums |= entry.checksums
         for layer in entry.lost:
             sound.pop(layer, None)
-    source_checksums = {
-        entry.shard: entry.source_crc32
-        for entry in entries
-        if entry.shard is not None and entry.source_crc32 is not None
-    }
+    source_checksums = {e.shard: e.source_crc32 for e in entries if e.shard and e.source_crc32 is not None}
     return Replay(plan, quantizer, _used(entries), checksums, source_checksums, sound)
 
 
