@@ -13,12 +13,14 @@ once all files it names are durable; a folder that holds anything else is not to
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rabbitllm import prepare
 from rabbitllm.base.options import ShardPolicy, SplitOptions, expand
+from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import COMPANIONS, SourceIdentity, is_sidecar, sidecars_in
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import INDEX_NAME, read_index, shard_names
@@ -50,6 +52,7 @@ from rabbitllm.splitter.split import STAGING_NAME
 from rabbitllm.storage import durable
 from rabbitllm.store import checkpoint_folder
 from rabbitllm.store.checkpoint_folder import index_of_files, named_dtype, plan_shards, refuse_foreign, write_checkpoint
+from rabbitllm.store.checksums import crc32_of_file
 from rabbitllm.store.layer_file import LAYER_SUFFIX
 from rabbitllm.store.manifest import AUTO, JOURNAL_NAME, MANIFEST_NAME, Manifest, directory_name, read_manifest
 
@@ -94,6 +97,22 @@ def publish(folder: Path, split_folder: Path, manifest: Manifest, dtype: str = A
     files = {name: read_header(folder / name).tensors for name in names}
     metadata = converted_from(manifest.source, dtype) | named_dtype(files, manifest.dtype)
     durable.write_whole(folder / INDEX_NAME, index_of_files(files, metadata))
+
+
+def _require_as_written(folder: Path, split_folder: Path, manifest: Manifest, name: str) -> None:
+    """Compare layer files with their checksums where an earlier run wrote some: shards have none."""
+    damaged = []
+    for record, shard in zip(manifest.layers, shard_names(len(manifest.layers)), strict=True):
+        path = next(filter(Path.exists, (split_folder / record.file, folder / shard)), None)
+        if path is not None and crc32_of_file(path) != record.crc32:
+            damaged.append(path.name)
+    if damaged:
+        original = ["--original", str(expand(name))] if manifest.source.kind == "local" else []
+        command = shlex.join(["rabbitllm", "verify", str(split_folder), "--repair", *original])
+        raise IncompleteSplitError(
+            f"{folder} is damaged: {listed(damaged, 3)} differs from what was written.",
+            f"If every shard exists (or is on the hub), delete {folder}, and convert again. Or repair it: {command}",
+        )
 
 
 def _move(path: Path, to: Path) -> None:
@@ -245,9 +264,9 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
         if not work.exists():
             _require_empty(folder)
         split_folder, source = work / directory_name(None), input_of(name, access, work)
-        is_ready = (work / _READY_NAME).exists()
+        is_ready, begun = (work / _READY_NAME).exists(), _begun(split_folder)
         if not is_ready:
-            if (begun := _begun(split_folder)) is not None:  # before any shard of another checkpoint can be deleted
+            if begun is not None:  # before any shard of another checkpoint can be deleted
                 require_same(begun, source, folder)
             source.split(options)
         if (manifest := read_manifest(split_folder)) is None:
@@ -256,6 +275,8 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
                 "Convert the checkpoint again into another folder; keep this one until then.",
             )
         require_same(manifest.source, source, folder)
+        if begun is not None:
+            _require_as_written(folder, split_folder, manifest, name)
         if not is_ready:
             durable.write_whole(work / _READY_NAME, b"")
         publish(folder, split_folder, manifest, dtype)

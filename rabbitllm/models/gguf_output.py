@@ -71,6 +71,7 @@ from rabbitllm.storage import durable
 from rabbitllm.storage.file_lock import LOCK_SUFFIX, locked_file
 from rabbitllm.storage.files import PositionalFile
 from rabbitllm.storage.folders import bytes_freed_by_deleting, require_room
+from rabbitllm.store.checksums import crc32
 from rabbitllm.store.layer_store import LayerStore, StoredTensor
 from rabbitllm.store.tensor_values import read_tensor
 
@@ -761,9 +762,10 @@ def _write(file: Path, head: bytes, planned: _PlannedFile, offsets: Sequence[int
     part_path, log_path = (file.with_name(file.name + suffix) for suffix in (durable.PART_SUFFIX, LOG_SUFFIX))
     made_of = json.dumps([sorted(planned.identity.fingerprints.items()), version("gguf")])
     key = hashlib.sha256(made_of.encode() + head).hexdigest()
-    complete = _tensors_in(part_path, log_path, key, nbytes)
+    sizes = (tensor.nbytes for tensor in planned.tensors)
+    complete, crc = _tensors_in(part_path, log_path, key, nbytes, zip(offsets, sizes, strict=True))
     # first: it identifies the unfinished file as this package's; without a line that was cut off
-    durable.write_whole(log_path, f"{key}\n{complete}\n".encode())
+    durable.write_whole(log_path, f"{key}\n{complete} {crc}\n".encode())
     if not complete:
         durable.remove(part_path)
     with contextlib.closing(durable.GrowingFile(part_path, nbytes, write_back=True)) as written:
@@ -773,10 +775,11 @@ def _write(file: Path, head: bytes, planned: _PlannedFile, offsets: Sequence[int
             for index in range(complete, len(offsets)):
                 for offset, piece in planned.placed(index, offsets[index]):
                     written.write_at(piece, offset)
+                    crc = crc32(piece, crc)
                 unsynced += planned.tensors[index].nbytes
                 if unsynced >= SYNC_BYTES:
                     written.sync()
-                    log.append(str(index + 1))
+                    log.append(f"{index + 1} {crc}")
                     unsynced = 0
         written.sync()
     durable.publish(part_path, file.absolute())
@@ -807,12 +810,28 @@ def _refuse_foreign(file: Path) -> None:
         )
 
 
-def _tensors_in(part: Path, log: Path, key: str, nbytes: int) -> int:
-    """Number of tensors that an earlier call wrote into the unfinished file; 0 if it is not of the same source."""
+_LINE = re.compile(rb"(\d{1,9}) (\d{1,10})")
+"""A further line: the number of complete tensors, and the CRC-32 of all of them."""
+
+
+def _tensors_in(part: Path, log: Path, key: str, nbytes: int, spans: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Number of tensors that an earlier call wrote into the unfinished file, and their CRC-32.
+
+    Both are 0 if it is not of the same source, or is damaged. `spans` are offset and bytes of each tensor.
+    """
     try:
         lines = log.read_bytes().split(b"\n")[:-1]  # a line without an end was cut off
         if part.stat().st_size != nbytes:
-            return 0
+            return 0, 0
     except FileNotFoundError:
-        return 0
-    return int(lines[-1]) if len(lines) > 1 and lines[0] == key.encode() and lines[-1].isdigit() else 0
+        return 0, 0
+    line = _LINE.fullmatch(lines[-1]) if len(lines) > 1 and lines[0] == key.encode() else None
+    if line is None:
+        return 0, 0
+    count, expected, crc = int(line[1]), int(line[2]), 0
+    with PositionalFile(part) as file:
+        file.advise_sequential()
+        for begin, size in itertools.islice(spans, count):
+            for offset in range(begin, begin + size, CHUNK_BYTES):
+                crc = crc32(file.read_at(offset, min(CHUNK_BYTES, begin + size - offset)), crc)
+    return (count, crc) if crc == expected else (0, 0)

@@ -65,6 +65,7 @@ from rabbitllm.store.manifest import (
     is_finished,
     is_legacy,
     read_manifest,
+    refuse_half_removed,
 )
 
 logger = logging.getLogger(__name__)
@@ -407,9 +408,11 @@ def _manifest_of(folder: Path) -> Manifest | None:
     """Return the manifest of a folder, None if it is no split directory; wait while another process repairs it.
 
     Raises:
-        IncompleteSplitError: the directory is an unfinished split or repair, and no process works on it.
+        IncompleteSplitError: the directory is an unfinished split or repair, and no process works on it; or it is
+            partly removed.
     """
     manifest = read_manifest(folder)
+    refuse_half_removed(folder)
     if manifest is not None or journal.glance(folder) is None or not is_writable(folder):
         return manifest
     with locked(folder):

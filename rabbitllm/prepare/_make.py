@@ -49,6 +49,7 @@ from rabbitllm.splitter.split import (
     STAGING_NAME,
     clean_up,
     discard_finished,
+    lost_layers,
     repair,
     shards_for,
     split,
@@ -458,7 +459,7 @@ def finish_repair(folder: Path, original: Path | None = None) -> None:
             clean_up(folder)
     if journal.repair_command(folder) is None or (earlier := journal.replay(folder)) is None:
         return
-    sums, used = earlier.checksums, earlier.used
+    sums, used = earlier.checksums, earlier.without(lost_layers(folder, earlier)).used
     shards = [s.name for s in earlier.plan.shards if s.name not in used or any(t.name in sums for t in s.tensors)]
     with _locked_for_repair(folder, earlier.plan.source, shards, original) as (checkpoint, policy):
         clean_up(folder)

@@ -6,7 +6,8 @@ The order of steps for one shard makes a crash harmless:
    of the layer, if they are a piece of a tensor that has to wait for its other pieces.
 2. In layers that now have all their tensors, scales that are quantized themselves are quantized from the scratch file.
    Every file that the shard changed is fsynced, and these layers get their final name. Where tensors lie in pieces,
-   these are joined first, one layer after the other. The scratch file is removed when the name is durable.
+   these are joined first, one layer after the other. The scratch file is removed when the name is durable; the journal
+   has the checksums of such a layer before, since it cannot be written again then.
 3. The folder is fsynced, then the journal records that the shard is used up, and is fsynced.
 4. Only then is the shard released; the last one of the source once the finished files are accepted (`keep_last`).
 
@@ -53,14 +54,18 @@ class Completion:
         mover: the threads.
         filler: names files, and opens unfinished ones.
         profiler: records how long layers have waited for their shards.
+        record: makes the checksums of layers durable that are going to lose their scratch files.
     """
 
-    def __init__(self, work: SplitWork, mover: Mover, filler: Filler, profiler: Profiler) -> None:
+    def __init__(
+        self, work: SplitWork, mover: Mover, filler: Filler, profiler: Profiler, record: Callable[[TensorSums], None]
+    ) -> None:
         self._folder = work.folder
         self._plan = work.plan
         self._mover = mover
         self._filler = filler
         self._profiler = profiler
+        self._record = record
         self._first_seen: dict[str, float] = {}
 
     def is_final(self, layout: LayerLayout) -> bool:
@@ -100,19 +105,23 @@ class Completion:
             if layer not in in_pieces:
                 targets.pop(layer).close()
         layouts = [self._plan.layouts[layer] for layer in whole]
-        self._name_layers(layouts)
-        self._drop_scratch(layouts)
-        sums = dict(stored)
-        for layout in layouts:
-            sums |= self._mover.sums.take(layout.settles)
+        sums = {**stored, **self._mover.sums.take(form for layout in layouts for form in layout.settles)}
+        self._replace_scratch(layouts, sums)
         for layer in in_pieces:
             layout = self._plan.layouts[layer]
             self._join(targets[layer])
             targets.pop(layer).close()
-            self._name_layers([layout])
-            self._drop_scratch([layout])
             sums |= self._mover.sums.take((*layout.joins, *layout.settles))
+            self._replace_scratch([layout], sums)
         return sums
+
+    def _replace_scratch(self, layouts: list[LayerLayout], sums: TensorSums) -> None:
+        """Name synced layer files, and remove their scratch files; the checksums of those with one are recorded."""
+        forms = [form for layout in layouts if layout.scratch_bytes for form in layout.all_forms]
+        if forms:
+            self._record({form.source.name: sums[form.source.name] for form in forms if form.source.name in sums})
+        self._name_layers(layouts)
+        self._drop_scratch(layouts)
 
     def finish_leftovers(self) -> None:
         """Finish layers that have all their tensors but lack their final name or their marker.
@@ -223,7 +232,7 @@ class ShardLoop:
         self._journal = journal.SplitJournal(work.folder)
         self._mover = Mover(work.options.threads, profiler, watch, fitted=work.fitted)
         self._filler = Filler(work, self._mover, profiler)
-        self._completion = Completion(work, self._mover, self._filler, profiler)
+        self._completion = Completion(work, self._mover, self._filler, profiler, self._journal.mark_complete)
         self._fetcher = ShardFetcher(work.checkpoint, work.shard_transfer.files, watch)
         self._watch = watch
         self._executor = executor
@@ -356,7 +365,7 @@ class ShardLoop:
         path = self.work.checkpoint.acquire(shard.name)
         crc = source_crc32(path, shard.tensors, checksums.sources) if shard.needs_checksum else None
         require_unmodified(path, shard, self.work.checkpoint)
-        if shard.expected_crc32 not in (None, crc):
+        if self.source_checksums.get(shard.name, shard.expected_crc32) not in (None, crc):
             raise CorruptShardError(
                 f"{path} differs from its checksum, which was recorded when the split was started or made.",
                 "Restore the original file, and make the same call again. The data just read is not used.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from rabbitllm.base.terminal import listed
@@ -49,7 +49,7 @@ def file_checksums(layout: LayerLayout, checksums: TensorSums, work: SplitWork) 
 
 def _all_parts(layout: LayerLayout, checksums: TensorSums) -> _Parts | None:
     """Return all parts of a layer file; None if the sums of some are unknown."""
-    forms = _forms(layout)
+    forms = layout.all_forms
     if any(form.source.name not in checksums for form in forms):
         return None
     parts = _recorded(forms, checksums, layout.offsets)  # others were in the scratch file
@@ -60,11 +60,7 @@ def _all_parts(layout: LayerLayout, checksums: TensorSums) -> _Parts | None:
     return parts
 
 
-def _forms(layout: LayerLayout) -> tuple[StoredForm | ScalesForm, ...]:
-    return *layout.forms, *layout.joins, *layout.settles
-
-
-def _recorded(forms: tuple[StoredForm | ScalesForm, ...], checksums: TensorSums, offsets: Mapping[str, int]) -> _Parts:
+def _recorded(forms: Iterable[StoredForm | ScalesForm], checksums: TensorSums, offsets: Mapping[str, int]) -> _Parts:
     """Return the parts of these tensors that lie in the file with these offsets, as far as their sums are known."""
     return {
         offsets[part.name]: (part.nbytes, sums)
@@ -78,8 +74,8 @@ def _recorded(forms: tuple[StoredForm | ScalesForm, ...], checksums: TensorSums,
 def take_names_back(work: SplitWork) -> None:
     """Make layers unfinished again whose last shard is not recorded as used: a crash came between their names and that.
 
-    Nothing says which bytes they must have, so that shard is moved into them once more. Where a scratch file was
-    needed it is gone, and they stay.
+    Nothing says which bytes they must have, so that shard is moved into them once more. Those that had a scratch file
+    stay: their checksums are recorded before they get their names.
     """
     for layer, layout in work.plan.layouts.items():
         file = work.folder / layout.file_name
@@ -142,12 +138,12 @@ def _to_compare(work: SplitWork) -> Iterator[tuple[Path, _Parts]]:
             continue
         part = file.with_name(file.name + durable.PART_SUFFIX)
         is_final = file.exists() and not part.exists()
-        if shards & deletable & work.used:
-            known = _recorded(_forms(layout), work.checksums, layout.offsets)
-            yield (file, _all_parts(layout, work.checksums) or known) if is_final else (part, known)
-        if layout.scratch_bytes and not is_final and shards & work.used:
-            scratch = _recorded(layout.forms, work.checksums, layout.scratch_offsets)
-            yield work.folder / layout.scratch_name, scratch
+        used = [form for form in layout.forms if form.source.file in work.used]  # others are written once more
+        whole = _all_parts(layout, work.checksums) if is_final else None
+        if shards & deletable & (shards if whole else work.used):
+            yield file if is_final else part, whole or _recorded(used, work.checksums, layout.offsets)
+        if layout.scratch_bytes and not is_final and used:
+            yield work.folder / layout.scratch_name, _recorded(used, work.checksums, layout.scratch_offsets)
 
 
 def _differs(path: Path, parts: _Parts) -> bool:

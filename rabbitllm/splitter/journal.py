@@ -3,7 +3,9 @@
 `split.journal` in the split directory, lines of JSON. The first line is the content of all headers, written before the
 first shard is touched, because the header of a deleted shard cannot be read again. Each further line names a shard
 whose tensors are all durable in layer files, and the checksums of what was written: `crc32` of each stored part, and in
-the same order `runs` of parts that span several blocks of the layer file. A line that a crash truncated is ignored.
+the same order `runs` of parts that span several blocks of the layer file. A line without a shard has the checksums of
+layers that are complete, and lose their scratch files before their last shard is used up; or it names layers whose
+files were lost, and shards that are to be used once more for them. A line that a crash truncated is ignored.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import dataclasses
 import json
 import shlex
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,12 @@ class Replay:
     checksums: TensorSums
     source_checksums: Mapping[str, int] = field(default_factory=dict)
     sound: FileSums = field(default_factory=dict)
+
+    def without(self, layers: Collection[str]) -> Replay:
+        """The same where the files of these layers are lost: none of their shards counts as used."""
+        used = self.used.difference(*(self.plan.layer_map.layer_to_shards[layer] for layer in layers))
+        sound = {layer: sums for layer, sums in self.sound.items() if layer not in layers}
+        return dataclasses.replace(self, used=used, sound=sound)
 
 
 @uncollected()
@@ -122,8 +130,10 @@ def replay(folder: Path) -> Replay | None:
     checksums: dict[str, tuple[PartSums, ...]] = {}
     for entry in entries:
         checksums |= entry.checksums
-    source_checksums = {entry.shard: entry.source_crc32 for entry in entries if entry.source_crc32 is not None}
-    return Replay(plan, quantizer, frozenset(entry.shard for entry in entries), checksums, source_checksums, sound)
+        for layer in entry.lost:
+            sound.pop(layer, None)
+    source_checksums = {e.shard: e.source_crc32 for e in entries if e.shard and e.source_crc32 is not None}
+    return Replay(plan, quantizer, _used(entries), checksums, source_checksums, sound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +171,7 @@ def glance(folder: Path, name: str = JOURNAL_NAME) -> UnfinishedSplit | None:
         repair_from = content.get("repair_from")
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    used = frozenset(entry.shard for line in lines if (entry := _parse_entry(line)) is not None)
+    used = _used(entry for line in lines if (entry := _parse_entry(line)) is not None)
     identity = SourceIdentity(source_kind, source, commit, fingerprints)
     return UnfinishedSplit(frozenset(fingerprints), used, identity, compression, stems, repair_from)
 
@@ -177,18 +187,23 @@ def repair_command(folder: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _JournalEntry:
-    """One line: the shard that is used up, its tensors' checksums, and the checksum of its source."""
+    """One line: the shard that is used up, if it names one, tensors' checksums, and the checksum of its source; or
+    layers that were lost, and their shards."""
 
-    shard: str
+    shard: str | None
     checksums: TensorSums
     source_crc32: int | None
+    lost: tuple[str, ...] = ()
+    unused: frozenset[str] = frozenset()
 
 
 def _parse_entry(line: bytes) -> _JournalEntry | None:
     """Parse a line; None for a line that a crash truncated."""
     try:
         content = json.loads(line)
-        shard, source_crc32 = content["used"], content.get("source_crc32")
+        if "lost" in content:
+            return _JournalEntry(None, {}, None, tuple(content["lost"]), frozenset(content["unused"]))
+        shard, source_crc32 = content.get("used"), content.get("source_crc32")
         whole = {tensor: tuple(map(int, parts)) for tensor, parts in content["crc32"].items()}
         runs = content["runs"] if "runs" in content else [[""] * len(parts) for parts in whole.values()]
         sums = {
@@ -199,7 +214,15 @@ def _parse_entry(line: bytes) -> _JournalEntry | None:
         }
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return _JournalEntry(shard, sums, source_crc32) if isinstance(shard, str) else None
+    return _JournalEntry(shard, sums, source_crc32) if isinstance(shard, str | None) else None
+
+
+def _used(entries: Iterable[_JournalEntry]) -> frozenset[str]:
+    used: set[str] = set()
+    for entry in entries:
+        used -= entry.unused
+        used |= {entry.shard} if entry.shard is not None else set()
+    return frozenset(used)
 
 
 class SplitJournal:
@@ -209,6 +232,7 @@ class SplitJournal:
         path = folder / JOURNAL_NAME
         torn = not read_whole(path).endswith(b"\n")
         self._log = durable.Log(path)
+        self._complete: set[str] = set()
         if torn:  # end the line that a crash truncated, so that the next one is separate
             try:
                 self._log.append("")
@@ -226,11 +250,24 @@ class SplitJournal:
             checksums: of the tensors that were written.
             source_crc32: `source_check.source_crc32` of the shard; None if it has a digest.
         """
+        checksum = {} if source_crc32 is None else {"source_crc32": source_crc32}
+        new = {tensor: sums for tensor, sums in checksums.items() if tensor not in self._complete}
+        self._append({"used": shard, **checksum}, new)
+
+    def mark_complete(self, checksums: TensorSums) -> None:
+        """Record checksums of layers that get their names, and cannot be written again from their last shard alone."""
+        self._append({}, checksums)
+        self._complete.update(checksums)
+
+    def mark_lost(self, layers: Iterable[str], unused: Iterable[str]) -> None:
+        """Declare that the files of these layers are gone, and that these shards are to be used once more."""
+        self._log.append(json.dumps({"lost": [*layers], "unused": sorted(unused)}))
+
+    def _append(self, fields: Mapping[str, object], checksums: TensorSums) -> None:
         content = {
-            "used": shard,
+            **fields,
             "crc32": {tensor: [whole_sum(part) for part in parts] for tensor, parts in checksums.items()},
             "runs": [[b64encode(part[SUM_BYTES:]).decode() for part in parts] for parts in checksums.values()],
-            **({} if source_crc32 is None else {"source_crc32": source_crc32}),
         }
         self._log.append(json.dumps(content, separators=(",", ":")))
 

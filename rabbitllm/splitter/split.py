@@ -63,6 +63,7 @@ from rabbitllm.store.manifest import (
     REMOVED_SUFFIX,
     LayerRecord,
     Manifest,
+    is_half_removed,
     require_fitted,
     write_manifest,
 )
@@ -287,7 +288,9 @@ def _begin(request: SplitRequest) -> SplitWork:
 
 def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     """Resume an earlier run's plan, after a check that source and folder are the same."""
-    checkpoint = request.checkpoint
+    checkpoint, before = request.checkpoint, earlier
+    lost = lost_layers(request.folder, earlier)
+    earlier = earlier.without(lost)
     # including used-up ones that still exist: they are released without another check
     shards = [s for s in checkpoint.index.shards if s not in earlier.used or not checkpoint.stages(s)]
     metadata = metadata_of(checkpoint, shards)
@@ -307,8 +310,8 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
             "exist, you can delete this folder.",
         )
     require_fitted(request.folder, earlier.quantizer, fit_scales=request.options.fit_scales)
+    _require_shards_of(lost, request.folder, earlier.plan, metadata)
     require_shards([s.name for s in earlier.plan.shards if s.name not in earlier.used], metadata, checkpoint)
-    _require_begun_layers(request.folder, earlier)
     if request.accept is not None:
         request.accept(PlannedFiles(earlier.plan, request.folder))
     logger.info("Resuming %s: %d shards are used.", request.folder, len(earlier.used))
@@ -323,6 +326,8 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     work = replace(work, source_checksums=earlier.source_checksums, sound=earlier.sound)
     require_as_written(work)
     journal.settle(request.folder)
+    if lost:
+        _begin_again(lost, before.used - earlier.used, work)
     take_names_back(work)
     if work.shard_transfer is ShardTransfer.STREAM:  # parts of shards that were fetched are fetched again
         durable.remove_folder(request.folder / STAGING_NAME, durable.PART_SUFFIX)
@@ -361,8 +366,8 @@ def _lack_of_evidence(request: SplitRequest, source: SourceIdentity, identity: S
     return "it has another name, and no shard is left to compare"
 
 
-def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
-    """Check that files have all that used-up shards filled; what is created or extended again would have holes."""
+def lost_layers(folder: Path, earlier: journal.Replay) -> list[str]:
+    """Return the layers whose files lack what used-up shards filled; what is created or extended would have holes."""
 
     def has(path: Path, nbytes: int) -> bool:
         return path.exists() and path.stat().st_size >= nbytes
@@ -372,19 +377,42 @@ def _require_begun_layers(folder: Path, earlier: journal.Replay) -> None:
         return max((offsets[part.name] + part.nbytes for part in parts if part.name in offsets), default=0)
 
     names = {tensor.name for shard in earlier.plan.shards if shard.name in earlier.used for tensor in shard.tensors}
+    lost = []
     for layer, layout in earlier.plan.layouts.items():
-        if not (begun := earlier.plan.layer_map.layer_to_shards[layer] & earlier.used):
-            continue
         file = folder / layout.file_name
+        is_begun = earlier.plan.layer_map.layer_to_shards[layer] & earlier.used or layer in earlier.sound
         unfinished = [(file.with_name(file.name + durable.PART_SUFFIX), end(layout.forms, layout.offsets))]
         if layout.scratch_bytes:
             unfinished.append((folder / layout.scratch_name, end(layout.forms, layout.scratch_offsets)))
-        if not has(file, layout.size) and not all(has(*each) for each in unfinished):
+        is_whole = has(file, layout.size) or all(has(*each) for each in unfinished)
+        if not is_whole and (is_begun or file.exists()):
+            lost.append(layer)
+    return lost
+
+
+def _require_shards_of(lost: Collection[str], folder: Path, plan: SplitPlan, present: Collection[str]) -> None:
+    """Check that lost layers can be made again."""
+    for layer in lost:
+        if missing := plan.layer_map.layer_to_shards[layer].difference(present):
             raise IncompleteSplitError(
-                f"{file} is missing or cut; it held tensors of {', '.join(sorted(begun, key=natural_key))}, which "
-                "earlier runs have used.",
-                f"Restore that file. Or restore those shards, delete {folder}, and make the call again.",
+                f"{folder / plan.layouts[layer].file_name} is missing or cut; it held tensors of "
+                f"{', '.join(sorted(missing, key=natural_key))}, which earlier runs have used.",
+                "Restore that file, or those shards, and make the same call again.",
             )
+
+
+def _begin_again(lost: Collection[str], shards: Collection[str], work: SplitWork) -> None:
+    """Remove what is left of lost layers, and record that these shards are to be used once more for them."""
+    sums = work.source_checksums
+    again = [replace(s, expected_crc32=sums.get(s.name)) for s in work.plan.shards if s.name in shards]
+    require_same(again, work.checkpoint)
+    for layer in lost:
+        for suffix in (DONE_SUFFIX, durable.PART_SUFFIX, SCRATCH_SUFFIX, ""):
+            durable.remove(work.folder / (work.plan.layouts[layer].file_name + suffix))
+    durable.sync_folder(work.folder)
+    with contextlib.closing(journal.SplitJournal(work.folder)) as split_journal:
+        split_journal.mark_lost(lost, shards)
+    logger.warning("Files of %s are missing or cut; these layers are made again.", listed(lost, 3))
 
 
 def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files: Mapping[str, bytes]) -> list[Path]:
@@ -394,7 +422,8 @@ def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files:
     RabbitLLM 1.1 has layer files with the tensors of these layers, and may have a torn one.
 
     Returns:
-        The layer files of such a split. Every shard exists at this point, so they are not the only copy.
+        The layer files of such a split, or of one that is partly removed. Every shard exists at this point, so they are
+        not the only copy.
 
     Raises:
         SplitMismatchError: it has others; nothing was changed.
@@ -415,10 +444,11 @@ def _refuse_files_of_others(request: SplitRequest, plan: SplitPlan, small_files:
     others = [path for path, names in tensors.items() if names and names != set(layouts[path].tensors)]
     if not any(tensors.values()):
         others = list(tensors)
-    if others := [*others, *filter(Path.exists, unfinished)]:
+    left = [*filter(Path.exists, unfinished)]
+    if others := others if is_half_removed(folder) else [*others, *left]:
         _require_no_record(folder)
         raise _holds_other(others[0], request.checkpoint.label, "and nothing records a split")
-    return list(tensors)
+    return [*tensors, *left]
 
 
 def _holds_other(path: Path, label: str, how: str) -> SplitMismatchError:

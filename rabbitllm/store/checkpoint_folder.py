@@ -328,10 +328,7 @@ class _Saving:
             work, lambda name: (is_ready and _stays_inside(name)) or name in own_names or _SHARD.fullmatch(name)
         )
         if is_ready:  # an earlier call was interrupted while moving the files
-            same = ready.read_bytes() == self.mark
             _move_out(self.folder, work)
-            if same:
-                return
         if not self._is_there():
             _refuse_other_model(self.folder, self.sidecars)
             self._write_all(work)

@@ -332,6 +332,11 @@ class LayerLayout:
         return tuple(dict.fromkeys(s.name if s.piece is None else s.piece.of for s in sources))
 
     @property
+    def all_forms(self) -> tuple[StoredForm | ScalesForm, ...]:
+        """Its forms, as they arrive and as they are read from the scratch file."""
+        return *self.forms, *self.joins, *self.settles
+
+    @property
     def joined_bytes(self) -> int:
         """Bytes written to the file, and to scales in the scratch file, once all pieces have arrived."""
         parts = (form.parts for forms in (self.joins, self.settles) for form in forms)

@@ -49,6 +49,7 @@ from rabbitllm.store.manifest import (
     Manifest,
     is_legacy,
     read_manifest,
+    refuse_half_removed,
 )
 from rabbitllm.store.stored_form import part_names, read_state, state_key, stored_schemes
 
@@ -361,6 +362,7 @@ def verify(folder: Path, on_file: Callable[[str, int], None] = lambda name, nbyt
             raise IncompleteSplitError(
                 f"{folder} is an unfinished split.", "Make the call that started it again: it resumes."
             )
+        refuse_half_removed(folder)
         raise IncompleteSplitError(f"{folder} is not a split directory.", "Use a folder that has a split.json.")
     damaged, files, nbytes = [], 0, 0
     for file, record in _layer_files(folder, manifest).items():

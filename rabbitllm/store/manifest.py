@@ -10,6 +10,7 @@ the same bits.
 from __future__ import annotations
 
 import json
+import shlex
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -292,8 +293,27 @@ def is_legacy(folder: Path) -> bool:
 
     One that is being removed, or whose removal was killed, has these under other names.
     """
-    is_removed = any((folder / (name + REMOVED_SUFFIX)).exists() for name in (MANIFEST_NAME, JOURNAL_NAME))
-    return not is_begun(folder) and not is_removed and any(folder.glob(f"*{LAYER_SUFFIX}{DONE_SUFFIX}"))
+    is_recorded = is_begun(folder) or is_half_removed(folder)
+    return not is_recorded and any(folder.glob(f"*{LAYER_SUFFIX}{DONE_SUFFIX}"))
+
+
+def is_half_removed(folder: Path) -> bool:
+    """Whether the removal of a split directory was interrupted."""
+    names = (name + REMOVED_SUFFIX for name in (MANIFEST_NAME, JOURNAL_NAME))
+    return not is_begun(folder) and any((folder / name).exists() for name in names)
+
+
+def refuse_half_removed(folder: Path) -> None:
+    """Refuse a split directory whose removal was interrupted.
+
+    Raises:
+        IncompleteSplitError: it was; the remedy is the command that finishes it.
+    """
+    if is_half_removed(folder):
+        raise IncompleteSplitError(
+            f"{folder} is partly removed: its removal was interrupted.",
+            f"Finish that: {shlex.join(['rabbitllm', 'rm', str(folder)])}. To use the model, split its original again.",
+        )
 
 
 def is_finished(folder: Path) -> bool:

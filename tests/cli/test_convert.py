@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -563,6 +564,41 @@ def test_interrupted_conversion_is_resumed(tmp_path: Path, source_format: str, o
         convert(source, new, **options)
         assert contents(new) == expected
         assert contents(source) == remaining
+
+
+@pytest.mark.parametrize("moment", ["split.json.part", "split.is.whole.part", f"{INDEX_NAME}.part"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_damage_between_two_calls_is_no_part_of_a_checkpoint(
+    tmp_path: Path, options: dict[str, Any], moment: str
+) -> None:
+    """A checkpoint has no checksums: nothing would tell of it later."""
+    source, new, kept = tmp_path / "model", tmp_path / "new", tmp_path / "kept"
+    write_shards(source, cut(llama_tensors(2), 3))
+    shutil.copytree(source, kept / "model")
+
+    def stop(number: int, step: Step) -> None:
+        if step.kind == "rename" and step.path.name == moment:
+            raise KeyboardInterrupt
+
+    with observe_ticks(Counter(stop)), pytest.raises(KeyboardInterrupt):
+        convert(source, new, **options)
+    file = sorted(new.rglob("*.safetensors"))[-1]
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 4
+    file.write_bytes(raw)
+    shards, remaining = names_in(new, "*.safetensors*"), contents(source)
+    with pytest.raises(IncompleteSplitError, match=f"{file.name} differs from what") as error:
+        convert(source, new, **options)
+    if "No shard of" in error.value.problem:
+        with pytest.raises(IncompleteSplitError, match=f"{file.name} differs from what was written") as error:
+            convert(source, new)
+    assert names_in(new, "*.safetensors*") == shards
+    assert contents(source) == remaining
+    command = shlex.split(error.value.remedy.partition("Or repair it: ")[2])
+    assert command[-2:] == ["--original", str(source)]
+    invoke(*command[1:-1], kept / "model")
+    convert(source, new, **options)
+    check(new, llama_tensors(2))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -663,6 +663,19 @@ def test_files_of_others_beside_it_are_kept(tmp_path: Path, suffix: str) -> None
     assert other.read_text() == "mine"
 
 
+def test_a_damaged_unfinished_file_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The finished one has no checksums."""
+    monkeypatch.setattr(gguf_output, "SYNC_BYTES", 1)
+    folder, file = build(tmp_path / "model", "llama"), tmp_path / "model.gguf"
+    whole = data_written(folder, tmp_path / "other.gguf")
+    fail_after(7, folder, file)
+    with (tmp_path / "model.gguf.part").open("r+b") as part:
+        part.seek(whole[3])
+        part.write(b"?")
+    assert data_written(folder, file) == whole
+    assert file.read_bytes() == (tmp_path / "other.gguf").read_bytes()
+
+
 @pytest.mark.parametrize("line", [b"", b"9", b"x\n"])
 def test_a_damaged_log_costs_work_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
     monkeypatch.setattr(gguf_output, "SYNC_BYTES", 1)

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 
-from rabbitllm.errors import CheckpointNotFoundError, SplitError
+from rabbitllm.errors import CheckpointNotFoundError, IncompleteSplitError, SplitError
 from rabbitllm.models.library import HALF_REMOVED, look
 from rabbitllm.models.remove import Removal, original_of, plan_removal, refuse_only_copy, remove
 from rabbitllm.splitter import journal
@@ -26,6 +26,7 @@ from rabbitllm.store import locations
 from rabbitllm.store.manifest import MANIFEST_NAME, is_finished
 from tests.support.builders import build_checkpoint, cut, llama_tensors, read_tensors, write_shards
 from tests.support.commands import invoke
+from tests.support.dying import dying_at
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import Faults, LocalHub
 from tests.support.pausing import Paused
@@ -291,6 +292,37 @@ def test_removal_resumes_after_a_crash(folder: Path, tmp_path: Path, state: str)
         assert index == 0 or not is_finished(split_folder), step
         remove(plan_removal(split_folder))
         assert contents(folder) == before, step
+
+
+@pytest.mark.parametrize("state", ["whole", "unfinished"])
+@pytest.mark.parametrize("command", [["verify"], ["verify", "--repair"], ["run", "hi"], ["pull", "--sequential"]])
+def test_what_is_partly_removed_is_named_so(folder: Path, state: str, command: list[str]) -> None:
+    """No command takes the layer files that are left for a checkpoint, or for nothing at all."""
+    call = Call(str(folder), compression="4bit", sequential=False)
+    split_folder = call.make() if state == "whole" else interrupted(call, 2)
+    with dying_at(4):
+        remove(plan_removal(split_folder))
+    before = contents(split_folder)
+    with pytest.raises(IncompleteSplitError, match=f"{split_folder} is partly removed") as error:
+        invoke(command[0], split_folder, *command[1:])
+    assert contents(split_folder) == before
+    assert f"Finish that: rabbitllm rm {split_folder}. " in error.value.remedy
+    assert invoke("rm", split_folder, "--yes", code=0)
+    assert not split_folder.exists()
+
+
+@pytest.mark.parametrize("state", ["whole", "unfinished"])
+@pytest.mark.parametrize("at", [2, 4, 9])
+def test_what_is_partly_removed_is_made_again(folder: Path, state: str, at: int) -> None:
+    """All shards are there, so nothing that is left in it is the only copy."""
+    call = Call(str(folder), compression="4bit-double", sequential=False)
+    whole = contents(call.make())
+    if state == "unfinished":
+        shutil.rmtree(call.find().split_folder)
+        interrupted(call, 2)
+    with dying_at(at):
+        remove(plan_removal(call.find().split_folder))
+    assert contents(call.make()) == whole
 
 
 # Is it the only copy?

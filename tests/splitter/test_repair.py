@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -200,26 +201,80 @@ def test_an_interrupted_repair_is_finished_by_the_same_command(split_folder: Pat
         assert contents(split_folder) == whole, moment
 
 
-def interrupt_repair(folder: Path) -> None:
-    """Damage a layer, and begin to repair it."""
+def interrupt_repair(folder: Path, *words: str, kind: str = "create", name: str = f"{LAYER}.part") -> None:
+    """Begin to repair, and stop at a step."""
 
     def stop(index: int, step: Step) -> None:
-        if step.kind == "create" and step.path.name == f"{LAYER}.part":
+        if (step.kind, step.path.name) == (kind, name):
             raise Death
 
-    spoil(folder, LAYER)
     with observe_ticks(Counter(stop)), pytest.raises(Death):
-        run(str(folder), "--repair")
+        run(str(folder), "--repair", *words)
 
 
 def test_layers_that_a_repair_leaves_keep_their_checksums(split_folder: Path) -> None:
     """They may be damaged while it waits: their files are not what says which bytes they had."""
     whole, other = contents(split_folder), "model.layers.4.safetensors"
+    spoil(split_folder, LAYER)
     interrupt_repair(split_folder)
     spoil(split_folder, other)
     code, text = run(str(split_folder), "--repair")
     assert (code, text.splitlines()[-1]) == (0, "repaired: 1 layer file")
     assert f"  {other}: its checksum is " in text
+    assert contents(split_folder) == whole
+
+
+@pytest.mark.parametrize("left", [None, 0, 5_000])
+@pytest.mark.parametrize("kind", ["hub", "around", "elsewhere"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_layer_that_is_lost_during_a_repair_is_made_again(
+    split_folder: Path, tmp_path: Path, kind: str, left: int | None, again: bool
+) -> None:
+    """From its shards, which the repair did not need before; also if it is interrupted there once more."""
+    words = []
+    if kind != "hub":
+        model = build_checkpoint(tmp_path / "model", "llama", shards=3)
+        split_folder = split(model, tmp_path / "out" if kind == "elsewhere" else None, sequential=False)
+        words = ["--original", str(model)] if kind == "elsewhere" else []
+    whole, layers = contents(split_folder), manifest_of(split_folder).layers
+    needed = next(record.shards for record in layers if record.file == LAYER)
+    lost = [record.file for record in layers if set(record.shards).isdisjoint(needed)][:2]
+    assert lost
+    spoil(split_folder, LAYER)
+    interrupt_repair(split_folder, *words)
+    for name in lost:
+        if left is None:
+            (split_folder / name).unlink()
+        else:
+            os.truncate(split_folder / name, left)
+    if again:
+        interrupt_repair(split_folder, *words, kind="rename", name=f"{lost[0]}.part")
+        assert (split_folder / f"{lost[0]}.part").exists()
+    assert run(str(split_folder), "--repair", *words)[0] == 0
+    assert contents(split_folder) == whole
+
+
+def test_a_lost_layer_whose_shard_is_gone_or_changed_stops_a_repair(tmp_path: Path) -> None:
+    model = build_checkpoint(tmp_path / "model", "llama", shards=3)
+    split_folder = split(model, sequential=False)
+    whole = contents(split_folder)
+    spoil(split_folder, LAYER)
+    interrupt_repair(split_folder)
+    (split_folder / "model.embed_tokens.safetensors").unlink()
+    before = contents(split_folder)
+    (first, *_) = sorted(model.glob("*.safetensors"))
+    raw = first.read_bytes()
+    first.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(SplitMismatchError, match="has changed since the split"):
+        run(str(split_folder), "--repair")
+    first.unlink()
+    with pytest.raises(OptionError, match=f"{model} lacks {first.name}"):
+        run(str(split_folder), "--repair")
+    with pytest.raises(IncompleteSplitError, match=rf"missing or cut; it held tensors of {first.name}"):
+        invoke("pull", model)
+    assert contents(split_folder) == before
+    first.write_bytes(raw)
+    assert run(str(split_folder), "--repair")[0] == 0
     assert contents(split_folder) == whole
 
 
@@ -230,6 +285,7 @@ def test_a_call_that_finishes_a_repair_deletes_nothing_unread(tmp_path: Path, op
     model = build_checkpoint(tmp_path / "model", "llama", shards=3)
     split_folder = split(model, sequential=False)
     whole, shards = contents(split_folder), names_in(model, "*.safetensors")
+    spoil(split_folder, LAYER)
     interrupt_repair(split_folder)
     if is_damaged:
         spoil(split_folder, "model.layers.2.safetensors")

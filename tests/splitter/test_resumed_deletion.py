@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 from pathlib import Path
@@ -174,6 +175,37 @@ def test_damaged_pieces_are_not_joined(
         dataclasses.replace(call, **option).make()
     assert names_in(model, "*.pth") == ranks
     assert f"delete {folder} and make the same call again" in error.value.remedy
+
+
+@pytest.mark.parametrize("option", [KEEPING, *DELETING.values()], ids=["keeping", *DELETING])
+@pytest.mark.parametrize("kind", ["pieces", "scales", "scales of pieces"])
+def test_a_layer_without_its_scratch_file_keeps_its_checksum(
+    tmp_path: Path, crash_server: CrashServer, option: dict[str, bool], kind: str
+) -> None:
+    """It has its name, and its last shard is not recorded as used: nothing could write it once more."""
+    if kind == "scales":
+        large = llama_tensors(layers=4, hidden=192, vocabulary=200)
+        model = write_shards(tmp_path / "model", cut(large, 4))
+    else:
+        model = write_meta(tmp_path / "model", tiny_llama(intermediate=1024), ranks=2)
+    call = Call(str(model), compression=None if kind == "pieces" else "4bit-double", **KEEPING)
+    folder = killed(crash_server, call, {"kind": "unlink", "name": "*.pieces", "number": 1})
+    earlier = journal.replay(folder)
+    assert earlier is not None
+    layers = [layout for layout in earlier.plan.layouts.values() if layout.scratch_bytes]
+    gone = [a for a in layers if (folder / a.file_name).exists() and not (folder / a.scratch_name).exists()]
+    (file,) = (a.file_name for a in gone if not set(a.shard_bytes) <= earlier.used)
+    raw = bytearray((folder / file).read_bytes())
+    raw[-1] ^= 4
+    (folder / file).write_bytes(raw)
+    shards = names_in(model, "*0*")
+    is_deleting = option != KEEPING
+    with pytest.raises(IncompleteSplitError, match=file) if is_deleting else contextlib.nullcontext():
+        dataclasses.replace(call, **option).make()
+    assert names_in(model, "*0*") == shards
+    call.make()
+    assert [damage.file for damage in verify(folder).damaged] == [file]
+    assert invoke("verify", str(folder), "--repair", code=0)
 
 
 def test_shards_in_the_hub_cache_stay(tmp_path: Path, local_hub: LocalHub, hub_environment: HubEnvironment) -> None:

@@ -746,6 +746,24 @@ def test_missing_or_cut_begun_layer_is_refused(model: Path, tmp_path: Path, tens
     check_plain(split(source), tensors)
 
 
+@pytest.mark.parametrize("left", [None, 5_000])
+def test_missing_or_cut_begun_layer_is_made_again_where_its_shards_are(
+    tmp_path: Path, tensors: Weights, left: int | None
+) -> None:
+    source = write_shards(tmp_path / "spread", three_shards_for_a_layer(tensors))
+    shards = {source / name: (source / name).read_bytes() for name in SHARDS[:2]}
+    interrupted(Call(str(source)), shards=2)
+    part = source / "splitted_model" / "model.layers.1.safetensors.part"
+    part.unlink()
+    if left is not None:
+        part.write_bytes(bytes(left))
+    for path, content in shards.items():
+        path.write_bytes(content)
+    interrupted(Call(str(source)))
+    check_plain(split(source), tensors)
+    assert names_in(source, "*.safetensors") == []
+
+
 def test_standard_route_finishes_a_sequential_split(
     repository: Path, hub_environment: HubEnvironment, expected: LayerFiles
 ) -> None:

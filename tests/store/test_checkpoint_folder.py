@@ -21,6 +21,7 @@ from rabbitllm.errors import IncompleteSplitError, NotEnoughSpaceException, Opti
 from rabbitllm.formats.safetensors_file import TensorToWrite
 from rabbitllm.formats.tensor_spec import dtype_name
 from rabbitllm.storage import durable
+from rabbitllm.storage.durable import Step, observe_steps
 from rabbitllm.store import checkpoint_folder
 from rabbitllm.store.checkpoint_folder import WORK_NAME, PlainReader, in_memory, plain, plan_shards, write_checkpoint
 from rabbitllm.store.layer_store import LayerStore
@@ -101,6 +102,22 @@ def test_same_call_completes_a_killed_one(tmp_path: Path) -> None:
     assert_whole(folder)
     assert cleared > 20
     assert moved > 5
+
+
+def test_damage_before_the_files_are_moved_is_found(tmp_path: Path) -> None:
+    """A checkpoint has no checksums: nothing would tell of it later."""
+
+    def stop(step: Step) -> None:
+        if step.kind == "rename" and step.path.name == "model-00003-of-00003.safetensors":
+            raise KeyboardInterrupt
+
+    with observe_steps(stop), pytest.raises(KeyboardInterrupt):
+        save(tmp_path)
+    file = tmp_path / WORK_NAME / "model-00003-of-00003.safetensors"
+    raw = file.read_bytes()
+    file.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(OptionError, match="already holds a model"):
+        save(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["mine.txt", "all.is.there", "mine.safetensors", "mine.json.part"])
