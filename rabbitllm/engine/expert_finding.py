@@ -39,9 +39,8 @@ from rabbitllm.engine.published_codes import (
     CODES,
     DIVISOR,
     FACTOR,
-    GROUPS,
+    INTEGER_PARTS,
     SCALES,
-    ZEROS,
     IntegerLayout,
     cast_of,
     form_of,
@@ -189,24 +188,25 @@ def _rearranged(leaf: ExpertParameter, layout: IntegerLayout) -> CodedBlocks | N
     """The blocks as one matrix of rearranged integers; None if there is something else."""
     (rows, columns), forms, matrices = leaf.shape, list[CodedForm | None](), list[tuple[int, ...]]()
     for indices in _by_projection(leaf.blocks).values():
-        if indices.keys() - {GROUPS} != {CODES, ZEROS, SCALES}:
-            return None
         payloads = {role: leaf.blocks[index].payload for role, index in indices.items()}
         forms.append(integer_form({r: (part.dtype, part.shape) for r, part in payloads.items()}, layout, columns))
-        matrices.append(tuple(indices[role] for role in (CODES, ZEROS, SCALES, GROUPS) if role in indices))
+        matrices.append(tuple(indices[role] for role in INTEGER_PARTS if role in indices))
     if not forms or forms[0] is None or sum(form.shape[0] for form in forms if form is not None) != rows:
         return None
     if any(form is None or form.scheme != forms[0].scheme for form in forms):
         return None
     whole = replace(forms[0], shape=(rows, columns))
-    return CodedBlocks(whole, (), (), False, Rearranged(layout, tuple(matrices), *_parts_of(whole)))
+    order = _unstored("I64", (columns,)) if layout.in_any_order and len(matrices[0]) == len(INTEGER_PARTS) else None
+    return CodedBlocks(whole, (), (), False, Rearranged(layout, tuple(matrices), *_parts_of(whole), order=order))
 
 
 def _parts_of(form: CodedForm) -> tuple[ExpertPart, ExpertPart]:
     """The codes and the scales of a matrix that is in no file."""
-    parts = (("U8", (form.shape[0], form.row_bytes)), (form.scales, form.grid))
-    codes, scales = (ExpertPart(*part, byte_size(*part), 0, (), np.empty(0, np.int64)) for part in parts)
-    return codes, scales
+    return _unstored("U8", (form.shape[0], form.row_bytes)), _unstored(form.scales, form.grid)
+
+
+def _unstored(dtype: str, shape: tuple[int, ...]) -> ExpertPart:
+    return ExpertPart(dtype, shape, byte_size(dtype, shape), 0, (), np.empty(0, np.int64))
 
 
 def _by_projection(blocks: Sequence[Block]) -> dict[str, dict[str, int]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine._weights import Recipe
-from rabbitllm.engine.published_codes import IntegerLayout
+from rabbitllm.engine.published_codes import IntegerLayout, order_of, rearrange
 from rabbitllm.engine.span_reader import FileSpan, compare
 from rabbitllm.engine.units import MatrixChooser, ParameterEntry, typed
 from rabbitllm.engine.weight_tensors import QuantizedWeight, StoredMatrix
@@ -153,7 +152,8 @@ class Rearranged:
         layout: how integers lie; None if codes stay as they are.
         matrices: the indices of the blocks of each: its integers, zeros and scales, and the groups of its inputs, if
             these are stored; or its codes and scales, and their factor, if they have one.
-        codes, scales: the rearranged ones, of all of them; in an expert's memory, where nothing else is.
+        codes, scales, order: the rearranged ones, of all of them, and the order of the inputs, if groups of them may
+            lie anywhere; in an expert's memory, where nothing else is.
         power: of the factor.
         cast: the dtype that scales are rounded to first; None if they are used as stored.
     """
@@ -164,11 +164,12 @@ class Rearranged:
     scales: ExpertPart
     power: int = 1
     cast: torch.dtype | None = None
+    order: ExpertPart | None = None
 
     @property
     def parts(self) -> tuple[ExpertPart, ...]:
         """What is in an expert's memory."""
-        return self.codes, self.scales
+        return (self.codes, self.scales) if self.order is None else (self.codes, self.scales, self.order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,6 +249,7 @@ class ExpertParameter:
         if not self.is_view and self.matrix_type is None:
             return None
         table, parts = self.blocks[0].table, [part for run in self._runs for part in run]
+        parts += () if self.rearranged is None else self.rearranged.parts  # the order of inputs, too
         values = None if table is None else table.cpu().numpy().tobytes()
         places = tuple((part.dtype, part.shape, part.nbytes, part.at) for part in parts)
         forms = self.matrix_type, self.blocks[0].form, self.coded and self.coded.form
@@ -267,34 +269,32 @@ class ExpertParameter:
         """Write the rearranged codes and scales of an expert, if it has some, to its memory.
 
         Raises:
-            UnknownArchitectureError: the groups of its inputs have another order than the settings say.
+            UnknownArchitectureError: as `order_of` does, or the orders of its matrices differ.
         """
         if (how := self.rearranged) is None or self.coded is None:
             return
         if how.layout is None:
             self._expand(how, self.coded.form, stored, memory)
             return
-        from rabbitllm.quant.dequantize_kernels import by_rows  # numba comes with it
-
-        def array(part: ExpertPart) -> npt.NDArray[Any]:
-            words = stored(part).numpy().view("int16" if part.dtype == "F16" else "int32")
-            return np.require(words, None, "A").reshape(part.shape)
-
-        rows, columns = self.coded.form.shape
-        codes = memory(how.codes).numpy().view("int32").reshape(rows, columns // 8)
-        words = memory(how.scales).numpy().view("int16").reshape(rows, -1, 2)
-        begin = 0
+        (rows, columns), begin, orders = self.coded.form.shape, 0, list[torch.Tensor | None]()
+        codes, words = (memory(part).view(rows, -1) for part in (how.codes, how.scales))
         for indices in how.matrices:
-            packed, zeros, scales, *groups = (array(self.blocks[index].payload) for index in indices)
-            size = columns // len(scales)
-            if groups and not np.array_equal(groups[0], np.arange(columns, dtype=np.int32) // size):
-                raise UnknownArchitectureError(
-                    f"Inputs of {self.entry.target} have groups in another order than desc_act in the settings says.",
-                    "Load it with exact=True (--exact), or set desc_act in its config.json to true.",
-                )
-            end = begin + scales.shape[1]
-            by_rows(packed, zeros, scales, how.layout.order, how.layout.offset, codes[begin:end], words[begin:end])
+            payloads = (self.blocks[index].payload for index in indices)
+            parts = [typed(stored(part), retyped(part, part.shape)) for part in payloads]
+            end = begin + parts[2].shape[1]
+            order = order_of(how.layout, parts, self.entry.target)
+            rearrange(how.layout, parts, codes[begin:end].view(-1), words[begin:end].view(-1), order, threads=1)
+            orders.append(order)
             begin = end
+        if how.order is not None:
+            in_order = torch.arange(columns, device="cpu")
+            first, *others = (in_order if order is None else order for order in orders)
+            if not all(torch.equal(order, first) for order in others):
+                raise UnknownArchitectureError(
+                    f"Inputs of {self.entry.target} have another order in each matrix of an expert.",
+                    "Load it with exact=True (--exact).",
+                )
+            memory(how.order).view(torch.int64).copy_(first)
 
     def _expand(self, how: Rearranged, form: CodedForm, stored: BytesOf, memory: BytesOf) -> None:
         from rabbitllm.engine._published_conversions import as_factors
@@ -343,7 +343,9 @@ class ExpertParameter:
         """
         if self.coded is not None:
             codes, scales = (_joined(bytes_of, parts) for parts in self._runs)
-            return QuantizedWeight(CodedMatrix(self.coded.form, codes, scales), self.entry.dtype)
+            how = self.rearranged
+            order = bytes_of(how.order).view(torch.int64) if how is not None and how.order is not None else None
+            return QuantizedWeight(CodedMatrix(self.coded.form, codes, scales, order=order), self.entry.dtype)
         if self.matrix_type is not None:
             assert not issubclass(self.matrix_type, CodedMatrix)
             return self._quantized(self.matrix_type, bytes_of, expert, scaled)

@@ -132,7 +132,10 @@ def unit_costs(
         used = [multiplied(source, choose_matrix) for choose_matrix in choosers.values()] or [source]
         scratch = max(variant.scratch_bytes for variant in used)
         sizes = source.stored_bytes, source.ready_bytes, scratch, source.is_view
-        other_sizes = routed.get(name, 0), max(variant.scale_bytes if variant.is_view else 0 for variant in used)
+        # if some of its matrices have no kernel, those are larger when they are ready
+        once = any(job.coded_bytes for job in source.jobs) and source.ready_bytes < 2 * source.stored_bytes
+        scales = max(variant.scale_bytes if variant.is_view else 0 for variant in used)
+        scales = max(source.ready_bytes - source.stored_bytes, 0) if once else scales
         tied = tuple(
             SharedTensor(job.recipe.key, job.stored_bytes, job.ready_bytes)
             for job in source.jobs
@@ -140,8 +143,9 @@ def unit_costs(
         )
         is_table = rows and module is not embedding
         copy = unit_copy_bytes(source, kind) if kind is not None else 0
-        last = copy, source.slot_bytes if source.pieces else 0
-        costs.append(UnitCost(name, *sizes, source.unit.is_layer, must_stay, rows, *other_sizes, tied, is_table, *last))
+        form = source.unit.is_layer, must_stay, rows
+        slot = source.slot_bytes if source.pieces else 0
+        costs.append(UnitCost(name, *sizes, *form, routed.get(name, 0), scales, tied, is_table, copy, slot, once))
     return costs
 
 

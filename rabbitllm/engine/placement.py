@@ -90,6 +90,8 @@ class UnitCost:
         is_table: whether it is a table other than the input embedding, which is always read by rows.
         copy: bytes of its copy at fewer bits, which is in memory if the unit is streamed; 0 if it gets none.
         slot: bytes of a buffer that it is streamed through, if it is in pieces; else 0.
+        once: whether it is made ready once wherever it is kept: its codes are rearranged, and `scales` has what it then
+            takes besides `stored`.
     """
 
     name: str
@@ -106,10 +108,11 @@ class UnitCost:
     is_table: bool = False
     copy: int = 0
     slot: int = 0
+    once: bool = False
 
     @property
     def kept(self) -> int:
-        """Memory of the unit in stored form, with its dequantized scales."""
+        """Memory of the unit in the form in which it is kept, with what that takes besides `stored`."""
         return self.stored + self.scales
 
     @property
@@ -770,9 +773,9 @@ def _kept_tier(cost: UnitCost, budget: Budget) -> Tier:
     """The tier of a unit that is kept.
 
     A view is resident in its stored form. On a GPU, a unit that is not larger when ready (cast, fused) is made ready
-    once; on the host that would copy the mapped file.
+    once; on the host that would copy the mapped file, and only codes are rearranged once.
     """
-    once = cost.is_view or (not budget.is_host and cost.ready <= cost.stored)
+    once = cost.is_view or cost.once or (not budget.is_host and cost.ready <= cost.stored)
     return Tier.RESIDENT if once else Tier.PACKED
 
 

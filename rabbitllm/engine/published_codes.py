@@ -2,7 +2,7 @@
 
 A kernel multiplies what a conversion of `_published_conversions.py` or `_published_exports.py` would dequantize, if its
 parts are codes with a scale for each block: FP8, FP4, or symmetric integers of 4 bits. Integers of 4 bits with zeros,
-of AWQ and GPTQ, are rearranged first. All else is dequantized. Reads no weights.
+of AWQ and GPTQ, are rearranged first. All else is dequantized. Decides without reading weights.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
+from rabbitllm.errors import UnknownArchitectureError
 from rabbitllm.formats.tensor_spec import dtype_name
 from rabbitllm.quant.coded import FP4, FP8, INT4, WITH_ZEROS, CodedForm, CodedMatrix
 from rabbitllm.quant.coded import SCALES as SCALE_DTYPES
@@ -41,6 +43,8 @@ _ROLES: Mapping[str, str] = {
     "g_idx": GROUPS,
 }
 """Ending of a source's pattern -> what the tensor is, in all formats."""
+INTEGER_PARTS = (CODES, ZEROS, SCALES, GROUPS)
+"""The parts of integers that lie by inputs, of which groups may be missing."""
 _MODELOPT, _COMPRESSED, _FP8 = "ModelOpt", "ExpertMatrices", "QuickFp8"
 _MATRICES = frozenset({_FP8, "FusedFp8", "QuickMxfp4", _COMPRESSED, _MODELOPT})
 """Operations whose parts a kernel may multiply, by `_name`."""
@@ -58,16 +62,39 @@ class CodedRecipe:
         codes, scales: the names of the stored tensors.
         factor: the name of a number that multiplies all scales, or divides them, and -1 in this case; None without one.
         cast: the dtype that scales are rounded to first; None if they are used as stored.
+        rearranged: how integers lie that are rearranged, and the names of their `INTEGER_PARTS`; None for others.
     """
 
     form: CodedForm
     codes: str
     scales: str
-    factor: tuple[str, int] | None
-    cast: torch.dtype | None
+    factor: tuple[str, int] | None = None
+    cast: torch.dtype | None = None
+    rearranged: tuple[IntegerLayout, tuple[str, ...]] | None = None
 
-    def matrix(self, read: Callable[[str], torch.Tensor]) -> CodedMatrix:
-        """The matrix of its stored tensors, on the CPU; views of them where possible."""
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of codes and scales that are no views of stored tensors."""
+        if self.rearranged is None:
+            return 0
+        layout, names = self.rearranged
+        ordered = layout.in_any_order and len(names) == len(INTEGER_PARTS)
+        return self.form.nbytes + _ORDER_BYTES * self.form.shape[1] * ordered
+
+    def matrix(self, read: Callable[[str], torch.Tensor], target: str) -> CodedMatrix:
+        """The matrix of its stored tensors, on the CPU; views of them where possible.
+
+        Raises:
+            UnknownArchitectureError: as `order_of` does for a parameter of this name.
+        """
+        if self.rearranged is not None:
+            layout, names = self.rearranged
+            sizes = self.form.nbytes - self.form.scale_bytes, self.form.scale_bytes
+            codes, words = (torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes)
+            parts = [read(name) for name in names]
+            order = order_of(layout, parts, target)
+            rearrange(layout, parts, codes, words, order)
+            return CodedMatrix(self.form, codes, words, order=order)
         scales = read(self.scales)
         if self.cast is not None:
             scales = scales.to(self.cast)
@@ -85,6 +112,12 @@ def linear_recipe(
     names = _by_role(recipe.sources)
     if names is None or not all(tensors[name].is_one_run for name in names.values()):
         return None
+    if (layout := integer_layout(operations[0])) is not None:
+        form = integer_form({role: _part(tensors[name]) for role, name in names.items()}, layout, shape[-1])
+        if form is None or form.shape != tuple(shape):
+            return None
+        parts = tuple(names[role] for role in INTEGER_PARTS if role in names)
+        return CodedRecipe(form, names[CODES], names[SCALES], rearranged=(layout, parts))
     codes, scales = (_part(tensors[names[role]]) for role in (CODES, SCALES))
     form = form_of(operations[0], recipe.key.rpartition(".")[0], codes, scales, (shape[0], shape[-1]))
     if form is None or len(shape) != 2:
@@ -126,14 +159,16 @@ class IntegerLayout:
     Attributes:
         order: the output of each integer of an int32, from the lowest bits on; None if an int32 has several inputs.
         offset: the number that was subtracted from each stored zero.
+        in_any_order: whether the inputs of a group may lie anywhere.
     """
 
     order: tuple[int, ...] | None
     offset: int
+    in_any_order: bool = False
 
 
 def integer_layout(operation: Any) -> IntegerLayout | None:
-    """The layout of what a conversion dequantizes; None if it is another one, or its groups are in any order."""
+    """The layout of what a conversion dequantizes; None if it is another one."""
     from rabbitllm.engine._published_conversions import AWQ, AWQ_ORDER
 
     if _name(operation) != "PackedIntegers":
@@ -141,14 +176,16 @@ def integer_layout(operation: Any) -> IntegerLayout | None:
     settings = operation.hf_quantizer.quantization_config
     if settings.quant_method == AWQ:
         return IntegerLayout(AWQ_ORDER, 0)
-    if settings.bits != 4 or settings.desc_act:
+    if settings.bits != 4:
         return None
-    return IntegerLayout(None, 1 if settings.format == "gptq" else 0)
+    return IntegerLayout(None, 1 if settings.format == "gptq" else 0, bool(settings.desc_act))
 
 
 def integer_form(parts: Mapping[str, Part], layout: IntegerLayout, inputs: int) -> CodedForm | None:
     """The form of rearranged integers, (N, inputs), from their parts by role; None if these do not fit each other."""
-    if {part[0] for role, part in parts.items() if role != SCALES} != {"I32"} or parts[SCALES][0] != "F16":
+    if parts.keys() - {GROUPS} != {CODES, ZEROS, SCALES} or parts[SCALES][0] != "F16":
+        return None
+    if {part[0] for role, part in parts.items() if role != SCALES} != {"I32"}:
         return None
     if len(parts[SCALES][1]) != 2:
         return None
@@ -159,6 +196,61 @@ def integer_form(parts: Mapping[str, Part], layout: IntegerLayout, inputs: int) 
         return None
     block = _block(None, (outputs, groups), (outputs, inputs))
     return CodedForm(INT4, WITH_ZEROS, (1, block[1]), (outputs, inputs)) if block is not None else None
+
+
+_ORDER_BYTES = torch.int64.itemsize
+_ORDERS: WeakValueDictionary[bytes, torch.Tensor] = WeakValueDictionary()
+
+
+def order_of(layout: IntegerLayout, parts: Sequence[torch.Tensor], target: str) -> torch.Tensor | None:
+    """The input of each column of a matrix whose groups of inputs follow each other, int64 (K,); None if they do so as
+    stored. Matrices with equal orders share one tensor, so that their inputs are brought into that order once.
+
+    Args:
+        layout: of its integers.
+        parts: the `INTEGER_PARTS` that there are, of their shapes.
+        target: the parameter that it is for.
+
+    Raises:
+        UnknownArchitectureError: the groups have another order than the settings say, or not all have one size.
+    """
+    if len(parts) < len(INTEGER_PARTS):
+        return None
+    groups, count = parts[-1], len(parts[2])
+    in_order = torch.arange(len(groups), dtype=torch.int32, device="cpu") // (len(groups) // count)
+    if torch.equal(groups, in_order):
+        return None
+    order = groups.argsort(stable=True)
+    if layout.in_any_order and torch.equal(groups[order], in_order):
+        return _ORDERS.setdefault(groups.numpy().tobytes(), order)
+    raise UnknownArchitectureError(
+        f"Inputs of {target} have groups of another order or size than desc_act and group_size in the settings say.",
+        "Load it with exact=True (--exact), or correct its config.json.",
+    )
+
+
+def rearrange(
+    layout: IntegerLayout,
+    parts: Sequence[torch.Tensor],
+    codes: torch.Tensor,
+    words: torch.Tensor,
+    order: torch.Tensor | None,
+    threads: int | None = None,
+) -> None:
+    """Write a matrix whose integers lie by inputs in the form of `integer_form`.
+
+    Args:
+        layout, parts, order: see `order_of`.
+        codes, words: the memory of the result, uint8.
+        threads: how many may be used at most; None for all.
+    """
+    from rabbitllm.quant.dequantize_kernels import by_rows  # numba comes with it
+
+    packed, zeros, scales = parts[:3]
+    count, outputs = scales.shape
+    stored = packed.numpy(), zeros.numpy(), scales.view(torch.int16).numpy()
+    results = codes.view(torch.int32).view(outputs, -1).numpy(), words.view(torch.int16).view(outputs, count, 2).numpy()
+    by_rows(*stored, layout.order, layout.offset, *results, None if order is None else order.numpy(), threads)
 
 
 def _by_role(sources: Sequence[tuple[str, str]]) -> dict[str, str] | None:

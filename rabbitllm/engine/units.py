@@ -247,6 +247,7 @@ class UnitJob:
         recipe: makes the parameters.
         entries: (target of the recipe, parameter).
         quantized: (how, parameter) of those that are multiplied from their codes.
+        coded_bytes: of the codes and scales that are rearranged for these.
         is_view: whether the parameters in `entries` are views of the stored bytes.
         stored_bytes, ready_bytes: of its tensors: stored, and ready to use.
     """
@@ -254,6 +255,7 @@ class UnitJob:
     recipe: Recipe
     entries: tuple[tuple[str, ParameterEntry], ...]
     quantized: tuple[tuple[FromCodes, ParameterEntry], ...]
+    coded_bytes: int
     is_view: bool
     stored_bytes: int
     ready_bytes: int
@@ -268,7 +270,7 @@ class UnitSource:
         jobs: make the parameters.
         stored: the tensors that they need, by name.
         spans: the runs of bytes to read into one buffer, in file order.
-        is_view: whether the parameters are views of the stored bytes: nothing is compressed, cast or fused.
+        is_view: whether the parameters are views of the stored bytes: nothing is compressed, cast, fused or rearranged.
         ready_bytes: of the parameters when ready to use.
         scale_bytes: of the scales that are dequantized before codes are multiplied.
         scratch_bytes: what each use takes besides the stored bytes: parameters made for it, and the work of one of
@@ -385,9 +387,8 @@ class UnitSource:
 
     def _quantized(self, form: FromCodes, recipe: Recipe, entry: ParameterEntry, part: PartReader) -> QuantizedWeight:
         if isinstance(form, CodedRecipe):
-            return QuantizedWeight(
-                form.matrix(lambda name: part(self.stored[name].parts[0])), entry.dtype, entry.sibling
-            )
+            matrix = form.matrix(lambda name: part(self.stored[name].parts[0]), entry.target)
+            return QuantizedWeight(matrix, entry.dtype, entry.sibling)
         stored = self.stored[recipe.sources[0][1]]
         assert stored.quantized is not None
         assert recipe.dtype is not None
@@ -528,22 +529,23 @@ def _job(
             quantized = (*quantized, (form, entry))
     stored_bytes = sum(tensors[name].nbytes for _, name in recipe.sources)
     ready_bytes = 0 if recipe.wraps else sum(entry.nbytes for _, entry in dequantized)
-    ready_bytes += stored_bytes if quantized or recipe.wraps else 0
+    coded_bytes = sum(how.made_bytes for how, _ in quantized if isinstance(how, CodedRecipe))
+    ready_bytes += coded_bytes or (stored_bytes if quantized or recipe.wraps else 0)
     is_view = recipe.wraps
     if recipe.converter is None:
         tensor = tensors[recipe.sources[0][1]]
         dtype = torch_dtype(tensor.parts[0].dtype)
         is_as_stored = tensor.quantized is None and tensor.parts[0].is_one_run
         is_view = is_as_stored and (dtype == recipe.dtype or not dtype.is_floating_point)
-    return UnitJob(recipe, tuple(dequantized), quantized, is_view, stored_bytes, ready_bytes)
+    return UnitJob(recipe, tuple(dequantized), quantized, coded_bytes, is_view, stored_bytes, ready_bytes)
 
 
 def of_jobs(unit: Unit, jobs: Iterable[UnitJob], tensors: Mapping[str, StoredTensor]) -> UnitSource:
     """A unit, or the part of it that these jobs make."""
     jobs = tuple(jobs)
     stored = {name: tensors[name] for job in jobs for _, name in job.recipe.sources}
-    is_view = all(job.is_view for job in jobs if job.entries)
-    scale_bytes, made, work = 0, 0, [0]
+    is_view = all(job.is_view for job in jobs if job.entries) and not any(job.coded_bytes for job in jobs)
+    scale_bytes, made, work = 0, sum(job.coded_bytes for job in jobs), [0]
     for job in jobs:
         parts = [stored[name] for _, name in job.recipe.sources]
         if job.quantized and not isinstance(matrix_type := job.quantized[0][0], CodedRecipe):  # quantized by us

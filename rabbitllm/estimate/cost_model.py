@@ -238,10 +238,11 @@ def work_of(plan: LoadPlan) -> tuple[UnitWork, ...]:
 
 
 def _made_bytes(source: UnitSource) -> int:
-    """Return the bytes of parameters that are no views of the stored bytes."""
+    """Return the bytes of parameters, and of codes, that are no views of the stored bytes."""
     if source.is_view:
         return 0
-    return sum(entry.nbytes for job in source.jobs if not job.recipe.wraps for _, entry in job.entries)
+    made = sum(entry.nbytes for job in source.jobs if not job.recipe.wraps for _, entry in job.entries)
+    return made + sum(job.coded_bytes for job in source.jobs)
 
 
 def _encoder_path(model: PreTrainedModel) -> str | None:

@@ -136,21 +136,25 @@ class CodedMatrix(KernelMatrix):
         payload: its codes, uint8 (bytes,).
         scales: the bytes of its scales, uint8 (bytes,), in the order of `form.grid`.
         factor: by which all scales are multiplied.
+        order: see `KernelMatrix`.
     """
 
     form: CodedForm
     payload: torch.Tensor
     scales: torch.Tensor
     factor: float = 1.0
+    order: torch.Tensor | None = None
     _tables: dict[int, Any] = field(init=False, default_factory=dict, repr=False)
 
     def clone(self) -> CodedMatrix:
         """A copy in other memory."""
-        return CodedMatrix(self.form, self.payload.clone(), self.scales.clone(), self.factor)
+        order = None if self.order is None else self.order.clone()
+        return CodedMatrix(self.form, self.payload.clone(), self.scales.clone(), self.factor, order)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The dequantized matrix: value times scale in float32, rounded once."""
-        return self._rows(*self._float_scales(), 0, self.form.shape[0], dtype)
+        whole = self._rows(*self._float_scales(), 0, self.form.shape[0], dtype)
+        return whole if self.order is None else torch.empty_like(whole).index_copy_(1, self.order, whole)
 
     @property
     def kernel(self) -> CodeKernel:  # type: ignore[override]
@@ -177,6 +181,7 @@ class CodedMatrix(KernelMatrix):
 
     def in_chunks(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows_at = functools.partial(self._rows, *self._float_scales())
+        x = x if self.order is None else x[:, self.order]
         return dense_product(x, bias, self.form.shape, self.form.block[0] or 1, rows_at)
 
     def _rows(

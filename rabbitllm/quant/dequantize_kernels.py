@@ -113,8 +113,10 @@ def by_rows(
     offset: int,
     codes: npt.NDArray[np.int32],
     words: npt.NDArray[np.int16],
+    inputs: npt.NDArray[np.int64] | None = None,
+    threads: int | None = None,
 ) -> None:
-    """Rearrange integers of 4 bits, as in `integers`, to rows for `coded.WITH_ZEROS`; in the thread of the caller.
+    """Rearrange integers of 4 bits, as in `integers`, to rows for `coded.WITH_ZEROS`.
 
     Args:
         packed: (K, N / 8) if an int32 has several outputs, or (K / 8, N) if it has several inputs.
@@ -124,9 +126,12 @@ def by_rows(
         offset: the number that was subtracted from each stored zero.
         codes: (N, K / 8), eight inputs in each, the first in the lowest bits.
         words: (N, groups, 2): the bits of a scale, and twice the zero less 8.
+        inputs: the input of each column, (K,), where an int32 has several inputs; None if they are in their order.
+        threads: see `share`.
     """
     stored, outputs = (packed.view(np.uint32), zeros.view(np.uint32)), np.array(range(8) if order is None else order)
-    _by_rows(*stored, scales, outputs, order is None, offset, codes.view(np.uint32), words)
+    operands = *stored, scales, outputs, order is None, offset, inputs, codes.view(np.uint32), words
+    share(lambda begin, end: _by_rows(*operands, begin, end), -(-zeros.shape[1] // _WORDS), 8 * codes.size, threads)
 
 
 def add_rows(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -212,18 +217,29 @@ def _blocks(codes, values, scales, zeros, rows, columns, first, halves, floats, 
 
 
 @compiled
-def _by_rows(packed, zeros, scales, outputs, has_inputs, offset, codes, words):  # type: ignore[no-untyped-def]
-    """A line of the cache of `packed` at a time is written to whole lines of `codes`."""
-    turned = np.empty((8, _WORDS), np.uint32)
-    for first in range(0, packed.shape[1], _WORDS):
+def _by_rows(packed, zeros, scales, outputs, has_inputs, offset, inputs, codes, words, begin, end):  # type: ignore[no-untyped-def]
+    """A line of the cache of `packed` at a time is written to whole lines of `codes`; some lines of `zeros`."""
+    turned, first_zero, last_zero = np.empty((8, _WORDS), np.uint32), begin * _WORDS, min(end * _WORDS, zeros.shape[1])
+    of_zero = 8 if has_inputs else 1
+    for first in range(first_zero * of_zero, last_zero * of_zero, _WORDS):
         count = min(_WORDS, packed.shape[1] - first)
         for k in range(codes.shape[1]):
-            if has_inputs:
+            if has_inputs and inputs is None:
                 line, targets = packed[k, first : first + count], codes[first : first + count, k]
                 for i in range(count):
                     targets[i] = line[i]
                 continue
             turned[:] = np.uint32(0)
+            if inputs is not None:
+                some, targets = turned[0, :count], codes[first : first + count, k]
+                for i in range(8):
+                    line = packed[inputs[8 * k + i] // 8, first : first + count]
+                    place = np.uint32(4 * (inputs[8 * k + i] % 8))
+                    for c in range(count):
+                        some[c] |= ((line[c] >> place) & np.uint32(15)) << np.uint32(4 * i)
+                for c in range(count):
+                    targets[c] = some[c]
+                continue
             for i in range(8):
                 line = packed[8 * k + i, first : first + count]
                 for j in range(8):
@@ -235,10 +251,12 @@ def _by_rows(packed, zeros, scales, outputs, has_inputs, offset, codes, words): 
                 for c in range(count):
                     targets[c] = some[c]
     for group in range(len(scales)):
+        own_zeros = zeros[group, first_zero:last_zero]
         for j in range(8):
-            own, targets = scales[group, outputs[j] :: 8], words[outputs[j] :: 8, group]
-            for c in range(len(own)):
-                zero = np.int32((zeros[group, c] >> np.uint32(4 * j)) & np.uint32(15)) + offset - 8
+            place = 8 * first_zero + outputs[j]
+            own, targets = scales[group, place::8], words[place::8, group]
+            for c in range(len(own_zeros)):
+                zero = np.int32((own_zeros[c] >> np.uint32(4 * j)) & np.uint32(15)) + offset - 8
                 targets[c, 0], targets[c, 1] = own[c], 2 * zero
 
 

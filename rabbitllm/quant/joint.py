@@ -87,18 +87,24 @@ class JointProduct:
         """Add it to a program: for so many rows of a dtype at a place, with the results at others."""
         from rabbitllm.quant import joint_kernels  # numba comes with it
 
-        is_bfloat, columns, inputs = dtype == torch.bfloat16, self._columns, dict[Preparation, list[Place]]()
+        is_bfloat, columns, inputs = dtype == torch.bfloat16, self._columns, dict[Any, list[Place]]()
+        ordered: dict[int | None, Place] = {None: x}
         operands = [matrix.operands(width) for matrix, width in zip(self.matrices, self._widths, strict=True)]
         nbytes = sum(count * row_bytes for count, (*_, row_bytes, _, _) in zip(self._rows, operands, strict=True))
         threads = _kernels.threads_for(CODES, nbytes)
         products, sums = list[int | Place](), list[Words]()
         for index, (matrix, (codes, scales, table, *sizes)) in enumerate(zip(self.matrices, operands, strict=True)):
             width, rows_of, out = self._widths[index], self._rows[index], results[index]
-            how = matrix.preparation(width)
+            order = None if matrix.order is None else matrix.order.data_ptr()
+            if order not in ordered:
+                ordered[order] = program.room(rows * columns * dtype.itemsize)
+                program.add(joint_kernels.reorder, [x, is_bfloat, rows, columns, order or 0, ordered[order]])
+            how = matrix.preparation(width), order
             if how not in inputs:
-                prepare, numbers, input_bytes, other_bytes = how
+                prepare, numbers, input_bytes, other_bytes = how[0]
                 inputs[how] = [program.room(rows * input_bytes), program.room(rows * other_bytes)]
-                program.add(prepare, [x, is_bfloat, rows, columns // numbers[0], columns, *numbers, *inputs[how]])
+                sizes_of_x = is_bfloat, rows, columns // numbers[0], columns
+                program.add(prepare, [ordered[order], *sizes_of_x, *numbers, *inputs[how]])
             if is_bfloat and not self._is_wide[index]:
                 out = program.room(4 * rows * rows_of)
                 sums.append([out, results[index], rows * rows_of])
@@ -119,6 +125,7 @@ class RoutedProduct:
         shape: (N, K) of each matrix.
         nbytes: of the codes of each.
         max_inputs: rows of a matrix up to which this is the fastest method.
+        is_ordered: whether each has an order of its inputs.
     """
 
     scheme: Any
@@ -127,6 +134,7 @@ class RoutedProduct:
     shape: tuple[int, ...]
     nbytes: int
     max_inputs: int
+    is_ordered: bool
 
     @classmethod
     def of(cls, matrix: Any) -> tuple[RoutedProduct, tuple[int, ...]] | None:
@@ -140,8 +148,9 @@ class RoutedProduct:
             return None
         codes, scales, table, *sizes = matrix.operands(width)
         shape, how = tuple(matrix.form.shape), matrix.preparation(width)
-        product = cls(matrix.kernel, width, how, shape, shape[0] * sizes[0], matrix.max_inputs)
-        return product, (codes, scales, 0, 0, table, 0, *sizes, 0, shape[0])
+        order = 0 if matrix.order is None else matrix.order.data_ptr()
+        product = cls(matrix.kernel, width, how, shape, shape[0] * sizes[0], matrix.max_inputs, bool(order))
+        return product, (codes, scales, order, 0, table, 0, *sizes, 0, shape[0])  # see `joint_kernels.routed`
 
     def add_to(
         self, program: Program, rows: int, x: Place, chosen: Place, out: Place, sources: int | Place, number: int
@@ -162,11 +171,11 @@ class RoutedProduct:
         assert team is not None
         threads = _kernels.threads_for(CODES, rows * self.nbytes)
         function, tile = _kernels.kernel(CODES, self.scheme, self.width)
-        rounded = 1 if sources == -1 else rows
+        rounded = 1 if sources == -1 and not self.is_ordered else rows
         prepare, numbers, input_bytes, other_bytes = self.preparation
-        of_work = 8 * (joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS))
+        of_work = 8 * (joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS)) + 2 * columns
         sizes = input_bytes * rounded, other_bytes * rounded, 4 * count * rows, of_work
-        words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
+        words: list[int | Place] = [x, chosen, 0 if rounded < rows else sources, out, *map(program.room, sizes)]
         words += [function, team.address, threads, tile]
         words += [address_of(prepare), columns, *numbers, input_bytes, other_bytes]
         words += [rounded, rows, count, number * len(ARGUMENTS)]

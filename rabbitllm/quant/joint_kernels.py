@@ -32,14 +32,15 @@ def narrow(data):  # type: ignore[no-untyped-def]
 
 ROUTED_WORDS, ROUNDING_WORDS = 24, 11
 """Own address; addresses of the inputs in bfloat16, of the chosen matrices, of the number of each row's input (0: the
-row's own), and of the results; of memory for prepared inputs, what is with them, sums, and for words; of the kernel and
-of what threads share; threads; the rows of a tile; the function that prepares inputs; columns; three of its words
-(for integers step, group and order of their layout); bytes of a prepared row, and of what is with it; rows that are
-prepared, and all; rows of a matrix; its first word.
+row's own; -1: all have the first), and of the results; of memory for prepared inputs, what is with them, sums, and for
+words; of the kernel and of what threads share; threads; the rows of a tile; the function that prepares inputs; columns;
+three of its words (for integers step, group and order of their layout); bytes of a prepared row, and of what is with
+it; rows that are prepared, and all; rows of a matrix; its first word.
 
 The chosen matrices: their number, and for each the address of words (`ARGUMENTS` from the first of them), the begin and
 number of its rows, and a number that is not used here. Other rows are left as they are. If one row is prepared, it is
-the input of all. The second number is that of the words of `_integers.round_inputs`, which `widen_inputs` takes too."""
+the input of all. In place of the even inputs the words of a matrix have the address of the order of its inputs, 0 for
+none. The second number is that of the words of `_integers.round_inputs`, which `widen_inputs` takes too."""
 _WORK = len(ARGUMENTS)
 
 
@@ -70,6 +71,25 @@ def widen_inputs(data):  # type: ignore[no-untyped-def]
             odds[i] = wide(bfloats[2 * i + 1]) if is_bfloat else singles[2 * i + 1]
 
 
+def reorder(data):  # type: ignore[no-untyped-def]
+    """Rows of inputs in an order: after the own address that of x; whether it is bfloat16, else float32; rows, columns;
+    and the addresses of the input of each column, int64, and of the results."""
+    words = to_array(data, 7)
+    order = to_array(integers_at(words[5]), words[4])
+    for row in range(words[3]):
+        place = words[4] * row
+        if words[2] != 0:
+            halves = to_array(words_at(words[1] + 2 * place), words[4])
+            ordered_halves = to_array(words_at(words[6] + 2 * place), words[4])
+            for i in range(len(order)):
+                ordered_halves[i] = halves[order[i]]
+        else:
+            singles = to_array(floats_at(words[1] + 4 * place), words[4])
+            ordered = to_array(floats_at(words[6] + 4 * place), words[4])
+            for i in range(len(order)):
+                ordered[i] = singles[order[i]]
+
+
 def routed(data):  # type: ignore[no-untyped-def]
     """Multiply chosen matrices, all of one form, each with rows of its own; the results are bfloat16."""
     head = to_array(data, ROUTED_WORDS)
@@ -83,13 +103,21 @@ def routed(data):  # type: ignore[no-untyped-def]
     rounding = to_array(integers_at(head[8]), ROUNDING_WORDS)
     rounding[2], rounding[3], rounding[4], rounding[5] = 1, 1, columns // head[15], columns
     rounding[6], rounding[7], rounding[8] = head[15], head[16], head[17]
+    ordered_at = work_at + 8 * (BEFORE_WORK + head[21] * _WORK)
+    ordered = to_array(words_at(ordered_at), columns)
     for i in range(count if prepared > 1 else 1):
         begin, tokens = (chosen[4 * i + 1], chosen[4 * i + 2]) if prepared > 1 else (0, 1)
+        order_at = to_array(integers_at(chosen[4 * i] + 8 * first), _WORK)[_EVEN]
         for row in range(begin, begin + tokens):
-            source = row
-            if head[3] != 0:
+            source = row if head[3] == 0 else 0
+            if head[3] > 0:
                 source = to_array(integers_at(head[3] + 8 * row), 1)[0]
             rounding[1] = head[1] + 2 * columns * source
+            if order_at != 0:
+                order, halves = to_array(integers_at(order_at), columns), to_array(words_at(rounding[1]), columns)
+                rounding[1] = ordered_at
+                for k in range(columns):
+                    ordered[k] = halves[order[k]]
             rounding[9], rounding[10] = inputs + input_bytes * row, others + other_bytes * row
             call_parts(head[13], head[8], 0, 1, 1)
     work = to_array(integers_at(work_at), BEFORE_WORK + count * _WORK)

@@ -220,9 +220,11 @@ class KernelMatrix(ABC):
         form: has the shape.
         kernel: the scheme of its kernels.
         max_inputs: rows of input up to which codes are decoded for every few of them as integers.
+        order: the input of each column, int64 (K,); None if they are in their order.
     """
 
     __slots__ = ()
+    order: torch.Tensor | None = None
     form: Any
     kernel: str | CodeKernel
     max_inputs: int
@@ -241,7 +243,7 @@ class KernelMatrix(ABC):
 
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
         """Rows (T, K) as kernels of a width take them; K is a multiple of their steps."""
-        return self.preparation(width).of(x)
+        return self.preparation(width).of(x if self.order is None else x[:, self.order])
 
     @abstractmethod
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
@@ -432,12 +434,15 @@ class GroupedProduct:
 
     def run(self, method: str, width: int, work: Sequence[tuple[KernelMatrix, int, int]]) -> None:
         """Multiply the rows [begin, end) with each matrix by a method's kernel, as one job for all threads."""
-        if width not in self._inputs:
-            self._inputs[width] = work[0][0].inputs(width, self._x)
-        inputs, rows, start, pieces = self._inputs[width], self.out.shape[1], self.out.data_ptr(), []
+        if width not in self._inputs and any(matrix.order is None for matrix, *_ in work):
+            self._inputs[width] = work[0][0].preparation(width).of(self._x)
+        rows, start, pieces, own = self.out.shape[1], self.out.data_ptr(), [], list[InputRows]()
         for matrix, begin, end in work:
             codes, scales, table, *sizes = matrix.operands(width)
-            (place, others), to = inputs.of(begin), start + begin * rows * 4
+            if matrix.order is not None:
+                own.append(matrix.inputs(width, self._x[begin:end]))
+            inputs = self._inputs[width].of(begin) if matrix.order is None else own[-1].of(0)
+            (place, others), to = inputs, start + begin * rows * 4
             if self.rounded is not None:
                 others = self.rounded[begin:].data_ptr()
             pieces.append((codes, scales, place, others, table, to, *sizes, end - begin, rows))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,12 +69,12 @@ def compressed_and_plain(family: str, scheme: str, **settings: Any) -> Build:
     return build
 
 
-def ordered_gptq(form: str, group: int = 16) -> Build:
-    """With groups of inputs in their order, which alone is multiplied from codes."""
+def gptq(form: str, group: int = 16, family: str = "qwen3_moe", *, ordered: bool = True, **sizes: int) -> Build:
+    """With groups of inputs in their order, or in any."""
 
     def build(folder: Path) -> Path:
-        plain, settings = folder.parent / "plain", {"form": form, "group": group, "ordered": True, **MANY}
-        return quantized.build_gptq(folder, "qwen3_moe", plain, shards=2, **settings)
+        plain, settings = folder.parent / "plain", {"form": form, "group": group, "ordered": ordered, **sizes}
+        return quantized.build_gptq(folder, family, plain, shards=2, **settings)
 
     return build
 
@@ -95,8 +96,15 @@ CODED: dict[str, tuple[Build, set[str]]] = {
         lambda folder: quantized.build_awq(folder, "qwen3_moe", folder.parent / "plain", shards=2, group=32, **MANY),
         {"int4 I32 1x32"},
     ),
-    "gptq-qwen3_moe": (ordered_gptq("gptq"), {"int4 I32 1x16"}),
-    "gptq-v2-qwen3_moe": (ordered_gptq("gptq_v2", group=64), {"int4 I32 1x0"}),
+    "awq-llama": (
+        lambda folder: quantized.build_awq(folder, "llama", folder.parent / "plain", shards=2, group=32),
+        {"int4 I32 1x32"},
+    ),
+    "gptq-qwen2": (gptq("gptq", family="qwen2"), {"int4 I32 1x16"}),
+    "gptq-qwen3_moe": (gptq("gptq", **MANY), {"int4 I32 1x16"}),
+    "gptq-v2-qwen3_moe": (gptq("gptq_v2", group=64, **MANY), {"int4 I32 1x0"}),
+    "gptq-any-order-llama": (gptq("gptq", 32, "llama", ordered=False), {"int4 I32 1x32"}),
+    "gptq-any-order-qwen3_moe": (gptq("gptq", ordered=False, **MANY), {"int4 I32 1x16"}),
     "auto-round-qwen3_moe": (
         lambda folder: quantized.build_auto_round(
             folder, "qwen3_moe", folder.parent / "plain", "auto_round:auto_gptq", **MANY
@@ -199,6 +207,34 @@ def test_linears_with_quantized_inputs(tmp_path: Path, scheme: str) -> None:
             assert error <= 2**-7 * expected.float().norm(), name
 
 
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda folder: quantized.build_awq(folder, "llama", folder.parent / "plain", group=32, num_hidden_layers=6),
+        gptq("gptq", 64, "qwen2", num_hidden_layers=6),
+    ],
+)
+def test_rearranged_codes_are_counted(tmp_path: Path, build: Build) -> None:
+    """What is resident: of a group a scale and a zero take four bytes, not two and a half; of layers that stay, too."""
+    directory = split(build(tmp_path / "model"))
+    model = load(directory, exact=False)
+    plan, exact = plan_of(directory, exact=False), plan_of(directory)
+    weights = [*model.parameters()]
+    matrices = [weight.matrix for weight in weights if isinstance(weight, QuantizedWeight)]
+    taken = sum(matrix.payload.nbytes + matrix.scales.nbytes for matrix in matrices)
+    taken += sum(weight.nbytes for weight in weights if not isinstance(weight, QuantizedWeight))
+    assert sum(source.ready_bytes for source in plan.sources.values()) == taken
+    layers = {name: source for name, source in plan.sources.items() if source.unit.is_layer}
+    assert sum(exact.sources[name].ready_bytes for name in layers) > 3 * sum(s.ready_bytes for s in layers.values())
+    budgets = range(taken, 0, -4096)
+    placements = (plan.placed([CpuDevice()], options_for(budget, exact=False)).placement for budget in budgets)
+    in_tiers = (len({placement.of(name).tier for name in layers}) for placement in placements)
+    chosen = next(budget for budget, count in zip(budgets, in_tiers, strict=True) if count > 1)
+    kept = load(directory, chosen, exact=False)
+    assert {kept.placement.of(name).tier for name in layers} == {Tier.RESIDENT, Tier.STREAMED}
+    assert_same(run(kept), run(model))
+
+
 @pytest.mark.parametrize("name", ["fp8-llama", "mxfp4-gpt_oss"])
 def test_resident_weights_take_the_size_of_the_codes(tmp_path: Path, name: str) -> None:
     directory = split(CODED[name][0](tmp_path / "model"))
@@ -234,8 +270,7 @@ def test_weight_is_its_codes(tmp_path: Path) -> None:
         ("blocks of no power of two", lambda folder: quantized.build_fp8(folder, "llama", 24)),
         pytest.param("int8", compressed("qwen3", "W8A16"), marks=needs_compressed),
         pytest.param("with zeros", compressed("qwen3", "W4A16-asymmetric"), marks=needs_compressed),
-        ("in columns", lambda folder: quantized.build_gptq(folder, "llama", folder.parent / "plain")),
-        ("in no order", lambda folder: quantized.build_gptq(folder, "qwen3_moe", folder.parent / "plain", **EXPERTS)),
+        ("of 2 bits", lambda folder: quantized.build_gptq(folder, "llama", folder.parent / "plain", 2)),
         ("of 8 bits", lambda folder: quantized.build_gptq(folder, "qwen3_moe", folder.parent / "plain", 8, **EXPERTS)),
     ],
 )
@@ -256,17 +291,40 @@ def test_matrices_without_a_kernel_have_the_bits_of_transformers(
 
 
 @pytest.mark.parametrize("budget", [ALL, 0])
-def test_groups_in_another_order_than_the_settings_say(tmp_path: Path, budget: int) -> None:
-    """They are seen when an expert is read; with `exact=True` they are taken as they are."""
-    folder = quantized.build_gptq(tmp_path / "model", "qwen3_moe", tmp_path / "plain", **MANY)
-    path = folder / "config.json"
-    path.write_text(path.read_text().replace('"desc_act": true', '"desc_act": false'))
-    model = load(split(folder), budget, exact=False)
-    with pytest.raises(
-        UnknownArchitectureError, match=r"model\.layers\.0\.mlp\.experts\.\w+ have groups in another order"
-    ):
-        run(model)
-    assert_same(run(load(split(folder), budget)), reference_logits(tmp_path / "plain", INPUT, torch.float16))
+@pytest.mark.parametrize(("leaf", "of"), [("experts", r"experts\.\d+\.down"), ("q_proj", "q"), ("self_attn.o", "o")])
+def test_groups_in_another_order_than_the_settings_say(tmp_path: Path, budget: int, leaf: str, of: str) -> None:
+    """They are seen when an expert or a layer is read; with `exact=True` they are taken as they are."""
+    folder = quantized.build_gptq(tmp_path / "model", "qwen3_moe", tmp_path / "plain", ordered=True, **MANY)
+    with_groups(folder, f"{of}_proj", lambda groups: groups.flip(0))
+    directory = split(folder)
+    with pytest.raises(UnknownArchitectureError, match=rf"model\.layers\.\d\..*{leaf}.* have groups of another order"):
+        run(load(directory, budget, exact=False))
+    run(load(directory, budget))
+
+
+def test_an_order_that_differs_within_an_expert_or_groups_of_other_sizes(tmp_path: Path) -> None:
+    """Gate and up are one matrix; projections of attention are not."""
+
+    def logits(leaf: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        folder = gptq("gptq", ordered=False, **MANY)(tmp_path / f"{len([*tmp_path.iterdir()])}" / "model")
+        with_groups(folder, leaf, change)
+        return run(load(split(folder), exact=False))
+
+    logits("q_proj", lambda groups: groups.flip(0))
+    with pytest.raises(UnknownArchitectureError, match=r"gate_up_proj have another order in each matrix of an expert"):
+        logits(r"experts\.\d+\.up_proj", lambda groups: groups.flip(0))
+    with pytest.raises(UnknownArchitectureError, match=r"q_proj.* have groups of another order or size"):
+        logits("q_proj", lambda groups: groups.clamp(min=1))
+
+
+def with_groups(folder: Path, leaf: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the groups of inputs of some matrices, in one shard."""
+
+    def changed(name: str, tensor: torch.Tensor) -> quantized.Named:
+        yield name, change(tensor).contiguous() if re.search(rf"{leaf}\.g_idx$", name) else tensor
+
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    quantized.rewrite(folder, changed, None, 1)
 
 
 def test_model_multiplied_from_codes_logs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -129,21 +129,23 @@ def test_gptq_matrix(bits: int, offset: int, disordered: bool) -> None:
         assert torch.equal(matrix, integers.matrix)
 
 
-@pytest.mark.parametrize("layout", ["awq", "gptq", "gptq_v2"])
+@pytest.mark.parametrize("layout", ["awq", "gptq", "gptq_v2", "gptq in any order"])
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(24, 64, 16), (136, 192, 64), (512, 128, 128)])
 def test_integers_by_rows(layout: str, outputs: int, inputs: int, group: int) -> None:
     """All zeros, 0 in AWQ and 16 of GPTQ too; lines of eight outputs at the end are shorter."""
-    offset = 1 if layout == "gptq" else 0
-    integers = quantized.integers_of(torch.randn(outputs, inputs), 4, group)
+    offset, is_ordered = int(layout.startswith("gptq") and layout != "gptq_v2"), "any" not in layout
+    integers = quantized.integers_of(torch.randn(outputs, inputs), 4, group, disordered=not is_ordered)
     integers.zeros[:] = torch.randint(offset, 16 + offset, integers.zeros.shape)
     parts = quantized._awq(integers) if layout == "awq" else quantized._gptq(integers, 4, offset)
     codes = torch.empty(outputs, inputs // 8, dtype=torch.int32)
     words = torch.empty(outputs, inputs // group, 2, dtype=torch.int16)
     given = (parts[name].numpy() for name in ("qweight", "qzeros")), parts["scales"].view(torch.int16).numpy()
     order = AWQ_ORDER if layout == "awq" else None
-    dequantize_kernels.by_rows(*given[0], given[1], order, offset, codes.numpy(), words.numpy())
+    columns = None if is_ordered else integers.group.argsort(stable=True)
+    of_columns = None if columns is None else columns.numpy()
+    dequantize_kernels.by_rows(*given[0], given[1], order, offset, codes.numpy(), words.numpy(), of_columns)
     form = CodedForm(INT4, WITH_ZEROS, (1, group), (outputs, inputs))
-    matrix = CodedMatrix(form, *(part.view(torch.uint8).flatten() for part in (codes, words)))
+    matrix = CodedMatrix(form, *(part.view(torch.uint8).flatten() for part in (codes, words)), order=columns)
     centred = integers.codes - integers.zeros[:, integers.group]
     assert torch.equal(matrix.dequantized(torch.float32), centred.float() * integers.scales[:, integers.group].float())
 

@@ -568,6 +568,9 @@ STREAMED: dict[str, Callable[[Path], Path]] = {
     "gptq": lambda folder: split(
         quantized.build_gptq(folder, "qwen3_moe", folder.parent / "plain", group=64, ordered=True, **EIGHT)
     ),
+    "gptq in any order": lambda folder: split(
+        quantized.build_gptq(folder, "qwen3_moe", folder.parent / "plain", group=64, **EIGHT)
+    ),
     **{
         scheme: lambda folder, scheme=scheme: split(  # type: ignore[misc]
             quantized.build_compressed_tensors(folder, "qwen3_moe", scheme, **EIGHT)
@@ -584,7 +587,7 @@ STREAMED: dict[str, Callable[[Path], Path]] = {
     "bitsandbytes": lambda folder: split(quantized.build_bitsandbytes(folder, "qwen3_moe", 4)),
 }
 """Form -> a split directory of a mixture in it."""
-SHORT_FORMS = "bfloat16", "q4_k_m", "fp8", "mxfp4", "awq", "gptq", "NVFP4"
+SHORT_FORMS = "bfloat16", "q4_k_m", "fp8", "mxfp4", "awq", "gptq in any order", "NVFP4"
 
 
 @pytest.mark.parametrize("kept", ["all", "half"])

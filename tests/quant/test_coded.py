@@ -26,6 +26,7 @@ from rabbitllm.quant.coded import (
     form_named,
     multiplies,
 )
+from rabbitllm.quant.joint import JointProduct
 from rabbitllm.quant.products import MAX_GROUPED
 from tests.support.draws import draws
 from tests.support.integer_products import in_steps
@@ -124,6 +125,29 @@ def test_every_kernel_that_this_processor_can_run(name: str, width: int) -> None
     for rows, columns, count in ((1, 64, 1), (9, 2048, 4), (200, 704, 11), (300, 320, 2)):
         of, x = matrix(name, rows, columns, factor=0.25), inputs(count, columns, dtype)
         assert_products(of.times_by(CODES, width, x), in_steps(64, x) if width == INTEGERS else x, meant(of))
+
+
+@pytest.mark.bits
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 9, 100])
+def test_inputs_in_another_order(count: int, dtype: torch.dtype) -> None:
+    """Of one matrix, of several with one input and orders of their own or none, and of groups of rows."""
+    orders = [torch.randperm(256, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    plain, x = [matrix("int4 I32 1x64", 70, 256, seed) for seed in range(3)], inputs(count, 256, dtype)
+    own = [dataclasses.replace(of, order=order) for of, order in zip(plain, [*orders, None], strict=True)]
+    for of, order in zip(own[:2], orders, strict=True):
+        assert torch.equal(of.dequantized(torch.float32)[:, order].double(), meant(of))
+        assert torch.equal(of.clone().linear(x, None), dataclasses.replace(of, order=None).linear(x[:, order], None))
+    expected = [of.linear(x, None) for of in own]
+    joint = JointProduct.of([own[0], own[1], own[2], own[0]], [False] * 4)
+    if joint is not None and count <= joint.max_inputs:
+        for result, product in zip(joint(x, count), [*expected, expected[0]], strict=True):
+            assert torch.equal(result, product)
+    grouped = own[0].grouped(torch.cat([x] * 3), 3)
+    assert grouped is not None
+    grouped.multiply(own, [(n * count, (n + 1) * count) for n in range(3)])
+    assert torch.equal(grouped.result(), torch.cat(expected))
 
 
 @needs_kernel
