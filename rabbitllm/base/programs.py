@@ -112,7 +112,7 @@ class Program:
         errors = list[BaseException]()
         next(answers := _answers(asked, data, errors))
         answer = _as_function(answers.send)
-        data[ASKED] = ctypes.cast(answer, ctypes.c_void_p).value or 0
+        data[ASKED] = ctypes.c_void_p.from_buffer(answer).value or 0
         _compiled()(own)
         if errors:
             raise errors.pop()

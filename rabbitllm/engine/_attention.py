@@ -455,7 +455,8 @@ def _norms_in(layer: nn.Module) -> tuple[str, ...]:
 
 def mixer_in(layer: nn.Module) -> Any:
     """The attention of a layer, or its delta rule."""
-    return next(layer._modules[name] for name in MIXERS if name in layer._modules)
+    own, parts = MIXERS[0], layer._modules
+    return parts[own if own in parts else MIXERS[1]]
 
 
 def _layer_forward(form: object, layer: Any, *args: Any, **named: Any) -> torch.Tensor | None:

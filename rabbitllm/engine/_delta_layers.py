@@ -6,6 +6,7 @@ random values of its sizes. Anything else, several tokens, a hook or a state of 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -107,14 +108,18 @@ class DeltaForm:
         """Queries, keys and values of a token."""
         return 2 * self.keys * self.rows + self.values
 
-    def has(self, kept: Any, state: Any, taps: Any, weight: Any) -> bool:
+    @functools.cached_property
+    def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Of the states of the convolution and of the rule, of the taps and of the norm's weight."""
+        of_heads = (1, self.heads, self.rows, self.columns), torch.float32
+        shapes = (1, self.channels, self.taps), (self.channels, 1, self.taps), (self.columns,)
+        of_taps, *of_weights = [(shape, torch.bfloat16) for shape in shapes]
+        return [of_taps, of_heads, *of_weights]
+
+    def has(self, *tensors: Any) -> bool:
         """Whether states and parameters are tensors of these sizes, in memory without gaps."""
-        of_heads = 1, self.heads, self.rows, self.columns
-        shapes = (1, self.channels, self.taps), of_heads, (self.channels, 1, self.taps), (self.columns,)
-        for x, shape in zip((kept, state, taps, weight), shapes, strict=True):
-            if type(x) not in (torch.Tensor, nn.Parameter) or x.shape != shape or not x.is_cpu or not x.is_contiguous():
-                return False
-            if x.dtype is not (torch.float32 if x is state else torch.bfloat16):
+        for x, (shape, dtype) in zip(tensors, self._shapes, strict=True):
+            if not _is_in_memory(x) or x.shape != shape or x.dtype is not dtype:
                 return False
         return True
 
@@ -131,8 +136,8 @@ class DeltaForm:
         """Those of the convolution and of the rule, which are changed in place; None if that is left to the class."""
         index, (convolution, norm) = module.layer_idx, self.own_parts(module)
         kept, state = cache.get_conv_state(index, state_idx=0), cache.get_recurrent_state(index, state_idx=0)
-        taps, weight = (part._parameters.get("weight") for part in (convolution, norm))
-        if convolution._parameters["bias"] is not None or not self.has(kept, state, taps, weight):
+        weights = convolution._parameters.get("weight"), norm._parameters.get("weight")
+        if convolution._parameters["bias"] is not None or not self.has(kept, state, *weights):
             return None
         is_own = not (cache.is_recording_past(index) or has_hooks(convolution) or has_hooks(norm))
         return (kept, state) if is_own else None
@@ -148,7 +153,7 @@ class DeltaForm:
         """Compute the decays of layers, one after the other, each after its first Linears."""
         rates = heads[-self.heads :]
         for module in modules:
-            decays.copy_(decays_of(module, rates))
+            decays_of(module, rates, decays)
             yield
 
     def add_first(self, program: Program, at: Any, own: Sequence[Place]) -> None:
@@ -204,9 +209,26 @@ def step(
     return parts["out_proj"](out)  # type: ignore[no-any-return]
 
 
-def decays_of(module: Any, rates: torch.Tensor) -> torch.Tensor:
+def decays_of(module: Any, rates: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """The decay of each head's state, in float32, by torch, whose exponentials no kernel repeats."""
-    return torch.exp(-module.A_log.float().exp() * nn.functional.softplus(rates.float() + module.dt_bias))
+    log, steps = module.A_log, nn.functional.softplus(rates.float() + module.dt_bias)
+    factor = _factor(ctypes.string_at(log.data_ptr(), log.nbytes), log.dtype) if _is_in_memory(log) else _negated(log)
+    return torch.exp(steps.mul_(factor), out=out)
+
+
+def _negated(log: torch.Tensor) -> torch.Tensor:
+    return -log.float().exp()
+
+
+@functools.lru_cache(1024)
+def _factor(values: bytes, dtype: torch.dtype) -> torch.Tensor:
+    """The same of values that most steps have in common."""
+    return _negated(torch.frombuffer(bytearray(values), dtype=dtype))
+
+
+def _is_in_memory(x: Any) -> bool:
+    """Whether values lie on the CPU, without gaps."""
+    return type(x) in (torch.Tensor, nn.Parameter) and x.is_cpu and x.is_contiguous()
 
 
 @functools.cache
@@ -228,7 +250,7 @@ def _add(program: Program, *arguments: Any) -> None:
     queries, result = program.room(4 * form.channels), program.room(4 * form.values)
     count = form.keys * form.rows
     keys, values = _after(queries, 4 * count), _after(queries, 8 * count)
-    convolved: Words = [1, form.channels, form.taps, form.taps, 1, 0, first, kept, taps, taps, mixed]
+    convolved: Words = [1, form.channels, form.taps, form.taps, 1, 0, 1, first, kept, taps, taps, mixed]
     program.add(kernels.convolution_step, convolved, min(threads, -(-form.channels // _WORTH_CHANNELS)))
     program.add(kernels.look_up, [table_of(form.activation).data_ptr(), mixed, queries, form.channels])
     program.add(kernels.look_up, [table.data_ptr(), b, betas, form.heads])

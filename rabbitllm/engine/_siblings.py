@@ -246,7 +246,8 @@ def fused_weight(linear: nn.Module) -> FusedWeight | None:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether something watches or changes what a module gets and returns."""
-    return bool(module._forward_pre_hooks) or are_watching(module._forward_hooks.values())
+    hooks = module._forward_hooks
+    return bool(module._forward_pre_hooks or (hooks and are_watching(hooks.values())))
 
 
 def is_plain(x: Any) -> bool:

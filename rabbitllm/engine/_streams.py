@@ -231,13 +231,12 @@ class _StreamCalls:
     def row_of(self, layer: Any, x: torch.Tensor, named: dict[str, Any]) -> Any:
         """What a layer's token is computed with besides its weights: the states of a delta rule, an `IndexedRow`, or
         nothing, for a class's own attention; None if it is not computed so."""
-        weights: list[Any] = [table.get(name) for table, name in self._tables]
         is_step = x.shape == (1, 1, self._mixes[0].form.total) and named.get(_CACHE) is not None
-        if not is_step or not are_rows(weights, self._sizes):
+        if not is_step or not are_rows([table.get(name) for table, name in self._tables], self._sizes):
             return None
         if (calls := self._mixer) is None:
             return ()
-        if not all(value is None or name in _KNOWN for name, value in named.items()):
+        if not named.keys() <= _KNOWN and any(named[name] is not None for name in named.keys() - _KNOWN):
             return None
         mixer, form, cache = mixer_in(layer), calls.form, named[_CACHE]
         if isinstance(form, DeltaForm):
@@ -247,7 +246,7 @@ class _StreamCalls:
     def __call__(self, layer: Any, x: torch.Tensor, row: Any, named: dict[str, Any]) -> torch.Tensor:
         """The streams of a token after a layer, by what `row_of` returned."""
         form, mixer, cache = self._mixes[0].form, mixer_in(layer), named[_CACHE]
-        weights: list[Any] = [table.get(name) for table, name in self._tables]
+        weights: list[Any] = [table[name] for table, name in self._tables]
         gates, out, normed = x.new_empty(2 * form.streams), torch.empty_like(x), x.new_empty(1, 1, form.width)
         states, asked = list[torch.Tensor](), list[Iterator[Any]]()
         if self._mixer is not None and self._mixer.form.is_recurrent:

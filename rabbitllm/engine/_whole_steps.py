@@ -150,7 +150,7 @@ def _hides_nothing(named: dict[str, Any], sequences: Sequence[tuple[Any, int]]) 
         return False
     caches = [cache for cache, _ in sequences]
     return all(is_ordinary(each) and _OF_STATES.isdisjoint(vars(each)) for each in caches) and all(
-        can_grow(layer) or (has_states_alone(layer) and _OF_STATES.isdisjoint(vars(layer)))
+        (has_states_alone(layer) and _OF_STATES.isdisjoint(vars(layer))) or can_grow(layer)
         for each in caches
         for layer in each.layers
     )
@@ -299,8 +299,8 @@ class _Whole:
         nothing."""
         of_mixtures = zip(self.mixtures.items(), arrays, strict=True)
         reading = {n: asked for (n, mixture), (words, _) in of_mixtures if (asked := mixture.asked(words, left))}
-        if deciding is None and not reading:
-            return None
+        if not reading:
+            return deciding
         of_rules = (itertools.islice(deciding or (), of_layer.form.is_recurrent) for of_layer in self.calls)
         return (None for n, of_rule in enumerate(of_rules) for _ in itertools.chain(of_rule, reading.get(n, ())))
 
