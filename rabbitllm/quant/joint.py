@@ -144,12 +144,20 @@ class RoutedProduct:
         return product, (codes, scales, 0, 0, table, 0, *sizes, 0, shape[0])
 
     def add_to(
-        self, program: Program, rows: int, x: Place, chosen: Place, out: Place, sources: int | Place, number: int
+        self,
+        program: Program,
+        rows: int,
+        x: Place,
+        chosen: Place,
+        out: Place,
+        sources: int | Place,
+        number: int,
+        is_wide: bool = False,
     ) -> None:
         """Add it to a program.
 
         Args:
-            rows: of all results, bfloat16 at `out`.
+            rows: of all results, bfloat16 at `out`, or float32 if that `is_wide`.
             x: bfloat16 rows of input.
             chosen: see `joint_kernels.ROUTED_WORDS`.
             sources: the number of each row's input, int64; 0 for the row's own; -1 if all have one input.
@@ -167,6 +175,8 @@ class RoutedProduct:
         of_work = 8 * (joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS))
         sizes = input_bytes * rounded, other_bytes * rounded, 4 * count * rows, of_work
         words: list[int | Place] = [x, chosen, 0 if sources == -1 else sources, out, *map(program.room, sizes)]
+        if is_wide:
+            words[3], words[6] = 0, out
         words += [function, team.address, threads, tile]
         words += [address_of(prepare), columns, *numbers, input_bytes, other_bytes]
         words += [rounded, rows, count, number * len(ARGUMENTS)]
