@@ -118,7 +118,7 @@ def mixture_call(module: Any) -> MixtureCall | None:
     if (routing := routing_in(module)) is None or not _names_in(module):
         return None
     kept = None if keeps_outputs() or takes_turns() else kept_experts(module._modules["experts"])
-    if kept is None or not (kept.stays or (kept.pooled is not None and kept.pooled.is_ready)):
+    if kept is None or not kept.products or not (kept.stays or (kept.pooled is not None and kept.pooled.is_ready)):
         return None
     notes = notes_on(module)
     call: MixtureCall | None = notes.get("mixture")
@@ -220,8 +220,6 @@ class MixtureCall:
             self._addresses, self._places = [bias.data_ptr() for bias in biases], places
             self._words = _words_of([*self._operands, None], 4 * self._entries, self._addresses)
         if (fits := self._fits.get(threads := torch.get_num_threads())) is None:
-            if not self._kept.products:
-                return None
             fits = self._fits[threads] = self._kept.fits(product.shape, self._routing.used, threads)
         if not fits or self._kept.pooled is None:
             return (self._words, array("q", [0])) if fits else None
