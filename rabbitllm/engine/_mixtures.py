@@ -374,9 +374,8 @@ def _routing_of(module: Any, kinds: object) -> _Routing | None:
     """What the class of a router computes, if that of its mixture hands it to the experts and returns their results."""
     router, random, seen = _router_in(module), RandomTensors(), list[Any]()
     used, weight = vars(router).get("top_k"), router._parameters.get("weight")
-    own = {*router._parameters} in ({"weight"}, {"weight", "bias"}) and None not in router._parameters.values()
-    own = own and not (router._buffers or router._modules)
-    if not own or not isinstance(used, int) or not 0 < used < len(weight):
+    is_known = {*router._parameters} in ({"weight"}, {"weight", "bias"}) and not (router._buffers or router._modules)
+    if not is_known or None in router._parameters.values() or not isinstance(used, int) or not 0 < used < len(weight):
         return None
     routings = [_Routing(kinds, used, is_normed) for is_normed in (True, False)]
 
@@ -384,9 +383,8 @@ def _routing_of(module: Any, kinds: object) -> _Routing | None:
         seen.append(choice)
         return value.flip(-1)
 
-    like = trial_of(router, _parameters={"weight": nn.Parameter(random.normal(*weight.shape))})
-    if "bias" in router._parameters:
-        like._parameters["bias"] = nn.Parameter(random.normal(1, len(weight))[0])
+    parameters = {name: nn.Parameter(random.normal(*own.shape)) for name, own in router._parameters.items()}
+    like = trial_of(router, _parameters=parameters)
     parts = {_names_in(module)[0]: functools.partial(type(router).forward, like), "experts": experts}
     if _has_shared(module):  # which adds nothing here
         parts |= {"shared_expert": torch.zeros_like, "shared_expert_gate": lambda value: value[..., :1]}
@@ -399,6 +397,8 @@ def _routing_of(module: Any, kinds: object) -> _Routing | None:
             return None
         routings = [each._replace(is_alone=is_alone) for each in routings]
         routings = [each for each in routings if all(map(is_result, each.choice(logits), seen[-1]))]
+        for own in parameters.values():  # pairs of experts are equally probable from now on
+            own[1::2] = own[:-1:2]
     return routings[0] if routings and _chooses_alike(routings[0], len(weight)) else None
 
 

@@ -350,7 +350,8 @@ class KeptExperts:
 
         After it come the places of inputs, of the chosen experts (or a list of such places), of the numbers of rows'
         inputs, of the results, of weights and of the numbers of their rows, and of the addresses of biases; how many
-        rows there are, their sums, whether they are all of these, and whether each has another expert, and all have one input.
+        rows there are, their sums, whether they are all of these, and whether each has another expert, and all have one
+        input.
         """
         from rabbitllm.engine import _layer_kernels
 

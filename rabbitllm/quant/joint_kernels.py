@@ -32,10 +32,10 @@ def narrow(data):  # type: ignore[no-untyped-def]
 
 ROUTED_WORDS, ROUNDING_WORDS = 24, 11
 """Own address; addresses of the inputs in bfloat16, of the chosen matrices, of the number of each row's input (0: the
-row's own), and of the results (0: the sums are these); of memory for prepared inputs, what is with them, sums, and for words; of the kernel and
-of what threads share; threads; the rows of a tile; the function that prepares inputs; columns; three of its words
-(for integers step, group and order of their layout); bytes of a prepared row, and of what is with it; rows that are
-prepared, and all; rows of a matrix; its first word.
+row's own), and of the results (0: the sums are these); of memory for prepared inputs, what is with them, sums, and for
+words; of the kernel and of what threads share; threads; the rows of a tile; the function that prepares inputs; columns;
+three of its words (for integers step, group and order of their layout); bytes of a prepared row, and of what is with
+it; rows that are prepared, and all; rows of a matrix; its first word.
 
 The chosen matrices: their number, and for each the address of words (`ARGUMENTS` from the first of them), the begin and
 number of its rows, and a number that is not used here. Other rows are left as they are. If one row is prepared, it is
