@@ -180,14 +180,19 @@ class MixtureCall:
         facts = [(module._modules, "experts"), *own_facts(experts)]
         self.watch = Watch(is_true, parts, facts=facts, others=others, matrices=matrices)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The result for a row of input; None if it is left to the class."""
+    def __call__(self, x: torch.Tensor) -> Any:
+        """What the mixture returns for a row of input; None if it is left to the class."""
         if (arrays := self.arrays(x)) is None:
             return None
-        out = torch.empty_like(x)
-        addresses = x.data_ptr(), out.data_ptr(), *[each.buffer_info()[0] for each in arrays]
+        out, weights = torch.empty_like(x), x.new_empty(1, self._routing.used)
+        addresses = x.data_ptr(), out.data_ptr(), *[each.buffer_info()[0] for each in arrays], weights.data_ptr()
         self._programs.of(self.add_to, len(addresses))(*addresses, asked=self.asked(*arrays))
-        return out if arrays[1][0] else self.by_class(x)
+        if self._routing.is_alone:
+            return out if arrays[1][0] else self.by_class(x)
+        if not arrays[1][0]:
+            self._kept.note()
+            return None
+        return out, weights
 
     def is_of(self, kept: KeptExperts) -> bool:
         """Whether it is that of such experts."""
@@ -266,13 +271,16 @@ class MixtureCall:
         begin = size * len(self._routers)
         return [begin, *(begin + size + number * self._entries for number in range(5))]
 
-    def add_to(self, program: Program, x: Place, out: Place, words: Place, done: Place) -> None:
-        """Add it to a program: for a row at a place, with its `arrays` at others."""
+    def add_to(
+        self, program: Program, x: Place, out: Place, words: Place, done: Place, weights: Place | None = None
+    ) -> None:
+        """Add it to a program: for a row at a place, with its `arrays` at others; the weights are left at the last."""
         from rabbitllm.engine import _layer_kernels  # numba comes with it
 
         (product, *_), used = self._products, self._routing.used
         experts, columns = product.shape
-        logits, chosen, weights = map(program.room, (2 * experts, 8 * self._entries, 2 * used))
+        logits, chosen, own = map(program.room, (2 * experts, 8 * self._entries, 2 * used))
+        weights = weights or own
         following, choice, ahead, *of_pool, biases = ((words[0], words[1] + 8 * begin) for begin in self._blocks())
         known, entered = self._kept.place_of_words, [chosen]
         sums = program.room(4 * experts) if self._has_bias else logits
@@ -301,8 +309,8 @@ class MixtureCall:
         return result if self._routing.is_alone else result[0]  # type: ignore[no-any-return]
 
 
-def _computed(routing: _Routing, module: Any, *args: Any, **named: Any) -> torch.Tensor | None:
-    if len(args) != 1 or named or not is_plain(args[0]) or not routing.is_alone:
+def _computed(routing: _Routing, module: Any, *args: Any, **named: Any) -> Any:
+    if len(args) != 1 or named or not is_plain(args[0]):
         return None
     if (call := mixture_call(module)) is not None and (result := call(args[0])) is not None:
         return result
@@ -393,7 +401,10 @@ def _routing_of(module: Any, kinds: object) -> _Routing | None:
         logits = nn.functional.linear(x[0], like.weight, like._parameters.get("bias"))
         result = class_result(trial_of(module, _modules=parts), x)
         is_alone = type(result) is not tuple
-        if not is_result(x.flip(-1), result if is_alone else result[0]) or len(seen[-1]) != 2:
+        first, *others = (result,) if is_alone else result
+        if not is_result(x.flip(-1), first) or len(seen[-1]) != 2 or len(others) > 1:
+            return None
+        if others and not is_result(seen[-1][1], others[0]):
             return None
         routings = [each._replace(is_alone=is_alone) for each in routings]
         routings = [each for each in routings if all(map(is_result, each.choice(logits), seen[-1]))]

@@ -281,7 +281,9 @@ class KeptExperts:
         self.stays = stack.supply.stays(stack.leaf) and down.supply.stays(down.leaf)
         is_one = type(stack.supply) is PooledExperts and down.supply is stack.supply
         self.pooled: PooledExperts | None = stack.supply if is_one else None  # type: ignore[assignment]
-        self._is_fit = stack.transposed is down.transposed is form.is_turned and stack.dtype is torch.bfloat16
+        is_alike = stack.transposed is down.transposed and (form.is_turned or not stack.transposed)
+        self._is_fit = is_alike and stack.dtype is torch.bfloat16
+        self._is_plain_turned = form.is_turned and not (stack.transposed or stack.is_coded)
         (self._count, *_), (hidden, width) = stack.shape, down.shape[1:]
         self._hidden, self._width = (width, hidden) if form.is_turned else (hidden, width)
         self.experts, self.biases = dict[int, _Expert](), _biases_in(form, [stack, down])
@@ -335,8 +337,8 @@ class KeptExperts:
         words begin somewhere; they are to be kept until they are multiplied. None if some have no kernel."""
         stack, down = (module._parameters[name] for name in _MATRICES)
         chosen = [numbers[rank] for rank in ranks]
-        of_down, entered = down.supply.each(down.leaf, chosen), list[_Expert]()
-        for rank, expert in zip(ranks, map(_Expert.of, stack.supply.each(stack.leaf, chosen), of_down), strict=True):
+        entered = list[_Expert]()
+        for rank, expert in zip(ranks, self._each([stack, down], chosen), strict=True):
             if expert is None:
                 return None
             first = begin + 1 + 4 * len(entered)
@@ -344,6 +346,12 @@ class KeptExperts:
             entered.append(expert)
         words[begin] = len(ranks)
         return entered
+
+    def _each(self, stacks: Sequence[Any], numbers: Sequence[int]) -> Iterator[_Expert | None]:
+        """What a call needs of each expert, by the stacks' matrices; None for one without a kernel."""
+        last, first = ([*stack.supply.each(stack.leaf, numbers)] for stack in reversed(stacks))
+        for pair in zip(first, last, strict=True):
+            yield _Expert.of(*(weight.t() for weight in pair) if self._is_plain_turned else pair)
 
     def _add(self, program: Program, *words: Any) -> None:
         """Add the results of experts for some rows to a program.
@@ -403,8 +411,7 @@ class KeptExperts:
                 yield left, [None]
                 return
             batch = [left[position] for position in filled or pending[:1]]
-            of_down = [*down.supply.each(down.leaf, batch)]
-            experts = [*map(_Expert.of, stack.supply.each(stack.leaf, batch), of_down)]
+            experts = [*self._each([stack, down], batch)]
             if experts[0] is not None:
                 self.products = experts[0].products
             if self.stays:
@@ -431,8 +438,8 @@ def _computed(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: tor
     used, rows = sums.used, sums.tokens * sums.used
     if sums.tokens == 1 and (step := kept.step(index.tolist()[0], sums)) is not None:
         of_experts, out = array("q", step[0]), torch.empty_like(x)
-        places = of_experts.buffer_info()[0], 0, out.data_ptr(), weights.data_ptr(), kept.place_of_rows
-        step[1](x.data_ptr(), *places, addresses.buffer_info()[0])
+        others = 0, out.data_ptr(), weights.data_ptr(), kept.place_of_rows, addresses.buffer_info()[0]
+        step[1](x.data_ptr(), of_experts.buffer_info()[0], *others)
         return out
     groups = dict[int, list[int]]()
     for row, number in enumerate(itertools.chain.from_iterable(index.tolist())):
@@ -455,8 +462,8 @@ def _computed(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: tor
         program = kept.program(len(sources), sums, is_whole, has_one_input)
         to = out.data_ptr() if results is None else results.data_ptr() + 2 * x.shape[1] * begin
         arrays = array("q", chosen), array("q", sources), places, addresses
-        at_chosen, at_sources, *others = (values.buffer_info()[0] for values in arrays)
-        program(x.data_ptr(), at_chosen, at_sources, to, weights.data_ptr(), *others)
+        at_chosen, at_sources, *at_others = (values.buffer_info()[0] for values in arrays)
+        program(x.data_ptr(), at_chosen, at_sources, to, weights.data_ptr(), *at_others)
         begin += len(sources)
     return out if results is None else sums(results, weights, places)
 

@@ -17,10 +17,10 @@ import torch
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, Preparation
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, TURNED, Preparation
 from rabbitllm.quant.plain import matrix_of
 from rabbitllm.quant.products import FusedMatrix, KernelMatrix
-from rabbitllm.quant.turned import TurnedMatrix
+from rabbitllm.quant.turned import TurnedMatrix, TurnedOperands
 
 
 class JointProduct:
@@ -114,13 +114,14 @@ class RoutedProduct:
     """A product of matrices of one form that are chosen for each call, each with rows of its own.
 
     Attributes:
-        scheme, width: of the kernel by codes.
+        method, scheme, width: of the kernel, by codes or of turned matrices.
         preparation: of its inputs.
         shape: (N, K) of each matrix.
         nbytes: of the codes of each.
         max_inputs: rows of a matrix up to which this is the fastest method.
     """
 
+    method: str
     scheme: Any
     width: int
     preparation: Preparation
@@ -131,16 +132,22 @@ class RoutedProduct:
     @classmethod
     def of(cls, matrix: Any) -> tuple[RoutedProduct, tuple[int, ...]] | None:
         """The product where matrices like this one, or like this plain weight, are chosen, and the words of this one;
-        None without a kernel by codes."""
+        None without a kernel for few inputs."""
+        if torchs_team() is None:
+            return None
+        if (turned := TurnedOperands.of(matrix)) is not None:
+            codes, scales, table, row_bytes, shift, scheme, width, (rows, columns), most = turned
+            product = cls(TURNED, scheme, width, turned.preparation, (rows, columns), columns * row_bytes, most)
+            return product, (codes, scales, 0, 0, table, 0, row_bytes, columns, shift, 0, rows)
         matrix = matrix_of(matrix) if isinstance(matrix, torch.Tensor) else matrix
-        if not isinstance(matrix, KernelMatrix) or isinstance(matrix, TurnedMatrix) or torchs_team() is None:
+        if not isinstance(matrix, KernelMatrix) or isinstance(matrix, TurnedMatrix):
             return None
         method, width = matrix.method_for(1, torch.bfloat16)
         if method != CODES:
             return None
         codes, scales, table, *sizes = matrix.operands(width)
         shape, how = tuple(matrix.form.shape), matrix.preparation(width)
-        product = cls(matrix.kernel, width, how, shape, shape[0] * sizes[0], matrix.max_inputs)
+        product = cls(CODES, matrix.kernel, width, how, shape, shape[0] * sizes[0], matrix.max_inputs)
         return product, (codes, scales, 0, 0, table, 0, *sizes, 0, shape[0])
 
     def add_to(
@@ -168,8 +175,8 @@ class RoutedProduct:
 
         team, (count, columns) = torchs_team(), self.shape
         assert team is not None
-        threads = _kernels.threads_for(CODES, rows * self.nbytes)
-        function, tile = _kernels.kernel(CODES, self.scheme, self.width)
+        threads = _kernels.threads_for(self.method, rows * self.nbytes)
+        function, tile = _kernels.kernel(self.method, self.scheme, self.width)
         rounded = 1 if sources == -1 else rows
         prepare, numbers, input_bytes, other_bytes = self.preparation
         of_work = 8 * (joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS))
