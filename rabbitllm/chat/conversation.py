@@ -114,6 +114,7 @@ FORMAT = "rabbitllm chat"
 VERSION = 1
 MAX_BYTES = 32 << 20
 """Maximum size of a file; a conversation that fills a context of a million tokens has about 5 MB."""
+_REMEDY = "Use a file that /save wrote; nothing was changed."
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +159,11 @@ def decode(raw: bytes, name: str) -> SavedChat:
     try:
         table = decode_json(raw)
     except ValueError as error:  # includes UnicodeDecodeError and JSONDecodeError
-        raise _invalid(f"{name} is not valid JSON: {harmless(str(error))}.") from None
+        raise ChatFileError(f"{name} is not valid JSON: {harmless(str(error))}.", _REMEDY) from None
     if not isinstance(table, dict) or table.get("format") != FORMAT:
-        raise _invalid(f'{name} is not a saved conversation: it lacks "format": "{FORMAT}".')
+        raise ChatFileError(f'{name} is not a saved conversation: it lacks "format": "{FORMAT}".', _REMEDY)
     if type(table.get("version")) is not int or table["version"] < 1:
-        raise _invalid(f"{name} has no version; expected 1 or more.")
+        raise ChatFileError(f"{name} has no version; expected 1 or more.", _REMEDY)
     if table["version"] > VERSION:
         raise ChatFileError(
             f"{name} has version {table['version']}; this RabbitLLM reads up to {VERSION}.",
@@ -170,25 +171,23 @@ def decode(raw: bytes, name: str) -> SavedChat:
         )
     model = table.get("model", "")
     if not isinstance(model, str):
-        raise _invalid(f"The model in {name} is of type {type(model).__name__}; expected text.")
+        raise ChatFileError(f"The model in {name} is of type {type(model).__name__}; expected text.", _REMEDY)
     return SavedChat(model, _conversation(table.get("messages"), name))
-
-
-def _invalid(problem: str) -> ChatFileError:
-    return ChatFileError(problem, "Use a file that /save wrote; nothing was changed.")
 
 
 def _conversation(messages: Any, name: str) -> Conversation:
     if not isinstance(messages, list):
-        raise _invalid(f'{name} has no list of "messages".')
+        raise ChatFileError(f'{name} has no list of "messages".', _REMEDY)
     checked = [_message(message, f"message {number} of {name}") for number, message in enumerate(messages, 1)]
     has_system = bool(checked) and checked[0][0] == SYSTEM
     talk = checked[1:] if has_system else checked
     for index, (role, *_) in enumerate(talk):
         if role != (expected := (USER, ASSISTANT)[index % 2]):
-            raise _invalid(f"Message {index + 1 + has_system} of {name} has the role {role}; expected {expected}.")
+            raise ChatFileError(
+                f"Message {index + 1 + has_system} of {name} has the role {role}; expected {expected}.", _REMEDY
+            )
     if len(talk) % 2:
-        raise _invalid(f"{name} ends with a question; expected an answer to it.")
+        raise ChatFileError(f"{name} ends with a question; expected an answer to it.", _REMEDY)
     exchanges = tuple(
         Exchange(question, answer, stopped, reasoning=reasoning)
         for (_, question, *_), (_, answer, stopped, reasoning) in zip(talk[::2], talk[1::2], strict=True)
@@ -199,22 +198,28 @@ def _conversation(messages: Any, name: str) -> Conversation:
 def _message(message: Any, where: str) -> tuple[str, str, bool, str]:
     """Check a message; returns its role, its content, whether it was stopped, and its reasoning."""
     if not isinstance(message, dict):
-        raise _invalid(f"{where[0].upper()}{where[1:]} is of type {type(message).__name__}; expected an object.")
+        raise ChatFileError(
+            f"{where[0].upper()}{where[1:]} is of type {type(message).__name__}; expected an object.", _REMEDY
+        )
     role, stopped = message.get("role"), message.get("stopped", False)
     content: Any = message.get("content")
     reasoning: Any = message.get(REASONING, "")
     if role not in (SYSTEM, USER, ASSISTANT):
-        raise _invalid(f"The role in {where} is {harmless(repr(role), 40)}; expected user or assistant.")
+        raise ChatFileError(f"The role in {where} is {harmless(repr(role), 40)}; expected user or assistant.", _REMEDY)
     for name, text in (("content", content), (REASONING, reasoning)):
         if not isinstance(text, str):
-            raise _invalid(f"The {name} in {where} is of type {type(text).__name__}; expected text.")
+            raise ChatFileError(f"The {name} in {where} is of type {type(text).__name__}; expected text.", _REMEDY)
     if not isinstance(stopped, bool):
-        raise _invalid(f'"stopped" in {where} is of type {type(stopped).__name__}; expected true or false.')
+        raise ChatFileError(
+            f'"stopped" in {where} is of type {type(stopped).__name__}; expected true or false.', _REMEDY
+        )
     for name, text in (("content", content), (REASONING, reasoning)):
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:  # "\ud800" is valid JSON, but tokenizers refuse it
-            raise _invalid(f"The {name} in {where} has a lone surrogate, which is not a character.") from None
+            raise ChatFileError(
+                f"The {name} in {where} has a lone surrogate, which is not a character.", _REMEDY
+            ) from None
     return role, content, stopped, reasoning
 
 
@@ -226,9 +231,11 @@ def read_chat(path: Path) -> SavedChat:
     """
     shown = harmless(str(path))
     try:
-        raw = read_regular(path, MAX_BYTES, lambda problem: _invalid(f"{shown} cannot be used: it {problem}."))
+        raw = read_regular(
+            path, MAX_BYTES, lambda problem: ChatFileError(f"{shown} cannot be used: it {problem}.", _REMEDY)
+        )
     except OSError as error:
-        raise _invalid(f"{shown} cannot be read: {error.strerror}.") from None
+        raise ChatFileError(f"{shown} cannot be read: {error.strerror}.", _REMEDY) from None
     return decode(raw, shown)
 
 

@@ -171,21 +171,24 @@ def add_bias(data):  # type: ignore[no-untyped-def]
 
 
 def add_biases(data):  # type: ignore[no-untyped-def]
-    """Add to rows in place the biases of the experts that computed them.
+    """Add to rows the biases of the matrices that computed them.
 
-    After the own address those of the chosen experts (see `joint_kernels.ROUTED_WORDS`; each has its number), of the
-    biases of all experts, and of the rows, and their width.
+    After the own address those of the chosen matrices (see `joint_kernels.ROUTED_WORDS`; each has its number), of the
+    address of the biases of all, of sums in float32, or 0 for results that are rounded already, and of these; and the
+    width of rows.
     """
-    words = to_array(data, 5)
-    width = words[4]
-    count = integers(words[1], 1)[0]
+    words = to_array(data, 6)
+    width = words[5]
+    count, biases = integers(words[1], 1)[0], integers(words[2], 1)[0]
     chosen, values = integers(words[1] + 8, 4 * count), np.empty(width, np.float32)
     for i in range(count):
-        bias = bfloats(words[2] + 2 * width * chosen[4 * i + 3], width)
+        bias = bfloats(biases + 2 * width * chosen[4 * i + 3], width)
         for row in range(chosen[4 * i + 1], chosen[4 * i + 1] + chosen[4 * i + 2]):
-            results = bfloats(words[3] + 2 * width * row, width)
+            sums, results = floats(words[3] + 4 * width * row, width), bfloats(words[4] + 2 * width * row, width)
             for j in range(width):
-                values[j] = wide(results[j]) + wide(bias[j])
+                values[j] = wide(results[j]) if words[3] == 0 else sums[j]
+            for j in range(width):
+                values[j] += wide(bias[j])
             store_rounded(values, results)
 
 

@@ -25,16 +25,16 @@ from rabbitllm.engine._expert_pool import PooledExperts
 from rabbitllm.engine._first_use import only_checks
 from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, notes_on, own_facts, trial_of
 from rabbitllm.engine._gates import MULTIPLE, OneCall, add_shared, call_of, is_one_call, names_in, sigmoids
-from rabbitllm.engine._routed import KeptExperts, kept_experts
+from rabbitllm.engine._routed import KeptExperts, is_bias, kept_experts
 from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.forwards import has_row_product
 from rabbitllm.engine.transformers_api import function_tables, keeps_outputs
 from rabbitllm.engine.turns import takes_turns
 from rabbitllm.quant.joint import RoutedProduct
 
-_PARTS = "gate", "experts"
-_SHARED = *_PARTS, "shared_expert", "shared_expert_gate"
-"""Names of the parts of mixtures, and of those whose shared expert has a gate."""
+_SHARED = "gate", "experts", "shared_expert", "shared_expert_gate"
+_PARTS = ("gate", "experts"), ("router", "experts"), _SHARED
+"""Names of the parts of mixtures, among them those whose shared expert has a gate."""
 _HEAD = 5
 """Words before those of a chosen matrix."""
 
@@ -46,11 +46,13 @@ class _Routing(NamedTuple):
         kinds: what mixture and router are of; see `_kinds`.
         used: experts of a token; 0 if the router is left to its class.
         is_normed: whether their weights add up to 1.
+        is_alone: whether the mixture returns its result alone, not with the router's weights.
     """
 
     kinds: object
     used: int
     is_normed: bool
+    is_alone: bool = True
 
     def choice(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The chosen experts and their weights, both (tokens, used), for (tokens, experts), as torch computes them."""
@@ -79,8 +81,17 @@ def fuse_mixtures(model: nn.Module) -> int:
 
 
 def _form_of(module: Any) -> object:
-    is_known = module._modules.keys() == {*_PARTS} or (_has_shared(module) and is_one_call(module.shared_expert))
+    is_known = bool(_names_in(module)) and (not _has_shared(module) or is_one_call(module.shared_expert))
     return _kinds(module) if is_known and not (module._parameters or module._buffers) else None
+
+
+def _names_in(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parts of a module that may be a mixture; none if it is not."""
+    return next((names for names in _PARTS if module._modules.keys() == {*names}), ())
+
+
+def _router_in(module: nn.Module) -> Any:
+    return module._modules[_names_in(module)[0]]
 
 
 def _trial(module: Any, kinds: object) -> _Routing | None:
@@ -99,15 +110,15 @@ def routing_in(module: nn.Module) -> _Routing | None:
 def routers_in(model: nn.Module) -> Iterator[nn.Module]:
     """The routers of mixtures that `fuse_mixtures` has replaced, and the gates of their shared experts."""
     for mixture in filter(routing_in, model.modules()):
-        yield from (part for name, part in mixture.named_children() if name in (_SHARED[0], _SHARED[3]))
+        yield from (part for name, part in mixture.named_children() if name not in _SHARED[1:3])
 
 
 def mixture_call(module: Any) -> MixtureCall | None:
     """What `fuse_mixtures` lets a module compute by one call now; None if nothing."""
-    if (routing := routing_in(module)) is None or not module._modules.keys() >= {*_PARTS}:
+    if (routing := routing_in(module)) is None or not _names_in(module):
         return None
     kept = None if keeps_outputs() or takes_turns() else kept_experts(module._modules["experts"])
-    if kept is None or not (kept.stays or (kept.pooled is not None and kept.pooled.is_ready)):
+    if kept is None or not kept.products or not (kept.stays or (kept.pooled is not None and kept.pooled.is_ready)):
         return None
     notes = notes_on(module)
     call: MixtureCall | None = notes.get("mixture")
@@ -119,12 +130,12 @@ def mixture_call(module: Any) -> MixtureCall | None:
     return call
 
 
-def _words_of(operands: Sequence[tuple[int, ...] | None], more: int = 0) -> array[int]:
-    """The words of matrices that are all chosen, see `joint_kernels.ROUTED_WORDS`, zeros for one that is not there; and
-    more zeros."""
+def _words_of(operands: Sequence[tuple[int, ...] | None], more: int, addresses: Sequence[int]) -> array[int]:
+    """The words of matrices that are all chosen, see `joint_kernels.ROUTED_WORDS`, zeros for one that is not there;
+    more zeros; and addresses."""
     size = max(len(each) for each in operands if each)
     heads = [(1, 0, 0, 1, 0, *each) if each else (0,) * (_HEAD + size) for each in operands]
-    words = array("q", [*itertools.chain(*heads), *[0] * more])
+    words = array("q", [*itertools.chain(*heads), *[0] * more, *addresses])
     for begin in range(0, len(heads) * (_HEAD + size), _HEAD + size):
         words[begin + 1] = words.buffer_info()[0] + 8 * (begin + _HEAD)
     return words
@@ -143,16 +154,19 @@ class MixtureCall:
     """
 
     def __init__(self, routing: _Routing, module: Any, kept: KeptExperts, shared: OneCall | None) -> None:
-        gate, experts = (module._modules[name] for name in _PARTS)
+        gate, experts = _router_in(module), module.experts
         self._routing, self._kept, self._module, self._shared = routing, kept, module, shared
         routers = [gate] if shared is None else [gate, module.shared_expert_gate]
         self._routers, self._words = [router._parameters for router in routers], array("q")
         self._places, self._operands = list[Any](), list[tuple[int, ...]]()
+        self._has_bias, self._addresses = "bias" in gate._parameters, list[int]()
+        self._biases: list[Any] = [(gate._parameters, "bias", gate.weight.shape[:1])] if self._has_bias else []
+        self._biases += [(experts._parameters, *bias) for bias in kept.biases.items()]
         self._known = array("q", [1]) * len(gate.weight)
         self._products = [routed[0] for each in routers if (routed := RoutedProduct.of(each.weight)) is not None]
         self._programs, self._fits = Programs(), dict[int, bool]()
 
-        parts = [(module, "gate"), *((experts, name) for name in experts._modules)]
+        parts = [(module, _names_in(module)[0]), *((experts, name) for name in experts._modules)]
         others = [vars(module), vars(experts.config), experts._forward_hooks, experts._forward_pre_hooks]
         others += function_tables()
         matrices = list[tuple[dict[str, Any], Any]]()
@@ -166,14 +180,19 @@ class MixtureCall:
         facts = [(module._modules, "experts"), *own_facts(experts)]
         self.watch = Watch(is_true, parts, facts=facts, others=others, matrices=matrices)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The result for a row of input; None if it is left to the class."""
+    def __call__(self, x: torch.Tensor) -> Any:
+        """What the mixture returns for a row of input; None if it is left to the class."""
         if (arrays := self.arrays(x)) is None:
             return None
-        out = torch.empty_like(x)
-        addresses = x.data_ptr(), out.data_ptr(), *[each.buffer_info()[0] for each in arrays]
+        out, weights = torch.empty_like(x), x.new_empty(1, self._routing.used)
+        addresses = x.data_ptr(), out.data_ptr(), *[each.buffer_info()[0] for each in arrays], weights.data_ptr()
         self._programs.of(self.add_to, len(addresses))(*addresses, asked=self.asked(*arrays))
-        return out if arrays[1][0] else self.by_class(x)
+        if self._routing.is_alone:
+            return out if arrays[1][0] else self.by_class(x)
+        if not arrays[1][0]:
+            self._kept.note()
+            return None
+        return out, weights
 
     def is_of(self, kept: KeptExperts) -> bool:
         """Whether it is that of such experts."""
@@ -187,30 +206,32 @@ class MixtureCall:
         """What a call for a row of input is given, which stays until its end: the router's words, and what becomes 1
         if it computes the result. None if there is no call for it."""
         weights: Any = [table.get("weight") for table in self._routers]
-        if any(each is None for each in weights) or len(weights) > len(self._products):
+        biases: Any = [table.get(name) for table, name, _ in self._biases]
+        if any(each is None for each in (*weights, *biases)) or len(weights) > len(self._products):
             return None
         product, *others = self._products
         if x.shape != (1, 1, product.shape[1]) or any(each.shape != (1, product.shape[1]) for each in others):
             return None
         # all of them change with its `data`
-        places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in weights]
+        places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in (*weights, *biases)]
         if places != self._places:
             routed = [RoutedProduct.of(each) for each in weights]
             if any(each is None or each[0] != own for each, own in zip(routed, self._products, strict=True)):
                 return None
+            if not all(map(is_bias, biases, (shape for *_, shape in self._biases))):
+                return None
             # see `joint_kernels.ROUTED_WORDS`
             self._operands = [each[1] for each in routed if each]
-            self._words, self._places = _words_of(self._operands), places
+            self._addresses, self._places = [bias.data_ptr() for bias in biases], places
+            self._words = _words_of([*self._operands, None], 4 * self._entries, self._addresses)
         if (fits := self._fits.get(threads := torch.get_num_threads())) is None:
-            if not self._kept.products:
-                return None
             fits = self._fits[threads] = self._kept.fits(product.shape, self._routing.used, threads)
         if not fits or self._kept.pooled is None:
             return (self._words, array("q", [0])) if fits else None
         weight = self._kept.pooled.next_router_weight
         following = None if weight is None else RoutedProduct.of(weight)
         operands = following[1] if following is not None and following[0] == product else None
-        return _words_of([*self._operands, operands], 4 * self._entries), array("q", [0])
+        return _words_of([*self._operands, operands], 4 * self._entries, self._addresses), array("q", [0])
 
     def asked(self, words: array[int], done: array[int]) -> Iterator[None] | None:
         """What a call with such `arrays` asks Python: that experts are read, and where they are; None if nothing."""
@@ -219,7 +240,7 @@ class MixtureCall:
     def _reading(self, pooled: PooledExperts, words: array[int], done: array[int]) -> Iterator[None]:
         """Begin to read the chosen experts, and enter those that are in memory, then the others; the token is left to
         its class if torch is to choose, or they are read leaf by leaf."""
-        following, choice, ahead, *entered = self._blocks()
+        following, choice, ahead, *entered, _ = self._blocks()
         numbers, experts = words[choice + 4 : choice + self._entries : 4].tolist(), self._module._modules["experts"]
         is_begun = bool(done[0]) and pooled.begin(numbers)
         ranks = [*range(len(numbers))] if is_begun else []
@@ -243,42 +264,52 @@ class MixtureCall:
         return 1 + 4 * self._routing.used
 
     def _blocks(self) -> list[int]:
-        """Where among the words of a call with experts that come and go those begin of the next router, of the choice,
-        of that router's choice, and of the experts that are entered, for the first time and for the second."""
-        size = len(self._words) // len(self._routers)
-        begin = len(self._words) + size
-        return [len(self._words), *(begin + number * self._entries for number in range(4))]
+        """Where among the words of a call those begin of the next router, of the choice, of that router's choice, of
+        the experts that are entered, for the first time and for the second, which all are for experts that come and go,
+        and the addresses of biases."""
+        size = _HEAD + len(self._operands[0])
+        begin = size * len(self._routers)
+        return [begin, *(begin + size + number * self._entries for number in range(5))]
 
-    def add_to(self, program: Program, x: Place, out: Place, words: Place, done: Place) -> None:
-        """Add it to a program: for a row at a place, with its `arrays` at others."""
+    def add_to(
+        self, program: Program, x: Place, out: Place, words: Place, done: Place, weights: Place | None = None
+    ) -> None:
+        """Add it to a program: for a row at a place, with its `arrays` at others; the weights are left at the last."""
+        from rabbitllm.engine import _layer_kernels  # numba comes with it
+
         (product, *_), used = self._products, self._routing.used
         experts, columns = product.shape
-        logits, chosen, weights = map(program.room, (2 * experts, 8 * self._entries, 2 * used))
-        known, entered, nbytes = self._kept.place_of_words, [chosen], 8 * len(self._words) // len(self._routers)
-        product.add_to(program, 1, x, words, logits, 0, 0)
+        logits, chosen, own = map(program.room, (2 * experts, 8 * self._entries, 2 * used))
+        weights = weights or own
+        following, choice, ahead, *of_pool, biases = ((words[0], words[1] + 8 * begin) for begin in self._blocks())
+        known, entered = self._kept.place_of_words, [chosen]
+        sums = program.room(4 * experts) if self._has_bias else logits
+        product.add_to(program, 1, x, words, sums, 0, 0, is_wide=self._has_bias)
+        if self._has_bias:
+            program.add(_layer_kernels.add_biases, [words, biases, sums, logits, experts])
+            biases = biases[0], biases[1] + 8
         if self._kept.pooled is not None:
-            known = self._known.buffer_info()[0]
-            following, chosen, ahead, *entered = ((words[0], words[1] + 8 * begin) for begin in self._blocks())
+            known, chosen, entered = self._known.buffer_info()[0], choice, of_pool
             others, unused = program.room(2 * experts), [program.room(2 * used), program.room(8)]
             product.add_to(program, 1, x, following, others, 0, 0)
             self._routing.add_to(program, others, known, ahead, *unused, experts)
         self._routing.add_to(program, logits, known, chosen, weights, done, experts)
-        self._kept.add_to(program, used, x, entered, weights, out)
+        self._kept.add_to(program, used, x, entered, weights, out, biases)
         if self._shared is not None:
             of_gate, result = program.room(2), program.room(2 * columns)
-            self._products[1].add_to(program, 1, x, (words[0], words[1] + nbytes), of_gate, 0, 0)
+            self._products[1].add_to(program, 1, x, (words[0], following[1] // 2), of_gate, 0, 0)
             self._shared.add_to(program, x, result, 1)
             add_shared(program, result, of_gate, out, out, 1, columns)
 
     def by_class(self, x: torch.Tensor) -> torch.Tensor:
         """The result by the class, after which more experts are known."""
-        result = _after_experts(self._module, x)
+        result: Any = _after_experts(self._module, x)
         result = type(self._module).forward(self._module, x) if result is None else result
         self._kept.note()
-        return result
+        return result if self._routing.is_alone else result[0]  # type: ignore[no-any-return]
 
 
-def _computed(routing: _Routing, module: Any, *args: Any, **named: Any) -> torch.Tensor | None:
+def _computed(routing: _Routing, module: Any, *args: Any, **named: Any) -> Any:
     if len(args) != 1 or named or not is_plain(args[0]):
         return None
     if (call := mixture_call(module)) is not None and (result := call(args[0])) is not None:
@@ -305,8 +336,7 @@ def _after_experts(module: Any, rows: torch.Tensor) -> torch.Tensor | None:
 
 def _is_so(routing: _Routing, module: Any, kept: KeptExperts, shared: OneCall | None) -> bool:
     """Whether modules compute what a call does, with our routers' products, and nothing sees what is within."""
-    names = _SHARED if _has_shared(module) else _PARTS
-    gate, experts, *others = (module._modules[name] for name in names)
+    gate, experts, *others = (module._modules[name] for name in _names_in(module))
     if not has_row_product(gate) or any(map(has_hooks, (gate, *experts._modules.values(), *others))):
         return False
     if others:
@@ -323,9 +353,10 @@ def _is_so(routing: _Routing, module: Any, kept: KeptExperts, shared: OneCall | 
 def _kinds(mixture: Any) -> object:
     """Equal for mixtures that compute alike, with the same experts: the classes of them and their routers, and their
     own numbers and texts, but whether they are in training, which neither asks."""
-    values = (vars(part).items() for part in (mixture, mixture.gate))
+    router = _router_in(mixture)
+    values = (vars(part).items() for part in (mixture, router))
     numbers = [sorted((n, v) for n, v in own if isinstance(v, int | float | str) and n != "training") for own in values]
-    return type(mixture), type(mixture.gate), len(mixture._modules), *itertools.chain.from_iterable(numbers)
+    return type(mixture), type(router), *mixture._modules, *router._parameters, *itertools.chain.from_iterable(numbers)
 
 
 def _has_shared_bits(module: Any) -> bool:
@@ -349,10 +380,10 @@ def _has_shared_bits(module: Any) -> bool:
 
 def _routing_of(module: Any, kinds: object) -> _Routing | None:
     """What the class of a router computes, if that of its mixture hands it to the experts and returns their results."""
-    router, random, seen = module.gate, RandomTensors(), list[Any]()
+    router, random, seen = _router_in(module), RandomTensors(), list[Any]()
     used, weight = vars(router).get("top_k"), router._parameters.get("weight")
-    own = {*router._parameters} == {"weight"} and not (router._buffers or router._modules)
-    if not own or not isinstance(used, int) or not 0 < used < len(weight):
+    is_known = {*router._parameters} in ({"weight"}, {"weight", "bias"}) and not (router._buffers or router._modules)
+    if not is_known or None in router._parameters.values() or not isinstance(used, int) or not 0 < used < len(weight):
         return None
     routings = [_Routing(kinds, used, is_normed) for is_normed in (True, False)]
 
@@ -360,17 +391,25 @@ def _routing_of(module: Any, kinds: object) -> _Routing | None:
         seen.append(choice)
         return value.flip(-1)
 
-    like = trial_of(router, _parameters={"weight": nn.Parameter(random.normal(*weight.shape))})
-    parts = {"gate": functools.partial(type(router).forward, like), "experts": experts}
+    parameters = {name: nn.Parameter(random.normal(*own.shape)) for name, own in router._parameters.items()}
+    like = trial_of(router, _parameters=parameters)
+    parts = {_names_in(module)[0]: functools.partial(type(router).forward, like), "experts": experts}
     if _has_shared(module):  # which adds nothing here
         parts |= {"shared_expert": torch.zeros_like, "shared_expert_gate": lambda value: value[..., :1]}
     for scale in (0.01, 0.03, 0.1, 0.3):
         x = random.normal(1, 1, weight.shape[1]) * scale
-        logits = nn.functional.linear(x[0], like.weight)
+        logits = nn.functional.linear(x[0], like.weight, like._parameters.get("bias"))
         result = class_result(trial_of(module, _modules=parts), x)
-        if not is_result(x.flip(-1), result) or len(seen[-1]) != 2:
+        is_alone = type(result) is not tuple
+        first, *others = (result,) if is_alone else result
+        if not is_result(x.flip(-1), first) or len(seen[-1]) != 2 or len(others) > 1:
             return None
+        if others and not is_result(seen[-1][1], others[0]):
+            return None
+        routings = [each._replace(is_alone=is_alone) for each in routings]
         routings = [each for each in routings if all(map(is_result, each.choice(logits), seen[-1]))]
+        for own in parameters.values():  # pairs of experts are equally probable from now on
+            own[1::2] = own[:-1:2]
     return routings[0] if routings and _chooses_alike(routings[0], len(weight)) else None
 
 

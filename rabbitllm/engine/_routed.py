@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -269,6 +269,7 @@ class KeptExperts:
         stays: whether all experts stay in memory once they are there.
         pooled: what reads them if they come and go, for a step that is one call; else None.
         experts: those that do.
+        biases: names and shapes of biases, if there are any.
         products: of gate and up and of down, with any expert; none before the first one.
         unchecked: those whose checksums are to be compared yet; None if none are.
         place_of_rows: the address of 0, 1, 2, ...
@@ -280,10 +281,12 @@ class KeptExperts:
         self.stays = stack.supply.stays(stack.leaf) and down.supply.stays(down.leaf)
         is_one = type(stack.supply) is PooledExperts and down.supply is stack.supply
         self.pooled: PooledExperts | None = stack.supply if is_one else None  # type: ignore[assignment]
-        self._is_fit = stack.transposed is down.transposed is form.is_turned and stack.dtype is torch.bfloat16
+        is_alike = stack.transposed is down.transposed and (form.is_turned or not stack.transposed)
+        self._is_fit = is_alike and stack.dtype is torch.bfloat16
+        self._is_plain_turned = form.is_turned and not (stack.transposed or stack.is_coded)
         (self._count, *_), (hidden, width) = stack.shape, down.shape[1:]
         self._hidden, self._width = (width, hidden) if form.is_turned else (hidden, width)
-        self.experts = dict[int, _Expert]()
+        self.experts, self.biases = dict[int, _Expert](), _biases_in(form, [stack, down])
         self._sums = dict[tuple[Any, ...], _ExpertSums | None]()
         self._programs, self.products = Programs(), list[RoutedProduct]()
         self._rows, self._words = array("q", range(MAX_GROUPED)), array("q", bytes(8 * self._count))
@@ -307,7 +310,7 @@ class KeptExperts:
 
     def is_of(self, module: Any) -> bool:
         """Whether a module's few tokens are computed so, by its form and its implementation."""
-        return not self.form.is_biased and self.form.is_of(module) and _is_grouped(module)
+        return self.form.is_of(module) and _is_grouped(module)
 
     def note(self) -> None:
         """Enter the words of the experts that were used, and whose checksums were compared if they have any."""
@@ -319,11 +322,13 @@ class KeptExperts:
         """Whether `add_to` adds what the class computes, for the experts of a router of this shape."""
         return router == (self._count, self._hidden) and self.sums_of(1, used, False, threads) is not None
 
-    def add_to(self, program: Program, used: int, x: Place, chosen: list[Place], weights: Place, out: Place) -> None:
+    def add_to(
+        self, program: Program, used: int, x: Place, chosen: list[Place], weights: Place, out: Place, biases: Place
+    ) -> None:
         """Add the weighted sum of a row's chosen experts to a program, in bfloat16; Python is asked before each of
-        several places of some of them."""
+        several places of some of them. At the last place are the addresses of `biases`."""
         sums, rows = _ExpertSums(1, used, self._hidden, False), self.place_of_rows
-        self._add(program, x, chosen, rows, out, weights, rows, used, sums, True, True)
+        self._add(program, x, chosen, rows, out, weights, rows, biases, used, sums, True, True)
 
     def enter(
         self, module: Any, words: array[int], begin: int, numbers: Sequence[int], ranks: Sequence[int]
@@ -334,24 +339,34 @@ class KeptExperts:
         entered, leaves = list[_Expert](), (stack.leaf, down.leaf)
         assert self.pooled is not None
         for rank in ranks:
-            if (expert := _Expert.of(*self.pooled.weights(leaves, numbers[rank]))) is None:
+            expert = self._expert(self.pooled.weights(leaves, numbers[rank]))
+            if expert is None:
                 return None
             first = begin + 1 + 4 * len(entered)
-            words[first : first + 3] = array("q", [expert.address, rank, 1])
+            words[first : first + 4] = array("q", [expert.address, rank, 1, numbers[rank]])
             entered.append(expert)
         words[begin] = len(ranks)
         return entered
+
+    def _each(self, stacks: Sequence[Any], numbers: Sequence[int]) -> Iterator[_Expert | None]:
+        """What a call needs of each expert, by the stacks' matrices; None for one without a kernel."""
+        last, first = ([*stack.supply.each(stack.leaf, numbers)] for stack in reversed(stacks))
+        yield from map(self._expert, zip(first, last, strict=True))
+
+    def _expert(self, weights: Sequence[torch.Tensor]) -> _Expert | None:
+        return _Expert.of(*(weight.t() for weight in weights) if self._is_plain_turned else weights)
 
     def _add(self, program: Program, *words: Any) -> None:
         """Add the results of experts for some rows to a program.
 
         After it come the places of inputs, of the chosen experts (or a list of such places), of the numbers of rows'
-        inputs, of the results, of weights and of the numbers of their rows, and those of biases; how many rows there
-        are, their sums, whether they are all of these, and whether each has another expert, and all have one input.
+        inputs, of the results, of weights and of the numbers of their rows, and of the addresses of biases; how many
+        rows there are, their sums, whether they are all of these, and whether each has another expert, and all have one
+        input.
         """
         from rabbitllm.engine import _layer_kernels
 
-        x, chosen, sources, out, weights, numbers, *biases, rows, sums, is_whole, has_one_input = words
+        x, chosen, sources, out, weights, numbers, biases, rows, sums, is_whole, has_one_input = words
         (first, second), width = self.products, self._width
         both, product = program.room(4 * rows * width), program.room(2 * rows * width)
         results = program.room(2 * rows * sums.width) if is_whole else out
@@ -360,18 +375,18 @@ class KeptExperts:
             if len(places) > 1:
                 program.ask()
             first.add_to(program, rows, x, some, both, -1 if has_one_input else sources, 0)
-            if biases:
-                program.add(_layer_kernels.add_biases, [some, biases[0], both, 2 * width])
+            if self.biases:
+                program.add(_layer_kernels.add_biases, [some, biases, 0, both, 2 * width])
             self.form.add_gates(program, both, product, rows, width)
             second.add_to(program, rows, product, some, results, 0, 1)
-            if biases:
-                program.add(_layer_kernels.add_biases, [some, biases[1], results, sums.width])
+            if self.biases:
+                program.add(_layer_kernels.add_biases, [some, (biases[0], biases[1] + 8), 0, results, sums.width])
         if is_whole:
             _add_sums(program, results, weights, numbers, out, sums)
 
     def program(self, rows: int, sums: _ExpertSums, is_whole: bool, has_one_input: bool) -> Program:
         """See `_add`, which gets the addresses of a call."""
-        return self._programs.of(self._add, 6 + 2 * self.form.is_biased, rows, sums, is_whole, has_one_input)
+        return self._programs.of(self._add, 7, rows, sums, is_whole, has_one_input)
 
     def step(self, numbers: Sequence[int], sums: _ExpertSums) -> tuple[list[int], Program] | None:
         """What the program of one token gets for these experts, in this order, and the program; None if not all are
@@ -399,8 +414,7 @@ class KeptExperts:
                 yield left, [None]
                 return
             batch = [left[position] for position in filled or pending[:1]]
-            of_down = [*down.supply.each(down.leaf, batch)]
-            experts = [*map(_Expert.of, stack.supply.each(stack.leaf, batch), of_down)]
+            experts = [*self._each([stack, down], batch)]
             if experts[0] is not None:
                 self.products = experts[0].products
             if self.stays:
@@ -421,13 +435,14 @@ def _computed(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: tor
     sums = kept.sums(x, index, weights, threads)
     if sums is None or not weights.is_contiguous() or not form.is_of(module):
         return None
-    if (biases := _biases_of(form, module, x)) is None:
+    if (biases := _biases_of(module, kept.biases)) is None:
         return None
+    addresses = array("q", [bias.data_ptr() for bias in biases])
     used, rows = sums.used, sums.tokens * sums.used
     if sums.tokens == 1 and (step := kept.step(index.tolist()[0], sums)) is not None:
         of_experts, out = array("q", step[0]), torch.empty_like(x)
-        addresses = of_experts.buffer_info()[0], 0, out.data_ptr(), weights.data_ptr(), kept.place_of_rows
-        step[1](x.data_ptr(), *addresses, *[bias.data_ptr() for bias in biases])
+        others = 0, out.data_ptr(), weights.data_ptr(), kept.place_of_rows, addresses.buffer_info()[0]
+        step[1](x.data_ptr(), of_experts.buffer_info()[0], *others)
         return out
     groups = dict[int, list[int]]()
     for row, number in enumerate(itertools.chain.from_iterable(index.tolist())):
@@ -449,19 +464,29 @@ def _computed(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: tor
             results = x.new_empty(rows, x.shape[1])
         program = kept.program(len(sources), sums, is_whole, has_one_input)
         to = out.data_ptr() if results is None else results.data_ptr() + 2 * x.shape[1] * begin
-        arrays = array("q", chosen), array("q", sources), places
-        at_chosen, at_sources, at_places = (values.buffer_info()[0] for values in arrays)
-        of_biases = (bias.data_ptr() for bias in biases)
-        program(x.data_ptr(), at_chosen, at_sources, to, weights.data_ptr(), at_places, *of_biases)
+        arrays = array("q", chosen), array("q", sources), places, addresses
+        at_chosen, at_sources, *at_others = (values.buffer_info()[0] for values in arrays)
+        program(x.data_ptr(), at_chosen, at_sources, to, weights.data_ptr(), *at_others)
         begin += len(sources)
     return out if results is None else sums(results, weights, places)
 
 
-def _biases_of(form: _ExpertsForm, module: Any, x: torch.Tensor) -> list[Any] | None:
-    """The biases of all experts, none if they have none; None if they are not of the inputs' dtype, or have gaps."""
-    biases: list[Any] = [module._parameters.get(name) for name in _BIASES] if form.is_biased else []
-    are_plain = all(type(each) is nn.Parameter and each.is_contiguous() and each.is_cpu for each in biases)
-    return biases if are_plain and all(each.dtype is x.dtype for each in biases) else None
+def _biases_in(form: _ExpertsForm, stacks: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of biases of all experts of these stacks, if they have any."""
+    shapes = [(stack.shape[0], stack.shape[1 + form.is_turned]) for stack in stacks]
+    return dict(zip(_BIASES, shapes, strict=True)) if form.is_biased else {}
+
+
+def _biases_of(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Any] | None:
+    """The biases of all experts; None if they are others than `is_bias` says."""
+    biases: list[Any] = [module._parameters.get(name) for name in shapes]
+    return biases if all(map(is_bias, biases, shapes.values())) else None
+
+
+def is_bias(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter has values of bfloat16 in this shape that are plainly in memory."""
+    is_plain = type(value) is nn.Parameter and value.dtype is torch.bfloat16 and value.is_cpu
+    return is_plain and value.is_contiguous() and value.shape == shape
 
 
 def _by_batches(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: torch.Tensor) -> torch.Tensor | None:
@@ -470,7 +495,7 @@ def _by_batches(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: t
     if any(not stack.is_coded or stack.supply.stays(stack.leaf) for stack in stacks):
         return None
     (first, last), (x, index, weights) = (stack.again(not form.is_turned) for stack in stacks), args
-    (tokens, used), flat, biases = index.shape, index.flatten(), _biases_of(form, module, x)
+    (tokens, used), flat, biases = index.shape, index.flatten(), _biases_of(module, _biases_in(form, stacks))
     if not (first.transposed and last.transposed and form.is_of(module)) or biases is None:
         return None
     if x.dtype is not torch.bfloat16 or x.shape != (tokens, first.shape[1]) or weights.shape != index.shape:

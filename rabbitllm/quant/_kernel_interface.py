@@ -21,6 +21,9 @@ from rabbitllm.base.openmp import PARTS
 CODES, PANELS, BYTES, DEQUANTIZED = "codes", "panels", "bytes", "dequantized"
 """Methods: decode each code for every few inputs; decode a few rows at a time, once for all inputs; the same, as
 integers of one or two bytes, to which inputs are rounded; no kernel, but torch's product with a few rows at a time."""
+TURNED = "turned"
+"""The method for few inputs of a matrix (K, N): a few of its rows are decoded at a time, or lie there, and are added as
+often as inputs say, which are float32. Its `row_bytes` and `shift` are those of such rows, and there are `steps`."""
 NUMBERS, BFLOATS = "numbers", "bfloats"
 """Dequantization, which is no product: to float32, and to bfloat16."""
 INTEGERS = 64

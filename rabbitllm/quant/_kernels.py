@@ -17,11 +17,21 @@ import torch
 from rabbitllm.base.forks import Workers
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
-from rabbitllm.quant._kernel_interface import BFLOATS, BYTES, CODES, NUMBERS, PANELS, CodeKernel, call
+from rabbitllm.quant._kernel_interface import (
+    BFLOATS,
+    BYTES,
+    CODES,
+    NUMBERS,
+    PANELS,
+    SEGMENT,
+    TURNED,
+    CodeKernel,
+    call,
+)
 
 logger = logging.getLogger(__name__)
 
-WORTH_A_THREAD = {CODES: 1 << 16, PANELS: 1 << 14, BYTES: 1 << 14, NUMBERS: 1 << 14, BFLOATS: 1 << 14}
+WORTH_A_THREAD = {CODES: 1 << 16, TURNED: 1 << 16, PANELS: 1 << 14, BYTES: 1 << 14, NUMBERS: 1 << 14, BFLOATS: 1 << 14}
 """Method -> bytes of codes per thread; larger matrices use more threads. By codes these are about 4 microseconds of
 work, while starting a second thread takes 2."""
 
@@ -71,7 +81,8 @@ def kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, int]
         function = _byte_kernels.kernel(method, scheme, width)
     else:
         function = (_block_kernels if scheme in BLOCK_TYPES else _product_kernels).kernel(method, scheme, width)
-    return address_of(function), _byte_kernels.rows_of_tile() if method == BYTES else _product_kernels.ROWS
+    tiles = {BYTES: _byte_kernels.rows_of_tile(), TURNED: SEGMENT}
+    return address_of(function), tiles.get(method, _product_kernels.ROWS)
 
 
 @functools.cache

@@ -9,6 +9,9 @@ products by their scales, summed in float32. Fills out[token, row], float32.
 (`_byte_kernels.py`), or bfloat16 to float32, in memory that stays in a core's cache, and multiplied with all inputs
 before the next panel. Fills out[token, row], float32, and then the same in bfloat16 if the address of that is given.
 
+**Turned.** Rows of a matrix (K, N), some columns of them, are multiplied by an input each and added, in their order;
+some are decoded before, to bfloat16. Fills out[token, column], float32.
+
 **bfloat16**, for processors that have no instructions for that type: the upper half of a float32. 32 bits are two
 values: shifted up they are the even one, with the lower half cleared the odd one. Steps are two vectors, one of each;
 inputs have the same order. For many inputs panels are made of them; for few the matrix is the panel, and they are
@@ -26,11 +29,12 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 
-from rabbitllm.base.compiling import to_array, words_at
+from rabbitllm.base.compiling import compiled, floats_at, to_array, wide, words_at
 from rabbitllm.quant._integers import OWN_STEPS, TOGETHER, CodeSteps
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, NUMBERS, PANELS
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, NUMBERS, PANELS, TURNED
 from rabbitllm.quant._vectors import (
     CODEBOOKS,
     F32,
@@ -66,6 +70,8 @@ PANEL_ROWS, PANEL_COLUMNS = 128, 1024
 are read twice as often: 512 of them took 1.06 times as long."""
 INPUT_BYTES = 1 << 17
 """Bytes of the inputs that are processed together, which fit a core's cache beside the panel."""
+SUMMED, DECODED = 4096, 8
+"""Columns whose sums stay in the cache while rows of a turned matrix are added, and rows that are decoded at a time."""
 STEP_BYTES = {"4bit": 1, "8bit": 2, BFLOAT16: 4}
 """Scheme -> bytes of two codes, of which a panel's step has as many pairs as a vector has lanes."""
 PIECE_WORDS = len(ARGUMENTS)
@@ -230,11 +236,44 @@ def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) ->
     return emitted(dot, width)
 
 
+@compiled
+def add_columns(x, rows, out, begin, end):  # type: ignore[no-untyped-def]
+    """Add `x @ rows` to `out`, some columns of it, in the order of the rows: float32 (T, k), bits of bfloat16 (k, N),
+    float32 (T, N).
+
+    Eight rows at a time: sums are loaded and stored once for them, and each row is read in long runs.
+    """
+    eights = len(rows) // 8 * 8
+    for first in range(begin, min(end, rows.shape[1]), SUMMED):
+        last = min(first + SUMMED, end, rows.shape[1])
+        for k in range(0, eights, 8):
+            a, b, c, d = rows[k, first:last], rows[k + 1, first:last], rows[k + 2, first:last], rows[k + 3, first:last]
+            i = k + 4
+            e, f, g, h = rows[i, first:last], rows[i + 1, first:last], rows[i + 2, first:last], rows[i + 3, first:last]
+            for t in range(len(out)):
+                sums, factors = out[t, first:last], x[t, k : k + 8]
+                for n in range(len(sums)):
+                    total = sums[n] + factors[0] * wide(a[n])
+                    total = total + factors[1] * wide(b[n])
+                    total = total + factors[2] * wide(c[n])
+                    total = total + factors[3] * wide(d[n])
+                    total = total + factors[4] * wide(e[n])
+                    total = total + factors[5] * wide(f[n])
+                    total = total + factors[6] * wide(g[n])
+                    sums[n] = total + factors[7] * wide(h[n])
+        for k in range(eights, len(rows)):
+            row = rows[k, first:last]
+            for t in range(len(out)):
+                sums, factor = out[t, first:last], x[t, k]
+                for n in range(len(sums)):
+                    sums[n] += factor * wide(row[n])
+
+
 # The kernels. numba keeps a compiled function for the next process only if it has a name in a module and all that it
 # uses is global. So each kernel is a template with a name and globals of its own.
 
 ONE: Any = None
-TALL = WIDE = SQUARE = LEAST = TILE = FILL = AT_ONCE = NBYTES = MAX_STEPS = ONE
+TALL = WIDE = SQUARE = LEAST = TILE = FILL = AT_ONCE = NBYTES = MAX_STEPS = STEP = ONE
 NARROW = emitted(emit_narrow, 16)
 IN_PLACE, GROUP, TURN = False, 1, emitted(lambda emit, rows, panel, row_bytes: None, 8)
 
@@ -325,6 +364,30 @@ def _by_panels(data, start, stop, parts):  # type: ignore[no-untyped-def]
                         NARROW(out + 4 * place, rounded + 2 * place, bottom - top)
 
 
+def _by_turned(data, start, end, parts):  # type: ignore[no-untyped-def]
+    """The loops over columns and rows; of `STEP` columns is a step of what is decoded."""
+    words = pieces(data)
+    for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
+        codes, scales, inputs, _, table, out, row_bytes, count, shift, tokens, columns = arguments(words, piece)
+        first, last = own_rows(words, start, end, parts, columns)
+        x, sums = to_array(floats_at(inputs), (tokens, count)), to_array(floats_at(out), (tokens, columns))
+        sums[:, first:last] = np.float32(0)
+        if IN_PLACE:
+            add_columns(x, to_array(words_at(codes), (count, columns)), sums, first, last)
+            continue
+        rows, factors = np.empty((DECODED, columns), np.uint16), np.empty((tokens, DECODED), np.float32)
+        for begin in range(first, last, SUMMED):
+            steps = (min(begin + SUMMED, last) - begin) // STEP
+            for k in range(0, count, DECODED):
+                some = min(DECODED, count - k)
+                for i in range(some):
+                    place = np.int64(rows.ctypes.data) + 2 * (i * columns + begin)
+                    FILL(codes, scales, table, place, row_bytes, columns // STEP, shift, k + i, begin // STEP, steps)
+                    for token in range(tokens):
+                        factors[token, i] = x[token, k + i]
+                add_columns(factors, rows[:some], sums, begin, begin + steps * STEP)
+
+
 def named(template: Any, name: str, **constants: Any) -> Callable[[Any], None]:
     """A kernel of this name from a template, which uses the globals of its module and these instead of some."""
     kernel = FunctionType(template.__code__, {**template.__globals__, **constants}, name)
@@ -365,6 +428,8 @@ def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     name = f"{method}_{scheme}_{width}"
     if method in (BFLOATS, NUMBERS):
         return rows_kernel(name, _fill(scheme, width), step_size(method, width))
+    if method == TURNED:
+        return named(_by_turned, name, FILL=_fill(scheme, width), STEP=2 * width, IN_PLACE=scheme == BFLOAT16)
     if scheme == BFLOAT16:
         fill, dot, tile = _fill(scheme, width), functools.partial(_panel_dot, width), (ROWS, PANEL_TOKENS[width])
         if method == PANELS:

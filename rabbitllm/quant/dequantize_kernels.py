@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rabbitllm.base.compiling import compiled, wide
+from rabbitllm.base.compiling import compiled
 from rabbitllm.quant import _kernels
+from rabbitllm.quant._product_kernels import add_columns
 from rabbitllm.quant._vectors import inlined
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -24,8 +25,8 @@ _WORTH_A_THREAD = 1 << 16
 """Elements per thread; fewer are finished before another thread has started."""
 _TILE = 32
 """Rows that are transposed at a time: source and target fit the cache."""
-_COLUMNS, _LINE = 4096, 64
-"""Columns whose sums stay in the cache while rows are added; threads share them by lines of the cache."""
+_LINE = 64
+"""Columns of sums by which threads share them."""
 _WORDS = 16
 """Adjacent int32 that are unpacked at a time: a line of the cache."""
 
@@ -138,7 +139,7 @@ def add_rows(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     """Add `x @ rows` to `out`, in the order of the rows: float32 (T, k), bfloat16 (k, N), float32 (T, N)."""
     operands = x.numpy(), rows.view(torch.uint16).numpy(), out.numpy()
     lines = -(-out.shape[1] // _LINE)
-    share(lambda begin, end: _add_rows(*operands, begin * _LINE, end * _LINE), lines, rows.numel())
+    share(lambda begin, end: add_columns(*operands, begin * _LINE, end * _LINE), lines, rows.numel())
 
 
 def share(work: Callable[[int, int], Any], count: int, elements: int, threads: int | None = None) -> None:
@@ -163,35 +164,6 @@ def _round(words, halves, count):  # type: ignore[no-untyped-def]
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         unordered = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
         halves[i] = np.uint16(0x7FC0) if unordered else np.uint16(rounded)
-
-
-@compiled
-def _add_rows(x, rows, out, begin, end):  # type: ignore[no-untyped-def]
-    """Eight rows at a time: sums are loaded and stored once for them, and each row is read in long runs."""
-    eights = len(rows) // 8 * 8
-    for first in range(begin, min(end, rows.shape[1]), _COLUMNS):
-        last = min(first + _COLUMNS, end, rows.shape[1])
-        for k in range(0, eights, 8):
-            a, b, c, d = rows[k, first:last], rows[k + 1, first:last], rows[k + 2, first:last], rows[k + 3, first:last]
-            i = k + 4
-            e, f, g, h = rows[i, first:last], rows[i + 1, first:last], rows[i + 2, first:last], rows[i + 3, first:last]
-            for t in range(len(out)):
-                sums, factors = out[t, first:last], x[t, k : k + 8]
-                for n in range(len(sums)):
-                    total = sums[n] + factors[0] * wide(a[n])
-                    total = total + factors[1] * wide(b[n])
-                    total = total + factors[2] * wide(c[n])
-                    total = total + factors[3] * wide(d[n])
-                    total = total + factors[4] * wide(e[n])
-                    total = total + factors[5] * wide(f[n])
-                    total = total + factors[6] * wide(g[n])
-                    sums[n] = total + factors[7] * wide(h[n])
-        for k in range(eights, len(rows)):
-            row = rows[k, first:last]
-            for t in range(len(out)):
-                sums, factor = out[t, first:last], x[t, k]
-                for n in range(len(sums)):
-                    sums[n] += factor * wide(row[n])
 
 
 @compiled

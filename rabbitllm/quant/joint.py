@@ -17,10 +17,10 @@ import torch
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, Preparation
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, TURNED, Preparation
 from rabbitllm.quant.plain import matrix_of
 from rabbitllm.quant.products import FusedMatrix, KernelMatrix
-from rabbitllm.quant.turned import TurnedMatrix
+from rabbitllm.quant.turned import TurnedMatrix, TurnedOperands
 
 
 class JointProduct:
@@ -120,7 +120,7 @@ class RoutedProduct:
     """A product of matrices of one form that are chosen for each call, each with rows of its own.
 
     Attributes:
-        scheme, width: of the kernel by codes.
+        method, scheme, width: of the kernel, by codes or of turned matrices.
         preparation: of its inputs.
         shape: (N, K) of each matrix.
         nbytes: of the codes of each.
@@ -128,20 +128,27 @@ class RoutedProduct:
         is_ordered: whether each has an order of its inputs.
     """
 
+    method: str
     scheme: Any
     width: int
     preparation: Preparation
     shape: tuple[int, ...]
     nbytes: int
     max_inputs: int
-    is_ordered: bool
+    is_ordered: bool = False
 
     @classmethod
     def of(cls, matrix: Any) -> tuple[RoutedProduct, tuple[int, ...]] | None:
         """The product where matrices like this one, or like this plain weight, are chosen, and the words of this one;
-        None without a kernel by codes."""
+        None without a kernel for few inputs."""
+        if torchs_team() is None:
+            return None
+        if (turned := TurnedOperands.of(matrix)) is not None:
+            codes, scales, table, row_bytes, shift, scheme, width, (rows, columns), most = turned
+            product = cls(TURNED, scheme, width, turned.preparation, (rows, columns), columns * row_bytes, most)
+            return product, (codes, scales, 0, 0, table, 0, row_bytes, columns, shift, 0, rows)
         matrix = matrix_of(matrix) if isinstance(matrix, torch.Tensor) else matrix
-        if not isinstance(matrix, KernelMatrix) or isinstance(matrix, TurnedMatrix) or torchs_team() is None:
+        if not isinstance(matrix, KernelMatrix) or isinstance(matrix, TurnedMatrix):
             return None
         method, width = matrix.method_for(1, torch.bfloat16)
         if method != CODES:
@@ -149,16 +156,25 @@ class RoutedProduct:
         codes, scales, table, *sizes = matrix.operands(width)
         shape, how = tuple(matrix.form.shape), matrix.preparation(width)
         order = 0 if matrix.order is None else matrix.order.data_ptr()
-        product = cls(matrix.kernel, width, how, shape, shape[0] * sizes[0], matrix.max_inputs, bool(order))
+        nbytes, most = shape[0] * sizes[0], matrix.max_inputs
+        product = cls(CODES, matrix.kernel, width, how, shape, nbytes, most, is_ordered=bool(order))
         return product, (codes, scales, order, 0, table, 0, *sizes, 0, shape[0])  # see `joint_kernels.routed`
 
     def add_to(
-        self, program: Program, rows: int, x: Place, chosen: Place, out: Place, sources: int | Place, number: int
+        self,
+        program: Program,
+        rows: int,
+        x: Place,
+        chosen: Place,
+        out: Place,
+        sources: int | Place,
+        number: int,
+        is_wide: bool = False,
     ) -> None:
         """Add it to a program.
 
         Args:
-            rows: of all results, bfloat16 at `out`.
+            rows: of all results, bfloat16 at `out`, or float32 if that `is_wide`.
             x: bfloat16 rows of input.
             chosen: see `joint_kernels.ROUTED_WORDS`.
             sources: the number of each row's input, int64; 0 for the row's own; -1 if all have one input.
@@ -169,13 +185,15 @@ class RoutedProduct:
 
         team, (count, columns) = torchs_team(), self.shape
         assert team is not None
-        threads = _kernels.threads_for(CODES, rows * self.nbytes)
-        function, tile = _kernels.kernel(CODES, self.scheme, self.width)
+        threads = _kernels.threads_for(self.method, rows * self.nbytes)
+        function, tile = _kernels.kernel(self.method, self.scheme, self.width)
         rounded = 1 if sources == -1 and not self.is_ordered else rows
         prepare, numbers, input_bytes, other_bytes = self.preparation
         of_work = 8 * (joint_kernels.ROUNDING_WORDS + BEFORE_WORK + rows * len(ARGUMENTS)) + 2 * columns
         sizes = input_bytes * rounded, other_bytes * rounded, 4 * count * rows, of_work
         words: list[int | Place] = [x, chosen, 0 if rounded < rows else sources, out, *map(program.room, sizes)]
+        if is_wide:
+            words[3], words[6] = 0, out
         words += [function, team.address, threads, tile]
         words += [address_of(prepare), columns, *numbers, input_bytes, other_bytes]
         words += [rounded, rows, count, number * len(ARGUMENTS)]

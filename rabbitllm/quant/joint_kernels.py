@@ -32,10 +32,10 @@ def narrow(data):  # type: ignore[no-untyped-def]
 
 ROUTED_WORDS, ROUNDING_WORDS = 24, 11
 """Own address; addresses of the inputs in bfloat16, of the chosen matrices, of the number of each row's input (0: the
-row's own; -1: all have the first), and of the results; of memory for prepared inputs, what is with them, sums, and for
-words; of the kernel and of what threads share; threads; the rows of a tile; the function that prepares inputs; columns;
-three of its words (for integers step, group and order of their layout); bytes of a prepared row, and of what is with
-it; rows that are prepared, and all; rows of a matrix; its first word.
+row's own; -1: all have the first), and of the results (0: the sums are these); of memory for prepared inputs, what is
+with them, sums, and for words; of the kernel and of what threads share; threads; the rows of a tile; the function that
+prepares inputs; columns; three of its words (for integers step, group and order of their layout); bytes of a prepared
+row, and of what is with it; rows that are prepared, and all; rows of a matrix; its first word.
 
 The chosen matrices: their number, and for each the address of words (`ARGUMENTS` from the first of them), the begin and
 number of its rows, and a number that is not used here. Other rows are left as they are. If one row is prepared, it is
@@ -91,7 +91,7 @@ def reorder(data):  # type: ignore[no-untyped-def]
 
 
 def routed(data):  # type: ignore[no-untyped-def]
-    """Multiply chosen matrices, all of one form, each with rows of its own; the results are bfloat16."""
+    """Multiply chosen matrices, all of one form, each with rows of its own; the results are bfloat16, or their sums."""
     head = to_array(data, ROUTED_WORDS)
     inputs, others, sums, work_at = head[5], head[6], head[7], head[8] + 8 * ROUNDING_WORDS
     columns, input_bytes, other_bytes = head[14], head[18], head[19]
@@ -135,6 +135,6 @@ def routed(data):  # type: ignore[no-untyped-def]
         call_parts(shared(head[10] + 8 * RUN), head[10], head[9], work_at, head[11])  # see `parts.run_parts`
     else:
         call_parts(head[9], work_at, 0, PARTS, PARTS)
-    for i in range(count):
+    for i in range(count if head[4] != 0 else 0):
         begin, tokens = chosen[4 * i + 1], chosen[4 * i + 2]
         _NARROW(sums + 4 * width * begin, head[4] + 2 * width * begin, tokens * width)

@@ -6,13 +6,17 @@ as the dequantized matrix has them, and are added to float32 sums in the order o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from rabbitllm.quant import bfloat_products
-from rabbitllm.quant.products import Matrix
+from rabbitllm.base.random_tensors import RandomTensors
+from rabbitllm.quant import _kernels, bfloat_products
+from rabbitllm.quant._kernel_interface import BFLOAT16, SEGMENT, TURNED, Preparation
+from rabbitllm.quant.products import Matrix, sample
 
 FEW_INPUTS = 16
 """Rows of input that our kernel multiplies; for more torch's product is faster."""
@@ -80,3 +84,76 @@ class TurnedMatrix(Matrix):
 
     def grouped(self, x: torch.Tensor, groups: int = 1) -> None:
         """None: groups are multiplied one by one."""
+
+
+_INPUTS = 2, 1, 0
+"""The numbers of `Preparation` for inputs in their order, in float32."""
+
+
+class TurnedOperands(NamedTuple):
+    """What the kernel of a matrix (K, N) gets as "codes", "scales", "table", "row_bytes" and "shift"; its scheme, lanes
+    and shape (N, K), and the rows of input up to which it is the fastest method."""
+
+    codes: int
+    scales: int
+    table: int
+    row_bytes: int
+    shift: int
+    scheme: str
+    width: int
+    shape: tuple[int, int]
+    most: int
+
+    @classmethod
+    def of(cls, matrix: Any) -> TurnedOperands | None:
+        """Those of a stored matrix, or of the transpose of a plain one without gaps; None without a kernel."""
+        is_coded = isinstance(matrix, TurnedMatrix)
+        if not is_coded and (type(matrix) is not torch.Tensor or matrix.dim() != 2 or matrix.is_contiguous()):
+            return None
+        columns, rows = matrix.form.shape[::-1] if is_coded else matrix.shape
+        if columns % SEGMENT or rows % _INPUTS[0]:
+            return None
+        from rabbitllm.quant import _vectors  # numba comes with it
+
+        width, most = _vectors.lanes(), FEW_INPUTS
+        if is_coded:
+            codes, scales, table, row_bytes, _, shift = matrix.operands(width)
+            own, is_fit = (codes, scales, table, row_bytes, shift, matrix.form.scheme), table != 0
+        else:
+            own = matrix.data_ptr(), 0, 0, 2 * columns, 0, BFLOAT16
+            most = min(most, bfloat_products.max_rows())
+            is_fit = matrix.dtype is torch.bfloat16 and matrix.is_cpu and matrix.t().is_contiguous()
+        is_fit = is_fit and width > 0 and most > 0 and _agrees(own[5], width)
+        return cls(*own, width, (columns, rows), most) if is_fit else None
+
+    @property
+    def preparation(self) -> Preparation:
+        """How the kernel takes inputs."""
+        from rabbitllm.quant import joint_kernels  # numba comes with it
+
+        return Preparation(joint_kernels.widen_inputs, _INPUTS, 4 * self.shape[1])
+
+
+@functools.cache
+def _agrees(scheme: str, width: int) -> bool:
+    """Whether the kernel's products with samples agree with the dequantized matrix and float32."""
+
+    def products() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        random = RandomTensors()
+        for inputs, rows, columns in ((1, 36, 192), (3, 64, 8192)):  # the last by several threads, in two parts
+            if scheme == BFLOAT16:
+                plain = random.normal(rows, columns)
+                work = plain.data_ptr(), 0, 0, 2 * columns, 0
+            else:
+                matrix = sample(scheme, (rows, columns), random)
+                plain = matrix.decoded(0, rows, torch.bfloat16)
+                codes, scales, table, row_bytes, _, shift = matrix.operands(width)
+                work = codes, scales, table, row_bytes, shift
+            x = random.normal(inputs, rows, dtype=torch.float32)
+            out = torch.empty(inputs, columns, dtype=torch.float32, device="cpu")
+            codes, scales, table, row_bytes, shift = work
+            piece = codes, scales, x.data_ptr(), 0, table, out.data_ptr(), row_bytes, rows, shift, inputs, columns
+            _kernels.run(TURNED, scheme, width, [piece], rows * row_bytes)
+            yield out, x @ plain.float()
+
+    return _kernels.agrees(f"of turned matrices at {scheme}", products())

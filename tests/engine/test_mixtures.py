@@ -16,8 +16,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import DynamicCache, Qwen3MoeConfig
+from transformers import DynamicCache, GptOssConfig, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssMLP, GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
 
 from rabbitllm.base.programs import Program
@@ -31,18 +32,22 @@ from rabbitllm.engine.turns import taking_turns
 from rabbitllm.errors import IncompleteSplitError
 from tests.engine.test_first_use import flip_in
 from tests.engine.test_routed import MANY
-from tests.engine.test_siblings import PROMPT, assert_same_logits, checkpoint
+from tests.engine.test_siblings import PROMPT, SIZES, assert_same_logits
+from tests.engine.test_siblings import checkpoint as compressed
 from tests.engine.test_whole_steps import counted_steps
+from tests.support import quantized
 from tests.support.builders import DELTA, Family
 from tests.support.call_counts import called_parts
 from tests.support.kernel_rows import plain_products as plain_products
-from tests.support.tiny_models import ALL, budget_that_keeps, load
+from tests.support.tiny_models import ALL, budget_that_keeps, load, split
 
 pytestmark = [pytest.mark.bits, pytest.mark.usefixtures("plain_products")]
 HEADS = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 SHARED = {"shared_expert_intermediate_size": 256}
 KINDS = {**DELTA, "layer_types": ["linear_attention", "full_attention"]}
 HYBRIDS = Family("qwen3_next", KINDS), Family("qwen3_5_moe_text", KINDS)
+WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+OSS = Family("gpt_oss", {**WINDOWS, "num_local_experts": 24, "num_experts_per_tok": 3})
 STEPS = 40
 
 
@@ -63,6 +68,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr(MixtureCall, "arrays", counted)
     monkeypatch.setattr(MixtureCall, "by_class", by_class)
     return done
+
+
+def checkpoint(tmp_path: Path, family: str | Family, compression: str | None, **settings: Any) -> Path:
+    """A split directory, also of gpt-oss as it is published."""
+    if compression != "mxfp4":
+        return compressed(tmp_path, family, compression, **settings)
+    return split(quantized.build_mxfp4(tmp_path / "model", **{**SIZES, **OSS.settings, **settings}))
+
+
+def router_in(mlp: Any) -> Any:
+    return mlp.router if hasattr(mlp, "router") else mlp.gate
 
 
 def fast(directory: Path, budget: int = ALL) -> Any:
@@ -90,7 +106,7 @@ def logits(model: Any, steps: int = STEPS) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("family", "compression"),
-    [("qwen3_moe", "4bit"), ("qwen3_moe", "q4_k_m"), *((family, "4bit") for family in HYBRIDS)],
+    [("qwen3_moe", "4bit"), ("qwen3_moe", "q4_k_m"), (OSS, "mxfp4"), *((family, "4bit") for family in HYBRIDS)],
 )
 @pytest.mark.parametrize("kept", ["resident", "a quarter", "streamed"])
 def test_a_model_has_the_same_logits(
@@ -113,7 +129,7 @@ def test_a_model_has_the_same_logits(
     assert torch.equal(logits(fast(directory, budget)), got)
     assert not calls
     monkeypatch.undo()
-    assert_same_logits(directory, budget, "fuse_mixtures", "MoeBlock", monkeypatch)
+    assert_same_logits(directory, budget, "fuse_mixtures", "GptOssMLP" if family is OSS else "MoeBlock", monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", *HYBRIDS])
@@ -172,10 +188,12 @@ def test_stacks_of_experts_in_memory_go_with_the_model(tmp_path: Path) -> None:
         (Family("qwen2_moe"), "4bit", 1),
         ("qwen3_moe", None, 1),
         (Family("qwen2_moe"), None, 1),
+        *((OSS, compression, 1) for compression in ("mxfp4", "4bit", None)),
         *((family, "4bit", 1) for family in HYBRIDS),
         ("qwen3_moe", "q4_k_m", 0.25),
         ("qwen3_moe", None, 0.25),
         (Family("qwen2_moe"), "4bit", 0.5),
+        *((OSS, compression, 0.25) for compression in ("mxfp4", "4bit", None)),
         *((family, "4bit", 0.25) for family in HYBRIDS),
     ],
 )
@@ -193,6 +211,8 @@ def test_a_token_of_all_layers_by_one_call(
     if family in HYBRIDS:
         kinds = ["linear_attention", "full_attention", "linear_attention"]
         settings |= {"layer_types": kinds, "linear_value_head_dim": 32}
+    if family is OSS:
+        settings["layer_types"] = [*WINDOWS["layer_types"], "sliding_attention"]
     directory = checkpoint(tmp_path, family, compression, **settings)
     budget = ALL if share == 1 else budget_that_keeps(directory, share, exact=False)
     model = fast(directory, budget)
@@ -202,13 +222,13 @@ def test_a_token_of_all_layers_by_one_call(
     assert len(layers) > STEPS
     assert sum(calls) > STEPS
     assert share < 1 or sum(calls) < len(calls)  # after a mixture that is left to its class the call goes on
-    model.model.layers[1].mlp.gate.top_k = 2
+    router_in(model.model.layers[1].mlp).top_k = 2
     got.append(logits(model))
-    assert model(PROMPT, output_router_logits=True).router_logits[0].shape == (PROMPT.shape[1], MANY["num_experts"])
+    assert model(PROMPT, output_router_logits=True).router_logits[0].shape == (PROMPT.shape[1], 24)
     monkeypatch.setattr("rabbitllm.engine.fusions.fuse_models", lambda model: 0)
     other = fast(directory, budget)
     expected = [logits(other) for _ in range(2)]
-    other.model.layers[1].mlp.gate.top_k = 2
+    router_in(other.model.layers[1].mlp).top_k = 2
     expected.append(logits(other))
     assert all(map(torch.equal, got, expected))
     assert not torch.equal(*got[1:])
@@ -303,6 +323,9 @@ def test_experts_and_weights_are_torch_s(experts: int, used: int, is_normed: boo
             assert torch.equal(chosen[1:].view(used, 4)[:, 3], expected[0][0])
             assert torch.equal(chosen[1::4], expected[0][0] + 1)
             assert torch.equal(weights, expected[1])
+            chosen_logits, index = torch.topk(logits, used)  # as gpt-oss' router does it
+            alike = torch.equal(weights, torch.softmax(chosen_logits, 1)) and torch.equal(index, expected[0])
+            assert alike or not is_normed
         ordered = torch.softmax(logits, -1, torch.float32)[0].sort(descending=True).values[: used + 1]
         ties += bool(done and (ordered.diff() == 0).any())
     assert sure[True] > 700
@@ -540,11 +563,101 @@ def test_an_adapter_of_experts_parameters(tmp_path: Path, calls: list[bool]) -> 
         assert torch.equal(logits(adapted.base_model.model), plain)
 
 
+def biased(name: str) -> dict[str, Change]:
+    """Changes of a bias of a mixture."""
+
+    def owner(mlp: Any) -> tuple[Any, str]:
+        path, _, leaf = name.rpartition(".")
+        return mlp.get_submodule(path)._parameters, leaf
+
+    def replaced(patch: pytest.MonkeyPatch, mlp: Any) -> None:
+        table, leaf = owner(mlp)
+        patch.setitem(table, leaf, nn.Parameter(table[leaf].flip(0) * 2))
+
+    def of_other_data(patch: pytest.MonkeyPatch, mlp: Any) -> None:
+        table, leaf = owner(mlp)
+        with_data(patch, table[leaf])
+
+    def with_gaps(patch: pytest.MonkeyPatch, mlp: Any) -> None:
+        table, leaf = owner(mlp)
+        patch.setattr(table[leaf], "data", table[leaf].data.repeat_interleave(2, -1)[..., ::2].flip(0)[..., ::1])
+
+    return {f"{name}, another": replaced, f"data of {name}": of_other_data, f"{name} with gaps": with_gaps}
+
+
+OF_OSS: dict[str, Change] = {
+    **biased("router.bias"),
+    **biased("experts.gate_up_proj_bias"),
+    **biased("experts.down_proj_bias"),
+    "hook on the mixture": lambda patch, mlp: patch.setitem(
+        mlp._forward_hooks, 7, lambda module, args, output: (output[0] * 2, output[1])
+    ),
+    "hook on the router": lambda patch, mlp: patch.setitem(
+        mlp.router._forward_hooks, 7, lambda module, args, output: (output[0], output[1] * 2, output[2])
+    ),
+    "number of experts": lambda patch, mlp: patch.setattr(mlp.router, "top_k", 2),
+    "weight of the router": lambda patch, mlp: with_data(patch, mlp.router.weight),
+    "router": lambda patch, mlp: patch.setitem(mlp._modules, "router", OTHERS[0]),
+    "limit": lambda patch, mlp: patch.setattr(mlp.experts, "limit", 0.25),
+    "alpha": lambda patch, mlp: patch.setattr(mlp.experts, "alpha", 3.0),
+    "class of the mixture": lambda patch, mlp: patch.setattr(
+        GptOssMLP, "forward", lambda self, x: (x * 2, torch.zeros(1, 3))
+    ),
+    "method of the experts": lambda patch, mlp: patch.setattr(
+        GptOssExperts, "_apply_gate", lambda self, both: both[..., ::2]
+    ),
+}
+
+
+@torch.no_grad()
+def test_a_change_of_gpt_oss_is_noticed(tmp_path: Path, calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    models, both, ordinary = compared(checkpoint(tmp_path, OSS, "mxfp4", **HEADS), calls, monkeypatch)
+    OTHERS[:] = [models[0].model.layers[0].mlp.router]
+    for name, change in OF_OSS.items():
+        with monkeypatch.context() as patch:
+            for model in models[: 1 if name.startswith(("class", "method")) else 2]:
+                change(patch, model.model.layers[1].mlp)
+            changed = both()
+        assert torch.equal(*changed), name
+        assert not torch.equal(changed[0], ordinary[0]), name
+        assert all(map(torch.equal, both(), ordinary)), name
+
+
+@torch.no_grad()
+def test_a_mixture_that_is_called_returns_its_weights_too(tmp_path: Path, calls: list[bool]) -> None:
+    mlp = fast(checkpoint(tmp_path, OSS, "mxfp4", **HEADS)).model.layers[0].mlp
+    x = torch.randn(1, 1, 256).bfloat16()
+    for _ in range(4):
+        assert all(map(torch.equal, mlp(x), type(mlp).forward(mlp, x)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GptOssTopKRouter, "__call__", None)
+        assert len(mlp(x)) == 2
+    assert calls
+
+
 class Sigmoids(Qwen3MoeTopKRouter):  # type: ignore[misc]
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
         weights, index = torch.topk(torch.sigmoid(logits.float()), self.top_k)
         return logits, weights.bfloat16(), index
+
+
+class Unbiased(GptOssTopKRouter):  # type: ignore[misc]
+    """Its bias chooses, and weighs nothing."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = nn.functional.linear(hidden_states, self.weight)
+        index = torch.topk(logits + self.bias, self.top_k)[1]
+        return logits, torch.softmax(logits.gather(1, index), 1), index
+
+
+class LaterFirst(GptOssTopKRouter):  # type: ignore[misc]
+    """Of experts that are equally probable the later one comes first."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = nn.functional.linear(hidden_states, self.weight, self.bias)
+        values, index = logits.flip(-1).sort(stable=True, descending=True)
+        return logits, torch.softmax(values[:, : self.top_k], 1), len(self.weight) - 1 - index[:, : self.top_k]
 
 
 class Doubled(Qwen3MoeSparseMoeBlock):  # type: ignore[misc]
@@ -564,6 +677,11 @@ def test_classes_that_choose_or_add_otherwise_are_not_replaced() -> None:
     module = Qwen3MoeSparseMoeBlock(config)
     module.gate = Sigmoids(config)
     assert _mixtures.fuse_mixtures(module.bfloat16()) == 0
+    oss = GptOssConfig(hidden_size=64, intermediate_size=128, num_local_experts=32)
+    for kind, count in ((GptOssTopKRouter, 1), (Unbiased, 0), (LaterFirst, 0)):
+        module = GptOssMLP(oss)
+        module.router = kind(oss)
+        assert _mixtures.fuse_mixtures(module.bfloat16()) == count
 
 
 @pytest.mark.parametrize("compression", ["4bit", None])

