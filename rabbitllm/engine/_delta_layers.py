@@ -250,7 +250,7 @@ def _add(program: Program, *arguments: Any) -> None:
     queries, result = program.room(4 * form.channels), program.room(4 * form.values)
     count = form.keys * form.rows
     keys, values = _after(queries, 4 * count), _after(queries, 8 * count)
-    convolved: Words = [1, form.channels, form.taps, form.taps, 1, 0, 1, first, kept, taps, taps, mixed]
+    convolved: Words = [1, form.channels, form.taps, form.taps, 1, 0, first, kept, taps, taps, mixed]
     program.add(kernels.convolution_step, convolved, min(threads, -(-form.channels // _WORTH_CHANNELS)))
     program.add(kernels.look_up, [table_of(form.activation).data_ptr(), mixed, queries, form.channels])
     program.add(kernels.look_up, [table.data_ptr(), b, betas, form.heads])

@@ -1,7 +1,7 @@
-"""RMSNorm of rows, and gates by sums of products, as one call of compiled code each, with torch's bits.
+"""RMSNorm of rows as one call of compiled code, with torch's bits.
 
-torch computes a norm in eight operations. Its sums have an order that depends on its vectors (`cascade_sum`,
-SumKernel.cpp): each lane of four vectors adds every so manieth term, in runs whose sums are added; then the vectors
+torch computes it in eight operations. Its sum of squares has an order that depends on its vectors (`cascade_sum`,
+SumKernel.cpp): each lane of four vectors adds every so manieth square, in runs whose sums are added; then the vectors
 are added, then the lanes. The same order is followed here. A class's own result decides whether this is used.
 """
 
@@ -32,42 +32,6 @@ def _load(address, is_bfloat, values):  # type: ignore[no-untyped-def]
             values[i] = singles[i]
 
 
-@numba.njit(forceinline=True)
-def _total(terms, vectors, lanes, sums):  # type: ignore[no-untyped-def]
-    """The sum of so many vectors of terms and of what is left behind them; `sums` is memory."""
-    width, steps = _VECTORS * lanes, vectors // _VECTORS
-    power = 0
-    while (1 << power) < steps:
-        power += 1
-    power = max(4, power // _LEVELS)
-    sums[:] = 0
-    for step in range(steps):
-        for i in range(width):
-            sums[0, i] += terms[step * width + i]
-        if (step + 1) & ((1 << power) - 1) != 0:
-            continue
-        for level in range(1, _LEVELS):
-            for i in range(width):
-                sums[level, i] += sums[level - 1, i]
-                sums[level - 1, i] = 0
-            if (step + 1) & (((1 << power) - 1) << (level * power)) != 0:
-                break
-    for level in range(1, _LEVELS):
-        for i in range(width):
-            sums[0, i] += sums[level, i]
-    for i in range(steps * width, vectors * lanes):
-        sums[0, i % lanes] += terms[i]
-    for vector in range(1, _VECTORS):
-        for i in range(lanes):
-            sums[0, i] += sums[0, vector * lanes + i]
-    total = np.float32(0)
-    for i in range(vectors * lanes, len(terms)):
-        total += terms[i]
-    for i in range(lanes):
-        total += sums[0, i]
-    return total
-
-
 def norm(data, start, end, parts):  # type: ignore[no-untyped-def]
     """`weight * (x / rms(x))`, in place too: some parts of its rows.
 
@@ -80,9 +44,15 @@ def norm(data, start, end, parts):  # type: ignore[no-untyped-def]
     """
     words = to_array(data, 12)
     is_bfloat, rows, columns, lanes, kind, groups = words[4], words[5], words[6], words[7], words[10], words[11]
-    epsilon, one = float_of(words[8]), np.float32(1)
+    epsilon, one, width = float_of(words[8]), np.float32(1), _VECTORS * lanes
     values, factor = np.empty(columns, np.float32), np.empty(columns, np.float32)
-    squares, sums = np.empty(columns, np.float32), np.empty((_LEVELS, _VECTORS * lanes), np.float32)
+    sums = np.empty((_LEVELS, width), np.float32)
+    vectors = columns // lanes
+    steps = vectors // _VECTORS
+    power = 0
+    while (1 << power) < steps:
+        power += 1
+    power = max(4, power // _LEVELS)
     nbytes, first = columns * (2 if is_bfloat else 4), start * rows // parts
     for row in range(first, end * rows // parts):
         if groups > 1 or row == first:
@@ -91,9 +61,32 @@ def norm(data, start, end, parts):  # type: ignore[no-untyped-def]
                 factor += one
         begin = row * nbytes
         _load(words[1] + begin, is_bfloat, values)
-        for i in range(columns):
-            squares[i] = values[i] * values[i]
-        total = _total(squares, columns // lanes, lanes, sums)
+        sums[:] = 0
+        for step in range(steps):
+            for i in range(width):
+                value = values[step * width + i]
+                sums[0, i] += value * value
+            if (step + 1) & ((1 << power) - 1) != 0:
+                continue
+            for level in range(1, _LEVELS):
+                for i in range(width):
+                    sums[level, i] += sums[level - 1, i]
+                    sums[level - 1, i] = 0
+                if (step + 1) & (((1 << power) - 1) << (level * power)) != 0:
+                    break
+        for level in range(1, _LEVELS):
+            for i in range(width):
+                sums[0, i] += sums[level, i]
+        for i in range(steps * width, vectors * lanes):
+            sums[0, i % lanes] += values[i] * values[i]
+        for vector in range(1, _VECTORS):
+            for i in range(lanes):
+                sums[0, i] += sums[0, vector * lanes + i]
+        total = np.float32(0)
+        for i in range(vectors * lanes, columns):
+            total += values[i] * values[i]
+        for i in range(lanes):
+            total += sums[0, i]
         inverse = one / np.sqrt(total / np.float32(words[9]) + epsilon)
         for i in range(columns):
             values[i] *= inverse
@@ -107,33 +100,3 @@ def norm(data, start, end, parts):  # type: ignore[no-untyped-def]
             results = floats(words[3] + begin, columns)
             for i in range(columns):
                 results[i] = values[i]
-
-
-def gate_by_products(data):  # type: ignore[no-untyped-def]
-    """`table[sum(x * y)] * values` of rows of x and y.
-
-    After the own address those of x, y, table, values and results; rows, their width and torch's lanes. torch adds
-    bfloat16 in vectors of twice as many, whose halves it adds first.
-    """
-    words = to_array(data, 9)
-    rows, width, lanes = words[6], words[7], words[8]
-    table, values = bfloats(words[3], 1 << 16), bfloats(words[4], width)
-    vectors = width // (2 * lanes)
-    products, terms = np.empty(width, np.float32), np.empty(width - vectors * lanes, np.float32)
-    sums, rounded = np.empty((_LEVELS, _VECTORS * lanes), np.float32), np.empty(1, np.uint16)
-    for row in range(rows):
-        begin = 2 * row * width
-        x, y = bfloats(words[1] + begin, width), bfloats(words[2] + begin, width)
-        for i in range(width):
-            products[i] = wide(x[i]) * wide(y[i])
-        round_values(products)
-        for vector in range(vectors):
-            for i in range(vector * lanes, (vector + 1) * lanes):
-                terms[i] = products[vector * lanes + i] + products[(vector + 1) * lanes + i]
-        terms[vectors * lanes :] = products[2 * vectors * lanes :]
-        terms[:1] = _total(terms, vectors, lanes, sums)
-        store_rounded(terms[:1], rounded)
-        factor = wide(table[rounded[0]])
-        for i in range(width):
-            products[i] = factor * wide(values[i])
-        store_rounded(products, bfloats(words[5] + begin, width))

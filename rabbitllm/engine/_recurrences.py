@@ -267,7 +267,7 @@ class ConvolutionStep(_Recurrence):
     def _computed(self, named: str | None, operands: Sequence[torch.Tensor], order: int) -> _Results:
         x, state, weight, *bias = operands
         out, is_bfloat = torch.empty(x.shape, dtype=x.dtype, device="cpu"), x.dtype is torch.bfloat16
-        sizes = len(x), x.shape[1], state.shape[-1], weight.shape[-1], is_bfloat, order if bias else 0, 1
+        sizes = len(x), x.shape[1], state.shape[-1], weight.shape[-1], is_bfloat, order if bias else 0
         _run("convolution_step", state.numel(), sizes, (x, state, weight, *(bias or [weight]), out))
         return out if named is None else _activation(named)(out), state
 

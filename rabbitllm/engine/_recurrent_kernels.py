@@ -24,14 +24,14 @@ from rabbitllm.engine._layer_kernels import bfloats, floats, nearest, round_valu
 
 RUN = 16
 """Rows that are added in a run."""
-DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS, SELECTIVE_WORDS = 14, 12, 10, 9
+DELTA_WORDS, CONVOLUTION_WORDS, STATE_SPACE_WORDS, SELECTIVE_WORDS = 14, 11, 10, 9
 """Of each function, after the own address:
 
 - sequences, tokens, heads, the heads that share a query and a key, rows and columns of a state, whether each row has a
   decay of its own; addresses of the states, queries, keys, values, decays, betas and results, float32 without gaps;
 - sequences, channels, tokens of a state, taps, whether values are bfloat16, else float32, whether there is a bias
-  (1: added first, as torch does in float32; 2: last, as in bfloat16), tokens from a tap to the next one; addresses of
-  the inputs, states, weights, bias and results;
+  (1: added first, as torch does in float32; 2: last, as in bfloat16); addresses of the inputs, states, weights, bias
+  and results;
 - heads, the heads that share a B, their width, columns of a state; addresses of the states, decays, step sizes, Bs and
   inputs, float32 without gaps, and of the states rounded to bfloat16;
 - sequences, channels, columns of a state; the same addresses, with a decay for each value, and step sizes for channels.
@@ -106,17 +106,17 @@ def _same(value):  # type: ignore[no-untyped-def]
 @numba.njit(inline="always")
 def _convolve(wide_of, value_of, values_at, words, start, end, parts):  # type: ignore[no-untyped-def]
     """See `convolution_step`; the first three are how values become floats, and back, and are read at an address."""
-    sequences, channels, tokens, taps, bias_turn, dilation = words[0], words[1], words[2], words[3], words[5], words[6]
-    inputs, states = values_at(words[7], sequences * channels), values_at(words[8], sequences * channels * tokens)
-    weights, bias = values_at(words[9], channels * taps), values_at(words[10], channels)
-    results, first = values_at(words[11], sequences * channels), tokens - (taps - 1) * dilation
+    sequences, channels, tokens, taps, bias_turn = words[0], words[1], words[2], words[3], words[5]
+    inputs, states = values_at(words[6], sequences * channels), values_at(words[7], sequences * channels * tokens)
+    weights, bias = values_at(words[8], channels * taps), values_at(words[9], channels)
+    results = values_at(words[10], sequences * channels)
     for sequence in range(sequences):
         for channel in range(start * channels // parts, end * channels // parts):
             place, weight = sequence * channels + channel, channel * taps
             old = place * tokens
             total = wide_of(bias[channel]) if bias_turn == 1 else np.float32(0)
             for tap in range(taps - 1):
-                total = _fma(wide_of(states[old + first + tap * dilation]), wide_of(weights[weight + tap]), total)
+                total = _fma(wide_of(states[old + tokens - taps + 1 + tap]), wide_of(weights[weight + tap]), total)
             total = _fma(wide_of(inputs[place]), wide_of(weights[weight + taps - 1]), total)
             results[place] = value_of(total + wide_of(bias[channel]) if bias_turn == 2 else total)
             for token in range(tokens - 1):

@@ -9,7 +9,6 @@ from rabbitllm.engine._attention import fuse_attention, fuse_layers, is_whole_la
 from rabbitllm.engine._gates import fuse_gates
 from rabbitllm.engine._indexes import fuse_angles
 from rabbitllm.engine._mixtures import fuse_mixtures
-from rabbitllm.engine._ngrams import fuse_ngrams
 from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine._recurrences import fuse_recurrences
 from rabbitllm.engine._rotary import fuse_rotary
@@ -39,7 +38,6 @@ def fuse(model: nn.Module, *, is_multiplied: bool) -> None:
     fuse_mixtures(model)
     if is_multiplied:
         fuse_layers(model)
-        fuse_ngrams(model)
         fuse_streams(model)
         fuse_models(model)
         widen_convolutions(model)
