@@ -434,8 +434,9 @@ class GroupedProduct:
 
     def run(self, method: str, width: int, work: Sequence[tuple[KernelMatrix, int, int]]) -> None:
         """Multiply the rows [begin, end) with each matrix by a method's kernel, as one job for all threads."""
-        if width not in self._inputs and any(matrix.order is None for matrix, *_ in work):
-            self._inputs[width] = work[0][0].preparation(width).of(self._x)
+        alike = next((matrix for matrix, *_ in work if matrix.order is None), None)
+        if width not in self._inputs and alike is not None:
+            self._inputs[width] = alike.inputs(width, self._x)
         rows, start, pieces, own = self.out.shape[1], self.out.data_ptr(), [], list[InputRows]()
         for matrix, begin, end in work:
             codes, scales, table, *sizes = matrix.operands(width)

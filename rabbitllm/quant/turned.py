@@ -113,12 +113,13 @@ class TurnedOperands(NamedTuple):
         columns, rows = matrix.form.shape[::-1] if is_coded else matrix.shape
         if columns % SEGMENT or rows % _INPUTS[0]:
             return None
-        from rabbitllm.quant import _vectors  # numba comes with it
+        from rabbitllm.quant import _product_kernels, _vectors  # numba comes with them
 
         width, most = _vectors.lanes(), FEW_INPUTS
         if is_coded:
             codes, scales, table, row_bytes, _, shift = matrix.operands(width)
-            own, is_fit = (codes, scales, table, row_bytes, shift, matrix.form.scheme), table != 0
+            own = codes, scales, table, row_bytes, shift, matrix.form.scheme
+            is_fit = table != 0 and own[5] in _product_kernels.STEP_BYTES  # not blocks
         else:
             own = matrix.data_ptr(), 0, 0, 2 * columns, 0, BFLOAT16
             most = min(most, bfloat_products.max_rows())

@@ -80,6 +80,14 @@ def test_others_have_no_kernel(matrix: Any) -> None:
     assert RoutedProduct.of(matrix) is None
 
 
+@pytest.mark.parametrize("scheme", ["Q4_K", "Q5_0", "Q8_0"])
+def test_blocks_have_no_kernel(scheme: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor are any tried: one for other methods would write behind its results."""
+    matrix = matrix_of(scheme, 36, 256, RandomTensors())
+    assert RoutedProduct.of(matrix) is None
+    assert not caplog.records
+
+
 def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     random, run = RandomTensors(), _kernels.run
 
