@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import sys
 import threading
@@ -132,7 +133,7 @@ def test_compiled_code_allocates_nothing() -> None:
     """A thread that has no room for its memory would end, and leave requests pending."""
     code = numba.cfunc(STEP)(kernels.serve).inspect_llvm()  # a cached one has none
     assert "cmpxchg" in code
-    assert "@NRT_" not in code, [line for line in code.splitlines() if "@NRT_" in line]
+    assert not re.findall(r"@NRT_\w*[Aa]lloc\w*", code)
 
 
 def test_nothing_keeps_readers_but_their_owner(content: tuple[bytes, int]) -> None:
