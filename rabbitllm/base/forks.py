@@ -203,31 +203,30 @@ class _DirectReads:
 
     The kernel writes such a read to the pages of a buffer. A fork in the meantime marks the pages as copy-on-write, and
     the parent may get a copy of a page before the bytes arrive (open(2), O_DIRECT: never run concurrently with fork).
+
+    The lock is entered itself: a Ctrl-C in Python's own code of `Condition.__enter__` would leave it taken.
     """
 
     def __init__(self) -> None:
-        self._change = threading.Condition(threading.Lock())
-        self._count = 0
+        self.reset()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        with self._change:
+        with self._lock:
             self._count += 1
         try:
             yield
         finally:
-            with self._change:
+            with self._lock:
                 self._count -= 1
                 self._change.notify_all()
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        with self._change:
-            yield
+    def waiting(self) -> threading.Lock:
+        return self._lock
 
     def block(self) -> None:
         """Before a fork: wait for reads in progress, and block new ones."""
-        self._change.acquire()
+        self._lock.acquire()
         while self._count:
             self._change.wait()
         for reference in _BEFORE:
@@ -236,11 +235,12 @@ class _DirectReads:
 
     def unblock(self) -> None:
         """After a fork, in the parent: allow reads again."""
-        self._change.release()
+        self._lock.release()
 
     def reset(self) -> None:
         """After a fork, in the child: reset the lock and the count."""
-        self._change, self._count = threading.Condition(threading.Lock()), 0
+        self._lock, self._count = threading.Lock(), 0
+        self._change = threading.Condition(self._lock)
 
 
 _READS = _DirectReads()

@@ -178,13 +178,12 @@ class _Reading:
     """A fill by compiled code, in place of a future; what that could not read is read by the one who waits.
 
     Args:
-        table: its files stay open until then.
         request: the one that was sent.
-        finish: is called once when the request is over, with whether it was read.
+        finish: is called when the request is over, with whether it was read.
     """
 
-    def __init__(self, table: ReadTable, request: ReadRequest, finish: Callable[[bool], object]) -> None:
-        self._table, self._request, self._calls = table, request, [finish]
+    def __init__(self, request: ReadRequest, finish: Callable[[bool], object]) -> None:
+        self._request, self._calls = request, [finish]
         self._error: BaseException | None = None
 
     def done(self) -> bool:
@@ -196,9 +195,10 @@ class _Reading:
         if self._calls:
             is_read = self._request.wait()
             try:
-                self._calls.pop()(is_read)
+                self._calls[0](is_read)
             except Exception as error:
                 self._error = error
+            self._calls.clear()  # not after a Ctrl-C: the slot may not be filled
         if self._error is not None:
             raise self._error
 
@@ -286,7 +286,7 @@ class ExpertPool:
         self._host = [ExpertSlot(memory, None) for memory in on_host]
         self._memory = host  # kept, since its buffers are unpinned when it is freed
         self._readers: Readers | None = None
-        self._tables: list[ReadTable | None] = [None] * len(sources)
+        self._tables: dict[int, ReadTable | None] = {}
         self._unsent: list[ReadRequest] = []
         self._threads = Workers(READS if device.shares_host_memory else EXPERT_STAGING, f"experts-{device.name}")
         count = slots + transit_slots(sources) + staging_slots(sources)
@@ -299,7 +299,7 @@ class ExpertPool:
         expert_slots = [ExpertSlot(part, device.leave()) for part in memory]
         self._slots, self._transit = expert_slots[:slots], expert_slots[slots:]
         if device.shares_host_memory and disk.compiled_block and not any(source.is_rearranged for source in sources):
-            self._readers = Readers.of(READS, f"experts-{device.name}", expert_slots)
+            self._readers = Readers.of(READS, f"experts-{device.name}", [slot.memory for slot in expert_slots])
         self.valid = max(len(self._transit) // 2, 1)
         views = dict[tuple[object, ...], int]()
         leaves = {(n, name): leaf.view for n, source in enumerate(sources) for name, leaf in source.leaves.items()}
@@ -711,17 +711,16 @@ class ExpertPool:
 
     def _table(self, module: int) -> ReadTable | None:
         """What compiled code may read of a module, now that its files are those that were opened last."""
-        if self._readers is None or not self._disk.compiled_block:
+        if self._readers is None or not (self._readers.is_usable and self._disk.compiled_block):
             return None
-        table = self._tables[module]
-        if table is not None and table.is_valid:
+        table = self._tables.get(module)
+        if module in self._tables and (table is None or table.is_valid):
             return table
         rows = [self.sources[module].spans(expert) for expert in range(self.sources[module].experts)]
-        self._tables[module] = table = None
-        with contextlib.suppress(OSError):
-            self._tables[module] = table = self._disk.table(rows)
-        if table is None:  # others read, and tell of errors
-            self._readers = None
+        table = self._tables.pop(module, None) and None
+        with contextlib.suppress(OSError):  # others read, and tell of errors
+            table = self._disk.table(rows)
+        self._tables[module] = table
         return table if table is not None and table.is_valid else None
 
     def _ask(self, table: ReadTable, module: int, expert: int, slot: ExpertSlot) -> None:
@@ -729,7 +728,7 @@ class ExpertPool:
         assert self._readers is not None
         source, request = self.sources[module], slot.request or ReadRequest(self._readers)
         slot.request, spans = request, table.spans[expert]
-        request.prepare(slot.memory.data_ptr(), spans.ctypes.data, len(spans), self._disk.compiled_block)
+        request.prepare(slot.memory.data_ptr(), spans.ctypes.data, len(spans), self._disk.compiled_block, table)
 
         def finish(is_read: bool) -> None:
             if not is_read:
@@ -739,8 +738,9 @@ class ExpertPool:
             self._profiler.add(source.name, READ, seconds, source.expert_bytes, ended=ended, thread=thread)
             slot.expert = module, expert
 
-        slot.pending = reading = _Reading(table, request, finish)
+        reading = _Reading(request, finish)
         self._sent.append((reading, slot))
+        slot.pending = reading
         self._unsent.append(request)
 
     def _send_requests(self) -> None:

@@ -30,7 +30,7 @@ import numpy as np
 from rabbitllm.base.forks import Workers, direct_read
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.tensor_spec import TensorSpec
-from rabbitllm.storage.files import PositionalFile, page_aligned
+from rabbitllm.storage.files import PositionalFile, leaves_descriptors, page_aligned
 from rabbitllm.store.checksums import LayerChecks
 
 logger = logging.getLogger(__name__)
@@ -181,13 +181,13 @@ class SpanReader:
         return self._sector if self.mode.direct and self._is_exact else 0
 
     def table(self, rows: Sequence[Sequence[FileSpan]]) -> ReadTable | None:
-        """Rows of spans, as many in each, for compiled code; None if there are too many files.
+        """Rows of spans, as many in each, for compiled code; None if there are too many files, here or in this process.
 
         Raises:
             OSError: a file cannot be opened.
         """
         names = {span.file for row in rows for span in row}
-        if len(names) > TABLE_FILES:
+        if len(names) > TABLE_FILES or not leaves_descriptors(len(names)):
             return None
         with contextlib.ExitStack() as stack:
             paths = {name: self._store.path(name) for name in names}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numba
-import numpy as np
 
 from rabbitllm.base.compiling import (
     atomic_add,
@@ -35,13 +34,19 @@ REQUEST_WORDS, SPAN_WORDS = 8, 4
 """A span has a descriptor, an offset in its file, bytes, and an offset in the memory."""
 PENDING, DONE, FAILED, UNSENT = range(4)
 """States of a request."""
-_PIECE, _PAGE = 1 << 20, 4096
+_PIECE, PAGE = 1 << 20, 4096
+SCRATCH = _PIECE + 2 * PAGE
+"""Bytes of a thread's own memory, on pages: two addresses, that of the words which all share and that of its second
+page."""
 _MONOTONIC = 1
 
 
 @numba.njit(nogil=True)
-def _bytes(address, count):  # type: ignore[no-untyped-def]
-    return to_array(bytes_at(address), count)
+def _copy(source, target, count):  # type: ignore[no-untyped-def]
+    """Copy bytes; an assignment of slices would allocate memory if they overlapped."""
+    given, copied = to_array(bytes_at(source), count), to_array(bytes_at(target), count)
+    for i in range(count):
+        copied[i] = given[i]
 
 
 @numba.njit(nogil=True)
@@ -69,19 +74,20 @@ def _fill(read, span, memory, block, scratch):  # type: ignore[no-untyped-def]
     descriptor, offset, nbytes, place = span[0], span[1], span[2], memory + span[3]
     if (place - offset) % block == 0:
         lead, tail = offset % block, -(offset + nbytes) % block
-        before, after = _bytes(scratch, lead), _bytes(scratch + _PAGE, tail)
-        before[:], after[:] = _bytes(place - lead, lead), _bytes(place + nbytes, tail)
+        _copy(place - lead, scratch, lead)
+        _copy(place + nbytes, scratch + PAGE, tail)
         is_read = _read(read, descriptor, place - lead, lead + nbytes + tail, offset - lead, lead + nbytes)
-        _bytes(place - lead, lead)[:], _bytes(place + nbytes, tail)[:] = before, after
+        _copy(scratch, place - lead, lead)
+        _copy(scratch + PAGE, place + nbytes, tail)
         return is_read
     done = 0
     while done < nbytes:
-        lead = (offset + done) % _PAGE
+        lead = (offset + done) % PAGE
         count = min(nbytes - done, _PIECE - lead)
-        asked = (lead + count + _PAGE - 1) // _PAGE * _PAGE
+        asked = (lead + count + PAGE - 1) // PAGE * PAGE
         if not _read(read, descriptor, scratch, asked, offset + done - lead, lead + count):
             return False
-        _bytes(place + done, count)[:] = _bytes(scratch + lead, count)
+        _copy(scratch + lead, place + done, count)
         done += count
     return True
 
@@ -114,8 +120,9 @@ def await_change(data, place, value, spins):  # type: ignore[no-untyped-def]
 
 def serve(data):  # type: ignore[no-untyped-def]
     """Read what is asked for, until threads are to end."""
-    words, memory = to_array(data, WORDS), np.empty(_PIECE + 2 * _PAGE, np.uint8)
-    own, scratch = words[OWN], (memory.ctypes.data + _PAGE - 1) // _PAGE * _PAGE
+    mine = to_array(data, 2)
+    own, scratch = mine[0], mine[1]  # nothing is allocated: without room a thread would end, and requests stay pending
+    words = to_array(integers_at(own), WORDS)
     while True:
         epoch, claimed = shared(own + 8 * EPOCH), shared(own + 8 * CLAIMED)
         if claimed < shared(own + 8 * SENT):
@@ -125,9 +132,10 @@ def serve(data):  # type: ignore[no-untyped-def]
             asked, state = to_array(integers_at(request), REQUEST_WORDS), DONE
             begun = _now(words[CLOCK], request + 8 * TIME)
             spans = to_array(integers_at(asked[SPANS]), SPAN_WORDS * asked[COUNT])
+            block = max(asked[BLOCK], 1)  # a division by 0 would end the thread
             for i in range(asked[COUNT]):
                 span = spans[SPAN_WORDS * i : SPAN_WORDS * i + SPAN_WORDS]
-                if state == DONE and not _fill(words[READ], span, asked[MEMORY], asked[BLOCK], scratch):
+                if state == DONE and not _fill(words[READ], span, asked[MEMORY], block, scratch):
                     state = FAILED
             ended = _now(words[CLOCK], request + 8 * TIME)
             asked[TIME], asked[ENDED], asked[THREAD] = ended - begun, ended, scratch
@@ -141,4 +149,3 @@ def serve(data):  # type: ignore[no-untyped-def]
             atomic_add(own + 8 * ASLEEP, 1)
             system_call(words[SYSCALL], FUTEX, own + 8 * EPOCH, WAIT, epoch & 0xFFFFFFFF)
             atomic_add(own + 8 * ASLEEP, -1)
-    memory[0] = 0  # numba frees memory after its last use

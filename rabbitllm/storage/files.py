@@ -431,6 +431,18 @@ class OpenFiles:
         self._changed.notify_all()
 
 
+def leaves_descriptors(count: int) -> bool:
+    """Whether this process may keep so many more files open (Linux): half of its descriptors stay free for others.
+
+    Raises:
+        OSError: there is no /proc, or no descriptor at all.
+    """
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit == resource.RLIM_INFINITY or 2 * (len(os.listdir("/proc/self/fd")) + count) <= limit
+
+
 def _files_allowed() -> int:
     if sys.platform == "win32":  # its limit per process is 8,192
         return MAX_FILES

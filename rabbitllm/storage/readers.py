@@ -16,23 +16,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rabbitllm.base.forks import DaemonThread, before_fork, in_child, without_forks
+from rabbitllm.storage.files import page_aligned
 
 
 class ReadRequest:
-    """A read of spans into one memory, which is kept until it is read, with all else that the request needs."""
+    """A read of spans into one memory. The threads keep it, but it does not keep them."""
 
     def __init__(self, readers: Readers) -> None:
         from rabbitllm.storage import _read_kernels as kernels  # numba comes with it
 
-        self._readers = readers
+        self._await_change, self._kept = readers.await_change, None
         self._words = (ctypes.c_int64 * kernels.REQUEST_WORDS)()
         self._words[kernels.STATE] = self._unsent = kernels.UNSENT
         self._state = kernels.STATE
         self.address = ctypes.addressof(self._words)
+        readers.requests.append(self)
 
-    def prepare(self, memory: int, spans: int, count: int, block: int) -> None:
+    def prepare(self, memory: int, spans: int, count: int, block: int, kept: Any = None) -> None:
         """Set what is read next: the address of memory, and that of spans (int64s: descriptor, offset, bytes, offset in
-        the memory), their number, and what offsets and addresses of reads are multiples of, at most 4,096."""
+        the memory), their number, and what offsets and addresses of reads are multiples of, at most 4,096; and what is
+        kept until it is over: the spans, and open files."""
+        self._kept = kept
         self._words[: self._state + 1] = [memory, spans, count, block, self._unsent]
 
     @property
@@ -49,7 +53,8 @@ class ReadRequest:
     def wait(self) -> bool:
         """Wait until it is over; whether it was read."""
         while not self.is_over:
-            self._readers.await_change(self.address + 8 * self._state, 0)
+            self._await_change(self.address + 8 * self._state, 0)
+        self._kept = None
         return bool(self._words[self._state] == 1)
 
 
@@ -59,7 +64,11 @@ class Readers:
     Args:
         count: of threads.
         name: of the threads.
-        kept: what is kept until they have ended: memory that they read into, and open files.
+        kept: what is kept until they have ended: memory that they read into. It must not keep this object.
+
+    Attributes:
+        requests: all that were made for them, which are kept as long.
+        is_usable: whether there are threads in this process.
     """
 
     def __init__(self, count: int, name: str, kept: Any) -> None:
@@ -67,26 +76,31 @@ class Readers:
         from rabbitllm.base.parts import SPINS
         from rabbitllm.storage import _read_kernels as kernels
 
+        scratches = [page_aligned(kernels.SCRATCH) for _ in range(count)]  # here, where there may be no room for it
         library = ctypes.CDLL(None)
         library.aligned_alloc.restype, library.aligned_alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t] * 2
         address = int(library.aligned_alloc(64, 8 * kernels.WORDS))  # never freed: a thread may outlive this
         ctypes.memset(address, 0, 8 * kernels.WORDS)
-        self._address, self._count, self._kernels, self._spins = address, count, kernels, SPINS
+        self._address, self._count, self._kernels = address, count, kernels
         self._words = (ctypes.c_int64 * kernels.WORDS).from_address(address)
         self._words[kernels.OWN] = address
         functions = library.pread, library.syscall, library.clock_gettime
-        for place, function in zip((kernels.READ, kernels.SYSCALL, kernels.CLOCK), functions, strict=True):
-            self._words[place] = ctypes.cast(function, ctypes.c_void_p).value or 0
+        for index, function in zip((kernels.READ, kernels.SYSCALL, kernels.CLOCK), functions, strict=True):
+            self._words[index] = ctypes.cast(function, ctypes.c_void_p).value or 0
         numbers = [ctypes.c_int64] * 4
         self._send = ctypes.PYFUNCTYPE(None, *numbers)(address_of(kernels.send))  # it takes microseconds
-        self._await = ctypes.CFUNCTYPE(None, *numbers)(address_of(kernels.await_change))
-        self.is_usable = True
+        wait = ctypes.CFUNCTYPE(None, *numbers)(address_of(kernels.await_change))
+        self.await_change: Callable[[int, int], object] = lambda place, value: wait(address, place, value, SPINS)
+        """Wait until a word at an address has probably another value."""
+        self.requests, self.is_usable = list[ReadRequest](), True
         in_child(self._reset)
         before_fork(self._settle)
         self.close = weakref.finalize(self, _end, self._words, self._send, kernels, count)
         serve = ctypes.CFUNCTYPE(None, ctypes.c_int64)(address_of(kernels.serve))
-        for _ in range(count):
-            DaemonThread(_serve, name, serve, address, kept).start()
+        for scratch in scratches:
+            first = (ctypes.c_int64 * 2).from_buffer(scratch)
+            first[:] = [address, (place := ctypes.addressof(first)) + kernels.PAGE]
+            DaemonThread(_serve, name, serve, place, (scratch, kept, self.requests)).start()
 
     @classmethod
     def of(cls, count: int, name: str, kept: Any) -> Readers | None:
@@ -95,7 +109,7 @@ class Readers:
             return None
         try:
             return cls(count, name, kept)
-        except (MemoryError, RuntimeError):
+        except (MemoryError, OSError, RuntimeError):
             return None
 
     def send(self, requests: Sequence[ReadRequest]) -> None:
@@ -105,10 +119,6 @@ class Readers:
         addresses = array("q", [request.address for request in requests])
         with without_forks():
             self._send(self._address, addresses.buffer_info()[0], len(addresses), self._count)
-
-    def await_change(self, place: int, value: int) -> None:
-        """Wait until a word at an address has probably another value."""
-        self._await(self._address, place, value, self._spins)
 
     def _settle(self) -> None:
         """Before a fork: wait for all reads."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
-from rabbitllm.base.forks import ForkGuard, Workers, direct_read, own_lock
+from rabbitllm.base import forks
+from rabbitllm.base.forks import ForkGuard, Workers, direct_read, own_lock, without_forks
 from rabbitllm.errors import ForkedError
 from tests.support.forked import PATIENCE, in_a_fork
 
@@ -96,3 +99,31 @@ def test_guard_refuses_other_processes() -> None:
         return guard.is_here
 
     assert in_a_fork(settle)
+
+
+@pytest.mark.parametrize("context", [direct_read, without_forks])
+def test_an_interrupt_leaves_no_lock_taken(context: Any) -> None:
+    """Ctrl-C comes after a call of C, such as that which takes a lock, and Python keeps its traceback."""
+    errors, calls = list[KeyboardInterrupt](), 0
+
+    def interrupt(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "c_return"
+        if calls == len(errors) + 1:
+            raise KeyboardInterrupt
+
+    is_interrupted = True
+    while is_interrupted:
+        calls, is_interrupted = 0, False
+        sys.setprofile(interrupt)
+        try:
+            with context():
+                pass
+            sys.setprofile(None)
+        except KeyboardInterrupt as error:
+            sys.setprofile(None)
+            is_interrupted = calls > 0
+            errors.append(error)
+        assert not forks._READS._change._lock.locked(), calls  # type: ignore[attr-defined]
+        is_interrupted &= len(errors) < 20
+    assert errors

@@ -6,11 +6,14 @@ A stack of experts behaves like an ordinary parameter of the same values.
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import os
 import platform
 import re
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -51,6 +54,9 @@ from tests.support.tiny_models import (
     split,
 )
 
+compiled_reads = pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="compiled code reads there"
+)
 MANY = {"num_experts": 24, "num_experts_per_tok": 3}
 FAMILIES = {
     "qwen3_moe": "num_experts",
@@ -490,7 +496,7 @@ def test_experts_that_do_not_fit_leave_the_page_cache(
     assert any(span.nbytes % BLOCK for source in pool.sources for span in source.spans(0))
 
 
-@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="compiled code reads there")
+@compiled_reads
 @pytest.mark.parametrize("compression", [None, "4bit", "4bit-double"])
 def test_compiled_code_reads_what_was_compared(
     checkpoint: Path, compression: str | None, monkeypatch: pytest.MonkeyPatch
@@ -527,6 +533,83 @@ def test_compiled_code_reads_what_was_compared(
         run(model)
     flip()
     assert_same(run(model), expected)
+
+
+@compiled_reads
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_threads_of_a_dropped_model_end(
+    checkpoint: Path, is_interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its memory goes with them, also if a pass broke off in the middle of reads."""
+    directory = split(checkpoint)
+    monkeypatch.setattr("rabbitllm.engine.load.choose_read_mode", lambda *_: ReadMode(direct=True))
+    before = {*threading.enumerate()}
+    model = with_share(directory, 0.25)
+    run(model)
+    (pool,) = model.streamer.pools.values()
+    assert pool._readers is not None
+    assert pool._readers.requests
+    memory, first = weakref.ref(pool), INPUT[:, :1]
+    if is_interrupted:
+        with monkeypatch.context() as patch:
+            patch.setattr(ExpertPool, "_wait", interrupt)
+            with torch.inference_mode(), pytest.raises(KeyboardInterrupt):
+                model(first)
+        assert any(isinstance(slot.pending, _expert_pool._Reading) for slot in (*pool._slots, *pool._transit))
+    del model, pool
+    gc.collect()
+    assert memory() is None
+    readers = [thread for thread in {*threading.enumerate()} - before if thread.name == "experts-cpu"]
+    for thread in readers:
+        thread.join(600)
+    assert not any(thread.is_alive() for thread in readers)
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@compiled_reads
+def test_few_descriptors_are_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that stay open for compiled code take half of a process's descriptors at most."""
+    import resource
+
+    folder = build_checkpoint(tmp_path / "m", "qwen3_moe", dtype=torch.bfloat16, **MANY, num_hidden_layers=12)
+    directory = split(folder)
+    expected = run(load(directory))
+    monkeypatch.setattr("rabbitllm.engine.load.choose_read_mode", lambda *_: ReadMode(direct=True))
+    model = with_share(directory, 0.25)
+    (pool,) = model.streamer.pools.values()
+    limits, opened = resource.getrlimit(resource.RLIMIT_NOFILE), len(os.listdir("/proc/self/fd"))
+    for room, tables in ((8, range(1)), (opened + 8, range(1, 12))):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (opened + room, limits[1]))
+        try:
+            assert_same(run(model), expected)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert sum(table is not None for table in pool._tables.values()) in tables
+        pool._tables.clear()
+    assert_same(run(model), expected)
+    assert None not in pool._tables.values()
+
+
+@compiled_reads
+def test_a_fill_that_was_interrupted_is_not_over(checkpoint: Path) -> None:
+    readers = Readers.of(1, "interrupted", ())
+    assert readers is not None
+    calls = list[bool]()
+
+    def finish(is_read: bool) -> None:
+        calls.append(is_read)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    reading = _expert_pool._Reading(ReadRequest(readers), finish)
+    with pytest.raises(KeyboardInterrupt):
+        reading.result()
+    for _ in range(2):
+        reading.result()
+    assert calls == [False, False]
 
 
 def test_without_a_split_experts_are_read_from_shards(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine._first_use import ReadAhead
 from rabbitllm.engine.load import load_model
-from rabbitllm.engine.span_reader import FileSpan
+from rabbitllm.engine.span_reader import FileSpan, ReadMode
 from rabbitllm.errors import ForkedError, IncompleteSplitError
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.request import Request
@@ -111,6 +111,20 @@ def test_child_computes_with_streamed_experts(tmp_path: Path) -> None:
     assert model.streamer.pools
     expected = logits(model)
     assert in_a_fork(lambda: logits(model)) == expected
+    assert logits(model) == expected
+
+
+def test_child_reads_experts_by_threads_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several at once: it asks nothing of threads of compiled code, which it has not."""
+    monkeypatch.setattr("rabbitllm.engine.load.choose_read_mode", lambda *_: ReadMode(direct=True))
+    folder = split(build_checkpoint(tmp_path / "moe", FAMILIES["mixtral"], dtype=torch.float32))
+    model = load(folder, budget_that_keeps(folder, 0.5, dtype="float32"), dtype="float32")
+    (pool,) = model.streamer.pools.values()
+    expected = logits(model)
+    asked = list[object]()
+    monkeypatch.setattr(type(pool), "_ask", lambda self, table, module, expert, slot: asked.append(expert))
+    assert in_a_fork(lambda: (logits(model), asked)) == (expected, [])
+    monkeypatch.undo()
     assert logits(model) == expected
 
 

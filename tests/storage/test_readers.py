@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rabbitllm.base.compiling import STEP
 from rabbitllm.storage import _read_kernels as kernels
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.storage.readers import Readers, ReadRequest
@@ -111,6 +115,41 @@ def test_what_cannot_be_read(readers: Readers, content: tuple[bytes, int]) -> No
     readers.send([request])
     assert request.wait()
     assert bytes(memory[:10]) == data[5:15]
+
+
+def test_a_block_of_nothing(readers: Readers, content: tuple[bytes, int]) -> None:
+    """No request is left pending."""
+    memory, spans = page_aligned(8192), words((content[1], 7, 5000, 3))
+    request = request_of(readers, memory, spans, 0)
+    readers.send([request])
+    end = time.monotonic() + 60
+    while not request.is_over and time.monotonic() < end:
+        time.sleep(0.001)
+    assert request.is_over
+    assert request.wait() == (bytes(memory[3:5003]) == content[0][7:5007])
+
+
+def test_compiled_code_allocates_nothing() -> None:
+    """A thread that has no room for its memory would end, and leave requests pending."""
+    code = numba.cfunc(STEP)(kernels.serve).inspect_llvm()  # a cached one has none
+    assert "cmpxchg" in code
+    assert not re.findall(r"@NRT_\w*[Aa]lloc\w*", code)
+
+
+def test_nothing_keeps_readers_but_their_owner(content: tuple[bytes, int]) -> None:
+    """Their requests do not, which the threads keep, nor does what a request keeps until it is over."""
+    readers = Readers.of(THREADS, "owned", ())
+    assert readers is not None
+    memory, spans, kept = page_aligned(8192), words((content[1], 0, 4096, 0)), threading.Event()
+    request, freed, reference = request_of(readers, memory, spans, 4096), weakref.ref(readers), weakref.ref(kept)
+    request.prepare(np.frombuffer(memory, np.uint8).ctypes.data, spans.ctypes.data, 1, 4096, kept)
+    readers.send([request])
+    del readers, kept
+    assert freed() is None
+    assert request.wait()
+    assert reference() is None
+    for thread in [thread for thread in threading.enumerate() if thread.name == "owned"]:
+        thread.join()
 
 
 def test_threads_end_after_what_they_were_sent(content: tuple[bytes, int]) -> None:
