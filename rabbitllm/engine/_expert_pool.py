@@ -717,10 +717,9 @@ class ExpertPool:
         if module in self._tables and (table is None or table.is_valid):
             return table
         rows = [self.sources[module].spans(expert) for expert in range(self.sources[module].experts)]
-        table = self._tables.pop(module, None) and None
+        self._tables[module] = table = None  # closes the files of the other one
         with contextlib.suppress(OSError):  # others read, and tell of errors
-            table = self._disk.table(rows)
-        self._tables[module] = table
+            self._tables[module] = table = self._disk.table(rows)
         return table if table is not None and table.is_valid else None
 
     def _ask(self, table: ReadTable, module: int, expert: int, slot: ExpertSlot) -> None:
