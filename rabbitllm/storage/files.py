@@ -432,11 +432,14 @@ class OpenFiles:
 
 
 def leaves_descriptors(count: int) -> bool:
-    """Whether this process may keep so many more files open (Linux): half of its descriptors stay free for others.
+    """Whether this process may keep so many more files open (on Linux alone): half of its descriptors stay free for
+    others.
 
     Raises:
         OSError: there is no /proc, or no descriptor at all.
     """
+    if sys.platform != "linux":
+        return False
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
