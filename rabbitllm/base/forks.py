@@ -204,7 +204,8 @@ class _DirectReads:
     The kernel writes such a read to the pages of a buffer. A fork in the meantime marks the pages as copy-on-write, and
     the parent may get a copy of a page before the bytes arrive (open(2), O_DIRECT: never run concurrently with fork).
 
-    The lock is entered itself: a Ctrl-C in Python's own code of `Condition.__enter__` would leave it taken.
+    A Ctrl-C may come at any moment in the main thread. So the lock is entered itself, which `Condition.__enter__` would
+    leave taken; and a thread that forks does not wait for a read of its own, which was interrupted.
     """
 
     def __init__(self) -> None:
@@ -213,12 +214,12 @@ class _DirectReads:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         with self._lock:
-            self._count += 1
+            self.threads.append(threading.get_ident())
         try:
             yield
         finally:
             with self._lock:
-                self._count -= 1
+                self.threads.remove(threading.get_ident())
                 self._change.notify_all()
 
     def waiting(self) -> threading.Lock:
@@ -227,7 +228,7 @@ class _DirectReads:
     def block(self) -> None:
         """Before a fork: wait for reads in progress, and block new ones."""
         self._lock.acquire()
-        while self._count:
+        while {*self.threads} - {threading.get_ident()}:
             self._change.wait()
         for reference in _BEFORE:
             if (method := reference()) is not None:
@@ -238,8 +239,8 @@ class _DirectReads:
         self._lock.release()
 
     def reset(self) -> None:
-        """After a fork, in the child: reset the lock and the count."""
-        self._lock, self._count = threading.Lock(), 0
+        """After a fork, in the child: there are no reads."""
+        self._lock, self.threads = threading.Lock(), list[int]()
         self._change = threading.Condition(self._lock)
 
 

@@ -103,7 +103,8 @@ def test_guard_refuses_other_processes() -> None:
 
 @pytest.mark.parametrize("context", [direct_read, without_forks])
 def test_an_interrupt_leaves_no_lock_taken(context: Any) -> None:
-    """Ctrl-C comes after a call of C, such as that which takes a lock, and Python keeps its traceback."""
+    """Ctrl-C comes after a call of C, such as that which takes a lock, and Python keeps its traceback. A fork waits for no
+    read that was interrupted."""
     errors, calls = list[KeyboardInterrupt](), 0
 
     def interrupt(frame: Any, event: str, argument: Any) -> None:
@@ -127,3 +128,4 @@ def test_an_interrupt_leaves_no_lock_taken(context: Any) -> None:
         assert not forks._READS._change._lock.locked(), calls  # type: ignore[attr-defined]
         is_interrupted &= len(errors) < 20
     assert errors
+    assert in_a_fork(lambda: not forks._READS.threads)
