@@ -103,8 +103,8 @@ def test_guard_refuses_other_processes() -> None:
 
 @pytest.mark.parametrize("context", [direct_read, without_forks])
 def test_an_interrupt_leaves_no_lock_taken(context: Any) -> None:
-    """Ctrl-C comes after a call of C, such as that which takes a lock, and Python keeps its traceback. A fork waits for no
-    read that was interrupted."""
+    """Ctrl-C comes after a call of C, such as that which takes a lock, and Python keeps its traceback. A fork does not
+    wait for a read that was interrupted."""
     errors, calls = list[KeyboardInterrupt](), 0
 
     def interrupt(frame: Any, event: str, argument: Any) -> None:
