@@ -160,6 +160,7 @@ def requests(job: dict[str, Any]) -> dict[str, Any]:
             model.profiler.enabled = number >= last
         if "probed" in job and job["warm_up"] <= number < last:
             rates.append(_rate(job["probed"]))
+            time.sleep(0.5)  # else the engine could take the threads of that for other work (`openmp.look`)
         made.append(generate(model, given, job["tokens"], Clock()))
     counted = made[job["warm_up"] : last]
     steps = [seconds for one in counted for seconds in one["step_seconds"]]
