@@ -119,9 +119,13 @@ def _at(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, _I64.as_pointer())
 
 
+def _call(builder: Any, result: ir.Type, function: Any, *numbers: Any) -> Any:
+    kind = ir.FunctionType(result, [_I64] * len(numbers))
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), numbers)
+
+
 def _emit_parts(builder: Any, function: Any, data: Any, first: Any, end: Any, parts: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [_I64] * 4)
-    builder.call(builder.inttoptr(function, kind.as_pointer()), [data, first, end, parts])
+    _call(builder, ir.VoidType(), function, data, first, end, parts)
 
 
 def _emit_team(builder: Any, parallel: Any, function: Any, data: Any, threads: Any) -> None:
@@ -155,14 +159,11 @@ def _emit_pause(builder: Any, value: Any) -> None:
 
 
 def _emit_system(builder: Any, function: Any, number: Any, first: Any, second: Any, third: Any) -> Any:
-    kind = ir.FunctionType(_I64, [_I64] * 5)
-    arguments = [number, first, second, third, ir.Constant(_I64, 0)]
-    return builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
+    return _call(builder, _I64, function, number, first, second, third, ir.Constant(_I64, 0))
 
 
 def _emit_read(builder: Any, function: Any, descriptor: Any, address: Any, nbytes: Any, offset: Any) -> Any:
-    kind = ir.FunctionType(_I64, [_I64] * 4)
-    return builder.call(builder.inttoptr(function, kind.as_pointer()), [descriptor, address, nbytes, offset])
+    return _call(builder, _I64, function, descriptor, address, nbytes, offset)
 
 
 def _emit_own(builder: Any, value: Any) -> Any:

@@ -8,7 +8,7 @@ import gc
 import inspect
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -470,6 +470,33 @@ def compared(
     return models, both, ordinary
 
 
+def assert_noticed(
+    changes: Mapping[str, Change],
+    models: Sequence[Any],
+    both: Callable[[], list[torch.Tensor]],
+    ordinary: Sequence[torch.Tensor],
+    *,
+    once: tuple[str, ...] = (),
+    without_effect: str = "",
+) -> None:
+    """Each change of a mixture has the same effect on both models, and none once it is taken back.
+
+    Args:
+        changes: by their names.
+        models, both, ordinary: see `compared`.
+        once: how names of changes begin that one model makes for both.
+        without_effect: the name of the only one that changes no logits.
+    """
+    for name, change in changes.items():
+        with pytest.MonkeyPatch.context() as patch:
+            for model in models[: 1 if name.startswith(once) else 2]:
+                change(patch, model.model.layers[1].mlp)
+            changed = both()
+        assert torch.equal(*changed), name
+        assert torch.equal(changed[0], ordinary[0]) is (name == without_effect), name
+        assert all(map(torch.equal, both(), ordinary)), name
+
+
 @pytest.mark.parametrize("has_layers", [True, False])
 @torch.no_grad()
 def test_a_change_between_two_steps_is_noticed(
@@ -480,14 +507,7 @@ def test_a_change_between_two_steps_is_noticed(
     directory = checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY, **HEADS)
     models, both, ordinary = compared(directory, calls, monkeypatch)
     OTHERS[:] = [models[0].model.layers[0].mlp.experts]
-    for name, change in CHANGES.items():
-        with monkeypatch.context() as patch:
-            for model in models[: 1 if name.startswith("class") else 2]:
-                change(patch, model.model.layers[1].mlp)
-            changed = both()
-        assert torch.equal(*changed), name
-        assert torch.equal(changed[0], ordinary[0]) is (name == "experts"), name
-        assert all(map(torch.equal, both(), ordinary)), name
+    assert_noticed(CHANGES, models, both, ordinary, once=("class",), without_effect="experts")
     for model in models:
         parametrized(monkeypatch, model.model.layers[1].mlp.gate, "weight")
     changed = both()
@@ -511,14 +531,7 @@ def test_a_change_of_a_shared_expert_is_noticed(
 ) -> None:
     directory = checkpoint(tmp_path, Family("qwen2_moe"), compression, **MANY, **HEADS, **SHARED)
     models, both, ordinary = compared(directory, calls, monkeypatch)
-    for name, change in (OF_SHARED | ({} if compression else PLAIN)).items():
-        with monkeypatch.context() as patch:
-            for model in models:
-                change(patch, model.model.layers[1].mlp)
-            changed = both()
-        assert torch.equal(*changed), name
-        assert not torch.equal(changed[0], ordinary[0]), name
-        assert all(map(torch.equal, both(), ordinary)), name
+    assert_noticed(OF_SHARED | ({} if compression else PLAIN), models, both, ordinary)
 
 
 @torch.no_grad()
@@ -613,14 +626,7 @@ OF_OSS: dict[str, Change] = {
 def test_a_change_of_gpt_oss_is_noticed(tmp_path: Path, calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     models, both, ordinary = compared(checkpoint(tmp_path, OSS, "mxfp4", **HEADS), calls, monkeypatch)
     OTHERS[:] = [models[0].model.layers[0].mlp.router]
-    for name, change in OF_OSS.items():
-        with monkeypatch.context() as patch:
-            for model in models[: 1 if name.startswith(("class", "method")) else 2]:
-                change(patch, model.model.layers[1].mlp)
-            changed = both()
-        assert torch.equal(*changed), name
-        assert not torch.equal(changed[0], ordinary[0]), name
-        assert all(map(torch.equal, both(), ordinary)), name
+    assert_noticed(OF_OSS, models, both, ordinary, once=("class", "method"))
 
 
 @torch.no_grad()
