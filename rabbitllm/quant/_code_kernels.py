@@ -1,7 +1,7 @@
-"""Kernels that multiply by published codes: FP8, FP4 and integers of 4 bits, with scales for groups of inputs.
+"""Kernels that multiply by published codes: FP8, FP4 and integers of 4 or 8 bits, with scales for groups of inputs.
 
-A segment of 64 codes of FP8 is decoded to vectors of those at even indices and of those at odd ones, one of 4 bits to
-integers. So each lane of their products has codes of one group, and a vector of scales multiplies several groups at
+A segment of 64 codes of FP8 is decoded to vectors of those at even indices and of those at odd ones, one of the others
+to integers. So each lane of their products has codes of one group, and a vector of scales multiplies several groups at
 once. The loops and arguments are those of `_product_kernels.py`, but for `shift`, see `shift_of`.
 """
 
@@ -29,12 +29,12 @@ from rabbitllm.quant._integers import (
     Products,
     TwoByteLayout,
 )
-from rabbitllm.quant._kernel_interface import INTEGERS, PAIRS, SEGMENT, ZEROED, CodeKernel
+from rabbitllm.quant._kernel_interface import INTEGERS, PAIRS, SEGMENT, ZEROED, ZEROED_BFLOATS, CodeKernel
 from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, Emitter, every, number
 
-NIBBLES = "nibbles"
-_SCALE_BITS = {"f32": 32, "bf16": 16, "f16": 16, "power": 8, "float8": 8, ZEROED: 32}
-_TABLE_BYTES = {NIBBLES: 16, "float8": 256}
+NIBBLES, WHOLE = "nibbles", "integers"
+_SCALE_BITS = {"f32": 32, "bf16": 16, "f16": 16, "power": 8, "float8": 8, ZEROED: 32, ZEROED_BFLOATS: 32}
+_TABLE_BYTES = {NIBBLES: 16, WHOLE: 16, "float8": 256}
 """Bytes of a table; a factor follows, float32, which multiplies sums."""
 _SMALLER = 256.0
 """A float8_e4m3fn whose bits are moved to those of a float16 is smaller by this factor."""
@@ -52,6 +52,8 @@ def table_of(kernel: CodeKernel, width: int, values: npt.NDArray[np.float32], fa
     """The table of a kernel of `width` lanes, from the values of all codes, exact in bfloat16, times a factor."""
     if kernel.codes == NIBBLES:
         table = (2 * values).astype(np.int8).view(np.uint8)  # FP4 has halves
+    elif kernel.codes == WHOLE:
+        table = np.full(16, values[0]).astype(np.int8).view(np.uint8)  # 0, or -128: where a code and its value differ
     else:
         words = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
         table = words[:128].view(np.uint8)
@@ -63,7 +65,8 @@ def table_of(kernel: CodeKernel, width: int, values: npt.NDArray[np.float32], fa
 def kernel(method: str, scheme: CodeKernel, width: int) -> Callable[[Any], None]:
     """As `_product_kernels.kernel`, by codes."""
     name = "_".join((method, *map(str, scheme), str(width)))
-    of_integers = _FourSegments if _HAS_FOURS else _IntegerSegments
+    of_nibbles = _FourSegments if _HAS_FOURS else _NibbleSegments
+    of_integers = of_nibbles if scheme.codes == NIBBLES else _ByteSegments
     by_width: dict[int, type[_ScaledSegments]] = {INTEGERS: of_integers, PAIRS: _PairSegments}
     return _product_kernels.code_kernel(name, functools.partial(by_width.get(width, _FloatSegments), scheme), width)
 
@@ -92,6 +95,8 @@ class _ScaledSegments(CodeSteps):
         """These as float32."""
         b, scale_type, count = self._emit.b, self._kernel.scales, words.type.count
         wide, floats = ir.VectorType(I32, count), ir.VectorType(F32, count)
+        if scale_type == ZEROED_BFLOATS:
+            words, scale_type = b.and_(words, every(wide, -1 << 16)), "f32"
         if scale_type == "f32":
             return b.bitcast(words, floats)
         if scale_type == ZEROED:
@@ -108,22 +113,17 @@ class _ScaledSegments(CodeSteps):
 
 
 _HAS_FOURS = _vectors.multiplies_fours(8)
-NIBBLE_LAYOUT: InputLayout = (
-    TwoByteLayout(SEGMENT, (32, 2), (1, 0)) if _HAS_FOURS else InputLayout(SEGMENT, (16, 2, 2), (1, 2, 0))
-)
-"""The order of the inputs of a segment of codes of 4 bits."""
+LAYOUTS: dict[str, InputLayout] = {
+    NIBBLES: TwoByteLayout(SEGMENT, (32, 2), (1, 0)) if _HAS_FOURS else InputLayout(SEGMENT, (16, 2, 2), (1, 2, 0)),
+    WHOLE: InputLayout(SEGMENT, (32, 2), (1, 0)),
+}
+"""The order of the inputs of a segment of codes that are multiplied as integers."""
 
 
 class _IntegerSegments(_ScaledSegments):
-    """Looks codes of 4 bits up, of which the first of a byte is in its low half, and multiplies integers.
+    """Multiplies integers; each of a segment's `lanes` sums some consecutive ones."""
 
-    A lane sums eight consecutive codes, so that two segments fill a vector.
-    """
-
-    def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any, together: int = 2) -> None:
-        super().__init__(kernel, emit, table)
-        self.together, self._table = together, emit.load(table, ir.VectorType(I8, 16), 1)
-        self.rest = type(self)(kernel, emit, table, 1) if together > 1 else None
+    lanes: int
 
     def products(self, address: Any, inputs: list[list[Any]], position: Position) -> Products:
         emit, b, count = self._emit, self._emit.b, SEGMENT // self._kernel.group
@@ -133,12 +133,13 @@ class _IntegerSegments(_ScaledSegments):
             *before, segment, shift = position
             of_segments = ((*before, emit.add(segment, n), shift) for n in range(self.together))
             few = emit.joined(*(self._scales(place, 0, 1) for place in of_segments))
-        order = [lane * count // 8 for lane in range(8 * self.together)]
+        order = [lane * count // self.lanes for lane in range(self.lanes * self.together)]
         floats = self._floats(few)
         scale, zeros = emit.pick(floats, floats, order), None
-        if self._kernel.scales == ZEROED:
+        if self._kernel.scales in (ZEROED, ZEROED_BFLOATS):
             zeros = emit.pick(few, few, order)
-            zeros = b.ashr(zeros, every(zeros.type, 16))
+            sixteen = every(zeros.type, 16)
+            zeros = b.ashr(zeros if self._kernel.scales == ZEROED else b.shl(zeros, sixteen), sixteen)
         sums = self._sums(address, [integers for *integers, _ in inputs], zeros)
         totals = (b.fmul(b.sitofp(total, scale.type), each[-1]) for total, each in zip(sums, inputs, strict=True))
         yield 0, map(self._filled, totals), itertools.repeat(self._filled(scale))
@@ -146,7 +147,52 @@ class _IntegerSegments(_ScaledSegments):
     def _filled(self, lanes: Any) -> Any:
         """The lanes of one segment or two as a whole vector."""
         zeros = ir.Constant(lanes.type, None)
-        return self._emit.pick(lanes, zeros, range(16)) if self.together == 1 else lanes
+        return self._emit.pick(lanes, zeros, range(16)) if lanes.type.count < 16 else lanes
+
+    @abstractmethod
+    def _sums(self, address: Any, inputs: list[list[Any]], zeros: Any) -> list[Any]:
+        """The sums of the products of integers, less half of a lane's number in `zeros` if there are any, with those of
+        each input."""
+
+    def _in_pairs(self, zeros: Any) -> Any:
+        """The numbers of lanes as words, each twice."""
+        b = self._emit.b
+        both = b.and_(zeros, every(zeros.type, 0xFFFF))
+        return b.or_(both, b.shl(both, every(both.type, 16)))
+
+
+class _ByteSegments(_IntegerSegments):
+    """Multiplies codes of a byte, whose upper bit may be another one than that of their value; a lane sums four."""
+
+    lanes = 16
+
+    def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any) -> None:
+        super().__init__(kernel, emit, table)
+        self._changed = emit.joined(*[emit.load(table, ir.VectorType(I8, 16), 1)] * 4)
+
+    def _sums(self, address: Any, inputs: list[list[Any]], zeros: Any) -> list[Any]:
+        emit, b, eight = self._emit, self._emit.b, every(WORDS, 8)
+        codes = b.xor(emit.load(address, self._changed.type, 1), self._changed)
+        odd = b.bitcast(codes, WORDS)
+        values: Any = [b.ashr(b.shl(odd, eight), eight), b.ashr(odd, eight)]
+        if zeros is not None:
+            own = b.bitcast(self._in_pairs(b.ashr(zeros, every(zeros.type, 1))), WORDS)
+            values = [b.sub(each, own) for each in values]
+        return [_integers.summed_integers(emit, values, integers) for integers in inputs]
+
+
+class _NibbleSegments(_IntegerSegments):
+    """Looks codes of 4 bits up, of which the first of a byte is in its low half.
+
+    A lane sums eight, so that two segments fill a vector.
+    """
+
+    lanes = 8
+
+    def __init__(self, kernel: CodeKernel, emit: Emitter, table: Any, together: int = 2) -> None:
+        super().__init__(kernel, emit, table)
+        self.together, self._table = together, emit.load(table, ir.VectorType(I8, 16), 1)
+        self.rest = type(self)(kernel, emit, table, 1) if together > 1 else None
 
     def inputs(self, inputs: Any, others: Any) -> list[Any]:
         emit = self._emit
@@ -156,7 +202,6 @@ class _IntegerSegments(_ScaledSegments):
         return [*words, emit.b.fmul(scale, every(scale.type, 0.5))]  # the table has twice the values
 
     def _sums(self, address: Any, inputs: list[list[Any]], zeros: Any) -> list[Any]:
-        """The sums of the products of each eight integers, less a zero if there are any, with those of each input."""
         emit, b, words = self._emit, self._emit.b, ir.VectorType(I16, 16)
         sums: list[list[Any]] = [[] for _ in inputs]
         for n in range(self.together):
@@ -164,8 +209,7 @@ class _IntegerSegments(_ScaledSegments):
             nibbles = (b.and_(word, every(words, 0x0F0F)) for word in (both, b.lshr(both, every(words, 4))))
             values: Any = _integers.looked_up_words(emit, self._table, emit.joined(*nibbles))
             if zeros is not None:
-                both = b.and_(zeros, every(zeros.type, 0xFFFF))
-                both = b.or_(both, b.shl(both, every(both.type, 16)))
+                both = self._in_pairs(zeros)
                 own = b.bitcast(emit.pick(both, both, [8 * n + lane % 8 for lane in range(16)]), WORDS)
                 values = [b.sub(each, own) for each in values]
             for of_token, integers in zip(sums, inputs, strict=True):
@@ -174,7 +218,7 @@ class _IntegerSegments(_ScaledSegments):
         return [emit.joined(*of_token) for of_token in sums]
 
 
-class _FourSegments(_IntegerSegments):
+class _FourSegments(_NibbleSegments):
     """The same by bytes with VNNI: inputs have two, and codes are larger by as much as sums begin smaller."""
 
     other_bytes = SEGMENT

@@ -45,17 +45,19 @@ the whole matrix. Those that a kernel does not need are 0. For integers `odd` is
 of inputs, and `steps` are those of `_integers.InputLayout`; by panels it is that of results in bfloat16, or 0."""
 
 
-ZEROED = "zeroed"
-"""Scales of codes with zeros: float16, and above it an int16, twice the zero that is subtracted from a code's value."""
+ZEROED, ZEROED_BFLOATS = "zeroed", "zeroed_bf16"
+"""Scales of codes with zeros: float16, and above it an int16, twice the zero that is subtracted from a code's value;
+bfloat16, and below it the same."""
 
 
 class CodeKernel(NamedTuple):
     """In place of a scheme, for published codes: what a kernel of `_code_kernels.py` is compiled for.
 
     Attributes:
-        codes: "nibbles" for two codes a byte, the lower half first, with a table of 16 values; "float8" for
-            float8_e4m3fn.
-        scales: "f32", "bf16", "f16", "power" for the exponent of a power of two (E8M0), "float8", or `ZEROED`.
+        codes: "nibbles" for two codes a byte, the lower half first, with a table of 16 values; "integers" of a byte;
+            "float8" for float8_e4m3fn.
+        scales: "f32", "bf16", "f16", "power" for the exponent of a power of two (E8M0), "float8", `ZEROED` or
+            `ZEROED_BFLOATS`.
         group: codes of a row with a scale of their own: 16, 32, or 64 for that many or more.
     """
 

@@ -1,6 +1,6 @@
 """Matrices of checkpoints that are published quantized, multiplied from their codes on the CPU.
 
-FP8 (float8_e4m3fn), FP4 (E2M1) and integers of 4 bits, each with a scale for a block of rows and columns. For few rows
+FP8 (float8_e4m3fn), FP4 (E2M1) and integers of 4 or 8 bits, each with a scale for a block of rows and columns. For few rows
 of input the kernels of `_code_kernels.py` decode in registers; for more, some rows of the matrix at a time are
 dequantized and multiplied by torch.
 """
@@ -23,19 +23,21 @@ from rabbitllm.quant._kernel_interface import (
     PAIRS,
     SEGMENT,
     ZEROED,
+    ZEROED_BFLOATS,
     CodeKernel,
     Preparation,
 )
 from rabbitllm.quant.products import KernelMatrix, agrees, dense_product
 
-FP8, FP4, INT4 = "fp8", "fp4", "int4"
+FP8, FP4, INT4, INT8, UINT8 = "fp8", "fp4", "int4", "int8", "uint8"
+_OF_A_BYTE = (FP8, INT8, UINT8)
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of the 16 codes of FP4 (E2M1), in the Open Compute Project's Microscaling Formats Specification."""
 SCALES = {"F32": "f32", "BF16": "bf16", "F16": "f16", "U8": "power", "F8_E8M0": "power", "F8_E4M3": "float8"}
 """Dtypes of scales -> how kernels call them; U8 is the exponent of a power of two, as E8M0 is."""
-WITH_ZEROS = "I32"
-"""The dtype of scales that kernels call `ZEROED`; no format stores these."""
-_KERNEL_SCALES = {**SCALES, WITH_ZEROS: ZEROED}
+WITH_ZEROS = {torch.float16: "I32", torch.bfloat16: "U32"}
+"""Dtype of scales -> what the dtype of these with zeros is called here; no format stores them."""
+_KERNEL_SCALES = {**SCALES, "I32": ZEROED, "U32": ZEROED_BFLOATS}
 MAX_INPUTS = {INTEGERS: 48, PAIRS: 48, 16: 48, 8: 24}
 """Width -> rows of input up to which codes are decoded for every few of them (see benchmarks/NOTES.md)."""
 
@@ -45,8 +47,9 @@ class CodedForm:
     """The form of a published matrix (N, K).
 
     Attributes:
-        codes: `FP8`, `FP4` or `INT4`; 4 bits are two a byte along K, the lower half first, integers plus 8.
-        scales: one of `SCALES`, or `WITH_ZEROS`.
+        codes: `FP8`, `FP4`, `INT4`, `INT8` or `UINT8`; 4 bits are two a byte along K, the lower half first, integers
+            plus 8; integers of `UINT8` are plus 128.
+        scales: one of `SCALES`, or of `WITH_ZEROS`.
         block: rows and columns with one scale, of which those at the ends may be smaller; 0 for all.
         shape: (N, K).
     """
@@ -64,7 +67,12 @@ class CodedForm:
     @property
     def row_bytes(self) -> int:
         """Bytes of the codes of a row."""
-        return self.shape[1] if self.codes == FP8 else self.shape[1] // 2
+        return self.shape[1] if self.codes in _OF_A_BYTE else self.shape[1] // 2
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether a zero is with each scale."""
+        return self.scales in WITH_ZEROS.values()
 
     @property
     def scale_bytes(self) -> int:
@@ -86,12 +94,16 @@ class CodedForm:
     def kernel(self) -> CodeKernel:
         """The kernel that multiplies it."""
         group = min(self.block[1] or SEGMENT, SEGMENT)
-        return CodeKernel("float8" if self.codes == FP8 else "nibbles", _KERNEL_SCALES[self.scales], group)
+        codes = _KERNEL_CODES.get(self.codes, "nibbles")
+        return CodeKernel(codes, _KERNEL_SCALES[self.scales], group)
+
+
+_KERNEL_CODES = {FP8: "float8", INT8: "integers", UINT8: "integers"}
 
 
 def is_scheme(name: str) -> bool:
     """Whether it is the `scheme` of a form."""
-    return name.partition(" ")[0] in (FP8, FP4, INT4)
+    return name.partition(" ")[0] in (FP4, INT4, *_OF_A_BYTE)
 
 
 def form_named(scheme: str, shape: tuple[int, int]) -> CodedForm:
@@ -106,7 +118,7 @@ def multiplies(form: CodedForm) -> bool:
     rows, columns = form.block
     if not all(form.shape) or form.shape[1] % SEGMENT or any(n & (n - 1) for n in form.block):
         return False
-    if form.scales not in _KERNEL_SCALES or (form.codes != FP8 and rows != 1) or 0 < columns < 16:
+    if form.scales not in _KERNEL_SCALES or (form.codes not in _OF_A_BYTE and rows != 1) or 0 < columns < 16:
         return False
     width = kernel_for(form.kernel, None)
     return bool(width) and agrees(CODES, form.kernel, width, sample)
@@ -114,13 +126,13 @@ def multiplies(form: CodedForm) -> bool:
 
 @functools.cache
 def kernel_for(kernel: CodeKernel, dtype: torch.dtype | None) -> int:
-    """Width of the kernel for inputs of a dtype: `INTEGERS` for codes of 4 bits; 0 if there is none here.
+    """Width of the kernel for inputs of a dtype: `INTEGERS` for all codes but FP8; 0 if there is none here.
 
     FP8 is multiplied with inputs of bfloat16 in `PAIRS`, if this machine has that kernel and it agrees.
     """
     from rabbitllm.quant import _vectors
 
-    if kernel.codes == "nibbles":
+    if kernel.codes != "float8":
         return INTEGERS if _vectors.lanes() else 0
     if dtype == torch.bfloat16 and _vectors.multiplies_pairs() and agrees(CODES, kernel, PAIRS, sample):
         return PAIRS
@@ -169,7 +181,7 @@ class CodedMatrix(KernelMatrix):
         return CODES if count <= MAX_INPUTS.get(width, 0) else DEQUANTIZED, width
 
     def preparation(self, width: int) -> Preparation:
-        return _preparation(width, self.form.shape[1])
+        return _preparation(width, self.form.kernel.codes, self.form.shape[1])
 
     def operands(self, width: int) -> tuple[int, int, int, int, int, int]:
         from rabbitllm.quant._code_kernels import shift_of
@@ -194,7 +206,7 @@ class CodedMatrix(KernelMatrix):
         codes = self.payload.view(self.form.shape[0], -1)[begin:end]
         some = slice(begin // block[0], -(-end // block[0])) if block[0] else slice(None)
         row_zeros = None if zeros is None else zeros[some]
-        size, first = (block[0] or end - begin, block[1] or columns), None if self.form.codes == FP8 else 0
+        size, first = (block[0] or end - begin, block[1] or columns), None if self.form.codes in _OF_A_BYTE else 0
         return dequantize_kernels.blocks(codes, _values(self.form.codes), scales[some], size, dtype, first, row_zeros)
 
     def _float_scales(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -205,10 +217,13 @@ class CodedMatrix(KernelMatrix):
         else:
             dtype = torch_dtype(self.form.scales)
             aligned = stored if not stored.data_ptr() % dtype.itemsize else stored.clone()
-            floats = aligned.view(dtype)
-            if scale_type == ZEROED:
-                floats, zeros = aligned.view(torch.float16)[::2], aligned.view(torch.int16)[1::2].float() / 2
-                zeros = zeros.view(self.form.grid)
+            if self.form.has_zeros:
+                upper = int(scale_type == ZEROED)  # of the two halves, where zeros are
+                dtype = torch.float16 if upper else torch.bfloat16
+                zeros = (aligned.view(torch.int16)[upper::2].float() / 2).view(self.form.grid)
+                floats = aligned.view(dtype)[1 - upper :: 2]
+            else:
+                floats = aligned.view(dtype)
         return floats.float().view(self.form.grid) * self.factor, zeros
 
 
@@ -217,6 +232,8 @@ def _values(codes: str) -> torch.Tensor:
     """The value of each code, float32."""
     if codes == FP8:
         return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
+    if codes in _OF_A_BYTE:
+        return torch.arange(256, device="cpu").sub(0 if codes == INT8 else 128).to(torch.int8).float()
     return torch.tensor(FP4_VALUES if codes == FP4 else range(-8, 8), dtype=torch.float32, device="cpu")
 
 
@@ -228,34 +245,37 @@ def _table(codes: str, kernel: CodeKernel, width: int, factor: float) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _preparation(width: int, columns: int) -> Preparation:
+def _preparation(width: int, codes: str, columns: int) -> Preparation:
     from rabbitllm.quant import _code_kernels, joint_kernels
 
     if width == INTEGERS:
-        return _code_kernels.NIBBLE_LAYOUT.preparation(columns)
+        return _code_kernels.LAYOUTS[codes].preparation(columns)
     if width == PAIRS:
         return Preparation(joint_kernels.widen_inputs, (columns, 0, 0), 2 * columns)
     return Preparation(joint_kernels.widen_inputs, (columns, 1, 1), 2 * columns, 2 * columns)
 
 
 def zeroed(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """The bytes of scales of the kind `ZEROED`: of float16 scales and int16 zeros, (n,)."""
-    return torch.stack([scales.view(torch.int16), 2 * zeros], 1).flatten().view(torch.uint8)
+    """The bytes of scales `WITH_ZEROS`: of scales of 16 bits and int16 zeros, (n,)."""
+    halves = [scales.view(torch.int16), 2 * zeros]
+    return torch.stack(halves if scales.dtype == torch.float16 else halves[::-1], 1).flatten().view(torch.uint8)
 
 
 def sample(kernel: CodeKernel, shape: tuple[int, int], random: RandomTensors) -> CodedMatrix:
     """A matrix that a kernel multiplies, with random codes and scales."""
     name = next(name for name, scale_type in _KERNEL_SCALES.items() if scale_type == kernel.scales)
-    is_fp8 = kernel.codes == "float8"
-    form = CodedForm(FP8 if is_fp8 else FP4, name, (1, kernel.group), shape)
+    codes = {"float8": FP8, "integers": UINT8}.get(kernel.codes, FP4)
+    form = CodedForm(codes, name, (1, kernel.group), shape)
     payload = random.integers(0, 256, shape[0] * form.row_bytes)
-    if is_fp8:
+    if codes == FP8:
         payload[payload & 127 == 127] = 0  # NaN
     count = form.grid[0] * form.grid[1]
     if kernel.scales == "power":
         scales = random.integers(120, 134, count)
-    elif kernel.scales == ZEROED:
-        scales = zeroed(random.positive(count, dtype=torch.float16), random.integers(-8, 9, count, dtype=torch.int16))
+    elif form.has_zeros:
+        dtype, half = torch.float16 if kernel.scales == ZEROED else torch.bfloat16, 128 if codes == UINT8 else 8
+        zeros = random.integers(-half, half + 1, count, dtype=torch.int16)
+        scales = zeroed(random.positive(count, dtype=dtype), zeros)
     else:
         scales = random.positive(count, dtype=torch_dtype(name)).view(torch.uint8)
     return CodedMatrix(form, payload, scales, 0.5)

@@ -18,9 +18,10 @@ from rabbitllm.quant.coded import (
     FP4,
     FP8,
     INT4,
+    INT8,
     MAX_INPUTS,
     SCALES,
-    WITH_ZEROS,
+    UINT8,
     CodedForm,
     CodedMatrix,
     form_named,
@@ -49,16 +50,38 @@ FORMS = (
     "int4 I32 1x32",
     "int4 I32 1x16",
     "int4 I32 1x0",
+    "int4 U32 1x128",
+    "int4 U32 1x16",
+    "int8 BF16 1x0",
+    "int8 F32 0x0",
+    "int8 U32 1x0",
+    "uint8 BF16 1x0",
+    "uint8 F16 1x32",
+    "uint8 U32 1x128",
+    "uint8 I32 1x128",
+    "uint8 I32 1x16",
 )
-"""As people publish: DeepSeek-V3, a channel, a matrix, MXFP8, DeepSeek-V4, MXFP4, NVFP4, Kimi; and odd ones. Those of
-AWQ and GPTQ come last."""
-OF_EACH_CODES = ("fp8 F32 128x128", "fp4 U8 1x32", "int4 BF16 1x32", "int4 I32 1x128", "int4 I32 1x32")
+"""As people publish: DeepSeek-V3, a channel, a matrix, MXFP8, DeepSeek-V4, MXFP4, NVFP4, Kimi; and odd ones. Then those
+of AWQ and GPTQ, of compressed-tensors with zeros and of 8 bits, and of GPTQ of 8 bits."""
+OF_EACH_CODES = (
+    "fp8 F32 128x128",
+    "fp4 U8 1x32",
+    "int4 BF16 1x32",
+    "int4 I32 1x128",
+    "int4 I32 1x32",
+    "int4 U32 1x16",
+    "uint8 BF16 1x0",
+    "uint8 I32 1x16",
+)
 """Of which the short run compiles kernels that this processor would not choose, too, but for shorter vectors."""
 VALUES = {
     FP8: torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double(),
     FP4: torch.tensor([sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]).double(),
     INT4: torch.arange(16).double() - 8,
+    INT8: torch.arange(256, dtype=torch.uint8).view(torch.int8).double(),
+    UINT8: torch.arange(256).double() - 128,
 }
+ZEROED = {name: dtype for dtype, name in coded.WITH_ZEROS.items()}
 
 
 def matrix(name: str, rows: int, columns: int, seed: int = 0, factor: float = 1.0) -> CodedMatrix:
@@ -69,9 +92,11 @@ def matrix(name: str, rows: int, columns: int, seed: int = 0, factor: float = 1.
     if form.codes == FP8:
         payload[payload & 127 == 127] = 5
     count = math.prod(form.grid)
-    if form.scales == WITH_ZEROS:
-        scales = (torch.rand(count, generator=generator) + 0.5).half()
-        scales = coded.zeroed(scales, torch.randint(-8, 9, (count,), dtype=torch.int16, generator=generator))
+    if form.has_zeros:
+        half = 8 if form.codes == INT4 else 128
+        scales = (torch.rand(count, generator=generator) + 0.5).to(ZEROED[form.scales])
+        zeros = torch.randint(-half, half + 1, (count,), dtype=torch.int16, generator=generator)
+        scales = coded.zeroed(scales, zeros)
     elif SCALES[form.scales] == "power":
         scales = torch.randint(124, 130, (count,), dtype=torch.uint8, generator=generator)
     else:
@@ -82,11 +107,13 @@ def matrix(name: str, rows: int, columns: int, seed: int = 0, factor: float = 1.
 def meant(of: CodedMatrix) -> torch.Tensor:
     """Code value, less a zero if there are any, times scale, float64, by indexing alone."""
     form, payload = of.form, of.payload
-    codes = payload if form.codes == FP8 else torch.stack([payload & 15, payload >> 4], 1)
+    codes = payload if form.codes in (FP8, INT8, UINT8) else torch.stack([payload & 15, payload >> 4], 1)
     values = VALUES[form.codes][codes.reshape(form.shape).long()]
     zeros = torch.zeros(form.grid).double()
-    if form.scales == WITH_ZEROS:
-        scales, zeros = of.scales.view(torch.float16)[::2].double(), of.scales.view(torch.int16)[1::2].double() / 2
+    if form.has_zeros:
+        first = form.scales == "U32"  # of the two halves, the scale
+        scales = of.scales.view(ZEROED[form.scales])[first::2].double()
+        zeros = of.scales.view(torch.int16)[1 - first :: 2].double() / 2
     elif SCALES[form.scales] == "power":
         scales = 2.0 ** (of.scales.double() - 127)
     else:
