@@ -41,6 +41,7 @@ from rabbitllm.engine.published_codes import (
     FACTOR,
     INTEGER_PARTS,
     SCALES,
+    ZEROS,
     IntegerLayout,
     cast_of,
     form_of,
@@ -156,17 +157,18 @@ def _coded(leaf: ExpertParameter, rearranged: bool) -> CodedBlocks | None:
     rows, columns = leaf.shape[::-1] if is_turned else leaf.shape
     forms, matrices, cast, power = list[CodedForm | None](), list[tuple[int, ...]](), None, 1
     for projection, indices in _by_projection(leaf.blocks).items():
-        if len(indices) > 3 or indices.keys() - {FACTOR, DIVISOR} != {CODES, SCALES}:
+        if len(indices) > 3 or indices.keys() - {FACTOR, DIVISOR, ZEROS} != {CODES, SCALES}:
             return None
         pair, power = (indices[CODES], indices[SCALES]), -1 if DIVISOR in indices else 1
-        factor = [index for role, index in indices.items() if role in (FACTOR, DIVISOR)]
-        if any(leaf.blocks[index].payload.nbytes != 4 for index in factor):  # one float32
+        others = [index for role, index in indices.items() if role not in (CODES, SCALES)]
+        codes, scales, *more = ((part.dtype, part.shape) for part in (leaf.blocks[i].payload for i in (*pair, *others)))
+        zeros = more[0] if ZEROS in indices else None
+        if zeros is None and any(leaf.blocks[index].payload.nbytes != 4 for index in others):  # a factor: one float32
             return None
-        matrices.append((*pair, *factor))
-        codes, scales = ((part.dtype, part.shape) for part in (leaf.blocks[i].payload for i in pair))
+        matrices.append((*pair, *others))
         module = f"{path}.0.{projection.rpartition('.')[2]}"
         cast = cast_of(first, scales[0], leaf.entry.dtype, is_expert=True)
-        forms.append(form_of(first, module, codes, scales, (codes[1][0], columns)))
+        forms.append(form_of(first, module, codes, scales, (codes[1][0], columns), zeros))
     if not forms or forms[0] is None or sum(form.shape[0] for form in forms if form is not None) != rows:
         return None
     whole = replace(forms[0], shape=(rows, columns))
@@ -177,7 +179,8 @@ def _coded(leaf: ExpertParameter, rearranged: bool) -> CodedBlocks | None:
     if step and any(form is not None and form.shape[0] % step for form in forms[:-1]):
         return None
     if rearranged or cast is not None or len(matrices[0]) > 2 or not step:
-        whole = replace(whole, scales="F32", block=(whole.block[0] or 1, whole.block[1]))
+        if not whole.has_zeros:
+            whole = replace(whole, scales="F32", block=(whole.block[0] or 1, whole.block[1]))
         how = Rearranged(None, tuple(matrices), *_parts_of(whole), power, cast)
         return None if is_turned else CodedBlocks(whole, (), (), False, how)
     of_codes, of_scales = zip(*matrices, strict=True)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rabbitllm.engine._weights import Recipe
-from rabbitllm.engine.published_codes import IntegerLayout, order_of, rearrange
+from rabbitllm.engine.published_codes import IntegerLayout, bring_together, order_of, rearrange
 from rabbitllm.engine.span_reader import FileSpan, compare
 from rabbitllm.engine.units import MatrixChooser, ParameterEntry, typed
 from rabbitllm.engine.weight_tensors import QuantizedWeight, StoredMatrix
@@ -145,13 +145,13 @@ def retyped(part: ExpertPart, shape: tuple[int, ...]) -> TensorSpec:
 
 @dataclass(frozen=True, eq=False)
 class Rearranged:
-    """Codes and scales that are rearranged when an expert is read: integers that lie by inputs in a file, to rows; or
-    scales that have a factor for each of several matrices, to float32 for all.
+    """Codes and scales that are rearranged when an expert is read: integers that lie by inputs in a file, to rows;
+    scales that have a factor for each of several matrices, to float32 for all; or scales and zeros.
 
     Attributes:
         layout: how integers lie; None if codes stay as they are.
         matrices: the indices of the blocks of each: its integers, zeros and scales, and the groups of its inputs, if
-            these are stored; or its codes and scales, and their factor, if they have one.
+            these are stored; or its codes and scales, and their factor or zeros, if they have some.
         codes, scales, order: the rearranged ones, of all of them, and the order of the inputs, if groups of them may
             lie anywhere; in an expert's memory, where nothing else is.
         power: of the factor.
@@ -299,16 +299,19 @@ class ExpertParameter:
     def _expand(self, how: Rearranged, form: CodedForm, stored: BytesOf, memory: BytesOf) -> None:
         from rabbitllm.engine._published_conversions import as_factors
 
-        scales, codes, begin, filled = memory(how.scales).view(torch.float32).view(form.grid), memory(how.codes), 0, 0
+        scales, codes, begin, filled = memory(how.scales).view(form.grid[0], -1), memory(how.codes), 0, 0
         for indices in how.matrices:
             payload, *others = (self.blocks[index].payload for index in indices)
             given, *factors = (typed(stored(part), retyped(part, part.shape)) for part in others)
-            floats = as_factors(given if how.cast is None else given.to(how.cast))
-            for factor in factors:
-                floats = floats * factor.float().reshape(()) ** how.power
             codes[filled : filled + payload.nbytes] = stored(payload)
             end = begin + -(-payload.shape[0] // form.block[0])
-            scales[begin:end] = floats.reshape(-1, 1 if floats.numel() == 1 else form.grid[1])
+            if form.has_zeros:
+                bring_together(form, given, factors[0], scales[begin:end].view(-1))
+            else:
+                floats = as_factors(given if how.cast is None else given.to(how.cast))
+                for factor in factors:
+                    floats = floats * factor.float().reshape(()) ** how.power
+                scales.view(torch.float32)[begin:end] = floats.reshape(-1, 1 if floats.numel() == 1 else form.grid[1])
             begin, filled = end, filled + payload.nbytes
 
     def in_memory(self, stored: BytesOf) -> BytesOf:

@@ -1,8 +1,9 @@
 """Which published matrices are multiplied from their codes, from names, dtypes and shapes alone.
 
 A kernel multiplies what a conversion of `_published_conversions.py` or `_published_exports.py` would dequantize, if its
-parts are codes with a scale for each block: FP8, FP4, or symmetric integers of 4 bits. Integers of 4 bits with zeros,
-of AWQ and GPTQ, are rearranged first. All else is dequantized. Decides without reading weights.
+parts are codes with a scale for each block: FP8, FP4, or integers of 4 or 8 bits. Those of AWQ and GPTQ, which lie by
+inputs, are rearranged first, and zeros are brought to their scales. All else is dequantized. Decides without reading
+weights.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from rabbitllm.errors import UnknownArchitectureError
 from rabbitllm.formats.tensor_spec import dtype_name
-from rabbitllm.quant.coded import FP4, FP8, INT4, WITH_ZEROS, CodedForm, CodedMatrix
+from rabbitllm.quant.coded import FP4, FP8, INT4, INT8, UINT8, WITH_ZEROS, CodedForm, CodedMatrix
 from rabbitllm.quant.coded import SCALES as SCALE_DTYPES
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _ROLES: Mapping[str, str] = {
     "weight_packed": CODES,
     "weight_scale": SCALES,
     "weight_scale_inv": SCALES,
+    "weight_zero_point": ZEROS,
     "_proj": CODES,
     "_proj_scale_inv": SCALES,
     "_proj_blocks": CODES,
@@ -48,7 +50,10 @@ INTEGER_PARTS = (CODES, ZEROS, SCALES, GROUPS)
 _MODELOPT, _COMPRESSED, _FP8 = "ModelOpt", "ExpertMatrices", "QuickFp8"
 _MATRICES = frozenset({_FP8, "FusedFp8", "QuickMxfp4", _COMPRESSED, _MODELOPT})
 """Operations whose parts a kernel may multiply, by `_name`."""
-_OF_4_BITS = {"U8": FP4, "I8": FP4, "F4": FP4, "I32": INT4}
+_PAIRS = ("U8", "I8", "F4")
+"""Dtypes of codes of FP4, two a byte."""
+_CODES_OF = {FP8: 1, INT8: 1, FP4: 2, UINT8: 4, INT4: 8}
+"""Codes of an element of the stored tensor."""
 Part = tuple[str, tuple[int, ...]]
 """The dtype and the shape of a stored tensor, of experts of one of them."""
 
@@ -63,6 +68,7 @@ class CodedRecipe:
         factor: the name of a number that multiplies all scales, or divides them, and -1 in this case; None without one.
         cast: the dtype that scales are rounded to first; None if they are used as stored.
         rearranged: how integers lie that are rearranged, and the names of their `INTEGER_PARTS`; None for others.
+        zeros: the name of zeros that are brought to the scales, which lie as they do; None without them.
     """
 
     form: CodedForm
@@ -71,12 +77,13 @@ class CodedRecipe:
     factor: tuple[str, int] | None = None
     cast: torch.dtype | None = None
     rearranged: tuple[IntegerLayout, tuple[str, ...]] | None = None
+    zeros: str | None = None
 
     @property
     def made_bytes(self) -> int:
         """Bytes of codes and scales that are no views of stored tensors."""
         if self.rearranged is None:
-            return 0
+            return 0 if self.zeros is None else self.form.scale_bytes
         layout, names = self.rearranged
         ordered = layout.in_any_order and len(names) == len(INTEGER_PARTS)
         return self.form.nbytes + _ORDER_BYTES * self.form.shape[1] * ordered
@@ -98,6 +105,10 @@ class CodedRecipe:
         scales = read(self.scales)
         if self.cast is not None:
             scales = scales.to(self.cast)
+        if self.zeros is not None:
+            words = torch.empty(self.form.scale_bytes, dtype=torch.uint8, device="cpu")
+            bring_together(self.form, scales, read(self.zeros), words)
+            return CodedMatrix(self.form, _bytes(read(self.codes)), words)
         factor = 1.0 if self.factor is None else float(read(self.factor[0]).float() ** self.factor[1])
         return CodedMatrix(self.form, _bytes(read(self.codes)), _bytes(scales), factor)
 
@@ -119,19 +130,21 @@ def linear_recipe(
         parts = tuple(names[role] for role in INTEGER_PARTS if role in names)
         return CodedRecipe(form, names[CODES], names[SCALES], rearranged=(layout, parts))
     codes, scales = (_part(tensors[names[role]]) for role in (CODES, SCALES))
-    form = form_of(operations[0], recipe.key.rpartition(".")[0], codes, scales, (shape[0], shape[-1]))
+    zeros, cast = _part(tensors[names[ZEROS]]) if ZEROS in names else None, cast_of(operations[0], scales[0], dtype)
+    used = scales if cast is None else (dtype_name(cast), scales[1])
+    form = form_of(operations[0], recipe.key.rpartition(".")[0], codes, used, (shape[0], shape[-1]), zeros)
     if form is None or len(shape) != 2:
         return None
-    cast = cast_of(operations[0], scales[0], dtype)
-    if cast is not None:
-        form = replace(form, scales=dtype_name(cast))
     factors = [(names[role], power) for role, power in ((FACTOR, 1), (DIVISOR, -1)) if role in names]
     if len(factors) != (form.scales == "F8_E4M3") or any(math.prod(tensors[name].shape) != 1 for name, _ in factors):
         return None
-    return CodedRecipe(form, names[CODES], names[SCALES], factors[0] if factors else None, cast)
+    factor = factors[0] if factors else None
+    return CodedRecipe(form, names[CODES], names[SCALES], factor, cast, zeros=names.get(ZEROS))
 
 
-def form_of(operation: Any, path: str, codes: Part, scales: Part, shape: tuple[int, int]) -> CodedForm | None:
+def form_of(
+    operation: Any, path: str, codes: Part, scales: Part, shape: tuple[int, int], zeros: Part | None = None
+) -> CodedForm | None:
     """The form of a matrix (N, K) from its parts; None if no kernel could multiply it.
 
     Args:
@@ -139,32 +152,73 @@ def form_of(operation: Any, path: str, codes: Part, scales: Part, shape: tuple[i
         path: of its module.
         codes, scales: the parts.
         shape: (N, K).
+        zeros: of integers, if they have some.
     """
-    codes_form = FP8 if codes[0] == "F8_E4M3" else _OF_4_BITS.get(codes[0])
-    width = {FP8: shape[1], FP4: shape[1] // 2, INT4: shape[1] // 8}.get(codes_form or "")
-    if _name(operation) not in _MATRICES or codes_form is None or width is None or not codes[1]:
+    codes_form, bits = _codes_form(operation, path, codes[0], zeros is not None)
+    if _name(operation) not in _MATRICES or codes_form is None or not codes[1]:
         return None
-    if codes[1][0] != shape[0] or math.prod(codes[1][1:]) != width or shape[1] % 8:
+    if codes[1][0] != shape[0] or math.prod(codes[1][1:]) * _CODES_OF[codes_form] != shape[1] or shape[1] % 8:
         return None
-    if scales[0] not in SCALE_DTYPES or (codes_form == INT4) != _has_integers(operation, path):
+    if scales[0] not in SCALE_DTYPES:
         return None
     block = _block(_configured_block(operation, path), scales[1], shape)
-    return CodedForm(codes_form, scales[0], block, shape) if block is not None else None
+    if block is None:
+        return None
+    form = CodedForm(codes_form, scales[0], block, shape)
+    return form if zeros is None else _zeroed_form(form, scales, zeros, bits)
+
+
+def _codes_form(operation: Any, path: str, dtype: str, has_zeros: bool) -> tuple[str | None, int]:
+    """What codes of a dtype are, None if no kernel could multiply them; and the bits of integers, else 0."""
+    weights = _weights_of(operation, path) if _name(operation) == _COMPRESSED else None
+    if weights is not None and str(getattr(weights.type, "value", weights.type)) == "int":
+        bits = int(weights.num_bits)
+        form = INT8 if dtype == "I8" else {4: INT4, 8: UINT8}.get(bits) if dtype == "I32" else None
+        return form if has_zeros or weights.symmetric else None, bits
+    form = FP8 if dtype == "F8_E4M3" else FP4 if dtype in _PAIRS else None
+    return None if has_zeros else form, 0
+
+
+def _zeroed_form(form: CodedForm, scales: Part, zeros: Part, bits: int) -> CodedForm | None:
+    """The same of integers with a zero for each of their scales; None if these do not fit each other."""
+    dtypes = {dtype_name(dtype): words for dtype, words in WITH_ZEROS.items()}
+    packed = -(-form.shape[0] * bits // 32), form.grid[1]
+    if scales[0] not in dtypes or form.block[0] != 1 or zeros[1] != {"I8": scales[1], "I32": packed}.get(zeros[0]):
+        return None
+    return replace(form, scales=dtypes[scales[0]]) if bits in (4, 8) or zeros[0] == "I8" else None
+
+
+def bring_together(form: CodedForm, scales: torch.Tensor, zeros: torch.Tensor, words: torch.Tensor) -> None:
+    """Write scales with zeros in a form that has them.
+
+    Args:
+        form: of the matrix, or of more rows than these.
+        scales, zeros: as stored, but for a dtype of scales that the form has.
+        words: the memory of the result, uint8.
+    """
+    from rabbitllm.quant.dequantize_kernels import with_zeros  # numba comes with it
+
+    rows, bits = len(words) // 4 // form.grid[1], 4 if form.codes == INT4 else 8
+    halves, upper = scales.view(torch.int16).view(rows, -1), int(scales.dtype == torch.float16)
+    zeros = zeros.view(-1, form.grid[1])
+    with_zeros(halves.numpy(), zeros.numpy(), bits, upper, words.view(torch.int16).view(rows, -1, 2).numpy())
 
 
 @dataclass(frozen=True)
 class IntegerLayout:
-    """How integers of 4 bits lie in int32, by inputs, until they are rearranged.
+    """How integers lie in int32, by inputs, until they are rearranged.
 
     Attributes:
         order: the output of each integer of an int32, from the lowest bits on; None if an int32 has several inputs.
         offset: the number that was subtracted from each stored zero.
         in_any_order: whether the inputs of a group may lie anywhere.
+        bits: of an integer, 4 or 8.
     """
 
     order: tuple[int, ...] | None
     offset: int
     in_any_order: bool = False
+    bits: int = 4
 
 
 def integer_layout(operation: Any) -> IntegerLayout | None:
@@ -176,9 +230,9 @@ def integer_layout(operation: Any) -> IntegerLayout | None:
     settings = operation.hf_quantizer.quantization_config
     if settings.quant_method == AWQ:
         return IntegerLayout(AWQ_ORDER, 0)
-    if settings.bits != 4:
+    if settings.bits not in (4, 8):
         return None
-    return IntegerLayout(None, 1 if settings.format == "gptq" else 0, bool(settings.desc_act))
+    return IntegerLayout(None, 1 if settings.format == "gptq" else 0, bool(settings.desc_act), settings.bits)
 
 
 def integer_form(parts: Mapping[str, Part], layout: IntegerLayout, inputs: int) -> CodedForm | None:
@@ -189,13 +243,16 @@ def integer_form(parts: Mapping[str, Part], layout: IntegerLayout, inputs: int) 
         return None
     if len(parts[SCALES][1]) != 2:
         return None
-    groups, outputs = parts[SCALES][1]
-    words = (inputs // 8, outputs) if layout.order is None else (inputs, outputs // 8)
-    expected = {CODES: words, ZEROS: (groups, outputs // 8), SCALES: (groups, outputs), GROUPS: (inputs,)}
+    (groups, outputs), together = parts[SCALES][1], 32 // layout.bits
+    words = (inputs // together, outputs) if layout.order is None else (inputs, outputs // together)
+    expected = {CODES: words, ZEROS: (groups, outputs // together), SCALES: (groups, outputs), GROUPS: (inputs,)}
     if outputs % 8 or inputs % 8 or any(part[1] != expected[role] for role, part in parts.items()):
         return None
     block = _block(None, (outputs, groups), (outputs, inputs))
-    return CodedForm(INT4, WITH_ZEROS, (1, block[1]), (outputs, inputs)) if block is not None else None
+    if block is None:
+        return None
+    codes, words = INT4 if layout.bits == 4 else UINT8, WITH_ZEROS[torch.float16]
+    return CodedForm(codes, words, (1, block[1]), (outputs, inputs))
 
 
 _ORDER_BYTES = torch.int64.itemsize
@@ -248,7 +305,7 @@ def rearrange(
 
     packed, zeros, scales = parts[:3]
     count, outputs = scales.shape
-    stored = packed.numpy(), zeros.numpy(), scales.view(torch.int16).numpy()
+    stored = packed.numpy(), zeros.numpy(), scales.view(torch.int16).numpy(), layout.bits
     results = codes.view(torch.int32).view(outputs, -1).numpy(), words.view(torch.int16).view(outputs, count, 2).numpy()
     by_rows(*stored, layout.order, layout.offset, *results, None if order is None else order.numpy(), threads)
 
@@ -290,14 +347,6 @@ def _name(operation: Any) -> str:
     """The name of a conversion; one by a quantizer of ours has the quantizer's name."""
     name = type(operation).__name__
     return type(operation.hf_quantizer).__name__ if name == "Dequantize" else name
-
-
-def _has_integers(operation: Any, path: str) -> bool:
-    """Whether its codes are symmetric integers of 4 bits, of compressed-tensors."""
-    if _name(operation) != _COMPRESSED or (weights := _weights_of(operation, path)) is None:
-        return False
-    kind = str(getattr(weights.type, "value", weights.type))
-    return kind == "int" and weights.num_bits == 4 and bool(weights.symmetric)
 
 
 def _configured_block(operation: Any, path: str) -> tuple[int, int] | None:

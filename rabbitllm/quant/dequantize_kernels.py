@@ -110,6 +110,7 @@ def by_rows(
     packed: npt.NDArray[np.int32],
     zeros: npt.NDArray[np.int32],
     scales: npt.NDArray[np.int16],
+    bits: int,
     order: tuple[int, ...] | None,
     offset: int,
     codes: npt.NDArray[np.int32],
@@ -117,22 +118,40 @@ def by_rows(
     inputs: npt.NDArray[np.int64] | None = None,
     threads: int | None = None,
 ) -> None:
-    """Rearrange integers of 4 bits, as in `integers`, to rows for `coded.WITH_ZEROS`.
+    """Rearrange integers of 4 or 8 bits, n in an int32, as in `integers`, to rows for `coded.WITH_ZEROS`.
 
     Args:
-        packed: (K, N / 8) if an int32 has several outputs, or (K / 8, N) if it has several inputs.
-        zeros: of groups of inputs, (groups, N / 8), with outputs in the same order.
+        packed: (K, N / 8) if an int32 has several outputs, of 4 bits, or (K / n, N) if it has several inputs.
+        zeros: of groups of inputs, (groups, N / n), with outputs in the same order.
         scales: the bits of float16, (groups, N).
+        bits: of an integer.
         order: the output of each integer of an int32, from the lowest bits on; None if an int32 has several inputs.
         offset: the number that was subtracted from each stored zero.
-        codes: (N, K / 8), eight inputs in each, the first in the lowest bits.
-        words: (N, groups, 2): the bits of a scale, and twice the zero less 8.
+        codes: (N, K / n), n inputs in each, the first in the lowest bits.
+        words: (N, groups, 2): the bits of a scale, and twice the zero less 8 or 128.
         inputs: the input of each column, (K,), where an int32 has several inputs; None if they are in their order.
         threads: see `share`.
     """
-    stored, outputs = (packed.view(np.uint32), zeros.view(np.uint32)), np.array(range(8) if order is None else order)
-    operands = *stored, scales, outputs, order is None, offset, inputs, codes.view(np.uint32), words
+    outputs = np.array(range(32 // bits) if order is None else order)
+    stored, form = (packed.view(np.uint32), zeros.view(np.uint32)), (outputs, bits, order is None, offset)
+    operands = *stored, scales, *form, inputs, codes.view(np.uint32), words
     share(lambda begin, end: _by_rows(*operands, begin, end), -(-zeros.shape[1] // _WORDS), 8 * codes.size, threads)
+
+
+def with_zeros(
+    scales: npt.NDArray[np.int16], zeros: npt.NDArray[Any], bits: int, upper: int, words: npt.NDArray[np.int16]
+) -> None:
+    """Bring scales and zeros that lie by rows together for `coded.WITH_ZEROS`.
+
+    Args:
+        scales: their bits, (N, groups).
+        zeros: int8 (N, groups), or several in an int32 (N bits / 32, groups), the first in the lowest bits, larger by
+            half of their range.
+        bits: of a zero in an int32.
+        upper: which half of a word is its zero: 0, or 1 for the upper one.
+        words: (N, groups, 2), both halves of each.
+    """
+    _with_zeros(scales, zeros, bits, zeros.dtype == np.int32, upper, words)
 
 
 def add_rows(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -189,10 +208,11 @@ def _blocks(codes, values, scales, zeros, rows, columns, first, halves, floats, 
 
 
 @compiled
-def _by_rows(packed, zeros, scales, outputs, has_inputs, offset, inputs, codes, words, begin, end):  # type: ignore[no-untyped-def]
+def _by_rows(packed, zeros, scales, outputs, bits, has_inputs, offset, inputs, codes, words, begin, end):  # type: ignore[no-untyped-def]
     """A line of the cache of `packed` at a time is written to whole lines of `codes`; some lines of `zeros`."""
     turned, first_zero, last_zero = np.empty((8, _WORDS), np.uint32), begin * _WORDS, min(end * _WORDS, zeros.shape[1])
-    of_zero = 8 if has_inputs else 1
+    together = len(outputs)
+    of_zero, mask, half = together if has_inputs else 1, np.uint32((1 << bits) - 1), 1 << (bits - 1)
     for first in range(first_zero * of_zero, last_zero * of_zero, _WORDS):
         count = min(_WORDS, packed.shape[1] - first)
         for k in range(codes.shape[1]):
@@ -204,11 +224,11 @@ def _by_rows(packed, zeros, scales, outputs, has_inputs, offset, inputs, codes, 
             turned[:] = np.uint32(0)
             if inputs is not None:
                 some, targets = turned[0, :count], codes[first : first + count, k]
-                for i in range(8):
-                    line = packed[inputs[8 * k + i] // 8, first : first + count]
-                    place = np.uint32(4 * (inputs[8 * k + i] % 8))
+                for i in range(together):
+                    line = packed[inputs[together * k + i] // together, first : first + count]
+                    place = np.uint32(bits * (inputs[together * k + i] % together))
                     for c in range(count):
-                        some[c] |= ((line[c] >> place) & np.uint32(15)) << np.uint32(4 * i)
+                        some[c] |= ((line[c] >> place) & mask) << np.uint32(bits * i)
                 for c in range(count):
                     targets[c] = some[c]
                 continue
@@ -224,12 +244,24 @@ def _by_rows(packed, zeros, scales, outputs, has_inputs, offset, inputs, codes, 
                     targets[c] = some[c]
     for group in range(len(scales)):
         own_zeros = zeros[group, first_zero:last_zero]
-        for j in range(8):
-            place = 8 * first_zero + outputs[j]
-            own, targets = scales[group, place::8], words[place::8, group]
+        for j in range(together):
+            place = together * first_zero + outputs[j]
+            own, targets = scales[group, place::together], words[place::together, group]
             for c in range(len(own_zeros)):
-                zero = np.int32((own_zeros[c] >> np.uint32(4 * j)) & np.uint32(15)) + offset - 8
+                zero = np.int32((own_zeros[c] >> np.uint32(bits * j)) & mask) + offset - half
                 targets[c, 0], targets[c, 1] = own[c], 2 * zero
+
+
+@compiled
+def _with_zeros(scales, zeros, bits, is_packed, upper, words):  # type: ignore[no-untyped-def]
+    together, mask, half = 32 // bits, np.int32((1 << bits) - 1), np.int32(1 << (bits - 1))
+    for row in range(scales.shape[0]):
+        shift, some = np.int32(bits * (row % together)), zeros[row // together if is_packed else row]
+        for group in range(scales.shape[1]):
+            zero = np.int32(some[group])
+            if is_packed:
+                zero = ((zero >> shift) & mask) - half
+            words[row, group, upper], words[row, group, 1 - upper] = 2 * zero, scales[row, group]
 
 
 @compiled

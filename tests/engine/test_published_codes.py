@@ -69,11 +69,14 @@ def compressed_and_plain(family: str, scheme: str, **settings: Any) -> Build:
     return build
 
 
-def gptq(form: str, group: int = 16, family: str = "qwen3_moe", *, ordered: bool = True, **sizes: int) -> Build:
+def gptq(
+    form: str, group: int = 16, family: str = "qwen3_moe", *, bits: int = 4, ordered: bool = True, **sizes: int
+) -> Build:
     """With groups of inputs in their order, or in any."""
 
     def build(folder: Path) -> Path:
-        plain, settings = folder.parent / "plain", {"form": form, "group": group, "ordered": ordered, **sizes}
+        plain = folder.parent / "plain"
+        settings = {"form": form, "group": group, "bits": bits, "ordered": ordered, **sizes}
         return quantized.build_gptq(folder, family, plain, shards=2, **settings)
 
     return build
@@ -105,6 +108,9 @@ CODED: dict[str, tuple[Build, set[str]]] = {
     "gptq-v2-qwen3_moe": (gptq("gptq_v2", group=64, **MANY), {"int4 I32 1x0"}),
     "gptq-any-order-llama": (gptq("gptq", 32, "llama", ordered=False), {"int4 I32 1x32"}),
     "gptq-any-order-qwen3_moe": (gptq("gptq", ordered=False, **MANY), {"int4 I32 1x16"}),
+    "gptq-8-qwen2": (gptq("gptq", 64, "qwen2", bits=8), {"uint8 I32 1x0", "uint8 I32 1x64"}),
+    "gptq-8-qwen3_moe": (gptq("gptq_v2", bits=8, **MANY), {"uint8 I32 1x16"}),
+    "gptq-8-any-order-qwen3_moe": (gptq("gptq", bits=8, ordered=False, **MANY), {"uint8 I32 1x16"}),
     "auto-round-qwen3_moe": (
         lambda folder: quantized.build_auto_round(
             folder, "qwen3_moe", folder.parent / "plain", "auto_round:auto_gptq", **MANY
@@ -129,6 +135,13 @@ CODED: dict[str, tuple[Build, set[str]]] = {
     ),
     "int4-llama": (compressed("llama", "W4A16"), {"int4 BF16 1x16"}),
     "int4-qwen3_moe": (compressed_and_plain("qwen3_moe", "W4A16", **EXPERTS), {"int4 BF16 1x16"}),
+    "int4-zeros-llama": (compressed_and_plain("llama", "W4A16-asymmetric"), {"int4 U32 1x16"}),
+    "int4-zeros-qwen3_moe": (compressed_and_plain("qwen3_moe", "W4A16-asymmetric", **MANY), {"int4 U32 1x16"}),
+    "int8-llama": (compressed("llama", "INT8"), {"int8 BF16 1x0"}),
+    "int8-qwen3_moe": (compressed_and_plain("qwen3_moe", "W8A16", **MANY), {"uint8 BF16 1x0"}),
+    "int8-zeros-llama": (compressed_and_plain("llama", "W8A16-asymmetric"), {"uint8 U32 1x0"}),
+    "int8-zeros-qwen3_moe": (compressed_and_plain("qwen3_moe", "INT8-asymmetric", **MANY), {"int8 U32 1x0"}),
+    "int8-quantized-inputs-llama": (compressed("llama", "W8A8"), {"int8 BF16 1x0"}),
     "nvfp4-llama": (compressed_and_plain("llama", "NVFP4A16"), {"fp4 F8_E4M3 1x16"}),
     "fp8-dynamic-llama": (compressed("llama", "FP8-dynamic"), {"fp8 BF16 1x0"}),
     "modelopt-mixed-llama": (
@@ -138,9 +151,9 @@ CODED: dict[str, tuple[Build, set[str]]] = {
 }
 """Name -> how it is built, and the forms of its matrices."""
 MODELS = [
-    pytest.param(name, marks=[needs_compressed] * name.startswith(("int4", "nvfp4", "fp8-dynamic"))) for name in CODED
+    pytest.param(name, marks=[needs_compressed] * name.startswith(("int", "nvfp4", "fp8-dynamic"))) for name in CODED
 ]
-QUANTIZED_INPUTS = ("fp8-dynamic-llama",)
+QUANTIZED_INPUTS = ("fp8-dynamic-llama", "int8-quantized-inputs-llama")
 """Rounding may send an input to another code."""
 
 
@@ -181,7 +194,7 @@ def test_every_tier_is_as_close_as_transformers(tmp_path: Path, name: str) -> No
 
 
 @needs_compressed
-@pytest.mark.parametrize("scheme", ["FP8-dynamic", "FP8-static", "NVFP4"])
+@pytest.mark.parametrize("scheme", ["FP8-dynamic", "FP8-static", "NVFP4", "W8A8"])
 def test_linears_with_quantized_inputs(tmp_path: Path, scheme: str) -> None:
     """One by one with the same inputs, since a rounded input may get another code in the next layer."""
     directory = split(compressed("llama", scheme)(tmp_path / "model"))
@@ -268,10 +281,7 @@ def test_weight_is_its_codes(tmp_path: Path) -> None:
     [
         ("rows of no whole number of segments", lambda folder: quantized.build_fp8(folder, "llama", hidden_size=48)),
         ("blocks of no power of two", lambda folder: quantized.build_fp8(folder, "llama", 24)),
-        pytest.param("int8", compressed("qwen3", "W8A16"), marks=needs_compressed),
-        pytest.param("with zeros", compressed("qwen3", "W4A16-asymmetric"), marks=needs_compressed),
         ("of 2 bits", lambda folder: quantized.build_gptq(folder, "llama", folder.parent / "plain", 2)),
-        ("of 8 bits", lambda folder: quantized.build_gptq(folder, "qwen3_moe", folder.parent / "plain", 8, **EXPERTS)),
     ],
 )
 def test_matrices_without_a_kernel_have_the_bits_of_transformers(

@@ -20,7 +20,7 @@ from rabbitllm.engine import _published_conversions
 from rabbitllm.engine._published_conversions import AWQ_ORDER, QuickFp8, QuickMxfp4, awq_weight, gptq_weight, scaled
 from rabbitllm.errors import IncompleteSplitError, UnknownArchitectureError
 from rabbitllm.quant import dequantize_kernels
-from rabbitllm.quant.coded import INT4, WITH_ZEROS, CodedForm, CodedMatrix
+from rabbitllm.quant.coded import INT4, UINT8, WITH_ZEROS, CodedForm, CodedMatrix, zeroed
 from tests.engine.test_published import take_out
 from tests.support import quantized
 from tests.support.builders import build_checkpoint, reference_logits
@@ -129,25 +129,44 @@ def test_gptq_matrix(bits: int, offset: int, disordered: bool) -> None:
         assert torch.equal(matrix, integers.matrix)
 
 
-@pytest.mark.parametrize("layout", ["awq", "gptq", "gptq_v2", "gptq in any order"])
+@pytest.mark.parametrize(
+    ("layout", "bits"),
+    [("awq", 4), *((layout, bits) for layout in ("gptq", "gptq_v2", "gptq in any order") for bits in (4, 8))],
+)
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(24, 64, 16), (136, 192, 64), (512, 128, 128)])
-def test_integers_by_rows(layout: str, outputs: int, inputs: int, group: int) -> None:
-    """All zeros, 0 in AWQ and 16 of GPTQ too; lines of eight outputs at the end are shorter."""
+def test_integers_by_rows(layout: str, bits: int, outputs: int, inputs: int, group: int) -> None:
+    """All zeros, 0 in AWQ and 16 of GPTQ too; lines of several outputs at the end are shorter."""
     offset, is_ordered = int(layout.startswith("gptq") and layout != "gptq_v2"), "any" not in layout
-    integers = quantized.integers_of(torch.randn(outputs, inputs), 4, group, disordered=not is_ordered)
-    integers.zeros[:] = torch.randint(offset, 16 + offset, integers.zeros.shape)
-    parts = quantized._awq(integers) if layout == "awq" else quantized._gptq(integers, 4, offset)
-    codes = torch.empty(outputs, inputs // 8, dtype=torch.int32)
+    integers = quantized.integers_of(torch.randn(outputs, inputs), bits, group, disordered=not is_ordered)
+    integers.zeros[:] = torch.randint(offset, 2**bits + offset, integers.zeros.shape)
+    parts = quantized._awq(integers) if layout == "awq" else quantized._gptq(integers, bits, offset)
+    codes = torch.empty(outputs, inputs * bits // 32, dtype=torch.int32)
     words = torch.empty(outputs, inputs // group, 2, dtype=torch.int16)
     given = (parts[name].numpy() for name in ("qweight", "qzeros")), parts["scales"].view(torch.int16).numpy()
     order = AWQ_ORDER if layout == "awq" else None
     columns = None if is_ordered else integers.group.argsort(stable=True)
     of_columns = None if columns is None else columns.numpy()
-    dequantize_kernels.by_rows(*given[0], given[1], order, offset, codes.numpy(), words.numpy(), of_columns)
-    form = CodedForm(INT4, WITH_ZEROS, (1, group), (outputs, inputs))
+    dequantize_kernels.by_rows(*given[0], given[1], bits, order, offset, codes.numpy(), words.numpy(), of_columns)
+    form = CodedForm({4: INT4, 8: UINT8}[bits], WITH_ZEROS[torch.float16], (1, group), (outputs, inputs))
     matrix = CodedMatrix(form, *(part.view(torch.uint8).flatten() for part in (codes, words)), order=columns)
     centred = integers.codes - integers.zeros[:, integers.group]
     assert torch.equal(matrix.dequantized(torch.float32), centred.float() * integers.scales[:, integers.group].float())
+
+
+@pytest.mark.parametrize("bits", [4, 8, None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_scales_and_zeros_in_words(bits: int | None, dtype: torch.dtype) -> None:
+    """Zeros of several rows are in an int32, of which the last are fewer, or in a byte each."""
+    scales, half = torch.rand(30, 5).to(dtype), 2 ** ((bits or 8) - 1)
+    zeros = torch.randint(-half, half, scales.shape)
+    stored, count = zeros.to(torch.int8), 32 // (bits or 8)
+    if bits is not None:
+        several = nn.functional.pad(zeros + half, (0, 0, 0, -len(zeros) % count)).view(-1, count, zeros.shape[1])
+        stored = quantized._int32(sum(several[:, place] << bits * place for place in range(count)))
+    words = torch.empty(30, 5, 2, dtype=torch.int16)
+    given = scales.view(torch.int16).numpy(), stored.numpy(), bits or 8, int(dtype == torch.float16)
+    dequantize_kernels.with_zeros(*given, words.numpy())
+    assert torch.equal(words.view(torch.uint8).flatten(), zeroed(scales.flatten(), zeros.flatten().short()))
 
 
 def test_another_dtype_than_the_scales(tmp_path: Path) -> None:

@@ -516,6 +516,8 @@ SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] =
     "INT8": ("int-quantized", {**_CHANNEL, "type": "int"}, None),
     "FP8_BLOCK": ("float-quantized", {**_TENSOR, "type": "float", **_BLOCK}, None),
     "W4A16-asymmetric": ("pack-quantized", {**INT4, "symmetric": False}, None),
+    "W8A16-asymmetric": ("pack-quantized", {**_CHANNEL, "type": "int", "symmetric": False}, None),
+    "INT8-asymmetric": ("int-quantized", {**_CHANNEL, "type": "int", "symmetric": False}, None),
     "NVFP4A16": ("nvfp4-pack-quantized", _NVFP4, None),
     "NVFP4": ("nvfp4-pack-quantized", _NVFP4, {**_NVFP4, "dynamic": "local"}),
     "MXFP4A16": ("mxfp4-pack-quantized", {**_MX, "num_bits": 4}, None),
