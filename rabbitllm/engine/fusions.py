@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rabbitllm.engine._activations import fuse_activations
 from rabbitllm.engine._attention import fuse_attention, fuse_layers, is_whole_layer
 from rabbitllm.engine._gates import fuse_gates
 from rabbitllm.engine._indexes import fuse_angles
@@ -34,6 +35,7 @@ def fuse(model: nn.Module, *, is_multiplied: bool) -> None:
         fuse_attention(model)
         fuse_angles(model)
         fuse_gates(model)
+    fuse_activations(model)
     fuse_experts(model, prompts=is_multiplied)
     fuse_mixtures(model)
     if is_multiplied:

@@ -68,7 +68,8 @@ class CodedRecipe:
         factor: the name of a number that multiplies all scales, or divides them, and -1 in this case; None without one.
         cast: the dtype that scales are rounded to first; None if they are used as stored.
         rearranged: how integers lie that are rearranged, and the names of their `INTEGER_PARTS`; None for others.
-        zeros: the name of zeros that are brought to the scales, which lie as they do; None without them.
+        zeros: the name of zeros that are brought to the scales, which lie as they do; None without them. Codes are
+            copied then, so that nothing that was read has to stay.
     """
 
     form: CodedForm
@@ -83,7 +84,7 @@ class CodedRecipe:
     def made_bytes(self) -> int:
         """Bytes of codes and scales that are no views of stored tensors."""
         if self.rearranged is None:
-            return 0 if self.zeros is None else self.form.scale_bytes
+            return 0 if self.zeros is None else self.form.nbytes
         layout, names = self.rearranged
         ordered = layout.in_any_order and len(names) == len(INTEGER_PARTS)
         return self.form.nbytes + _ORDER_BYTES * self.form.shape[1] * ordered
@@ -108,7 +109,7 @@ class CodedRecipe:
         if self.zeros is not None:
             words = torch.empty(self.form.scale_bytes, dtype=torch.uint8, device="cpu")
             bring_together(self.form, scales, read(self.zeros), words)
-            return CodedMatrix(self.form, _bytes(read(self.codes)), words)
+            return CodedMatrix(self.form, _bytes(read(self.codes)).clone(), words)
         factor = 1.0 if self.factor is None else float(read(self.factor[0]).float() ** self.factor[1])
         return CodedMatrix(self.form, _bytes(read(self.codes)), _bytes(scales), factor)
 
@@ -251,8 +252,8 @@ def integer_form(parts: Mapping[str, Part], layout: IntegerLayout, inputs: int) 
     block = _block(None, (outputs, groups), (outputs, inputs))
     if block is None:
         return None
-    codes, words = INT4 if layout.bits == 4 else UINT8, WITH_ZEROS[torch.float16]
-    return CodedForm(codes, words, (1, block[1]), (outputs, inputs))
+    codes = INT4 if layout.bits == 4 else UINT8
+    return CodedForm(codes, WITH_ZEROS[torch.float16], (1, block[1]), (outputs, inputs))
 
 
 _ORDER_BYTES = torch.int64.itemsize

@@ -1,7 +1,7 @@
 """Matrices of checkpoints that are published quantized, multiplied from their codes on the CPU.
 
-FP8 (float8_e4m3fn), FP4 (E2M1) and integers of 4 or 8 bits, each with a scale for a block of rows and columns. For few rows
-of input the kernels of `_code_kernels.py` decode in registers; for more, some rows of the matrix at a time are
+FP8 (float8_e4m3fn), FP4 (E2M1) and integers of 4 or 8 bits, each with a scale for a block of rows and columns. For few
+rows of input the kernels of `_code_kernels.py` decode in registers; for more, some rows of the matrix at a time are
 dequantized and multiplied by torch.
 """
 

@@ -570,14 +570,17 @@ STREAMED: dict[str, Callable[[Path], Path]] = {
     "gptq": lambda folder: split(
         quantized.build_gptq(folder, "qwen3_moe", folder.parent / "plain", group=64, ordered=True, **EIGHT)
     ),
-    "gptq in any order": lambda folder: split(
-        quantized.build_gptq(folder, "qwen3_moe", folder.parent / "plain", group=64, **EIGHT)
-    ),
+    **{
+        f"gptq of {bits} bits in any order": lambda folder, bits=bits: split(  # type: ignore[misc]
+            quantized.build_gptq(folder, "qwen3_moe", folder.parent / "plain", bits, group=64, **EIGHT)
+        )
+        for bits in (4, 8)
+    },
     **{
         scheme: lambda folder, scheme=scheme: split(  # type: ignore[misc]
             quantized.build_compressed_tensors(folder, "qwen3_moe", scheme, **EIGHT)
         )
-        for scheme in ("W4A16", "MXFP4A16", "NVFP4A16")
+        for scheme in ("W4A16", "MXFP4A16", "NVFP4A16", "W8A16", "W4A16-asymmetric", "INT8-asymmetric", "W8A8")
     },
     "fp8-static": lambda folder: split(quantized.build_fp8_static(folder, "qwen3_moe", **EIGHT)),
     **{
@@ -589,7 +592,7 @@ STREAMED: dict[str, Callable[[Path], Path]] = {
     "bitsandbytes": lambda folder: split(quantized.build_bitsandbytes(folder, "qwen3_moe", 4)),
 }
 """Form -> a split directory of a mixture in it."""
-SHORT_FORMS = "bfloat16", "q4_k_m", "fp8", "mxfp4", "awq", "gptq in any order", "NVFP4"
+SHORT_FORMS = "bfloat16", "q4_k_m", "fp8", "mxfp4", "awq", "gptq of 8 bits in any order", "NVFP4", "W8A8"
 
 
 @pytest.mark.parametrize("kept", ["all", "half"])
@@ -601,7 +604,7 @@ def test_a_decode_step_takes_few_operations_in_every_form(
     tmp_path: Path, form: str, kept: str, calls: list[tuple[int, int]], products: list[str]
 ) -> None:
     """Experts that are read are multiplied as those that stay are: by one call. After a prompt that used nearly all."""
-    if form.endswith("A16"):
+    if form.startswith(("W", "INT8")) or form.endswith("A16"):
         pytest.importorskip("compressed_tensors")
     directory = STREAMED[form](tmp_path / "model")
     half = kept == "half"
@@ -620,17 +623,36 @@ def test_a_decode_step_takes_few_operations_in_every_form(
         assert len(operations.names) <= 110 * len(layers), operations.names
 
 
+@pytest.mark.parametrize(
+    ("form", "most"),
+    [("W4A16-asymmetric", 10), pytest.param("W8A8", 60, marks=pytest.mark.long), ("FP8-dynamic", 60)],
+)
+@pytest.mark.parametrize("budget", [ALL, 0])
+@torch.no_grad()
+def test_a_decode_step_of_a_published_dense_layer_takes_few_operations(
+    tmp_path: Path, form: str, most: int, budget: int
+) -> None:
+    """Streamed, too; inputs that the scheme rounds are rounded by a call for each Linear."""
+    pytest.importorskip("compressed_tensors")
+    directory = split(quantized.build_compressed_tensors(tmp_path / "model", "llama", form, **SIZES))
+    assert_few_operations(load(directory, budget, exact=False), most)
+
+
 @pytest.mark.parametrize(("family", "settings"), [("llama", {}), ("gemma3", GEMMA), ("phi3", PHI)])
 @torch.no_grad()
 def test_a_decode_step_of_a_dense_layer_takes_few_operations(
     tmp_path: Path, family: str, settings: dict[str, Any]
 ) -> None:
     """Also past a window: what grows the KV cache, and copies of keys and values that are views."""
-    model = load(checkpoint(tmp_path, family, "4bit", **settings), exact=False)
+    assert_few_operations(load(checkpoint(tmp_path, family, "4bit", **settings), exact=False), 10)
+
+
+def assert_few_operations(model: Any, most: int) -> None:
+    """In each layer."""
     operations = _Operations(model.model.layers)
     output = model(torch.arange(30)[None], use_cache=True)
     for token in (7, 9):
         del operations.names[:]
         with operations:
             output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
-    assert len(operations.names) <= 10 * len(model.model.layers), operations.names
+    assert len(operations.names) <= most * len(model.model.layers), operations.names
