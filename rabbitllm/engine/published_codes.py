@@ -186,7 +186,7 @@ def _zeroed_form(form: CodedForm, scales: Part, zeros: Part, bits: int) -> Coded
     packed = -(-form.shape[0] * bits // 32), form.grid[1]
     if scales[0] not in dtypes or form.block[0] != 1 or zeros[1] != {"I8": scales[1], "I32": packed}.get(zeros[0]):
         return None
-    return replace(form, scales=dtypes[scales[0]]) if bits in (4, 8) or zeros[0] == "I8" else None
+    return replace(form, scales=dtypes[scales[0]]) if zeros[0] == "I8" or form.codes != INT8 else None
 
 
 def bring_together(form: CodedForm, scales: torch.Tensor, zeros: torch.Tensor, words: torch.Tensor) -> None:

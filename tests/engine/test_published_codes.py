@@ -11,19 +11,22 @@ import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from rabbitllm.engine._published_conversions import ExpertMatrices
 from rabbitllm.engine.devices import CpuDevice
 from rabbitllm.engine.load_plan import LoadPlan, make_load_plan
 from rabbitllm.engine.placement import Tier
+from rabbitllm.engine.published_codes import Part, form_of
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.errors import UnknownArchitectureError
 from rabbitllm.quant import _vectors
-from rabbitllm.quant.coded import CodedMatrix
+from rabbitllm.quant.coded import CodedForm, CodedMatrix
 from rabbitllm.store.layer_store import LayerStore
 from tests.support import quantized
 from tests.support.builders import reference_logits
@@ -329,6 +332,36 @@ def test_an_order_that_differs_within_an_expert_or_groups_of_other_sizes(tmp_pat
         logits(r"experts\.\d+\.up_proj", lambda groups: groups.flip(0))
     with pytest.raises(UnknownArchitectureError, match=r"q_proj.* have groups of another order or size"):
         logits("q_proj", lambda groups: groups.clamp(min=1))
+
+
+@needs_compressed
+def test_zeros_that_do_not_fit_their_scales_have_no_kernel() -> None:
+    """Whose number or dtype is another, that are missing, or whose scales no word of 32 bits holds."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    codes, scales, zeros = ("I32", (36, 16)), ("BF16", (36, 8)), ("I32", (5, 8))
+
+    def form(
+        codes: Part = codes, scales: Part = scales, zeros: Part | None = zeros, bits: int = 4, **settings: Any
+    ) -> CodedForm | None:
+        args = QuantizationArgs(**{"num_bits": bits, "type": "int", "symmetric": False, **settings})
+        group = SimpleNamespace(targets=["Linear"], weights=args)
+        config = SimpleNamespace(config_groups={"all": group})
+        quantizer = SimpleNamespace(compressor=SimpleNamespace(quantization_config=config))
+        operation = ExpertMatrices(SimpleNamespace(hf_quantizer=quantizer))
+        return form_of(operation, "q_proj", codes, scales, (36, 128), zeros)
+
+    assert form() == CodedForm("int4", "U32", (1, 16), (36, 128))
+    assert form(scales=("F16", (36, 8)), zeros=("I8", (36, 8))) == CodedForm("int4", "I32", (1, 16), (36, 128))
+    of_bytes = ("I8", (36, 128))
+    assert form(of_bytes, zeros=("I8", (36, 8)), bits=8) == CodedForm("int8", "U32", (1, 16), (36, 128))
+    assert form(zeros=None, symmetric=True) == CodedForm("int4", "BF16", (1, 16), (36, 128))
+    for others in ({"zeros": None}, {"scales": ("F32", (36, 8))}, {"bits": 2}, {"type": "float"}):
+        assert form(**others) is None  # type: ignore[arg-type]
+    for wrong in (("I32", (36, 8)), ("I32", (5, 4)), ("I8", (5, 8)), ("F32", (36, 8))):
+        assert form(zeros=wrong) is None
+    for bits in (4, 8):  # packed, of codes that are not
+        assert form(of_bytes, zeros=("I32", (-(-36 * bits // 32), 8)), bits=bits) is None
 
 
 def with_groups(folder: Path, leaf: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
