@@ -52,7 +52,6 @@ FORMS = (
     "int4 I32 1x0",
     "int4 U32 1x16",
     "int8 BF16 1x0",
-    "int8 F32 0x0",
     "int8 U32 1x0",
     "uint8 BF16 1x0",
     "uint8 U32 1x128",
@@ -60,8 +59,8 @@ FORMS = (
 )
 """As people publish: DeepSeek-V3, a channel, a matrix, MXFP8, DeepSeek-V4, MXFP4, NVFP4, Kimi; and odd ones. Then those
 of AWQ and GPTQ, of compressed-tensors with zeros and of 8 bits, and of GPTQ of 8 bits."""
-LONG_FORMS = ("int4 U32 1x128", "uint8 F16 1x32", "uint8 I32 1x128")
-"""More of these, whose kernels differ in one number."""
+LONG_FORMS = ("int8 F32 0x0", "int4 U32 1x128", "uint8 F16 1x32", "uint8 I32 1x128")
+"""More of these, whose kernels differ in little."""
 OF_EACH_CODES = (
     "fp8 F32 128x128",
     "fp4 U8 1x32",
