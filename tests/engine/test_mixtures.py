@@ -296,11 +296,11 @@ def test_an_interrupt_while_a_step_reads_experts(
     model = fast(directory, budget_that_keeps(directory, 0.25, exact=False))
     expected, ordinary, steps = logits(model), getattr(ExpertPool, name), iter(range(7))
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments: Any, **named: Any) -> Any:
         if not is_within_call():
-            return ordinary(*arguments)
+            return ordinary(*arguments, **named)
         is_last = next(steps, None) is None
-        result = ordinary(*arguments) if is_done or not is_last else None
+        result = ordinary(*arguments, **named) if is_done or not is_last else None
         if is_last:
             raise KeyboardInterrupt
         return result
