@@ -7,6 +7,7 @@ file, so what is begun last should be short.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import os
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from tests.support import draws, swift_disk
 from tests.support.after_import import after_import, read_certificates_once
 from tests.support.one_thread import THREADS
 from tests.support.parts import chosen, relative
 from tests.support.quick_measuring import measure_little
+from tests.support.survivors import end_with_this_process
 from tests.support.sweeps import leave_the_rest_to_the_long_run
 
 PROCESSOR_SECONDS = "processor seconds"
@@ -169,6 +172,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    end_with_this_process()
     draws.SHARE = 4 if "not long" in config.option.markexpr else 1
 
 
@@ -176,6 +180,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One a core: a process waits a quarter of its time, but one more takes 7 % longer in all."""
     return os.cpu_count() or 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.support.scheduling import Scheduling
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def listed(config: pytest.Config) -> Sequence[str]:
@@ -241,14 +252,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """What earlier files of tests have imported and kept is no longer searched for cycles.
 
-    Otherwise each search takes half a second, and each load on a GPU makes one.
+    Otherwise each search takes half a second, and each load on a GPU makes one. A long test has more time than others
+    before it is taken for one that hangs.
     """
+    if item.get_closest_marker("long") is not None and (seconds := item.config.getini("faulthandler_timeout")):
+        descriptor = item.config.stash[fault_handler_stderr_fd_key]
+        faulthandler.dump_traceback_later(float(seconds) * LONGER, file=descriptor, exit=True)
     if item.path != item.config.stash.get(FILE, None):
         item.config.stash[FILE] = item.path
         gc.collect()
         gc.freeze()
 
 
+LONGER = 12
 FILE = pytest.StashKey[Path]()
 """The file of the test before."""
 

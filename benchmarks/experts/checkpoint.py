@@ -5,14 +5,18 @@ Most weights are random. Each token of the vocabulary is a place in one of sever
 generation continues the text of the prompt in every program, at 4bit too; the first token follows the last. The layers
 add little to the embedding: the context, by which routers choose other experts than by the word alone.
 
-It is written tensor by tensor, with one of them in memory.
+It is written tensor by tensor, with one of them in memory; or not at all, since a hub can send it (`Weights.of_file`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +26,7 @@ from benchmarks.experts.routing import Floats, Habits
 from benchmarks.lib import models, published
 from benchmarks.lib.checkpoint import made_once
 from benchmarks.lib.generated import SCALE, Content, bfloat16_bits, write_around
-from benchmarks.lib.published import Config, Model, Placed, Tensor
+from benchmarks.lib.published import Config, Model, Placed, Shard, Tensor
 
 FORMAT = 2
 TEXTS = 16
@@ -54,6 +58,8 @@ class MoeScale:
     vocab_size: int
     shard_bytes: int
     kind: str = "qwen3-next"
+    writing: float = 1.0
+    """Times `WRITERS`: more layers add no more to the embedding."""
 
     @property
     def text_tokens(self) -> int:
@@ -97,13 +103,25 @@ KINDS: dict[str, tuple[Config, Callable[[Config], Iterator[Tensor]]]] = {
     "qwen4-exp": (models.QWEN3_8_FLASH_NEXT, models.qwen4_exp),
 }
 """The published config, and the tensors of one."""
+WHOLE = "whole"
+"""In place of "full": with all layers and words of the published model."""
+
+
+def _whole(shapes: MoeScale) -> MoeScale:
+    config = KINDS[shapes.kind][0]
+    layers = config["num_hidden_layers"]
+    writing = math.sqrt(shapes.num_hidden_layers / layers)
+    return replace(shapes, num_hidden_layers=layers, vocab_size=config["vocab_size"], writing=writing)
+
+
+SCALES |= {f"{name}-{WHOLE}": _whole(shapes) for name, shapes in SHAPES.items()}
 ONE_ADDED = ("qwen3-next", "qwen4-exp")
 """Kinds whose norms add one to their weights; some of their layers have linear attention."""
 
 
 def config_of(scale: MoeScale) -> Config:
     """Its config.json, without tokens at which generation would end."""
-    chosen = {name: value for name, value in asdict(scale).items() if name not in ("shard_bytes", "kind")}
+    chosen = {name: value for name, value in asdict(scale).items() if name not in ("shard_bytes", "kind", "writing")}
     whole, layers = KINDS[scale.kind][0], scale.num_hidden_layers
     if scale.kind in ONE_ADDED:
         chosen["full_attention_interval"] = min(4, layers)
@@ -158,38 +176,56 @@ def passage(scale_name: str, habits: str, topic: int, piece: int, tokens: int) -
 
 def make_moe_checkpoint(work: Path, scale_name: str) -> Path:
     """The checkpoint's folder, made unless an earlier run finished it."""
-    recipe = [FORMAT, asdict(SCALES[scale_name]), WRITERS, [asdict(habits) for habits in HABITS.values()]]
-    return made_once(work / f"checkpoint-{scale_name}-moe", recipe, lambda folder: _write(folder, scale_name))
+    return made_once(
+        work / f"checkpoint-{scale_name}-moe", _recipe(scale_name), lambda folder: _write(folder, scale_name)
+    )
+
+
+def _recipe(scale_name: str) -> list[Any]:
+    """All that the bytes depend on."""
+    return [FORMAT, asdict(SCALES[scale_name]), WRITERS, [asdict(habits) for habits in HABITS.values()]]
 
 
 def _write(folder: Path, scale_name: str) -> None:
     model = model_of(scale_name)
     whole = published.checkpoint(model, 1)
     write_around(folder, whole, SCALES[scale_name].vocab_size)
-    weights = _Weights(SCALES[scale_name])
+    weights = Weights(scale_name)
     for shard in whole.shards:
         with (folder / shard.name).open("wb") as file:
-            file.write(shard.header)
-            position = shard.position
-            for placed in shard.tensors:
-                for piece in weights.of(placed, position):
-                    file.write(piece)
-                position += placed.tensor.nbytes
+            for piece in weights.of_file(shard, 0, shard.size):
+                file.write(piece)
 
 
-class _Weights:
-    """The bytes of every tensor."""
+class Weights:
+    """The bytes of every tensor, as a hub sends them (`hub.Served`)."""
 
-    def __init__(self, scale: MoeScale) -> None:
-        self._scale = scale
+    def __init__(self, scale_name: str) -> None:
+        self._scale, self._recipe = SCALES[scale_name], _recipe(scale_name)
+        self._kept = dict[str, memoryview]()  # a hub sends them in pieces
         self._codes = Content()
         self._codes.block = memoryview(np.random.default_rng(6).bytes(len(self._codes.block)))
-        self._contents = {factor: Content(SCALE * np.float32(factor)) for factor in {1.0, *WRITERS.values()}}
+        self._factors = {part: factor * self._scale.writing for part, factor in WRITERS.items()}
+        self._contents = {factor: Content(SCALE * np.float32(factor)) for factor in {1.0, *self._factors.values()}}
         self._dimensions = sum(routing.DIMENSIONS.values())
         self._meanings, self._identities = self._embeddings()
 
-    def of(self, placed: Placed, position: int) -> Iterator[memoryview | bytes]:
-        """Piece by piece; `position` is among the bytes of all tensors."""
+    def key(self, shard: Shard) -> str:
+        """A digest of all that a shard's bytes depend on."""
+        return hashlib.sha256(json.dumps([self._recipe, shard.position]).encode() + shard.header).hexdigest()
+
+    def of_file(self, shard: Shard, start: int, stop: int) -> Iterator[memoryview]:
+        """The bytes of a shard from `start` to `stop`."""
+        if start < len(shard.header):
+            yield memoryview(shard.header)[start:stop]
+        for placed in shard.tensors:
+            first, last = placed.offset, placed.offset + placed.tensor.nbytes
+            if start < last and first < stop:
+                pieces = self._of(placed, shard.position + first - len(shard.header))
+                yield from _cut(pieces, max(start - first, 0), min(stop, last) - first)
+
+    def _of(self, placed: Placed, position: int) -> Iterator[memoryview | bytes]:
+        """A tensor, piece by piece; `position` is among the bytes of all tensors."""
         tensor = placed.tensor
         if tensor.dtype == "I64":
             sizes = np.array(models.ngram_sizes(config_of(self._scale)), np.int64)
@@ -203,19 +239,23 @@ class _Weights:
                 if tensor.name.endswith(part)
             ).tobytes()
             return
-        made = self._made(tensor)
-        if made is not None:
-            yield bfloat16_bits(np.ascontiguousarray(made.reshape(tensor.shape), np.float32)).tobytes()
+        if tensor.name not in self._kept:
+            values = self._values(tensor)
+            if values is not None:
+                bits = bfloat16_bits(np.ascontiguousarray(values.reshape(tensor.shape), np.float32))
+                self._kept[tensor.name] = memoryview(bits.tobytes())
+        if tensor.name in self._kept:
+            yield self._kept[tensor.name]
             return
         if tensor.dtype == "U8":  # codes of a mean square of 8, and powers of two: half an embedding's size a layer
             is_scale = tensor.name.endswith("_scales")
             exponents = bytes([119 if "down" in tensor.name else 120]) * (tensor.nbytes * is_scale)
             yield from [exponents] if is_scale else self._codes.pieces(position, tensor.nbytes)
             return
-        factor = next((factor for part, factor in WRITERS.items() if part in tensor.name), 1.0)
+        factor = next((factor for part, factor in self._factors.items() if part in tensor.name), 1.0)
         yield from self._contents[factor].pieces(position, tensor.nbytes)
 
-    def _made(self, tensor: Tensor) -> npt.NDArray[np.float32] | None:
+    def _values(self, tensor: Tensor) -> npt.NDArray[np.float32] | None:
         """A tensor that is not simply random; else None."""
         name = tensor.name
         if name == "model.embed_tokens.weight":
@@ -253,3 +293,13 @@ class _Weights:
         spread = np.sqrt((1 - MEANING_SHARE) * scale.hidden_size / rest)
         identities = np.random.default_rng(5).standard_normal((scale.vocab_size, rest), np.float32) * spread
         return meanings * self._lengthened, identities
+
+
+def _cut(pieces: Iterable[memoryview | bytes], start: int, stop: int) -> Iterator[memoryview]:
+    """The bytes from `start` to `stop` of all pieces."""
+    for piece in pieces:
+        if stop <= 0:
+            return
+        if start < len(piece):
+            yield memoryview(piece)[max(start, 0) : stop]
+        start, stop = start - len(piece), stop - len(piece)

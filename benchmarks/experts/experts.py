@@ -13,7 +13,10 @@ of what they take at 4bit. Seconds a token are compared with their limit: missed
 at the memory's, measured between the requests of the same run. llama.cpp's server gets the same texts and a file at
 Q4_0 (gpt-oss as published), under a cap with `--no-repack`, with `--cpu-moe`, and by direct I/O.
 
-    sudo python -m benchmarks experts --shapes coder-next|30b-a3b|gpt-oss-20b|flash-next
+    sudo python -m benchmarks experts --shapes coder-next|30b-a3b|gpt-oss-20b|flash-next [--whole]
+
+With `--whole` it has all layers and words: a hub of this machine sends it, and it is split one shard at a time, so that
+the disk holds it at 4bit only. llama.cpp's file is written from that.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ import contextlib
 import os
 import shutil
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,8 @@ from benchmarks.experts.checkpoint import (
     HABITS,
     SCALES,
     SHAPES,
+    WHOLE,
+    Weights,
     make_moe_checkpoint,
     model_of,
     passage,
@@ -39,12 +45,15 @@ from benchmarks.experts.checkpoint import (
 from benchmarks.experts.report import LLAMA_CPP, OURS, MoeRun, notes_on, tabulate
 from benchmarks.lib import command_line, llama, published, report
 from benchmarks.lib.checkpoint import weight_bytes
+from benchmarks.lib.generated import digests
 from benchmarks.lib.generation import CappedCase, Runner, prepare_files
 from benchmarks.lib.measure import drop_pages, memory_speed, read_speed
 from benchmarks.lib.peers import LLAMA_SERVER, THIS, room, run_worker
-from benchmarks.lib.process import Cap, control_group
+from benchmarks.lib.process import Cap, control_group, run_tool
 from benchmarks.lib.runs import carry_out, status
 from benchmarks.quality.llama_cpp import quantized, tool
+from benchmarks.split.hub import GeneratedHub, client_variables
+from rabbitllm.store.manifest import directory_name
 
 RUNNERS: Mapping[str, Runner] = {
     "transformers": Runner(THIS, "transformers", "in memory"),
@@ -64,7 +73,9 @@ NEEDED_BYTES = {"full": 26 * 1000**3, "medium": 3 * 1000**3, "tiny": 300 * 1000*
 """Checkpoint, layer files of both kinds, and transformers' offloaded weights."""
 SHAPES_NEED_BYTES = {**NEEDED_BYTES, "full": 30 * 1000**3}
 """Checkpoint, layer files of one kind, and llama.cpp's files."""
-PROMPT_TOKENS = {"full": 16, "medium": 16, "tiny": 6}
+WHOLE_NEEDS = 2.1
+"""Times what it takes at 4bit: layer files, llama.cpp's file, and two shards."""
+PROMPT_TOKENS = {"full": 16, WHOLE: 16, "medium": 16, "tiny": 6}
 TOPICS = 4
 """Each has a request that warms up, and one that is measured."""
 OTHERS_REQUESTS, OTHERS_TOKENS = 2, 4
@@ -75,7 +86,16 @@ SPEED_BYTES = 1000**3
 
 @dataclass(frozen=True)
 class Workload:
-    """The job of every row."""
+    """The job of every row.
+
+    Attributes:
+        checkpoint: what is loaded, and what the disk's rate is measured with: the layer files of a whole model.
+        weights: bytes of all layer files.
+        folder: of the runners' files.
+        scale: a key of `SCALES`.
+        tokens: of each request.
+        options: of this project.
+    """
 
     checkpoint: Path
     weights: int
@@ -107,6 +127,11 @@ class Workload:
         """Tokens of each request."""
         return self.tokens if case.runner in (*OURS, LLAMA_CPP) else min(self.tokens, OTHERS_TOKENS)
 
+    @property
+    def probed(self) -> list[Path]:
+        """Files on whose disk the rate is measured."""
+        return sorted(self.checkpoint.rglob("*.safetensors"))
+
     def files(self, runner: str) -> Path:
         """The folder of a runner's layer files, or llama.cpp's file."""
         if runner in OF_SHAPES:
@@ -118,7 +143,7 @@ def measure(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> No
     """Run one row of one turn."""
     (_ask_llama_cpp if case.runner in OF_SHAPES else _generate)(run, case, workload, work)
     if case.runner not in OURS or case.share is None:
-        run.disk_speed = read_speed([*workload.checkpoint.glob("*.safetensors")], SPEED_BYTES)
+        run.disk_speed = read_speed(workload.probed, SPEED_BYTES)
     if case.runner not in OURS or case.share is not None:
         run.memory_speed = memory_speed()
 
@@ -149,7 +174,10 @@ def _generate(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> 
     prompt, made = workload.prompt, workload.made(case)
     label = f"moe-{case.runner}-{case.given}-{case.share}-{run.turn}"
     offload = workload.folder / "offload"
-    options = {"layer_shards_saving_path": str(workload.files(case.runner)), **chosen.options, **workload.options}
+    place = {"layer_shards_saving_path": str(workload.files(case.runner))}
+    if workload.checkpoint.is_relative_to(workload.folder):  # a split directory
+        place = {}
+    options = {**place, **chosen.options, **workload.options}
     job = {
         "task": "requests",
         "package": chosen.package,
@@ -161,7 +189,7 @@ def _generate(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> 
         "tokens": made,
         "warm_up": warm_up,
         "counted": workload.counted(case),
-        "probed": [] if case.share is None else [*map(str, workload.checkpoint.glob("*.safetensors"))],
+        "probed": [] if case.share is None else [*map(str, workload.probed)],
     }
     cold, nbytes = [workload.checkpoint, workload.folder], room(workload.weights, case.share)
     try:
@@ -169,6 +197,28 @@ def _generate(run: MoeRun, case: CappedCase, workload: Workload, work: Path) -> 
     finally:
         shutil.rmtree(offload, ignore_errors=True)
     run.follows = run.tokens == [one[prompt:] for one in passages]
+
+
+def split_whole(scale: str, runner: Runner, place: Path, work: Path) -> None:
+    """Split a model that the disk does not hold, from a hub in this process, one shard at a time.
+
+    Raises:
+        PeerError: it failed.
+    """
+    model, weights = published.checkpoint(model_of(scale), 1), Weights(scale)
+    sums = digests(model, weights, work / f"{scale}-digests.json")
+    home, compression = place.with_name("hub-home"), runner.options.get("compression", "none")
+    pull = [sys.executable, "-m", "rabbitllm", "pull", model.model.repository, "--sequential"]
+    pull += ["--dir", str(place), "--compression", compression]
+    place.mkdir()
+    try:
+        with GeneratedHub(model, weights, sums.of) as hub:
+            run_tool(pull, f"rabbitllm pull of {scale} failed", client_variables(hub.url, home))
+    except BaseException:
+        shutil.rmtree(place)  # as `make_layer_files`
+        raise
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
 
 
 def cases_of(rows: Sequence[str], shares: Sequence[int], habits: Sequence[str]) -> list[CappedCase]:
@@ -191,26 +241,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shares", type=int, nargs="+", default=[25, 50], help="of the weights, in percent")
     parser.add_argument("--keep-files", action="store_true", help="keep layer files for the next run, and use them")
     parser.add_argument("--shapes", choices=list(SHAPES), help="of a published model, at 4bit (default: smaller ones)")
+    parser.add_argument("--whole", action="store_true", help="with --shapes: all layers, from a hub of this machine")
     parser.add_argument("--habits", nargs="+", choices=list(HABITS), default=list(HABITS), help="of the texts")
     smallest = {"tokens": 3, "shares": [50], "habits": list(HABITS)[:1], "keep_files": False, "shapes": None}
-    options = command_line.parsed(parser, arguments, only=["rabbitllm-2"], **smallest)
+    options = command_line.parsed(parser, arguments, only=["rabbitllm-2"], **smallest, whole=False)
+    if options.whole and (options.shapes is None or options.scale != "full"):
+        raise SystemExit("--whole needs --shapes, and no --scale.")
+    scale = f"{options.shapes}-{WHOLE if options.whole else options.scale}" if options.shapes else options.scale
+    at_4bit = published.checkpoint(model_of(scale), 1).nbytes_4bit if options.shapes else 0
     needed = SHAPES_NEED_BYTES if options.shapes else NEEDED_BYTES
-    command_line.settle(options, f"moe-{options.shapes}" if options.shapes else "moe", needed)
+    needed = {**needed, **({"full": round(WHOLE_NEEDS * at_4bit)} if options.whole else {})}
+    name = f"moe-{options.shapes}{'-whole' * options.whole}" if options.shapes else "moe"
+    command_line.settle(options, name, needed)
     command_line.check_tokens(options)
-    work, scale = options.work_dir, f"{options.shapes}-{options.scale}" if options.shapes else options.scale
-    checkpoint = make_moe_checkpoint(work, scale)
-    weights = weight_bytes(checkpoint)
+    work, folder = options.work_dir, options.work_dir / f"moe-run-{scale}"
     is_published_at_4bit = SCALES[scale].kind == "gpt-oss"
     if options.shapes:
         options.only = [OURS[not is_published_at_4bit], *(row for row in options.only if row in OF_SHAPES)]
-        weights = published.checkpoint(model_of(scale), 1).nbytes_4bit
     else:
         options.only = [row for row in options.only if row not in OF_SHAPES]
     fastest = {"fast_bfloat16": True} if options.shapes else {}
-    workload = Workload(checkpoint, weights, work / f"moe-run-{scale}", scale, options.tokens, fastest)
+    checkpoint = make_moe_checkpoint(work, scale) if not options.whole else folder
+    weights = at_4bit or weight_bytes(checkpoint)
+    workload = Workload(checkpoint, weights, folder, scale, options.tokens, fastest)
+    if options.whole:
+        split = directory_name(RUNNERS[options.only[0]].options.get("compression"))
+        workload = replace(workload, checkpoint=workload.files(options.only[0]) / split)
     cases = cases_of(options.only, options.shares, options.habits)
 
     def files(row: str) -> None:
+        if options.whole and not workload.files(row).exists():
+            if row in OURS:
+                split_whole(scale, RUNNERS[row], workload.files(row), work)
+            else:
+                llama.built(work, "llama-server")
+                llama.write_file(workload.checkpoint, workload.files(row), "MXFP4" if is_published_at_4bit else "Q4_0")
+            return
         if row not in OF_SHAPES:
             prepare_files(RUNNERS[row], checkpoint, workload.files(row), work, f"moe-{row}-files")
             return

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,16 @@ DIGESTS_FORMAT = 1
 _DRAWN_AT_ONCE = 1 << 20
 _SAID_BYTES = 1000**3
 """Hashing more than this is announced."""
+
+
+class Weights(Protocol):
+    """The bytes of a checkpoint's shards."""
+
+    def key(self, shard: Shard) -> str:
+        """A digest of all that a shard's bytes depend on."""
+
+    def of_file(self, shard: Shard, start: int, stop: int) -> Iterator[memoryview]:
+        """The bytes of a shard from `start` to `stop`."""
 
 
 class Content:
@@ -63,6 +74,11 @@ class Content:
             yield memoryview(shard.header)[start:stop]
             start = len(shard.header)
         yield from self.pieces(shard.position + start - len(shard.header), stop - start, most)
+
+    def key(self, shard: Shard) -> str:
+        """A digest of all that a shard's bytes depend on."""
+        place = f"{self.mark} {shard.position % len(self.block)} {shard.size}\n"
+        return hashlib.sha256(place.encode() + shard.header).hexdigest()
 
     def of_tensor(self, shard: Shard, placed: Placed, first: int, elements: int) -> bytes:
         """`elements` elements of a tensor from its `first` one on."""
@@ -96,12 +112,12 @@ class Digests:
     threads: int
 
 
-def digests(checkpoint: Checkpoint, content: Content, known: Path, threads: int | None = None) -> Digests:
+def digests(checkpoint: Checkpoint, content: Weights, known: Path, threads: int | None = None) -> Digests:
     """The digests of all shards; those missing from the file `known` are computed and added to it."""
     held: dict[str, str] = {}
     if known.exists() and (read := json.loads(known.read_text())).get("format") == DIGESTS_FORMAT:
         held = read["digests"]
-    keys = {shard.name: _key(shard, content) for shard in checkpoint.shards}
+    keys = {shard.name: content.key(shard) for shard in checkpoint.shards}
     missing = [shard for shard in checkpoint.shards if keys[shard.name] not in held]
     nbytes = sum(shard.size for shard in missing)
     if nbytes > _SAID_BYTES:
@@ -123,12 +139,6 @@ def digests(checkpoint: Checkpoint, content: Content, known: Path, threads: int 
         list(pool.map(work_out, missing))
     seconds = time.perf_counter() - start
     return Digests({name: held[key] for name, key in keys.items()}, nbytes, seconds, workers)
-
-
-def _key(shard: Shard, content: Content) -> str:
-    """A digest of all that a shard's bytes depend on."""
-    place = f"{content.mark} {shard.position % len(content.block)} {shard.size}\n"
-    return hashlib.sha256(place.encode() + shard.header).hexdigest()
 
 
 def write_around(folder: Path, made: Checkpoint, vocab_size: int) -> None:

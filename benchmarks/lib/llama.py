@@ -137,7 +137,7 @@ def write_file(checkpoint: Path, path: Path, kind: str) -> Path:
     requests are token ids, so such a file gets made-up words.
 
     Args:
-        checkpoint: folder of safetensors.
+        checkpoint: folder of safetensors, or a split directory.
         path: of the file.
         kind: type of ggml, as "BF16".
     """
@@ -187,9 +187,9 @@ def write_by_llama_cpp(checkpoint: Path, path: Path, work: Path, more: Sequence[
 
 
 def with_vocabulary(checkpoint: Path, folder: Path) -> Path:
-    """Link a checkpoint's weights and config into an empty folder, with a vocabulary of made-up words; return it."""
+    """Link a checkpoint's files into an empty folder, with a vocabulary of made-up words; return it."""
     for file in checkpoint.absolute().iterdir():
-        if file.suffix == ".safetensors" or file.name in ("config.json", "model.safetensors.index.json"):
+        if file.is_file() and not file.name.startswith("tokenizer"):
             _link(file, folder / file.name)
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
     (folder / "tokenizer.json").write_text(_tokenizer(size))

@@ -27,13 +27,13 @@ class PeerError(Exception):
     """A peer could not be installed, or its job failed; the table shows the message."""
 
 
-def run_tool(command: Sequence[str], failed: str) -> None:
-    """Run a program to its end.
+def run_tool(command: Sequence[str], failed: str, environment: Mapping[str, str] | None = None) -> None:
+    """Run a program to its end; `environment` replaces this process's.
 
     Raises:
         PeerError: `failed`, and the last line of the program's output.
     """
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    made = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if made.returncode:
         lines = (made.stderr or made.stdout).strip().splitlines()
         raise PeerError(f"{failed}: {lines[-1] if lines else f'exit status {made.returncode}'}")

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.lib.generated import Content, digests, write_around
+from benchmarks.lib.generated import Content, Weights, digests, write_around
 from benchmarks.lib.models import MODELS
 from benchmarks.lib.process import REPOSITORY
 from benchmarks.lib.published import Checkpoint, Shard, checkpoint
@@ -58,7 +58,7 @@ class Sent:
         return self.sent - self.again
 
 
-def files_of(made: Checkpoint, content: Content, shard_digests: Mapping[str, str]) -> dict[str, GeneratedFile]:
+def files_of(made: Checkpoint, content: Weights, shard_digests: Mapping[str, str]) -> dict[str, GeneratedFile]:
     """All files of the repository."""
 
     def shard_file(shard: Shard) -> GeneratedFile:
@@ -88,7 +88,7 @@ class GeneratedHub(LocalHub):
     """
 
     def __init__(
-        self, made: Checkpoint, content: Content, shard_digests: Mapping[str, str], rate: float | None = None
+        self, made: Checkpoint, content: Weights, shard_digests: Mapping[str, str], rate: float | None = None
     ) -> None:
         super().__init__(Path(os.devnull))
         self.repository, self.sent = made.model.repository, Sent()
@@ -192,24 +192,27 @@ class HubProcess:
         return float(times.user + times.system)
 
     def variables(self, home: Path) -> dict[str, str]:
-        """The environment of a process that uses this hub, with `home` as its Hugging Face home."""
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in _UNSET and not name.lower().endswith("_proxy")
-        }
-        return kept | {
-            "PYTHONPATH": str(REPOSITORY),
-            "HF_ENDPOINT": self.url,
-            "HF_HOME": str(home),
-            "HF_HUB_CACHE": str(home / "hub"),
-            "RABBITLLM_HOME": str(home / "rabbitllm"),
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        """`client_variables` of this hub."""
+        return client_variables(self.url, home)
+
+
+def client_variables(url: str, home: Path) -> dict[str, str]:
+    """The environment of a process that uses a hub, with `home` as its Hugging Face home."""
+    kept = {
+        name: value for name, value in os.environ.items() if name not in _UNSET and not name.lower().endswith("_proxy")
+    }
+    return kept | {
+        "PYTHONPATH": str(REPOSITORY),
+        "HF_ENDPOINT": url,
+        "HF_HOME": str(home),
+        "HF_HUB_CACHE": str(home / "hub"),
+        "RABBITLLM_HOME": str(home / "rabbitllm"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

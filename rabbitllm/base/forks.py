@@ -9,15 +9,15 @@ model only runs a few resets. Independent of models.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
 from typing import Any, TypeVar
 
 from rabbitllm.errors import ForkedError
@@ -25,6 +25,7 @@ from rabbitllm.errors import ForkedError
 logger = logging.getLogger(__name__)
 
 L = TypeVar("L")
+T = TypeVar("T")
 
 _IN_CHILD: list[Callable[[], Callable[[], object] | None]] = []
 """References to functions that are called in a child, in the order of registration."""
@@ -204,55 +205,57 @@ class _DirectReads:
     The kernel writes such a read to the pages of a buffer. A fork in the meantime marks the pages as copy-on-write, and
     the parent may get a copy of a page before the bytes arrive (open(2), O_DIRECT: never run concurrently with fork).
 
-    A Ctrl-C may come at any moment in the main thread. So the lock is entered itself, which `Condition.__enter__` would
-    leave taken; and a thread that forks does not wait for a read of its own, which was interrupted.
+    A Ctrl-C may come at any moment in the main thread, also while a read is marked as over. So a thread that has a mark
+    reads only while the function that made it runs; and the lock is taken and released by functions of C, within which
+    no Ctrl-C is raised.
     """
 
     def __init__(self) -> None:
-        self.reset()
+        self.lock = threading.Lock()
+        self._change = own_lock(threading.Condition(self.lock))
+        self._marks = dict[int, FrameType]()
+        in_child(self._forget)
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        with self._lock:
-            self.threads.append(threading.get_ident())
+    def read(self, read: Callable[..., T], *args: Any) -> T:
+        """Return what `read` returns, within which there is no other direct read. No fork begins meanwhile."""
+        with self.lock:
+            self._marks[threading.get_ident()] = sys._getframe()
         try:
-            yield
+            return read(*args)
         finally:
-            with self._lock:
-                self.threads.remove(threading.get_ident())
+            with self.lock:
+                self._marks.pop(threading.get_ident(), None)
                 self._change.notify_all()
 
-    def waiting(self) -> threading.Lock:
-        return self._lock
-
-    def block(self) -> None:
-        """Before a fork: wait for reads in progress, and block new ones."""
-        self._lock.acquire()
-        while {*self.threads} - {threading.get_ident()}:
-            self._change.wait()
+    def settle(self) -> None:
+        """Before a fork, with the lock: wait for reads in progress."""
+        while any(self._is_reading(*running) for running in sys._current_frames().items()):
+            self._change.wait(_INTERRUPTED_SECONDS)  # a Ctrl-C may have prevented that the end of a read was told
         for reference in _BEFORE:
             if (method := reference()) is not None:
                 method()
 
-    def unblock(self) -> None:
-        """After a fork, in the parent: allow reads again."""
-        self._lock.release()
+    def _is_reading(self, thread: int, frame: FrameType | None) -> bool:
+        """Whether another thread, which runs a function, is in a read."""
+        mark = self._marks.get(thread) if thread != threading.get_ident() else None
+        while frame is not None and frame is not mark:
+            frame = frame.f_back
+        return frame is not None
 
-    def reset(self) -> None:
-        """After a fork, in the child: there are no reads."""
-        self._lock, self.threads = threading.Lock(), list[int]()
-        self._change = threading.Condition(self._lock)
+    def _forget(self) -> None:
+        """In a forked child there are no reads."""
+        self._marks.clear()
 
 
+_INTERRUPTED_SECONDS = 0.05
 _READS = _DirectReads()
-direct_read = _READS.reading
-"""A context for a read past the page cache, in which no fork begins."""
-without_forks = _READS.waiting
+direct_read = _READS.read
+"""Call a function that reads past the page cache; no fork begins meanwhile."""
+without_forks = _READS.lock
 """A context in which no fork begins; for what takes microseconds."""
 
 
 def _after_fork() -> None:
-    _READS.reset()
     for lock in list(_LOCKS):
         lock._at_fork_reinit()  # as Python's own library resets its locks
     for reference in list(_IN_CHILD):
@@ -264,8 +267,9 @@ def _after_fork() -> None:
 def _before_fork() -> None:
     for references in (_IN_CHILD, _BEFORE):
         references[:] = [reference for reference in references if reference() is not None]
-    _READS.block()
+    _READS.settle()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_READS.unblock, after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork)  # after the next one: what was registered last is called first
+    os.register_at_fork(before=_READS.lock.acquire, after_in_parent=_READS.lock.release, after_in_child=_after_fork)

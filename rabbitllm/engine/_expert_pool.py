@@ -410,18 +410,19 @@ class ExpertPool:
         Its router gets this module's input (1, hidden), and the surer half of its choice is read. What it does not
         choose in the end was read in vain, but at a time when little else was.
         """
-        weight = self.next_router_weight(module)
-        if weight is None or not isinstance(x, torch.Tensor) or x.shape != (1, weight.shape[1]):
+        router = self.next_router(module)
+        if router is None or not isinstance(x, torch.Tensor) or x.shape != (1, router[0].shape[1]):
             return  # experts may get something else than it
         with torch.no_grad():
-            logits = plain.product(x.to(weight.dtype), weight, None)
+            logits = plain.product(x.to(router[0].dtype), *router)
         self.read_ahead(module, logits.topk((self.sources[module + 1].used + 1) // 2).indices.numpy()[0])
 
-    def next_router_weight(self, module: int) -> torch.nn.Parameter | None:
-        """The weight of the next module's router, if it is in memory now, and its choice is worth a guess."""
+    def next_router(self, module: int) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None] | None:
+        """Weight and bias of the next module's router, if they are in memory now, and its choice is worth a guess."""
         router = self._routers[module + 1] if module + 1 < len(self.sources) else None
-        weight: Any = None if router is None else router.weight
-        return weight if type(weight) is torch.nn.Parameter and weight.is_cpu else None
+        weight, bias = (None if router is None else router._parameters.get(name) for name in ("weight", "bias"))
+        in_memory = [each is None or (type(each) is torch.nn.Parameter and each.is_cpu) for each in (weight, bias)]
+        return (weight, bias) if weight is not None and all(in_memory) else None
 
     def read_ahead(self, module: int, chosen: Numbers) -> None:
         """Begin to read experts of the module after one whose pass has begun, as far as they are not in memory."""
@@ -838,9 +839,9 @@ class PooledExperts:
         return [[*each.values()] for each in hooks] == [[self.before], [self.after]]
 
     @property
-    def next_router_weight(self) -> torch.nn.Parameter | None:
+    def next_router(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None] | None:
         """See `ExpertPool`."""
-        return self._pool.next_router_weight(self._module)
+        return self._pool.next_router(self._module)
 
     def begin(self, experts: Sequence[int]) -> bool:
         """See `ExpertPool.step`; in place of `before` and `after`."""

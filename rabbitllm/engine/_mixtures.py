@@ -228,10 +228,14 @@ class MixtureCall:
             fits = self._fits[threads] = self._kept.fits(product.shape, self._routing.used, threads)
         if not fits or self._kept.pooled is None:
             return (self._words, array("q", [0])) if fits else None
-        weight = self._kept.pooled.next_router_weight
-        following = None if weight is None else RoutedProduct.of(weight)
-        operands = following[1] if following is not None and following[0] == product else None
-        return _words_of([*self._operands, operands], 4 * self._entries, self._addresses), array("q", [0])
+        operands, addresses = None, self._addresses
+        if (router := self._kept.pooled.next_router) is not None:
+            weight, bias = router
+            following, has_bias = RoutedProduct.of(weight), bias is not None and is_bias(bias, weight.shape[:1])
+            if following is not None and following[0] == product and has_bias == self._has_bias:
+                operands = following[1]
+                addresses = [*addresses, bias.data_ptr()] if bias is not None else addresses
+        return _words_of([*self._operands, operands], 4 * self._entries, addresses), array("q", [0])
 
     def asked(self, words: array[int], done: array[int]) -> Iterator[None] | None:
         """What a call with such `arrays` asks Python: that experts are read, and where they are; None if nothing."""
@@ -266,7 +270,7 @@ class MixtureCall:
     def _blocks(self) -> list[int]:
         """Where among the words of a call those begin of the next router, of the choice, of that router's choice, of
         the experts that are entered, for the first time and for the second, which all are for experts that come and go,
-        and the addresses of biases."""
+        and the addresses of biases, the next router's last."""
         size = _HEAD + len(self._operands[0])
         begin = size * len(self._routers)
         return [begin, *(begin + size + number * self._entries for number in range(5))]
@@ -283,15 +287,20 @@ class MixtureCall:
         weights = weights or own
         following, choice, ahead, *of_pool, biases = ((words[0], words[1] + 8 * begin) for begin in self._blocks())
         known, entered = self._kept.place_of_words, [chosen]
-        sums = program.room(4 * experts) if self._has_bias else logits
-        product.add_to(program, 1, x, words, sums, 0, 0, is_wide=self._has_bias)
-        if self._has_bias:
-            program.add(_layer_kernels.add_biases, [words, biases, sums, logits, experts])
-            biases = biases[0], biases[1] + 8
+        sums = program.room(4 * experts)
+
+        def add_router(words: Place, bias: Place, logits: Place) -> None:
+            product.add_to(program, 1, x, words, sums if self._has_bias else logits, 0, 0, is_wide=self._has_bias)
+            if self._has_bias:
+                program.add(_layer_kernels.add_biases, [words, bias, sums, logits, experts])
+
+        last_bias = biases[0], biases[1] + 8 * len(self._biases)
+        add_router(words, biases, logits)
+        biases = biases[0], biases[1] + 8 * self._has_bias
         if self._kept.pooled is not None:
             known, chosen, entered = self._known.buffer_info()[0], choice, of_pool
             others, unused = program.room(2 * experts), [program.room(2 * used), program.room(8)]
-            product.add_to(program, 1, x, following, others, 0, 0)
+            add_router(following, last_bias, others)
             self._routing.add_to(program, others, known, ahead, *unused, experts)
         self._routing.add_to(program, logits, known, chosen, weights, done, experts)
         self._kept.add_to(program, used, x, entered, weights, out, biases)

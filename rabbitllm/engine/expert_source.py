@@ -462,6 +462,14 @@ class ExpertSource:
             FileSpan(part.file(expert), int(part.offsets[expert]), nbytes, part.at) for part, nbytes in self._runs[leaf]
         ]
 
+    def ranges(self) -> list[FileSpan]:
+        """For each file a run from the first byte of all experts to the last."""
+        files = dict[str, tuple[int, int]]()
+        for span in (span for expert in range(self.experts) for span in self.spans(expert)):
+            begin, end = files.get(span.file, (span.offset, 0))
+            files[span.file] = min(begin, span.offset), max(end, span.offset + span.nbytes)
+        return [FileSpan(file, begin, end - begin, 0) for file, (begin, end) in files.items()]
+
     def extent(self, leaf: str | None = None) -> slice:
         """The range of an expert's bytes in its memory, or of the bytes of one leaf."""
         chosen = self.leaves.values() if leaf is None else (self.leaves[leaf],)

@@ -191,7 +191,9 @@ def _with_weights(
     mapped = [sources[placed.unit] for placed in in_place if by_name[placed.device].shares_host_memory]
     by_rows = [embedding] if embedding is not None else []
     whole = {s.unit.name: s.spans for s in mapped if not (s.is_view and has_readable_rows(s, by_rows))}
-    read_ahead = ReadAhead(whole, store, checks)
+    resident = {placed.unit for placed in placement.experts if placed.tier is Tier.RESIDENT}
+    experts = [span for source in plan.experts if source.name in resident for span in source.ranges()]
+    read_ahead = ReadAhead(whole, store, checks, experts, owner=model)
     with torch.no_grad():
         pools = bind_experts(model, plan.experts, placement, by_name, store, profiler, read_modes)
         executors = device_executors(sources, placement, by_name, store, profiler, pinned, read_mode)

@@ -232,8 +232,8 @@ class SpanReader:
                 piece, offset = READ_BYTES if checks is None else CHECKED_BYTES, first
                 while offset < last:
                     stop = last if last - offset <= piece else (offset // piece + 1) * piece
-                    with direct_read() if mode.direct else contextlib.nullcontext():
-                        nbytes = file.read_into(buffer[offset + shift : stop + shift], offset)
+                    read = functools.partial(direct_read, file.read_into) if mode.direct else file.read_into
+                    nbytes = read(buffer[offset + shift : stop + shift], offset)
                     if nbytes < min(stop, end) - offset:
                         raise OSError(f"{file.path} ends at byte {offset + nbytes:,}")
                     if checks is not None:

@@ -93,13 +93,14 @@ def _fill(read, span, memory, block, scratch):  # type: ignore[no-untyped-def]
 
 
 def send(data, requests, count, woken):  # type: ignore[no-untyped-def]
-    """Send requests, whose addresses are somewhere, as far as there is room, and wake so many threads that sleep."""
+    """Send requests, whose addresses are somewhere, as far as there is room and unless threads are to end; wake so many
+    threads that sleep. The caller has the interpreter lock, as the one who stops them."""
     words = to_array(data, WORDS)
     own = words[OWN]
     addresses = to_array(integers_at(requests), count)
     for i in range(count):
         number = shared(own + 8 * SENT)
-        if number - shared(own + 8 * CLAIMED) < RING:
+        if number - shared(own + 8 * CLAIMED) < RING and shared(own + 8 * STOPPED) == 0:
             share(addresses[i] + 8 * STATE, PENDING)
             share(own + 8 * (FIRST + number % RING), addresses[i])
             share(own + 8 * SENT, number + 1)
@@ -125,6 +126,7 @@ def serve(data):  # type: ignore[no-untyped-def]
     words = to_array(integers_at(own), WORDS)
     while True:
         epoch, claimed = shared(own + 8 * EPOCH), shared(own + 8 * CLAIMED)
+        stopped = shared(own + 8 * STOPPED)  # before what was sent: nothing is sent afterwards
         if claimed < shared(own + 8 * SENT):
             request = shared(own + 8 * (FIRST + claimed % RING))
             if exchange_if(own + 8 * CLAIMED, claimed, claimed + 1) == 0:
@@ -143,7 +145,7 @@ def serve(data):  # type: ignore[no-untyped-def]
             atomic_add(own + 8 * FINISHED, 1)
             system_call(words[SYSCALL], FUTEX, request + 8 * STATE, WAKE, 1)
             system_call(words[SYSCALL], FUTEX, own + 8 * FINISHED, WAKE, 1)
-        elif shared(own + 8 * STOPPED) != 0:
+        elif stopped != 0:
             break
         else:
             atomic_add(own + 8 * ASLEEP, 1)

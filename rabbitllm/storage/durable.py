@@ -703,8 +703,7 @@ class NamelessFile:
             data, offset, aligned = data[count:], offset + count, aligned and count % DIRECT_ALIGNMENT == 0
 
     def _move(self, how: _Transfer, data: memoryview, offset: int, aligned: bool) -> int:
-        with direct_read() if aligned else contextlib.nullcontext():
-            moved = self._direct.move(lambda descriptor: how(descriptor, data, offset)) if aligned else None
+        moved = direct_read(self._direct.move, lambda descriptor: how(descriptor, data, offset)) if aligned else None
         if moved is None:
             if sys.platform == "linux" and aligned:  # pages read ahead of the next offset would stay in the cache
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)

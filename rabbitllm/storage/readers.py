@@ -114,10 +114,10 @@ class Readers:
 
     def send(self, requests: Sequence[ReadRequest]) -> None:
         """Send prepared requests; those for which there is no room stay unsent."""
-        if not (requests and self.is_usable and self.close.alive):
+        if not (requests and self.is_usable):
             return
         addresses = array("q", [request.address for request in requests])
-        with without_forks():
+        with without_forks:
             self._send(self._address, addresses.buffer_info()[0], len(addresses), self._count)
 
     def _settle(self) -> None:

@@ -6,12 +6,14 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from rabbitllm.base import forks
-from rabbitllm.base.forks import ForkGuard, Workers, direct_read, own_lock, without_forks
+from rabbitllm.base.forks import ForkGuard, Workers, direct_read, fulfil, own_lock, without_forks
 from rabbitllm.errors import ForkedError
 from tests.support.forked import PATIENCE, in_a_fork
 
@@ -74,18 +76,16 @@ def test_fork_waits_for_direct_reads() -> None:
     begun = threading.Event()
 
     def read() -> None:
-        with direct_read():
-            begun.set()
-            time.sleep(0.3)
-            order.append("read")
+        begun.set()
+        time.sleep(0.3)
+        order.append("read")
 
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(target=direct_read, args=(read,))
     thread.start()
     assert begun.wait(PATIENCE)
     assert in_a_fork(lambda: order) == ["read"]
     thread.join()
-    with direct_read():
-        pass
+    assert direct_read(int, "3") == 3
 
 
 def test_guard_refuses_other_processes() -> None:
@@ -101,10 +101,15 @@ def test_guard_refuses_other_processes() -> None:
     assert in_a_fork(settle)
 
 
-@pytest.mark.parametrize("context", [direct_read, without_forks])
-def test_an_interrupt_leaves_no_lock_taken(context: Any) -> None:
-    """Ctrl-C comes after a call of C, such as that which takes a lock, and Python keeps its traceback. A fork does not
-    wait for a read that was interrupted."""
+def waits_for_no_fork() -> None:
+    with without_forks:
+        pass
+
+
+@pytest.mark.parametrize("call", [lambda: direct_read(int, "3"), waits_for_no_fork])
+def test_an_interrupt_leaves_no_lock_taken(call: Callable[[], object]) -> None:
+    """Ctrl-C comes after a call of C, such as that which takes a lock, and Python keeps its traceback. No fork waits
+    for a read that was interrupted, also in another thread."""
     errors, calls = list[KeyboardInterrupt](), 0
 
     def interrupt(frame: Any, event: str, argument: Any) -> None:
@@ -113,19 +118,22 @@ def test_an_interrupt_leaves_no_lock_taken(context: Any) -> None:
         if calls == len(errors) + 1:
             raise KeyboardInterrupt
 
-    is_interrupted = True
+    is_interrupted, marked = True, 0
     while is_interrupted:
         calls, is_interrupted = 0, False
         sys.setprofile(interrupt)
         try:
-            with context():
-                pass
+            call()
             sys.setprofile(None)
         except KeyboardInterrupt as error:
             sys.setprofile(None)
             is_interrupted = calls > 0
             errors.append(error)
-        assert not forks._READS._change._lock.locked(), calls  # type: ignore[attr-defined]
+        assert not without_forks.locked(), calls
         is_interrupted &= len(errors) < 20
+        marked += threading.get_ident() in forks._READS._marks
+        forked = Future[int]()
+        threading.Thread(target=fulfil, args=(forked, in_a_fork, lambda: len(forks._READS._marks)), daemon=True).start()
+        assert forked.result(PATIENCE) == 0
     assert errors
-    assert in_a_fork(lambda: not forks._READS.threads)
+    assert marked or call is waits_for_no_fork

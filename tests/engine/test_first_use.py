@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
@@ -64,7 +65,8 @@ def test_files_are_prefetched_into_the_page_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="huge pages, smaps")
-def test_layer_files_are_cached_in_huge_pages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_of_experts", [False, True])
+def test_layer_files_are_cached_in_huge_pages(tmp_path: Path, is_of_experts: bool) -> None:
     size = 4 * HUGE_PAGE + 4096
     able, path = (tmp_path / name for name in ("able", "layer"))
     for file in (able, path):
@@ -80,7 +82,10 @@ def test_layer_files_are_cached_in_huge_pages(tmp_path: Path) -> None:
             pytest.skip("this file system's cache has no huge pages")
     with path.open("rb") as file:
         assert file.read(4096)  # as headers are
-    for thread in ReadAhead({"unit": [FileSpan(path.name, 4096, size - 4096, 0)]}, Folder(tmp_path)).threads:
+    span = FileSpan(path.name, 4096, size - 4096, 0)
+    units, experts = ({}, [span]) if is_of_experts else ({"unit": [span]}, [])
+    ahead = ReadAhead(units, Folder(tmp_path), experts=experts)
+    for thread in ahead.threads:
         thread.join(600)
     with PositionalFile(path) as file:
         pages = file.map_privately()
@@ -122,6 +127,26 @@ def test_streamed_units_and_the_embedding_are_not_prefetched(tmp_path: Path, mon
     kept = [unit for unit, tier in tiers(half).items() if tier is Tier.RESIDENT and unit != "model.embed_tokens"]
     assert [name.removesuffix(".safetensors") for name in asked] == kept
     assert run(half, INPUT).logits is not None
+
+
+def test_experts_are_read_behind_the_units_if_all_are_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each expert once, until the model is dropped."""
+    asked, ask = list[Any](), _first_use._prefetch
+    monkeypatch.setattr(_first_use, "_prefetch", lambda *more: asked.append(more) or ask(*more))
+    directory = split(build_checkpoint(tmp_path / "model", "qwen3_moe", **MANY))
+    model = load(directory)
+    ((*_, spans, stop),) = asked
+    assert [span.file for span in spans] == [f"model.layers.{index}.safetensors" for index in range(3)]
+    for span, layer in zip(spans, model.model.layers, strict=True):
+        assert sum(value.nbytes for value in layer.mlp.experts.parameters()) <= span.nbytes
+        assert span.offset + span.nbytes <= (directory / span.file).stat().st_size
+    assert not stop.is_set()
+    del model, layer
+    gc.collect()
+    assert stop.is_set()
+    half = load(directory, budget_that_keeps(directory, 0.5))
+    assert half.placement.pools
+    assert asked[-1][-2] == []
 
 
 BLOCK = 4096

@@ -260,6 +260,32 @@ def test_plain_experts_are_kept_until_they_are_multiplied(tmp_path: Path, monkey
     assert {*numbers[1::2]} == {MANY["num_experts_per_tok"]}
 
 
+@torch.no_grad()
+def test_biases_are_part_of_the_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the next layer's experts, by the call and by torch: here biases alone decide which are chosen."""
+    monkeypatch.setattr("rabbitllm.engine._expert_pool.LEAST_AHEAD_BYTES", 1)
+    settings = {**MANY, **HEADS, "num_hidden_layers": 3, "layer_types": [*WINDOWS["layer_types"], "sliding_attention"]}
+    directory = checkpoint(tmp_path, OSS, "4bit", **settings)
+    used, read_ahead = OSS.settings["num_experts_per_tok"], ExpertPool.read_ahead
+    for is_fused in (True, False):
+        model = fast(directory, budget_that_keeps(directory, 0.25, exact=False))
+        for number, layer in enumerate(model.model.layers):
+            layer.mlp.router.bias[used * number : used * (number + 1)] += 500
+        guesses = list[tuple[int, list[int]]]()
+
+        def noted(pool: ExpertPool, module: int, chosen: Any, guesses: Any = guesses) -> None:
+            guesses.append((module, chosen.tolist()))
+            read_ahead(pool, module, chosen)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ExpertPool, "read_ahead", noted)
+            if not is_fused:
+                patch.setattr(MixtureCall, "arrays", lambda self, x: None)
+            logits(model, 4)
+        assert len(guesses) >= 2 * 4
+        assert all({*chosen} <= {*range(used * (module + 1), used * (module + 2))} for module, chosen in guesses)
+
+
 @pytest.mark.parametrize("is_done", [False, True])
 @pytest.mark.parametrize("name", ["step", "is_there", "_weight", "_send", "read_ahead"])
 def test_an_interrupt_while_a_step_reads_experts(
@@ -270,11 +296,11 @@ def test_an_interrupt_while_a_step_reads_experts(
     model = fast(directory, budget_that_keeps(directory, 0.25, exact=False))
     expected, ordinary, steps = logits(model), getattr(ExpertPool, name), iter(range(7))
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments: Any, **named: Any) -> Any:
         if not is_within_call():
-            return ordinary(*arguments)
+            return ordinary(*arguments, **named)
         is_last = next(steps, None) is None
-        result = ordinary(*arguments) if is_done or not is_last else None
+        result = ordinary(*arguments, **named) if is_done or not is_last else None
         if is_last:
             raise KeyboardInterrupt
         return result

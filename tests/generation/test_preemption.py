@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from rabbitllm.errors import OptionError
 from rabbitllm.generation import _sequence
 from rabbitllm.generation.cache_manager import CacheManager
-from rabbitllm.generation.kv_cache import bytes_of, cost_by_cache, cost_by_config
+from rabbitllm.generation.kv_cache import bytes_of, cache_argument, cost_by_cache, cost_by_config
 from rabbitllm.generation.request import BatchStats, Delta, Event, FinishReason, Limits, Request
 from rabbitllm.generation.transformers_api import has_dynamic_cache
 from rabbitllm.storage.durable import Step, observe_steps
@@ -50,7 +50,7 @@ def limits(model: Any, **options: Any) -> Limits:
     measured = None
     if has_dynamic_cache(model):
         cache = DynamicCache(config=config)
-        model(torch.tensor([prompt(9, 9)]), past_key_values=cache)
+        model(torch.tensor([prompt(9, 9)]), **{cache_argument(model): cache})
         measured = cost_by_cache(cache)
     room = len(LENGTHS) * (measured or predicted).bytes_for(ROOM_TOKENS)
     return Limits(cache_bytes=max(room, predicted.bytes_for(max(LENGTHS) + 1)), chunk=24, **options)

@@ -17,6 +17,7 @@ from benchmarks.lib.measure import percentile
 from tests.support import ill_behaved
 from tests.support.questions import Question, model_of_words, questions
 from tests.support.served_model import ServedModel
+from tests.support.stops import unless_stopped
 from tests.support.tiny_models import one_thread  # noqa: F401  a fixture that applies by itself
 from tests.support.well_behaved import Place, Tally, well_behaved
 
@@ -89,8 +90,8 @@ def few(model: Path) -> list[Question]:
 
 @pytest.fixture
 def server(model: Path, tmp_path: Path) -> Iterator[ServedModel]:
+    """It has not begun yet."""
     model_server = ServedModel(model, tmp_path / "log", *OPTIONS)
-    model_server.start()
     yield model_server
     model_server.kill()
 
@@ -150,6 +151,13 @@ def show(tally: Tally, samples: list[tuple[float, int]], metrics: dict[str, floa
 
 def under_load(server: ServedModel, few: list[Question], clients: list[Kind], seconds: float) -> float:
     """Load it, check everything but memory; bytes a second that its memory grows."""
+    return unless_stopped(lambda: loaded(server, few, clients, seconds))
+
+
+def loaded(server: ServedModel, few: list[Question], clients: list[Kind], seconds: float) -> float:
+    """See `under_load`."""
+    server.kill()
+    server.start()
     place = Place(server.url, few, time.monotonic() + seconds)
     samples = asyncio.run(all_at_once(place, clients, server))
     metrics = free_again(server)
@@ -183,6 +191,13 @@ def test_64_clients_for_two_minutes(server: ServedModel, model: Path) -> None:
 @pytest.mark.long
 def test_restart_under_load(server: ServedModel, model: Path, few: list[Question]) -> None:
     """Clients that ask again get every answer; the layer files are those of before."""
+    unless_stopped(lambda: restarted(server, model, few))
+
+
+def restarted(server: ServedModel, model: Path, few: list[Question]) -> None:
+    """See the test above."""
+    server.kill()
+    server.start()
     split = model / "splitted_model"
     before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in split.iterdir()}
     place = Place(server.url, few, time.monotonic() + 60, is_restarting=True)
