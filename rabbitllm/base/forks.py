@@ -2,15 +2,14 @@
 
 A fork (multiprocessing's fork method, a DataLoader with workers, os.fork) copies the memory of a process, but only the
 calling thread. A lock that another thread held stays locked in the child, a job of another thread never ends, and torch
-waits for an OpenMP team that does not exist. So locks of objects that outlive a call are `own_lock`s, their threads are
-`Workers`, and both are usable in a child; the first pass there computes on one thread. A child that does not use the
-model only runs a few resets. Independent of models.
+waits for an OpenMP team that does not exist, or crashes. So locks of objects that outlive a call are `own_lock`s, their
+threads are `Workers`, and both are usable in a child; the team of the thread that forks ends before (`openmp.py`). A
+child that does not use the model only runs a few resets. Independent of models.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 import threading
@@ -21,8 +20,6 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from rabbitllm.errors import ForkedError
-
-logger = logging.getLogger(__name__)
 
 L = TypeVar("L")
 T = TypeVar("T")
@@ -184,19 +181,6 @@ def fail_unfinished(futures: Iterable[Future[Any]]) -> None:
                     "Call the model again.",
                 )
             )
-
-
-def compute_on_one_thread() -> None:
-    """In a forked child: make torch compute on one thread, since libgomp would wait forever for the parent's team."""
-    import torch
-
-    if torch.get_num_threads() > 1:
-        logger.warning(
-            "The model is used in a forked process (%d), and computes on one thread there: OpenMP's threads do not "
-            "survive a fork. For full speed, load the model in the process that uses it.",
-            os.getpid(),
-        )
-        torch.set_num_threads(1)
 
 
 class _DirectReads:

@@ -18,6 +18,7 @@ import atexit
 import ctypes
 import functools
 import itertools
+import logging
 import os
 import platform
 import threading
@@ -28,6 +29,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rabbitllm.base.forks import DaemonThread, in_child, own_lock
+
+logger = logging.getLogger(__name__)
 
 _MAPS = Path("/proc/self/maps")
 _TASKS = Path("/proc/self/task")
@@ -152,15 +155,35 @@ def torchs_team() -> Team | None:
     return Team(library)
 
 
-def rest() -> None:
+def rest() -> bool:
     """End the team of the calling thread, until it computes again; another thread is to compute, or it waits for work.
+    Whether torch's library can.
 
     libgomp counts the threads of all teams. If they are more than processors, none of them spins: a call of a small
     model's layers then took 5.7 ms in place of 2.4.
     """
     team = torchs_team()
-    if team is not None and (pause := getattr(team.library, "omp_pause_resource_all", None)) is not None:
+    pause = getattr(team.library, "omp_pause_resource_all", None) if team is not None else None
+    if pause is not None:
         pause(1)
+    return pause is not None
+
+
+def compute_in_a_fork() -> None:
+    """In a forked child: have torch compute on one thread, unless the parent's team has ended before."""
+    import torch
+
+    if not rest() and torch.get_num_threads() > 1:
+        logger.warning(
+            "The model is used in a forked process (%d), and computes on one thread there: OpenMP's threads do not "
+            "survive a fork. For full speed, load the model in the process that uses it.",
+            os.getpid(),
+        )
+        torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):  # a child would wait for the team of the thread that forks, or crash
+    os.register_at_fork(before=rest)
 
 
 def computed(work: Callable[..., _Result], *args: Any) -> _Result:

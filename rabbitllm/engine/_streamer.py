@@ -30,7 +30,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from rabbitllm.base.forks import ForkGuard, compute_on_one_thread, own_lock
+from rabbitllm.base.forks import ForkGuard, own_lock
+from rabbitllm.base.openmp import compute_in_a_fork
 from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import TableRows
 from rabbitllm.engine._expert_pool import ExpertPool
@@ -380,7 +381,7 @@ class Streamer:
             remedy = "Fork while no thread computes, or load the model in the process that uses it."
             self._process.refuse("A pass that another thread had begun", remedy)
         self._process.settle()
-        compute_on_one_thread()
+        compute_in_a_fork()
         for executor in self.executors.values():
             executor.loader.reset()
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import DataLoader, Dataset
 
+from rabbitllm.base import openmp
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine._first_use import ReadAhead
 from rabbitllm.engine.load import load_model
@@ -51,16 +53,36 @@ def test_child_computes_with_a_streamed_model(split_folder: Path) -> None:
 def test_child_computes_without_its_parents_threads(split_folder: Path) -> None:
     model = load(split_folder, STREAMED, dtype="float32")
     torch.set_num_threads(2)
-    large = torch.ones(1000, 1000)
-    (large @ large).exp().sum()  # which makes the team
+    large, heads = torch.ones(1000, 1000), torch.ones(2, 8, 256, 64)
 
-    def work() -> int:
-        logits(model)
+    def by_a_team() -> None:
         (large @ large).exp().sum()
-        return torch.get_num_threads()
+        scaled_dot_product_attention(heads, heads, heads)
 
-    assert in_a_fork(work) == 1
+    def work() -> tuple[list[Any], int, int]:
+        threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
+        by_a_team()
+        own = load(split_folder, STREAMED, dtype="float32")  # which computes as the parent's does
+        return [logits(model), logits(own)], threads, torch.get_num_threads()
+
+    expected = logits(model)
+    by_a_team()
+    assert in_a_fork(work) == ([expected] * 2, 1, 2 if openmp.rest() else 1)
+    by_a_team()
+    assert logits(model) == expected
     assert torch.get_num_threads() == 2
+
+
+def test_child_computes_on_one_thread_where_its_parents_team_stays(
+    split_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With another library of OpenMP than libgomp."""
+    model = load(split_folder, STREAMED, dtype="float32")
+    torch.set_num_threads(1)
+    expected = logits(model)
+    torch.set_num_threads(2)
+    monkeypatch.setattr(openmp, "rest", lambda: False)
+    assert in_a_fork(lambda: (logits(model), torch.get_num_threads())) == (expected, 1)
 
 
 def test_fork_while_another_thread_computes_is_refused(split_folder: Path) -> None:
