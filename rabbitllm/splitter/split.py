@@ -100,8 +100,7 @@ def manifest_of(work: SplitWork, checksums: TensorSums, source_checksums: Mappin
         for layer, layout in plan.layouts.items()
         for crc, blocks in [file_checksums(layout, checksums, work)]
     )
-    if plan.kept:
-        records = tuple(sorted((*records, *plan.kept), key=lambda record: layer_order(record.stem)))
+    records = tuple(sorted((*records, *plan.kept), key=lambda record: layer_order(record.stem)))
     ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
     fields = plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered
     return Manifest(*fields, plan.dtype, {shard.name: shard.metadata for shard in plan.shards if shard.metadata})
