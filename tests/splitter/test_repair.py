@@ -22,6 +22,7 @@ from rabbitllm.errors import (
     OptionError,
     SplitMismatchError,
 )
+from rabbitllm.models.remove import plan_removal
 from rabbitllm.storage.durable import Step
 from rabbitllm.store.layer_store import verify
 from rabbitllm.store.manifest import Manifest, read_manifest
@@ -131,9 +132,14 @@ def test_other_shards_are_not_needed(tmp_path: Path, state: str, parts: int, is_
     words = ["--repair", "--original", str(model)]
     if is_interrupted:
         interrupt_repair(split_folder, *words[1:])
-        with pytest.raises(IncompleteSplitError, match="was interrupted") as refused:
-            invoke("pull", str(model), "--dir", str(tmp_path / "out"), "--compression", "4bit", "--sequential")
-        assert refused.value.remedy == f"Finish it: {shlex.join(['rabbitllm', 'verify', str(split_folder), *words])}"
+        named = str(model), "--dir", str(tmp_path / "out"), "--compression", "4bit"
+        finish = f"Finish it: {shlex.join(['rabbitllm', 'verify', str(split_folder), *words])}"
+        for command in (["pull", *named, "--sequential"], ["plan", *named])[: 1 + (state == "gone")]:
+            with pytest.raises(IncompleteSplitError, match="was interrupted") as refused:
+                invoke(*command)
+            assert refused.value.remedy == finish
+        kept = {record.file for record in manifest.layers} - {LAYER}
+        assert kept < {path.name for path in plan_removal(split_folder).files}
     assert run(str(split_folder), *words)[0] == 0
     assert contents(split_folder) == whole
     assert {*needed} <= {*names_in(model, "*.safetensors")}
