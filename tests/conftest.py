@@ -25,6 +25,7 @@ from tests.support import draws, swift_disk
 from tests.support.after_import import after_import, read_certificates_once
 from tests.support.one_thread import THREADS
 from tests.support.parts import chosen, relative
+from tests.support.quick_compiling import compare_quickly
 from tests.support.quick_measuring import measure_little
 from tests.support.survivors import end_with_this_process
 from tests.support.sweeps import leave_the_rest_to_the_long_run
@@ -61,6 +62,12 @@ for _library in ("httpx", "httpx2"):
 
 # What plans measure of this machine is of no interest; tests of the measurements ask for their own sizes.
 after_import("rabbitllm.estimate.machine", measure_little)
+
+# A search for cycles after every 700 objects is a tenth of a compilation, and of much else; tests that need one ask.
+gc.set_threshold(10_000, 10, 10)
+
+# In a fresh clone every kernel is compiled once.
+after_import("numba.core.targetconfig", compare_quickly)
 
 if os.environ.get("RABBITLLM_TEST_VECTORS") == "emulated":
     from tests.support import emulated_vectors

@@ -74,12 +74,20 @@ def error_names(trees: Mapping[str, ast.Module]) -> set[str]:
     """Names of the classes of the package that descend from an exception, and of Python's own exceptions."""
     found = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, Exception)}
     found |= {"HTTPException", "BadParameter"}
-    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for tree in trees.values() for node in _classes(tree)]
     for _ in range(5):  # bases may be declared after their subclasses
         for node in classes:
             if any(ast.unparse(base).rpartition(".")[2] in found for base in node.bases):
                 found.add(node.name)
     return found
+
+
+def _classes(block: ast.AST) -> Iterator[ast.ClassDef]:
+    """The classes in a module or another block; expressions, which are most nodes, are not looked at."""
+    for node in getattr(block, "body", ()):
+        if isinstance(node, ast.ClassDef):
+            yield node
+        yield from _classes(node)
 
 
 def _name(call: ast.Call) -> str:

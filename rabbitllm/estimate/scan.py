@@ -70,7 +70,10 @@ class SourceScan:
     @cached_property
     def journals(self) -> dict[str | None, journal.Replay]:
         """The journals of unfinished splits, by compression."""
-        journals = {c: journal.replay(folder) for c, folder in self.folders.items() if c not in self.manifests}
+        unfinished = {c: folder for c, folder in self.folders.items() if c not in self.manifests}
+        for folder in unfinished.values():
+            prepare.refuse_half_repaired(folder, only_partial=True)
+        journals = {c: journal.replay(folder) for c, folder in unfinished.items()}
         return {c: earlier for c, earlier in journals.items() if earlier is not None}
 
     @cached_property

@@ -138,6 +138,7 @@ def as_record(entry: SplitEntry) -> dict[str, Any]:
         "source": source,
         "commit": entry.commit,
         "compression": entry.compression,
+        "gguf": entry.gguf,
         "bytes": entry.nbytes,
         "layers": entry.layers,
         "layers_of": entry.layers_of,

@@ -212,7 +212,7 @@ def verification_text(result: Verification, seconds: float) -> str:
 def repair_advice(result: Verification) -> str:
     """The command that repairs the damaged layers of a split, as text."""
     from rabbitllm.prepare import original_around
-    from rabbitllm.splitter.split import shards_for
+    from rabbitllm.splitter.request import shards_for
 
     if result.manifest is None:
         return "To repair: split the model again, into another folder."

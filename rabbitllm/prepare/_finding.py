@@ -426,13 +426,13 @@ def _manifest_of(folder: Path) -> Manifest | None:
     return manifest
 
 
-def refuse_half_repaired(folder: Path) -> None:
-    """Refuse a split directory whose repair was interrupted.
+def refuse_half_repaired(folder: Path, *, only_partial: bool = False) -> None:
+    """Refuse a split directory whose repair was interrupted, or only one whose repair does without some shards.
 
     Raises:
         IncompleteSplitError: it was; the remedy is the command that finishes it.
     """
-    if (command := journal.repair_command(folder)) is not None:
+    if (command := journal.repair_command(folder, only_partial=only_partial)) is not None:
         raise IncompleteSplitError(
             f"The repair of {folder} was interrupted, and no process is working on it.", f"Finish it: {command}"
         )

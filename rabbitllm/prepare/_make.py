@@ -14,12 +14,20 @@ from rabbitllm.base.options import RunOptions, ShardPolicy, SplitOptions
 from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata, SourceIdentity
 from rabbitllm.checkpoints.config import quantized_as, read_config
-from rabbitllm.checkpoints.hub import HubAccess, HubCheckpoint, HubRepository, download_all, open_repository
+from rabbitllm.checkpoints.hub import (
+    HubAccess,
+    HubCheckpoint,
+    HubRepository,
+    cached_snapshot,
+    download_all,
+    open_repository,
+)
 from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, gguf_models, gguf_stem, has_format_of, is_gguf_file, is_index
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
 from rabbitllm.checkpoints.naming import LayerNaming
 from rabbitllm.errors import (
     CheckpointNotFoundError,
+    HubError,
     IncompleteSplitError,
     MissingShardError,
     OptionError,
@@ -33,6 +41,7 @@ from rabbitllm.prepare._finding import (
     is_complete,
     open_folder,
     refuse_another,
+    refuse_half_repaired,
     with_other_splits,
 )
 from rabbitllm.quant.schemes import check_compression
@@ -43,7 +52,7 @@ from rabbitllm.splitter.filler import ShardExecutor
 from rabbitllm.splitter.interrupted import reporting_interrupts
 from rabbitllm.splitter.lock import is_left_over, locked, read_lock
 from rabbitllm.splitter.plan import PlannedFiles
-from rabbitllm.splitter.request import Acceptance, SplitRequest, check_before_download, plan_split
+from rabbitllm.splitter.request import Acceptance, SplitRequest, check_before_download, plan_split, shards_for
 from rabbitllm.splitter.source_check import check_finished_source
 from rabbitllm.splitter.split import (
     STAGING_NAME,
@@ -51,7 +60,6 @@ from rabbitllm.splitter.split import (
     discard_finished,
     lost_layers,
     repair,
-    shards_for,
     split,
     warn_of_read_only,
 )
@@ -309,6 +317,7 @@ def ensure_split(
                 f"{folder} is no longer a finished split: another process removed it, or failed to repair it.",
                 "Use the original checkpoint: the same call then finishes the split or makes it again.",
             )
+        refuse_half_repaired(folder, only_partial=True)  # its plan has not all layers
         locks.enter_context(lock_source(source, options, by_executor=executor is not None))
         _refuse_to_quantize_again(source, options)
         checkpoint = _open_checkpoint(source, options, by_executor=executor is not None).with_dtype(options.gguf_dtype)
@@ -425,8 +434,8 @@ def repair_split(folder: Path, manifest: Manifest, layers: Collection[str], orig
         manifest: its manifest.
         layers: ids of the damaged layers.
         original: the checkpoint, for a split that was made from a folder; by default the folder around the split
-            directory, if it has the shards. A repository is found by its name; only shards that the repair fetches
-            itself are deleted.
+            directory, if it has the shards. A repository is found by its name, or in the hub cache if the hub does not
+            answer; only shards that the repair fetches itself are deleted.
 
     Raises:
         OptionError: the split was made from a folder, no `original` was given, and the shards are not around the split.
@@ -486,8 +495,15 @@ def _locked_for_repair(
     elif identity.kind == "hub":
         access = HubAccess(revision=identity.commit)
         quantization = gguf_stem(model) if model is not None else None
-        repository = open_repository(identity.name, access, folder / STAGING_NAME, quantization)
-        checkpoint = HubCheckpoint(repository)
+        try:
+            repository = open_repository(identity.name, access, folder / STAGING_NAME, quantization)
+            checkpoint = HubCheckpoint(repository)
+        except (CheckpointNotFoundError, HubError) as error:
+            original = cached_snapshot(identity.name, access)
+            if original is None or not all((original / shard).exists() for shard in shards):
+                raise
+            repository, checkpoint = None, LocalCheckpoint(original, entry=model)
+            logger.warning("%s Using its files in %s.", error.problem, original)
     else:
         around = locations.spelled_out(folder).parent
         missing = listed([shard for shard in shards if not (around / shard).is_file()], 3) or "its shards"

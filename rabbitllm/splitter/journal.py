@@ -41,6 +41,8 @@ JOURNAL_VERSION = 2
 """Version 1 does not record the format version of the layer files, which was the first."""
 MIXED_VERSION = 3
 """Version with a compression for each tensor. Other journals keep version 2, which earlier releases can resume."""
+PARTIAL_VERSION = 4
+"""Version of a repair without all shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ class UnfinishedSplit:
         compression: None, one for all tensors, or "auto".
         stems: stems of the layer files.
         repair_from: see `begin`.
+        is_partial: whether it is a repair without all shards.
     """
 
     shards: frozenset[str]
@@ -155,6 +158,7 @@ class UnfinishedSplit:
     compression: str | None
     stems: tuple[str, ...]
     repair_from: str | None = None
+    is_partial: bool = False
 
 
 def glance(folder: Path, name: str = JOURNAL_NAME) -> UnfinishedSplit | None:
@@ -167,19 +171,22 @@ def glance(folder: Path, name: str = JOURNAL_NAME) -> UnfinishedSplit | None:
         content = json.loads(head)
         fingerprints = {shard["name"]: shard["fingerprint"] for shard in content["shards"]}
         source_kind, source, commit = content["source"]
-        compression, stems = content["compression"], tuple(stem for _, stem, _ in content["layers"])
-        repair_from = content.get("repair_from")
+        kept = content.get("kept", ())
+        stems = *(stem for _, stem, _ in content["layers"]), *(record["stem"] for record in kept)
+        compression, repair_from = content["compression"], content.get("repair_from")
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     used = _used(entry for line in lines if (entry := _parse_entry(line)) is not None)
     identity = SourceIdentity(source_kind, source, commit, fingerprints)
-    return UnfinishedSplit(frozenset(fingerprints), used, identity, compression, stems, repair_from)
+    return UnfinishedSplit(frozenset(fingerprints), used, identity, compression, stems, repair_from, bool(kept))
 
 
-def repair_command(folder: Path) -> str | None:
-    """The command that finishes an interrupted repair; None if the folder has none."""
+def repair_command(folder: Path, *, only_partial: bool = False) -> str | None:
+    """The command that finishes an interrupted repair; None if the folder has none, or not one without all shards."""
     seen = glance(folder)
     if seen is None or seen.repair_from is None or (folder / MANIFEST_NAME).exists():
+        return None
+    if only_partial and not seen.is_partial:
         return None
     original = ["--original", seen.repair_from] if seen.repair_from else []
     return shlex.join(["rabbitllm", "verify", str(folder), "--repair", *original])
@@ -292,12 +299,13 @@ def settle(folder: Path) -> None:
 def _encode(plan: SplitPlan, quantizer: str | None) -> dict[str, Any]:
     source = plan.source
     return {
-        "journal_version": JOURNAL_VERSION if plan.chosen is None else MIXED_VERSION,
+        "journal_version": PARTIAL_VERSION if plan.kept else JOURNAL_VERSION if plan.chosen is None else MIXED_VERSION,
         "format_version": plan.format_version,
         "source": [source.kind, source.name, source.commit],
         "compression": plan.compression,
         **({} if plan.chosen is None else {"chosen": plan.chosen.as_json()}),
         **({} if plan.dtype is None else {"dtype": plan.dtype}),
+        **({"kept": [*map(manifest.record_as_json, plan.kept)]} if plan.kept else {}),
         "quantiser": quantizer,
         "shards": [
             {
@@ -354,8 +362,8 @@ def _decode_tensor(shard: str, content: list[Any]) -> TensorSpec:
 
 def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
     version = content["journal_version"]
-    if version not in (1, JOURNAL_VERSION, MIXED_VERSION):
-        raise ValueError(f"journal version {version}, expected {JOURNAL_VERSION} or {MIXED_VERSION}")
+    if version not in (1, JOURNAL_VERSION, MIXED_VERSION, PARTIAL_VERSION):
+        raise ValueError(f"journal version {version}, expected {JOURNAL_VERSION} to {PARTIAL_VERSION}")
     layout = BY_NAME if version == 1 else content["format_version"]
     if layout not in range(BY_NAME, FORMAT_VERSION + 1):
         raise ValueError(f"layer files of format version {layout}, expected at most {FORMAT_VERSION}")
@@ -383,5 +391,7 @@ def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:
         if compression in manifest.MIXTURES or "chosen" in content
         else None
     )
-    plan = make_plan(source, shards, assigned, compression, layout, chosen, model_dtype(content.get("dtype")))
+    kept = tuple(map(manifest.record_from_json, content.get("kept", ())))
+    dtype = model_dtype(content.get("dtype"))
+    plan = make_plan(source, shards, assigned, compression, layout, chosen, dtype, kept=kept)
     return plan, content["quantiser"]

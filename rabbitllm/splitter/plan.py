@@ -27,7 +27,7 @@ from rabbitllm.splitter._presets import bits_by_tensor
 from rabbitllm.store.checksums import LayerChecks
 from rabbitllm.store.layer_file import FORMAT_VERSION, LayerLayout, join, lay_out
 from rabbitllm.store.layer_store import StoredTensor
-from rabbitllm.store.manifest import AUTO, BitAllocation
+from rabbitllm.store.manifest import AUTO, BitAllocation, LayerRecord
 from rabbitllm.store.stored_form import StoredForm, form_in, stored_form
 
 MAX_GAP_BYTES = 16 << 20
@@ -205,6 +205,8 @@ class SplitPlan:
         chosen: the compressions of tensors, if they are not all the same.
         dtype: of the model, if neither its config nor its layer files show it (`index.dtype_without_config`).
         heads: tensors for multi-token prediction, which have 8 bits at least; none if the split was begun without that.
+        kept: of a repair, the layers that are in none of these maps: some of their shards are not there. Those shards
+            have no tensors here.
     """
 
     source: SourceIdentity
@@ -216,6 +218,7 @@ class SplitPlan:
     chosen: BitAllocation | None = None
     dtype: str | None = None
     heads: frozenset[str] = frozenset()
+    kept: tuple[LayerRecord, ...] = ()
 
     def stored_form(self, spec: TensorSpec) -> StoredForm:
         """Return the form in which a whole tensor is stored."""
@@ -287,17 +290,23 @@ def make_plan(
     chosen: BitAllocation | None = None,
     dtype: str | None = None,
     heads: frozenset[str] = frozenset(),
+    kept: tuple[LayerRecord, ...] = (),
 ) -> SplitPlan:
     """Lay out every layer file from the shards' tensors and the layer each belongs to.
 
-    Without `chosen`, "auto" stores all tensors unchanged. For `dtype` and `heads` see `SplitPlan`; `dtype` is None if
-    headers with all tensors do not say more than the shards.
+    Without `chosen`, "auto" stores all tensors unchanged. For `dtype`, `heads` and `kept` see `SplitPlan`; `dtype` is
+    None if headers with all tensors do not say more than the shards.
     """
-    weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+    elsewhere = {tensor for record in kept for tensor in record.tensors}
+    weight_map = {
+        tensor.name: shard.name for shard in shards for tensor in shard.tensors if tensor.name not in elsewhere
+    }
     layer_map = build_layer_map(weight_map, assigned)
-    if dtype is None:
+    if dtype is None and not kept:  # which not all tensors would tell
         dtype = dtype_without_config(index_of({}), {shard.name: shard.tensors for shard in shards})
-    without_files = SplitPlan(source, compression, shards, layer_map, {}, format_version, dtype=dtype, heads=heads)
+    without_files = SplitPlan(
+        source, compression, shards, layer_map, {}, format_version, dtype=dtype, heads=heads, kept=kept
+    )
     return recompressed(without_files, compression, chosen)
 
 

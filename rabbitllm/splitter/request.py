@@ -5,11 +5,11 @@ Reads the free disk and files of earlier runs; writes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rabbitllm.base.options import SplitOptions
@@ -17,9 +17,9 @@ from rabbitllm.base.terminal import listed
 from rabbitllm.checkpoints.checkpoint import Checkpoint, ShardMetadata
 from rabbitllm.checkpoints.config import experts_a_token, layers_before_heads, model_type_of
 from rabbitllm.checkpoints.fetch import side_by_side
-from rabbitllm.checkpoints.index import dtype_without_config
+from rabbitllm.checkpoints.index import dtype_without_config, natural_key
 from rabbitllm.checkpoints.naming import LayerName, LayerNaming, assign_layers, predicts_further
-from rabbitllm.errors import USED_UP, InvalidIndexError, MissingShardError
+from rabbitllm.errors import USED_UP, CheckpointError, HubError, InvalidIndexError, MissingShardError, RabbitLLMError
 from rabbitllm.quant.schemes import BLOCKS, PRESETS
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.bit_allocation import with_choice
@@ -47,7 +47,7 @@ from rabbitllm.storage.folders import existing
 from rabbitllm.storage.leases import FOLDER_LEASE
 from rabbitllm.store.layer_file import FORMAT_VERSION, layer_file_name
 from rabbitllm.store.layer_store import WeightFiles
-from rabbitllm.store.manifest import AUTO, FITTED, BitAllocation
+from rabbitllm.store.manifest import AUTO, FITTED, BitAllocation, Manifest
 from rabbitllm.version import __version__
 
 Acceptance = Callable[[WeightFiles], None]
@@ -85,20 +85,25 @@ class SplitRequest:
 def plan_split(
     request: SplitRequest,
     format_version: int = FORMAT_VERSION,
-    assigned: Mapping[str, LayerName] = MappingProxyType({}),
+    finished: Manifest | None = None,
+    layers: Collection[str] = (),
 ) -> SplitPlan:
     """Plan a split from headers alone; nothing is written.
 
     Args:
         request: see there.
-        format_version: of the layer files; an earlier one to repair a finished split.
-        assigned: the layers that tensors have in a finished split; others are named as in a new one.
+        format_version: of the layer files.
+        finished: a finished split to repair, whose format, layers and bits are those of the plan.
+        layers: of it, those to make again. The headers of their shards are needed; layers that also come from others
+            are left out of the plan (`SplitPlan.kept`) where these are absent or damaged.
 
     Raises:
         CheckpointError: the source is malformed or incomplete.
         NotEnoughSpaceException: no choice of bits fits, at "auto".
     """
-    plan = _plan_of_headers(request, format_version, assigned)
+    if finished is not None:
+        return _plan_of_repair(replace(request, chosen=finished.chosen), finished, layers)
+    plan = _plan_of_headers(request, format_version)
     return _with_bits(plan, disk_budget_of(request, plan), request)
 
 
@@ -111,18 +116,63 @@ def _with_bits(plan: SplitPlan, disk_budget: DiskBudget, request: SplitRequest) 
     return with_choice(plan, disk_budget, request.options, experts_a_token(request.config))
 
 
-def _plan_of_headers(
-    request: SplitRequest,
-    format_version: int = FORMAT_VERSION,
-    assigned: Mapping[str, LayerName] = MappingProxyType({}),
-) -> SplitPlan:
+def _plan_of_headers(request: SplitRequest, format_version: int = FORMAT_VERSION) -> SplitPlan:
     """Plan a split, at "auto" with no bits chosen yet."""
     checkpoint = request.checkpoint
     metadata = metadata_of(checkpoint, checkpoint.index.shards)
     require_shards(checkpoint.index.shards, metadata, checkpoint)
+    shards = _planned_shards(checkpoint, metadata)
+    names = [tensor.name for shard in shards for tensor in shard.tensors]
+    assigned = assign_layers(names, model_type_of(request.config), request.naming)
+    _require_distinct_files(dict.fromkeys(assigned.values()))
+    layers = layers_before_heads(request.config)
+    heads = frozenset(tensor for tensor, layer in assigned.items() if predicts_further(layer.id, layers))
+    identity = checkpoint.identity(metadata.values())
+    dtype = dtype_without_config(checkpoint.index, {name: f.header.tensors for name, f in metadata.items()})
+    options = request.options.compression, format_version, request.chosen, dtype, heads
+    return make_plan(identity, shards, assigned, *options)
+
+
+def shards_for(manifest: Manifest, layers: Collection[str]) -> list[str]:
+    """Return the shards that these layers were made from, in numerical order."""
+    return sorted(
+        {shard for record in manifest.layers if record.id in layers for shard in record.shards}, key=natural_key
+    )
+
+
+def _plan_of_repair(request: SplitRequest, finished: Manifest, layers: Collection[str]) -> SplitPlan:
+    """Plan a finished split once more, without what comes from shards that are neither needed nor readable."""
+    checkpoint, source = request.checkpoint, finished.source
+    needed = [shard for shard in shards_for(finished, layers) if shard in checkpoint.index.shards]
+    metadata = metadata_of(checkpoint, needed)
+    require_shards(needed, metadata, checkpoint)
+    others = [shard for shard in checkpoint.index.shards if shard not in metadata]
+    metadata |= metadata_of(checkpoint, others, damaged=(CheckpointError, HubError))
+    metadata = {shard: metadata[shard] for shard in checkpoint.index.shards if shard in metadata}
+    kept = tuple(record for record in finished.layers if not metadata.keys() >= {*record.shards})
+    absent = {
+        name: PlannedShard(name, 0, mark, (), False, metadata=finished.source_metadata.get(name, {}))
+        for name, mark in source.fingerprints.items()
+        if kept and name not in metadata
+    }
+    planned = absent | {shard.name: shard for shard in _planned_shards(checkpoint, metadata)}
+    shards = tuple(planned[name] for name in dict.fromkeys((*source.fingerprints, *planned)) if name in planned)
+    identity = checkpoint.identity(metadata.values())
+    marks = {name: shard.fingerprint for name, shard in absent.items()} | {**identity.fingerprints}
+    # grouped as before: a family's naming may have changed since, or may have been given by the caller
+    assigned = {tensor: LayerName(record.id, record.stem) for record in finished.layers for tensor in record.tensors}
+    new = [tensor.name for shard in shards for tensor in shard.tensors if tensor.name not in assigned]
+    assigned |= assign_layers(new, model_type_of(request.config), request.naming)
+    tensors = {name: shard.header.tensors for name, shard in metadata.items()}
+    dtype = finished.dtype if kept else dtype_without_config(checkpoint.index, tensors)
+    options = request.options.compression, finished.format_version, finished.chosen, dtype
+    return make_plan(replace(identity, fingerprints=marks), shards, assigned, *options, kept=kept)
+
+
+def _planned_shards(checkpoint: Checkpoint, metadata: Mapping[str, ShardMetadata]) -> tuple[PlannedShard, ...]:
     tensors = tensors_by_shard(checkpoint.index, metadata.values())
     left_out = left_out_of(checkpoint, metadata.values(), tensors)
-    shards = tuple(
+    return tuple(
         PlannedShard(
             *(f.name, f.size, f.fingerprint, tensors[f.name], f.staged, f.header.comes_first, f.stat),
             left_out=left_out[f.name],
@@ -130,19 +180,6 @@ def _plan_of_headers(
         )
         for f in metadata.values()
     )
-    names = [tensor.name for shard in shards for tensor in shard.tensors]
-    is_new = not assigned
-    unassigned = [name for name in names if name not in assigned]
-    assigned = {**assigned, **assign_layers(unassigned, model_type_of(request.config), request.naming)}
-    heads: Iterable[str] = ()
-    if is_new:
-        _require_distinct_files(dict.fromkeys(assigned.values()))
-        layers = layers_before_heads(request.config)
-        heads = (tensor for tensor, layer in assigned.items() if predicts_further(layer.id, layers))
-    identity = checkpoint.identity(metadata.values())
-    dtype = dtype_without_config(checkpoint.index, {name: f.header.tensors for name, f in metadata.items()})
-    options = request.options.compression, format_version, request.chosen, dtype, frozenset(heads)
-    return make_plan(identity, shards, assigned, *options)
 
 
 def _require_distinct_files(layers: Iterable[LayerName]) -> None:
@@ -223,9 +260,20 @@ def quantizer_of(request: SplitRequest) -> str | None:
     return name + FITTED if request.options.fit_scales else name
 
 
-def metadata_of(checkpoint: Checkpoint, shards: Sequence[str]) -> dict[str, ShardMetadata]:
-    """Read the headers of the shards that exist, in the order given; several at once, because of a hub's latency."""
-    by_shard = dict(zip(shards, side_by_side(checkpoint.metadata, shards, HEADER_THREADS), strict=True))
+def metadata_of(
+    checkpoint: Checkpoint, shards: Sequence[str], damaged: tuple[type[RabbitLLMError], ...] = ()
+) -> dict[str, ShardMetadata]:
+    """Read the headers of the shards that exist, in the order given; several at once, because of a hub's latency.
+
+    A shard whose header cannot be read, by one of the errors `damaged`, counts as absent.
+    """
+
+    def read(shard: str) -> ShardMetadata | None:
+        with contextlib.suppress(*damaged):
+            return checkpoint.metadata(shard)
+        return None
+
+    by_shard = dict(zip(shards, side_by_side(read, shards, HEADER_THREADS), strict=True))
     return {shard: metadata for shard, metadata in by_shard.items() if metadata is not None}
 
 

@@ -21,7 +21,7 @@ from rabbitllm.base.progress import SplitDone, tell
 from rabbitllm.base.terminal import listed, size
 from rabbitllm.checkpoints.checkpoint import Checkpoint, Disposal, ShardMetadata, SourceIdentity
 from rabbitllm.checkpoints.index import natural_key
-from rabbitllm.checkpoints.naming import LayerName
+from rabbitllm.checkpoints.naming import layer_order
 from rabbitllm.errors import IncompleteSplitError, InUseError, RabbitLLMError, SplitMismatchError
 from rabbitllm.formats.safetensors_file import read_header
 from rabbitllm.splitter import journal
@@ -41,6 +41,7 @@ from rabbitllm.splitter.request import (
     quantizer_of,
     require_shards,
     resumed_disk_budget,
+    shards_for,
 )
 from rabbitllm.splitter.source_check import (
     check_finished_source,
@@ -99,6 +100,7 @@ def manifest_of(work: SplitWork, checksums: TensorSums, source_checksums: Mappin
         for layer, layout in plan.layouts.items()
         for crc, blocks in [file_checksums(layout, checksums, work)]
     )
+    records = tuple(sorted((*records, *plan.kept), key=lambda record: layer_order(record.stem)))
     ordered = {s.name: source_checksums[s.name] for s in plan.shards if s.name in source_checksums}
     fields = plan.source, plan.compression, work.quantizer, records, plan.format_version, plan.chosen, ordered
     return Manifest(*fields, plan.dtype, {shard.name: shard.metadata for shard in plan.shards if shard.metadata})
@@ -293,9 +295,13 @@ def _resume(request: SplitRequest, earlier: journal.Replay) -> SplitWork:
     earlier = earlier.without(lost)
     # including used-up ones that still exist: they are released without another check
     shards = [s for s in checkpoint.index.shards if s not in earlier.used or not checkpoint.stages(s)]
+    source = earlier.plan.source
+    if earlier.plan.kept:  # other shards may be damaged
+        shards = [s.name for s in earlier.plan.shards if s.tensors and s.name in shards]
     metadata = metadata_of(checkpoint, shards)
     identity = checkpoint.identity(metadata.values())
-    source = earlier.plan.source
+    if earlier.plan.kept:
+        identity = replace(identity, fingerprints={**source.fingerprints, **identity.fingerprints})
     reason = source.differs_from(identity) or _lack_of_evidence(request, source, identity)
     if reason is not None and source.is_named_like(identity):
         raise SplitMismatchError(
@@ -500,13 +506,6 @@ def _require_no_record(folder: Path) -> None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(record))
 
 
-def shards_for(manifest: Manifest, layers: Collection[str]) -> list[str]:
-    """Return the shards that these layers were made from, in numerical order."""
-    return sorted(
-        {shard for record in manifest.layers if record.id in layers for shard in record.shards}, key=natural_key
-    )
-
-
 def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str], named: str) -> None:
     """Make these layers of a finished split again, from only the shards that they need.
 
@@ -524,9 +523,7 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str], n
         CheckpointError, HubError: the source is not available; nothing was touched.
     """
     folder = request.folder
-    # grouped as before: a family's naming may have changed since, or may have been given by the caller
-    assigned = {tensor: LayerName(record.id, record.stem) for record in manifest.layers for tensor in record.tensors}
-    plan = plan_split(replace(request, chosen=manifest.chosen), manifest.format_version, assigned)
+    plan = plan_split(request, finished=manifest, layers=layers)
     needed = set(shards_for(manifest, layers))
     _refuse_another_source(plan, manifest, folder, needed)
     quantizer = quantizer_of(request)
@@ -540,7 +537,8 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str], n
     ]
     plan = replace(plan, shards=tuple(shards))
     require_same([shard for shard in shards if shard.name in needed], request.checkpoint)
-    sound = {record.id: (record.crc32, record.blocks) for record in manifest.layers if record.id not in layers}
+    left = (record for record in manifest.layers if record.id not in layers and record not in plan.kept)
+    sound = {record.id: (record.crc32, record.blocks) for record in left}
     journal.begin(folder, plan, manifest.quantizer, named, sound)
     with contextlib.closing(journal.SplitJournal(folder)) as split_journal:
         for shard in plan.shards:
@@ -560,10 +558,11 @@ def repair(request: SplitRequest, manifest: Manifest, layers: Collection[str], n
 
 def _refuse_another_source(plan: SplitPlan, manifest: Manifest, folder: Path, needed: Collection[str]) -> None:
     why = manifest.source.differs_from(plan.source)
-    if why is None and (absent := set(needed).difference(shard.name for shard in plan.shards)):
+    if why is None and (absent := set(needed).difference(shard.name for shard in plan.shards if shard.tensors)):
         why = f"it has other shards, without {listed(sorted(absent, key=natural_key), 3)}"
     planned = {layer: (layout.file_name, layout.size) for layer, layout in plan.layouts.items()}
-    if why is None and planned != {record.id: (record.file, record.size) for record in manifest.layers}:
+    remade = (record for record in manifest.layers if record not in plan.kept)
+    if why is None and planned != {record.id: (record.file, record.size) for record in remade}:
         why = "its layer files would differ"
     if why is not None:
         raise SplitMismatchError(

@@ -181,19 +181,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Declare the directory complete. All files that the manifest names must be durable."""
     from rabbitllm.version import __version__
 
-    layers = [
-        {
-            "id": r.id,
-            "stem": r.stem,
-            "file": r.file,
-            "size": r.size,
-            "crc32": f"{r.crc32:08x}",
-            **({} if r.blocks is None else {"blocks": b64encode(r.blocks).decode()}),
-            "shards": list(r.shards),
-            "tensors": list(r.tensors),
-        }
-        for r in manifest.layers
-    ]
     checksums = {shard: f"{crc:08x}" for shard, crc in manifest.source_checksums.items()}
     content = {
         "format": "rabbitllm split directory",
@@ -208,7 +195,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "compression": manifest.compression,
         **({} if manifest.chosen is None else {"chosen": manifest.chosen.as_json()}),
         "quantiser": manifest.quantizer,
-        "layers": layers,
+        "layers": [record_as_json(record) for record in manifest.layers],
     }
     durable.write_whole(folder / MANIFEST_NAME, (json.dumps(content, indent=1) + "\n").encode())
 
@@ -257,7 +244,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
         raise ValueError(f"{compression!r} is not a compression")
     fingerprints = {shard: text_of(mark) for shard, mark in source["fingerprints"].items()}
     identity = SourceIdentity(text_of(source["kind"]), text_of(source["name"]), source["commit"], fingerprints)
-    layers = tuple(_record(r) for r in content["layers"])
+    layers = tuple(map(record_from_json, content["layers"]))
     chosen = allocation_from_json(content["chosen"]) if compression in MIXTURES or "chosen" in content else None
     checksums = {shard: int(text_of(crc), 16) for shard, crc in source.get("crc32", {}).items()}
     metadata = {
@@ -268,7 +255,26 @@ def _parse(content: dict[str, Any]) -> Manifest:
     return Manifest(*fields, model_dtype(content.get("dtype")), metadata)
 
 
-def _record(entry: dict[str, Any]) -> LayerRecord:
+def record_as_json(record: LayerRecord) -> dict[str, Any]:
+    """For `json.dumps`."""
+    return {
+        "id": record.id,
+        "stem": record.stem,
+        "file": record.file,
+        "size": record.size,
+        "crc32": f"{record.crc32:08x}",
+        **({} if record.blocks is None else {"blocks": b64encode(record.blocks).decode()}),
+        "shards": list(record.shards),
+        "tensors": list(record.tensors),
+    }
+
+
+def record_from_json(entry: dict[str, Any]) -> LayerRecord:
+    """The record that `record_as_json` wrote.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is malformed.
+    """
     file, size = text_of(entry["file"]), entry["size"]
     if Path(file).name != file or not file.endswith(LAYER_SUFFIX):  # a folder may come from anywhere
         raise ValueError(f"{file!r} is not the name of a layer file")

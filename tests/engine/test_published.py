@@ -362,7 +362,10 @@ def test_device_dequantizes_some_rows_at_a_time(tmp_path: Path, name: str, monke
 
     monkeypatch.setattr(UnitSource, "bind", measured)
     monkeypatch.setattr(_published_conversions, "AT_ONCE", 1 << 10)
-    assert_same(run_on([gpu], directory), expected)
+    with watched(), torch.inference_mode():  # a pass is enough: each takes thousands of steps
+        model = load_on([gpu], directory)
+        logits = model(INPUT.to(model.device)).logits
+    assert torch.equal(logits.cpu(), expected.logits.cpu())
     assert max(bound) > 24 << 10 or name == "mxfp4-gpt_oss"  # of a run, besides the matrices; only experts are codes
 
 

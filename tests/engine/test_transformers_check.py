@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicLayer
+from transformers import DynamicLayer, core_model_loading
 
 from rabbitllm import AutoModel
 from rabbitllm.engine import transformers_api, transformers_check
 from rabbitllm.errors import MissingPackageError
 from tests.support.builders import build_checkpoint
+from tests.support.forked import in_a_fork
 
 NEWER = "5.99.0"
 
@@ -77,15 +77,19 @@ def test_changed_part_is_refused_at_each_load(
 
 
 def test_missing_part_is_named(checkpoint: Path) -> None:
-    code = f"""
-from transformers import PreTrainedModel, core_model_loading
-del core_model_loading.rename_source_key
-from rabbitllm import AutoModel
-from rabbitllm.errors import MissingPackageError
-try:
-    AutoModel.from_pretrained({str(checkpoint)!r}, split=False)
-except MissingPackageError as error:
-    print(error.problem)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "has changed a part that RabbitLLM uses: cannot import name 'rename_source_key'" in done.stdout
+    def load_without_it() -> str:
+        """The error of a process that has not imported the package yet."""
+        del core_model_loading.rename_source_key
+        for name in [name for name in sys.modules if name.partition(".")[0] == "rabbitllm"]:
+            del sys.modules[name]
+        from rabbitllm import AutoModel
+        from rabbitllm.errors import MissingPackageError
+
+        try:
+            AutoModel.from_pretrained(checkpoint, split=False)
+        except MissingPackageError as error:
+            return error.problem
+        return "none"
+
+    problem = in_a_fork(load_without_it)
+    assert "has changed a part that RabbitLLM uses: cannot import name 'rename_source_key'" in problem

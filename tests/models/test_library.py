@@ -55,7 +55,7 @@ def test_finished_split(folder: Path) -> None:
     assert (entry.problem, entry.legacy, entry.commit) == (None, False, None)
     assert set(as_record(entry)) == {
         *("name", "folder", "state", "source", "commit", "compression", "bytes", "layers", "layers_of", "shards"),
-        *("shards_used", "changed_at", "problem", "rabbitllm_1"),
+        *("shards_used", "changed_at", "problem", "rabbitllm_1", "gguf"),
     }
     json.dumps(as_record(entry))
 

@@ -323,6 +323,7 @@ def test_gguf_file_is_called_by_its_type_and_may_stay_unsplit(
     assert text.count(f"rabbitllm run {file} --no-split; it needs no more disk than the GGUF file\n") == 2
     assert re.search(rf"^{file.name} +{label} ", text, re.MULTILINE)
     assert re.search(r"^other\.gguf +GGUF ", text, re.MULTILINE)
+    assert label in [one["gguf"] for one in json.loads(invoke("ls", tmp_path, "--json").stdout)]
     assert re.search(rf"^published in +{label}$", text, re.MULTILINE)
     assert "uncompressed" not in text
     invoke("run", file, "--no-split", "--max-new-tokens", "1", "a")

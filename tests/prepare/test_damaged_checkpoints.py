@@ -7,8 +7,6 @@ every file as it was.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,8 +14,7 @@ import pytest
 import transformers
 
 from tests.support.builders import build_checkpoint
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.support.crashes import CrashServer
 
 
 @pytest.mark.parametrize(
@@ -29,13 +26,12 @@ ROOT = Path(__file__).parent.parent.parent
         *(pytest.param("qwen3_moe", 5_100 + 250 * part, 250, marks=pytest.mark.long) for part in range(4)),
     ],
 )
-def test_no_shard_is_lost(tmp_path: Path, family: str, first: int, count: int) -> None:
+def test_no_shard_is_lost(tmp_path: Path, crash_server: CrashServer, family: str, first: int, count: int) -> None:
     sound = build_checkpoint(tmp_path / "sound", family, shards=3, num_hidden_layers=2)
     transformers.GenerationConfig(eos_token_id=2).save_pretrained(sound)
-    command = [sys.executable, "-m", "tests.support.damaged_checkpoints", str(sound), str(first), str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    call = {"sound": str(sound), "first": first, "count": count, "to": str(tmp_path / "rows")}
+    assert crash_server.ask("tests.support.damaged_checkpoints:tell", call).status == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row[0] for row in rows] == list(range(first, first + count))
     assert not [row for row in rows if row[2] not in ("loads", "refused")]
     kinds = Counter(row[2] for row in rows)

@@ -14,7 +14,15 @@ import torch
 
 from rabbitllm import prepare
 from rabbitllm.checkpoints import fetch
-from rabbitllm.errors import HubError, IncompleteSplitError, OptionError, SplitMismatchError
+from rabbitllm.errors import (
+    CorruptShardError,
+    HubError,
+    IncompleteSplitError,
+    MissingShardError,
+    OptionError,
+    SplitMismatchError,
+)
+from rabbitllm.models.remove import plan_removal
 from rabbitllm.storage.durable import Step
 from rabbitllm.store.layer_store import verify
 from rabbitllm.store.manifest import Manifest, read_manifest
@@ -104,6 +112,87 @@ def test_unavailable_hub_leaves_the_split_unchanged(
     before = contents(split_folder)
     local_hub.faults = Faults(status=503, status_times=-1)
     with pytest.raises(HubError):
+        repair(split_folder)
+    assert contents(split_folder) == before
+
+
+@pytest.mark.parametrize("state", ["gone", "cut"])
+@pytest.mark.parametrize("parts", [1, 6])
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_other_shards_are_not_needed(tmp_path: Path, state: str, parts: int, is_interrupted: bool) -> None:
+    """A folder may have kept only the shards of the damaged layers, and what is left of the others may be damaged."""
+    model = write_shards(tmp_path / "model", cut(llama_tensors(layers=6, vocabulary=512, dtype=torch.bfloat16), 6))
+    split_folder = split(model, tmp_path / "out", compression="4bit", sequential=False)
+    whole, manifest = contents(split_folder), manifest_of(split_folder)
+    needed = next(record.shards for record in manifest.layers if record.file == LAYER)
+    others = [model / name for name in sorted(manifest.source.fingerprints) if name not in needed][:parts]
+    for path in others:
+        path.unlink() if state == "gone" else os.truncate(path, 4)
+    spoil(split_folder, LAYER)
+    words = ["--repair", "--original", str(model)]
+    if is_interrupted:
+        interrupt_repair(split_folder, *words[1:])
+        named = str(model), "--dir", str(tmp_path / "out"), "--compression", "4bit"
+        finish = f"Finish it: {shlex.join(['rabbitllm', 'verify', str(split_folder), *words])}"
+        for command in (["pull", *named, "--sequential"], ["plan", *named])[: 1 + (state == "gone")]:
+            with pytest.raises(IncompleteSplitError, match="was interrupted") as refused:
+                invoke(*command)
+            assert refused.value.remedy == finish
+        kept = {record.file for record in manifest.layers} - {LAYER}
+        assert kept < {path.name for path in plan_removal(split_folder).files}
+    assert run(str(split_folder), *words)[0] == 0
+    assert contents(split_folder) == whole
+    assert {*needed} <= {*names_in(model, "*.safetensors")}
+
+
+def test_a_needed_shard_is_needed(tmp_path: Path) -> None:
+    model = write_shards(tmp_path / "model", cut(llama_tensors(layers=6, vocabulary=512), 6))
+    split_folder = split(model, tmp_path / "out", sequential=False)
+    needed = next(record.shards for record in manifest_of(split_folder).layers if record.file == LAYER)
+    spoil(split_folder, LAYER)
+    before = contents(split_folder)
+    raw = (model / needed[0]).read_bytes()
+    (model / needed[0]).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises((SplitMismatchError, CorruptShardError), match=r"has other contents|differs from its checksum"):
+        repair(split_folder, model)
+    (model / needed[0]).unlink()
+    with pytest.raises(MissingShardError, match=f"lacks 1 of the shards in its index: {needed[0]}"):
+        repair(split_folder, model)
+    assert contents(split_folder) == before
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_without_a_hub_its_cache_is_used(
+    tmp_path: Path,
+    local_hub: LocalHub,
+    hub_environment: HubEnvironment,
+    is_interrupted: bool,
+) -> None:
+    """The snapshot stays as it is, and is compared with the hub's digests."""
+    write_shards(tmp_path / "hub" / REPO, cut(llama_tensors(layers=6, vocabulary=512), 6))
+    split_folder = split(REPO, compression="4bit", sequential=False)
+    whole, manifest = contents(split_folder), manifest_of(split_folder)
+    needed = next(record.shards for record in manifest.layers if record.file == LAYER)
+    snapshot = next((hub_environment.cache / "models--acme--tiny" / "snapshots").iterdir())
+    for name in set(manifest.source.fingerprints) - {*needed}:
+        (snapshot / name).resolve().unlink()
+        (snapshot / name).unlink()
+    before = contents(snapshot)
+    local_hub.stop()
+    spoil(split_folder, LAYER)
+    if is_interrupted:
+        interrupt_repair(split_folder)
+    assert run(str(split_folder), "--repair")[0] == 0
+    assert contents(split_folder) == whole
+    assert contents(snapshot) == before
+    spoil(split_folder, LAYER)
+    blob = (snapshot / needed[0]).resolve()
+    blob.write_bytes(blob.read_bytes()[:-1] + b"x")
+    before = contents(split_folder)
+    with pytest.raises(CorruptShardError, match="differs from its checksum"):
+        repair(split_folder)
+    (snapshot / needed[0]).unlink()
+    with pytest.raises(HubError, match="did not answer"):
         repair(split_folder)
     assert contents(split_folder) == before
 

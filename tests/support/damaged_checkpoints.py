@@ -1,8 +1,8 @@
 """Checkpoints with one thing wrong, split sequentially in a process of their own; a line of JSON for each.
 
-`python -m tests.support.damaged_checkpoints SOUND FIRST COUNT` damages copies of a sound checkpoint with seeds from
-FIRST on. What is wrong is in a header (shape, dtype, name, place), the index, the config, the generation
-config or the tokenizer's files; every file stays one that its format allows.
+`tell` damages copies of a sound checkpoint with seeds from a first one on. What is wrong is in a header (shape, dtype,
+name, place), the index, the config, the generation config or the tokenizer's files; every file stays one that its
+format allows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -152,8 +152,12 @@ def outcome(folder: Path) -> tuple[str, str]:
     return kind, " ".join(error.split())[:300]
 
 
-def main(sound: Path, first: int, count: int) -> None:
-    """Print a line for each seed: [seed, what was changed, what became of it, the error]."""
+def tell(call: Mapping[str, Any]) -> None:
+    """Write a line for each seed: [seed, what was changed, what became of it, the error].
+
+    Args:
+        call: the folder `sound`, the `first` seed and their `count`, and the file `to` write to.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
     def alarm(number: int, frame: object) -> None:
@@ -161,14 +165,11 @@ def main(sound: Path, first: int, count: int) -> None:
 
     signal.signal(signal.SIGALRM, alarm)
     warnings.simplefilter("ignore")
-    for seed in range(first, first + count):
+    for seed in range(call["first"], call["first"] + call["count"]):
         with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(shutil.copytree(sound, Path(scratch) / "model"))
+            folder = Path(shutil.copytree(call["sound"], Path(scratch) / "model"))
             changed = damage(folder, Random(seed))
             with contextlib.redirect_stdout(sys.stderr):
                 kind, error = outcome(folder)
-        print(json.dumps([seed, changed, kind, error]), flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+        with open(call["to"], "a") as rows:
+            rows.write(json.dumps([seed, changed, kind, error]) + "\n")

@@ -193,6 +193,8 @@ class FakeGpu:
         self.capacity = capacity
         self.peak = 0
         self._held: list[tuple[StorageWeakRef, int]] = []
+        self._at_most = 0
+        """`used` when it was last counted, and what came since then."""
         self.now = self.copied = 0.0
         self._late: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tensors of the host that copies were asked into, and what they hold once these are over."""
@@ -201,20 +203,24 @@ class FakeGpu:
     @property
     def used(self) -> int:
         self._held = [one for one in self._held if not one[0].expired()]
-        return sum(nbytes for _, nbytes in self._held)
+        self._at_most = sum(nbytes for _, nbytes in self._held)
+        return self._at_most
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Count a tensor's memory; as CUDA's allocator, raise an error if it is too much."""
         if self.capacity is None or not _has_memory(storage):
             return
-        used = self.used + storage.nbytes()
-        if used > self.capacity:
-            raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes. GPU {self.name} has a total capacity "
-                f"of {self.capacity} bytes of which {self.capacity - used + storage.nbytes()} are free. Of the rest"
-            )
-        self._held.append((StorageWeakRef(storage), storage.nbytes()))
-        self.peak = max(self.peak, used)
+        nbytes = storage.nbytes()
+        if self._at_most + nbytes > min(self.peak, self.capacity):  # else nothing is told by counting
+            used = self.used + nbytes
+            if used > self.capacity:
+                raise torch.OutOfMemoryError(
+                    f"CUDA out of memory. Tried to allocate {nbytes} bytes. GPU {self.name} has a total capacity of "
+                    f"{self.capacity} bytes of which {self.capacity - used + nbytes} are free. Of the rest"
+                )
+            self.peak = max(self.peak, used)
+        self._held.append((StorageWeakRef(storage), nbytes))
+        self._at_most += nbytes
 
     def empty_cache(self) -> None:
         pass
