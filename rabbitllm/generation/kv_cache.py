@@ -482,9 +482,12 @@ of one after the other, in float32: to 5e-7 in Falcon-H1, while Jamba's recurren
 16 bits of a loaded model rounding alone is 1e-2 away in Falcon-H1, and Jamba 4e-2. And a streamed model would read all
 of its weights for each pass of such a check.
 """
-NOT_CONTINUING = frozenset({"big_bird", "cpmant", "megatron-bert", "moshi", "prophetnet", "rembert", "roformer", "xlm"})
+NOT_CONTINUING = frozenset(
+    {"big_bird", "cpmant", "megatron-bert", "moshi", "prophetnet", "rembert", "roformer", "unlimited_ocr_text", "xlm"}
+)
 """Model types that take a KV cache but compute something else with it, or fail, if a prompt comes in parts. The
-published models of most are encoders; Moshi attends to all tokens of a prompt, and its KV cache is a window."""
+published models of most are encoders; Moshi attends to all tokens of a prompt, and its KV cache is a window. What
+follows the first part of a prompt is in a window of Unlimited-OCR's, as its answer is."""
 MAX_SNAPSHOTS = 2
 """Maximum snapshots: at the beginning of a turn and at the end of its prompt."""
 
