@@ -45,7 +45,8 @@ class Rounding:
 
     def __call__(self, module: Any, x: torch.Tensor) -> torch.Tensor | None:
         """The rounded inputs of a module; None if they are left to compressed-tensors."""
-        is_own = module.quantization_scheme.input_activations is self.args and not hasattr(module, "input_global_scale")
+        own = Rounding.of(module.quantization_scheme.input_activations)  # a program may write to settings
+        is_own = own == self and not hasattr(module, "input_global_scale")
         return self.rounded(x) if is_own and is_plain(x) else None
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:

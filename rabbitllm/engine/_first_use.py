@@ -63,8 +63,9 @@ class ReadAhead:
         experts: Sequence[FileSpan] = (),
         owner: object | None = None,
     ) -> None:
-        stop = threading.Event()
+        stop, unused = threading.Event(), threading.Event()
         weakref.finalize(owner or self, stop.set)
+        weakref.finalize(self, unused.set)  # hooks of a layer keep it without its model
         checkers, ready = usable_cores() // 2 if checks is not None else 0, SimpleQueue[tuple[str, Any] | None]()
         work = [DaemonThread(_prefetch, "read-ahead", units, store, ready, checkers, experts, stop)]
         self._checked: dict[str, Future[None]] = {}
@@ -72,7 +73,7 @@ class ReadAhead:
         if checks is not None:
             self._checked = {unit: Future() for unit in units}
             for _ in range(checkers):
-                work.append(DaemonThread(_check, "checksums", ready, checks, self._checked, stop))
+                work.append(DaemonThread(_check, "checksums", ready, checks, self._checked, unused))
         self.threads = tuple(work)
         in_child(self._fail_unfinished)
         for thread in work:
@@ -108,7 +109,7 @@ def _prefetch(
 ) -> None:
     for unit, spans in units.items():
         with contextlib.suppress(OSError):  # the pass raises an error for missing or unreadable files
-            for span in spans:
+            for span in spans if not stop.is_set() else ():
                 end = span.offset + span.nbytes
                 with PositionalFile(store.path(span.file)) as file:
                     file.read_in_huge_pages(span.offset, span.nbytes)

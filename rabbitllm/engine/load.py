@@ -192,7 +192,9 @@ def _with_weights(
     by_rows = [embedding] if embedding is not None else []
     whole = {s.unit.name: s.spans for s in mapped if not (s.is_view and has_readable_rows(s, by_rows))}
     resident = {placed.unit for placed in placement.experts if placed.tier is Tier.RESIDENT}
-    experts = [span for source in plan.experts if source.name in resident for span in source.ranges()]
+    # what is cast, dequantized or rearranged is copied, and the plan counts no memory for its files
+    in_files = (source for source in plan.experts if source.is_ready and not source.is_rearranged)
+    experts = [span for source in in_files if source.name in resident for span in source.ranges()]
     read_ahead = ReadAhead(whole, store, checks, experts, owner=model)
     with torch.no_grad():
         pools = bind_experts(model, plan.experts, placement, by_name, store, profiler, read_modes)

@@ -118,6 +118,11 @@ def test_the_linears_of_a_model(directory: Path, monkeypatch: pytest.MonkeyPatch
             update={"input_activations": settings_of("int", num_bits=4)}
         )
     assert torch.equal(linear(x), other(x))
+    for part in (model, plain):  # in place, for all of its Linears
+        down = part.model.layers[0].mlp.down_proj
+        down.quantization_scheme.input_activations.num_bits = 4
+    x = torch.randn(1, 3, down.in_features).bfloat16()
+    assert torch.equal(model.model.layers[0].mlp.down_proj(x), down(x))
     assert len(rounded) == 1
 
 

@@ -8,7 +8,9 @@ import mmap
 import os
 import random
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +58,8 @@ def test_files_are_prefetched_into_the_page_cache(tmp_path: Path) -> None:
         dropped(path)
     before = sum(map(_cached_pages, paths))
     spans = {path.name: [FileSpan(path.name, 0, path.stat().st_size, 0)] for path in paths}
-    for thread in ReadAhead(spans, Folder(tmp_path)).threads:
+    ahead = ReadAhead(spans, Folder(tmp_path))
+    for thread in ahead.threads:
         thread.join(600)
     deadline = time.monotonic() + 600
     while sum(map(_cached_pages, paths)) < 2 * (2 * PIECE_BYTES // 4096 + 1) and time.monotonic() < deadline:
@@ -104,9 +107,29 @@ def _in_huge_pages(path: Path) -> int:
 
 
 def test_missing_files_are_ignored(tmp_path: Path) -> None:
-    (thread,) = ReadAhead({"unit": [FileSpan("none", 0, 10, 0)]}, Folder(tmp_path)).threads
+    ahead = ReadAhead({"unit": [FileSpan("none", 0, 10, 0)]}, Folder(tmp_path))
+    (thread,) = ahead.threads
     thread.join(600)
     assert not thread.is_alive()
+
+
+def test_no_more_units_are_read_of_what_was_dropped(tmp_path: Path) -> None:
+    asked, begun, dropped_it = list[str](), threading.Event(), threading.Event()
+
+    class Slow(Folder):
+        def path(self, file: str) -> Path:
+            asked.append(file)
+            begun.set()
+            dropped_it.wait(600)
+            return super().path(file)
+
+    ahead = ReadAhead({name: [FileSpan(name, 0, 10, 0)] for name in "abc"}, Slow(tmp_path))
+    (thread,) = ahead.threads
+    begun.wait(600)
+    del ahead
+    dropped_it.set()
+    thread.join(600)
+    assert asked == ["a"]
 
 
 def test_streamed_units_and_the_embedding_are_not_prefetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +169,9 @@ def test_experts_are_read_behind_the_units_if_all_are_resident(tmp_path: Path, m
     assert stop.is_set()
     half = load(directory, budget_that_keeps(directory, 0.5))
     assert half.placement.pools
+    assert asked[-1][-2] == []
+    copied = load(directory, dtype="bfloat16")  # memory has room for the copies, but perhaps not for the files too
+    assert {placed.tier for placed in copied.placement.experts} == {Tier.RESIDENT}
     assert asked[-1][-2] == []
 
 
@@ -313,6 +339,26 @@ def test_every_call_of_a_damaged_model_is_an_error(dense: Path, budget: int) -> 
                 model.generate(INPUT, max_new_tokens=1)
         with pytest.raises(IncompleteSplitError, match="is damaged"):
             model.model.layers[1](torch.zeros(1, 1, 64, dtype=torch.bfloat16))
+
+
+def test_damage_is_an_error_of_a_layer_without_its_model(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left out of the comparison of what is still used."""
+    begin, compare = threading.Event(), _first_use._compare
+
+    def late(*more: Any) -> None:
+        begin.wait()
+        compare(*more)
+
+    monkeypatch.setattr(_first_use, "_compare", late)
+    with flip_in(dense, DOWN):
+        model = load(dense)
+        owner, layer = weakref.ref(model), model.model.layers[1]
+        del model
+        gc.collect()
+        begin.set()
+        assert owner() is None
+        with pytest.raises(IncompleteSplitError, match=r"is damaged: .*down_proj"):
+            layer(torch.zeros(1, 1, 64, dtype=torch.bfloat16))
 
 
 def test_hooks_are_removed_after_the_comparison(dense: Path) -> None:
