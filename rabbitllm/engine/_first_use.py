@@ -64,7 +64,7 @@ class ReadAhead:
         owner: object | None = None,
     ) -> None:
         stop, unused = threading.Event(), threading.Event()
-        weakref.finalize(owner or self, stop.set)
+        weakref.finalize(self if owner is None else owner, stop.set)
         weakref.finalize(self, unused.set)  # hooks of a layer keep it without its model
         checkers, ready = usable_cores() // 2 if checks is not None else 0, SimpleQueue[tuple[str, Any] | None]()
         work = [DaemonThread(_prefetch, "read-ahead", units, store, ready, checkers, experts, stop)]
@@ -108,7 +108,7 @@ def _prefetch(
     stop: threading.Event,
 ) -> None:
     for unit, spans in units.items():
-        with contextlib.suppress(OSError):  # the pass raises an error for missing or unreadable files
+        with contextlib.suppress(OSError, ValueError):  # the pass raises an error for missing or truncated files
             for span in spans if not stop.is_set() else ():
                 end = span.offset + span.nbytes
                 with PositionalFile(store.path(span.file)) as file:
@@ -118,7 +118,7 @@ def _prefetch(
         ready.put((unit, spans))  # only now: pages that are touched first are small
     for _ in range(checkers):
         ready.put(None)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         for span in experts:
             with PositionalFile(store.path(span.file)) as file:
                 for offset in range(round_up(span.offset, HUGE_PAGE), span.offset + span.nbytes, EXPERTS_BYTES):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -265,7 +266,7 @@ class KeptExperts:
     takes as long as a small operation.
 
     Attributes:
-        form, down: the form and the other stack that it is for.
+        form: the form that it is for.
         stays: whether all experts stay in memory once they are there.
         pooled: what reads them if they come and go, for a step that is one call; else None.
         experts: those that do.
@@ -277,7 +278,7 @@ class KeptExperts:
     """
 
     def __init__(self, form: _ExpertsForm, stack: ExpertStack, down: ExpertStack, module: nn.Module) -> None:
-        self.form, self.down, self.unchecked = form, down, unchecked_in(module)
+        self.form, self._down, self.unchecked = form, weakref.ref(down), unchecked_in(module)
         self.stays = stack.supply.stays(stack.leaf) and down.supply.stays(down.leaf)
         is_one = type(stack.supply) is PooledExperts and down.supply is stack.supply
         self.pooled: PooledExperts | None = stack.supply if is_one else None  # type: ignore[assignment]
@@ -291,6 +292,11 @@ class KeptExperts:
         self._programs, self.products = Programs(), list[RoutedProduct]()
         self._rows, self._words = array("q", range(MAX_GROUPED)), array("q", bytes(8 * self._count))
         self.place_of_rows, self.place_of_words = self._rows.buffer_info()[0], self._words.buffer_info()[0]
+
+    @property
+    def down(self) -> ExpertStack | None:
+        """The other stack that it is for. It may lead to the model, which leads here by `_resident`."""
+        return self._down()
 
     def sums(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, threads: int) -> _ExpertSums | None:
         """How the results of such tensors are added; None if they are left to the class."""
@@ -414,6 +420,7 @@ class KeptExperts:
                 yield left, [None]
                 return
             batch = [left[position] for position in filled or pending[:1]]
+            assert down is not None  # a parameter of the module
             experts = [*self._each([stack, down], batch)]
             if experts[0] is not None:
                 self.products = experts[0].products

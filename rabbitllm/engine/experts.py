@@ -25,7 +25,7 @@ from rabbitllm.engine.devices import Device
 from rabbitllm.engine.expert_source import ExpertParameter, ExpertPart, ExpertSource, with_tables
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
 from rabbitllm.engine.prefetch import HostBuffers
-from rabbitllm.engine.span_reader import ReadMode, SpanReader
+from rabbitllm.engine.span_reader import FileSpan, ReadMode, SpanReader
 from rabbitllm.engine.weight_tensors import QuantizedWeight, WeightStandIn
 from rabbitllm.errors import AbsentWeightError
 from rabbitllm.quant.products import GroupedProduct, KernelMatrix
@@ -456,6 +456,14 @@ def expert_costs(sources: Sequence[ExpertSource]) -> list[ExpertCost]:
         )
         for source in sources
     ]
+
+
+def ranges_in_place(sources: Sequence[ExpertSource], placement: Placement) -> list[FileSpan]:
+    """Runs of layer files with experts that are used there, all of which stay in memory. What is cast, dequantized or
+    rearranged is copied, and the plan counts no memory for its files."""
+    resident = {placed.unit for placed in placement.experts if placed.tier is Tier.RESIDENT}
+    in_place = (source for source in sources if source.is_ready and not source.is_rearranged)
+    return [span for source in in_place if source.name in resident for span in source.ranges()]
 
 
 def bind_experts(

@@ -25,7 +25,7 @@ from rabbitllm.engine._streamer import Streamer, device_executors
 from rabbitllm.engine._weights import check_unused
 from rabbitllm.engine.devices import Device, budget_of, memory_explained, resolve_devices
 from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.engine.experts import bind_experts
+from rabbitllm.engine.experts import bind_experts, ranges_in_place
 from rabbitllm.engine.forwards import RowProducts, keep_finite, load_kernels, repeat_keys_on, widen_inputs
 from rabbitllm.engine.fusions import fuse
 from rabbitllm.engine.heads import Heads, plan_heads
@@ -191,11 +191,7 @@ def _with_weights(
     mapped = [sources[placed.unit] for placed in in_place if by_name[placed.device].shares_host_memory]
     by_rows = [embedding] if embedding is not None else []
     whole = {s.unit.name: s.spans for s in mapped if not (s.is_view and has_readable_rows(s, by_rows))}
-    resident = {placed.unit for placed in placement.experts if placed.tier is Tier.RESIDENT}
-    # what is cast, dequantized or rearranged is copied, and the plan counts no memory for its files
-    in_files = (source for source in plan.experts if source.is_ready and not source.is_rearranged)
-    experts = [span for source in in_files if source.name in resident for span in source.ranges()]
-    read_ahead = ReadAhead(whole, store, checks, experts, owner=model)
+    read_ahead = ReadAhead(whole, store, checks, ranges_in_place(plan.experts, placement), owner=model)
     with torch.no_grad():
         pools = bind_experts(model, plan.experts, placement, by_name, store, profiler, read_modes)
         executors = device_executors(sources, placement, by_name, store, profiler, pinned, read_mode)

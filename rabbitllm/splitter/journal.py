@@ -37,12 +37,9 @@ from rabbitllm.store.layer_file import BY_NAME, FORMAT_VERSION
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 
 _NO_SUMS: FileSums = {}
-JOURNAL_VERSION = 2
-"""Version 1 does not record the format version of the layer files, which was the first."""
-MIXED_VERSION = 3
-"""Version with a compression for each tensor. Other journals keep version 2, which earlier releases can resume."""
-PARTIAL_VERSION = 4
-"""Version of a repair without all shards."""
+JOURNAL_VERSION, MIXED_VERSION, PARTIAL_VERSION = 2, 3, 4
+"""Version 1 does not record the format version of the layer files, which was the first. Version 3 has a compression for
+each tensor, version 4 is a repair without all shards. Other journals keep 2, which earlier releases can resume."""
 
 
 @dataclass(frozen=True, slots=True)

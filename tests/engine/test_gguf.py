@@ -8,6 +8,7 @@ import itertools
 import json
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,17 @@ def test_bits_without_a_split_equal_those_of_a_split(
     del model
     gc.collect()
     assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_a_mixture_without_a_split_is_freed(tmp_path: Path) -> None:
+    """Of its experts, one matrix is a copy in memory, the other one in the file."""
+    file = write_gguf(tmp_path / "model.gguf", "qwen3moe")
+    model = rabbitllm.AutoModel.from_pretrained(file, device="cpu", split=False)
+    logits(model)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
 
 
 def test_repository_without_a_split(tmp_path: Path, hub_environment: HubEnvironment) -> None:
