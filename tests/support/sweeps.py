@@ -177,7 +177,7 @@ ROOMS = (
     "splitter",
     "test_auto_model",
 )
-"""Tests that make a model or a split for each case: of those that `PARTS` does not name, one case in eight."""
+"""Tests that make a model or a split for each case: of those that `PARTS` does not name, one case in twelve."""
 
 COVERED: Mapping[str, tuple[str, ...]] = {
     "benchmarks/test_drafts.py::test_it_runs": (
@@ -357,6 +357,6 @@ def leave_the_rest_to_the_long_run(items: Sequence[pytest.Item]) -> None:
             sweeps[name].append(item)
     for name, cases in sweeps.items():
         drawn = sorted(cases, key=lambda case: (crc32(case.nodeid.encode()), case.nodeid))
-        parts = PARTS.get(name, 8)
+        parts = PARTS.get(name, 12)
         for case in drawn[-(-len(cases) // parts) :]:
             case.add_marker(pytest.mark.long)
