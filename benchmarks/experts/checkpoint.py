@@ -5,7 +5,7 @@ Most weights are random. Each token of the vocabulary is a place in one of sever
 generation continues the text of the prompt in every program, at 4bit too; the first token follows the last. The layers
 add little to the embedding: the context, by which routers choose other experts than by the word alone.
 
-It is written tensor by tensor, with one of them in memory; or not at all, since a hub can send it (`Weights.of_file`).
+It is written tensor by tensor, with one of them in memory; or not at all, since a hub can send it (`MoeWeights`).
 """
 
 from __future__ import annotations
@@ -190,15 +190,15 @@ def _write(folder: Path, scale_name: str) -> None:
     model = model_of(scale_name)
     whole = published.checkpoint(model, 1)
     write_around(folder, whole, SCALES[scale_name].vocab_size)
-    weights = Weights(scale_name)
+    weights = MoeWeights(scale_name)
     for shard in whole.shards:
         with (folder / shard.name).open("wb") as file:
             for piece in weights.of_file(shard, 0, shard.size):
                 file.write(piece)
 
 
-class Weights:
-    """The bytes of every tensor, as a hub sends them (`hub.Served`)."""
+class MoeWeights:
+    """The bytes of every tensor, as `hub.GeneratedHub` sends them."""
 
     def __init__(self, scale_name: str) -> None:
         self._scale, self._recipe = SCALES[scale_name], _recipe(scale_name)

@@ -36,7 +36,7 @@ from benchmarks.experts.checkpoint import (
     SCALES,
     SHAPES,
     WHOLE,
-    Weights,
+    MoeWeights,
     make_moe_checkpoint,
     model_of,
     passage,
@@ -205,7 +205,7 @@ def split_whole(scale: str, runner: Runner, place: Path, work: Path) -> None:
     Raises:
         PeerError: it failed.
     """
-    model, weights = published.checkpoint(model_of(scale), 1), Weights(scale)
+    model, weights = published.checkpoint(model_of(scale), 1), MoeWeights(scale)
     sums = digests(model, weights, work / f"{scale}-digests.json")
     home, compression = place.with_name("hub-home"), runner.options.get("compression", "none")
     pull = [sys.executable, "-m", "rabbitllm", "pull", model.model.repository, "--sequential"]

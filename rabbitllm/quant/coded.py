@@ -37,7 +37,7 @@ SCALES = {"F32": "f32", "BF16": "bf16", "F16": "f16", "U8": "power", "F8_E8M0": 
 """Dtypes of scales -> how kernels call them; U8 is the exponent of a power of two, as E8M0 is."""
 WITH_ZEROS = {torch.float16: "I32", torch.bfloat16: "U32"}
 """Dtype of scales -> what the dtype of these with zeros is called here; no format stores them."""
-_KERNEL_SCALES = {**SCALES, "I32": ZEROED, "U32": ZEROED_BFLOATS}
+_KERNEL_SCALES = {**SCALES, WITH_ZEROS[torch.float16]: ZEROED, WITH_ZEROS[torch.bfloat16]: ZEROED_BFLOATS}
 MAX_INPUTS = {INTEGERS: 48, PAIRS: 48, 16: 48, 8: 24}
 """Width -> rows of input up to which codes are decoded for every few of them (see benchmarks/NOTES.md)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks.experts import experts as moe
 from benchmarks.experts import report as moe_report
 from benchmarks.experts import routing
-from benchmarks.experts.checkpoint import HABITS, SCALES, TEXTS, make_moe_checkpoint, passage
+from benchmarks.experts.checkpoint import HABITS, SCALES, TEXTS, MoeWeights, make_moe_checkpoint, model_of, passage
 from benchmarks.experts.report import MoeRun
-from benchmarks.lib.generation import CappedCase
+from benchmarks.lib import published
+from benchmarks.lib.generation import CappedCase, prepare_files
 from benchmarks.lib.process import can_limit_memory
 from benchmarks.lib.published import ELEMENT_BYTES
 from tests.support.expert_use import PUBLISHED, PUBLISHED_OVERLAP, Routed, joined, of_tokens, trace, use_of
@@ -67,6 +69,27 @@ def test_generation_goes_on_with_the_text_and_routing_is_noted(checkpoint: Path)
     assert all(len(set(ids.tolist())) == scale.num_experts_per_tok for ids in trace.ids.reshape(-1, trace.ids.shape[2]))
     touched = [len(np.unique(trace.ids[:, layer])) for layer in range(trace.layers)]
     assert min(touched) > scale.num_experts_per_tok
+
+
+def test_a_hub_sends_what_is_written(checkpoint: Path) -> None:
+    """In pieces of any size, which begin and end within a header and within tensors."""
+    weights = MoeWeights("tiny")
+    for shard in published.checkpoint(model_of("tiny"), 1).shards[:2]:
+        places = sorted({0, 5, *range(100, shard.size, 999_983), shard.size})
+        pieces = [b"".join(weights.of_file(shard, *place)) for place in itertools.pairwise(places)]
+        assert b"".join(pieces) == (checkpoint / shard.name).read_bytes()
+
+
+@pytest.mark.long
+def test_a_whole_model_is_split_from_a_hub(checkpoint: Path, tmp_path: Path) -> None:
+    """Into the layer files of its checkpoint, which the disk never holds."""
+    runner = moe.RUNNERS["rabbitllm-2-4bit"]
+    moe.split_whole("tiny", runner, tmp_path / "whole", tmp_path)
+    prepare_files(runner, checkpoint, tmp_path / "local", tmp_path, "local")
+    files = [[*sorted((tmp_path / name).rglob("*.safetensors"))] for name in ("whole", "local")]
+    assert len(files[0]) > SCALES["tiny"].num_hidden_layers
+    assert all(one.read_bytes() == other.read_bytes() for one, other in zip(*files, strict=True))
+    assert [*tmp_path.glob("hub-home")] == []
 
 
 def test_an_expert_is_as_large_as_is_said(checkpoint: Path) -> None:
