@@ -4,9 +4,10 @@ Parameters that are views of mapped files are read when they are touched, a few 
 waits. A background thread reads them earlier, in the order of a pass, in larger pieces and into huge pages: the first
 token of a model that was not in the page cache took 0.6 of the time. If they are in the page cache, this costs almost
 nothing. Behind them come experts that are all resident: from huge pages a token of a model of 17 GB took 0.87 to 0.94
-of its time, and a first text needs most of them.
+of its time, and a first text needs most of them. They are compared with their checksums there, too: texts that still
+met experts which were not took up to twice as long.
 
-Other threads compute checksums of the bytes. The module that uses mapped bytes first has a hook that waits for the
+Other threads compute checksums of the bytes of units. The module that uses mapped bytes first has a hook that waits for the
 comparison, and is removed when all of them are compared. (Bytes that are read into a buffer are compared there:
 `span_reader.py`.)
 """
@@ -32,11 +33,11 @@ from rabbitllm.engine import span_reader
 from rabbitllm.engine._embedding_rows import check_rows
 from rabbitllm.engine._expert_pool import routed
 from rabbitllm.engine.expert_source import ExpertSource
-from rabbitllm.engine.span_reader import FileSpan, Paths
-from rabbitllm.errors import ForkedError
-from rabbitllm.storage.files import HUGE_PAGE, PositionalFile
+from rabbitllm.engine.span_reader import FileSpan
+from rabbitllm.errors import ForkedError, RabbitLLMError
+from rabbitllm.storage.files import HUGE_PAGE, PositionalFile, map_now
 from rabbitllm.store.checksums import GROUP_BYTES, LayerChecks
-from rabbitllm.store.layer_store import StoredTensor
+from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
 PIECE_BYTES, EXPERTS_BYTES = 4 << 20, 16 << 20
 
@@ -48,7 +49,7 @@ class ReadAhead:
         units: runs of bytes of each unit, in the order of a pass.
         store: provides the paths of the files.
         checks: compares the bytes with their checksums; None for no comparison.
-        experts: runs of bytes to be read after the units, without a comparison.
+        experts: runs of bytes to be read after the units; nothing waits for their comparison.
         owner: the model.
 
     Attributes:
@@ -58,7 +59,7 @@ class ReadAhead:
     def __init__(
         self,
         units: Mapping[str, Sequence[FileSpan]],
-        store: Paths,
+        store: WeightFiles,
         checks: LayerChecks | None = None,
         experts: Sequence[FileSpan] = (),
         owner: object | None = None,
@@ -67,7 +68,7 @@ class ReadAhead:
         weakref.finalize(self if owner is None else owner, stop.set)
         weakref.finalize(self, unused.set)  # hooks of a layer keep it without its model
         checkers, ready = usable_cores() // 2 if checks is not None else 0, SimpleQueue[tuple[str, Any] | None]()
-        work = [DaemonThread(_prefetch, "read-ahead", units, store, ready, checkers, experts, stop)]
+        work = [DaemonThread(_prefetch, "read-ahead", units, store, ready, checkers, experts, checks, stop)]
         self._checked: dict[str, Future[None]] = {}
         self._units, self._checks = units, checks
         if checks is not None:
@@ -101,30 +102,36 @@ class ReadAhead:
 
 def _prefetch(
     units: Mapping[str, Sequence[FileSpan]],
-    store: Paths,
+    store: WeightFiles,
     ready: SimpleQueue[tuple[str, Any] | None],
     checkers: int,
     experts: Sequence[FileSpan],
+    checks: LayerChecks | None,
     stop: threading.Event,
 ) -> None:
     for unit, spans in units.items():
-        with contextlib.suppress(OSError, ValueError):  # the pass raises an error for missing or truncated files
+        with contextlib.suppress(OSError, ValueError, RabbitLLMError):  # the pass raises an error for bad files
             for span in spans if not stop.is_set() else ():
                 end = span.offset + span.nbytes
                 with PositionalFile(store.path(span.file)) as file:
                     file.read_in_huge_pages(span.offset, span.nbytes)
                     for offset in range(span.offset, end, PIECE_BYTES):
                         file.will_need(offset, min(PIECE_BYTES, end - offset))
+                map_now(store.mapped(span.file).whole(), span.offset, end)
         ready.put((unit, spans))  # only now: pages that are touched first are small
     for _ in range(checkers):
         ready.put(None)
-    with contextlib.suppress(OSError, ValueError):
-        for span in experts:
+    for span in experts:
+        with contextlib.suppress(OSError, ValueError, RabbitLLMError):  # those of damaged bytes, too
+            memory, end = store.mapped(span.file).whole(), span.offset + span.nbytes
+            pieces = [span.offset, *range(round_up(span.offset, HUGE_PAGE), end, EXPERTS_BYTES), end]
             with PositionalFile(store.path(span.file)) as file:
-                for offset in range(round_up(span.offset, HUGE_PAGE), span.offset + span.nbytes, EXPERTS_BYTES):
-                    if stop.is_set():
-                        return
-                    file.read_in_huge_pages(offset, min(EXPERTS_BYTES, span.offset + span.nbytes - offset))
+                for first, last in itertools.takewhile(lambda _: not stop.is_set(), itertools.pairwise(pieces)):
+                    file.read_in_huge_pages(first, last - first)
+            for first, last in itertools.takewhile(lambda _: not stop.is_set(), itertools.pairwise(pieces)):
+                map_now(memory, first, last)  # only now, as above
+                if checks is not None and checks.by_block(span.file):
+                    checks.stored(span.file, [(first, last - first)])
 
 
 def _check(
@@ -174,6 +181,7 @@ def check_rows_before(embedding: nn.Module, stored: StoredTensor, checks: LayerC
 def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Workers, unchecked: set[int]) -> None:
     """Compare the experts that a mapped module uses, while it computes with them; those that were not stay in a set."""
     unchecked |= set(range(source.experts))
+    files = {span.file for span in source.ranges()}
     pending = list[Future[set[int]]]()
 
     def compare(experts: set[int]) -> set[int]:
@@ -181,6 +189,8 @@ def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Work
         return experts
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if all(map(checks.is_done, files)):  # `ReadAhead` was first
+            unchecked.clear()
         wait(pending)  # left by an interrupted pass
         pending.clear()
         use = routed(args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import mmap
@@ -11,10 +12,12 @@ import sys
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,7 +161,7 @@ def test_experts_are_read_behind_the_units_if_all_are_resident(tmp_path: Path, m
     monkeypatch.setattr(_first_use, "_prefetch", lambda *more: asked.append(more) or ask(*more))
     directory = split(build_checkpoint(tmp_path / "model", "qwen3_moe", **MANY))
     model = load(directory)
-    ((*_, spans, stop),) = asked
+    ((*_, spans, _, stop),) = asked
     assert [span.file for span in spans] == [f"model.layers.{index}.safetensors" for index in range(3)]
     for span, layer in zip(spans, model.model.layers, strict=True):
         assert sum(value.nbytes for value in layer.mlp.experts.parameters()) <= span.nbytes
@@ -169,10 +172,10 @@ def test_experts_are_read_behind_the_units_if_all_are_resident(tmp_path: Path, m
     assert stop.is_set()
     half = load(directory, budget_that_keeps(directory, 0.5))
     assert half.placement.pools
-    assert asked[-1][-2] == []
+    assert asked[-1][-3] == []
     copied = load(directory, dtype="bfloat16")  # memory has room for the copies, but perhaps not for the files too
     assert {placed.tier for placed in copied.placement.experts} == {Tier.RESIDENT}
-    assert asked[-1][-2] == []
+    assert asked[-1][-3] == []
 
 
 BLOCK = 4096
@@ -407,6 +410,48 @@ def test_rows_of_an_embedding(tmp_path: Path, compression: str | None, budget: i
                 model(ids)
             with pytest.raises(IncompleteSplitError, match=r"embed_tokens.safetensors is damaged: .*embed_tokens"):
                 model(torch.tensor([[200, 0]]))
+
+
+def test_resident_experts_are_compared_behind_the_units(tmp_path: Path) -> None:
+    """Then each computes without its hooks, also those that were not used."""
+    folder = split(build_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16, **MANY))
+    model, checks = load(folder), LayerStore(folder).checks
+    assert checks is not None
+    layers = [f"model.layers.{index}.safetensors" for index in range(3)]
+    for thread in threading.enumerate():
+        if thread.name == "read-ahead":
+            thread.join(600)
+    assert all(map(checks.is_done, layers))
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    assert all(each._forward_hooks and each._forward_pre_hooks for each in experts)
+    logits(model)
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in experts)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pagemap")
+@pytest.mark.parametrize("is_of_experts", [False, True])
+def test_pages_are_in_the_tables_of_the_process(tmp_path: Path, is_of_experts: bool) -> None:
+    path = tmp_path / "layer"
+    path.write_bytes(os.urandom(HUGE_PAGE + 3 * 4096))
+    span = FileSpan(path.name, 4096, HUGE_PAGE + 4096, 0)
+    store, units, experts = Folder(tmp_path), *(({}, [span]) if is_of_experts else ({"unit": [span]}, []))
+    memory = store.mapped(path.name).whole()
+    assert not any(_in_tables(memory))
+    store.mapped = lambda name: SimpleNamespace(whole=lambda: memory)  # type: ignore[assignment, method-assign]
+    ahead = ReadAhead(units, store, experts=experts)
+    for thread in ahead.threads:
+        thread.join(600)
+    pages = _in_tables(memory)
+    assert all(pages[1:-1])
+
+
+def _in_tables(memory: memoryview) -> list[bool]:
+    """Of each page whether an access is no fault (Documentation/admin-guide/mm/pagemap.rst)."""
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+    first, last = address // mmap.PAGESIZE, -(-(address + len(memory)) // mmap.PAGESIZE)
+    with open("/proc/self/pagemap", "rb") as table:
+        entries = array("Q", os.pread(table.fileno(), 8 * (last - first), 8 * first))
+    return [bool(entry >> 63) for entry in entries]
 
 
 def test_unused_experts_are_not_compared(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from rabbitllm.engine.span_reader import (
     drop_cached,
 )
 from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.formats.safetensors_file import MappedFile
+from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.storage.files import PositionalFile, page_aligned
 from rabbitllm.store.layer_store import LayerStore
 from tests.support.builders import build_checkpoint
@@ -50,6 +52,9 @@ class Folder:
 
     def path(self, name: str) -> Path:
         return self.root / name
+
+    def mapped(self, name: str) -> MappedFile:
+        return MappedFile(self.path(name), Header((), {}, 0))
 
 
 def folder(root: Path, nbytes: int) -> LayerStore:
