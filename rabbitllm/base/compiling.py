@@ -209,11 +209,19 @@ CALLBACK: Any = types.int32(types.int32, *[types.int64] * 3)
 """That of functions that Python calls, with an event and addresses."""
 
 
-def compiled(function: Any) -> Any:
-    """A function that is compiled when it is first called, and releases the interpreter lock."""
-    dispatcher = _cached(functools.partial(numba.njit, nogil=True), function)
+def compiled(function: Any, **options: Any) -> Any:
+    """A function that is compiled when it is first called, and releases the interpreter lock; `options` are numba's."""
+    dispatcher = _cached(functools.partial(numba.njit, nogil=True, **options), function)
     dispatcher.compile = _alone(dispatcher._cache, function)(dispatcher.compile)
     return dispatcher
+
+
+_WITHOUT_ENTRIES = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inner: Any = functools.partial(compiled, **_WITHOUT_ENTRIES)
+"""As `compiled`, for functions that only compiled ones call: what Python or C would call is not compiled, which takes a
+sixth of the time. Python must not call one."""
+helper: Any = functools.partial(numba.njit, nogil=True, **_WITHOUT_ENTRIES)
+"""The same with options of numba, and not cached by itself."""
 
 
 def c_function(signature: Any, function: Any) -> Any:

@@ -7,10 +7,19 @@ nothing else.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-from rabbitllm.base.compiling import POWERS_OF_2, bits_of, float_of, floats_at, integers_at, to_array, wide, words_at
+from rabbitllm.base.compiling import (
+    POWERS_OF_2,
+    bits_of,
+    float_of,
+    floats_at,
+    helper,
+    integers_at,
+    to_array,
+    wide,
+    words_at,
+)
 from rabbitllm.engine.kv_room import CACHED
 
 _NEAR = 1 << 12
@@ -23,7 +32,7 @@ _SMALL, _LEAST, _UNSURE = np.float32(2.0**-11), np.float32(-64), 32
 number; and units in the last place of a float32 that an exponential and two quotients may be off by."""
 
 
-@numba.njit(nogil=True, forceinline=True)
+@helper(forceinline=True)
 def nearest(bits):  # type: ignore[no-untyped-def]
     """The bits of a float32 rounded to bfloat16, to nearest, ties to even; the lower half is left over."""
     if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
@@ -31,32 +40,32 @@ def nearest(bits):  # type: ignore[no-untyped-def]
     return np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
 
 
-@numba.njit(nogil=True, forceinline=True)
+@helper(forceinline=True)
 def bfloats(address, count):  # type: ignore[no-untyped-def]
     """The bits of bfloat16 values at an address."""
     return to_array(words_at(address), count)
 
 
-@numba.njit(nogil=True, forceinline=True)
+@helper(forceinline=True)
 def floats(address, count):  # type: ignore[no-untyped-def]
     """The float32 values at an address."""
     return to_array(floats_at(address), count)
 
 
-@numba.njit(nogil=True, forceinline=True)
+@helper(forceinline=True)
 def integers(address, count):  # type: ignore[no-untyped-def]
     """The int64s at an address."""
     return to_array(integers_at(address), count)
 
 
-@numba.njit(nogil=True, forceinline=True)
+@helper(forceinline=True)
 def round_values(values):  # type: ignore[no-untyped-def]
     """Round float32 values in place to those of bfloat16."""
     for i in range(len(values)):
         values[i] = float_of(nearest(bits_of(values[i])) & np.uint32(0xFFFF0000))
 
 
-@numba.njit(nogil=True, forceinline=True)
+@helper(forceinline=True)
 def store_rounded(values, results):  # type: ignore[no-untyped-def]
     """Write float32 values as bfloat16, rounded."""
     for i in range(len(values)):
@@ -216,7 +225,7 @@ def gate_pairs(data):  # type: ignore[no-untyped-def]
     store_rounded(product, bfloats(words[4], count))
 
 
-@numba.njit(nogil=True)
+@helper()
 def _sort(values, order, first, end):  # type: ignore[no-untyped-def]
     """Sort some values, the largest first, and equal ones as before."""
     for i in range(first + 1, end):
@@ -227,7 +236,7 @@ def _sort(values, order, first, end):  # type: ignore[no-untyped-def]
         values[place], order[place] = value, number
 
 
-@numba.njit(nogil=True)
+@helper()
 def bring_largest(values, order, used, steps):  # type: ignore[no-untyped-def]
     """Bring the largest values to the front, of equal ones those that libstdc++'s `std::nth_element` does, by which
     torch selects them; returns whether so many steps are enough."""
@@ -262,7 +271,7 @@ def bring_largest(values, order, used, steps):  # type: ignore[no-untyped-def]
     return True
 
 
-@numba.njit(nogil=True)
+@helper()
 def _select(values, order, used):  # type: ignore[no-untyped-def]
     """The same, and sort them as `std::sort` does; returns whether they are in that order."""
     is_quick = bring_largest(values, order, used, 2 * int(np.log2(len(values))))
@@ -375,7 +384,7 @@ def keep(data):  # type: ignore[no-untyped-def]
                     kept[i] = source[i]
 
 
-@numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
+@helper(fastmath={"reassoc", "contract", "nsz"})
 def dot(query, words, width):  # type: ignore[no-untyped-def]
     total = np.float32(0)
     for i in range(width):
@@ -383,7 +392,7 @@ def dot(query, words, width):  # type: ignore[no-untyped-def]
     return total
 
 
-@numba.njit(nogil=True, fastmath={"contract"})
+@helper(fastmath={"contract"})
 def _add_rows(total, begin, step, shares, count, width):  # type: ignore[no-untyped-def]
     """Add rows, each times its share."""
     token = 0
@@ -402,7 +411,7 @@ def _add_rows(total, begin, step, shares, count, width):  # type: ignore[no-unty
         token += 1
 
 
-@numba.njit(nogil=True)
+@helper()
 def _attend(query, cached, head, sink, runs, scores, powers, total):  # type: ignore[no-untyped-def]
     """What a head of queries attends to, in all tokens of runs of a head of keys and values, and in none: the score of
     that, -inf without one, is its sink."""

@@ -7,10 +7,9 @@ are added, then the lanes. The same order is followed here. A class's own result
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-from rabbitllm.base.compiling import float_of, to_array, wide
+from rabbitllm.base.compiling import float_of, helper, to_array, wide
 from rabbitllm.engine._layer_kernels import bfloats, floats, round_values, store_rounded
 
 TWICE, ONCE, SHIFTED = KINDS = 0, 1, 2
@@ -19,7 +18,7 @@ _VECTORS, _LEVELS = 4, 4
 """Vectors that are added to side by side, and levels of runs."""
 
 
-@numba.njit(forceinline=True)
+@helper(forceinline=True)
 def _load(address, is_bfloat, values):  # type: ignore[no-untyped-def]
     """Read values at an address, bfloat16 or float32."""
     if is_bfloat:

@@ -221,8 +221,8 @@ class RowProducts:
 
     def __init__(self, model: PreTrainedModel, modules: Iterable[nn.Module] | None = None) -> None:
         self._undo, last_call = list[Callable[[], object]](), LastCall()
-        each: Iterable[Any] = model.modules() if modules is None else modules
-        for module in each if load_kernels(model) else ():
+        each: list[Any] = [*(model.modules() if modules is None else modules)]
+        for module in each if each and load_kernels(model) else ():
             is_free = "forward" not in vars(module)
             module_class: Any = type(module)
             if module_class.forward is nn.Linear.forward:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import send_to_device
+from torch import nn
 
 from rabbitllm.base.options import RunOptions
 from rabbitllm.engine import _published, skeleton
@@ -234,7 +235,7 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     fast = options.fast_bfloat16
     if fast is None:
         fast = on_cpu and not options.exact
-    is_fast = fast and load_kernels(model)
+    is_fast = fast and _has_plain_matrices(plan) and load_kernels(model)
     if is_fast:
         RowProducts(model)
     is_multiplied = any(is_coded for _, is_coded in multiplied) or is_fast
@@ -244,6 +245,15 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
         fuse_recurrences(model, prompts=is_multiplied)
     if is_multiplied and not (is_fast or options.exact):  # experts' inputs are rounded then, more than routers' sums
         RowProducts(model, routers_in(model))
+
+
+def _has_plain_matrices(plan: LoadPlan) -> bool:
+    """Whether some matrix that may be multiplied is not kept as codes; tables of embeddings are looked up in."""
+    entries = (entry for source in plan.sources.values() for job in source.jobs for _, entry in job.entries)
+    matrices = (entry for entry in entries if len(entry.shape) > 1)
+    tables = {id(module._parameters) for module in plan.model.modules() if isinstance(module, nn.Embedding)}
+    leaves = (leaf for source in plan.experts for leaf in source.leaves.values())
+    return any(id(entry.table) not in tables for entry in matrices) or any(leaf.matrix_type is None for leaf in leaves)
 
 
 def _expert_read_modes(

@@ -96,8 +96,13 @@ def max_rows() -> int:
     from rabbitllm.quant import _vectors
 
     width = _vectors.lanes()
-    if not width or not _agrees(width):
-        return 0
+    return _most_rows() if width and _agrees(width) else 0
+
+
+def _most_rows() -> int:
+    """`max_rows`, if the result is right."""
+    from rabbitllm.quant import _vectors
+
     if "amx-bf16" in _vectors.features():
         return AMX_ROWS
     return FEW_ROWS if _vectors.multiplies_pairs() else ALL_ROWS
@@ -129,7 +134,8 @@ def _agrees(width: int) -> bool:
     random = RandomTensors()
 
     def products() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for count, rows, columns in ((1, 70, 64), (4, 5, 2048), (7, 70, 4096)):  # the last by several threads
+        # the last by several threads, and by the kernel for more rows where that is used
+        for count, rows, columns in ((1, 70, 64), (4, 5, 2048), (7 if _most_rows() == ALL_ROWS else 3, 70, 4096)):
             x, weight = random.normal(count, columns), random.normal(rows, columns)
             yield times(width, x, weight), x.float() @ weight.float().T
 

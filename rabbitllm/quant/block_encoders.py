@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rabbitllm.base.compiling import compiled
+from rabbitllm.base.compiling import compiled, inner
 from rabbitllm.errors import UnreadableFormatError
 from rabbitllm.formats.gguf_types import BLOCK_TYPES
 from rabbitllm.quant._block_formats import FORMATS, IQ4_VALUES, Fields
@@ -190,7 +190,7 @@ _UNROLLED = 8
 # Numba makes int64 of operations on smaller integers; loops are only fast if each result is made small again.
 
 
-@compiled
+@inner
 def _store_half(value, target):  # type: ignore[no-untyped-def]
     """A float32 that is below the limit, as float16: to the nearest, ties to even."""
     word = np.float32(value).view(np.uint32)
@@ -291,7 +291,7 @@ def _q4_0(both, kind, out):  # type: ignore[no-untyped-def]
     return largest
 
 
-@compiled
+@inner
 def _place(y):  # type: ignore[no-untyped-def]
     """The place of a number in `_BELOW` and `_NEAREST`."""
     twice = min(max(y + y, np.float32(-256)), np.float32(255))
@@ -299,7 +299,7 @@ def _place(y):  # type: ignore[no-untyped-def]
     return np.int32(np.int32(np.int32(whole) + np.int32(twice > whole) + np.int32(256)) & np.int32(511))
 
 
-@compiled
+@inner
 def _half(value):  # type: ignore[no-untyped-def]
     """A float16 nearest to a number, but 0 only for 0, and finite: a fitted minimum may be below all values."""
     magnitude = abs(value)
@@ -312,18 +312,18 @@ def _half(value):  # type: ignore[no-untyped-def]
     return wide - (wide - held)
 
 
-@compiled
+@inner
 def _inverse(value):  # type: ignore[no-untyped-def]
     return _ONE / (value if value != 0 else np.float32(np.inf))
 
 
-@compiled
+@inner
 def _rows(t, begin):  # type: ignore[no-untyped-def]
     """Rows whose loop is unrolled: a slice, since an offset that may be negative would be checked for each number."""
     return t[begin : begin + _UNROLLED * LANES]
 
 
-@compiled
+@inner
 def _load_tile(both, kind, begin, count, group, t, values):  # type: ignore[no-untyped-def]
     """Begin a tile with whole blocks, of which there may be fewer; returns the bits of the largest magnitude."""
     values[count:] = _ZERO
@@ -346,7 +346,7 @@ def _load_tile(both, kind, begin, count, group, t, values):  # type: ignore[no-u
     return largest
 
 
-@compiled
+@inner
 def _weigh(group, groups, spread, t):  # type: ignore[no-untyped-def]
     """Weights of a tile, and their sums; what is too small for any scale becomes 0."""
     for begin in range(0, LANES, groups):
@@ -405,7 +405,7 @@ def _add_rows(code_of, subtracts, t, begin, low, high):  # type: ignore[no-untyp
         t[_ONCE + g], t[_SQUARES + g], t[_PRODUCTS + g] = once, squares, products
 
 
-@compiled
+@inner
 def _sum(t, group, low, high, subtracts):  # type: ignore[no-untyped-def]
     """The weighted sums of the nearest codes, for inverses of scales and for offsets; `once` only if it is used."""
     for g in range(LANES):
@@ -419,7 +419,7 @@ def _sum(t, group, low, high, subtracts):  # type: ignore[no-untyped-def]
             _add_rows(_rounded, False, t, begin, low, high)
 
 
-@compiled
+@inner
 def _keep(t, g, gain, new, old):  # type: ignore[no-untyped-def]
     """Keep the numbers and sums of better codes. Values are chosen, not branches, so that loops are made of vectors."""
     most, once, squares, products = t[_MOST + g], t[_ONCE + g], t[_SQUARES + g], t[_PRODUCTS + g]
@@ -432,7 +432,7 @@ def _keep(t, g, gain, new, old):  # type: ignore[no-untyped-def]
     return (new[0] if better else old[0], new[1] if better else old[1])
 
 
-@compiled
+@inner
 def _fit_groups(t, group, limits, ranges):  # type: ignore[no-untyped-def]
     """The best scale and minimum of each group by itself, and the sums of its codes."""
     low, high, subtracts = limits[0], limits[1], limits[5] > 0
@@ -475,7 +475,7 @@ def _fit_groups(t, group, limits, ranges):  # type: ignore[no-untyped-def]
                 t[_SCALES + g] = kept[0]
 
 
-@compiled
+@inner
 def _factors(t, shares, targets, weights, begin, end, low, high, factors):  # type: ignore[no-untyped-def]
     """A float16 and its multiples nearest to the numbers of a block; of some float16, the one with the least error."""
     extreme, rest = _ZERO, _ZERO
@@ -506,7 +506,7 @@ def _factors(t, shares, targets, weights, begin, end, low, high, factors):  # ty
     return best
 
 
-@compiled
+@inner
 def _move_factors(t, group, limits):  # type: ignore[no-untyped-def]
     """Replace each factor by the best of it and its neighbours, with the best multiple of the minimum for its codes."""
     low, high, least_factor, most_factor, least_multiple, most_multiple, _ = limits
@@ -536,7 +536,7 @@ def _move_factors(t, group, limits):  # type: ignore[no-untyped-def]
             t[_FACTORS + g], t[_MULTIPLES + g] = kept
 
 
-@compiled
+@inner
 def _fit_units(t, begin, end):  # type: ignore[no-untyped-def]
     """Least squares for what the factors and multiples of one block are multiplied by."""
     a, b, mixed, right, least_right = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
@@ -628,7 +628,7 @@ def _search(both, kind, group, groups, limits, ranges, places, fields, payload, 
     return largest
 
 
-@compiled
+@inner
 def _pack_fields(t, begin, fields, out):  # type: ignore[no-untyped-def]
     """Pack the factors and minima of the groups from `begin` on into a block."""
     for f in range(len(fields)):
@@ -636,7 +636,7 @@ def _pack_fields(t, begin, fields, out):  # type: ignore[no-untyped-def]
         out[fields[f, 5]] |= np.uint8((value >> fields[f, 3] & fields[f, 4]) << fields[f, 6])
 
 
-@compiled
+@inner
 def _pack(codes, places, packed):  # type: ignore[no-untyped-def]
     """Pack the codes of a block, four in a uint32."""
     packed[:] = np.uint32(0)

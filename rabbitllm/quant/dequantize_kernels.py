@@ -56,7 +56,7 @@ def blocks(
     out = torch.empty(len(codes), columns, dtype=torch.bfloat16 if is_half else torch.float32, device="cpu")
     # numba compiles a kernel for bits of bfloat16 as they are, and one for float32 as floats
     halves, floats = (out.view(torch.uint16).numpy(), None) if is_half else (None, out.numpy())
-    less = None if zeros is None else np.require(zeros.numpy(), None, ["A", "C"])
+    less = np.zeros(scales.shape, np.float32) if zeros is None else np.require(zeros.numpy(), None, ["A", "C"])
     operands = *arrays, less, *size, None if first is None else np.uint8(first), halves, floats
     share(lambda begin, end: _blocks(*operands, begin, end), len(codes), out.numel())
     return out.to(dtype)
@@ -156,7 +156,7 @@ def with_zeros(
 
 def add_rows(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     """Add `x @ rows` to `out`, in the order of the rows: float32 (T, k), bfloat16 (k, N), float32 (T, N)."""
-    operands = x.numpy(), rows.view(torch.uint16).numpy(), out.numpy()
+    operands = x.contiguous().numpy(), rows.view(torch.uint16).numpy(), out.numpy()
     lines = -(-out.shape[1] // _LINE)
     share(lambda begin, end: add_columns(*operands, begin * _LINE, end * _LINE), lines, rows.numel())
 
@@ -193,7 +193,7 @@ def _blocks(codes, values, scales, zeros, rows, columns, first, halves, floats, 
     for row in range(begin, end):
         for block in range(scales.shape[1]):
             scale, code = scales[row // rows, block], codes[row, block * nbytes : (block + 1) * nbytes]
-            zero = np.float32(0) if zeros is None else zeros[row // rows, block]
+            zero = zeros[row // rows, block]
             weights = line if floats is None else floats[row, block * columns : (block + 1) * columns]
             if first is None:
                 for i in range(len(code)):

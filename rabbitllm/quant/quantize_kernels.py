@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rabbitllm.base.compiling import compiled
+from rabbitllm.base.compiling import compiled, inner
 from rabbitllm.quant.schemes import DOUBLE, INT8_BLOCK, NF4_BLOCK, SCHEMES, nf4_map
 
 Codes: TypeAlias = npt.NDArray[np.uint8]
@@ -90,14 +90,17 @@ def fitting_tables() -> tuple[Scales, Scales]:
 
 
 def pair(words: npt.NDArray[Any], kind: int) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint32]]:
-    """Floats of 16 and of 32 bits, none of one of them: kernels get both, and are compiled once for all kinds."""
+    """Floats of 16 and of 32 bits, none of one of them, to read: kernels get both, and are compiled once for all kinds,
+    and for what may be written and what may not."""
+    words = words.view()
+    words.flags.writeable = False
     return (words[:0].view(np.uint16), words) if kind == F32 else (words, words[:0].view(np.uint32))
 
 
 # Blocks are slices: numba checks an index with a variable start for being negative, and does not vectorize its loop.
 
 
-@compiled
+@inner
 def load(both, kind, first, count, values, bits):  # type: ignore[no-untyped-def]
     """Load some floats of a `pair` as float32, whose bits are `bits`; returns the bits of the largest magnitude."""
     words, wide = both[0][first : first + count], both[1][first : first + count]
@@ -179,7 +182,7 @@ def _int8_blocks(both, kind, bins, codes, scales):  # type: ignore[no-untyped-de
             few[i] = bins[places[i]] if scale != 0 else np.uint8(0)
 
 
-@compiled
+@inner
 def _fit_error(values, scale, nearest, ys, places, squares):  # type: ignore[no-untyped-def]
     inverse = np.float32(1) / scale
     steps = np.float32(nearest.size // 2)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numba
-
 from rabbitllm.base.compiling import (
     atomic_add,
     bytes_at,
     call_read,
     exchange_if,
+    helper,
     integers_at,
     pause,
     share,
@@ -41,7 +40,7 @@ page."""
 _MONOTONIC = 1
 
 
-@numba.njit(nogil=True)
+@helper()
 def _copy(source, target, count):  # type: ignore[no-untyped-def]
     """Copy bytes; an assignment of slices would allocate memory if they overlapped."""
     given, copied = to_array(bytes_at(source), count), to_array(bytes_at(target), count)
@@ -49,14 +48,14 @@ def _copy(source, target, count):  # type: ignore[no-untyped-def]
         copied[i] = given[i]
 
 
-@numba.njit(nogil=True)
+@helper()
 def _now(clock, place):  # type: ignore[no-untyped-def]
     """Nanoseconds; the system writes two words to a place."""
     call_read(clock, _MONOTONIC, place, 0, 0)
     return shared(place) * 1000000000 + shared(place + 8)
 
 
-@numba.njit(nogil=True)
+@helper()
 def _read(read, descriptor, address, asked, offset, needed):  # type: ignore[no-untyped-def]
     """Read as many bytes as are asked for, or as a file has; whether those that are needed came."""
     done = 0
@@ -68,7 +67,7 @@ def _read(read, descriptor, address, asked, offset, needed):  # type: ignore[no-
     return True
 
 
-@numba.njit(nogil=True)
+@helper()
 def _fill(read, span, memory, block, scratch):  # type: ignore[no-untyped-def]
     """Read a span to its place, in whole blocks; nothing else changes in the memory. Whether it was read."""
     descriptor, offset, nbytes, place = span[0], span[1], span[2], memory + span[3]

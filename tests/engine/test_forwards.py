@@ -263,6 +263,21 @@ def test_commands_use_the_kernel_by_default(checkpoint: Path, kernel_rows: list[
             assert torch.equal(logits, plain_model(checkpoint)(INPUT).logits)
 
 
+@pytest.mark.parametrize(
+    ("compression", "tied", "is_tried"),
+    [("4bit", False, False), ("4bit", True, False), (None, True, True)],
+)
+def test_the_kernel_is_not_tried_without_plain_matrices(
+    tmp_path: Path, compression: str | None, tied: bool, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling it takes a second or two of a first start."""
+    tried = list[Any]()
+    monkeypatch.setattr("rabbitllm.engine.load.load_kernels", tried.append)
+    folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, tied=tied, hidden_size=128)
+    load(split(folder, compression), fast_bfloat16=None, exact=False)
+    assert bool(tried) == is_tried
+
+
 @pytest.mark.usefixtures("plain_products")
 @pytest.mark.parametrize("budget", [0, ALL], ids=["streamed", "resident"])
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from tests.support.integer_products import is_of_bytes, tolerated
-from tests.support.tiny_models import dequantized, plain_model
 
 _ONE = 4.0
 """How many times `u sqrt(n)` a single number may be off: ten times the standard deviation of the worst order. The bound
@@ -102,6 +101,8 @@ def exact_logits(folder: Path, ids: torch.Tensor, compression: str | None = None
         folder: a checkpoint. Of a compressed one the weights are those that the codes stand for, which no dtype has
             rounded; they are written into a folder near it.
     """
+    from tests.support.tiny_models import dequantized, plain_model  # 3 s, which processes that multiply need not take
+
     if compression is not None:
         folder = dequantized(folder, folder.parent / f"exact-{compression}", compression, torch.float64)
     model = plain_model(folder, dtype=torch.float64, experts_implementation="eager").eval()
