@@ -183,17 +183,21 @@ class _Reading:
     """
 
     def __init__(self, request: ReadRequest, finish: Callable[[bool], object]) -> None:
-        self._request, self._calls = request, [finish]
+        self.request, self._calls = request, [finish]
         self._error: BaseException | None = None
+
+    def forget(self) -> None:
+        """Read nothing: the request was taken back."""
+        self._calls.clear()
 
     def done(self) -> bool:
         """Whether the request is over."""
-        return not self._calls or self._request.is_over
+        return not self._calls or self.request.is_over
 
     def result(self) -> None:
         """Wait until the slot is filled."""
         if self._calls:
-            is_read = self._request.wait()
+            is_read = self.request.wait()
             try:
                 self._calls[0](is_read)
             except Exception as error:
@@ -373,7 +377,7 @@ class ExpertPool:
         self._expected, self._last_tokens = None, tokens
         self._end_call()
         table = self._table(module)
-        ahead, source = self._taken_ahead(module, len(experts)), self.sources[module]
+        ahead, source = self._taken_ahead(module, experts), self.sources[module]
         for cache in (self.cache, self.host_cache)[: 1 + bool(self._host)]:
             cache.use(module, experts, counts, tokens)
         slots = _filled_slots(self.cache, self._slots, module, experts)
@@ -405,17 +409,13 @@ class ExpertPool:
         self._count(source, len(cached), host_slots)
 
     def look_ahead(self, module: int, x: Any) -> None:
-        """Begin to read what the next module will probably choose, behind the experts of this one, into transit slots.
-
-        Its router gets this module's input (1, hidden), and the surer half of its choice is read. What it does not
-        choose in the end was read in vain, but at a time when little else was.
-        """
+        """Begin to read what the next module will probably choose: its router gets this module's input (1, hidden)."""
         router = self.next_router(module)
         if router is None or not isinstance(x, torch.Tensor) or x.shape != (1, router[0].shape[1]):
             return  # experts may get something else than it
         with torch.no_grad():
             logits = plain.product(x.to(router[0].dtype), *router)
-        self.read_ahead(module, logits.topk((self.sources[module + 1].used + 1) // 2).indices.numpy()[0])
+        self.read_ahead(module, logits.topk(self.sources[module + 1].used).indices.numpy()[0])
 
     def next_router(self, module: int) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None] | None:
         """Weight and bias of the next module's router, if they are in memory now, and its choice is worth a guess."""
@@ -424,11 +424,28 @@ class ExpertPool:
         in_memory = [each is None or (type(each) is torch.nn.Parameter and each.is_cpu) for each in (weight, bias)]
         return (weight, bias) if weight is not None and all(in_memory) else None
 
-    def read_ahead(self, module: int, chosen: Numbers) -> None:
-        """Begin to read experts of the module after one whose pass has begun, as far as they are not in memory."""
-        if self._call is not None and len(chosen):
-            taken = {*self._call.slots.values()}
-            self._send_ahead(module + 1, chosen, taken, max(source.used for source in self.sources))
+    def read_ahead(self, module: int, chosen: Numbers, *, is_reading: bool = False) -> bool:
+        """Begin to read experts of the module after one whose pass has begun, as far as they are not in memory, behind
+        those of the pass, into transit slots; returns whether this was done.
+
+        Compiled code reads them one at a time while it reads nothing else, and what is not used in the end is taken
+        back unless it has begun. Elsewhere what is not used is read in vain, and each read delays others: the surer
+        half is read, and nothing while the pass `is_reading` its own.
+
+        Args:
+            module: the one whose pass has begun.
+            chosen: experts of the next one, the surest first.
+            is_reading: whether experts of the pass are being read.
+        """
+        if self._call is None or not len(chosen):
+            return True
+        table = self._table(module + 1)
+        if table is None and is_reading:
+            return False
+        chosen = chosen[: (len(chosen) + 1) // 2] if table is None else chosen
+        most, taken = max(source.used for source in self.sources), {*self._call.slots.values()}
+        self._send_ahead(module + 1, chosen, taken, most, table, waits=True)
+        return True
 
     def read_again_ahead(self, module: int) -> None:
         """After a pass over a module of several tokens, begin to read what the next one used twice or more in the last
@@ -438,16 +455,25 @@ class ExpertPool:
             return
         recent = self.cache.modules[following].uses[0] * (1 - _KEPT[0]) * tokens
         often = np.argsort(-recent, kind="stable")[: np.count_nonzero(recent >= _OFTEN)]
-        self._send_ahead(following, often, set(), len(self._transit) - len(self._transit) // 2)
+        kept = len(self._transit) - len(self._transit) // 2
+        self._send_ahead(following, often, set(), kept, self._table(following))
 
-    def _send_ahead(self, module: int, chosen: Numbers, taken: Collection[ExpertSlot], kept: int) -> None:
-        """Begin to read experts into transit slots, as far as they are not in memory; some slots stay for others."""
+    def _send_ahead(
+        self,
+        module: int,
+        chosen: Numbers,
+        taken: Collection[ExpertSlot],
+        kept: int,
+        table: ReadTable | None,
+        waits: bool = False,
+    ) -> None:
+        """Begin to read experts into transit slots, as far as they are not in memory; some slots stay for others. Where
+        compiled code reads, it `waits` until it reads nothing else."""
         free = [slot for slot in self._transit if slot.pending is None and slot not in taken]
         most = max(len(self._transit) - kept, 0)
         missing, begin = chosen[self.cache.slots_of(module, chosen) < 0][:most].tolist(), len(self._sent)
-        table = self._table(module) if missing else None
         for expert, slot in zip(missing, free, strict=False):
-            self._send(module, expert, slot, HostSlot(), table=table)
+            self._send(module, expert, slot, HostSlot(), table=table, waits=waits)
         self._send_requests()
         # an interrupt in between leaves each fill in one of the two, to be waited for
         self._ahead = module, dict(zip(missing, self._sent[begin:], strict=False))
@@ -471,13 +497,26 @@ class ExpertPool:
         pending = self._call.slots[expert].pending if self._call is not None else None
         return pending is None or pending.done()
 
-    def _taken_ahead(self, module: int, count: int) -> dict[int, ExpertSlot]:
+    def _taken_ahead(self, module: int, experts: Numbers) -> dict[int, ExpertSlot]:
         """The slots of experts that were read ahead for this pass, if others are left for what it needs as well; what
-        was for another pass is ended."""
+        was for another pass is ended. What it does not use and compiled code has not begun to read is not read."""
         number, ahead = self._ahead
         self._sent = [*ahead.values()]
         self._ahead = -1, {}
-        if number == module and (count <= self.sources[module].used or len(ahead) <= len(self._transit) // 2):
+        is_few = len(experts) <= self.sources[module].used or len(ahead) <= len(self._transit) // 2
+        used = {*experts.tolist()} if number == module and is_few else set()
+        if ahead and self._readers is not None:
+            self._readers.withdraw()
+        for expert, (reading, slot) in ahead.items():
+            if isinstance(reading, _Reading) and reading.request.is_unsent and slot is not None:
+                if expert in used:  # before all else, which takes Python longer
+                    reading.request.hurry()
+                    self._unsent.append(reading.request)
+                else:
+                    reading.forget()
+                    slot.pending = None
+        self._send_requests()
+        if used:
             return {expert: slot for expert, (_, slot) in ahead.items() if slot is not None}
         self._settle()
         return {}
@@ -695,13 +734,14 @@ class ExpertPool:
         in_host: HostSlot,
         leaf: str | None = None,
         table: ReadTable | None = None,
+        waits: bool = False,
     ) -> None:
         """Begin to fill a slot that has no pending fill, with an expert or with the bytes of one of its leaves; what
         compiled code reads of a table is sent later."""
         slot.expert = None
         slot.dequantized.clear()
         if table is not None and table.is_compared[expert]:
-            self._ask(table, module, expert, slot)
+            self._ask(table, module, expert, slot, waits)
             return
 
         def keep(future: Future[Any]) -> None:
@@ -723,12 +763,13 @@ class ExpertPool:
             self._tables[module] = table = self._disk.table(rows)
         return table if table is not None and table.is_valid else None
 
-    def _ask(self, table: ReadTable, module: int, expert: int, slot: ExpertSlot) -> None:
+    def _ask(self, table: ReadTable, module: int, expert: int, slot: ExpertSlot, waits: bool) -> None:
         """Have compiled code fill a slot once requests are sent."""
         assert self._readers is not None
         source, request = self.sources[module], slot.request or ReadRequest(self._readers)
         slot.request, spans = request, table.spans[expert]
-        request.prepare(slot.memory.data_ptr(), spans.ctypes.data, len(spans), self._disk.compiled_block, table)
+        block = self._disk.compiled_block
+        request.prepare(slot.memory.data_ptr(), spans.ctypes.data, len(spans), block, table, waits=waits)
 
         def finish(is_read: bool) -> None:
             if not is_read:
@@ -847,9 +888,9 @@ class PooledExperts:
         """See `ExpertPool.step`; in place of `before` and `after`."""
         return self._pool.step(self._module, experts)
 
-    def read_ahead(self, experts: Sequence[int]) -> None:
+    def read_ahead(self, experts: Sequence[int], *, is_reading: bool) -> bool:
         """See `ExpertPool`."""
-        self._pool.read_ahead(self._module, np.array(experts, np.int64))
+        return self._pool.read_ahead(self._module, np.array(experts, np.int64), is_reading=is_reading)
 
     def is_there(self, expert: int) -> bool:
         """See `ExpertPool`."""

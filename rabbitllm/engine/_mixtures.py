@@ -247,6 +247,8 @@ class MixtureCall:
         following, choice, ahead, *entered, _ = self._blocks()
         numbers, experts = words[choice + 4 : choice + self._entries : 4].tolist(), self._module._modules["experts"]
         is_begun = bool(done[0]) and pooled.begin(numbers)
+        surest = words[ahead + 4 : ahead + self._entries : 4].tolist() if words[following] and words[ahead] else []
+        is_ahead = is_begun and pooled.read_ahead(surest, is_reading=True)
         ranks = [*range(len(numbers))] if is_begun else []
         there = [rank for rank in ranks if pooled.is_there(numbers[rank])]
         # weights that are not coded keep neither words nor what they were made of
@@ -257,9 +259,8 @@ class MixtureCall:
             others = [rank for rank in ranks if rank not in there]
             kept.append(self._kept.enter(experts, words, entered[1], numbers, others))
             done[0] = kept[1] is not None
-            if words[following] and words[ahead]:  # the surer half; earlier reads of it would delay these experts
-                surer = words[ahead + 4 : ahead + self._entries : 4][: (self._routing.used + 1) // 2]
-                pooled.read_ahead(surer.tolist())
+            if not is_ahead:
+                pooled.read_ahead(surest, is_reading=False)
         yield
 
     @property

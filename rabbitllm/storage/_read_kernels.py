@@ -25,11 +25,11 @@ sleep on, and how many do; and of whether they end. Each has a cache line of its
 RING, FIRST = 64, 64
 """Requests that wait at most, and the place of the first one's address."""
 WORDS = FIRST + RING
-MEMORY, SPANS, COUNT, BLOCK, STATE, TIME, ENDED, THREAD = range(8)
+MEMORY, SPANS, COUNT, BLOCK, STATE, TIME, ENDED, THREAD, WAITS = range(9)
 """Words of a request: the address of its memory, that of its spans, their number, and what offsets and addresses of
 reads are multiples of; its state, and once it is over how many nanoseconds it took, when it ended, and a number of the
-thread."""
-REQUEST_WORDS, SPAN_WORDS = 8, 4
+thread; and whether it begins only once nothing is being read."""
+REQUEST_WORDS, SPAN_WORDS = 9, 4
 """A span has a descriptor, an offset in its file, bytes, and an offset in the memory."""
 PENDING, DONE, FAILED, UNSENT = range(4)
 """States of a request."""
@@ -65,6 +65,15 @@ def _read(read, descriptor, address, asked, offset, needed):  # type: ignore[no-
             return False
         done += count
     return True
+
+
+@helper()
+def _may_begin(own, claimed):  # type: ignore[no-untyped-def]
+    """Whether there is a request after those that were claimed, and it waits for no other: the thread that ends the
+    last one looks again."""
+    if claimed == shared(own + 8 * SENT):
+        return False
+    return shared(shared(own + 8 * (FIRST + claimed % RING)) + 8 * WAITS) == 0 or shared(own + 8 * FINISHED) == claimed
 
 
 @helper()
@@ -108,6 +117,17 @@ def send(data, requests, count, woken):  # type: ignore[no-untyped-def]
         system_call(words[SYSCALL], FUTEX, own + 8 * EPOCH, WAKE, woken)
 
 
+def withdraw(data):  # type: ignore[no-untyped-def]
+    """Take back all requests that no thread has begun. The caller has the interpreter lock, as the one who sends."""
+    own = to_array(data, WORDS)[OWN]
+    sent, claimed = shared(own + 8 * SENT), shared(own + 8 * CLAIMED)
+    while exchange_if(own + 8 * CLAIMED, claimed, sent) == 0:
+        claimed = shared(own + 8 * CLAIMED)
+    for number in range(claimed, sent):
+        share(shared(own + 8 * (FIRST + number % RING)) + 8 * STATE, UNSENT)
+    atomic_add(own + 8 * FINISHED, sent - claimed)
+
+
 def await_change(data, place, value, spins):  # type: ignore[no-untyped-def]
     """Wait until a word at a place has probably another value: by pauses, then asleep until woken or interrupted."""
     words, waits = to_array(data, WORDS), 0
@@ -126,7 +146,7 @@ def serve(data):  # type: ignore[no-untyped-def]
     while True:
         epoch, claimed = shared(own + 8 * EPOCH), shared(own + 8 * CLAIMED)
         stopped = shared(own + 8 * STOPPED)  # before what was sent: nothing is sent afterwards
-        if claimed < shared(own + 8 * SENT):
+        if _may_begin(own, claimed):
             request = shared(own + 8 * (FIRST + claimed % RING))
             if exchange_if(own + 8 * CLAIMED, claimed, claimed + 1) == 0:
                 continue

@@ -28,16 +28,23 @@ class ReadRequest:
         self._await_change, self._kept = readers.await_change, None
         self._words = (ctypes.c_int64 * kernels.REQUEST_WORDS)()
         self._words[kernels.STATE] = self._unsent = kernels.UNSENT
-        self._state = kernels.STATE
+        self._state, self._waits = kernels.STATE, kernels.WAITS
         self.address = ctypes.addressof(self._words)
         readers.requests.append(self)
 
-    def prepare(self, memory: int, spans: int, count: int, block: int, kept: Any = None) -> None:
+    def prepare(
+        self, memory: int, spans: int, count: int, block: int, kept: Any = None, *, waits: bool = False
+    ) -> None:
         """Set what is read next: the address of memory, and that of spans (int64s: descriptor, offset, bytes, offset in
-        the memory), their number, and what offsets and addresses of reads are multiples of, at most 4,096; and what is
-        kept until it is over: the spans, and open files."""
-        self._kept = kept
+        the memory), their number, and what offsets and addresses of reads are multiples of, at most 4,096; what is kept
+        until it is over: the spans, and open files; and whether it `waits` until nothing is being read, so that it
+        takes no rate from other reads."""
+        self._kept, self._words[self._waits] = kept, waits
         self._words[: self._state + 1] = [memory, spans, count, block, self._unsent]
+
+    def hurry(self) -> None:
+        """Let it begin while others are read."""
+        self._words[self._waits] = False
 
     @property
     def is_over(self) -> bool:
@@ -45,9 +52,14 @@ class ReadRequest:
         return self._words[self._state] != 0
 
     @property
+    def is_unsent(self) -> bool:
+        """Whether it was not sent, or was taken back."""
+        return bool(self._words[self._state] == self._unsent)
+
+    @property
     def times(self) -> tuple[float, float, int]:
         """Once it was read, how many seconds it took, when it ended (`time.perf_counter`), and its thread's number."""
-        seconds, ended, thread = self._words[self._state + 1 :]
+        seconds, ended, thread = self._words[self._state + 1 : self._waits]
         return seconds / 1e9, ended / 1e9, thread
 
     def wait(self) -> bool:
@@ -89,6 +101,7 @@ class Readers:
             self._words[index] = ctypes.cast(function, ctypes.c_void_p).value or 0
         numbers = [ctypes.c_int64] * 4
         self._send = ctypes.PYFUNCTYPE(None, *numbers)(address_of(kernels.send))  # it takes microseconds
+        self._withdraw = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(address_of(kernels.withdraw))
         wait = ctypes.CFUNCTYPE(None, *numbers)(address_of(kernels.await_change))
         self.await_change: Callable[[int, int], object] = lambda place, value: wait(address, place, value, SPINS)
         """Wait until a word at an address has probably another value."""
@@ -119,6 +132,11 @@ class Readers:
         addresses = array("q", [request.address for request in requests])
         with without_forks:
             self._send(self._address, addresses.buffer_info()[0], len(addresses), self._count)
+
+    def withdraw(self) -> None:
+        """Take back what no thread has begun to read, which is unsent again."""
+        if self.is_usable:
+            self._withdraw(self._address)
 
     def _settle(self) -> None:
         """Before a fork: wait for all reads."""

@@ -6,6 +6,8 @@ import contextlib
 import copy
 import gc
 import inspect
+import platform
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +30,11 @@ from rabbitllm.engine._expert_pool import ExpertPool
 from rabbitllm.engine._mixtures import MixtureCall
 from rabbitllm.engine._routed import _Expert
 from rabbitllm.engine.forwards import has_row_product
+from rabbitllm.engine.span_reader import ReadMode
 from rabbitllm.engine.turns import taking_turns
 from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.storage import _read_kernels
+from rabbitllm.storage.readers import Readers, ReadRequest
 from tests.engine.test_first_use import flip_in
 from tests.engine.test_routed import MANY
 from tests.engine.test_siblings import PROMPT, SIZES, assert_same_logits
@@ -273,9 +278,9 @@ def test_biases_are_part_of_the_guess(tmp_path: Path, monkeypatch: pytest.Monkey
             layer.mlp.router.bias[used * number : used * (number + 1)] += 500
         guesses = list[tuple[int, list[int]]]()
 
-        def noted(pool: ExpertPool, module: int, chosen: Any, guesses: Any = guesses) -> None:
+        def noted(pool: ExpertPool, module: int, chosen: Any, guesses: Any = guesses, **named: bool) -> bool:
             guesses.append((module, chosen.tolist()))
-            read_ahead(pool, module, chosen)
+            return read_ahead(pool, module, chosen, **named)
 
         with monkeypatch.context() as patch:
             patch.setattr(ExpertPool, "read_ahead", noted)
@@ -284,6 +289,59 @@ def test_biases_are_part_of_the_guess(tmp_path: Path, monkeypatch: pytest.Monkey
             logits(model, 4)
         assert len(guesses) >= 2 * 4
         assert all({*chosen} <= {*range(used * (module + 1), used * (module + 2))} for module, chosen in guesses)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="compiled code reads there")
+def test_a_guess_that_was_not_begun_is_not_read_unless_it_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where compiled code reads, all that the next layer's router chooses is named, and waits for the pass's own."""
+    monkeypatch.setattr("rabbitllm.engine._expert_pool.LEAST_AHEAD_BYTES", 1)
+    monkeypatch.setattr("rabbitllm.engine.load.choose_read_mode", lambda *_: ReadMode(direct=True))
+    directory = checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY, **HEADS)
+    model = fast(directory, budget_that_keeps(directory, 0.25, exact=False))
+    expected, used = [logits(model) for _ in range(3)][-1], MANY["num_experts_per_tok"]
+    asked, names, named = list[tuple[int, int]](), dict[int, tuple[int, int]](), list[int]()
+    chosen, send, ask, step = set[tuple[int, int]](), Readers.send, ExpertPool._ask, ExpertPool.step
+    withdraw, taken_back = Readers.withdraw, list[Readers]()
+
+    def noted(pool: ExpertPool, table: Any, module: int, expert: int, slot: Any, waits: bool) -> None:
+        ask(pool, table, module, expert, slot, waits)
+        names[slot.request.address] = module, expert
+
+    def held(readers: Readers, requests: Sequence[ReadRequest]) -> None:
+        """As if the disk were busy with others until the next choice."""
+        ours = [request for request in requests if not request._words[_read_kernels.WAITS]]
+        named.append(len(requests) - len(ours))
+        asked.extend(names[request.address] for request in ours)
+        send(readers, ours)
+
+    def begun(pool: ExpertPool, module: int, experts: Sequence[int]) -> bool:
+        chosen.update((module, expert) for expert in experts)
+        result = step(pool, module, experts)
+        assert {*asked} <= chosen
+        return result
+
+    def filled(*_: Any) -> None:
+        raise AssertionError("read by Python")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertPool, "_ask", noted)
+        patch.setattr(ExpertPool, "_fill", filled)
+        patch.setattr(ExpertPool, "step", begun)
+        patch.setattr(Readers, "send", held)
+        patch.setattr(Readers, "withdraw", lambda self: (taken_back.append(self), withdraw(self)))
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(PROMPT, past_key_values=cache)
+            for number in range(STEPS):
+                asked.clear()
+                chosen.clear()
+                result = model(torch.tensor([[number * 7 + 1]]), past_key_values=cache).logits
+                assert torch.equal(result[0], expected[number])
+    assert used >= max(named) > (used + 1) // 2
+    assert len(taken_back) >= sum(map(bool, named))
+    assert torch.equal(logits(model), expected)
 
 
 @pytest.mark.parametrize("is_done", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -99,6 +100,63 @@ def test_many_requests_at_once(readers: Readers, content: tuple[bytes, int]) -> 
     request = request_of(readers, memories[0], spans[0], 4096)
     assert request.is_over
     assert not request.wait()
+
+
+def test_what_waits_is_read_alone_and_may_be_taken_back(content: tuple[bytes, int]) -> None:
+    data, descriptor = content
+    readers = Readers.of(THREADS, "waiting", ())
+    assert readers is not None
+    begun, pread = list[int](), ctypes.CDLL(None, use_errno=True).pread
+    goes_on = {name: threading.Event() for name in range(5)}
+
+    @ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)
+    def read(descriptor: int, address: int, nbytes: int, offset: int) -> int:
+        begun.append(name := offset // 4096)
+        goes_on[name].wait()
+        arguments = ctypes.c_int(descriptor), ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int64(offset)
+        return int(pread(*arguments))
+
+    readers._words[kernels.READ] = ctypes.cast(read, ctypes.c_void_p).value or 0
+    memories = [page_aligned(4096) for _ in goes_on]
+    spans = [words((descriptor, 4096 * name, 4096, 0)) for name in goes_on]
+    requests = [ReadRequest(readers) for _ in goes_on]
+    for name, (memory, span, request) in enumerate(zip(memories, spans, requests, strict=True)):
+        request.prepare(np.frombuffer(memory, np.uint8).ctypes.data, span.ctypes.data, 1, 512, waits=name >= 2)
+
+    def begins(*names: int) -> bool:
+        """Whether these are the next ones, and no thread looks for others."""
+        while len(begun) < len(names) or readers._words[kernels.ASLEEP] < THREADS - len(names):
+            time.sleep(0.001)
+        is_so = {*begun} == {*names}
+        begun.clear()
+        return is_so
+
+    try:
+        readers.send(requests[:4])
+        assert begins(0, 1)  # one thread is left
+        goes_on[0].set()
+        assert requests[0].wait()
+        while readers._words[kernels.ASLEEP] < THREADS - 1:
+            time.sleep(0.001)
+        assert not begun
+        goes_on[1].set()
+        assert begins(2)
+        readers.withdraw()
+        assert [request.is_unsent for request in requests] == [False, False, False, True, True]
+        requests[3].hurry()
+        readers.send([requests[4], requests[3]])  # as one behind those of a pass
+        goes_on[2].set()
+        assert begins(4)
+        readers.withdraw()
+        assert requests[3].is_unsent
+        readers.send([requests[3]])
+        while 3 not in begun:  # beside the other
+            time.sleep(0.001)
+    finally:
+        for event in goes_on.values():
+            event.set()
+    assert all(request.wait() for request in requests)
+    assert all(bytes(memory) == data[4096 * name :][:4096] for name, memory in enumerate(memories))
 
 
 def test_what_cannot_be_read(readers: Readers, content: tuple[bytes, int]) -> None:
