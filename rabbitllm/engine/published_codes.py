@@ -74,7 +74,7 @@ class CodedRecipe:
         cast: the dtype that scales are rounded to first; None if they are used as stored.
         rearranged: how integers lie that are rearranged, and the names of their `INTEGER_PARTS`; None for others.
         zeros: the name of zeros that are brought to the scales, which lie as they do; None without them. Codes are
-            copied then, so that nothing that was read has to stay.
+            copied then, so that nothing that was read has to stay. If the form has none, they are all to be 0.
     """
 
     form: CodedForm
@@ -89,7 +89,7 @@ class CodedRecipe:
     def made_bytes(self) -> int:
         """Bytes of codes and scales that are no views of stored tensors."""
         if self.rearranged is None:
-            return 0 if self.zeros is None else self.form.nbytes
+            return self.form.nbytes if self.form.has_zeros else 0
         layout, names = self.rearranged
         ordered = layout.in_any_order and len(names) == len(INTEGER_PARTS)
         return self.form.nbytes + _ORDER_BYTES * self.form.shape[1] * ordered
@@ -98,7 +98,7 @@ class CodedRecipe:
         """The matrix of its stored tensors, on the CPU; views of them where possible.
 
         Raises:
-            UnknownArchitectureError: as `order_of` does for a parameter of this name.
+            UnknownArchitectureError: as `order_of` does for a parameter of this name, or a zero is not 0.
         """
         if self.rearranged is not None:
             layout, names = self.rearranged
@@ -111,7 +111,12 @@ class CodedRecipe:
         scales = read(self.scales)
         if self.cast is not None:
             scales = scales.to(self.cast)
-        if self.zeros is not None:
+        if self.zeros is not None and not self.form.has_zeros and read(self.zeros).any():
+            raise UnknownArchitectureError(
+                f"Integers of {target} have zeros that are not 0, with scales in float32.",
+                "Load it with exact=True (--exact).",
+            )
+        if self.zeros is not None and self.form.has_zeros:
             words = torch.empty(self.form.scale_bytes, dtype=torch.uint8, device="cpu")
             bring_together(self.form, scales, read(self.zeros), words)
             return CodedMatrix(self.form, _bytes(read(self.codes)).clone(), words)
@@ -171,7 +176,15 @@ def form_of(
     if block is None:
         return None
     form = CodedForm(codes_form, scales[0], block, shape)
+    if zeros == ("I8", scales[1]) and scales[0] == "F32" and _is_symmetric(operation):
+        return form
     return form if zeros is None else _zeroed_form(form, scales, zeros, bits)
+
+
+def _is_symmetric(operation: Any) -> bool:
+    """Whether integers are torchao's by a type that has no zeros, but writes them."""
+    is_torchao = _name(operation) == _TORCHAO
+    return is_torchao and "IntxWeight" not in str(operation.hf_quantizer.quantization_config.quant_type)
 
 
 def _codes_form(operation: Any, path: str, dtype: str, has_zeros: bool) -> tuple[str | None, int]:

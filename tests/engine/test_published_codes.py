@@ -118,7 +118,7 @@ CODED: dict[str, tuple[Build, set[str]]] = {
     ),
     "torchao-int8-llama": (
         lambda folder: quantized.build_torchao_int8(folder, folder.parent / "plain"),
-        {"int8 BF16 1x0"},
+        {"int8 F32 1x0"},
     ),
     "torchao-int8-zeros-llama": (
         lambda folder: quantized.build_torchao_int8(folder, folder.parent / "plain", 16),
@@ -212,6 +212,20 @@ def test_every_tier_is_as_close_as_transformers(tmp_path: Path, name: str) -> No
         model = load(directory, budget_that_keeps(directory, 0.25, exact=False), exact=False)
         for _ in range(2):
             assert_same(run(model), result)
+
+
+def test_zeros_that_symmetric_integers_cannot_have(tmp_path: Path) -> None:
+    folder = quantized.build_torchao_int8(tmp_path / "model", tmp_path / "plain")
+
+    def changed(name: str, tensor: torch.Tensor) -> quantized.Named:
+        yield name, tensor + 1 if name.endswith("up_proj._weight_zero_point") else tensor
+
+    (folder / "model.safetensors.index.json").unlink()
+    quantized.rewrite(folder, changed, None, 1)
+    directory = split(folder)
+    with pytest.raises(UnknownArchitectureError, match=r"up_proj\.weight have zeros that are not 0"):
+        run(load(directory, exact=False))
+    run(load(directory))
 
 
 @needs_compressed

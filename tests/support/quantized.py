@@ -500,8 +500,8 @@ def build_torchao(folder: Path, form: str, plain: Path, **settings: Any) -> Path
 
 
 def build_torchao_int8(folder: Path, plain: Path, group: int = 0) -> Path:
-    """As torchao publishes int8, without that package: with a zero for groups of inputs, or a scale for each row; into
-    `plain` the matrices."""
+    """As torchao publishes int8, without that package: with a zero for groups of inputs, or a float32 scale for each
+    row and zeros that are 0; into `plain` the matrices."""
     for made in (folder, plain):
         build_checkpoint(made, "llama", dtype=torch.bfloat16)
 
@@ -511,7 +511,7 @@ def build_torchao_int8(folder: Path, plain: Path, group: int = 0) -> Path:
             return
         path, groups = name.removesuffix("weight"), tensor.float().unflatten(1, (-1, group or tensor.shape[1]))
         high, low = groups.amax(2, keepdim=True), groups.amin(2, keepdim=True)
-        scales = ((high - low) / 255 if group else groups.abs().amax(2, keepdim=True) / 127).bfloat16()
+        scales = ((high - low) / 255).bfloat16() if group else groups.abs().amax(2, keepdim=True) / 127
         zeros = ((-128 - low / scales.float()).round().clamp(-128, 127) * bool(group)).to(torch.int8)
         codes = (groups / scales.float() + zeros.float()).round().clamp(-128, 127).to(torch.int8)
         if not published:
@@ -519,8 +519,7 @@ def build_torchao_int8(folder: Path, plain: Path, group: int = 0) -> Path:
             return
         yield f"{path}_weight_qdata", codes.flatten(1)
         yield f"{path}_weight_scale", scales.flatten(1)
-        if group:
-            yield f"{path}_weight_zero_point", zeros.flatten(1)
+        yield f"{path}_weight_zero_point", zeros.flatten(1)
 
     kind = {"_type": "IntxWeightOnlyConfig" if group else "Int8WeightOnlyConfig", "_data": {}}
     rewrite(plain, lambda name, tensor: change(name, tensor, published=False), None, 1)
