@@ -34,6 +34,8 @@ _answers = dict[frozenset[tuple[int, str]], tuple[list[Any], Answer]]()
 AROUND = "around"
 """An attribute of a module's own forward that does something around its class's: gives one that does so around
 another."""
+ROUNDING = "_rabbitllm_rounding"
+"""The attribute of a Linear with the `Rounding` of its inputs."""
 _NOTES = "_rabbitllm_notes"
 """The attribute of a module for `notes_on`: its forward is also that of its copies."""
 Form = TypeVar("Form", bound=Hashable)
@@ -197,7 +199,8 @@ def kind_of(module: nn.Module) -> object:
 
 def own_facts(module: nn.Module) -> list[_Fact]:
     """What a module's own computation depends on, for `Watch`."""
-    return [(vars(module), name) for name in _OWN]
+    rounding = vars(module).get(ROUNDING)
+    return [(vars(module), name) for name in _OWN] + ([] if rounding is None else rounding.facts(module))
 
 
 class Watch:

@@ -133,7 +133,7 @@ class OneCall:
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """The MLP's result for rows of input; None if it is not computed by one call."""
         rows = x.numel() // x.shape[-1]
-        return self._run(self.add_to, rows, x) if self.is_for(rows) else None
+        return self._run(self.add_to, rows, x) if self.is_for(rows, x) else None
 
     def shared(self, x: torch.Tensor, gates: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         """The MLP's results, each row times the sigmoid of its gate, plus others; `is_for` holds for the rows."""
@@ -144,10 +144,12 @@ class OneCall:
         program(*[tensor.data_ptr() for tensor in (*tensors, out)])
         return out
 
-    def is_for(self, rows: int) -> bool:
-        """Whether the MLP is computed by one call for so many rows."""
+    def is_for(self, rows: int, x: torch.Tensor | None = None) -> bool:
+        """Whether the MLP is computed by one call for so many rows, of their own or in a tensor."""
         count = rows * self._width
-        return rows <= self._most and self._width % MULTIPLE == 0 and count > 0
+        if self._products is None or rows > self._most or self._width % MULTIPLE or count <= 0:
+            return False
+        return x is None or self._products[0].takes(x, rows)
 
     def add_to(self, program: Program, x: Place, out: Place, rows: int) -> None:
         """Add it to a program, for rows at a place."""

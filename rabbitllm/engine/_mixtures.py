@@ -335,7 +335,7 @@ def _after_experts(module: Any, rows: torch.Tensor) -> torch.Tensor | None:
         return None
     router, experts, shared, gate = (module._modules[name] for name in _SHARED)
     call = None if has_hooks(shared) else call_of(shared)
-    if call is None or not call.is_for(len(x)):
+    if call is None or not call.is_for(len(x), x):
         return None
     _, weights, index = router(x)
     others, gates = experts(x, index, weights), gate(x)

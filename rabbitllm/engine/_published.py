@@ -262,20 +262,19 @@ def _quantize_activations(model: PreTrainedModel, quantizer: HfQuantizer) -> Non
 
 
 def linear_with_activations(
-    module: Any, input: torch.Tensor, rounding: Callable[[Any, torch.Tensor], torch.Tensor | None] | None = None
+    module: Any, input: torch.Tensor, rounded: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> torch.Tensor:
     """What compressed-tensors' own forward of a Linear with plain weights computes; it would also write the weight.
 
-    `rounding` rounds inputs in its place, if it returns something.
+    `rounded` rounds inputs in its place.
     """
     import torch
     from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 
     scheme = module.quantization_scheme if getattr(module, "quantization_enabled", True) else None
     if scheme is not None and scheme.input_activations:
-        rounded = None if rounding is None else rounding(module, input)
         own = scheme.input_activations
-        input = forward_quantize(module, input, "input", own) if rounded is None else rounded
+        input = forward_quantize(module, input, "input", own) if rounded is None else rounded(input)
     output = torch.nn.functional.linear(input, module.weight, module.bias)
     if scheme is not None and scheme.output_activations:
         output = forward_quantize(module, output, "output", scheme.output_activations)

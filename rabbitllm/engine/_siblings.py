@@ -12,7 +12,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, TypeAlias
 
@@ -20,10 +20,11 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
-from rabbitllm.engine._fusing import are_watching, is_transformed
+from rabbitllm.engine._fusing import ROUNDING, are_watching, is_transformed
 from rabbitllm.engine.turns import takes_turns
 from rabbitllm.engine.weight_tensors import QuantizedWeight
 from rabbitllm.quant import plain
+from rabbitllm.quant.coded import CodedMatrix
 from rabbitllm.quant.joint import JointProduct
 
 _has_global_hook: Callable[[], bool] = modules._has_any_global_hook
@@ -71,7 +72,6 @@ class _Together:
         weights: of each follower that has a weight: its module's parameters, their weight and whether it has a bias.
         absent: the others.
         product: None if there is none.
-        most: rows of input up to which it is used.
     """
 
     followers: list[Sibling]
@@ -79,7 +79,6 @@ class _Together:
     weights: list[tuple[Sibling, dict[str, Any], FusedWeight, bool]]
     absent: list[Sibling]
     product: JointProduct | None
-    most: int
 
     def is_valid(self, followers: list[Sibling], is_wide: bool) -> bool:
         """Whether these are still the weights."""
@@ -100,10 +99,11 @@ class LastCall(threading.local):
         return LastCall, ()  # of a copy of the model
 
 
-class PlainWeight:
-    """A plain matrix of a Linear, and what is kept of it, with the attributes of a `QuantizedWeight`."""
+class OwnWeight:
+    """A matrix of a Linear that is plain, or rounds its inputs, and what is kept of it, with the attributes of a
+    `QuantizedWeight`."""
 
-    def __init__(self, matrix: plain.PlainMatrix, sibling: Sibling) -> None:
+    def __init__(self, matrix: Any, sibling: Any) -> None:
         self.matrix, self.sibling = matrix, sibling
         self.joint: Any = None
         self.calls: Any = None
@@ -112,7 +112,7 @@ class PlainWeight:
         return type(None), ()  # copies of the Linear have other weights
 
 
-FusedWeight: TypeAlias = QuantizedWeight | PlainWeight
+FusedWeight: TypeAlias = QuantizedWeight | OwnWeight
 
 
 @dataclass(eq=False)
@@ -131,7 +131,7 @@ class Sibling:
     last: LastCall
     followers: list[Sibling] = field(default_factory=list)
     unused: int = 0
-    plain: dict[int, PlainWeight] = field(default_factory=dict)
+    plain: dict[int, OwnWeight] = field(default_factory=dict)
 
     def install(self) -> None:
         """Let the Linear call `linear` itself: `torch.nn.functional.linear` takes longer to find it than a product."""
@@ -170,7 +170,7 @@ class Sibling:
         if together is None or not together.is_valid(followers, bias is not None):
             together = own.joint = _together(matrix, followers, bias is not None)
         product = together.product
-        if product is None or rows > together.most or x.dtype not in product.dtypes:
+        if product is None or not product.takes(x, rows):
             return matrix.linear(x, bias)  # type: ignore[no-any-return]
         call.leader.lead(self)
         result, *others = product(x, rows)
@@ -185,7 +185,7 @@ class Sibling:
         weight = fused_weight(self.module)
         return weight if weight is not None and weight.sibling is self else None
 
-    def plain_weight(self, weight: Any) -> PlainWeight | None:
+    def plain_weight(self, weight: Any) -> OwnWeight | None:
         """The plain matrix that a weight is now; None if our kernels do not multiply it."""
         if type(weight) not in (nn.Parameter, torch.Tensor):
             return None
@@ -195,7 +195,7 @@ class Sibling:
                 return None
             if len(self.plain) == _MOST_PLACES:
                 self.plain.clear()
-            own = self.plain[weight.data_ptr()] = PlainWeight(matrix, self)
+            own = self.plain[weight.data_ptr()] = OwnWeight(matrix, self)
         return own
 
     def lead(self, other: Sibling) -> None:
@@ -211,16 +211,21 @@ class Sibling:
 
 
 def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
-    if type(module).forward is not _OF_CLASS:
+    is_changed, rounding = type(module).forward is not _OF_CLASS, vars(module).get(ROUNDING)
+    if is_changed and rounding is None:
         return type(module).forward(module, input)  # type: ignore[no-any-return]
-    own, parameters = None if is_transformed() else fused_weight(module), module._parameters
-    is_plain = own is not None and type(input) is torch.Tensor and "bias" in parameters
-    if is_plain and torch.is_grad_enabled():
+    own, parameters = None if is_changed or is_transformed() else fused_weight(module), module._parameters
+    is_ours = own is not None and type(input) is torch.Tensor and "bias" in parameters
+    if is_ours and rounding is not None:
+        is_ours = is_plain(input)
+    elif is_ours and torch.is_grad_enabled():
         needs = input.requires_grad or parameters["bias"] is not None
-        is_plain = not (needs or (type(own) is PlainWeight and parameters["weight"].requires_grad))
-    if is_plain:
+        is_ours = not (needs or (type(own) is OwnWeight and parameters["weight"].requires_grad))
+    if is_ours:
         sibling: Any = own.sibling  # type: ignore[union-attr]
         return sibling.linear(input, own, parameters["bias"])  # type: ignore[no-any-return]
+    if rounding is not None:
+        return rounding.by_settings(module, input)  # type: ignore[no-any-return]
     multiply = row_product if multiplies_plain(module) else nn.functional.linear
     return multiply(input, module.weight, module.bias)
 
@@ -239,9 +244,20 @@ def fused_weight(linear: nn.Module) -> FusedWeight | None:
     """The weight of a Linear if our kernels multiply it, together with others; else None."""
     weight: Any = linear._parameters.get("weight")  # None where it is parametrized
     if type(weight) is QuantizedWeight:
-        return weight if weight.sibling is not None else None
+        rounding = vars(linear).get(ROUNDING)
+        return None if weight.sibling is None else weight if rounding is None else _rounding(linear, weight, rounding)
     sibling: Sibling | None = vars(linear).get(_PLAIN)
     return None if sibling is None else sibling.plain_weight(weight)
+
+
+def _rounding(linear: nn.Module, weight: QuantizedWeight, rounding: Any) -> OwnWeight | None:
+    """The weight of a Linear that rounds its inputs; None if its settings are others now."""
+    if not rounding.is_of(linear) or not isinstance(weight.matrix, CodedMatrix):
+        return None
+    own: OwnWeight | None = weight.rounding
+    if own is None or own.matrix.rounding != rounding:
+        own = weight.rounding = OwnWeight(replace(weight.matrix, rounding=rounding), weight.sibling)
+    return own
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -279,6 +295,12 @@ def multiplies_plain(module: nn.Module) -> bool:
     return _PLAIN in vars(module)
 
 
+def round_inputs(module: nn.Module, rounding: Any) -> None:
+    """Let a Linear round its inputs with what multiplies them, where its settings still mean that; else by these."""
+    vars(module)[ROUNDING] = rounding
+    module.forward = MethodType(_forward, module)
+
+
 def is_installed(module: nn.Module) -> bool:
     """Whether `Sibling.install` set its forward, and that of its class is the one that this replaces."""
     forward = vars(module).get("forward")
@@ -302,4 +324,4 @@ def _together(matrix: Any, followers: list[Sibling], is_wide: bool) -> _Together
     absent = [sibling for sibling in followers if all(sibling is not present for present, *_ in weights)]
     matrices = [matrix, *(weight.matrix for _, _, weight, _ in weights)]
     product = JointProduct.of(matrices, [is_wide, *(wide for *_, wide in weights)])
-    return _Together(followers, is_wide, weights, absent, product, product.max_inputs if product is not None else 0)
+    return _Together(followers, is_wide, weights, absent, product)

@@ -13,6 +13,7 @@ from torch import nn
 
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import (
+    ROUNDING,
     by_function,
     form_in,
     is_result,
@@ -226,7 +227,7 @@ class RowProducts:
             is_free = "forward" not in vars(module)
             module_class: Any = type(module)
             if module_class.forward is nn.Linear.forward:
-                if is_free or (is_installed(module) and not multiplies_plain(module)):
+                if is_free or (is_installed(module) and not (multiplies_plain(module) or ROUNDING in vars(module))):
                     self._undo.append(Sibling(module, last_call).install_for_plain())
             elif is_free and (forward := _forward_for(module_class, module_class.forward)):
                 replace(module, by_function, forward)

@@ -43,15 +43,20 @@ _ROLES: Mapping[str, str] = {
     "qzeros": ZEROS,
     "scales": SCALES,
     "g_idx": GROUPS,
+    "_weight_qdata": CODES,
+    "_weight_scale": SCALES,
+    "_weight_zero_point": ZEROS,
 }
 """Ending of a source's pattern -> what the tensor is, in all formats."""
 INTEGER_PARTS = (CODES, ZEROS, SCALES, GROUPS)
 """The parts of integers that lie by inputs, of which groups may be missing."""
-_MODELOPT, _COMPRESSED, _FP8 = "ModelOpt", "ExpertMatrices", "QuickFp8"
-_MATRICES = frozenset({_FP8, "FusedFp8", "QuickMxfp4", _COMPRESSED, _MODELOPT})
+_MODELOPT, _COMPRESSED, _FP8, _TORCHAO = "ModelOpt", "ExpertMatrices", "QuickFp8", "TorchAo"
+_MATRICES = frozenset({_FP8, "FusedFp8", "QuickMxfp4", _COMPRESSED, _MODELOPT, _TORCHAO})
 """Operations whose parts a kernel may multiply, by `_name`."""
 _PAIRS = ("U8", "I8", "F4")
 """Dtypes of codes of FP4, two a byte."""
+_ZEROED = {dtype_name(dtype): words for dtype, words in WITH_ZEROS.items()}
+"""Dtypes of scales that may have zeros -> those of both."""
 _CODES_OF = {FP8: 1, INT8: 1, FP4: 2, UINT8: 4, INT4: 8}
 """Codes of an element of the stored tensor."""
 Part = tuple[str, tuple[int, ...]]
@@ -69,7 +74,7 @@ class CodedRecipe:
         cast: the dtype that scales are rounded to first; None if they are used as stored.
         rearranged: how integers lie that are rearranged, and the names of their `INTEGER_PARTS`; None for others.
         zeros: the name of zeros that are brought to the scales, which lie as they do; None without them. Codes are
-            copied then, so that nothing that was read has to stay.
+            copied then, so that nothing that was read has to stay. If the form has none, they are all to be 0.
     """
 
     form: CodedForm
@@ -84,7 +89,7 @@ class CodedRecipe:
     def made_bytes(self) -> int:
         """Bytes of codes and scales that are no views of stored tensors."""
         if self.rearranged is None:
-            return 0 if self.zeros is None else self.form.nbytes
+            return self.form.nbytes if self.form.has_zeros else 0
         layout, names = self.rearranged
         ordered = layout.in_any_order and len(names) == len(INTEGER_PARTS)
         return self.form.nbytes + _ORDER_BYTES * self.form.shape[1] * ordered
@@ -93,7 +98,7 @@ class CodedRecipe:
         """The matrix of its stored tensors, on the CPU; views of them where possible.
 
         Raises:
-            UnknownArchitectureError: as `order_of` does for a parameter of this name.
+            UnknownArchitectureError: as `order_of` does for a parameter of this name, or a zero is not 0.
         """
         if self.rearranged is not None:
             layout, names = self.rearranged
@@ -106,7 +111,12 @@ class CodedRecipe:
         scales = read(self.scales)
         if self.cast is not None:
             scales = scales.to(self.cast)
-        if self.zeros is not None:
+        if self.zeros is not None and not self.form.has_zeros and read(self.zeros).any():
+            raise UnknownArchitectureError(
+                f"Integers of {target} have zeros that are not 0, with scales in float32.",
+                "Load it with exact=True (--exact).",
+            )
+        if self.zeros is not None and self.form.has_zeros:
             words = torch.empty(self.form.scale_bytes, dtype=torch.uint8, device="cpu")
             bring_together(self.form, scales, read(self.zeros), words)
             return CodedMatrix(self.form, _bytes(read(self.codes)).clone(), words)
@@ -166,7 +176,15 @@ def form_of(
     if block is None:
         return None
     form = CodedForm(codes_form, scales[0], block, shape)
+    if zeros == ("I8", scales[1]) and scales[0] == "F32" and _is_symmetric(operation):
+        return form
     return form if zeros is None else _zeroed_form(form, scales, zeros, bits)
+
+
+def _is_symmetric(operation: Any) -> bool:
+    """Whether integers are torchao's by a type that has no zeros, but writes them."""
+    is_torchao = _name(operation) == _TORCHAO
+    return is_torchao and "IntxWeight" not in str(operation.hf_quantizer.quantization_config.quant_type)
 
 
 def _codes_form(operation: Any, path: str, dtype: str, has_zeros: bool) -> tuple[str | None, int]:
@@ -176,17 +194,18 @@ def _codes_form(operation: Any, path: str, dtype: str, has_zeros: bool) -> tuple
         bits = int(weights.num_bits)
         form = INT8 if dtype == "I8" else {4: INT4, 8: UINT8}.get(bits) if dtype == "I32" else None
         return form if has_zeros or weights.symmetric else None, bits
+    if dtype == "I8" and _name(operation) == _TORCHAO:
+        return INT8, 8
     form = FP8 if dtype == "F8_E4M3" else FP4 if dtype in _PAIRS else None
     return None if has_zeros else form, 0
 
 
 def _zeroed_form(form: CodedForm, scales: Part, zeros: Part, bits: int) -> CodedForm | None:
     """The same of integers with a zero for each of their scales; None if these do not fit each other."""
-    dtypes = {dtype_name(dtype): words for dtype, words in WITH_ZEROS.items()}
     packed = -(-form.shape[0] * bits // 32), form.grid[1]
-    if scales[0] not in dtypes or form.block[0] != 1 or zeros[1] != {"I8": scales[1], "I32": packed}.get(zeros[0]):
+    if scales[0] not in _ZEROED or form.block[0] != 1 or zeros[1] != {"I8": scales[1], "I32": packed}.get(zeros[0]):
         return None
-    return replace(form, scales=dtypes[scales[0]]) if zeros[0] == "I8" or form.codes != INT8 else None
+    return replace(form, scales=_ZEROED[scales[0]]) if zeros[0] == "I8" or form.codes != INT8 else None
 
 
 def bring_together(form: CodedForm, scales: torch.Tensor, zeros: torch.Tensor, words: torch.Tensor) -> None:
@@ -238,7 +257,7 @@ def integer_layout(operation: Any) -> IntegerLayout | None:
 
 def integer_form(parts: Mapping[str, Part], layout: IntegerLayout, inputs: int) -> CodedForm | None:
     """The form of rearranged integers, (N, inputs), from their parts by role; None if these do not fit each other."""
-    if parts.keys() - {GROUPS} != {CODES, ZEROS, SCALES} or parts[SCALES][0] != "F16":
+    if parts.keys() - {GROUPS} != {CODES, ZEROS, SCALES} or parts[SCALES][0] not in _ZEROED:
         return None
     if {part[0] for role, part in parts.items() if role != SCALES} != {"I32"}:
         return None
@@ -253,7 +272,7 @@ def integer_form(parts: Mapping[str, Part], layout: IntegerLayout, inputs: int) 
     if block is None:
         return None
     codes = INT4 if layout.bits == 4 else UINT8
-    return CodedForm(codes, WITH_ZEROS[torch.float16], (1, block[1]), (outputs, inputs))
+    return CodedForm(codes, _ZEROED[parts[SCALES][0]], (1, block[1]), (outputs, inputs))
 
 
 _ORDER_BYTES = torch.int64.itemsize
@@ -307,7 +326,8 @@ def rearrange(
     packed, zeros, scales = parts[:3]
     count, outputs = scales.shape
     stored = packed.numpy(), zeros.numpy(), scales.view(torch.int16).numpy(), layout.bits
-    results = codes.view(torch.int32).view(outputs, -1).numpy(), words.view(torch.int16).view(outputs, count, 2).numpy()
+    halves = words.view(torch.int16).view(outputs, count, 2).numpy()[..., :: 1 if scales.dtype == torch.float16 else -1]
+    results = codes.view(torch.int32).view(outputs, -1).numpy(), halves
     by_rows(*stored, layout.order, layout.offset, *results, None if order is None else order.numpy(), threads)
 
 
@@ -338,9 +358,9 @@ def _part(stored: StoredTensor) -> Part:
 
 
 def cast_of(operation: Any, scales: str, dtype: torch.dtype, *, is_expert: bool = False) -> torch.dtype | None:
-    """The dtype to which a conversion casts scales of another dtype first, for a parameter of `dtype`."""
+    """The dtype of fewer bits, or others, to which a conversion casts scales first, for a parameter of `dtype`."""
     casts = (_MODELOPT,) if is_expert else (_COMPRESSED, _MODELOPT)
-    is_other = scales in ("F32", "BF16", "F16") and scales != dtype_name(dtype)
+    is_other = scales in ("F32", "BF16", "F16") and dtype_name(dtype) not in (scales, "F32")
     return dtype if is_other and _name(operation) in casts else None
 
 

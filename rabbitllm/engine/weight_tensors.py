@@ -321,6 +321,8 @@ class QuantizedWeight(WeightStandIn):
     """What the sibling keeps."""
     calls: Any = None
     """What computes it together with other matrices."""
+    rounding: Any = None
+    """Its matrix as a Linear multiplies it that rounds its inputs first."""
     _why = "only its codes are in memory"
 
     @staticmethod
@@ -343,13 +345,13 @@ class QuantizedWeight(WeightStandIn):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
         copied = memo[id(self)] = QuantizedWeight(self.matrix.clone(), self.dtype)  # without siblings
-        own = ("matrix", "sibling", "joint", "calls")
+        own = ("matrix", "sibling", "joint", "calls", "rounding")
         copied.__dict__.update({name: value for name, value in vars(self).items() if name not in own})
         copied.requires_grad_(self.requires_grad)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "sibling": None, "joint": None, "calls": None}
+        return {**vars(self), "sibling": None, "joint": None, "calls": None, "rounding": None}
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedWeight({tuple(self.shape)}, {self.dtype}, stored at {self.matrix.form.scheme})"

@@ -50,7 +50,8 @@ class RowKind(Enum):
 def rowwise(module: nn.Module) -> RowKind | None:
     """The kind of a module; None if it may combine rows."""
     forward = type(module).forward  # subclasses that override it may combine rows
-    if forward in (nn.Linear.forward, Conv1D.forward):
+    # a published scheme may round all rows of two dimensions together
+    if forward in (nn.Linear.forward, Conv1D.forward) and not hasattr(module, "quantization_scheme"):
         return RowKind.FEATURES
     if forward is nn.Embedding.forward:
         return RowKind.IDS

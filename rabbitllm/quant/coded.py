@@ -27,7 +27,7 @@ from rabbitllm.quant._kernel_interface import (
     CodeKernel,
     Preparation,
 )
-from rabbitllm.quant.products import KernelMatrix, agrees, dense_product
+from rabbitllm.quant.products import InputRounding, KernelMatrix, agrees, dense_product
 
 FP8, FP4, INT4, INT8, UINT8 = "fp8", "fp4", "int4", "int8", "uint8"
 _OF_A_BYTE = (FP8, INT8, UINT8)
@@ -148,7 +148,7 @@ class CodedMatrix(KernelMatrix):
         payload: its codes, uint8 (bytes,).
         scales: the bytes of its scales, uint8 (bytes,), in the order of `form.grid`.
         factor: by which all scales are multiplied.
-        order: see `KernelMatrix`.
+        order, rounding: see `KernelMatrix`; not both.
     """
 
     form: CodedForm
@@ -156,6 +156,7 @@ class CodedMatrix(KernelMatrix):
     scales: torch.Tensor
     factor: float = 1.0
     order: torch.Tensor | None = None
+    rounding: InputRounding | None = None
     _tables: dict[int, Any] = field(init=False, default_factory=dict, repr=False)
 
     def clone(self) -> CodedMatrix:
@@ -174,7 +175,7 @@ class CodedMatrix(KernelMatrix):
 
     @property
     def max_inputs(self) -> int:  # type: ignore[override]
-        return MAX_INPUTS[INTEGERS]
+        return MAX_INPUTS.get(kernel_for(self.form.kernel, torch.bfloat16), 0)
 
     def method_for(self, count: int, dtype: torch.dtype) -> tuple[str, int]:
         width = kernel_for(self.form.kernel, dtype)

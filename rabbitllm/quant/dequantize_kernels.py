@@ -123,12 +123,12 @@ def by_rows(
     Args:
         packed: (K, N / 8) if an int32 has several outputs, of 4 bits, or (K / n, N) if it has several inputs.
         zeros: of groups of inputs, (groups, N / n), with outputs in the same order.
-        scales: the bits of float16, (groups, N).
+        scales: the bits of float16 or bfloat16, (groups, N).
         bits: of an integer.
         order: the output of each integer of an int32, from the lowest bits on; None if an int32 has several inputs.
         offset: the number that was subtracted from each stored zero.
         codes: (N, K / n), n inputs in each, the first in the lowest bits.
-        words: (N, groups, 2): the bits of a scale, and twice the zero less 8 or 128.
+        words: (N, groups, 2): the bits of a scale, and twice the zero less 8 or 128; a view of both in their order.
         inputs: the input of each column, (K,), where an int32 has several inputs; None if they are in their order.
         threads: see `share`.
     """

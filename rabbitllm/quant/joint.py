@@ -17,7 +17,7 @@ import torch
 from rabbitllm.base.openmp import torchs_team
 from rabbitllm.base.programs import Place, Program, Words
 from rabbitllm.quant import _kernels
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, CODES, INTEGERS, TURNED, Preparation
+from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, CODES, INTEGERS, TURNED, Preparation
 from rabbitllm.quant.plain import matrix_of
 from rabbitllm.quant.products import FusedMatrix, KernelMatrix
 from rabbitllm.quant.turned import TurnedMatrix, TurnedOperands
@@ -28,7 +28,6 @@ class JointProduct:
 
     Attributes:
         max_inputs: rows of input up to which this is the fastest method for all of them.
-        dtypes: of inputs that all of them take.
     """
 
     def __init__(self, matrices: Sequence[KernelMatrix], is_wide: Sequence[bool]) -> None:
@@ -36,15 +35,17 @@ class JointProduct:
         self._is_wide = tuple(is_wide)
         self.max_inputs = min(matrix.max_inputs for matrix in matrices)
         self._widths = [matrix.method_for(1, torch.bfloat16)[1] for matrix in matrices]
-        self.dtypes = (torch.bfloat16, torch.float32) if {*self._widths} == {INTEGERS} else (torch.bfloat16,)
+        self._rounds = any(matrix.rounding is not None for matrix in matrices)
+        is_any = {*self._widths} == {INTEGERS} and not self._rounds
+        self._dtypes = (torch.bfloat16, torch.float32) if is_any else (torch.bfloat16,)
         self._columns: int = matrices[0].form.shape[1]
         self._rows = [matrix.form.shape[0] for matrix in matrices]
         self._programs: dict[tuple[int, torch.Size, torch.dtype], tuple[Program, list[torch.Tensor]]] = {}
 
     @classmethod
     def of(cls, matrices: Sequence[KernelMatrix | FusedMatrix], is_wide: Sequence[bool]) -> JointProduct | None:
-        """The product of matrices with one number of columns, which are all multiplied as integers or plain bfloat16;
-        None if not all are.
+        """The product of matrices with one number of columns, all multiplied from their codes for a row of input; None
+        if not all are.
 
         `is_wide` says for each whether its result stays in float32.
         """
@@ -52,17 +53,20 @@ class JointProduct:
         columns = {matrix.form.shape[1] for matrix in usable}
         if len(usable) < len(matrices) or len(columns) > 1 or torchs_team() is None:
             return None
-        for matrix in usable:
-            method, width = matrix.method_for(1, torch.bfloat16)
-            if method != CODES or not (width == INTEGERS or matrix.kernel == BFLOAT16):
-                return None
+        if any(matrix.method_for(1, torch.bfloat16)[0] != CODES for matrix in usable):
+            return None
         return cls(usable, is_wide)
+
+    def takes(self, x: torch.Tensor, rows: int) -> bool:
+        """Whether it is meant for such inputs, so many rows."""
+        is_by_row = rows == 1 or x.dim() == 3 or not self._rounds
+        return rows <= self.max_inputs and x.dtype in self._dtypes and is_by_row
 
     def __call__(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
         """`x @ W.T` for each matrix, (..., N) of x's dtype or float32.
 
         Args:
-            x: (..., K), of one of `dtypes`, without gaps.
+            x: (..., K), without gaps, which it `takes`.
             rows: of all its dimensions but the last.
         """
         key = torch.get_num_threads(), x.shape, x.dtype
@@ -88,23 +92,26 @@ class JointProduct:
         from rabbitllm.quant import joint_kernels  # numba comes with it
 
         is_bfloat, columns, inputs = dtype == torch.bfloat16, self._columns, dict[Any, list[Place]]()
-        ordered: dict[int | None, Place] = {None: x}
+        changed: dict[Any, Place] = {None: x}
         operands = [matrix.operands(width) for matrix, width in zip(self.matrices, self._widths, strict=True)]
         nbytes = sum(count * row_bytes for count, (*_, row_bytes, _, _) in zip(self._rows, operands, strict=True))
         threads = _kernels.threads_for(CODES, nbytes)
         products, sums = list[int | Place](), list[Words]()
         for index, (matrix, (codes, scales, table, *sizes)) in enumerate(zip(self.matrices, operands, strict=True)):
             width, rows_of, out = self._widths[index], self._rows[index], results[index]
-            order = None if matrix.order is None else matrix.order.data_ptr()
-            if order not in ordered:
-                ordered[order] = program.room(rows * columns * dtype.itemsize)
-                program.add(joint_kernels.reorder, [x, is_bfloat, rows, columns, order or 0, ordered[order]])
-            how = matrix.preparation(width), order
+            change = matrix.rounding if matrix.order is None else matrix.order.data_ptr()
+            if change not in changed:
+                changed[change] = program.room(rows * columns * dtype.itemsize)
+                if isinstance(change, int):
+                    program.add(joint_kernels.reorder, [x, is_bfloat, rows, columns, change, changed[change]])
+                elif change is not None:
+                    change.add_to(program, x, changed[change], rows, columns)
+            how = matrix.preparation(width), change
             if how not in inputs:
                 prepare, numbers, input_bytes, other_bytes = how[0]
                 inputs[how] = [program.room(rows * input_bytes), program.room(rows * other_bytes)]
                 sizes_of_x = is_bfloat, rows, columns // numbers[0], columns
-                program.add(prepare, [ordered[order], *sizes_of_x, *numbers, *inputs[how]])
+                program.add(prepare, [changed[change], *sizes_of_x, *numbers, *inputs[how]])
             if is_bfloat and not self._is_wide[index]:
                 out = program.room(4 * rows * rows_of)
                 sums.append([out, results[index], rows * rows_of])

@@ -18,7 +18,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -54,6 +54,7 @@ from rabbitllm.quant.quantize import (
 from rabbitllm.quant.schemes import NESTED_BLOCK, NF4_BLOCK, SCALE_BYTES, STORED, Quantized, code_values
 
 if TYPE_CHECKING:
+    from rabbitllm.base.programs import Place, Program
     from rabbitllm.quant._integers import InputLayout
 
 MAX_CODE_INPUTS = {"8bit": 5}
@@ -213,6 +214,16 @@ def _rows_at_a_time(form: Quantized, inputs: int, is_nested: bool) -> int:
     return max(elements // columns // step, 1) * step
 
 
+class InputRounding(Protocol):
+    """Rounds inputs of bfloat16 that lie without gaps; equal ones round alike."""
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """The rounded inputs; of up to two dimensions all rows may be rounded together."""
+
+    def add_to(self, program: Program, x: Place, out: Place, rows: int, columns: int) -> None:
+        """Add it to a program, for rows of their own."""
+
+
 class KernelMatrix(ABC):
     """A matrix (N, K) in memory that is multiplied by our kernels, whatever its codes are.
 
@@ -221,10 +232,12 @@ class KernelMatrix(ABC):
         kernel: the scheme of its kernels.
         max_inputs: rows of input up to which codes are decoded for every few of them as integers.
         order: the input of each column, int64 (K,); None if they are in their order.
+        rounding: what rounds the inputs of `linear` first, as their scheme says; None if nothing does.
     """
 
     __slots__ = ()
     order: torch.Tensor | None = None
+    rounding: InputRounding | None = None
     form: Any
     kernel: str | CodeKernel
     max_inputs: int
@@ -255,6 +268,7 @@ class KernelMatrix(ABC):
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """`x @ W.T + bias`: (..., K) of a floating dtype -> (..., N) of the same; the kernels' sums are in float32."""
+        x = x if self.rounding is None else self.rounding.rounded(x)
         flat = x.reshape(-1, x.shape[-1])
         method, width = self.method_for(len(flat), x.dtype)
         if method == DEQUANTIZED:

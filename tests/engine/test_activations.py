@@ -13,6 +13,7 @@ from torch import nn
 from rabbitllm.engine import _activations
 from rabbitllm.engine._activations import Rounding, fuse_activations
 from rabbitllm.engine._fusing import MAX_ELEMENTS
+from tests.engine.test_recurrences import Operations
 from tests.support import quantized
 from tests.support.tiny_models import ALL, INPUT, load, split
 
@@ -37,17 +38,21 @@ def expected_of(x: torch.Tensor, args: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["int", "float"])
+@pytest.mark.parametrize("group", [0, 16])
 @torch.no_grad()
-def test_bits_of_compressed_tensors(kind: str) -> None:
-    """Of a token's own scale; of one for all, of rows without a batch; of many rows by several threads."""
-    args = settings_of(kind)
+def test_bits_of_compressed_tensors(kind: str, group: int) -> None:
+    """Of a token's own scale or of a group's; of one for all, of rows without a batch; of many rows by several
+    threads."""
+    args = settings_of(kind, **({"strategy": "group", "group_size": group} if group else {}))
     rounding = Rounding.of(args)
     assert rounding is not None
+    assert rounding.group == group
     assert _activations._has_bits(rounding, copy.copy(_module(args)))
-    for shape in ((1, 1, 100), (2, 3, 64), (5, 64), (64,), (2, 3, 4, 16), (1, 2 * MAX_ELEMENTS // 64, 64)):
+    for shape in ((1, 1, 112), (2, 3, 64), (5, 64), (64,), (2, 3, 4, 16), (1, 2 * MAX_ELEMENTS // 64, 64)):
         for scale in (1e-39, 1e-30, 1, 1e5):
             x = (torch.randn(shape) * scale).bfloat16()
-            assert torch.equal(rounding.rounded(x), expected_of(x, args))
+            if not group or len(shape) > 1:
+                assert torch.equal(rounding.rounded(x), expected_of(x, args))
     x = torch.randn(1, 6, 64).bfloat16()
     x[0, :, 3] = torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, 0, -0.0]).bfloat16()
     result, expected = rounding.rounded(x), expected_of(x, args)
@@ -71,7 +76,7 @@ def _module(args: Any) -> Any:
         {"symmetric": False},
         {"strategy": "tensor"},
         {"strategy": "tensor", "dynamic": False},
-        {"strategy": "group", "group_size": 16},
+        {"strategy": "tensor_group", "group_size": 16},
     ],
     ids=str,
 )
@@ -84,31 +89,51 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return split(quantized.build_compressed_tensors(tmp_path_factory.mktemp("w8a8") / "model", "llama", "W8A8"))
 
 
-@torch.no_grad()
-def test_the_linears_of_a_model(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of its copies; not where a program changes the settings, wants gradients or has other dtypes."""
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of inputs that are rounded by themselves, by one call, as long as it is used."""
     rounded, ordinary = list[int](), Rounding.rounded
 
     def counted(self: Rounding, x: torch.Tensor) -> torch.Tensor:
         rounded.append(x.numel())
         return ordinary(self, x)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("rabbitllm.engine.fusions.fuse_activations", lambda model: 0)
-        plain = load(directory, ALL, exact=False)
-    model = load(directory, ALL, exact=False)
     monkeypatch.setattr(Rounding, "rounded", counted)
+    return rounded
+
+
+def plainly_loaded(directory: Path, **options: Any) -> Any:
+    """As by `load`, with inputs that compressed-tensors rounds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rabbitllm.engine.fusions.fuse_activations", lambda model: 0)
+        return load(directory, ALL, **{"exact": False, **options})
+
+
+@torch.no_grad()
+def test_the_linears_of_a_model(directory: Path, left: list[int]) -> None:
+    """And of its copies; not where a program changes the settings, wants gradients or has other dtypes."""
+    plain, model = plainly_loaded(directory), load(directory, ALL, exact=False)
+    left.clear()
     expected = plain(INPUT).logits
-    assert not rounded
-    assert torch.equal(model(INPUT).logits, expected)
-    assert len(rounded) == 7 * model.config.num_hidden_layers
+    for _ in range(2):  # Linears with the same input are one product from then on
+        assert torch.equal(model(INPUT).logits, expected)
+    assert left == []
     linear, other = model.model.layers[0].mlp.up_proj, plain.model.layers[0].mlp.up_proj
-    rounded.clear()
+    for shape in ((1, 3), (3,), (2, 3), (1, 60), (60,), (1, 1), ()):  # of two dimensions all have one scale
+        x = (
+            torch.randn(*shape, linear.in_features).bfloat16()
+            * torch.logspace(0, 2, shape[-1] if shape else 1)[:, None]
+        )
+        x = x.bfloat16() if shape else x[0].bfloat16()
+        assert torch.equal(linear(x), other(x))
+        assert torch.equal(model.model.layers[0].mlp(x), plain.model.layers[0].mlp(x))
+    left.clear()
     x = torch.randn(1, 3, linear.in_features).bfloat16()
     assert torch.equal(copy.deepcopy(linear)(x), other(x))
-    assert len(rounded) == 1
+    assert len(left) == 1
     with torch.enable_grad():
         assert torch.equal(linear(x), other(x))
+    assert torch.equal(linear(x.float()), other(x.float()))
     for module in (linear, other):
         module.quantization_enabled = False
     assert torch.equal(linear(x), other(x))
@@ -123,13 +148,57 @@ def test_the_linears_of_a_model(directory: Path, monkeypatch: pytest.MonkeyPatch
         down.quantization_scheme.input_activations.num_bits = 4
     x = torch.randn(1, 3, down.in_features).bfloat16()
     assert torch.equal(model.model.layers[0].mlp.down_proj(x), down(x))
-    assert len(rounded) == 1
+    assert len(left) == 1
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8-dynamic", "FP8_BLOCK-dynamic"])
+@torch.no_grad()
+def test_layers_are_one_call_until_settings_change(tmp_path: Path, scheme: str, left: list[int]) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    directory = split(quantized.build_compressed_tensors(tmp_path / "model", "llama", scheme, head_dim=32, **sizes))
+    plain, model, watched = plainly_loaded(directory), *(load(directory, ALL, exact=False) for _ in range(2))
+    for layer in watched.model.layers:
+        for linear in layer.mlp.gate_proj, layer.mlp.down_proj:
+            linear.register_forward_hook(lambda *given: None)
+    parts = plain, model, watched
+    caches = [part(INPUT).past_key_values for part in parts]
+    left.clear()
+
+    def step() -> tuple[list[torch.Tensor], list[float]]:
+        """The logits, and operations of torch a layer."""
+        logits, counts = [], []
+        for part, cache in zip(parts, caches, strict=True):
+            with Operations() as operations:
+                logits.append(part(INPUT[:, :1], past_key_values=cache).logits)
+            counts.append(operations.count / part.config.num_hidden_layers)
+        return logits, counts
+
+    for _ in range(12):
+        (expected, result, same), (many, few, _) = step()
+        assert torch.equal(result, same)  # by the calls of an attention and of Linears
+        assert float((result - expected).norm() / expected.norm()) < 0.2
+    assert few < 20 < 200 < many
+    assert left == []
+    for part in parts:  # in place, of all Linears
+        part.model.layers[0].mlp.up_proj.quantization_scheme.input_activations.num_bits = 4
+    many, few, _ = step()[1]
+    assert abs(many - few) < 20
+
+
+@torch.no_grad()
+def test_matrices_without_a_kernel_get_rounded_inputs(tmp_path: Path, left: list[int]) -> None:
+    """Not by the product of plain matrices."""
+    directory = split(quantized.build_compressed_tensors(tmp_path / "model", "llama", "W8A8", hidden_size=48))
+    expected = plainly_loaded(directory, fast_bfloat16=True)(INPUT).logits
+    model = load(directory, ALL, exact=False, fast_bfloat16=True)
+    left.clear()
+    assert torch.equal(model(INPUT).logits, expected)
+    assert len(left) == 6 * model.config.num_hidden_layers
 
 
 def test_a_rounding_without_their_bits_is_not_used(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(directory, ALL, exact=False)
-    count = 7 * model.config.num_hidden_layers
-    assert fuse_activations(model) == count
+    model, other = plainly_loaded(directory), plainly_loaded(directory)
+    assert fuse_activations(model) == 7 * model.config.num_hidden_layers
     ordinary = Rounding.rounded
     monkeypatch.setattr(Rounding, "rounded", lambda self, x: ordinary(self, x) * (1 + 2**-7))
-    assert fuse_activations(model) == 0
+    assert fuse_activations(other) == 0

@@ -106,6 +106,24 @@ CODED: dict[str, tuple[Build, set[str]]] = {
         lambda folder: quantized.build_awq(folder, "llama", folder.parent / "plain", shards=2, group=32),
         {"int4 I32 1x32"},
     ),
+    "awq-bfloat16-llama": (
+        lambda folder: quantized.build_awq(folder, "llama", folder.parent / "plain", group=32, dtype=torch.bfloat16),
+        {"int4 U32 1x32"},
+    ),
+    "awq-bfloat16-qwen3_moe": (
+        lambda folder: quantized.build_awq(
+            folder, "qwen3_moe", folder.parent / "plain", shards=2, group=32, dtype=torch.bfloat16, **MANY
+        ),
+        {"int4 U32 1x32"},
+    ),
+    "torchao-int8-llama": (
+        lambda folder: quantized.build_torchao_int8(folder, folder.parent / "plain"),
+        {"int8 F32 1x0"},
+    ),
+    "torchao-int8-zeros-llama": (
+        lambda folder: quantized.build_torchao_int8(folder, folder.parent / "plain", 16),
+        {"int8 U32 1x16"},
+    ),
     "gptq-qwen2": (gptq("gptq", family="qwen2"), {"int4 I32 1x16"}),
     "gptq-qwen3_moe": (gptq("gptq", **MANY), {"int4 I32 1x16"}),
     "gptq-v2-qwen3_moe": (gptq("gptq_v2", group=64, **MANY), {"int4 I32 1x0"}),
@@ -194,6 +212,31 @@ def test_every_tier_is_as_close_as_transformers(tmp_path: Path, name: str) -> No
         model = load(directory, budget_that_keeps(directory, 0.25, exact=False), exact=False)
         for _ in range(2):
             assert_same(run(model), result)
+
+
+def test_zeros_that_symmetric_integers_cannot_have(tmp_path: Path) -> None:
+    folder = quantized.build_torchao_int8(tmp_path / "model", tmp_path / "plain")
+
+    def changed(name: str, tensor: torch.Tensor) -> quantized.Named:
+        yield name, tensor + 1 if name.endswith("up_proj._weight_zero_point") else tensor
+
+    (folder / "model.safetensors.index.json").unlink()
+    quantized.rewrite(folder, changed, None, 1)
+    directory = split(folder)
+    with pytest.raises(UnknownArchitectureError, match=r"up_proj\.weight have zeros that are not 0"):
+        run(load(directory, exact=False))
+    run(load(directory))
+
+
+@needs_compressed
+@pytest.mark.parametrize("scheme", ["W4A16-asymmetric", "W8A16"])
+def test_scales_have_fewer_bits_than_a_model_in_float32(tmp_path: Path, scheme: str) -> None:
+    """So they are used as stored, and have zeros."""
+    directory = split(compressed_and_plain("llama", scheme)(tmp_path / "model"))
+    options: dict[str, Any] = {"exact": False, "dtype": "float32"}
+    assert forms_of(plan_of(directory, **options)) == {"int4 U32 1x16" if "4" in scheme else "uint8 BF16 1x0"}
+    result, expected = run(load(directory, **options)), run(load(directory, dtype="float32"))
+    assert (result.logits - expected.logits).norm() < 2e-3 * expected.logits.norm()
 
 
 @needs_compressed

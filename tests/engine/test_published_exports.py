@@ -157,29 +157,11 @@ def test_matrices_equal_torchao(tmp_path: Path, form: str, monkeypatch: pytest.M
     assert_same(run(load(splitting.split(folder, sequential=True))), expected)
 
 
-def test_formula_of_torchao(tmp_path: Path) -> None:
-    """Without torchao: int8 with zeros for groups of inputs, in shards."""
-    plain, folder = (build_checkpoint(tmp_path / name, "llama", dtype=torch.bfloat16) for name in ("plain", "model"))
-
-    def parts_of(name: str, tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        path, groups = name.removesuffix("weight"), tensor.float().unflatten(1, (-1, 16))
-        scales = ((groups.amax(2) - groups.amin(2)) / 255).bfloat16()
-        zeros = (-128 - groups.amin(2) / scales.float()).round().clamp(-128, 127).to(torch.int8)
-        shifted = groups / scales.float()[:, :, None] + zeros.float()[:, :, None]
-        codes = shifted.round().clamp(-128, 127).to(torch.int8)
-        matrix = (codes.float() - zeros.float()[:, :, None]) * scales.float()[:, :, None]
-        parts = {"qdata": codes.flatten(1), "scale": scales, "zero_point": zeros}
-        return {f"{path}_weight_{part}": value for part, value in parts.items()}, matrix.flatten(1).bfloat16()
-
-    def published(name: str, tensor: torch.Tensor) -> quantized.Named:
-        yield from parts_of(name, tensor)[0].items() if name.endswith("_proj.weight") else [(name, tensor)]
-
-    def multiplied(name: str, tensor: torch.Tensor) -> quantized.Named:
-        yield name, parts_of(name, tensor)[1] if name.endswith("_proj.weight") else tensor
-
-    quantized.rewrite(plain, multiplied, None, 1)
-    quantized.rewrite(folder, published, config_of(_type="IntxWeightOnlyConfig", _data={}), 3)
-    expected = expected_of(plain)
+@pytest.mark.parametrize("group", [0, 16])
+def test_formula_of_torchao(tmp_path: Path, group: int) -> None:
+    """Without torchao: int8 with a scale for each row, or zeros for groups of inputs, in shards."""
+    folder = quantized.build_torchao_int8(tmp_path / "model", tmp_path / "plain", group)
+    expected = expected_of(tmp_path / "plain")
     directory = splitting.split(folder, sequential=True)
     for budget in (ALL, 0):
         assert_same(run(load(directory, budget)), expected)

@@ -20,6 +20,7 @@ from rabbitllm.generation._model_runner import ModelRunner
 from rabbitllm.generation.scoring import Room, ScoredText, score
 from rabbitllm.quant import bfloat_products
 from tests.generation.together import CHUNK, LENGTHS, Text, alone, assert_alike, generated, prompts, together
+from tests.support import quantized
 from tests.support.builders import VOCABULARY_SIZE, build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.hybrid_families import HYBRIDS
@@ -39,6 +40,18 @@ def test_row_kinds() -> None:
     assert rowwise(nn.Linear(4, 6)) is rowwise(Conv1D(6, 4)) is RowKind.FEATURES
     assert rowwise(nn.Embedding(9, 4)) is RowKind.IDS
     assert rowwise(Twice(4, 6)) is rowwise(nn.LayerNorm(4)) is None
+
+
+def test_linears_that_round_rows_together(tmp_path: Path) -> None:
+    """Of two dimensions all rows have one scale, so those of two sequences are no call."""
+    pytest.importorskip("compressed_tensors")
+    model = load(split(quantized.build_compressed_tensors(tmp_path / "model", "llama", "W8A8")), exact=False)
+    linear = model.model.layers[0].mlp.up_proj
+    rows = torch.randn(2, linear.in_features).bfloat16() * torch.tensor([[1], [100]]).bfloat16()
+    with torch.no_grad():
+        assert not torch.equal(linear(rows)[0], linear(rows[:1])[0])
+    assert rowwise(linear) is None
+    assert rowwise(model.lm_head) is RowKind.FEATURES
 
 
 @pytest.mark.parametrize("module", [nn.Linear(4, 6), nn.Embedding(9, 4)], ids=["features", "ids"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from rabbitllm.base.random_tensors import RandomTensors
+from rabbitllm.engine._activations import Rounding
 from rabbitllm.quant import _vectors, gguf_blocks
+from rabbitllm.quant._kernel_interface import CODES
 from rabbitllm.quant.bfloat_products import FEW_ROWS, max_rows, times
 from rabbitllm.quant.joint import JointProduct
 from rabbitllm.quant.plain import PlainMatrix
@@ -59,6 +62,12 @@ PLAIN_MIXES: dict[str, list[Any]] = {
 }
 
 
+FLOAT8_MIXES: dict[str, list[Any]] = {
+    "float8": [coded_matrix("fp8 F32 128x128", 300, COLUMNS), coded_matrix("fp8 BF16 1x0", 70, COLUMNS)],
+    "float8 and others": [coded_matrix("fp8 F32 0x0", 33, COLUMNS), own("4bit", 5), plain_matrix(64)],
+}
+
+
 @pytest.fixture(params=[1, 2, 4])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
@@ -90,13 +99,51 @@ def test_plain_matrices_take_bfloat16(name: str, threads: int) -> None:
     matrices = PLAIN_MIXES[name]
     product = JointProduct.of(matrices, [True, *[False] * (len(matrices) - 1)])
     assert product is not None
-    assert (product.dtypes, product.max_inputs) == ((torch.bfloat16,), min(FEW_ROWS, max_rows()))
+    assert product.max_inputs == min(FEW_ROWS, max_rows())
+    assert product.takes(inputs(1, COLUMNS, torch.bfloat16), 1)
+    assert not product.takes(inputs(1, COLUMNS), 1)
     for count in (1, 2, product.max_inputs, 1):
         x = 30 * inputs(count, COLUMNS, torch.bfloat16)
         first, *others = product(x.view(count, 1, COLUMNS), count)
         assert torch.equal(first.view(count, -1), times(_vectors.lanes(), x, KEPT[matrices[0].form.shape[0]]))
         for result, of in zip(others, matrices[1:], strict=True):
             assert torch.equal(result.view(count, -1), of.linear(x, None))
+
+
+@pytest.mark.parametrize("name", FLOAT8_MIXES)
+def test_float8_takes_bfloat16(name: str, threads: int) -> None:
+    """By the kernel that this processor has for bfloat16."""
+    matrices = FLOAT8_MIXES[name]
+    product = JointProduct.of(matrices, [True, *[False] * (len(matrices) - 1)])
+    assert product is not None
+    assert not product.takes(inputs(1, COLUMNS), 1)
+    for count in (1, 2, product.max_inputs, 1):
+        x = 30 * inputs(count, COLUMNS, torch.bfloat16)
+        assert product.takes(x, count)
+        first, *others = product(x.view(count, 1, COLUMNS), count)
+        width = matrices[0].method_for(1, torch.bfloat16)[1]
+        assert torch.equal(first.view(count, -1), matrices[0].times_by(CODES, width, x))
+        for result, of in zip(others, matrices[1:], strict=True):
+            assert torch.equal(result.view(count, -1), of.linear(x, None))
+
+
+@pytest.mark.parametrize("scheme", ["int8 BF16 1x0", "fp8 BF16 1x0"])
+def test_rounded_inputs(scheme: str, threads: int) -> None:
+    """Rows of three dimensions are rounded each by itself, as `linear` does, for those matrices that say so."""
+    plain = coded_matrix(scheme, 70, COLUMNS)
+    roundings = Rounding(127.5, is_float=False), Rounding(448.0, is_float=True, group=128), None
+    matrices = [dataclasses.replace(plain, rounding=rounding) for rounding in roundings]
+    product = JointProduct.of([*matrices, matrices[0]], [False] * 4)
+    assert product is not None
+    for count in (1, 2, 5):
+        x = inputs(count, COLUMNS, torch.bfloat16) * torch.logspace(0, 2, count)[:, None].bfloat16()
+        assert product.takes(x, count) is (count == 1)
+        assert product.takes(x[None], count)
+        assert not product.takes(x[None].float(), count)
+        for result, of in zip(product(x[None], count), [*matrices, matrices[0]], strict=True):
+            rounded = x[None] if of.rounding is None else of.rounding.rounded(x[None])
+            assert torch.equal(result, plain.linear(rounded, None))
+            assert torch.equal(result, of.linear(x[None], None))
 
 
 def test_a_plain_matrix_with_one_step_a_row() -> None:
@@ -127,6 +174,5 @@ def test_results_stay_when_scratch_memory_is_used_again() -> None:
 
 def test_matrices_that_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert JointProduct.of([own("4bit", 3), own("4bit", 3, 256)], [False] * 2) is None
-    assert JointProduct.of([own("4bit", 3), coded_matrix("fp8 F32 128x128", 3, COLUMNS)], [False] * 2) is None
     monkeypatch.setattr("rabbitllm.quant.joint.torchs_team", lambda: None)
     assert JointProduct.of([own("4bit", 3)], [False]) is None

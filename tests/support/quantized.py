@@ -151,9 +151,9 @@ class Integers:
 
     @property
     def matrix(self) -> torch.Tensor:
-        """What they stand for, in float16 throughout."""
+        """What they stand for, in the dtype of scales throughout."""
         centred = self.codes - self.zeros[:, self.group]
-        return centred.to(torch.float16) * self.scales[:, self.group]
+        return centred.to(self.scales.dtype) * self.scales[:, self.group]
 
 
 def integers_of(tensor: torch.Tensor, bits: int, inputs: int = 16, *, disordered: bool = False) -> Integers:
@@ -164,14 +164,15 @@ def integers_of(tensor: torch.Tensor, bits: int, inputs: int = 16, *, disordered
         group = group[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
     members = torch.stack([tensor[:, group == number].float() for number in range(columns // inputs)], 1)
     low, high = members.amin(2).clamp(max=0), members.amax(2).clamp(min=0)
-    scales = ((high - low) / (2**bits - 1)).to(torch.float16)
+    scales = ((high - low) / (2**bits - 1)).to(tensor.dtype)
     zeros = (-low / scales.float()).round().clamp(1, 2**bits - 1).to(torch.int64)
     codes = (tensor.float() / scales.float()[:, group] + zeros[:, group]).round().clamp(0, 2**bits - 1)
     return Integers(codes.to(torch.int64), scales, zeros, group)
 
 
 def build_awq(folder: Path, family: str, plain: Path, *, shards: int = 1, group: int = 16, **settings: Any) -> Path:
-    """As AutoAWQ publishes ("gemm", 4 bits), and into `plain` the model that its integers stand for."""
+    """As AutoAWQ publishes ("gemm", 4 bits), or GPTQModel in bfloat16, and into `plain` the model that its integers
+    stand for."""
     config = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": group, "zero_point": True}
     return _build_integers(folder, family, plain, config, _awq, shards, bits=4, **settings)
 
@@ -233,10 +234,11 @@ def _build_integers(
     *,
     bits: int,
     disordered: bool = False,
+    dtype: torch.dtype = torch.float16,
     **settings: Any,
 ) -> Path:
     for made in (folder, plain):
-        build_checkpoint(made, family, dtype=torch.float16, **settings)
+        build_checkpoint(made, family, dtype=dtype, **settings)
 
     def change(name: str, tensor: torch.Tensor, *, packed: bool) -> Named:
         if not _LINEAR.search(name) or name.removesuffix(".weight") in config.get("extra_config", ()):
@@ -497,6 +499,34 @@ def build_torchao(folder: Path, form: str, plain: Path, **settings: Any) -> Path
     return folder
 
 
+def build_torchao_int8(folder: Path, plain: Path, group: int = 0) -> Path:
+    """As torchao publishes int8, without that package: with a zero for groups of inputs, or a float32 scale for each
+    row and zeros that are 0; into `plain` the matrices."""
+    for made in (folder, plain):
+        build_checkpoint(made, "llama", dtype=torch.bfloat16)
+
+    def change(name: str, tensor: torch.Tensor, *, published: bool) -> Named:
+        if not name.endswith("_proj.weight"):
+            yield name, tensor
+            return
+        path, groups = name.removesuffix("weight"), tensor.float().unflatten(1, (-1, group or tensor.shape[1]))
+        high, low = groups.amax(2, keepdim=True), groups.amin(2, keepdim=True)
+        scales = ((high - low) / 255).bfloat16() if group else groups.abs().amax(2, keepdim=True) / 127
+        zeros = ((-128 - low / scales.float()).round().clamp(-128, 127) * bool(group)).to(torch.int8)
+        codes = (groups / scales.float() + zeros.float()).round().clamp(-128, 127).to(torch.int8)
+        if not published:
+            yield name, ((codes.float() - zeros.float()) * scales.float()).flatten(1).bfloat16()
+            return
+        yield f"{path}_weight_qdata", codes.flatten(1)
+        yield f"{path}_weight_scale", scales.flatten(1)
+        yield f"{path}_weight_zero_point", zeros.flatten(1)
+
+    kind = {"_type": "IntxWeightOnlyConfig" if group else "Int8WeightOnlyConfig", "_data": {}}
+    rewrite(plain, lambda name, tensor: change(name, tensor, published=False), None, 1)
+    config = {"quant_method": "torchao", "quant_type": {"default": kind}}
+    return rewrite(folder, lambda name, tensor: change(name, tensor, published=True), config, 3)
+
+
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
 """A scheme of compressed-tensors: eight codes in an int32, a scale for 16 elements of a row."""
 _CHANNEL = {"num_bits": 8, "symmetric": True, "strategy": "channel"}
@@ -515,6 +545,11 @@ SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] =
     "FP8-static": ("float-quantized", {**_TENSOR, "type": "float"}, {**_TENSOR, "type": "float"}),
     "INT8": ("int-quantized", {**_CHANNEL, "type": "int"}, None),
     "FP8_BLOCK": ("float-quantized", {**_TENSOR, "type": "float", **_BLOCK}, None),
+    "FP8_BLOCK-dynamic": (
+        "float-quantized",
+        {**_TENSOR, "type": "float", **_BLOCK},
+        {**_TOKEN, "type": "float", "strategy": "group", "group_size": 16},
+    ),
     "W4A16-asymmetric": ("pack-quantized", {**INT4, "symmetric": False}, None),
     "W8A16-asymmetric": ("pack-quantized", {**_CHANNEL, "type": "int", "symmetric": False}, None),
     "INT8-asymmetric": ("int-quantized", {**_CHANNEL, "type": "int", "symmetric": False}, None),
