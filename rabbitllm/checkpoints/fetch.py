@@ -60,10 +60,10 @@ def side_by_side(call: Callable[[Item], Result], items: Iterable[Item], threads:
                 for _, unstarted in tasks:
                     unstarted.cancel()
 
-    for index in range(min(threads, len(tasks))):
-        DaemonThread(work, f"side-by-side-{index}").start()
     futures = [future for _, future in tasks]
     try:
+        for index in range(min(threads, len(tasks))):
+            DaemonThread(work, f"side-by-side-{index}").start()
         for future in wait(futures, return_when=FIRST_EXCEPTION).done:
             if not future.cancelled():
                 future.result()

@@ -108,7 +108,8 @@ def _prefetch(
     stop: threading.Event,
 ) -> None:
     for unit, spans in units.items():
-        with contextlib.suppress(OSError, ValueError):  # the pass raises an error for missing or truncated files
+        # the pass raises those of missing or truncated files; what compares the bytes waits for this without end
+        with contextlib.suppress(OSError, ValueError, MemoryError):
             for span in spans if not stop.is_set() else ():
                 end = span.offset + span.nbytes
                 with PositionalFile(store.path(span.file)) as file:
@@ -118,7 +119,7 @@ def _prefetch(
         ready.put((unit, spans))  # only now: pages that are touched first are small
     for _ in range(checkers):
         ready.put(None)
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, MemoryError):
         for span in experts:
             with PositionalFile(store.path(span.file)) as file:
                 for offset in range(round_up(span.offset, HUGE_PAGE), span.offset + span.nbytes, EXPERTS_BYTES):
