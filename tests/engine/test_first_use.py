@@ -354,7 +354,7 @@ def test_bytes_are_compared_that_are_not_read_ahead(dense: Path, monkeypatch: py
         ahead = ReadAhead({"unit": [FileSpan(down.file, down.offset, down.nbytes, 0)]}, store, store.checks)
         ahead.threads[0].join(600)
         with pytest.raises(IncompleteSplitError, match="is damaged"):
-            ahead._checked["unit"].result(60)
+            ahead._checked["unit"].result(240)
 
 
 def test_damage_is_an_error_of_a_layer_without_its_model(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
