@@ -168,9 +168,9 @@ def keep(groups: Groups, journal: BatchJournal, notify: Callable[[Progress], obj
         return Progress(*counts, tokens[0], tokens[1], time.monotonic() - start)
 
     def write() -> None:
-        notify(progress())
         received: list[list[BatchAnswer] | None] = []
         try:
+            notify(progress())
             while None not in received:
                 received = [waiting.get()]
                 while not waiting.empty():

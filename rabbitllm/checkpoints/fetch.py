@@ -60,10 +60,10 @@ def side_by_side(call: Callable[[Item], Result], items: Iterable[Item], threads:
                 for _, unstarted in tasks:
                     unstarted.cancel()
 
-    for index in range(min(threads, len(tasks))):
-        DaemonThread(work, f"side-by-side-{index}").start()
     futures = [future for _, future in tasks]
     try:
+        for index in range(min(threads, len(tasks))):
+            DaemonThread(work, f"side-by-side-{index}").start()
         for future in wait(futures, return_when=FIRST_EXCEPTION).done:
             if not future.cancelled():
                 future.result()
@@ -211,7 +211,7 @@ def _resuming(file: RemoteFile, start: int, stop: int) -> Iterator[bytes]:
                 for chunk in _requested_bytes(response.iter_bytes(), response.status_code, position, stop):
                     position += len(chunk)
                     yield chunk
-        except transport_errors() as error:
+        except request_errors() as error:
             reason = f"{type(error).__name__}: {error}"
         except _RetryLater as later:
             reason, asked_pause = str(later), later.pause
@@ -274,11 +274,14 @@ def _request(file: RemoteFile, start: int, stop: int) -> Iterator[Any]:
         yield response
 
 
-def transport_errors() -> tuple[type[Exception], ...]:
-    """The connection errors of the HTTP library of this huggingface_hub version (httpx or httpx2)."""
+def request_errors() -> tuple[type[Exception], ...]:
+    """Errors of requests without an answer, by the HTTP library of this huggingface_hub version (httpx or httpx2).
+
+    Of connections, and of what a proxy may answer: redirects in a circle, a body in another encoding than it says.
+    """
     from huggingface_hub.utils import get_session
 
-    return (importlib.import_module(type(get_session()).__module__.partition(".")[0]).TransportError,)
+    return (importlib.import_module(type(get_session()).__module__.partition(".")[0]).RequestError,)
 
 
 def _pause(failures: int) -> float:

@@ -157,7 +157,7 @@ def translated(repo_id: str) -> Iterator[None]:
         raise CheckpointNotFoundError(f"{repo_id} lacks a file it needs: {error}.", "Check the repository.") from error
     except Exception as error:
         refusals = (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, ConnectionError, TimeoutError)
-        if not isinstance(error, refusals + fetch.transport_errors()):
+        if not isinstance(error, refusals + fetch.request_errors()):
             raise
         raise _no_answer_error(repo_id, error) from error
 

@@ -4,8 +4,8 @@ Parameters that are views of mapped files are read when they are touched, a few 
 waits. A background thread reads them earlier, in the order of a pass, in larger pieces and into huge pages: the first
 token of a model that was not in the page cache took 0.6 of the time. If they are in the page cache, this costs almost
 nothing. Behind them come experts that are all resident: from huge pages a token of a model of 17 GB took 0.87 to 0.94
-of its time, and a first text needs most of them. They are compared with their checksums there, too: texts that still
-met experts which were not took up to twice as long.
+of its time, and a first text needs most of them. They are compared with their checksums there, too: texts that still met
+experts which were not took up to twice as long.
 
 Other threads compute checksums of the bytes of units. The module that uses mapped bytes first has a hook that waits for the
 comparison, and is removed when all of them are compared. (Bytes that are read into a buffer are compared there:
@@ -40,6 +40,8 @@ from rabbitllm.store.checksums import GROUP_BYTES, LayerChecks
 from rabbitllm.store.layer_store import StoredTensor, WeightFiles
 
 PIECE_BYTES, EXPERTS_BYTES = 4 << 20, 16 << 20
+_LEFT = OSError, ValueError, MemoryError, RabbitLLMError
+"""Errors of reading ahead that are left to the pass: of missing, truncated or damaged files."""
 
 
 class ReadAhead:
@@ -110,7 +112,8 @@ def _prefetch(
     stop: threading.Event,
 ) -> None:
     for unit, spans in units.items():
-        with contextlib.suppress(OSError, ValueError, RabbitLLMError):  # the pass raises an error for bad files
+        # what compares the bytes waits for this without end
+        with contextlib.suppress(*_LEFT):
             for span in spans if not stop.is_set() else ():
                 end = span.offset + span.nbytes
                 with PositionalFile(store.path(span.file)) as file:
@@ -122,7 +125,7 @@ def _prefetch(
     for _ in range(checkers):
         ready.put(None)
     for span in experts:
-        with contextlib.suppress(OSError, ValueError, RabbitLLMError):  # those of damaged bytes, too
+        with contextlib.suppress(*_LEFT):
             memory, end = store.mapped(span.file).whole(), span.offset + span.nbytes
             pieces = [span.offset, *range(round_up(span.offset, HUGE_PAGE), end, EXPERTS_BYTES), end]
             with PositionalFile(store.path(span.file)) as file:

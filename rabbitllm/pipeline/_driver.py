@@ -140,6 +140,8 @@ class _HostChannel:
         """End the workers; further calls do nothing."""
         atexit.unregister(self.close)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            ended = HostGoneError("The other hosts were told to end.", "Start all processes again.")
+            self.error = self.error or ended
             self._passes.put(None)
             self._thread.join(HEARTBEAT_SECONDS * 2)
 
@@ -147,7 +149,7 @@ class _HostChannel:
         """The hidden states that the last worker computes.
 
         Raises:
-            HostGoneError: a worker has ended.
+            HostGoneError: a worker has ended, or all were told to.
             HostsError: a worker could not compute its layers.
         """
         self._home.refuse("A model whose layers are on several hosts", "Call it in that process.")
@@ -163,7 +165,7 @@ class _HostChannel:
                 job = self._passes.get(timeout=HEARTBEAT_SECONDS)
             except queue.Empty:
                 if self.error is None:
-                    with contextlib.suppress(HostsError):
+                    with contextlib.suppress(Exception):  # passes wait for this thread; the next one tells its error
                         self._exchange(self._send_heartbeats)
                 continue
             if job is None:

@@ -233,13 +233,15 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _close(self, grace: float | None) -> None:
-        if not self.was_forced:
-            within = "" if grace is None else f", within {grace:g} s"
-            logger.info("shutting down: finishing running requests%s; press Ctrl-C again to stop now", within)
-            self._models.close(grace)
-        else:
-            self.force_exit = True
-        self.should_exit = True
+        try:
+            if not self.was_forced:
+                within = "" if grace is None else f", within {grace:g} s"
+                logger.info("shutting down: finishing running requests%s; press Ctrl-C again to stop now", within)
+                self._models.close(grace)
+            else:
+                self.force_exit = True
+        finally:  # also where no thread can be started to close a batch
+            self.should_exit = True
 
 
 def serve(models: Models, listening: socket.socket, grace: float | None, started: Callable[[], None]) -> int | None:

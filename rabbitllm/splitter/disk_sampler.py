@@ -106,20 +106,19 @@ class DiskSampler:
 
     def _sample_on(self) -> None:
         while not self._stop.wait(self._interval):
-            seen = self._sample()
-            with contextlib.suppress(Exception):  # an exception in a listener must not end the sampling
-                self._tell(seen)
+            with contextlib.suppress(Exception):  # of a listener, or without a free descriptor: the next one may go on
+                self._tell(self._sample())
 
     def _tell(self, seen: DiskSampled | None) -> None:
         if seen is not None:
             tell(seen)
 
     def _sample(self) -> DiskSampled | None:
-        self._max_memory = max(self._max_memory, anonymous_bytes(self._process))
         free = 0
-        with contextlib.suppress(OSError):  # the folder may appear and disappear; an exception would end the thread
+        with contextlib.suppress(OSError):  # the folder may appear and disappear
             free = shutil.disk_usage(existing(self._folder)).free
             self._min_seen = min(self._min_seen, free)
+        self._max_memory = max(self._max_memory, anonymous_bytes(self._process))
         start = time.perf_counter()
         if start < self._next_disk:
             return None

@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig
 
-from rabbitllm.batch_jobs.display import put_end, record
-from rabbitllm.batch_jobs.items import Defaults, JobLimits
-from rabbitllm.batch_jobs.job import BatchJob, expected_dtype, left_of, needed_bytes, work, worthwhile_pass_bytes
+from rabbitllm.batch_jobs.display import Progress, put_end, record
+from rabbitllm.batch_jobs.items import BatchAnswer, Defaults, JobLimits
+from rabbitllm.batch_jobs.job import BatchJob, expected_dtype, keep, left_of, needed_bytes, work, worthwhile_pass_bytes
+from rabbitllm.batch_jobs.journal import opened
 from tests.engine.test_fake_gpu import load_on
 from tests.support.builders import FAMILIES, build_checkpoint
 from tests.support.fake_gpu import FakeGpu
@@ -73,6 +74,20 @@ def test_the_end_tells_tokens_that_took_no_pass(model: Any, tmp_path: Path) -> N
         put_end(console, out, progress)
         said = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("(16 forced, without a pass)" in said) == bool(forced)
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_an_error_of_what_is_told_the_progress_ends_a_job(calls: int, tmp_path: Path) -> None:
+    """Also of its first call: without a writer no answer would be kept, and nothing would tell it."""
+    told = list[Progress]()
+
+    def notify(progress: Progress) -> None:
+        if len(told) == calls:
+            raise OSError("the terminal is gone")
+        told.append(progress)
+
+    with opened(tmp_path / "out", 2, {"model": "m"}) as journal, pytest.raises(OSError, match="the terminal is gone"):
+        keep(([BatchAnswer(index, str(index), {}, is_error=False)] for index in range(2)), journal, notify)
 
 
 def needed_of_one(config: object) -> int:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -362,3 +363,35 @@ def test_retry_after_is_honored(
     assert len(pauses) == 1
     assert pauses[0] >= waited
     assert (pauses[0] > 2) == (waited > 2)
+
+
+class InCircles(BaseHTTPRequestHandler):
+    """A login page of a network that sends to itself, or says gzip of what is none."""
+
+    def do_GET(self) -> None:
+        is_circle = self.path.startswith("/circle")
+        self.send_response(302 if is_circle else 200)
+        for name, value in {"Location": self.path, "Content-Encoding": "gzip", "Content-Length": "5"}.items():
+            if (name == "Location") == is_circle or name == "Content-Length":
+                self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(b"plain")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("path", "error"), [("circle", "TooManyRedirects"), ("encoding", "DecodingError")])
+def test_answers_of_a_login_page_are_no_answers_of_the_hub(
+    hub_environment: HubEnvironment, path: str, error: str
+) -> None:
+    from huggingface_hub.utils import get_session
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), InCircles) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/{path}"
+        with pytest.raises(HubError, match=f"could not be read past byte 0 of 300,000: {error}"):
+            read_range(RemoteFile(url, SIZE, None), 0, SIZE)
+        with pytest.raises(HubError, match=f"The hub did not answer for acme/tiny: {error}"), translated("acme/tiny"):
+            get_session().get(url, follow_redirects=True)
+        server.shutdown()

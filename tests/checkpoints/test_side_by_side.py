@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rabbitllm.base.forks import DaemonThread
 from rabbitllm.checkpoints.fetch import side_by_side
 
 ROOT = Path(__file__).parent.parent.parent
@@ -76,8 +77,35 @@ def test_error_does_not_wait_for_a_hanging_call() -> None:
     never.set()
 
 
+def test_no_item_is_begun_after_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the threads that were started before: the caller has its error, and their results would go nowhere."""
+    begun, starts, released = list[int](), list[str](), threading.Event()
+    first_is_busy, start = threading.Event(), DaemonThread.start
+
+    def call(item: int) -> None:
+        begun.append(item)
+        first_is_busy.set()
+        released.wait(600)
+
+    def one_starts(thread: DaemonThread) -> None:
+        starts.append(thread.name)
+        if len(starts) > 1:
+            assert first_is_busy.wait(600)
+            raise MemoryError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(DaemonThread, "start", one_starts)
+    with pytest.raises(MemoryError):
+        side_by_side(call, range(9), 3)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == starts[0])
+    released.set()
+    thread.join(600)
+    assert begun == [0]
+
+
 HANGS = """
 import threading
+from rabbitllm.base.forks import DaemonThread
 from rabbitllm.checkpoints.fetch import side_by_side
 
 def call(number):

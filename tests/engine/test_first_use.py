@@ -344,6 +344,22 @@ def test_every_call_of_a_damaged_model_is_an_error(dense: Path, budget: int) -> 
             model.model.layers[1](torch.zeros(1, 1, 64, dtype=torch.bfloat16))
 
 
+def test_bytes_are_compared_that_are_not_read_ahead(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass waits for the comparison without end, and that for what is read."""
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(PositionalFile, "read_in_huge_pages", refuse)
+    store = LayerStore(dense, verify_checksums=True)
+    down = store.tensors[DOWN].parts[0]
+    with flip_in(dense, DOWN):
+        ahead = ReadAhead({"unit": [FileSpan(down.file, down.offset, down.nbytes, 0)]}, store, store.checks)
+        ahead.threads[0].join(600)
+        with pytest.raises(IncompleteSplitError, match="is damaged"):
+            ahead._checked["unit"].result(240)
+
+
 def test_damage_is_an_error_of_a_layer_without_its_model(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left out of the comparison of what is still used."""
     begin, compare = threading.Event(), _first_use._compare

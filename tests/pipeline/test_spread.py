@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from rabbitllm.base.forks import DaemonThread, fulfil
 from rabbitllm.base.options import Hosts
 from rabbitllm.engine.placement import READY, Tier
 from rabbitllm.errors import ForkedError, HostGoneError, HostsError, OptionError
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.draft import Drafting
+from rabbitllm.pipeline import _driver
 from rabbitllm.pipeline._stack import Span
 from tests.support.builders import build_checkpoint
 from tests.support.forked import in_a_fork
@@ -111,12 +114,14 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_generated_tokens_equal_transformers(model: Any, plain: Any, way: str) -> None:
-    """Past the sliding window, too; chance is the first process's alone."""
+    """Past the sliding window, too; chance is the first process's alone. Our drafts are for streamed models; the greedy
+    answer is the same without."""
     inputs, options = WAYS[way]
+    without = {name: value for name, value in options.items() if name != "custom_generate"}
     outputs = []
-    for m in (model, plain):
+    for m, own in ((model, options), (plain, without)):
         torch.manual_seed(0)
-        outputs.append(m.generate(**inputs, **{"do_sample": False, **options}))
+        outputs.append(m.generate(**inputs, **{"do_sample": False, **own}))
     assert same(*outputs)
 
 
@@ -322,6 +327,33 @@ def test_silent_host_ends_the_run(folder: Path) -> None:
         with pytest.raises(HostGoneError, match="process 1"):  # and it stays so
             model(INPUT)
         answers.set()
+
+
+def test_a_pass_after_the_end_of_the_hosts_is_refused(folder: Path) -> None:
+    with spread(split(folder)) as (model, _):
+        model.hosts.close()
+        answer: Future[Any] = Future()
+        DaemonThread(fulfil, "pass", answer, lambda: model(INPUT)).start()
+        with pytest.raises(HostGoneError, match="were told to end"):
+            answer.result(240)
+
+
+def test_a_heartbeat_that_fails_leaves_passes_possible(
+    folder: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def fail(channel: Any) -> None:
+        failed.set()
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(_driver, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(_driver._HostChannel, "_send_heartbeats", fail)
+    with spread(split(folder)) as (model, _), torch.inference_mode():
+        assert failed.wait(600)
+        answer: Future[Any] = Future()
+        DaemonThread(fulfil, "pass", answer, lambda: model(INPUT).logits).start()
+        assert same(answer.result(240), plain(INPUT).logits)
 
 
 def test_model_has_spans_and_names(model: Any) -> None:

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from rabbitllm.base.forks import DaemonThread
 from rabbitllm.generation.request import Limits
 from rabbitllm.server._app import routes
 from rabbitllm.server.api_error import APIError
@@ -646,6 +647,18 @@ def test_shutdown_cancels_requests_after_the_grace_period(split_folder: Path) ->
         assert choice["finish_reason"] == "length"
         assert 0 < answers[0].json()["usage"]["completion_tokens"] < 240
         assert choice["text"]
+
+
+def test_a_server_that_cannot_start_a_thread_ends(split_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: DaemonThread) -> None:
+        raise MemoryError("can't start new thread")
+
+    with running(split_folder) as served:
+        with monkeypatch.context() as patch:
+            patch.setattr(DaemonThread, "start", refuse)
+            with pytest.raises(MemoryError):
+                served.server._close(None)  # in the thread of `end`
+        assert served.server.should_exit
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -214,3 +214,22 @@ def test_many_files_are_summed_at_longer_intervals(tmp_path: Path, monkeypatch: 
         wait_until(lambda: len(samples) > 20)
     # at the start and at the end, and in between as often as 0.02 s are the allowed part of the time
     assert 2 <= len(sums) <= 2 + (time.monotonic() - began) * DISK_SHARE / 0.02
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there memory is read from a file")
+def test_sampling_goes_on_without_a_free_descriptor(tmp_path: Path) -> None:
+    in_a_fresh_process(check_sampling_without_a_free_descriptor, tmp_path)
+
+
+def check_sampling_without_a_free_descriptor(tmp_path: Path) -> None:
+    import resource
+
+    with DiskSampler(tmp_path, 0, SHORT) as watch:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            open("/proc/self/statm").close()
+        watch._thread.join(50 * SHORT)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        (tmp_path / "layer").write_bytes(bytes(MB))
+        wait_until(lambda: watch.peaks.disk_bytes >= MB)
