@@ -6,10 +6,12 @@ takes seconds more to take them down again. Nothing is lost: a command that was 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -39,6 +41,19 @@ def _replace(before: Any, handler: Any) -> None:
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is before:
         signal.signal(signal.SIGINT, handler)
+
+
+@contextlib.contextmanager
+def handling(number: int, handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Answer a signal by a handler inside the context; has no effect outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)
 
 
 def on_interrupt(sig: int, frame: Any) -> None:

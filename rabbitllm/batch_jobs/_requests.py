@@ -35,11 +35,10 @@ from rabbitllm.server.answers import ChatChoices, CompletionChoices, ResponseBui
 from rabbitllm.server.api_error import (
     BAD_MEDIA,
     BROKEN,
-    PROMPT_ERRORS,
     APIError,
     bad,
     bad_options,
-    prompt_error,
+    prompt_errors,
     unsupported,
 )
 from rabbitllm.server.requests import checked_chat, checked_completion
@@ -123,10 +122,8 @@ class RequestBuilder:
             prompt = Prompt(self.ids_of(task.prompt))
         else:
             messages, stop = _with_media(task.prompt), (*stop, *self.template.stops)
-            try:
+            with prompt_errors():
                 prompt = self.template.prompt(messages, **self.template.thinking(task.thinking))
-            except PROMPT_ERRORS as error:
-                raise prompt_error(error) from error
             thoughts = self.template.thoughts(prompt.ids)
         with bad_options("logit_bias"):
             self.limits.check_bias(task.sampling)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rabbitllm.base.interrupts import on_interrupt
+from rabbitllm.base.interrupts import handling, on_interrupt
 from rabbitllm.base.terminal import LinePiece, Row, counted, duration, plain_line, progress_row, put_fact, shortened
 from rabbitllm.generation.request import BatchStats
 
@@ -101,11 +101,8 @@ def reporting_interrupts(console: Console) -> Iterator[None]:
     if previous not in (signal.default_int_handler, on_interrupt):  # the program has its own handler
         yield
         return
-    signal.signal(signal.SIGINT, report)
-    try:
+    with handling(signal.SIGINT, report):
         yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def rate_of(progress: Progress, stats: BatchStats | None) -> str:

@@ -21,7 +21,16 @@ from typing import Any
 
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.reasoning import Thinking
-from rabbitllm.generation.request import MAX_CHOICES, PENALTIES, POOLINGS, SEEDS, Pooling, Sampling, biases_of
+from rabbitllm.generation.request import (
+    MAX_CHOICES,
+    PENALTIES,
+    POOLINGS,
+    SEEDS,
+    Pooling,
+    Sampling,
+    biases_of,
+    check_counts,
+)
 
 Key = str | int
 """The identity of a line in the output: its `id`, its `custom_id`, else its number in the input, from 1."""
@@ -209,10 +218,7 @@ class JobLimits:
         Raises:
             OptionError: a limit is below its minimum.
         """
-        for name in ("sequences", "cache_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionError(f"{name}={value}; expected at least 1.", "Use 1 or more.")
+        check_counts(self, "sequences", "cache_bytes")
 
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")

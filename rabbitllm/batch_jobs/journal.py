@@ -33,6 +33,7 @@ from rabbitllm.storage.file_lock import LOCK_SUFFIX, locked_file
 SUFFIX = ".journal"
 DONE_SUFFIX = ".done"
 VERSION = 1
+_OTHER_OUTPUT = "Use another output, or move that file away."
 _ABSENT = -1
 
 
@@ -254,9 +255,7 @@ def _refuse_foreign(out: Path) -> None:
         path = out.with_name(out.name + suffix)
         is_stray = suffix == durable.PART_SUFFIX and not out.with_name(out.name + SUFFIX).exists()
         if path.exists() and (is_stray or not _is_ours(out, suffix)):
-            raise ResultsError(
-                f"{path} is not a file of rabbitllm batch.", "Use another output, or move that file away."
-            )
+            raise ResultsError(f"{path} is not a file of rabbitllm batch.", _OTHER_OUTPUT)
 
 
 @contextlib.contextmanager
@@ -302,9 +301,7 @@ def _head_error(path: Path, head: Mapping[str, Any]) -> ResultsError | None:
         record = json.loads(line)
         version, recorded = record["journal"], _as_parsed(record["head"])
     except (ValueError, KeyError, TypeError):
-        return ResultsError(
-            f"{path} is not a journal of rabbitllm batch.", "Use another output, or move that file away."
-        )
+        return ResultsError(f"{path} is not a journal of rabbitllm batch.", _OTHER_OUTPUT)
     if version != VERSION:
         return ResultsError(
             f"{path} is a journal of version {version}; this version of RabbitLLM resumes {VERSION}.",

@@ -239,6 +239,11 @@ def read_chat(path: Path) -> SavedChat:
     return decode(raw, shown)
 
 
+def _another_file(path: Path) -> ChatFileError:
+    problem = f"{harmless(str(path))} exists and is not a saved conversation; it was not changed."
+    return ChatFileError(problem, "Choose another name for the file.")
+
+
 def write_chat(path: Path, saved: SavedChat) -> None:
     """Write a conversation atomically; an existing file is replaced only if it is a saved conversation.
 
@@ -250,16 +255,10 @@ def write_chat(path: Path, saved: SavedChat) -> None:
         try:
             read_chat(path)
         except ChatFileError:
-            raise ChatFileError(
-                f"{shown} exists and is not a saved conversation; it was not changed.",
-                "Choose another name for the file.",
-            ) from None
+            raise _another_file(path) from None
     part = path.with_name(path.name + durable.PART_SUFFIX)
     if part.is_file() and not durable.begins_as(part, b'{\n "format": '):
-        raise ChatFileError(
-            f"{harmless(str(part))} exists and is not a saved conversation; it was not changed.",
-            "Choose another name for the file.",
-        )
+        raise _another_file(part)
     try:
         durable.write_whole(path, encode(saved))
     except OSError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
+from rabbitllm.base.interrupts import handling
 from rabbitllm.base.terminal import LABEL, counted, disarmed, harmless, put_fact, size
 from rabbitllm.chat.conversation import Conversation, Exchange, SavedChat, read_chat, write_chat
 from rabbitllm.display.answer_printer import AnswerPrinter
@@ -517,11 +517,5 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         pressed = True
 
-    if threading.current_thread() is not threading.main_thread():
+    with handling(signal.SIGINT, on_interrupt):
         yield lambda: pressed
-        return
-    previous = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -131,11 +131,13 @@ def _refuse_unknown_fields(fields: Mapping[str, Any], label: str) -> None:
         return
     models = (model for pattern, model in _OTHERS for key in unknown if pattern.search(key))
     model = next(models, "another model")
-    raise UnreadableFormatError(
-        f"{label} has {listed(map(repr, unknown))}, which belongs to {model}; in Meta's own format the dense text "
-        "models Llama 1 to 3 are read.",
-        "Use the same model in transformers' format, from the hub.",
-    )
+    raise _not_llama(f"{label} has {listed(map(repr, unknown))}, which belongs to {model}")
+
+
+def _not_llama(found: str) -> UnreadableFormatError:
+    """The error for what no Llama has that is read."""
+    expected = "in Meta's own format the dense text models Llama 1 to 3 are read"
+    return UnreadableFormatError(f"{found}; {expected}.", "Use the same model in transformers' format, from the hub.")
 
 
 def _integer(value: object, key: str, label: str) -> int:
@@ -301,11 +303,7 @@ def translated(header: Header, params: MetaParams, rank: int, ranks: int, file: 
     tensors = {tensor.name: tensor for tensor in header.tensors if tensor.name not in _LEFT_OUT}
     for name, tensor in tensors.items():
         if name not in expected:
-            raise UnreadableFormatError(
-                f"{file} has a tensor {name!r}, which a Llama of {params.n_layers} layers does not have; in Meta's own "
-                "format the dense text models Llama 1 to 3 are read.",
-                "Use the same model in transformers' format, from the hub.",
-            )
+            raise _not_llama(f"{file} has a tensor {name!r}, which a Llama of {params.n_layers} layers does not have")
         if tensor.dtype not in _FLOATING:
             raise UnreadableFormatError(
                 f"{file} has {name!r} in {tensor.dtype}: these weights are already quantized; expected one of "

@@ -30,7 +30,7 @@ from rabbitllm.errors import (
     MissingShardError,
     UnreadableFormatError,
 )
-from rabbitllm.formats.bounded import short
+from rabbitllm.formats.bounded import COPY_AGAIN, short
 from rabbitllm.formats.gguf import READ_BYTES, GgufArray, GgufFile, outline, strings
 from rabbitllm.formats.tensor_spec import Header, LeftOut, ReadAt
 from rabbitllm.storage.durable import ScratchFolder
@@ -119,9 +119,7 @@ class GgufCheckpoint:
         """llama.cpp's name of the architecture."""
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str):
-            raise CorruptShardError(
-                f"{self._first} has no general.architecture in its metadata.", "Download or copy the file again."
-            )
+            raise CorruptShardError(f"{self._first} has no general.architecture in its metadata.", COPY_AGAIN)
         return name
 
     def taken_from(self, shard: str, header: Header) -> Header:
@@ -303,10 +301,8 @@ class GgufCheckpoint:
         blocks = self._number(f"{self.architecture}.block_count", 0)
         tensors = sum(len(file.header.tensors) for file in self._files.values())
         if blocks > max(tensors, len(self.shards) * 256):
-            raise CorruptShardError(
-                f"{self._first} declares {blocks:,} layers and has {tensors:,} tensors.",
-                "Download or copy the file again.",
-            )
+            problem = f"{self._first} declares {blocks:,} layers and has {tensors:,} tensors."
+            raise CorruptShardError(problem, COPY_AGAIN)
         tokens = self.metadata.get("tokenizer.ggml.tokens")
         count = tokens.count if isinstance(tokens, GgufArray) else len(_texts(tokens)) or None
         shapes = {spec.name: spec.shape for file in self._files.values() for spec in file.header.tensors}

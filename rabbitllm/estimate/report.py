@@ -234,10 +234,10 @@ def _show_estimate(console: Console, plan: SplitEstimate, estimate: CompressionE
     elif estimate.mixture is not None:
         show_allocation(console, estimate.mixture, is_whole=plan.compression == AUTO)
     for route in estimate.routes:
-        put(console, _row(plan, estimate, route))
+        put(console, _row(estimate, route))
 
 
-def _row(plan: SplitEstimate, estimate: CompressionEstimate, route: Route) -> Text:
+def _row(estimate: CompressionEstimate, route: Route) -> Text:
     is_limited = route.lacking is not None and route.lacking.limited  # by max_disk, rather than the free disk
     lacks = f"no, {size_rounded_up(missing_bytes(route))} {'over' if is_limited else 'short'}"
     verdict, style = ("fits", "green") if route.fits else (lacks, "red")

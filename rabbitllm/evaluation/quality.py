@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
+_SET_IT = "Set its path with --against (against= in Python)."
 SHARE = 3
 """By default 1 / `SHARE` of free memory is for the weights of each model. A pass reads each weight once, so resident
 weights gain nothing. The rest is for waiting micro-batches."""
@@ -87,10 +88,7 @@ def reference_spec(spec: ModelSpec) -> ModelSpec:
         return ModelSpec(str(split_folder.parent), folder=spec.folder)
     if manifest.source.kind == "hub":
         return ModelSpec(manifest.source.name, folder=spec.folder, access=HubAccess(manifest.source.commit))
-    raise QualityError(
-        f"{folder} is compressed, and its parent folder does not hold the uncompressed model.",
-        "Set its path with --against (against= in Python).",
-    )
+    raise QualityError(f"{folder} is compressed, and its parent folder does not hold the uncompressed model.", _SET_IT)
 
 
 def _load_as(request: LoadRequest, spec: ModelSpec, *, split: bool) -> Any:
@@ -372,10 +370,7 @@ def _reference(request: LoadRequest, spec: ModelSpec | None, against: Any) -> tu
     try:
         return uncompressed, _load_as(request, uncompressed, split=False)
     except CheckpointError as error:
-        raise QualityError(
-            f"The uncompressed model cannot be read. {error.problem}",
-            "Set its path with --against (against= in Python).",
-        ) from error
+        raise QualityError(f"The uncompressed model cannot be read. {error.problem}", _SET_IT) from error
 
 
 def _problems(count: int) -> list[Problem]:

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from rabbitllm.errors import CheckpointNotFoundError, CorruptVocabularyError, InvalidIndexError
 
+COPY_AGAIN = "Download or copy the file again."
 MAX_VALUES = 600_000
 """Limit of values, lists and tables in one text, counted as its commas and opening brackets. A tensor takes 8 of them
 in a safetensors header and 1 in an index; so 75,000 tensors in a shard, 600,000 in a checkpoint."""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import CorruptShardError, UnreadableFormatError
-from rabbitllm.formats.bounded import FETCH_POINTER, POINTER_BYTES, is_lfs_pointer, short
+from rabbitllm.formats.bounded import COPY_AGAIN, FETCH_POINTER, POINTER_BYTES, is_lfs_pointer, short
 from rabbitllm.formats.gguf_types import BY_NUMBER
 from rabbitllm.formats.tensor_spec import Header, ReadAt, StoredBlocks, TensorSpec
 from rabbitllm.storage.files import PositionalFile
@@ -179,7 +179,7 @@ class _Cursor:
         self.strings = self.kept = 0
 
     def error(self, reason: str) -> CorruptShardError:
-        return CorruptShardError(f"{self.file} is not a valid GGUF file: {reason}.", "Download or copy the file again.")
+        return CorruptShardError(f"{self.file} is not a valid GGUF file: {reason}.", COPY_AGAIN)
 
     def require(self, length: int) -> None:
         """Refuse a length that the file, or a header, cannot have."""

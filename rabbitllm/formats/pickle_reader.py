@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rabbitllm.errors import CorruptShardError, UnsafePickleError
-from rabbitllm.formats.bounded import short
+from rabbitllm.formats.bounded import COPY_AGAIN, short
 
 MAX_MEMO = 500_000
 """Limit of memo entries. A tensor takes about 12."""
@@ -356,9 +356,8 @@ def read_leading_pickle(
     except RefusedValueError as refusal:
         raise _refused(file, begin, f"{name} {refusal}") from None
     except ValueError as error:
-        raise CorruptShardError(
-            f"The pickle of {file} is invalid at byte {begin:,}: {name} {error}.", "Download or copy the file again."
-        ) from None
+        problem = f"The pickle of {file} is invalid at byte {begin:,}: {name} {error}."
+        raise CorruptShardError(problem, COPY_AGAIN) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +398,7 @@ def list_opcodes(data: bytes, file: str, begin: int = 0) -> Iterator[ListedOpcod
     except (ValueError, OverflowError) as error:
         raise CorruptShardError(
             f"The pickle of {file} cannot be listed beyond byte {position:,}: {str(error)[:200]}.",
-            "Download or copy the file again.",
+            COPY_AGAIN,
         ) from None
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rabbitllm.base.collection import uncollected
 from rabbitllm.base.rounding import round_up
 from rabbitllm.errors import CorruptShardError
-from rabbitllm.formats.bounded import decode_json, no_constant, short
+from rabbitllm.formats.bounded import COPY_AGAIN, decode_json, no_constant, short
 from rabbitllm.formats.tensor_spec import DTYPES, Header, ReadAt, TensorSpec, byte_size, torch_dtype
 from rabbitllm.storage.files import CAN_MAP_PRIVATELY, PositionalFile
 
@@ -199,7 +199,7 @@ def _are_naturals(value: object) -> bool:
 
 
 def _corrupt(file: str, problem: str) -> CorruptShardError:
-    return CorruptShardError(f"{file} is not a valid safetensors file: {problem}.", "Download or copy the file again.")
+    return CorruptShardError(f"{file} is not a valid safetensors file: {problem}.", COPY_AGAIN)
 
 
 class TensorToWrite(NamedTuple):

@@ -31,6 +31,7 @@ from rabbitllm.formats._torch_pickle import (
     read_torch_pickle,
 )
 from rabbitllm.formats._zip_directory import ZipEntry, ZipFault, check_local_headers, read_entries, zip_faults_of
+from rabbitllm.formats.bounded import COPY_AGAIN
 from rabbitllm.formats.pickle_reader import MAX_PICKLE_BYTES, describe
 from rabbitllm.formats.tensor_spec import DTYPES, Header, LeftOut, ReadAt, TensorSpec, byte_size, is_contiguous
 from rabbitllm.storage.files import PositionalFile
@@ -330,9 +331,7 @@ def parse_legacy_torch(read: ReadAt, size: int, file: str, *, counts: bool = Tru
 
 def corrupt_legacy(file: str, reason: str) -> CorruptShardError:
     """The error for a malformed file of this format."""
-    return CorruptShardError(
-        f"{file} is not a valid torch file of a version before torch 1.6: {reason}.", "Download or copy the file again."
-    )
+    return CorruptShardError(f"{file} is not a valid torch file of a version before torch 1.6: {reason}.", COPY_AGAIN)
 
 
 def _pickles(read: ReadAt, size: int, file: str) -> tuple[object, Mapping[str, Storage], tuple[str, ...], int]:

@@ -412,8 +412,6 @@ class Coroutines:
         self._switch(coroutine, lambda: coroutine.switch(answer))
         if samples:
             coroutine.around_sampling(False)
-        if coroutine.dead and coroutine in self.active:
-            self.active.remove(coroutine)
         self._after(coroutine)
 
     def throw(self, coroutine: Coroutine, error: BaseException) -> None:
@@ -423,8 +421,6 @@ class Coroutines:
         if not coroutine.dead:  # it caught the exception
             self.throw(coroutine, error)
             return
-        if coroutine in self.active:
-            self.active.remove(coroutine)
         self._after(coroutine)
 
     def _switch(self, coroutine: Coroutine, into: Callable[[], Any]) -> None:
@@ -437,6 +433,8 @@ class Coroutines:
         into()
         coroutine.attributes = [(module, name, getattr(module, name)) for module, name, _ in self._attributes]
         torch.set_grad_enabled(gradients)
+        if coroutine.dead and coroutine in self.active:
+            self.active.remove(coroutine)
 
     # called in coroutines --------------------------------------------------------------------------------------------
 

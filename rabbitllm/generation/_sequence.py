@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,6 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 
 from rabbitllm.generation._coroutines import Coroutine, Coroutines
 from rabbitllm.generation._lookahead import Lookahead
-from rabbitllm.generation._recommended import stop_strings
 from rabbitllm.generation._rewind import MAX_CARRIED
 from rabbitllm.generation.request import (
     Delta,
@@ -31,7 +30,6 @@ from rabbitllm.generation.request import (
     Result,
     TokenLogprob,
     generate_arguments,
-    tokenizer_of,
 )
 from rabbitllm.generation.streams import TextStream
 from rabbitllm.generation.swap import SwappedOutCache
@@ -110,7 +108,6 @@ class Sequence:
     ) -> None:
         self.request = request
         self.status = SequenceStatus.WAITING
-        self.tokens: list[int] = []
         self.num_cached_tokens = 0
         self.num_shared_tokens = 0
         self.cache: Any = None
@@ -130,10 +127,8 @@ class Sequence:
         self._first: float | None = None
         self._ends: list[int] = []
         self._pieces: list[str] = []
-        stops = (*request.stop, *stop_strings(model))
-        self._stream = TextStream(
-            tokenizer_of(model), self._pieces.append, stops=stops, shown=request.shown, thoughts=request.thoughts
-        )
+        self._stream = TextStream.of(model, request, self._pieces.append)
+        self.tokens = self._stream.tokens
         self._logprobs = _Logprobs() if request.top_logprobs is not None else None
         self._processors: LogitsProcessorList | None = None
         self._random = _seeded(request.sampling.seed, model.device) if request.sampling.samples else None
@@ -206,11 +201,10 @@ class Sequence:
             continues: whether the model can continue the cache with several tokens at once; otherwise the next pass
                 must have one token.
         """
-        if self.coroutine is None or not self.coroutine.is_outside or self.coroutine.has_state:
-            return None
-        if self.request.media is not None:
-            return None  # its positions depend on the pictures, so it begins again with them
-        entry, cache = self.coroutine.inputs
+        cache = self.waiting_cache
+        if self.coroutine is None or cache is None or self.request.media is not None:
+            return None  # positions after pictures depend on these, so it begins again with them
+        entry, _ = self.coroutine.inputs
         if not entry.past or entry.past >= self.length.tokens or not (continues or entry.length == 1):
             return None
         return cache
@@ -264,19 +258,10 @@ class Sequence:
             self._stream.end()
             if self._pieces:
                 self._report(Delta("".join(self._pieces), ()))
-        result = Result(
-            self._stream.text,
-            tuple(self.tokens),
-            len(self.request.prompt),
-            self.finish_reason,
-            None if self._first is None else self._first - self._submitted,
-            time.monotonic() - self._submitted,
-            self.num_cached_tokens,
-            self._stream.stop,
-            reasoning=self._stream.reasoning,
-            reasoning_tokens=self._stream.reasoning_tokens,
-            forced_tokens=self.grammar.saved if self.grammar is not None else 0,
-        )
+        first = None if self._first is None else self._first - self._submitted
+        seconds = time.monotonic() - self._submitted
+        result = self._stream.result(self.request, self.grammar, self.finish_reason, first, seconds)
+        result = replace(result, kept_tokens=self.num_cached_tokens)
         self._report(result)
         self._notify = None  # breaks the reference cycle with the caller
         return result
@@ -344,7 +329,6 @@ class Sequence:
 
     def _add(self, chosen: TokenLogprob) -> None:
         """Add a token, and report the text that it completes."""
-        self.tokens.append(chosen.token)
         self._stream.add([chosen.token])
         if self._stream.stop is not None or chosen.token in self._ends:
             self.finish_reason = FinishReason.STOP

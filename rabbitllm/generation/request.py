@@ -506,6 +506,18 @@ class BatchStats:
     prompt_written_bytes: int = 0
 
 
+def check_counts(limits: object, *names: str) -> None:
+    """Refuse limits of these names that are neither None nor 1 or more.
+
+    Raises:
+        OptionError: one is less.
+    """
+    for name in names:
+        value = getattr(limits, name)
+        if value is not None and value < 1:
+            raise OptionError(f"{name}={value}; expected at least 1.", "Use 1 or more.")
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of a batch.
@@ -554,10 +566,7 @@ class Limits:
         Raises:
             OptionError: a number below its minimum, or a folder in which no file can be made.
         """
-        for name in ("running", "waiting", "cache_bytes", "chunk", "running_of_key", "waiting_of_key"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionError(f"{name}={value}; expected at least 1.", "Use 1 or more.")
+        check_counts(self, "running", "waiting", "cache_bytes", "chunk", "running_of_key", "waiting_of_key")
         for name in ("swap_bytes", "file_bytes", "prompt_bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:

@@ -42,7 +42,6 @@ from rabbitllm.generation.request import (
     Work,
     check_generates,
     generate_arguments,
-    tokenizer_of,
 )
 from rabbitllm.generation.streams import TextStream, Think
 from rabbitllm.generation.template import REASONING, SYSTEM, USER, ChatTemplate, PromptRefused
@@ -90,18 +89,9 @@ def generate(
         OSError: `write` raised it.
         NotANumberError: the model's scores of a token are none.
     """
-    stops = (*request.stop, *stop_strings(model))
     grammar = request.grammar.state(model) if request.grammar is not None else None
     arguments = generate_arguments(model, request, cache=cache, grammar=grammar)
-    stream = TextStream(
-        tokenizer_of(model),
-        write,
-        stops=stops,
-        think=think,
-        shown=request.shown,
-        thoughts=request.thoughts,
-        prompt_done=prompt_done,
-    )
+    stream = TextStream.of(model, request, write, think=think, prompt_done=prompt_done)
     if drafting is None and grammar is not None and can_go_back(model):
         drafting = Drafting(None)  # for the tokens that the grammar forces
     if drafting is not None and request.media is None:
@@ -109,7 +99,7 @@ def generate(
     else:
         drafting = None
         arguments["custom_generate"] = partial(sample, streamer=stream)
-    if stops:
+    if request.stop or stop_strings(model):
         arguments["stopping_criteria"] = StoppingCriteriaList([partial(_is_at_stop_string, stream)])
     before = model.profiler.sums
     start = time.perf_counter()
@@ -123,19 +113,10 @@ def generate(
         is_over = not stream.tokens or stream.tokens[-1] in arguments["eos_token_id"] or stream.stop is not None
         finish = FinishReason.STOP if is_over else FinishReason.LENGTH
     brought = drafting.brought if drafting is not None else Drafts()
-    return Result(
-        stream.text,
-        tuple(stream.tokens),
-        len(request.prompt),
-        finish,
-        stream.times[0] - start if stream.times else None,
-        (stream.times[-1] if stream.times else time.perf_counter()) - start,
-        stop=stream.stop,
-        work=replace(work_between(before, model.profiler.sums), drafts=brought if brought.passes else None),
-        reasoning=stream.reasoning,
-        reasoning_tokens=stream.reasoning_tokens,
-        forced_tokens=grammar.saved if grammar is not None else 0,
-    )
+    first = stream.times[0] - start if stream.times else None
+    end = stream.times[-1] if stream.times else time.perf_counter()
+    work = replace(work_between(before, model.profiler.sums), drafts=brought if brought.passes else None)
+    return replace(stream.result(request, grammar, finish, first, end - start), work=work)
 
 
 def _is_at_stop_string(stream: TextStream, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:

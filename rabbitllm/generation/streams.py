@@ -10,11 +10,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.generation._recommended import stop_strings
 from rabbitllm.generation.reasoning import begun
+from rabbitllm.generation.request import FinishReason, Request, Result, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rabbitllm.engine.streamed_model import StreamedModel
+    from rabbitllm.generation.grammar import GrammarState
     from rabbitllm.generation.reasoning import Thoughts
 
 Think = Callable[[str, int], object]
@@ -110,6 +114,35 @@ class TextStream:
         # space, bytes of one character); the text of those before `_to` has been written.
         self._from = 0
         self._to = 0
+
+    @classmethod
+    def of(cls, model: StreamedModel, request: Request, write: Callable[[str], object], **options: Any) -> TextStream:
+        """The text of the answer to a request; `options` are `think` and `prompt_done`."""
+        options |= {"stops": (*request.stop, *stop_strings(model)), "shown": request.shown}
+        return cls(tokenizer_of(model), write, thoughts=request.thoughts, **options)
+
+    def result(
+        self, request: Request, grammar: GrammarState | None, finish: FinishReason, first: float | None, seconds: float
+    ) -> Result:
+        """The whole answer.
+
+        Args:
+            request, grammar: the request, and the state of its grammar.
+            finish: why it ended.
+            first, seconds: time to the first token, and to the last.
+        """
+        return Result(
+            self.text,
+            tuple(self.tokens),
+            len(request.prompt),
+            finish,
+            first,
+            seconds,
+            stop=self.stop,
+            reasoning=self.reasoning,
+            reasoning_tokens=self.reasoning_tokens,
+            forced_tokens=grammar.saved if grammar is not None else 0,
+        )
 
     @property
     def stop(self) -> str | None:

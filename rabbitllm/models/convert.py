@@ -58,6 +58,7 @@ from rabbitllm.store.manifest import AUTO, JOURNAL_NAME, MANIFEST_NAME, Manifest
 
 SAFETENSORS, GGUF = "safetensors", "gguf"
 """The formats that are written."""
+_EMPTY_FOLDER = "Use an output folder that is empty or does not exist."
 _DTYPES = {AUTO: AUTO, "f32": "F32", "f16": "F16", "bf16": "BF16"}
 """`outtype` -> the dtype of safetensors that are made from GGUF files."""
 WORK_NAME = ".converting"
@@ -144,8 +145,7 @@ def origin_of(folder: Path) -> SourceIdentity:
         return SourceIdentity(source["kind"], source["name"], source["commit"], dict(source["fingerprints"]))
     except (InvalidIndexError, KeyError, TypeError, ValueError):
         raise OptionError(
-            f"{folder} holds a checkpoint that was not converted by RabbitLLM. Nothing was changed.",
-            "Use an output folder that is empty or does not exist.",
+            f"{folder} holds a checkpoint that was not converted by RabbitLLM. Nothing was changed.", _EMPTY_FOLDER
         ) from None
 
 
@@ -220,9 +220,7 @@ def convert(
         )
     options = replace(options, gguf_dtype=_DTYPES[outtype])  # the layers become a plain checkpoint
     if target.exists() and not target.is_dir():
-        raise OptionError(
-            f"{target} is a file; expected a folder.", "Use an output folder that is empty or does not exist."
-        )
+        raise OptionError(f"{target} is a file; expected a folder.", _EMPTY_FOLDER)
     if (split_folder := finished_split_of(str(path_or_repo_id))) is not None:
         if sequential or delete_original:
             raise OptionError(
@@ -316,7 +314,7 @@ def _require_empty(folder: Path) -> None:
     if names:
         raise OptionError(
             f"{folder} is not empty: it holds {len(names)} items, such as {names[0]!r}. Nothing was changed.",
-            "Use an output folder that is empty or does not exist.",
+            _EMPTY_FOLDER,
         )
 
 

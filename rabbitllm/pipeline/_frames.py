@@ -104,10 +104,13 @@ def from_bytes(buffer: torch.Tensor) -> Frame:
         )
         return Frame(FrameType(type_), int(number), content, tensors)
     except (ValueError, TypeError, RecursionError) as error:
-        raise HostsError(
-            f"Another host sent an invalid message: {error}.",
-            "Use the same version of rabbitllm on every host, and an address that no other program uses.",
-        ) from None
+        raise invalid(f"an invalid message: {error}") from None
+
+
+def invalid(received: str) -> HostsError:
+    """The error for what is no frame."""
+    remedy = "Use the same version of rabbitllm on every host, and an address that no other program uses."
+    return HostsError(f"Another host sent {received}.", remedy)
 
 
 def _offsets(begin: int, sizes: Sequence[int]) -> list[int]:

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 
 from rabbitllm.base.options import Hosts
 from rabbitllm.errors import HostGoneError, HostsError
-from rabbitllm.pipeline._frames import Frame, from_bytes, to_bytes
+from rabbitllm.pipeline._frames import Frame, from_bytes, invalid, to_bytes
 
 _POLL_SECONDS = 0.02
 _LONGEST_FRAME = 1 << 40
@@ -185,10 +185,7 @@ class Link:
         length = torch.zeros(1, dtype=torch.long)
         self._move(self._group.recv, length, rank)
         if not 0 < int(length) < _LONGEST_FRAME:
-            raise HostsError(
-                f"Another host sent an invalid message of {int(length):,} bytes.",
-                "Use the same version of rabbitllm on every host, and an address that no other program uses.",
-            )
+            raise invalid(f"an invalid message of {int(length):,} bytes")
         body = torch.empty(int(length), dtype=torch.uint8)
         self._move(self._group.recv, body, rank)
         return from_bytes(body)

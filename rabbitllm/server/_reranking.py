@@ -24,7 +24,7 @@ from rabbitllm.generation.request import ModelLimits
 from rabbitllm.generation.scoring.micro_batches import TextLayout
 from rabbitllm.generation.scoring.score import layout_of, next_logits
 from rabbitllm.generation.template import ChatTemplate
-from rabbitllm.server.api_error import PROMPT_ERRORS, bad_options, prompt_error
+from rabbitllm.server.api_error import bad_options, prompt_errors
 from rabbitllm.server.embeddings import check_ids, groups, in_passes, modules_in, read_or_empty
 from rabbitllm.server.schemas import RerankBody
 from rabbitllm.telemetry.passes import PassInput
@@ -136,10 +136,8 @@ class Reranker:
             return {name: list(pair[name]) for name in _NAMES if name in pair}
         messages = [{"role": "system", "content": recipe.system}] if recipe.system else []
         messages += [{"role": role, "content": text} for role, text in zip(_ROLES, (query, document), strict=True)]
-        try:
+        with prompt_errors():
             prompt = template.prompt(messages, begins=recipe.begins)
-        except PROMPT_ERRORS as error:
-            raise prompt_error(error) from error
         return {"input_ids": list(prompt.ids)}
 
     async def scores(self, inputs: Sequence[Mapping[str, list[int]]]) -> list[float]:

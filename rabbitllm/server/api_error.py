@@ -153,6 +153,15 @@ UNSUPPORTED, BAD_MEDIA = "unsupported_content", "invalid_media"
 """Codes of errors about pictures and sounds."""
 
 
+@contextlib.contextmanager
+def prompt_errors() -> Iterator[None]:
+    """Answer an error of `ChatTemplate.prompt` that is raised inside as an invalid request."""
+    try:
+        yield
+    except PROMPT_ERRORS as error:
+        raise prompt_error(error) from error
+
+
 def prompt_error(error: Exception) -> APIError:
     """The error for a conversation that cannot become a prompt.
 

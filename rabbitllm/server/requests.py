@@ -18,11 +18,10 @@ from rabbitllm.server._grammars import answer_grammar, must_call, types_of
 from rabbitllm.server._tools import FORMS, call_tokens
 from rabbitllm.server.api_error import (
     BAD_MEDIA,
-    PROMPT_ERRORS,
     UNSUPPORTED,
     bad,
     bad_options,
-    prompt_error,
+    prompt_errors,
     unsupported,
 )
 from rabbitllm.server.schemas import (
@@ -133,10 +132,8 @@ def checked_chat(body: ChatBody, template: ChatTemplate, limits: ModelLimits, se
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     variables = _variables(body, template, settings, with_tools=bool(tools))
     messages = _messages(body.messages, template, settings)
-    try:
+    with prompt_errors():
         prompt = template.prompt(messages, [tool.model_dump(exclude_none=True) for tool in tools], **variables)
-    except PROMPT_ERRORS as error:
-        raise prompt_error(error) from error
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     max_tokens = None if max_tokens == NO_LIMIT else max_tokens
     new_tokens = _new_tokens(prompt, max_tokens, limits, settings, "messages")

@@ -33,6 +33,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rabbitllm.auto_model import LoadRequest
 from rabbitllm.base.forks import DaemonThread
+from rabbitllm.base.interrupts import handling
 from rabbitllm.base.terminal import harmless, put, put_fact, size
 from rabbitllm.engine.free_memory import trimming
 from rabbitllm.generation.request import BatchStats, Limits
@@ -183,15 +184,11 @@ class Server(uvicorn.Server):
         """See uvicorn; a terminal that closes (SIGHUP) ends the server as SIGTERM does, unless `nohup` ignores it."""
         with super().capture_signals():
             hang_up = getattr(signal, "SIGHUP", None)
-            is_main = threading.current_thread() is threading.main_thread()
-            if hang_up is None or not is_main or signal.getsignal(hang_up) is signal.SIG_IGN:
+            if hang_up is None or signal.getsignal(hang_up) is signal.SIG_IGN:
                 yield
                 return
-            previous_handler = signal.signal(hang_up, self.handle_exit)
-            try:
+            with handling(hang_up, self.handle_exit):
                 yield
-            finally:
-                signal.signal(hang_up, previous_handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal: the first ends the server, the second ends it at once."""

@@ -41,6 +41,7 @@ LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 """Errors of flock on a file that another process has locked."""
 MAX_NAMED = 3
 """A message names at most this many processes."""
+_WAIT = "Wait for that process or end it, and make the call again. Nothing was changed."
 
 
 class FolderKind(enum.Enum):
@@ -91,7 +92,7 @@ def shared(folder: Path, kind: FolderKind) -> FolderLock:
             problem = f"{folder} is being split by {_describe_holders(folder)}, which deletes its shards."
         else:
             problem = f"{folder} is being repaired or removed by {_describe_holders(folder)}."
-        raise InUseError(problem, "Wait for that process or end it, and make the call again. Nothing was changed.")
+        raise InUseError(problem, _WAIT)
     return lock
 
 
@@ -107,10 +108,7 @@ def exclusive(folder: Path, kind: FolderKind) -> FolderLock:
     lock = _try_lock(folder, kind)
     if lock is None:
         shared(folder, kind).close()  # raises the error for an exclusive holder, if there is one
-        raise InUseError(
-            f"{folder} is in use by {_describe_holders(folder)}; {kind.value}.",
-            "Wait for that process or end it, and make the call again. Nothing was changed.",
-        )
+        raise InUseError(f"{folder} is in use by {_describe_holders(folder)}; {kind.value}.", _WAIT)
     return lock
 
 

@@ -132,9 +132,7 @@ def _sort_key(suffix: str) -> tuple[int, bool, _Key, _Key]:
     return _CONSTANTS if _CONSTANT.search(leaf) else _DATA, leaf not in _MATRICES, natural_key(leaf), order
 
 
-@functools.lru_cache(maxsize=1024)
-def _block_key(block: str) -> _Key:
-    return natural_key(block)
+_block_key = functools.lru_cache(maxsize=1024)(natural_key)
 
 
 SCRATCH_ALIGNMENT = 4096
