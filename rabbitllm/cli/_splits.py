@@ -101,7 +101,8 @@ def verify_command(
     from rabbitllm.prepare import finish_repair, read_lock, refuse_half_repaired, repair_split
 
     folder, saving_path = expand(model), expand(place) if place is not None else None
-    if of_model(model, compression, saving_path) or not folder.is_dir():  # else the check itself reports the problem
+    is_place = place is None and folder.is_dir()  # then the check itself reports the problem
+    if of_model(model, compression, saving_path) or not is_place:
         folder = one_of_model(model, compression, saving_path).folder
     if repair:
         finish_repair(folder, original)

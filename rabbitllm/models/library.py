@@ -1,7 +1,7 @@
 """The split directories of this machine, complete or not: all under `home()`, those in a folder, those of one model.
 
-Reads `split.json` or the journal's first line and the sizes of files; opens no layer, and never contacts the hub. A
-split directory outside `locations.home()` is only found by its folder.
+Reads `split.json` or the journal's first line and the sizes of files, and samples of a checkpoint's shards; opens no
+layer, and never contacts the hub. A split directory outside `locations.home()` is only found by its folder.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import Any
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.hub import HubAccess, cached_snapshot
-from rabbitllm.checkpoints.index import gguf_label, gguf_models
-from rabbitllm.errors import CheckpointNotFoundError, OptionError, RabbitLLMError
+from rabbitllm.checkpoints.hub_cache import snapshot_of
+from rabbitllm.checkpoints.index import gguf_label, gguf_models, index_of
+from rabbitllm.checkpoints.local import LocalCheckpoint
+from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, OptionError, RabbitLLMError, SplitMismatchError
 from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
@@ -246,11 +248,18 @@ def of_model(name: str, compression: str | None = None, saving_path: Path | None
     Args:
         name: a split directory, a checkpoint's folder, a repository, or a name in the entries of `known`.
         compression: one of `SPLITS`, "none" for uncompressed; None for all.
-        saving_path: folder that the user chose for them; None for the usual locations.
+        saving_path: folder that the user chose for them; None for the usual locations. Splits of other models in it
+            are left out.
 
     Raises:
         OptionError: the compression is unknown.
     """
+    entries = _at_locations(name, compression, saving_path)
+    return [entry for entry in entries if saving_path is None or not _is_of_another(entry, name)]
+
+
+def _at_locations(name: str, compression: str | None, saving_path: Path | None) -> list[SplitEntry]:
+    """The split directories where those of a model are: a folder that the user chose may have those of another one."""
     compression = compression.lower() if compression is not None else None
     if compression not in ("none", *SPLITS):
         raise OptionError(
@@ -260,6 +269,36 @@ def of_model(name: str, compression: str | None = None, saving_path: Path | None
     if compression is None:
         return entries
     return [entry for entry in entries if (entry.compression or "none") == compression]
+
+
+def _is_of_another(entry: SplitEntry, name: str) -> bool:
+    """Whether a split directory was made from another model than the named one.
+
+    A folder's shards tell; where none of them is left, its name does.
+    """
+    place = locations.one_of_several(resolve_name(name))[0]
+    folder, source = expand(place), entry.source
+    if source is None or folder.resolve() == entry.folder.resolve():
+        return False
+    if not folder.is_dir():
+        return source.name != place
+    if (snapshot := snapshot_of(folder)) is not None:
+        return (source.kind, source.name) != ("hub", snapshot.repo_id)
+    shards = [shard for shard in source.fingerprints if (folder / shard).is_file()]
+    if source.kind != "local" or not shards:
+        return (source.kind, source.name) != ("local", folder.resolve().name)
+    return not any(is_same_shard(folder, shard, source.fingerprints[shard]) for shard in shards)
+
+
+def is_same_shard(folder: Path, shard: str, fingerprint: str) -> bool:
+    """Whether a folder holds the shard that was split."""
+    if not (folder / shard).is_file():
+        return False
+    try:
+        metadata = LocalCheckpoint(folder, index=index_of({"": shard})).metadata(shard)
+    except (CheckpointError, OSError):
+        return False
+    return metadata is not None and metadata.fingerprint == fingerprint
 
 
 def folders_of(name: str) -> list[Path]:
@@ -278,11 +317,18 @@ def one_of_model(name: str, compression: str | None = None, saving_path: Path | 
 
     Raises:
         CheckpointNotFoundError: there is none.
+        SplitMismatchError: only another model has one in the folder that the user chose.
         OptionError: there are several.
     """
     entries = of_model(name, compression, saving_path)
     if not entries:
         require_place(name)
+        for other in _at_locations(name, compression, saving_path):
+            source = other.source.instead_of(name) if other.source is not None else other.name
+            raise SplitMismatchError(
+                f"{other.folder} was split from {source}. Nothing was changed.",
+                "Check MODEL and --dir. If you mean this split, use its folder as MODEL.",
+            )
         raise no_split_of(name)
     if len(entries) > 1:
         several = "; ".join(f"{entry.compression or entry.gguf or 'none'} in {entry.folder}" for entry in entries)

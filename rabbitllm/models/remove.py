@@ -23,7 +23,7 @@ from rabbitllm.base.options import expand
 from rabbitllm.base.terminal import counted, listed
 from rabbitllm.checkpoints.checkpoint import COMPANIONS, SourceIdentity, is_sidecar
 from rabbitllm.checkpoints.hub import HubAccess, cached_snapshot, open_repository, staged_name
-from rabbitllm.checkpoints.index import gguf_models, index_of, is_gguf_file
+from rabbitllm.checkpoints.index import gguf_models, is_gguf_file
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import (
     CheckpointError,
@@ -34,7 +34,7 @@ from rabbitllm.errors import (
     system_errors_by_name,
 )
 from rabbitllm.formats.bounded import read_json
-from rabbitllm.models.library import DAMAGED, RECORDS, SplitEntry, look
+from rabbitllm.models.library import DAMAGED, RECORDS, SplitEntry, is_same_shard, look
 from rabbitllm.splitter import journal
 from rabbitllm.splitter.disk_sampler import disk_bytes
 from rabbitllm.splitter.lock import LEASE_NAME, is_lock_file, locked_without_waiting
@@ -96,7 +96,7 @@ def original_of(entry: SplitEntry, folder: Path | None = None, *, asks_hub: bool
     needed = _needed_shards(entry)
     if not needed:
         return Original(True, f"in the folder {source.name}; no shard of it is used yet")
-    missing = [shard for shard in needed if not _is_same(parent, shard, source.fingerprints[shard])]
+    missing = [shard for shard in needed if not is_same_shard(parent, shard, source.fingerprints[shard])]
     if not missing:
         changed = _changed_shard(parent, needed, entry)
         return Original(True, f"in {parent}") if changed is None else Original(False, changed)
@@ -161,17 +161,6 @@ def _manifest_in(folder: Path) -> Manifest | None:
 def _journal_in(folder: Path) -> journal.UnfinishedSplit | None:
     """The same for the progress of an unfinished split."""
     return journal.glance(folder) or journal.glance(folder, JOURNAL_NAME + REMOVED_SUFFIX)
-
-
-def _is_same(folder: Path, shard: str, fingerprint: str) -> bool:
-    """Whether a folder holds the shard that was split."""
-    if not (folder / shard).is_file():
-        return False
-    try:
-        metadata = LocalCheckpoint(folder, index=index_of({"": shard})).metadata(shard)
-    except (CheckpointError, OSError):
-        return False
-    return metadata is not None and metadata.fingerprint == fingerprint
 
 
 def _changed_shard(folder: Path, shards: Sequence[str], entry: SplitEntry) -> str | None:

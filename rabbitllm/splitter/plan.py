@@ -255,20 +255,20 @@ class SplitPlan:
 def tensors_by_shard(index: CheckpointIndex, metadata: Iterable[ShardMetadata]) -> dict[str, tuple[TensorSpec, ...]]:
     """Return the tensors that each shard contributes, from index and headers together.
 
-    The index decides between two shards that hold the same tensor. A tensor that is only in a header is included too,
-    as in transformers.
+    The index decides between two shards that hold the same tensor. A tensor that is only in headers is included too,
+    as in transformers: from the last file that has it, by the order of names.
 
     Raises:
         InvalidIndexError: the index assigns a tensor to a shard that does not have it.
     """
-    owner = dict(index.weight_map)
+    metadata = sorted(metadata, key=lambda shard: shard.name)
+    last = {tensor.name: shard.name for shard in metadata for tensor in shard.header.tensors}
+    owner = {**last, **index.weight_map}
     chosen: dict[str, tuple[TensorSpec, ...]] = {}
     promised: dict[str, set[str]] = {}
     for name, holder in index.weight_map.items():
         promised.setdefault(holder, set()).add(name)
     for shard in metadata:
-        for tensor in shard.header.tensors:
-            owner.setdefault(tensor.name, shard.name)
         chosen[shard.name] = tuple(t for t in shard.header.tensors if owner[t.name] == shard.name)
         absent = sorted(promised.get(shard.name, set()) - {t.name for t in chosen[shard.name]})
         if absent:

@@ -289,18 +289,17 @@ class UnsplitStore(MappedWeights):
             CheckpointError: see `read_shard_header`.
         """
         super().__init__(checkpoint.folder, checkpoint.label)
-        owner = checkpoint.index.weight_map
         for shard in checkpoint.index.shards:
             path = self.path(shard)
             if not path.exists():
                 raise MissingShardError(
                     f"{path} is missing; the index names it.", "Restore the file, or download the checkpoint again."
                 )
-            header = checkpoint.taken_from(shard, read_shard_header(path, shard))
-            self._headers[shard] = header
-            for spec in header.tensors:
-                if owner.get(spec.name, shard) == shard:
-                    self.tensors[spec.name] = _stored_tensor(spec)
+            self._headers[shard] = checkpoint.taken_from(shard, read_shard_header(path, shard))
+        last = {spec.name: shard for shard in sorted(self._headers) for spec in self._headers[shard].tensors}
+        owner = {**last, **checkpoint.index.weight_map}  # as a split takes them
+        for shard, header in self._headers.items():
+            self.tensors |= {spec.name: _stored_tensor(spec) for spec in header.tensors if owner[spec.name] == shard}
         headers = {shard: header.tensors for shard, header in self._headers.items()}
         self.dtype = dtype_without_config(checkpoint.index, headers)
 

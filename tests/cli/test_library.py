@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rabbitllm.errors import CheckpointNotFoundError, OptionError, SplitError
+from rabbitllm.errors import CheckpointNotFoundError, OptionError, SplitError, SplitMismatchError
 from rabbitllm.models.convert import convert
 from rabbitllm.storage.durable import Step, observe_steps
 from tests.support.builders import build_checkpoint, cut, llama_tensors, write_shards
@@ -270,3 +270,17 @@ def test_picture_of_the_disk_needs_a_split(folder: Path, tmp_path: Path) -> None
     picture.unlink()
     invoke("pull", folder, "--plot", picture)
     assert not picture.exists()
+
+
+def test_the_split_of_another_model_in_a_folder_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    other = build_checkpoint(tmp_path / "models" / "fox", "llama", shards=3, seed=1)
+    invoke("pull", folder, "--sequential", "--dir", out)
+    before = contents(out)
+    for words in (("rm", other, "--yes", "--only-copy"), ("verify", other), ("verify", other, "--repair")):
+        with pytest.raises(SplitMismatchError, match=r"was split from hare; requested was .*fox"):
+            invoke(*words, "--dir", out)
+    assert record("show", other, "--dir", out)["splits"] == []
+    assert contents(out) == before
+    invoke("rm", folder, "--yes", "--only-copy", "--dir", out)
+    assert not out.joinpath("splitted_model").exists()

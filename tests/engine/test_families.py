@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from rabbitllm import AutoModel
 from rabbitllm.engine.placement import Tier
 from rabbitllm.store.layer_store import LayerStore
-from tests.support.builders import FAMILIES, build_checkpoint, read_tensors, reference_logits
+from tests.support.builders import FAMILIES, INDEX_NAME, build_checkpoint, read_tensors, reference_logits
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.tiny_models import (
     ALL,
@@ -188,3 +191,22 @@ def test_long_prompts_in_sliding_windows(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model", "gemma3")
     ids = torch.randint(3, 270, (2, 60), generator=torch.Generator().manual_seed(0))
     assert_same(run(load(split(folder), 0), ids), reference_logits(folder, ids, torch.float32))
+
+
+@pytest.mark.parametrize("pattern", ["model-{i}.safetensors", "model-{i}0.safetensors"])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tensor_of_two_shards_that_the_index_lacks(tmp_path: Path, name: str, pattern: str) -> None:
+    """transformers takes it from the last file, by the order of letters."""
+    folder = build_checkpoint(tmp_path / "model", "llama", shards=2)
+    first, second = sorted(folder.glob("model-*"))
+    first = first.rename(folder / pattern.format(i=1))
+    second = second.rename(folder / "model-2.safetensors")
+    tensors = {path: load_file(path) for path in (first, second)}
+    owner, other = (first, second) if name in tensors[first] else (second, first)
+    tensors[other][name] = tensors[owner][name].flip(0).contiguous()
+    save_file(tensors[other], other, metadata={"format": "pt"})
+    weight_map = {tensor: path.name for path in tensors for tensor in tensors[path] if tensor != name}
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    expected = run(plain_model(folder))
+    assert_same(run(AutoModel.from_pretrained(str(folder), device="cpu", split=False)), expected)
+    assert_same(run(load(split(folder))), expected)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from rabbitllm.errors import CheckpointNotFoundError, OptionError
+from rabbitllm.errors import CheckpointNotFoundError, OptionError, SplitMismatchError
 from rabbitllm.models.library import (
     DAMAGED,
     UNFINISHED,
@@ -160,6 +160,26 @@ def test_splits_of_a_folder(folder: Path, tmp_path: Path) -> None:
     assert [entry.folder for entry in of_model(str(shard))] == [split_folder]
     assert [entry.folder for entry in of_model(str(split_folder))] == [split_folder]
     assert [entry.folder for entry in of_model(str(folder), saving_path=tmp_path / "out")] == [elsewhere]
+
+
+def test_a_folder_for_splits_may_have_those_of_another_model(
+    folder: Path, tmp_path: Path, hub_environment: HubEnvironment
+) -> None:
+    out = tmp_path / "out"
+    split_folder = Call(str(folder), str(out), sequential=False).make()
+    namesake = write_shards(tmp_path / "others" / "hare", cut(llama_tensors(seed=1), 3))
+    for other in (namesake, write_shards(tmp_path / "others" / "fox", cut(llama_tensors(seed=2), 3)), REPO):
+        assert of_model(str(other), saving_path=out) == []
+        assert compression_here(str(other), out) is None
+        with pytest.raises(SplitMismatchError, match=r"out/splitted_model was split from .*hare"):
+            one_of_model(str(other), saving_path=out)
+    renamed = folder.rename(folder.with_name("rabbit"))
+    assert [entry.folder for entry in of_model(str(renamed), saving_path=out)] == [split_folder]
+    assert [entry.folder for entry in of_model(str(split_folder), saving_path=out)] == [split_folder]
+    used_up = renamed.rename(folder)
+    for shard in used_up.glob("*.safetensors"):
+        shard.unlink()
+    assert [entry.folder for entry in of_model(str(used_up), saving_path=out)] == [split_folder]
 
 
 def test_splits_of_one_of_several_models(tmp_path: Path, hub_environment: HubEnvironment) -> None:
