@@ -136,8 +136,10 @@ def _refuse_unknown_fields(fields: Mapping[str, Any], label: str) -> None:
 
 def _not_llama(found: str) -> UnreadableFormatError:
     """The error for what no Llama has that is read."""
-    expected = "in Meta's own format the dense text models Llama 1 to 3 are read"
-    return UnreadableFormatError(f"{found}; {expected}.", "Use the same model in transformers' format, from the hub.")
+    return UnreadableFormatError(
+        f"{found}; in Meta's own format the dense text models Llama 1 to 3 are read.",
+        "Use the same model in transformers' format, from the hub.",
+    )
 
 
 def _integer(value: object, key: str, label: str) -> int:

@@ -31,6 +31,9 @@ from rabbitllm.quant import bfloat_products, turned
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rabbitllm.engine.expert_source import ExpertSource
+    from rabbitllm.engine.units import UnitSource
+
 _repeating: set[torch.device] = set()
 
 
@@ -238,6 +241,14 @@ class RowProducts:
         for undo in self._undo:
             undo()
         self._undo = []
+
+
+def has_plain_matrices(model: nn.Module, sources: Iterable[UnitSource], experts: Iterable[ExpertSource]) -> bool:
+    """Whether some matrix that may be multiplied is not kept as codes; tables of embeddings are looked up in."""
+    entries = (entry for source in sources for job in source.jobs for _, entry in job.entries)
+    tables = {id(module._parameters) for module in model.modules() if isinstance(module, nn.Embedding)}
+    is_any = any(len(entry.shape) > 1 and id(entry.table) not in tables for entry in entries)
+    return is_any or any(leaf.matrix_type is None for source in experts for leaf in source.leaves.values())
 
 
 def load_kernels(model: PreTrainedModel) -> bool:

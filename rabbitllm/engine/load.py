@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import send_to_device
-from torch import nn
 
 from rabbitllm.base.options import RunOptions
-from rabbitllm.engine import _published, skeleton
+from rabbitllm.engine import _published, forwards, skeleton
 from rabbitllm.engine._copies import WeightCopies
 from rabbitllm.engine._embedding_rows import has_readable_rows
 from rabbitllm.engine._first_use import ReadAhead, check_rows_before, wait_before
@@ -27,7 +26,6 @@ from rabbitllm.engine._weights import check_unused
 from rabbitllm.engine.devices import Device, budget_of, memory_explained, resolve_devices
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import bind_experts, ranges_in_place
-from rabbitllm.engine.forwards import RowProducts, keep_finite, load_kernels, repeat_keys_on, widen_inputs
 from rabbitllm.engine.fusions import fuse
 from rabbitllm.engine.heads import Heads, plan_heads
 from rabbitllm.engine.load_plan import (
@@ -217,11 +215,11 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
         model.register_forward_hook(lambda module, args, output: send_to_device(output, home_device))
     for device in devices:
         if not device.has_bf16:
-            repeat_keys_on(device.torch_device)
+            forwards.repeat_keys_on(device.torch_device)
     if model.dtype == torch.float16:
-        widen_inputs(model)
+        forwards.widen_inputs(model)
     if plan.is_narrowed:
-        keep_finite(source.unit.module for source in plan.sources.values() if source.unit.is_layer)
+        forwards.keep_finite(source.unit.module for source in plan.sources.values() if source.unit.is_layer)
     if plan.quantizer is not None:  # as transformers' own loading does
         model.hf_quantizer = plan.quantizer
         plan.quantizer.postprocess_model(model)
@@ -235,25 +233,20 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     fast = options.fast_bfloat16
     if fast is None:
         fast = on_cpu and not options.exact
-    is_fast = fast and _has_plain_matrices(plan) and load_kernels(model)
+    is_fast = (
+        fast
+        and forwards.has_plain_matrices(model, plan.sources.values(), plan.experts)
+        and forwards.load_kernels(model)
+    )
     if is_fast:
-        RowProducts(model)
+        forwards.RowProducts(model)
     is_multiplied = any(is_coded for _, is_coded in multiplied) or is_fast
     if not options.exact and all(device.shares_host_memory for device in devices):
         fuse(model, is_multiplied=is_multiplied)
     elif not options.exact and on_cpu:
         fuse_recurrences(model, prompts=is_multiplied)
     if is_multiplied and not (is_fast or options.exact):  # experts' inputs are rounded then, more than routers' sums
-        RowProducts(model, routers_in(model))
-
-
-def _has_plain_matrices(plan: LoadPlan) -> bool:
-    """Whether some matrix that may be multiplied is not kept as codes; tables of embeddings are looked up in."""
-    entries = (entry for source in plan.sources.values() for job in source.jobs for _, entry in job.entries)
-    matrices = (entry for entry in entries if len(entry.shape) > 1)
-    tables = {id(module._parameters) for module in plan.model.modules() if isinstance(module, nn.Embedding)}
-    leaves = (leaf for source in plan.experts for leaf in source.leaves.values())
-    return any(id(entry.table) not in tables for entry in matrices) or any(leaf.matrix_type is None for leaf in leaves)
+        forwards.RowProducts(model, routers_in(model))
 
 
 def _expert_read_modes(

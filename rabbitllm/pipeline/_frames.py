@@ -104,13 +104,13 @@ def from_bytes(buffer: torch.Tensor) -> Frame:
         )
         return Frame(FrameType(type_), int(number), content, tensors)
     except (ValueError, TypeError, RecursionError) as error:
-        raise invalid(f"an invalid message: {error}") from None
+        raise invalid(f": {error}") from None
 
 
-def invalid(received: str) -> HostsError:
-    """The error for what is no frame."""
+def invalid(what: str) -> HostsError:
+    """The error for what is no frame, which is said behind it."""
     remedy = "Use the same version of rabbitllm on every host, and an address that no other program uses."
-    return HostsError(f"Another host sent {received}.", remedy)
+    return HostsError(f"Another host sent an invalid message{what}.", remedy)
 
 
 def _offsets(begin: int, sizes: Sequence[int]) -> list[int]:

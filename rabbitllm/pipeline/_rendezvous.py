@@ -185,7 +185,7 @@ class Link:
         length = torch.zeros(1, dtype=torch.long)
         self._move(self._group.recv, length, rank)
         if not 0 < int(length) < _LONGEST_FRAME:
-            raise invalid(f"an invalid message of {int(length):,} bytes")
+            raise invalid(f" of {int(length):,} bytes")
         body = torch.empty(int(length), dtype=torch.uint8)
         self._move(self._group.recv, body, rank)
         return from_bytes(body)

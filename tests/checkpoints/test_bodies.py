@@ -205,7 +205,8 @@ def test_tunnel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         close_session()
         file = RemoteFile("https://localhost/file", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), token=False)
         assert b"".join(fetch.stream(file)) == CONTENT
-    assert through == ["CONNECT localhost:443 HTTP/1.1"]
+    own = [line for line in through if "huggingface.co" not in line]  # which its library asks once in a process
+    assert own == ["CONNECT localhost:443 HTTP/1.1"]
 
 
 # Bodies of other forms

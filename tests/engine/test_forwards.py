@@ -272,7 +272,7 @@ def test_the_kernel_is_not_tried_without_plain_matrices(
 ) -> None:
     """Compiling it takes a second or two of a first start."""
     tried = list[Any]()
-    monkeypatch.setattr("rabbitllm.engine.load.load_kernels", tried.append)
+    monkeypatch.setattr("rabbitllm.engine.forwards.load_kernels", tried.append)
     folder = build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16, tied=tied, hidden_size=128)
     load(split(folder, compression), fast_bfloat16=None, exact=False)
     assert bool(tried) == is_tried
