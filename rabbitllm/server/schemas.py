@@ -277,11 +277,18 @@ def parsed(schema: type[_Parsed], body: Any) -> _Parsed:
         checked = schema.model_validate(body)
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
-        where = _field(details[0]["loc"])
+        first = _field(details[0]["loc"])
+        within = [name for name in (_field(detail["loc"]) for detail in details) if f"{name}.".startswith(f"{first}.")]
+        where = max(within, key=_items)
         problem = problem_of([detail for detail in details if _field(detail["loc"]) == where][:4])
-        raise bad(f"{where or 'The body'}: {problem}.", where or None) from None
+        raise bad(f"{where or 'The body'}: {problem}.", first or None) from None
     _refuse_unknown(checked, "")
     return checked
+
+
+def _items(field: str) -> list[int]:
+    """The indices in a field's name: of the types that it may have, what reads the furthest was meant."""
+    return [int(name) for name in field.split(".") if name.isdecimal()]
 
 
 def _field(location: tuple[int | str, ...]) -> str:

@@ -233,7 +233,7 @@ class Server(uvicorn.Server):
         try:
             if not self.was_forced:
                 within = "" if grace is None else f", within {grace:g} s"
-                logger.info("shutting down: finishing running requests%s; press Ctrl-C again to stop now", within)
+                logger.info("shutting down: finishing running requests%s; another Ctrl-C or SIGTERM stops now", within)
                 self._models.close(grace)
             else:
                 self.force_exit = True

@@ -302,6 +302,7 @@ def write_whole(path: Path, data: bytes, *, new: bool = False) -> None:
 
     Raises:
         FileExistsError: `new`, and the path exists by the time at which it would be replaced.
+        OSError: the disk is full, or fails; the unfinished file is removed.
     """
     part = path.with_name(path.name + PART_SUFFIX)
     for _ in range(MAX_RIVALS):
@@ -316,6 +317,9 @@ def write_whole(path: Path, data: bytes, *, new: bool = False) -> None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         if sys.platform != "win32":  # which renames no open file
             rename(part, path)
+    except OSError:
+        remove_scratch(part)  # while it is locked; on Windows, which removes no open file, the next write removes it
+        raise
     finally:
         os.close(descriptor)  # and ends the lock
     if sys.platform == "win32":

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
+from rich.text import Text
 
 from rabbitllm.base.terminal import (
     Column,
@@ -25,6 +26,7 @@ from rabbitllm.base.terminal import (
     harmless,
     large,
     part,
+    put,
     put_fact,
     put_table,
     shortened,
@@ -64,6 +66,20 @@ def test_harmless(text: str, shown: str) -> None:
     put_fact(output, "name", harmless(text))
     put_table(output, [Column("name")], [(harmless(text),)])
     assert printed(output).count(shown) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "indent", "lines"),
+    [
+        ("  a hare and a rabbit in a field", 0, ["  a hare and a rabbit in", "  a field"]),
+        ("a hare, a rabbit and a doe in a field", 4, ["a hare, a rabbit and", "    a doe in a field"]),
+        ("a hare and a very old rabbit", 0, ["a hare and a very old", "rabbit"]),
+    ],
+)
+def test_further_lines_of_a_paragraph_are_indented(text: str, indent: int, lines: list[str]) -> None:
+    for output, expected in ((console(24), lines), (console(), [text])):
+        put(output, Text(text), indent)
+        assert [line.rstrip() for line in printed(output).splitlines()] == expected
 
 
 def test_value_in_a_file_is_one_line() -> None:

@@ -29,6 +29,7 @@ from tests.splitter.test_split import LARGE
 from tests.support import quantized
 from tests.support.builders import SINGLE_NAME, build_checkpoint, cut, llama_tensors, write_shards
 from tests.support.commands import invoke
+from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.peak import Peak
@@ -651,3 +652,11 @@ def test_picture_of_the_placement(tmp_path: Path) -> None:
     picture = tmp_path / "tiers.png"
     run(checkpoint, "--bandwidth", "1GB", "--device", "cpu", "--plot", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_keeping_the_blocks_of_a_gguf_file_takes_the_time_of_reading_it(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path)
+    plain = json.loads(invoke("plan", path, "--json").stdout)["outlooks"][0]
+    assert (plain["compression"], bool(plain["routes"])) == (None, True)
+    assert all(route["seconds"] is not None for route in plain["routes"])

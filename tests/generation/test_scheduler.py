@@ -32,7 +32,7 @@ from rabbitllm.generation._scheduler import (
 )
 from rabbitllm.generation._sequence import Sequence, SequenceLength, SequenceStatus
 from rabbitllm.generation.cache_manager import excess
-from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request
+from rabbitllm.generation.request import Delta, Event, Failed, FinishReason, Limits, Request, Result
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu, watched
 from tests.support.tiny_models import ALL, load, split
@@ -89,6 +89,28 @@ def test_the_waiting_queue_is_limited(scheduled: Open) -> None:
     scheduler.schedule()
     with pytest.raises(BusyError, match=r"full \(1 waiting\)"):
         submit()
+
+
+def test_at_the_end_each_request_gets_an_answer(split_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(split_folder, 60_000, dtype="float32")
+    scheduler = Scheduler(model, Limits(1, 3))
+    events: list[list[Event]] = [[], [], []]
+    for told in events:
+        scheduler.submit(Sequence(model, Request((3, 4), 5), told.append, scheduler.wake))
+    scheduler.schedule()
+    drop, (first,) = scheduler.caches.drop, scheduler.running
+
+    def fail_for_the_first(sequence: Sequence) -> None:
+        drop(sequence)
+        if sequence is first:
+            raise OSError("the device is gone")
+
+    monkeypatch.setattr(scheduler.caches, "drop", fail_for_the_first)
+    scheduler.end(FinishReason.CANCELLED)
+    (failed,), *others = events
+    assert isinstance(failed, Failed)
+    assert str(failed.error) == "the device is gone"
+    assert [[type(event) for event in told] for told in others] == [[Result]] * 2
 
 
 def test_unwanted_sequences(scheduled: Open) -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from rabbitllm.server import _messages, _responses
 from rabbitllm.server.api_error import APIError
-from rabbitllm.server.schemas import ChatBody, parsed
+from rabbitllm.server.schemas import ChatBody, CompletionBody, parsed
 from rabbitllm.server.server import put_greeting
 from tests.server.serving import NAME, Running, running
 from tests.support.scripted import scripted_checkpoint
@@ -393,6 +393,24 @@ RESPONSES_BODY: dict[str, Any] = {
     "reasoning": {"effort": "low"},
     "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}},
 }
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"prompt": [1, 2, -1]}, "prompt.2: expected at least 0."),
+        ({"prompt": [[1], [2, "x"]]}, "prompt.1.1: expected a whole number."),
+        ({"prompt": [-1]}, "prompt.0: expected text or at least 0 or a list."),
+        ({"prompt": ["a", 5], "echo": 5}, "prompt.1: expected text."),
+        ({"prompt": 5}, "prompt: expected text or a list."),
+        ({"prompt": "a", "stop": ["a", 5]}, "stop.1: expected text."),
+    ],
+)
+def test_the_item_that_does_not_fit_is_named(body: dict[str, Any], problem: str) -> None:
+    with pytest.raises(APIError) as refused:
+        parsed(CompletionBody, body)
+    assert refused.value.message == problem
+    assert refused.value.param == problem.partition(".")[0].partition(":")[0]
 
 
 @pytest.mark.parametrize(

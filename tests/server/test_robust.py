@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import socket
 import threading
 import time
@@ -616,14 +617,15 @@ def test_stalled_client_is_disconnected(split_folder: Path) -> None:
         connection.close()
 
 
-def test_shutdown_finishes_running_requests(split_folder: Path) -> None:
+def test_shutdown_finishes_running_requests(split_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "rabbitllm.server")
     with running(split_folder, grace=None) as served:
         goes_on, answers = threading.Event(), list[Any]()
         served.model.model.norm.register_forward_pre_hook(lambda *_: goes_on.wait(PATIENCE) and None)
         asking = threading.Thread(target=lambda: answers.append(served.post(COMPLETION, {**LONG, "max_tokens": 120})))
         asking.start()
         until(lambda: served.batch.stats.running == 1)
-        served.server.end()
+        served.server.handle_exit(signal.SIGTERM, None)
         with served.http as client:
             assert client.get("/health").json()["status"] == "shutting down"
             answer = client.post(COMPLETION, json=LONG)
@@ -632,6 +634,7 @@ def test_shutdown_finishes_running_requests(split_folder: Path) -> None:
         goes_on.set()
         asking.join()
         assert answers[0].json()["usage"]["completion_tokens"] == 120
+    assert "finishing running requests; another Ctrl-C or SIGTERM stops now" in caplog.text
 
 
 def test_shutdown_cancels_requests_after_the_grace_period(split_folder: Path) -> None:

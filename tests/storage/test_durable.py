@@ -71,6 +71,7 @@ def test_written_file_is_old_or_new_after_any_failure(
         ):
             durable.write_whole(path, b"new")
         assert (path.read_bytes() if path.exists() else None) in (before, b"new")
+        assert failed < 2 or sys.platform == "win32" or not part.exists()
         durable.write_whole(path, b"new")
         assert path.read_bytes() == b"new"
         assert not part.exists()
