@@ -149,7 +149,7 @@ class OneCall:
         count = rows * self._width
         if self._products is None or rows > self._most or self._width % MULTIPLE or count <= 0:
             return False
-        return x is None or self._products[0].takes(x, rows)
+        return x is None or all(product.takes(x, rows) for product in self._products)
 
     def add_to(self, program: Program, x: Place, out: Place, rows: int) -> None:
         """Add it to a program, for rows at a place."""

@@ -31,6 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 
 from rabbitllm.base.contexts import assigned
 from rabbitllm.engine import row_attention
+from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.kv_room import NEVER, NotTogetherError, angles_change_after, append
 from rabbitllm.engine.transformers_api import attention_of
 from rabbitllm.generation._cache_file import NO_MEMORY, CacheFile
@@ -484,7 +485,22 @@ def can_be_packed(model: StreamedModel) -> bool:
         and angles_change_after(text) == NEVER
         and all(map(is_plain, cache_layers(model)))
         and not (shares_keys(model) and len(set(model.hf_device_map.values())) > 1)
+        and not _rounds_together(model)
     )
+
+
+def _rounds_together(model: nn.Module) -> bool:
+    """Whether a published scheme may round rows of several sequences with one scale: all rows of a tensor, or those of
+    two dimensions, as a mixture's class gives them to its Linears."""
+    modules = dict(model.named_modules())
+    mixtures = tuple(name.rpartition(".")[0] + "." for name, module in modules.items() if is_routed(module))
+    for name, module in modules.items():
+        scheme: Any = getattr(module, "quantization_scheme", None)
+        for args in () if scheme is None else (scheme.input_activations, scheme.output_activations):
+            one_scale = ("tensor", "token") if name.startswith(mixtures) else ("tensor",)
+            if args is not None and args.dynamic and args.strategy in one_scale:
+                return True
+    return False
 
 
 def attending_configs(model: StreamedModel) -> list[Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 from rabbitllm.engine import _activations
 from rabbitllm.engine._activations import Rounding, fuse_activations
 from rabbitllm.engine._fusing import MAX_ELEMENTS
+from rabbitllm.engine._gates import call_of
 from tests.engine.test_recurrences import Operations
 from tests.support import quantized
 from tests.support.tiny_models import ALL, INPUT, load, split
@@ -194,6 +197,24 @@ def test_matrices_without_a_kernel_get_rounded_inputs(tmp_path: Path, left: list
     left.clear()
     assert torch.equal(model(INPUT).logits, expected)
     assert len(left) == 6 * model.config.num_hidden_layers
+
+
+@torch.no_grad()
+def test_an_mlp_of_which_one_linear_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last: of two dimensions all of its rows have one scale, though plain matrices before it take each alone."""
+    monkeypatch.setattr(quantized, "_LINEAR", re.compile(r"down_proj\.weight$"))
+    folder = quantized.build_compressed_tensors(tmp_path / "model", "llama", "W8A8", intermediate_size=256)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["re:.*(head|gate_proj|up_proj|[qkvo]_proj)$"]
+    (folder / "config.json").write_text(json.dumps(config))
+    directory = split(folder)
+    plain, model = plainly_loaded(directory, fast_bfloat16=True), load(directory, ALL, exact=False, fast_bfloat16=True)
+    mlp, other = model.model.layers[0].mlp, plain.model.layers[0].mlp
+    for shape in ((1, 3), (3,)):
+        x = torch.randn(*shape, model.config.hidden_size) * torch.logspace(0, 2, 3)[:, None]
+        for _ in range(2):
+            assert torch.equal(mlp(x.bfloat16()), other(x.bfloat16()))
+    assert call_of(mlp) is not None
 
 
 def test_a_rounding_without_their_bits_is_not_used(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

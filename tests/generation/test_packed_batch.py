@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from rabbitllm.quant import _vectors, products
 from tests.engine.test_every_architecture import build
 from tests.engine.test_siblings import checkpoint as compressed
 from tests.generation.together import LENGTHS, Text, alone, assert_alike, forwards, generated, prompts, together
+from tests.support import quantized
 from tests.support.builders import FAMILIES, SMALL, WINDOW, Family, build_checkpoint
 from tests.support.hybrid_families import HYBRIDS
 from tests.support.integer_products import is_of_bytes
@@ -53,6 +55,24 @@ def test_all_forms_of_weights(
     with forwards(model) as rows:
         assert_alike(together(model, inputs), alone(model, inputs), 1e-4 if compression is None else 1e-3)
     assert rows[1] == 1 + 6 + 1
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy", "packs"),
+    [("qwen2_moe", "token", False), ("llama", "token", True), ("llama", "tensor", False)],
+)
+def test_rows_that_a_scheme_rounds_with_one_scale(tmp_path: Path, family: str, strategy: str, packs: bool) -> None:
+    """Of two dimensions, as a mixture's shared expert gets them, or all of a tensor: a result would depend on the other
+    sequences."""
+    pytest.importorskip("compressed_tensors")
+    folder = quantized.build_compressed_tensors(tmp_path / "model", HYBRIDS.get(family, family), "W8A8")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"]["strategy"] = strategy
+    (folder / "config.json").write_text(json.dumps(config))
+    model, others = load(split(folder), ALL, dtype="bfloat16", exact=False), (prompts(), prompts(seed=1))
+    assert can_be_packed(model) is packs
+    first, second = (together(model, [others[0][0], *some[1:]], new_tokens=4)[0] for some in others)
+    assert torch.equal(first.logits[0], second.logits[0])
 
 
 def test_exact_passes_have_the_bits_of_each_sequence_alone(folder: Path) -> None:
