@@ -4,11 +4,11 @@ Parameters that are views of mapped files are read when they are touched, a few 
 waits. A background thread reads them earlier, in the order of a pass, in larger pieces and into huge pages: the first
 token of a model that was not in the page cache took 0.6 of the time. If they are in the page cache, this costs almost
 nothing. Behind them come experts that are all resident: from huge pages a token of a model of 17 GB took 0.87 to 0.94
-of its time, and a first text needs most of them. They are compared with their checksums there, too: texts that still met
-experts which were not took up to twice as long.
+of its time, and a first text needs most of them. They are compared with their checksums there, too: texts that still
+met experts which were not took up to twice as long.
 
-Other threads compute checksums of the bytes of units. The module that uses mapped bytes first has a hook that waits for the
-comparison, and is removed when all of them are compared. (Bytes that are read into a buffer are compared there:
+Other threads compute checksums of the bytes of units. The module that uses mapped bytes first has a hook that waits for
+the comparison, and is removed when all of them are compared. (Bytes that are read into a buffer are compared there:
 `span_reader.py`.)
 """
 
