@@ -189,6 +189,7 @@ class _Reading:
     def forget(self) -> None:
         """Read nothing: the request was taken back."""
         self._calls.clear()
+        self.request.wait()  # it keeps no files now
 
     def done(self) -> bool:
         """Whether the request is over."""
@@ -311,7 +312,8 @@ class ExpertPool:
         counts = [source.experts for source in sources]
         self.cache, self.host_cache = ExpertCache(counts, slots), ExpertCache(counts, host_slots)
         self._call: _Call | None = None
-        self._ahead: tuple[int, dict[int, tuple[Future[Any] | _Reading, ExpertSlot | None]]] = -1, {}
+        self._ahead: tuple[int, ReadTable | None, dict[int, tuple[Future[Any] | _Reading, ExpertSlot | None]]]
+        self._ahead = -1, None, {}
         self._routers = [_router_beside(model, source) if device.shares_host_memory else None for source in sources]
         self.is_paused, self._last_tokens = False, 0
         self._expected: tuple[int, torch.Tensor] | None = None
@@ -377,7 +379,7 @@ class ExpertPool:
         self._expected, self._last_tokens = None, tokens
         self._end_call()
         table = self._table(module)
-        ahead, source = self._taken_ahead(module, experts), self.sources[module]
+        ahead, source = self._taken_ahead(module, experts, table), self.sources[module]
         for cache in (self.cache, self.host_cache)[: 1 + bool(self._host)]:
             cache.use(module, experts, counts, tokens)
         slots = _filled_slots(self.cache, self._slots, module, experts)
@@ -476,7 +478,7 @@ class ExpertPool:
             self._send(module, expert, slot, HostSlot(), table=table, waits=waits)
         self._send_requests()
         # an interrupt in between leaves each fill in one of the two, to be waited for
-        self._ahead = module, dict(zip(missing, self._sent[begin:], strict=False))
+        self._ahead = module, table, dict(zip(missing, self._sent[begin:], strict=False))
         self._sent = self._sent[:begin]
 
     def step(self, module: int, experts: Sequence[int]) -> bool:
@@ -497,14 +499,15 @@ class ExpertPool:
         pending = self._call.slots[expert].pending if self._call is not None else None
         return pending is None or pending.done()
 
-    def _taken_ahead(self, module: int, experts: Numbers) -> dict[int, ExpertSlot]:
+    def _taken_ahead(self, module: int, experts: Numbers, table: ReadTable | None) -> dict[int, ExpertSlot]:
         """The slots of experts that were read ahead for this pass, if others are left for what it needs as well; what
         was for another pass is ended. What it does not use and compiled code has not begun to read is not read."""
-        number, ahead = self._ahead
+        number, of, ahead = self._ahead
         self._sent = [*ahead.values()]
-        self._ahead = -1, {}
+        self._ahead = -1, None, {}
         is_few = len(experts) <= self.sources[module].used or len(ahead) <= len(self._transit) // 2
-        used = {*experts.tolist()} if number == module and is_few else set()
+        # bytes of a file that has changed since were not compared
+        used = {*experts.tolist()} if number == module and of is table and is_few else set()
         if ahead and self._readers is not None:
             self._readers.withdraw()
         for expert, (reading, slot) in ahead.items():
@@ -517,7 +520,8 @@ class ExpertPool:
                     slot.pending = None
         self._send_requests()
         if used:
-            return {expert: slot for expert, (_, slot) in ahead.items() if slot is not None}
+            # other experts may have gone through a slot since
+            return {expert: slot for expert, (reading, slot) in ahead.items() if slot and slot.pending is reading}
         self._settle()
         return {}
 

@@ -119,13 +119,15 @@ def send(data, requests, count, woken):  # type: ignore[no-untyped-def]
 
 def withdraw(data):  # type: ignore[no-untyped-def]
     """Take back all requests that no thread has begun. The caller has the interpreter lock, as the one who sends."""
-    own = to_array(data, WORDS)[OWN]
+    words = to_array(data, WORDS)
+    own = words[OWN]
     sent, claimed = shared(own + 8 * SENT), shared(own + 8 * CLAIMED)
     while exchange_if(own + 8 * CLAIMED, claimed, sent) == 0:
         claimed = shared(own + 8 * CLAIMED)
     for number in range(claimed, sent):
         share(shared(own + 8 * (FIRST + number % RING)) + 8 * STATE, UNSENT)
     atomic_add(own + 8 * FINISHED, sent - claimed)
+    system_call(words[SYSCALL], FUTEX, own + 8 * FINISHED, WAKE, 1)  # a fork may wait for what no thread has begun
 
 
 def await_change(data, place, value, spins):  # type: ignore[no-untyped-def]

@@ -374,6 +374,55 @@ def test_an_interrupt_while_a_step_reads_experts(
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_a_token_of_more_experts_than_are_read_at_once(
+    tmp_path: Path, is_direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go through the memory in which the next layer's guess is, too."""
+    monkeypatch.setattr("rabbitllm.engine._expert_pool.LEAST_AHEAD_BYTES", 1)
+    monkeypatch.setattr("rabbitllm.engine.load.choose_read_mode", lambda *_: ReadMode(direct=is_direct))
+    directory = checkpoint(tmp_path, "qwen3_moe", "4bit", **{**MANY, "num_experts": 64}, **HEADS)
+    results = list[torch.Tensor]()
+    for budget in (ALL, budget_that_keeps(directory, 0.25, exact=False)):
+        model = fast(directory, budget)
+        for layer in model.model.layers:
+            router_in(layer.mlp).top_k = 50
+        results.append(logits(model, 8))
+    assert torch.equal(*results)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="compiled code reads there")
+def test_a_file_that_changes_behind_a_guess_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rabbitllm.engine._expert_pool.LEAST_AHEAD_BYTES", 1)
+    monkeypatch.setattr("rabbitllm.engine.load.choose_read_mode", lambda *_: ReadMode(direct=True))
+    directory = checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY, **HEADS)
+    model = fast(directory, budget_that_keeps(directory, 0.25, exact=False))
+    logits(model)
+    send, step, flipped = Readers.send, ExpertPool.step, list[int]()
+
+    def held(readers: Readers, requests: Sequence[ReadRequest]) -> None:
+        """As if the disk were busy with others until the next choice."""
+        send(readers, [request for request in requests if not request._words[_read_kernels.WAITS]])
+
+    def changed(pool: ExpertPool, module: int, experts: Sequence[int]) -> bool:
+        right = [expert for expert in experts if expert in pool._ahead[-1]]
+        if right and not flipped:
+            (span, *_) = pool.sources[module].spans(right[0])
+            flipped.append(right[0])
+            with (directory / span.file).open("r+b") as file:
+                file.seek(span.offset + span.nbytes // 2)
+                byte = file.read(1)[0]
+                file.seek(-1, 1)
+                file.write(bytes([byte ^ 64]))
+        return step(pool, module, experts)
+
+    monkeypatch.setattr(Readers, "send", held)
+    monkeypatch.setattr(ExpertPool, "step", changed)
+    with pytest.raises(IncompleteSplitError, match="damaged"):
+        logits(model)
+    assert flipped
+
+
 @torch.no_grad()
 def test_routers_of_compressed_models_use_the_kernel_by_default(tmp_path: Path, calls: list[bool]) -> None:
     folder = checkpoint(tmp_path, Family("qwen2_moe"), "4bit", **MANY, **HEADS, **SHARED)

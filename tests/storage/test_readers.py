@@ -159,6 +159,21 @@ def test_what_waits_is_read_alone_and_may_be_taken_back(content: tuple[bytes, in
     assert all(bytes(memory) == data[4096 * name :][:4096] for name, memory in enumerate(memories))
 
 
+def test_a_fork_does_not_wait_for_what_was_taken_back(content: tuple[bytes, int]) -> None:
+    """Here no thread has begun to read, as on a busy machine."""
+    readers, memory, spans = Readers(0, "none", ()), page_aligned(4096), words((content[1], 0, 4096, 0))
+    request = request_of(readers, memory, spans, 512)
+    readers.send([request])
+    waiting, call = threading.Thread(target=readers._settle, daemon=True), ""
+    waiting.start()
+    while hex(readers._address + 8 * kernels.FINISHED) not in call:  # asleep
+        call = Path(f"/proc/self/task/{waiting.native_id}/syscall").read_text()
+        time.sleep(0.001)
+    readers.withdraw()
+    waiting.join(60)
+    assert not waiting.is_alive()
+
+
 def test_what_cannot_be_read(readers: Readers, content: tuple[bytes, int]) -> None:
     """A file that ends early, a descriptor of nothing, and the same request afterwards."""
     data, descriptor = content

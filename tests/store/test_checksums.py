@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.safetensors_file import MappedFile, TensorToWrite, encode_header, read_header
+from rabbitllm.storage.files import CAN_MAP_PRIVATELY
 from rabbitllm.store import checksums
 from rabbitllm.store.checksums import LayerChecks, block_starts, block_sums, numbers, sums_of_file
 from tests.support.draws import draws
@@ -128,6 +129,20 @@ def test_flipped_bit_is_found_when_its_block_is_read(tmp_path: Path, data: st.Da
                 compare()
         else:
             compare()
+
+
+@pytest.mark.skipif(not CAN_MAP_PRIVATELY, reason="a mapped file cannot be replaced there")
+def test_an_intact_file_in_its_place_says_nothing_of_a_mapped_one(tmp_path: Path) -> None:
+    """A repair puts it there while a model computes with the damaged one."""
+    content, starts = write(tmp_path)
+    flip(tmp_path / "layer.safetensors", starts[3])
+    checks = opened(tmp_path, content)
+    (tmp_path / "repaired").write_bytes(content)
+    (tmp_path / "repaired").replace(tmp_path / "layer.safetensors")
+    for _ in range(2):
+        with pytest.raises(IncompleteSplitError, match="damaged"):
+            checks.stored("layer.safetensors", [(0, len(content))])
+    opened(tmp_path, content).stored("layer.safetensors", [(0, len(content))])
 
 
 def test_read_bytes_are_compared_instead_of_the_file(tmp_path: Path) -> None:
