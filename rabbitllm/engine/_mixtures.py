@@ -190,7 +190,7 @@ class MixtureCall:
         if self._routing.is_alone:
             return out if arrays[1][0] else self.by_class(x)
         if not arrays[1][0]:
-            self._kept.note()
+            self._kept.note(self._module._modules["experts"])
             return None
         return out, weights
 
@@ -315,7 +315,7 @@ class MixtureCall:
         """The result by the class, after which more experts are known."""
         result: Any = _after_experts(self._module, x)
         result = type(self._module).forward(self._module, x) if result is None else result
-        self._kept.note()
+        self._kept.note(self._module._modules["experts"])
         return result if self._routing.is_alone else result[0]  # type: ignore[no-any-return]
 
 

@@ -13,6 +13,7 @@ the class needs the gates and factors of all before the second matrix of any.
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import weakref
@@ -49,6 +50,8 @@ from rabbitllm.quant.joint import RoutedProduct
 from rabbitllm.quant.products import MAX_GROUPED
 
 _MATRICES, _BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
+_OTHERS = 8
+"""Experts that are entered with those that a token has used."""
 _WEIGHTS = torch.bfloat16, torch.float32
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _GRAIN = 1 << 15
@@ -318,8 +321,16 @@ class KeptExperts:
         """Whether a module's few tokens are computed so, by its form and its implementation."""
         return self.form.is_of(module) and _is_grouped(module)
 
-    def note(self) -> None:
-        """Enter the words of the experts that were used, and whose checksums were compared if they have any."""
+    def note(self, module: nn.Module) -> None:
+        """Enter the words of a module's experts that were used, and whose checksums were compared if they have any.
+
+        If they stay in place, some others come with them: the first token that meets one would be left to its class.
+        """
+        stack = stack_in(module._parameters.get(_MATRICES[0]))
+        if stack is not None and self.stays and getattr(stack.supply, "is_in_place", False):
+            known = self.experts.keys() | (self.unchecked or ())
+            others = itertools.islice((n for n in range(self._count) if n not in known), _OTHERS)
+            collections.deque(self.batches(stack, [*others]), maxlen=0)
         for number, expert in [*self.experts.items()]:  # other threads add some
             if number not in (self.unchecked or ()):
                 self._words[number] = expert.address

@@ -356,6 +356,8 @@ class ResidentExperts:
 
     valid = sys.maxsize
     is_on_device = False
+    is_in_place = True
+    """Whether an expert takes no other memory than that of the tensors, or of the files."""
 
     def __init__(self, ready: dict[tuple[str, int], torch.Tensor] | None = None, **stacks: torch.Tensor) -> None:
         self._ready, self._stacks = ready or {}, stacks
@@ -404,6 +406,7 @@ class MappedExperts(ResidentExperts):
         self._model = model
         self._source = source
         self._file_bytes = file_bytes
+        self.is_in_place = source.is_ready and not source.is_rearranged
 
     def strided(self, leaf: str) -> torch.Tensor | None:
         """All experts as one strided tensor over the mapped file; None if they are not at equal distances in it, or not

@@ -8,6 +8,7 @@ import gc
 import inspect
 import platform
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -174,6 +175,24 @@ def test_a_copy_is_freed_before_its_original_computes_again(tmp_path: Path) -> N
     shallow = copy.copy(module)
     shallow(x)
     assert _fusing.notes_on(shallow) is not _fusing.notes_on(module)
+
+
+@pytest.mark.parametrize("compression", ["4bit", None])
+@torch.no_grad()
+def test_others_are_entered_with_the_experts_of_a_token(tmp_path: Path, compression: str | None) -> None:
+    """Later tokens that choose these are no longer left to the class."""
+    mlp = fast(checkpoint(tmp_path, "qwen3_moe", compression, **MANY, **HEADS)).model.layers[0].mlp
+    for thread in threading.enumerate():
+        if thread.name == "read-ahead":  # an expert is entered once it was compared with its checksums
+            thread.join(600)
+    x = torch.randn(1, 1, 256).bfloat16()
+    for _ in range(3):
+        mlp(x)
+    kept = _routed.kept_experts(mlp.experts)
+    assert kept is not None
+    used = {*mlp.gate(x.view(1, -1))[2].flatten().tolist()}
+    assert {number for number, word in enumerate(kept._words) if word} > used
+    assert len(kept.experts) >= len(used) + _routed._OTHERS
 
 
 def test_stacks_of_experts_in_memory_go_with_the_model(tmp_path: Path) -> None:

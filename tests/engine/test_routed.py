@@ -176,7 +176,7 @@ def test_forward_without_hooks_after_experts_were_read_ahead(tmp_path: Path, mon
     given = torch.randn(rows, 256).bfloat16(), index, torch.rand(rows, 3)
     expected = second(*given)
     first(*given)
-    assert len(pool._ahead[1]) == 4
+    assert len(pool._ahead[2]) == 4
     for _ in range(2):
         assert torch.equal(second.forward(*given), expected)
 
