@@ -340,7 +340,7 @@ def test_probable_experts_are_read_before_the_router_chooses(checkpoint: Path, m
 
     def spied(self: ExpertPool, module: int, x: Any) -> None:
         look_ahead(self, module, x)
-        ahead.extend((self.sources[self._ahead[0]].name, expert) for expert in self._ahead[1])
+        ahead.extend((self.sources[self._ahead[0]].name, expert) for expert in self._ahead[2])
 
     monkeypatch.setattr(ExpertPool, "look_ahead", spied)
     with torch.inference_mode():
@@ -374,7 +374,7 @@ def test_experts_that_a_batch_used_often_are_read_ahead(checkpoint: Path, monkey
 
     def spied(self: ExpertPool, module: int) -> None:
         read_again_ahead(self, module)
-        ahead.extend((self.sources[self._ahead[0]].name, expert) for expert in self._ahead[1])
+        ahead.extend((self.sources[self._ahead[0]].name, expert) for expert in self._ahead[2])
 
     monkeypatch.setattr(ExpertPool, "read_again_ahead", spied)
     prompts = torch.stack([INPUT[0].roll(row) for row in range(rows)])

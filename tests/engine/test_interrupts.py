@@ -125,6 +125,7 @@ OTHERS = {
     "_expert_pool._fill_host_slot": "in a thread of the pool",
     "_expert_pool._finish": "for compiled code: test_ctrl_c_while_compiled_code_reads",
     "_expert_pool.result": "the same",
+    "_expert_pool.forget": "for a request that was taken back, which is over",
     "_expert_pool._send_transit": "after a use that broke off, for a read that stays noted until it is over",
     "prefetch._read": "in the thread that reads",
     "prefetch._release": "when a model is freed",

@@ -164,7 +164,7 @@ def integers_of(tensor: torch.Tensor, bits: int, inputs: int = 16, *, disordered
         group = group[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
     members = torch.stack([tensor[:, group == number].float() for number in range(columns // inputs)], 1)
     low, high = members.amin(2).clamp(max=0), members.amax(2).clamp(min=0)
-    scales = ((high - low) / (2**bits - 1)).to(tensor.dtype)
+    scales = ((high - low) / (2**bits - 1)).to(torch.float16 if tensor.dtype is torch.float32 else tensor.dtype)
     zeros = (-low / scales.float()).round().clamp(1, 2**bits - 1).to(torch.int64)
     codes = (tensor.float() / scales.float()[:, group] + zeros[:, group]).round().clamp(0, 2**bits - 1)
     return Integers(codes.to(torch.int64), scales, zeros, group)
