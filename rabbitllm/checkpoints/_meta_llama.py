@@ -134,10 +134,10 @@ def _refuse_unknown_fields(fields: Mapping[str, Any], label: str) -> None:
     raise _not_llama(f"{label} has {listed(map(repr, unknown))}, which belongs to {model}")
 
 
-def _not_llama(found: str) -> UnreadableFormatError:
+def _not_llama(problem: str) -> UnreadableFormatError:
     """The error for what no Llama has that is read."""
     return UnreadableFormatError(
-        f"{found}; in Meta's own format the dense text models Llama 1 to 3 are read.",
+        f"{problem}; in Meta's own format the dense text models Llama 1 to 3 are read.",
         "Use the same model in transformers' format, from the hub.",
     )
 

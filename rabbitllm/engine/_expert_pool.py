@@ -502,12 +502,12 @@ class ExpertPool:
     def _taken_ahead(self, module: int, experts: Numbers, table: ReadTable | None) -> dict[int, ExpertSlot]:
         """The slots of experts that were read ahead for this pass, if others are left for what it needs as well; what
         was for another pass is ended. What it does not use and compiled code has not begun to read is not read."""
-        number, of, ahead = self._ahead
+        number, read_by, ahead = self._ahead
         self._sent = [*ahead.values()]
         self._ahead = -1, None, {}
         is_few = len(experts) <= self.sources[module].used or len(ahead) <= len(self._transit) // 2
         # bytes of a file that has changed since were not compared
-        used = {*experts.tolist()} if number == module and of is table and is_few else set()
+        used = {*experts.tolist()} if number == module and read_by is table and is_few else set()
         if ahead and self._readers is not None:
             self._readers.withdraw()
         for expert, (reading, slot) in ahead.items():
@@ -855,7 +855,7 @@ class PooledExperts:
         self._pool = pool
         self._module = module
         self.valid = pool.valid
-        self.is_on_device = not pool.shares_host_memory
+        self.is_on_device, self.is_in_place = not pool.shares_host_memory, False
 
     def stays(self, leaf: str) -> bool:
         """See `experts.ExpertProvider`."""

@@ -49,7 +49,7 @@ class ReadAhead:
 
     Args:
         units: runs of bytes of each unit, in the order of a pass.
-        store: provides the paths of the files.
+        store: provides the files.
         checks: compares the bytes with their checksums; None for no comparison.
         experts: runs of bytes to be read after the units; nothing waits for their comparison.
         owner: the model.
@@ -129,9 +129,13 @@ def _prefetch(
             memory, end = store.mapped(span.file).whole(), span.offset + span.nbytes
             pieces = [span.offset, *range(round_up(span.offset, HUGE_PAGE), end, EXPERTS_BYTES), end]
             with PositionalFile(store.path(span.file)) as file:
-                for first, last in itertools.takewhile(lambda _: not stop.is_set(), itertools.pairwise(pieces)):
+                for first, last in itertools.pairwise(pieces):
+                    if stop.is_set():
+                        return
                     file.read_in_huge_pages(first, last - first)
-            for first, last in itertools.takewhile(lambda _: not stop.is_set(), itertools.pairwise(pieces)):
+            for first, last in itertools.pairwise(pieces):
+                if stop.is_set():
+                    return
                 map_now(memory, first, last)  # only now, as above
                 if checks is not None and checks.by_block(span.file):
                     checks.stored(span.file, [(first, last - first)])
@@ -184,7 +188,7 @@ def check_rows_before(embedding: nn.Module, stored: StoredTensor, checks: LayerC
 def check_experts_before(source: ExpertSource, checks: LayerChecks, thread: Workers, unchecked: set[int]) -> None:
     """Compare the experts that a mapped module uses, while it computes with them; those that were not stay in a set."""
     unchecked |= set(range(source.experts))
-    files = {span.file for span in source.ranges()}
+    files = {span.file for span in source.ranges}
     pending = list[Future[set[int]]]()
 
     def compare(experts: set[int]) -> set[int]:

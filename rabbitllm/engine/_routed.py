@@ -13,7 +13,6 @@ the class needs the gates and factors of all before the second matrix of any.
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 import weakref
@@ -327,10 +326,11 @@ class KeptExperts:
         If they stay in place, some others come with them: the first token that meets one would be left to its class.
         """
         stack = stack_in(module._parameters.get(_MATRICES[0]))
-        if stack is not None and self.stays and getattr(stack.supply, "is_in_place", False):
+        if stack is not None and self.stays and stack.supply.is_in_place:
             known = self.experts.keys() | (self.unchecked or ())
             others = itertools.islice((n for n in range(self._count) if n not in known), _OTHERS)
-            collections.deque(self.batches(stack, [*others]), maxlen=0)
+            for _ in self.batches(stack, [*others]):
+                pass  # it keeps them with those that were used
         for number, expert in [*self.experts.items()]:  # other threads add some
             if number not in (self.unchecked or ()):
                 self._words[number] = expert.address

@@ -462,6 +462,7 @@ class ExpertSource:
             FileSpan(part.file(expert), int(part.offsets[expert]), nbytes, part.at) for part, nbytes in self._runs[leaf]
         ]
 
+    @cached_property
     def ranges(self) -> list[FileSpan]:
         """For each file a run from the first byte of all experts to the last."""
         files = dict[str, tuple[int, int]]()

@@ -40,10 +40,12 @@ class ExpertProvider(Protocol):
     Attributes:
         valid: the number of weights that are valid at a time, the last ones that were requested.
         is_on_device: whether they are in the memory of a device, not in that of the host.
+        is_in_place: whether one takes no other memory than that of tensors or files that all are in.
     """
 
     valid: int
     is_on_device: bool
+    is_in_place: bool
 
     def stays(self, leaf: str) -> bool:
         """Whether the weights of a leaf, once provided, stay in memory."""
@@ -357,7 +359,6 @@ class ResidentExperts:
     valid = sys.maxsize
     is_on_device = False
     is_in_place = True
-    """Whether an expert takes no other memory than that of the tensors, or of the files."""
 
     def __init__(self, ready: dict[tuple[str, int], torch.Tensor] | None = None, **stacks: torch.Tensor) -> None:
         self._ready, self._stacks = ready or {}, stacks
@@ -466,7 +467,7 @@ def ranges_in_place(sources: Sequence[ExpertSource], placement: Placement) -> li
     rearranged is copied, and the plan counts no memory for its files."""
     resident = {placed.unit for placed in placement.experts if placed.tier is Tier.RESIDENT}
     in_place = (source for source in sources if source.is_ready and not source.is_rearranged)
-    return [span for source in in_place if source.name in resident for span in source.ranges()]
+    return [span for source in in_place if source.name in resident for span in source.ranges]
 
 
 def bind_experts(

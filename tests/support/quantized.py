@@ -502,8 +502,8 @@ def build_torchao(folder: Path, form: str, plain: Path, **settings: Any) -> Path
 def build_torchao_int8(folder: Path, plain: Path, group: int = 0) -> Path:
     """As torchao publishes int8, without that package: with a zero for groups of inputs, or a float32 scale for each
     row and zeros that are 0; into `plain` the matrices."""
-    for made in (folder, plain):
-        build_checkpoint(made, "llama", dtype=torch.bfloat16)
+    for target in (folder, plain):
+        build_checkpoint(target, "llama", dtype=torch.bfloat16)
 
     def change(name: str, tensor: torch.Tensor, *, published: bool) -> Named:
         if not name.endswith("_proj.weight"):
@@ -521,9 +521,9 @@ def build_torchao_int8(folder: Path, plain: Path, group: int = 0) -> Path:
         yield f"{path}_weight_scale", scales.flatten(1)
         yield f"{path}_weight_zero_point", zeros.flatten(1)
 
-    kind = {"_type": "IntxWeightOnlyConfig" if group else "Int8WeightOnlyConfig", "_data": {}}
+    scheme = {"_type": "IntxWeightOnlyConfig" if group else "Int8WeightOnlyConfig", "_data": {}}
     rewrite(plain, lambda name, tensor: change(name, tensor, published=False), None, 1)
-    config = {"quant_method": "torchao", "quant_type": {"default": kind}}
+    config = {"quant_method": "torchao", "quant_type": {"default": scheme}}
     return rewrite(folder, lambda name, tensor: change(name, tensor, published=True), config, 3)
 
 
