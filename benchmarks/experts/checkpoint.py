@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -203,6 +204,7 @@ class MoeWeights:
     def __init__(self, scale_name: str) -> None:
         self._scale, self._recipe = SCALES[scale_name], _recipe(scale_name)
         self._kept = dict[str, memoryview]()  # a hub sends them in pieces
+        self._making = threading.Lock()  # a head is gigabytes while it is made, and a hub has many threads
         self._codes = Content()
         self._codes.block = memoryview(np.random.default_rng(6).bytes(len(self._codes.block)))
         self._factors = {part: factor * self._scale.writing for part, factor in WRITERS.items()}
@@ -239,9 +241,8 @@ class MoeWeights:
                 if tensor.name.endswith(part)
             ).tobytes()
             return
-        if tensor.name not in self._kept:
-            values = self._values(tensor)
-            if values is not None:
+        with self._making:
+            if tensor.name not in self._kept and (values := self._values(tensor)) is not None:
                 bits = bfloat16_bits(np.ascontiguousarray(values.reshape(tensor.shape), np.float32))
                 self._kept[tensor.name] = memoryview(bits.tobytes())
         if tensor.name in self._kept:
