@@ -200,7 +200,8 @@ def kind_of(module: nn.Module) -> object:
 def own_facts(module: nn.Module) -> list[_Fact]:
     """What a module's own computation depends on, for `Watch`."""
     rounding = vars(module).get(ROUNDING)
-    return [(vars(module), name) for name in _OWN] + ([] if rounding is None else rounding.facts(module))
+    facts = [*((vars(module), name) for name in _OWN), *_class_facts(module)]
+    return facts + ([] if rounding is None else rounding.facts(module))
 
 
 class Watch:
@@ -232,7 +233,7 @@ class Watch:
         listed, hooks = list(facts), list[Any]()
         for parent, name in parts:
             part = parent._modules[name]
-            listed += [(parent._modules, name), *own_facts(part), *_class_facts(parent), *_class_facts(part)]
+            listed += [(parent._modules, name), *own_facts(part), *_class_facts(parent)]
             hooks += [part._forward_hooks, part._forward_pre_hooks]
         true = {(id(table), name): (table, name) for table, name in listed}.values()
         names, values = [name for _, name in true], [table.get(name) for table, name in true]
@@ -263,18 +264,18 @@ class Watch:
         weights = [table.get("weight") for table, _ in self.plain]
         known, places = self._in_place
         are_known = len(known) == len(weights) and all(map(operator.is_, weights, map(operator.call, known)))
-        if not weights or (are_known and _places_of(weights) == places):
+        if not weights or (are_known and places_of(weights) == places):
             return True
         if not all(matrix.is_of(weight) for (_, matrix), weight in zip(self.plain, weights, strict=True)):
             return False
-        self._in_place = [*map(weakref.ref, weights)], _places_of(weights)
+        self._in_place = [*map(weakref.ref, weights)], places_of(weights)
         return True
 
 
 _dtype_of = operator.attrgetter("dtype")
 
 
-def _places_of(weights: Sequence[Any]) -> list[Any]:
+def places_of(weights: Sequence[Any]) -> list[Any]:
     """Where tensors lie, and in which form."""
     own = torch.Tensor
     facts = map(own.data_ptr, weights), map(own.size, weights), map(own.stride, weights), map(_dtype_of, weights)

@@ -23,9 +23,19 @@ from rabbitllm.base.programs import Place, Program, Programs
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._expert_pool import PooledExperts
 from rabbitllm.engine._first_use import only_checks
-from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, notes_on, own_facts, trial_of
+from rabbitllm.engine._fusing import (
+    Watch,
+    class_result,
+    form_in,
+    fuse,
+    is_result,
+    notes_on,
+    own_facts,
+    places_of,
+    trial_of,
+)
 from rabbitllm.engine._gates import MULTIPLE, OneCall, add_shared, call_of, is_one_call, names_in, sigmoids
-from rabbitllm.engine._routed import KeptExperts, is_bias, kept_experts
+from rabbitllm.engine._routed import KeptExperts, facts_of_stacks, is_bias, kept_experts
 from rabbitllm.engine._siblings import has_hooks, is_plain
 from rabbitllm.engine.forwards import has_row_product
 from rabbitllm.engine.transformers_api import function_tables, keeps_outputs
@@ -151,6 +161,7 @@ class MixtureCall:
 
     Attributes:
         watch: whether it still is what the modules compute.
+        places: of the weights that the last `follows` read.
     """
 
     def __init__(self, routing: _Routing, module: Any, kept: KeptExperts, shared: OneCall | None) -> None:
@@ -158,7 +169,7 @@ class MixtureCall:
         self._routing, self._kept, self._module, self._shared = routing, kept, module, shared
         routers = [gate] if shared is None else [gate, module.shared_expert_gate]
         self._routers, self._words = [router._parameters for router in routers], array("q")
-        self._places, self._operands = list[Any](), list[tuple[int, ...]]()
+        self.places, self._operands = list[Any](), list[tuple[int, ...]]()
         self._has_bias, self._addresses = "bias" in gate._parameters, list[int]()
         self._biases: list[Any] = [(gate._parameters, "bias", gate.weight.shape[:1])] if self._has_bias else []
         self._biases += [(experts._parameters, *bias) for bias in kept.biases.items()]
@@ -177,8 +188,10 @@ class MixtureCall:
             others += [*linears, module.shared_expert_gate._parameters]
             matrices = list(zip(linears, shared.matrices, strict=False))
         is_true = functools.partial(_is_so, routing, module, kept, shared)
-        facts = [(module._modules, "experts"), *own_facts(experts)]
-        self.watch = Watch(is_true, parts, facts=facts, others=others, matrices=matrices)
+        facts = [(module._modules, "experts"), *own_facts(experts), *(of_stacks := facts_of_stacks(experts))]
+        # no dict tells of other `data` of a parameter
+        always = [] if of_stacks else [lambda: kept_experts(experts) is kept]
+        self.watch = Watch(is_true, parts, facts=facts, others=others, matrices=matrices, always=always)
 
     def __call__(self, x: torch.Tensor) -> Any:
         """What the mixture returns for a row of input; None if it is left to the class."""
@@ -198,32 +211,38 @@ class MixtureCall:
         """Whether it is that of such experts."""
         return self._kept is kept
 
-    def is_kept(self) -> bool:
-        """Whether the experts are those of the call, whose watch does not tell of their parameters' data."""
-        return kept_experts(self._module._modules["experts"]) is self._kept
+    def weights(self) -> list[tuple[dict[str, Any], str]]:
+        """The tables of parameters and the names of weights and biases that `follows` reads, which may be replaced."""
+        return [*((table, "weight") for table in self._routers), *((table, name) for table, name, _ in self._biases)]
 
-    def arrays(self, x: torch.Tensor) -> tuple[array[int], array[int]] | None:
-        """What a call for a row of input is given, which stays until its end: the router's words, and what becomes 1
-        if it computes the result. None if there is no call for it."""
-        weights: Any = [table.get("weight") for table in self._routers]
-        biases: Any = [table.get(name) for table, name, _ in self._biases]
-        if any(each is None for each in (*weights, *biases)) or len(weights) > len(self._products):
-            return None
+    def follows(self, width: int) -> bool:
+        """Whether there is a call for a row of so many values; then it reads the weights that are there now."""
+        weights: list[Any] = [table.get(name) for table, name in self.weights()]
+        if any(each is None for each in weights) or len(self._routers) > len(self._products):
+            return False
         product, *others = self._products
-        if x.shape != (1, 1, product.shape[1]) or any(each.shape != (1, product.shape[1]) for each in others):
-            return None
-        # all of them change with its `data`
-        places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in (*weights, *biases)]
-        if places != self._places:
-            routed = [RoutedProduct.of(each) for each in weights]
+        if width != product.shape[1] or any(each.shape != (1, width) for each in others):
+            return False
+        if (places := places_of(weights)) != self.places:
+            routed = [RoutedProduct.of(each) for each in weights[: len(self._routers)]]
             if any(each is None or each[0] != own for each, own in zip(routed, self._products, strict=True)):
-                return None
+                return False
+            biases = weights[len(self._routers) :]
             if not all(map(is_bias, biases, (shape for *_, shape in self._biases))):
-                return None
+                return False
             # see `joint_kernels.ROUTED_WORDS`
             self._operands = [each[1] for each in routed if each]
-            self._addresses, self._places = [bias.data_ptr() for bias in biases], places
+            self._addresses, self.places = [bias.data_ptr() for bias in biases], places
             self._words = _words_of([*self._operands, None], 4 * self._entries, self._addresses)
+        return True
+
+    def arrays(self, x: torch.Tensor, *, is_followed: bool = False) -> tuple[array[int], array[int]] | None:
+        """What a call for a row of input is given, which stays until its end: the router's words, and what becomes 1
+        if it computes the result. None if there is no call for it; `is_followed`: the weights are those of the last
+        `follows`."""
+        if x.shape[:-1] != (1, 1) or not (is_followed or self.follows(x.shape[-1])):
+            return None
+        product, *_ = self._products
         if (fits := self._fits.get(threads := torch.get_num_threads())) is None:
             fits = self._fits[threads] = self._kept.fits(product.shape, self._routing.used, threads)
         if not fits or self._kept.pooled is None:

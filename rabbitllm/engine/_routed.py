@@ -249,6 +249,14 @@ def kept_experts(module: Any) -> KeptExperts | None:
     return kept if kept is not None and kept.down is down and kept.form is form else None
 
 
+def facts_of_stacks(module: Any) -> list[tuple[dict[str, Any], str]]:
+    """What tells, besides the module's own facts, that other experts are kept; none if plain parameters have them."""
+    stacks = [module._parameters.get(name) for name in _MATRICES]
+    if any(type(stack) is not ExpertStack for stack in stacks):
+        return []
+    return [*((module._parameters, name) for name in _MATRICES), (vars(stacks[0]), "kept")]
+
+
 def stack_in(weight: Any) -> ExpertStack | None:
     """The stack of a parameter's experts; None if it is neither one nor a tensor in memory."""
     if type(weight) is ExpertStack:

@@ -38,7 +38,7 @@ from rabbitllm.engine._attention import (
     mixer_in,
     values_of,
 )
-from rabbitllm.engine._fusing import Watch, form_in, fuse, is_transformed, notes_on, result_of, trial_of
+from rabbitllm.engine._fusing import Watch, form_in, fuse, is_transformed, notes_on, places_of, result_of, trial_of
 from rabbitllm.engine._mixtures import mixture_call, routing_in
 from rabbitllm.engine._siblings import has_hooks
 from rabbitllm.engine.kv_room import (
@@ -182,8 +182,10 @@ class _Whole:
         self.mixtures = {number: mixture for number, mixture in zip(mixed, mixtures, strict=True) if mixture}
         self._indices, self._programs, calls = _indices_of(layers), Programs(), self.calls
         self._can_add = functools.cache(lambda rows: all(of_layer.can_add(rows) for of_layer in calls))
-        self._tables = [table for of_layer in self.calls for table in of_layer.tables]
         self._sizes = [size for of_layer in self.calls for size in of_layer.sizes]
+        self._tables = [table for of_layer in self.calls for table in of_layer.tables]
+        self._tables += [table for mixture in self.mixtures.values() for table in mixture.weights()]
+        self._places, self._read, self._addresses = list[Any](), [list[Any]() for _ in self.mixtures], list[int]()
         self._form: Any = next(of_layer.form for of_layer in self.calls if not of_layer.form.is_recurrent)
         pairs: Any = [(of_layer.form, mixer_in(layer)) for of_layer, layer in zip(self.calls, layers, strict=True)]
         self._recurrent = [(form, mixer) for form, mixer in pairs if form.is_recurrent]
@@ -200,7 +202,7 @@ class _Whole:
             queries = mixer_in(layer)._modules[of_layer.form.linears[0]]
             tables += [vars(layer), layer._forward_hooks, layer._forward_pre_hooks, queries._parameters]
         within = [*(each.watch for each in self.calls), *(each.watch for each in self.mixtures.values())]
-        always: list[Callable[[], bool]] = [mixture.is_kept for mixture in self.mixtures.values()]
+        always = list[Callable[[], bool]]()
         if (types := getattr(config, "layer_types", None)) is not None:  # by which a class may tell groups
             always.append(functools.partial([*types].__eq__, types))
         self.holds = Watch(lambda: True, tables=tables, within=within, always=always).holds
@@ -229,10 +231,9 @@ class _Whole:
         of_groups = [*(_angles.get()[group] for group in range(self._others)), angles]
         sequences = sequences_in(cache)
         rows = sum(count for _, count in sequences)
-        weights: list[Any] = [table.get(name) for table, name in self._tables]
         form = self._form
         is_fit = all(is_step(form, x, each, mask, rows) for each in of_groups) and x.shape[-1] == self.calls[0].columns
-        is_fit = is_fit and are_rows(weights, self._sizes) and self._can_add(rows)
+        is_fit = is_fit and self._follows(x.shape[-1]) and self._can_add(rows)
         if not is_fit or any(len(cache.layers) <= max(self._indices) for cache, _ in sequences):
             raise NotTogetherError
         of_forms = zip(self.calls, self._indices, strict=True)
@@ -245,7 +246,7 @@ class _Whole:
         is_apart = len({*(id(layer) for layer, _ in layers), *map(id, rooms)}) == 2 * len(rooms)  # not a layer twice
         if not is_apart or any(room.form != like for room in rooms):
             raise NotTogetherError
-        arrays = [mixture.arrays(x) for mixture in self.mixtures.values()]
+        arrays = [mixture.arrays(x, is_followed=True) for mixture in self.mixtures.values()]
         routers = [words[0].buffer_info()[0] for words in arrays if words is not None]
         if len(routers) < len(arrays):
             raise NotTogetherError
@@ -263,7 +264,7 @@ class _Whole:
         addresses += [
             *itertools.chain(*others),
             *routers,
-            *(weight.data_ptr() for weight in weights),
+            *self._addresses,
             *of_rooms,
             *of_rules,
         ]
@@ -276,6 +277,23 @@ class _Whole:
         for (layer, count), room in zip(layers, rooms, strict=True):
             room.grow(layer, count)
         return out
+
+    def _follows(self, width: int) -> bool:
+        """Whether the weights of norms and routers are as they are to be for rows of so many values, wherever they lie
+        now."""
+        weights: list[Any] = [table.get(name) for table, name in self._tables]
+        if any(weight is None for weight in weights):
+            return False
+        places, mixtures = places_of(weights), self.mixtures.values()
+        if places != self._places or any(
+            each.places is not own for each, own in zip(mixtures, self._read, strict=True)
+        ):
+            of_layers = weights[: len(self._sizes)]
+            if not are_rows(of_layers, self._sizes) or not all(each.follows(width) for each in mixtures):
+                return False
+            self._places, self._addresses = places, [weight.data_ptr() for weight in of_layers]
+            self._read = [each.places for each in mixtures]
+        return True
 
     def _rules(self, cache: Any) -> tuple[int, list[int], Iterator[None] | None]:
         """Of the delta rules where each has what its Linears compute, the addresses that they are given, and what

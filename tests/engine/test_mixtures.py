@@ -62,8 +62,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each step of a mixture that a call computed, whether that was not left to the class."""
     done, arrays, left = list[bool](), MixtureCall.arrays, MixtureCall.by_class
 
-    def counted(self: MixtureCall, x: torch.Tensor) -> Any:
-        if (given := arrays(self, x)) is not None:
+    def counted(self: MixtureCall, x: torch.Tensor, **named: bool) -> Any:
+        if (given := arrays(self, x, **named)) is not None:
             done.append(True)
         return given
 
@@ -258,6 +258,21 @@ def test_a_token_of_all_layers_by_one_call(
     assert not torch.equal(*got[1:])
 
 
+@torch.no_grad()
+def test_a_router_that_was_another_between_two_steps(tmp_path: Path, calls: list[bool]) -> None:
+    """What a mixture has read since is not what the call of all layers was given."""
+    model = fast(checkpoint(tmp_path, "qwen3_moe", "4bit", **MANY, **HEADS), ALL)
+    expected = [logits(model) for _ in range(2)][1]
+    mixture, own, x = model.model.layers[1].mlp, len(calls), torch.ones(1, 1, model.config.hidden_size).bfloat16()
+    before = router_in(mixture).weight.data
+    other = router_in(mixture).weight.data = before.flip(0).contiguous()
+    mixture(x)
+    assert len(calls) == own + 1
+    router_in(mixture).weight.data = before
+    assert torch.equal(logits(model), expected)
+    assert not torch.equal(other, before)  # it was not freed
+
+
 def test_plain_experts_are_kept_until_they_are_multiplied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else keeps their words; those of codes are kept with their memory."""
     directory = checkpoint(tmp_path, "qwen3_moe", None, **MANY, **HEADS)
@@ -304,7 +319,7 @@ def test_biases_are_part_of_the_guess(tmp_path: Path, monkeypatch: pytest.Monkey
         with monkeypatch.context() as patch:
             patch.setattr(ExpertPool, "read_ahead", noted)
             if not is_fused:
-                patch.setattr(MixtureCall, "arrays", lambda self, x: None)
+                patch.setattr(MixtureCall, "arrays", lambda self, x, **_: None)
             logits(model, 4)
         assert len(guesses) >= 2 * 4
         assert all({*chosen} <= {*range(used * (module + 1), used * (module + 2))} for module, chosen in guesses)
