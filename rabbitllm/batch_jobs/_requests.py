@@ -23,7 +23,6 @@ from rabbitllm.errors import MediaError
 from rabbitllm.generation.media import openai_part, text_of_parts
 from rabbitllm.generation.request import (
     Delta,
-    FinishReason,
     ModelLimits,
     Prompt,
     Request,
@@ -47,8 +46,6 @@ from rabbitllm.server.settings import Settings
 
 if TYPE_CHECKING:
     from rabbitllm.engine.streamed_model import StreamedModel
-
-FINISHES = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +226,7 @@ def unreadable_answer(item: Item) -> BatchAnswer:
 
 
 def _native_line(item: Item, results: Sequence[Result]) -> Mapping[str, Any]:
-    answers = [{"text": result.text, **_thoughts(result), "finish": FINISHES[result.finish]} for result in results]
+    answers = [{"text": result.text, **_thoughts(result), "finish": result.finish.value} for result in results]
     counts = [len(result.tokens) for result in results]
     of_each = [{**answer, "new_tokens": count} for answer, count in zip(answers, counts, strict=True)]
     texts = answers[0] if len(answers) == 1 else {"answers": of_each}

@@ -226,11 +226,6 @@ PARTS = ("text", "image_url", "input_audio")
 """Kinds of parts of a message."""
 MAX_KEY_CHARACTERS = 1_000
 _KINDS = ("prompt", "messages", "tokens", "continuation", "choices", "input")
-_OPTIONS = (
-    *("max_tokens", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"),
-    *("repeat_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "ignore_eos"),
-    *("stop", "n", "pooling", "normalise"),
-)
 _OF_CALLS: Mapping[str, type] = {
     **dict.fromkeys(("tools", "tool_choice", "response_format", "reasoning_effort", "chat_template_kwargs"), object),
     # also false and 0 change an answer where the model thinks
@@ -240,8 +235,6 @@ _OF_CALLS: Mapping[str, type] = {
 }
 """Options that change an answer, and are read in OpenAI's batch format only, if at all; of other types than these they
 are columns of the user."""
-KEYS = frozenset({"id", "custom_id", "method", "url", "body", "context", *_KINDS, *_OPTIONS, *_OF_CALLS})
-"""All keys that are read; others are columns of the user."""
 _NAMES = {bool: "true or false", str: "a text", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
@@ -463,6 +456,9 @@ _NUMBERS: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
     "n": (int, lambda n: 1 <= n <= MAX_CHOICES, f"1 to {MAX_CHOICES}"),
 }
 """Key -> its kind, whether a value is allowed, and what is expected."""
+_OPTIONS = (*_NUMBERS, "stop", "logit_bias", "ignore_eos", "pooling", "normalise")
+KEYS = frozenset({"id", "custom_id", "method", "url", "body", "context", *_KINDS, *_OPTIONS, *_OF_CALLS})
+"""All keys that are read; others are columns of the user."""
 
 
 def _number(value: Mapping[str, Any], name: str, default: Any) -> Any:

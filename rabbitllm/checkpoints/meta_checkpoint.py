@@ -77,7 +77,7 @@ def derive_tokenizer(path: Path, later: bool, max_length: int) -> tuple[LlamaVoc
 
 
 def _from_ranks(tokens: Sequence[bytes], later: bool, max_length: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
-    letters = _byte_letters()
+    letters = byte_letters()
     texts = ["".join(map(letters.__getitem__, token)) for token in tokens]
     ids = {text: rank for rank, text in enumerate(texts)}
     check_pair_bytes(texts, "tokenizer.model")
@@ -113,8 +113,8 @@ def special_tokens(later: bool) -> tuple[str, ...]:
     return tuple(f"<|{named.get(index) or next(unnamed)}|>" for index in range(_SPECIALS))
 
 
-def _byte_letters() -> list[str]:
-    """The character for each byte in a tokenizer.json: itself if printable, else one from U+0100 on."""
+def byte_letters() -> list[str]:
+    """The character for each byte in a byte-level vocabulary: itself if printable, else one from U+0100 on."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unused = iter(range(0x100, 0x200))
     return [chr(byte if byte in printed else next(unused)) for byte in range(256)]

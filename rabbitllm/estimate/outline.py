@@ -19,7 +19,8 @@ from typing import Any
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.config import model_type_of, quantized_as
 from rabbitllm.checkpoints.naming import assign_layers
-from rabbitllm.formats.tensor_spec import TensorSpec, byte_size
+from rabbitllm.formats.safetensors_file import TensorToWrite
+from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter.disk_budget import on_disk
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, make_plan, recompressed
@@ -29,15 +30,6 @@ SHARD = "outline.safetensors"
 _LAYER = re.compile(r"(?:language_model\.)?(?:model\.)?layers\.(\d+)")
 """Ids of decoder layers; a sample has as many layers of encoders for pictures, and of extra heads, as the model."""
 _MANY = re.compile(r"\{(\d+)\}")
-
-
-@dataclass(frozen=True, slots=True)
-class OutlinedTensor:
-    """A tensor of a checkpoint: its name, shape and dtype, as named by safetensors."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str = "BF16"
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,7 @@ class Outline:
 
     config: Mapping[str, Any]
     sample: Mapping[str, Any]
-    stored: tuple[OutlinedTensor, ...]
+    stored: tuple[TensorToWrite, ...]
     layers: tuple[int, ...]
 
     @property
@@ -71,9 +63,8 @@ class Outline:
         """The sample's split at each compression, as if all of it were in one shard."""
         specs, offset = [], 0
         for tensor in self.stored:
-            nbytes = byte_size(tensor.dtype, tensor.shape)
-            specs.append(TensorSpec(tensor.name, tensor.dtype, tensor.shape, SHARD, offset, nbytes))
-            offset += nbytes
+            specs.append(TensorSpec(*tensor, SHARD, offset, tensor.nbytes))
+            offset += tensor.nbytes
         shard = PlannedShard(SHARD, offset, "", tuple(specs), staged=False)
         assigned = assign_layers([spec.name for spec in specs], model_type_of(self.config))
         base = make_plan(SourceIdentity("local", "outline", None, {}), (shard,), assigned, None)
@@ -136,7 +127,7 @@ def outline_of(entry: Mapping[str, Any]) -> Outline:
         dtype, *shape = form if isinstance(form[0], str) else ("BF16", *form)
         many = _MANY.search(name)
         indices: Sequence[object] = range(int(many[1])) if many else [""]
-        stored += [OutlinedTensor(_MANY.sub(str(index), name), tuple(shape), dtype) for index in indices]
+        stored += [TensorToWrite(_MANY.sub(str(index), name), dtype, tuple(shape)) for index in indices]
     layers = tuple(map(int, entry["layers"]))
     config, sample = entry["config"], {**entry["config"], **entry["sample"]}
     if "text_config" in entry["sample"]:

@@ -30,7 +30,6 @@ import sys
 import threading
 import time
 import weakref
-import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,6 +61,7 @@ from rabbitllm.generation.kv_cache import (
 from rabbitllm.storage import durable
 from rabbitllm.storage.durable import PART_SUFFIX
 from rabbitllm.storage.folder_lock import alone
+from rabbitllm.store.checksums import crc32
 
 if TYPE_CHECKING:
     from transformers import Cache, CacheLayerMixin
@@ -110,9 +110,9 @@ def file_pieces(value: Any, name: str) -> list[bytes | memoryview]:
         if tensor.numel():
             dense = tensor.detach().to("cpu").contiguous()
             pieces += [dense.reshape(-1).view(torch.uint8).numpy().data, bytes(-tensor.nbytes % _ALIGNMENT)]
-    crc = zlib.crc32(name.encode())
+    crc = crc32(name.encode())
     for piece in pieces:
-        crc = zlib.crc32(piece, crc)
+        crc = crc32(piece, crc)
     return [_BEGIN.pack(_MAGIC, crc, len(header)), *filter(len, pieces)]
 
 
@@ -125,20 +125,18 @@ def read_value(path: Path) -> Any:
     """
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     flags |= getattr(os, "O_NONBLOCK", 0)  # a FIFO would wait for a writer
-    with open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, flags)) as file:
+    with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise _DamagedFile("it is no regular file")
         nbytes = status.st_size
         whole = torch.empty(round_up(max(nbytes, _BEGIN.size), _ALIGNMENT), dtype=torch.uint8)
         data = whole.numpy().data[:nbytes]
-        end = 0
-        while end < nbytes and (count := file.readinto(data[end:])):
-            end += count
+        end = file.readinto(data)
     if end < max(nbytes, _BEGIN.size):
         raise _DamagedFile("it is too short")
     magic, crc, length = _BEGIN.unpack_from(data)
-    if magic != _MAGIC or zlib.crc32(data[_BEGIN.size :], zlib.crc32(path.name.encode())) != crc:
+    if magic != _MAGIC or crc32(data[_BEGIN.size :], crc32(path.name.encode())) != crc:
         raise _DamagedFile("its checksum is another one")
     content = json.loads(bytes(data[_BEGIN.size : _BEGIN.size + length]))
     return _from_json(content, whole, round_up(_BEGIN.size + length, _ALIGNMENT))

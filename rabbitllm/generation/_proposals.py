@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from transformers import DynamicCache
@@ -69,17 +69,18 @@ class Proposal:
         return range(-1, self.count - 1) if self.tree is None else self.tree
 
 
-class Proposals(Protocol):
-    """A source of proposals for one sequence.
+class Proposals:
+    """A source of proposals for one sequence; by default it keeps nothing of it.
 
     Attributes:
         reads_along: whether it uses the model's own cache, so that it has read all that the model has.
     """
 
-    reads_along: bool
+    reads_along = False
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
         """Propose up to `most` tokens after `ids`, int64 of shape (1, tokens). It may be none."""
+        raise NotImplementedError
 
     def settle(self, tokens: int, path: Sequence[int]) -> None:
         """Drop all that is kept of tokens after the first `tokens`, which end with the proposed tokens of `path`."""
@@ -90,13 +91,15 @@ class Proposals(Protocol):
     @property
     def tokens(self) -> int:
         """Number of tokens of which it keeps something."""
+        return 0
 
     @property
     def beside(self) -> Beside | None:
         """What it keeps of the sequence; to be copied between two passes."""
+        return None
 
 
-class FromText:
+class FromText(Proposals):
     """Proposes the tokens that followed the last ones when they occurred first."""
 
     def propose(self, ids: torch.Tensor, most: int) -> Proposal:
@@ -109,18 +112,8 @@ class FromText:
                 return Proposal(ids[:, begin : begin + most])
         return Proposal(ids[:, :0])
 
-    reads_along = False
-    tokens = 0
-    beside = None
 
-    def settle(self, tokens: int, path: Sequence[int]) -> None:
-        """Nothing is kept."""
-
-    def close(self, continues: bool) -> None:
-        """Nothing is kept."""
-
-
-class FromModel:
+class FromModel(Proposals):
     """Proposes the tokens that a model generates, or a tree of those that are most probable.
 
     A tree grows by what is most probable from its root on (SpecExec, arXiv:2406.02532): a step computes what may follow
@@ -137,7 +130,6 @@ class FromModel:
         of: the model that checks the proposals, and its cache, beside which the draft's stays; None if it does not.
     """
 
-    reads_along = False
     _usual = MODEL_TOKENS
 
     def __init__(

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from rabbitllm.checkpoints.meta_checkpoint import byte_letters
 from rabbitllm.generation.reasoning import Thoughts
 from rabbitllm.generation.request import Delta, FinishReason, Result, TokenLogprob
 from rabbitllm.generation.streams import UNFINISHED
@@ -135,11 +136,8 @@ class TokenTexts:
 
 @cache
 def bytes_of_characters() -> Mapping[str, int]:
-    """The characters by which byte-level vocabularies write bytes: printable ones stand for themselves, the others are
-    U+0100 and up in their order (as published with GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unprintable = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(unprintable)}
+    """The characters by which byte-level vocabularies write bytes."""
+    return {letter: byte for byte, letter in enumerate(byte_letters())}
 
 
 class _Choices:

@@ -13,7 +13,6 @@ import shutil
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,22 +25,6 @@ from rabbitllm.storage.folders import allocated, existing
 
 DISK_SHARE = 0.01
 """Share of a core that may be spent on summing the folder's files; with very many files they are summed less often."""
-
-
-@dataclass(frozen=True, slots=True)
-class Peaks:
-    """Minimum and maximum of all samples.
-
-    Attributes:
-        anonymous_bytes: maximum of the anonymous memory of this process, above that at the start. Pages of mapped
-            files, which the kernel can reclaim, do not count (except outside Linux, where they are not distinguished).
-        disk_bytes: maximum of the bytes that files in the folder occupied; holes do not count.
-        min_free_bytes: minimum of the free bytes of the folder's disk.
-    """
-
-    anonymous_bytes: int
-    disk_bytes: int
-    min_free_bytes: int
 
 
 class DiskSampler:
@@ -64,8 +47,8 @@ class DiskSampler:
         self._process: Any = None
         self._memory_at_start = 0
         self._max_memory = 0
-        self._max_disk_bytes = 0
-        self._min_seen = sys.maxsize
+        self.max_disk_bytes = 0
+        self.min_free_bytes = sys.maxsize
         self._next_disk = 0.0
 
     def __enter__(self) -> DiskSampler:
@@ -91,18 +74,18 @@ class DiskSampler:
         Raises:
             DiskFullError: free space has been below `min_free`.
         """
-        if self._min_seen >= self._min_free:
+        if self.min_free_bytes >= self._min_free:
             return
         raise DiskFullError(
-            f"Only {size(self._min_seen)} were free at {self._folder}, less than min_free_disk "
+            f"Only {size(self.min_free_bytes)} were free at {self._folder}, less than min_free_disk "
             f"({size(self._min_free)}). The split stopped; its finished part is kept.",
             "Free disk space or lower min_free_disk, and make the same call again: it resumes.",
         )
 
     @property
-    def peaks(self) -> Peaks:
-        """Minimum and maximum so far."""
-        return Peaks(self._max_memory - self._memory_at_start, self._max_disk_bytes, self._min_seen)
+    def anonymous_bytes(self) -> int:
+        """Maximum of the anonymous memory of this process, above that at the start."""
+        return self._max_memory - self._memory_at_start
 
     def _sample_on(self) -> None:
         while not self._stop.wait(self._interval):
@@ -117,14 +100,14 @@ class DiskSampler:
         free = 0
         with contextlib.suppress(OSError):  # the folder may appear and disappear
             free = shutil.disk_usage(existing(self._folder)).free
-            self._min_seen = min(self._min_seen, free)
+            self.min_free_bytes = min(self.min_free_bytes, free)
         self._max_memory = max(self._max_memory, anonymous_bytes(self._process))
         start = time.perf_counter()
         if start < self._next_disk:
             return None
         cpu_start = time.thread_time()
         in_use = disk_bytes(self._folder)
-        self._max_disk_bytes = max(self._max_disk_bytes, in_use)
+        self.max_disk_bytes = max(self.max_disk_bytes, in_use)
         end = time.perf_counter()
         # CPU time, not wall time: on a busy machine most of that is spent waiting to be scheduled
         self._next_disk = end + max((time.thread_time() - cpu_start) / DISK_SHARE, end - start)

@@ -12,24 +12,20 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from rabbitllm.base.contexts import assigned
+from rabbitllm.base.interrupts import handling
 from rabbitllm.splitter import journal
 from rabbitllm.store.manifest import JOURNAL_NAME, MANIFEST_NAME
 
 _is_resumable = contextvars.ContextVar("is_resumable", default=True)
 
 
-@contextlib.contextmanager
-def not_resumable() -> Iterator[None]:
+def not_resumable() -> contextlib.AbstractContextManager[None]:
     """Print nothing on an interrupt while the context is open: the same call would start again."""
-    before = _is_resumable.set(False)
-    try:
-        yield
-    finally:
-        _is_resumable.reset(before)
+    return assigned(_is_resumable, False)
 
 
 @contextlib.contextmanager
@@ -62,10 +58,6 @@ def reporting_interrupts(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reporting_signals(folder: Path) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
-        yield
-        return
-
     def report(signal_number: int, frame: object) -> None:
         if _is_resumable.get():
             with contextlib.suppress(OSError):  # the terminal may be gone; no `print`, since one may be in progress
@@ -73,18 +65,12 @@ def _reporting_signals(folder: Path) -> Iterator[None]:
         signal.signal(signal_number, signal.SIG_DFL)
         signal.raise_signal(signal_number)
 
-    names = ("SIGTERM", "SIGHUP")
-    unhandled = [
-        n for n in (getattr(signal, name, None) for name in names) if n and signal.getsignal(n) == signal.SIG_DFL
-    ]
-    for signal_number in unhandled:
-        signal.signal(signal_number, report)
-    try:
+    numbers = [getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP")]
+    with contextlib.ExitStack() as stack:
+        for number in numbers:
+            if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+                stack.enter_context(handling(number, report))
         yield
-    finally:
-        for signal_number in unhandled:
-            if signal.getsignal(signal_number) is report:
-                signal.signal(signal_number, signal.SIG_DFL)
 
 
 def _describe_progress(folder: Path) -> str:

@@ -21,7 +21,7 @@ from rabbitllm.checkpoints.index import CheckpointIndex, dtype_without_config, i
 from rabbitllm.checkpoints.naming import LayerName, layer_order
 from rabbitllm.errors import InvalidIndexError
 from rabbitllm.formats.safetensors_file import MappedFile
-from rabbitllm.formats.tensor_spec import DTYPES, LeftOut, TensorSpec, byte_size
+from rabbitllm.formats.tensor_spec import DTYPES, LeftOut, TensorSpec
 from rabbitllm.quant.schemes import DOUBLE, STORED, Quantized
 from rabbitllm.splitter._presets import bits_by_tensor
 from rabbitllm.store.checksums import LayerChecks
@@ -485,12 +485,7 @@ def _whole_forms(layout: LayerLayout, plan: SplitPlan) -> Iterator[StoredForm]:
 
 def _planned_tensor(form: StoredForm, layout: LayerLayout, file: str) -> StoredTensor:
     offsets = layout.offsets
-    parts = tuple(
-        [
-            TensorSpec(part.name, part.dtype, part.shape, file, offsets[part.name], byte_size(part.dtype, part.shape))
-            for part in form.parts
-        ]
-    )
+    parts = tuple([TensorSpec(*part, file, offsets[part.name], part.nbytes) for part in form.parts])
     if form.scheme is None:
         return StoredTensor(form.source.name, parts, None)
     dtype = (

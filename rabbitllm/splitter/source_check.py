@@ -35,7 +35,7 @@ from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec
 from rabbitllm.splitter.journal import Replay
 from rabbitllm.splitter.plan import PlannedShard, SplitPlan, tensors_by_shard
 from rabbitllm.storage.files import PositionalFile, file_opener
-from rabbitllm.store.checksums import combine, crc32
+from rabbitllm.store.checksums import crc32, crc32_combine
 from rabbitllm.store.manifest import MANIFEST_NAME, Manifest
 from rabbitllm.store.tensor_values import read_tensor
 
@@ -89,7 +89,7 @@ def source_crc32(path: Path, tensors: Iterable[TensorSpec], checksums: Mapping[s
         buffer = memoryview(bytearray(READ_BYTES))
         for spec in sorted(tensors, key=lambda spec: (spec.offset, spec.name)):
             crc = checksums.get(spec.name)
-            total = combine(total, _tensor_crc32(file, spec, buffer) if crc is None else crc, spec.nbytes)
+            total = crc32_combine(total, _tensor_crc32(file, spec, buffer) if crc is None else crc, spec.nbytes)
     return total
 
 

@@ -241,7 +241,7 @@ def split(request: SplitRequest) -> Profiler:
         if request.options.shards.deletes_rest:
             deletable = [s for s in work.plan.shards if not s.is_kept(work.plan.source, request.options.shards)]
             discard_original(request.checkpoint, deletable, manifest.source_checksums)
-    disk, memory = watch.peaks.disk_bytes, watch.peaks.anonymous_bytes
+    disk, memory = watch.max_disk_bytes, watch.anonymous_bytes
     logger.info("Peaks: %s of disk in %s, %s of memory.", size(disk), request.folder, size(memory))
     plan, seconds = work.plan, time.perf_counter() - start
     tell(SplitDone(str(request.folder), len(plan.layouts), plan.output_bytes, seconds, disk, memory))

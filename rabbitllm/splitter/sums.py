@@ -11,7 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rabbitllm.formats.safetensors_file import TensorToWrite
-from rabbitllm.store.checksums import SUM_BYTES, combine, combine_all, crc32, is_cut, numbers, run_lengths, run_sums
+from rabbitllm.store.checksums import (
+    SUM_BYTES,
+    combine_all,
+    crc32,
+    crc32_combine,
+    is_cut,
+    numbers,
+    run_lengths,
+    run_sums,
+)
 from rabbitllm.store.stored_form import ScalesForm, StoredForm
 
 PartSums = bytes
@@ -176,9 +185,9 @@ def _part_sums(runs: Iterable[tuple[int, int, int]]) -> PartSums:
     """Combine the sum of all, and that of each run between two cuts, from pieces of them in order."""
     cuts, whole = list[int](), 0
     for offset, nbytes, crc in runs:
-        whole = combine(whole, crc, nbytes)
+        whole = crc32_combine(whole, crc, nbytes)
         if not cuts or is_cut(offset):
             cuts.append(crc)
         else:
-            cuts[-1] = combine(cuts[-1], crc, nbytes)
+            cuts[-1] = crc32_combine(cuts[-1], crc, nbytes)
     return part_sums(whole, b"".join(map(part_sums, cuts)) if len(cuts) > 1 else b"")

@@ -9,16 +9,13 @@ A file of an older split has one checksum, and so is one block: all of it is rea
 models, journal and manifest.
 
 zlib-ng computes a CRC-32 with the processor's own instructions and without the interpreter's lock, four times as fast
-as CPython's zlib (docs/PERFORMANCE.md). Combining two is arithmetic on polynomials over GF(2), after
-https://github.com/madler/zlib (crc32.c, `crc32_combine`): the CRC of A followed by B is A's multiplied by
-x^(8 * len(B)), plus B's.
+as CPython's zlib (docs/PERFORMANCE.md), and that of A followed by B from both and the length of B.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-import functools
 import itertools
 import mmap
 import os
@@ -29,38 +26,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from zlib_ng.zlib_ng import crc32
+from zlib_ng.zlib_ng import crc32, crc32_combine
 
 from rabbitllm.base.forks import in_child, own_lock
 from rabbitllm.errors import IncompleteSplitError
 from rabbitllm.formats.tensor_spec import Header
 from rabbitllm.storage.files import begin_to_read, file_opener, identity_of
 
-__all__ = ["combine", "combine_all", "crc32", "crc32_of_file"]
+__all__ = ["combine_all", "crc32", "crc32_combine", "crc32_of_file"]
 
-_POLYNOMIAL = 0xEDB88320
-"""CRC-32's polynomial, with the highest power in the lowest bit."""
 READ_BYTES = 4 << 20
 """Bytes of a file that are read at a time."""
-_ONE = 1 << 31
-_X8 = 1 << 23
-
-
-def combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two consecutive runs of bytes, from the CRC-32 of each and the length of the second."""
-    while first and second_bytes:
-        bit = second_bytes & -second_bytes
-        lowest, low, high, highest = _shift_tables(bit)
-        first = lowest[first & 255] ^ low[first >> 8 & 255] ^ high[first >> 16 & 255] ^ highest[first >> 24]
-        second_bytes ^= bit
-    return first ^ second
 
 
 def combine_all(pieces: Iterable[tuple[int, int]]) -> int:
     """The CRC-32 of consecutive runs of bytes, each given as (CRC-32, length in bytes)."""
     total = 0
     for crc, nbytes in pieces:
-        total = combine(total, crc, nbytes)
+        total = crc32_combine(total, crc, nbytes)
     return total
 
 
@@ -71,35 +54,6 @@ def crc32_of_file(path: Path) -> int:
         while count := stream.readinto(buffer):
             total = crc32(memoryview(buffer)[:count], total)
     return total
-
-
-@functools.cache
-def _shift_tables(nbytes: int) -> tuple[tuple[int, ...], ...]:
-    """Tables of the CRC after `nbytes` zero bytes, a power of two: for each byte of a CRC, lowest first, by its value.
-
-    Multiplication is linear, so the result for a CRC is the exclusive or of the entries of its bytes.
-    """
-    power = _X8
-    for _ in range(nbytes.bit_length() - 1):
-        power = _multiply(power, power)
-    tables = []
-    for byte in range(4):
-        table = [0]
-        for bit in range(8):
-            of_bit = _multiply(power, 1 << 8 * byte + bit)
-            table += [value ^ of_bit for value in table]
-        tables.append(tuple(table))
-    return tuple(tables)
-
-
-def _multiply(a: int, b: int) -> int:
-    product = 0
-    while a:
-        if a & _ONE:
-            product ^= b
-        a = (a << 1) & 0xFFFFFFFF
-        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
-    return product
 
 
 BLOCK_BYTES = 128 << 10
@@ -167,7 +121,7 @@ def block_sums(runs: Iterable[tuple[int, int, int]], starts: Iterable[int]) -> b
         if offset in begins:
             sums.append(crc)
         else:
-            sums[-1] = combine(sums[-1], crc, nbytes)
+            sums[-1] = crc32_combine(sums[-1], crc, nbytes)
     return b"".join(crc.to_bytes(SUM_BYTES, "little") for crc in sums)
 
 
@@ -178,7 +132,7 @@ def sums_of_file(path: Path, starts: Sequence[int]) -> tuple[int, bytes]:
         for nbytes in lengths_of(starts, path.stat().st_size):
             count = file.readinto(buffer[:nbytes])
             crc = crc32(buffer[:count])
-            whole = combine(whole, crc, count)
+            whole = crc32_combine(whole, crc, count)
             sums += crc.to_bytes(SUM_BYTES, "little")
     return whole, bytes(sums)
 

@@ -220,7 +220,7 @@ def resolve_name(name: str) -> str:
         return name
     if path.is_file():
         return str(_folder_of(path))
-    if (path.suffix in WEIGHT_SUFFIXES and _is_used_up(path)) or _is_recorded(path):
+    if _is_recorded(path) or (path.suffix in WEIGHT_SUFFIXES and _is_used_up(path)):
         return str(path.parent)
     return name
 
@@ -373,15 +373,10 @@ def _parse_address(name: str, path: str) -> str:
 
 
 def _is_used_up(file: Path) -> bool:
-    """Whether a split next to a file that does not exist has deleted it.
-
-    A finished split records its shards. With any other split the file must belong to what is left of the checkpoint.
-    """
+    """Whether an unfinished split, or one of RabbitLLM 1.1, next to a file that does not exist may have deleted it: the
+    file belongs to what is left of the checkpoint."""
     for folder in file.parent.glob(f"{SPLIT_DIRECTORY}*"):
-        manifest = read_manifest(folder)
-        if manifest is not None and file.name in manifest.source.fingerprints:
-            return True
-        if manifest is None and (is_begun(folder) or is_legacy(folder)):
+        if read_manifest(folder) is None and (is_begun(folder) or is_legacy(folder)):
             try:
                 entry = entry_in(file.parent)
             except CheckpointNotFoundError:  # nothing is left

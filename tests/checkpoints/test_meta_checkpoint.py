@@ -155,7 +155,7 @@ def ranks() -> bytes:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train([str(path) for path in CORPUS], trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet))
-    letters = {letter: byte for byte, letter in enumerate(meta_checkpoint._byte_letters())}
+    letters = {letter: byte for byte, letter in enumerate(meta_checkpoint.byte_letters())}
     ordered = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     tokens = [bytes(letters[letter] for letter in text) for text, _ in ordered]
     return b"".join(base64.b64encode(token) + f" {rank}\n".encode() for rank, token in enumerate(tokens))

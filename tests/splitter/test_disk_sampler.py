@@ -55,7 +55,7 @@ def test_too_little_free_space_is_reported_at_once(tmp_path: Path) -> None:
     with DiskSampler(tmp_path, min_free, interval=1000) as watch, pytest.raises(DiskFullError) as full:
         watch.check()
     assert isinstance(full.value, SplitError)
-    assert watch.peaks.min_free_bytes < min_free
+    assert watch.min_free_bytes < min_free
     assert full.value.problem.startswith("Only ")  # other processes may free and take some meanwhile
     assert full.value.problem.endswith(
         f" were free at {tmp_path}, less than min_free_disk ({size(min_free)}). "
@@ -72,10 +72,10 @@ def test_free_space_that_runs_out_during_the_split(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: real._replace(free=10 * MB - file.stat().st_size))
     with DiskSampler(tmp_path, 6 * MB, SHORT) as watch:
         os.truncate(file, 4 * MB)
-        wait_until(lambda: watch.peaks.min_free_bytes == 6 * MB)
+        wait_until(lambda: watch.min_free_bytes == 6 * MB)
         watch.check()
         os.truncate(file, 4 * MB + 1)
-        wait_until(lambda: watch.peaks.min_free_bytes < 6 * MB)
+        wait_until(lambda: watch.min_free_bytes < 6 * MB)
         with pytest.raises(DiskFullError):
             watch.check()
         os.truncate(file, 0)
@@ -96,7 +96,7 @@ def test_missing_folder(tmp_path: Path) -> None:
             watch.check()
         folder.mkdir(parents=True)
         (folder / "layer").write_bytes(bytes(MB))
-    assert watch.peaks.disk_bytes == on_disk(folder) >= MB
+    assert watch.max_disk_bytes == on_disk(folder) >= MB
 
 
 # Peaks
@@ -109,10 +109,10 @@ def test_disk_peak_is_the_largest_sample(tmp_path: Path) -> None:
         (tmp_path / "layer").write_bytes(bytes(3 * MB))
         staged.write_bytes(bytes(5 * MB))
         peak = on_disk(tmp_path)
-        wait_until(lambda: watch.peaks.disk_bytes >= peak)
+        wait_until(lambda: watch.max_disk_bytes >= peak)
         staged.unlink()
         wait_until(lambda: disk_bytes(tmp_path) < 4 * MB)
-    assert watch.peaks.disk_bytes == peak
+    assert watch.max_disk_bytes == peak
 
 
 def test_disk_is_counted_in_blocks(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_peak_of_memory(tmp_path: Path) -> None:
 def check_peak_of_memory(tmp_path: Path) -> None:
     with DiskSampler(tmp_path, 0, SHORT) as watch:
         block = bytearray(os.urandom(64 * MB))
-        wait_until(lambda: watch.peaks.anonymous_bytes >= 60 * MB)
+        wait_until(lambda: watch.anonymous_bytes >= 60 * MB)
         del block
-    assert 60 * MB <= watch.peaks.anonymous_bytes < 160 * MB  # urandom's own bytes lived at the same time for a moment
+    assert 60 * MB <= watch.anonymous_bytes < 160 * MB  # urandom's own bytes lived at the same time for a moment
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells pages of files from others")
@@ -147,7 +147,7 @@ def test_mapped_pages_do_not_count_as_memory(tmp_path: Path) -> None:
     ):
         assert sum(mapped[offset] for offset in range(0, len(mapped), 4096)) > 0
         time.sleep(5 * SHORT)
-    assert watch.peaks.anonymous_bytes < 32 * MB
+    assert watch.anonymous_bytes < 32 * MB
 
 
 def test_memory_counts_from_the_start(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_memory_counts_from_the_start(tmp_path: Path) -> None:
     with DiskSampler(tmp_path, 0, SHORT) as watch:
         time.sleep(5 * SHORT)
     assert len(before) == 64 * MB
-    assert 0 <= watch.peaks.anonymous_bytes < 32 * MB
+    assert 0 <= watch.anonymous_bytes < 32 * MB
 
 
 # The thread
@@ -185,7 +185,7 @@ def test_folder_that_is_removed_meanwhile(tmp_path: Path) -> None:
             time.sleep(3 * SHORT)
             folder.mkdir()
             (folder / "layer").write_bytes(bytes(2 * MB))
-            wait_until(lambda: watch.peaks.disk_bytes >= 2 * MB)
+            wait_until(lambda: watch.max_disk_bytes >= 2 * MB)
         shutil.rmtree(folder)
 
 
@@ -232,4 +232,4 @@ def check_sampling_without_a_free_descriptor(tmp_path: Path) -> None:
         watch._thread.join(50 * SHORT)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         (tmp_path / "layer").write_bytes(bytes(MB))
-        wait_until(lambda: watch.peaks.disk_bytes >= MB)
+        wait_until(lambda: watch.max_disk_bytes >= MB)
