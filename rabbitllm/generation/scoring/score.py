@@ -356,7 +356,8 @@ def _kept_states(model: StreamedModel, batch: MicroBatch) -> Iterator[tuple[Scor
     """Compute a micro-batch; yield each text's rows that predict its targets, for logits inside the context."""
     kept: list[torch.Tensor] = []
     forward, count = ScoringForward(model, keep=lambda _, states: kept.append(states.clone())), len(batch.tasks)
-    with BUILDING.a_pass(), forward.installed(), model.joint_pass(PassInput(count, batch.length, None, None)):
+    # calls of several threads replace the body's call one after the other: each puts back what it found
+    with BUILDING.a_pass(), model.joint_pass(PassInput(count, batch.length, None, None)), forward.installed():
         forward(batch, forward.ids(batch), range(count))
         yield forward, kept
 

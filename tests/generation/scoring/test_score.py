@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ from rabbitllm.generation.scoring.score import (
     ScoringPlan,
     layout_of,
     limits_of,
+    next_logits,
+    token_logprobs,
 )
 from tests.generation.scoring.compared_with_plain import alone, assert_alike, by_index, scored, texts_for
 from tests.support.builders import FAMILIES, SINGLE_NAME, VOCABULARY_SIZE, Family, build_checkpoint, read_tensors
@@ -290,6 +293,54 @@ def test_an_aborted_pass_leaves_no_state(
     ids = torch.tensor([[3, 4, 5, 6]])
     assert torch.equal(model(ids).logits, plain(ids).logits)
     assert_alike(scored(model, texts_for(), room), [alone(plain, text) for text in texts_for()])
+
+
+class _Awaited:
+    """The lock of a pass, and whether another thread than the one that has it wants it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.is_wanted = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.is_wanted.set()
+            self._lock.acquire()
+
+    def __exit__(self, *args: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["next_logits", "token_logprobs"])
+@pytest.mark.parametrize("second", [False, True], ids=["next_logits", "token_logprobs"])
+def test_threads_that_ask_at_the_same_time(split_folder: Path, plain: Any, first: bool, second: bool) -> None:
+    """As requests of a server do: the second comes while the first computes, and ends after it."""
+    model = load(split_folder, STREAMED)
+    expected = plain(torch.tensor([[3, 4, 5, 6]])).logits[0].log_softmax(-1).detach()
+    lock = model.streamer.pass_lock = _Awaited(model.streamer.pass_lock)
+    found: list[tuple[bool, Any]] = []
+
+    def ask(of_all: bool) -> None:
+        found.append((of_all, token_logprobs(model, [3, 4, 5, 6], 0) if of_all else next_logits(model, [[3, 4]], [5])))
+
+    later = threading.Thread(target=ask, args=(second,))
+
+    def begin_the_second(*args: Any) -> None:
+        hook.remove()
+        later.start()
+        assert lock.is_wanted.wait(600)
+
+    hook = model.model.layers[0].register_forward_pre_hook(begin_the_second)
+    ask(first)
+    later.join()
+    assert [of_all for of_all, _ in found] == [first, second]
+    for of_all, result in found:
+        if of_all:
+            chances = [token.logprob for token in result[1:]]
+            assert chances == pytest.approx([float(expected[at, at + 4]) for at in range(3)], abs=1e-4)
+        else:
+            torch.testing.assert_close(result[0, 0], plain(torch.tensor([[3, 4]])).logits[0, -1, 5])
+    assert all(module._compiled_call_impl is None for module in model.modules())
 
 
 def test_gradient_mode_is_restored(split_folder: Path) -> None:
