@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
+from types import FunctionType
 from typing import IO, Any
 
 import numba
@@ -106,6 +107,23 @@ def _emit_wide(builder: Any, word: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(word, _I32), ir.Constant(_I32, 16)), ir.FloatType())
 
 
+def _emit_short(builder: Any, value: Any) -> Any:
+    bits = builder.bitcast(value, _I32)
+    odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
+    rounded = builder.add(builder.add(bits, ir.Constant(_I32, 0x7FFF)), odd)
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    whole = builder.select(is_nan, ir.Constant(_I32, 0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(whole, ir.Constant(_I32, 16)), _I16)
+
+
+def _emit_wide_half(builder: Any, word: Any) -> Any:
+    return builder.fpext(builder.bitcast(word, ir.HalfType()), ir.FloatType())
+
+
+def _emit_short_half(builder: Any, value: Any) -> Any:
+    return builder.bitcast(builder.fptrunc(value, ir.HalfType()), _I16)
+
+
 def _pointer(kind: Any, emitted: ir.Type) -> Any:
     """A function for compiled code that makes an address a pointer to values of a kind."""
     return _emitted(
@@ -174,6 +192,13 @@ def _emit_own(builder: Any, value: Any) -> Any:
 
 wide = _emitted(types.float32, types.uint16, _emit_wide)
 """The float32 of a bfloat16, given as the word of its bits."""
+shortened = _emitted(types.uint16, types.float32, _emit_short)
+"""The bits of the bfloat16 nearest to a float32, ties to even."""
+_IN_FLOAT16 = {
+    wide: _emitted(types.float32, types.uint16, _emit_wide_half),
+    shortened: _emitted(types.uint16, types.float32, _emit_short_half),
+}
+"""The same of float16."""
 float_of = _emitted(
     types.float32, types.int64, lambda builder, bits: builder.bitcast(builder.trunc(bits, _I32), ir.FloatType())
 )
@@ -222,6 +247,30 @@ inner: Any = functools.partial(compiled, **_WITHOUT_ENTRIES)
 sixth of the time. Python must not call one."""
 helper: Any = functools.partial(numba.njit, nogil=True, **_WITHOUT_ENTRIES)
 """The same with options of numba, and not cached by itself."""
+
+
+@functools.cache
+def in_float16(function: Any) -> Any:
+    """The function that computes with float16 where a compiled one computes with bfloat16: what it calls is replaced,
+    down to `wide` and `shortened`. The same function if it calls neither."""
+    if type(function) is type(wide):
+        return _IN_FLOAT16.get(function, function)
+    own = getattr(function, "py_func", function)
+    values, changed = own.__globals__, dict[str, Any]()
+    for name in values.keys() & {*own.__code__.co_names}:
+        is_compiled = hasattr(values[name], "py_func") or type(values[name]) is type(wide)
+        if is_compiled and (value := in_float16(values[name])) is not values[name]:
+            changed[name] = value
+    if not changed:
+        return function
+    name = f"{own.__name__}_in_float16"
+    copied = FunctionType(own.__code__, {**own.__globals__, **changed}, name, own.__defaults__, own.__closure__)
+    copied.__qualname__ = name
+    if own is function:
+        return copied
+    options = {**function.targetoptions}
+    del options["nopython"]  # which njit adds
+    return numba.njit(**options)(copied)
 
 
 def c_function(signature: Any, function: Any) -> Any:

@@ -29,6 +29,8 @@ OWN, STEPS, SCRATCH, BEGIN, ASKED, FIRST = 0, 4, 7, 8, 9, 10
 """The words of a program with its own address, the number of its functions, that of the scratch memory, the function
 that a call begins with, that of the steps of Python, and the first address of a call. A function that sets the second
 to 0 is the last one."""
+HALVES = torch.bfloat16, torch.float16
+"""The dtypes that a program may compute with."""
 KEPT_BYTES = 1 << 20
 """Bytes of scratch memory that a thread keeps for its next call."""
 _ALIGNMENT = 64
@@ -44,22 +46,26 @@ class Program:
 
     Each gets the address of int64s, of which the first is that address itself.
 
+    Args:
+        addresses: how many.
+        dtype: of `HALVES`: what they compute with where they are written for bfloat16.
+
     Attributes:
         ends: how many functions there were at the end of each `passing`.
     """
 
-    def __init__(self, addresses: int) -> None:
-        self._addresses = addresses
+    def __init__(self, addresses: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._addresses, self._dtype = addresses, dtype
         self._nbytes = self._used = 0
         self._steps: list[tuple[Callable[..., None] | None, Words, int]] = []
         self._words: array[int] | None = None
         self.ends = list[int]()
 
     @classmethod
-    def of(cls, add: Callable[..., None], addresses: int, *form: Any) -> Program:
+    def of(cls, add: Callable[..., None], addresses: int, *form: Any, dtype: torch.dtype = torch.bfloat16) -> Program:
         """The program to which a function adds its steps, which is given it, the places of a call's addresses, and a
         form."""
-        program = cls(addresses)
+        program = cls(addresses, dtype)
         add(program, *map(program.address, range(addresses)), *form)
         return program
 
@@ -88,6 +94,12 @@ class Program:
     def add(self, function: Callable[..., None], words: Words, threads: int = 1) -> None:
         """Add a function, which is compiled, the int64s after the first that it gets, and how many threads call it."""
         self._steps.append((function, words, threads))
+
+    def compiled(self, function: Callable[..., None]) -> int:
+        """The address of a function, compiled for the dtype."""
+        from rabbitllm.base.compiling import address_of, in_float16  # numba comes with it
+
+        return address_of(in_float16(function) if self._dtype is torch.float16 else function)
 
     def ask(self) -> None:
         """Add a step of Python: the next value of the iterator that a call is given, which calls no program."""
@@ -119,8 +131,6 @@ class Program:
 
     def _joined(self) -> array[int]:
         """All words: those of `parts.run_program`, the addresses of a call, places, functions, and their words."""
-        from rabbitllm.base.compiling import address_of  # numba comes with it
-
         begin = FIRST + self._addresses
         count = sum(2 + (own is None) + sum(isinstance(word, tuple) for word in step) for own, step, _ in self._steps)
         of_calls = begin + 3 * count
@@ -131,7 +141,7 @@ class Program:
             places += [of_calls + len(calls) + 1, *place]
             if function is None:
                 places += [of_calls + len(calls), ASKED, 0]
-            calls += [0 if function is None else address_of(function), 0, threads]
+            calls += [0 if function is None else self.compiled(function), 0, threads]
             for word in (place, *step):
                 if isinstance(word, tuple):
                     places += [first + len(words), *word]
@@ -151,11 +161,11 @@ class Programs(dict[tuple[Any, ...], Program]):
     LIMIT = 64
     """Each number of rows is another form: a server would keep thousands."""
 
-    def of(self, add: Callable[..., None], addresses: int, *form: Any) -> Program:
+    def of(self, add: Callable[..., None], addresses: int, *form: Any, dtype: torch.dtype = torch.bfloat16) -> Program:
         """As `Program.of`, for as many threads as there are now; made again if it is none of the last ones."""
-        key = torch.get_num_threads(), addresses, *form
+        key = torch.get_num_threads(), addresses, dtype, *form
         if (program := self.pop(key, None)) is None:
-            program = Program.of(add, addresses, *form)
+            program = Program.of(add, addresses, *form, dtype=dtype)
             for oldest in [*self][: 1 - self.LIMIT or None]:
                 self.pop(oldest, None)  # another thread may have taken it
         self[key] = program

@@ -33,7 +33,7 @@ from rabbitllm.engine._mixtures import MixtureCall, mixture_call
 from rabbitllm.engine._norms import NormForm, norm_form, with_weight
 from rabbitllm.engine._recurrences import delta_form
 from rabbitllm.engine._rotary import rotating_forward
-from rabbitllm.engine._siblings import fused_weight, has_hooks, is_plain, plain_weights
+from rabbitllm.engine._siblings import dtype_of, fused_weight, has_hooks, is_plain, plain_weights
 from rabbitllm.engine.kv_room import CACHED, NEVER, angles_change_after, cached, updated
 from rabbitllm.engine.row_attention import add_attention
 from rabbitllm.engine.transformers_api import DynamicIndexedLayer, attends_by, function_tables, keeps_outputs
@@ -58,8 +58,6 @@ MIXERS = "self_attn", "linear_attn"
 _ORDINARY = (torch.Tensor, nn.Parameter)
 _MULTIPLE = 32
 """Width of heads in steps."""
-_TOLERANCE = 1 / 128
-"""Maximum error of attention relative to the norm: two roundings to bfloat16, and another order of sums."""
 _PAST = 37
 """Tokens in the cache of a trial."""
 _CHOSEN = 2
@@ -100,8 +98,8 @@ class _AttentionForm:
     """The form of an attention: heads of queries and of keys, their width and how much of it is rotated, the
     norms, the names of its Linears, whether the first one also computes a gate beside each head of
     queries, whose sigmoid multiplies what was attended to, whether each head of queries has a sink, the score of
-    attending to no token, whether angles are those of one half of what is rotated, and the index that chooses
-    tokens."""
+    attending to no token, whether angles are those of one half of what is rotated, the index that chooses
+    tokens, and the dtype of all."""
 
     queries: int
     keys: int
@@ -114,6 +112,7 @@ class _AttentionForm:
     has_sinks: bool = False
     is_halved: bool = False
     index: IndexForm | None = None
+    dtype: torch.dtype = torch.bfloat16
     is_recurrent = False
 
     @property
@@ -154,7 +153,7 @@ class _AttentionForm:
     @functools.cached_property
     def heads_like(self) -> torch.Tensor:
         """A tensor like that of all heads, of one element: `torch.empty` takes twice the time of `torch.empty_like`."""
-        return torch.empty((), dtype=torch.bfloat16, device="cpu").expand(1, self.total, 1, self.width)
+        return torch.empty((), dtype=self.dtype, device="cpu").expand(1, self.total, 1, self.width)
 
     def is_of(self, module: Any) -> bool:
         """Whether a module still has it, and its class computes what we do."""
@@ -170,7 +169,7 @@ class _AttentionForm:
 
     def between(self, module: Any, cache: Any, heads: torch.Tensor) -> tuple[Sequence[Any], Sequence[int]]:
         """All keys and values, after those of a token are in its cache, and the addresses of a row."""
-        pair = tuple(map(_plain, updated(cache, *self.split(heads), module.layer_idx)))
+        pair = [_plain(each, self.dtype) for each in updated(cache, *self.split(heads), module.layer_idx)]
         return pair, cached(*pair)
 
     def add_first(self, program: Program, at: LayerPlaces, own: Sequence[Place]) -> None:
@@ -249,9 +248,9 @@ class _AttentionForm:
 _Form: TypeAlias = _AttentionForm | DeltaForm
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """What a cache returns, in bfloat16, and without gaps between the values of a token."""
-    return tensor if tensor.dtype is torch.bfloat16 and tensor.stride(3) == 1 else tensor.bfloat16().contiguous()
+def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a cache returns, in a dtype, and without gaps between the values of a token."""
+    return tensor if tensor.dtype is dtype and tensor.stride(3) == 1 else tensor.to(dtype).contiguous()
 
 
 class LayerCalls:
@@ -300,7 +299,8 @@ class LayerCalls:
         self._mlp = None if act is None else OneCall(act, of_mlp)
         self.calls_mlp = bool(around) and self._mlp is None
         is_fit = last.form.shape[0] == self.columns and (self._mlp is None or self._mlp.is_for(1))
-        self._products = [product for product in products if product is not None and is_fit]
+        is_fit = is_fit and (act is None or act[0] is form.dtype)
+        self._products = [each for each in products if each is not None and each.is_for(form.dtype) and is_fit]
         self._programs = dict[int, tuple[Program, Program, MixtureCall | None]]()
         self.alone = Programs()
 
@@ -317,7 +317,8 @@ class LayerCalls:
                 at = LayerPlaces._make([*places[:_HEAD], places[_HEAD:count], count, 1])
                 self._add_before(program, at) if len(places) == count else self._add_after(program, at, mixture)
 
-            kept = self._programs[threads] = Program.of(add, count), Program.of(add, count + self.form.words), mixture
+            first, last = (Program.of(add, words, dtype=self.form.dtype) for words in (count, count + self.form.words))
+            kept = self._programs[threads] = first, last, mixture
         return kept
 
     def can_add(self, rows: int = 1) -> bool:
@@ -369,7 +370,7 @@ class LayerCalls:
             if is_biased:
                 sums.append([results[-1], others.pop(0), place, count, rows])
             place = place[0], place[1] + nbytes
-        self._products[0].add_to(program, rows, torch.bfloat16, source, results)
+        self._products[0].add_to(program, rows, self.form.dtype, source, results)
         for words in sums:
             program.add(_layer_kernels.add_bias, words)
         self.form.add_first(program, at, others)
@@ -384,7 +385,7 @@ class LayerCalls:
         own = at.weights[sum(self._biased) : self.before - bool(self._around)]
         self.form.add_last(program, at, own, attended)
         sums = program.room(4 * rows * columns) if self._adds_last else product
-        self._products[1].add_to(program, rows, torch.bfloat16, attended, [sums])
+        self._products[1].add_to(program, rows, self.form.dtype, attended, [sums])
         if self._adds_last:
             program.add(_layer_kernels.add_bias, [sums, at.weights[-1], product, columns, rows])
         of_norms = at.weights[self.before : len(at.weights) - self._adds_last]
@@ -540,7 +541,10 @@ def _form_of(module: Any) -> _AttentionForm | None:
         return None
     share = rope.get("partial_rotary_factor", 1.0)
     numbers = queries // width, keys // width, width, int(width * share), scaling
-    form = _AttentionForm(*numbers, of_norms, names, is_gated, sinks is not None)
+    dtype = dtype_of(linears[0]._parameters.get("weight"))
+    form = _AttentionForm(*numbers, of_norms, names, is_gated, sinks is not None, dtype=dtype)
+    if dtype is not torch.bfloat16 and (is_gated or sinks is not None or index is not None):
+        return None
     if form.outputs != sizes or index is None:
         return form if form.outputs == sizes else None
     return replace(form, linears=(*names[:-1], f"{INDEXER}.{LINEAR}", names[-1]), index=index)
@@ -596,7 +600,7 @@ def _step(
     mixture = mixture_call(layer.mlp) if calls.calls_mlp else None
     arrays = None if mixture is None else mixture.arrays(x)
     programs = calls.programs(mixture if arrays is not None else None)
-    if programs is None or x.shape[-1] != calls.columns or not are_rows(weights, calls.sizes):
+    if programs is None or x.shape[-1] != calls.columns or not are_rows(weights, calls.sizes, form.dtype):
         return None
     heads, out = torch.empty_like(form.heads_like), torch.empty_like(x)
     normed = torch.empty_like(x) if calls.calls_mlp else out
@@ -620,9 +624,9 @@ def _step(
 
 def is_step(form: _Form, x: Any, angles: Any, mask: Any, rows: int = 1) -> bool:
     """Whether so many rows are given, and a mask that hides nothing."""
-    if not is_plain(x) or x.shape[:-1] != (1, rows) or type(angles) is not tuple or len(angles) != 2:
+    if not is_plain(x, form.dtype) or x.shape[:-1] != (1, rows) or type(angles) is not tuple or len(angles) != 2:
         return False
-    if form.angles is not None and not are_rows(angles, [rows * form.angles] * 2):
+    if form.angles is not None and not are_rows(angles, [rows * form.angles] * 2, form.dtype):
         return False
     return hides_nothing(mask, is_added=bool(form.parameters))  # as `eager` does
 
@@ -695,10 +699,10 @@ def _prepared(form: _Form, module: Any, layer: Any) -> LayerCalls | None:
     return calls
 
 
-def are_rows(tensors: Iterable[Any], sizes: Iterable[int]) -> bool:
-    """Whether tensors have so many values of bfloat16 that are plainly in memory."""
+def are_rows(tensors: Iterable[Any], sizes: Iterable[int], dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether tensors have so many values of a dtype that are plainly in memory."""
     for tensor, size in zip(tensors, sizes, strict=True):
-        if type(tensor) not in _ORDINARY or tensor.dtype is not torch.bfloat16 or not tensor.is_cpu:
+        if type(tensor) not in _ORDINARY or tensor.dtype is not dtype or not tensor.is_cpu:
             return False
         if not tensor.is_contiguous() or tensor.numel() != size:
             return False
@@ -709,7 +713,7 @@ class _Past:
     """A cache with the keys and values of some tokens, which notes those that are added."""
 
     def __init__(self, form: _AttentionForm, random: RandomTensors) -> None:
-        self._past = [random.normal(1, form.keys, _PAST, form.width) for _ in range(2)]
+        self._past = [random.normal(1, form.keys, _PAST, form.width, dtype=form.dtype) for _ in range(2)]
         self.added: tuple[torch.Tensor, ...] = ()
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **named: Any) -> tuple[torch.Tensor, ...]:
@@ -722,6 +726,11 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result.float() - expected.float()).norm() / expected.float().norm())
 
 
+def _tolerance(form: _AttentionForm) -> float:
+    """Maximum error of attention relative to the norm: two roundings, and another order of sums."""
+    return torch.finfo(form.dtype).eps
+
+
 def _is_alike(module: Any, form: _AttentionForm) -> bool:
     """Whether a module's class has the same keys and values, and nearly the same attention, with other products."""
     parameters = inspect.signature(type(module).forward).parameters
@@ -730,10 +739,10 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
         return False
     if form.index is not None:
         return _chooses_alike(module, form, form.index, name_of_cache)
-    random = RandomTensors()
-    x, past = torch.zeros(1, 1, form.width, dtype=torch.bfloat16, device="cpu"), _Past(form, random)
-    cos, sin = (random.normal(1, 1, form.angles) for _ in range(2))
-    weights = [random.positive(form.width) for _ in form.norms]
+    random, dtype = RandomTensors(), form.dtype
+    x, past = torch.zeros(1, 1, form.width, dtype=dtype, device="cpu"), _Past(form, random)
+    cos, sin = (random.normal(1, 1, form.angles, dtype=dtype) for _ in range(2))
+    weights = [random.positive(form.width, dtype=dtype) for _ in form.norms]
     sinks = random.normal(form.queries) + 3
     of_none = sinks.data_ptr() if form.has_sinks else 0
     parts: dict[str, Any] = {"o_proj": lambda value: value}
@@ -741,9 +750,10 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
         parts[name] = with_weight(module._modules[name], weight)
     own = {name: nn.Parameter(sinks) for name in form.parameters}
     like = trial_of(module, _modules=parts, _parameters=own, training=False)
+    tolerance = _tolerance(form)
     # scores of `eager` are rounded, too
     for scale in (1, 1) if form.has_sinks else (1, 4):
-        heads = random.normal(1, form.total, 1, form.width) * scale
+        heads = random.normal(1, form.total, 1, form.width, dtype=dtype) * scale
         of_linears = torch.split(heads, [count // form.width for count in form.outputs], 1)
         for name, part in zip(form.linears, of_linears, strict=False):
             row = part.reshape(1, 1, -1).clone()
@@ -753,15 +763,19 @@ def _is_alike(module: Any, form: _AttentionForm) -> bool:
         if type(result) is not tuple:
             return False
         expected, added = result[0], past.added
-        before = Program.of(lambda to, *at: form.add_rotation(to, at[0], at[1], at[2], at[3:]), 3 + len(weights))
+        before = Program.of(
+            lambda to, *at: form.add_rotation(to, at[0], at[1], at[2], at[3:]), 3 + len(weights), dtype=dtype
+        )
         before(*[tensor.data_ptr() for tensor in (heads, cos, sin, *weights)])
         if not all(map(torch.equal, added, form.split(heads))):
             return False
-        after = Program.of(lambda to, x, out, *_: form.add_attention(to, x, out, 2, 1, of_none), 2 + CACHED)
-        out = torch.empty(1, 1, form.queries * form.width, dtype=torch.bfloat16, device="cpu")
+        after = Program.of(
+            lambda to, x, out, *_: form.add_attention(to, x, out, 2, 1, of_none), 2 + CACHED, dtype=dtype
+        )
+        out = torch.empty(1, 1, form.queries * form.width, dtype=dtype, device="cpu")
         keys, values = past.update(*form.split(heads))
         after(heads.data_ptr(), out.data_ptr(), *cached(keys, values))
-        if not (out.shape == expected.shape and relative_error(out, expected) < _TOLERANCE * (1 + form.has_sinks)):
+        if not (out.shape == expected.shape and relative_error(out, expected) < tolerance * (1 + form.has_sinks)):
             return False
     return True
 
@@ -812,6 +826,6 @@ def _chooses_alike(module: Any, form: _AttentionForm, index: IndexForm, name_of_
         first, second = ([layer.keys, layer.values, layer.indexer_keys] for cache in caches for layer in cache.layers)
         if result[0].shape != out.shape or not all(map(torch.equal, first, second)):
             return False
-        if not relative_error(out, result[0]) < _TOLERANCE:
+        if not relative_error(out, result[0]) < _tolerance(form):
             return False
     return True

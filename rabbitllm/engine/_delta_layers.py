@@ -53,6 +53,7 @@ class DeltaForm:
     norm: NormForm
     products: tuple[str, ...]
     is_recurrent = True
+    dtype = torch.bfloat16
     parameters = ()
     angles = index = None
     words = 3
@@ -255,7 +256,7 @@ def _add(program: Program, *arguments: Any) -> None:
     program.add(kernels.look_up, [table_of(form.activation).data_ptr(), mixed, queries, form.channels])
     program.add(kernels.look_up, [table.data_ptr(), b, betas, form.heads])
     norm, ones = NormForm(form.norm.lanes, _EPSILON), _ones(form.rows).data_ptr()
-    norm.add_to(program, form.rows, queries, ones, queries, 2 * form.keys, is_bfloat=False, is_mean=False)
+    norm.add_to(program, form.rows, queries, ones, queries, 2 * form.keys, is_half=False, is_mean=False)
     program.add(kernels.divide, [queries, count, float_bits(form.rows**0.5)])
     sizes = 1, 1, form.heads, form.heads // form.keys, form.rows, form.columns, 0
     words: Words = [*sizes, state, queries, keys, values, decays, betas, result]

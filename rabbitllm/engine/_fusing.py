@@ -230,9 +230,10 @@ class Watch:
         within: Sequence[Watch] = (),
         always: Iterable[Callable[[], bool]] = (),
     ) -> None:
-        listed, hooks = list(facts), list[Any]()
+        listed, hooks, own = list(facts), list[Any](), list(always)
         for parent, name in parts:
-            part = parent._modules[name]
+            part, rounding = parent._modules[name], vars(parent._modules[name]).get(ROUNDING)
+            own += [] if rounding is None else rounding.watches(part)
             listed += [(parent._modules, name), *own_facts(part), *_class_facts(parent)]
             hooks += [part._forward_hooks, part._forward_pre_hooks]
         true = {(id(table), name): (table, name) for table, name in listed}.values()
@@ -252,7 +253,7 @@ class Watch:
         self.plain = [(table, matrix) for table, matrix in matrices if type(matrix) is PlainMatrix]
         self.plain += itertools.chain(*(watch.plain for watch in within))
         self._in_place: tuple[list[Any], list[Any]] = [], []
-        self.always: list[Callable[[], bool]] = [*always, *itertools.chain(*(watch.always for watch in within))]
+        self.always: list[Callable[[], bool]] = [*own, *itertools.chain(*(watch.always for watch in within))]
         self._is_same = remembered(self.are_true, self.dicts)
 
     def holds(self) -> bool:

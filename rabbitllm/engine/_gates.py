@@ -2,7 +2,8 @@
 
 Of an expert for all tokens of a mixture, the call also multiplies that by its gate, and adds the chosen experts.
 
-bfloat16 has 65,536 values, so an activation is a table of its results, which the activation itself computes.
+bfloat16 and float16 have 65,536 values, so an activation is a table of its results, which the activation itself
+computes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 from rabbitllm.base.programs import Place, Program, Programs
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import class_result, form_in, fuse, is_result, threads_for, trial_of
-from rabbitllm.engine._siblings import FusedWeight, has_hooks, is_plain, plain_weights
+from rabbitllm.engine._siblings import FusedWeight, dtype_of, has_hooks, is_plain, plain_weights
 from rabbitllm.engine.transformers_api import ACT2FN
 from rabbitllm.quant.joint import JointProduct
 
@@ -31,9 +32,9 @@ _PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn"), ("gate_up_proj", "down
 _OF_ANY = frozenset({*vars(nn.Module()), "_is_hf_initialized"})
 """Attributes of any module; transformers sets the last one."""
 _WITHOUT_STATE = int, float, str, FunctionType, BuiltinFunctionType
-ActKind: TypeAlias = tuple[object, ...]
+ActKind: TypeAlias = tuple[Any, ...]
 _tables = dict[ActKind, torch.Tensor]()
-"""`act_kind` -> results for every number of bfloat16."""
+"""`act_kind` -> results for every number of its dtype."""
 
 
 def fuse_gates(model: nn.Module) -> int:
@@ -49,7 +50,8 @@ def fuse_gates(model: nn.Module) -> int:
 
 def _form_of(module: nn.Module) -> ActKind | None:
     names = names_in(module)
-    return act_kind(module._modules[names[-1]]) if names else None
+    parts: Any = [module._modules[name] for name in names]
+    return act_kind(parts[-1], dtype_of(parts[0]._parameters.get("weight"))) if names else None
 
 
 def names_in(module: nn.Module) -> tuple[str, ...]:
@@ -57,14 +59,14 @@ def names_in(module: nn.Module) -> tuple[str, ...]:
     return next((names for names in _PARTS if module._modules.keys() == {*names}), ())
 
 
-def act_kind(act: nn.Module | None) -> ActKind | None:
-    """What says all of what an activation computes: its class, with its forward, and its functions and numbers; None if
-    more does."""
+def act_kind(act: nn.Module | None, dtype: torch.dtype = torch.bfloat16) -> ActKind | None:
+    """What says all of what an activation computes: the dtype, its class, with its forward, and its functions and
+    numbers; None if more does."""
     if act is None or act._parameters or act._buffers or act._modules:
         return None
     if not _takes_one(type(act).forward):
         return None
-    kind: list[object] = [type(act), type(act).forward]
+    kind: list[object] = [dtype, type(act), type(act).forward]
     for name, value in vars(act).items():
         if name in _OF_ANY:
             continue
@@ -83,20 +85,20 @@ def _takes_one(forward: Callable[..., Any]) -> bool:
     return len(inspect.signature(forward).parameters) == 2
 
 
-def every_bfloat() -> torch.Tensor:
-    """Every number of bfloat16, in the order of its bits."""
-    return torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
+def every_half(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Every number of bfloat16, or of float16, in the order of its bits."""
+    return torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype)
 
 
 @functools.cache
 def table_of(activation: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The results of an activation, by transformers' name, for every number of bfloat16, computed in this dtype."""
-    table: torch.Tensor = ACT2FN[activation](every_bfloat().to(dtype))
+    table: torch.Tensor = ACT2FN[activation](every_half().to(dtype))
     return table
 
 
 def add_gate(program: Program, gate: Place, up: Place, out: Place, act: ActKind, count: int, threads: int = 1) -> None:
-    """Add `act(gate) * up` to a program; `gated` has computed an activation of this kind."""
+    """Add `act(gate) * up` to a program of the dtype; `gated` has computed an activation of this kind."""
     from rabbitllm.engine import _layer_kernels  # numba comes with it
 
     program.add(_layer_kernels.gate, [_tables[act].data_ptr(), gate, up, out, count], threads)
@@ -119,6 +121,7 @@ class OneCall:
 
     def __init__(self, act: ActKind, matrices: Sequence[Any]) -> None:
         self.matrices, self.act = matrices, act
+        self._dtype: Any = act[0]
         *first, down = matrices
         columns, self._width = down.form.shape
         of_input, of_product = JointProduct.of(first, [False] * len(first)), JointProduct.of([down], [False])
@@ -126,6 +129,7 @@ class OneCall:
         self._most = 0
         self._programs = Programs()
         is_fit = sum(matrix.form.shape[0] for matrix in first) == 2 * self._width and first[0].form.shape[1] == columns
+        is_fit = is_fit and all(each is not None and each.is_for(self._dtype) for each in (of_input, of_product))
         if of_input is not None and of_product is not None and is_fit:
             self._products = of_input, of_product
             self._most = min(of_input.max_inputs, of_product.max_inputs)
@@ -140,7 +144,7 @@ class OneCall:
         return self._run(self._add_shared, len(x), x, gates, others)
 
     def _run(self, add: Callable[..., None], rows: int, *tensors: torch.Tensor) -> torch.Tensor:
-        program, out = self._programs.of(add, len(tensors) + 1, rows), torch.empty_like(tensors[0])
+        program, out = self._programs.of(add, len(tensors) + 1, rows, dtype=self._dtype), torch.empty_like(tensors[0])
         program(*[tensor.data_ptr() for tensor in (*tensors, out)])
         return out
 
@@ -149,7 +153,7 @@ class OneCall:
         count = rows * self._width
         if self._products is None or rows > self._most or self._width % MULTIPLE or count <= 0:
             return False
-        return x is None or all(product.takes(x, rows) for product in self._products)
+        return x is None or (x.dtype is self._dtype and all(product.takes(x, rows) for product in self._products))
 
     def add_to(self, program: Program, x: Place, out: Place, rows: int) -> None:
         """Add it to a program, for rows at a place."""
@@ -159,12 +163,12 @@ class OneCall:
         both, product = program.room(4 * count), program.room(2 * count)
         gate, up = both, (both[0], both[1] + 2 * count)
         if len(of_input.matrices) == 2:
-            of_input.add_to(program, rows, torch.bfloat16, x, [gate, up])
+            of_input.add_to(program, rows, self._dtype, x, [gate, up])
             add_gate(program, gate, up, product, self.act, count, threads_for(count))
         else:
-            of_input.add_to(program, rows, torch.bfloat16, x, [both])
+            of_input.add_to(program, rows, self._dtype, x, [both])
             add_gates_of_rows(program, self.act, both, product, rows, self._width)
-        of_product.add_to(program, rows, torch.bfloat16, product, [out])
+        of_product.add_to(program, rows, self._dtype, product, [out])
 
     def _add_shared(self, program: Program, x: Place, gates: Place, others: Place, out: Place, rows: int) -> None:
         columns: int = self.matrices[-1].form.shape[0]
@@ -183,7 +187,8 @@ def mlp_in(module: Any) -> tuple[ActKind, list[FusedWeight]] | None:
     not now."""
     *linears, name = names_in(module) or ("",)
     act = module._modules.get(name)
-    kind = None if module.training or not is_one_call(module) else act_kind(act)
+    form: ActKind | None = None if module.training else form_in(module, _computed)
+    kind = None if form is None else act_kind(act, form[0])
     if kind is None or kind not in _tables or has_hooks(act):
         return None
     weights = plain_weights(*(module._modules[linear] for linear in linears))
@@ -191,7 +196,7 @@ def mlp_in(module: Any) -> tuple[ActKind, list[FusedWeight]] | None:
 
 
 def _computed(form: ActKind, module: Any, *args: Any, **named: Any) -> torch.Tensor | None:
-    call = call_of(module) if len(args) == 1 and not named and is_plain(args[0]) else None
+    call = call_of(module) if len(args) == 1 and not named and is_plain(args[0], form[0]) else None
     if call is None:
         return None
     if (result := call(args[0])) is None and len(names := names_in(module)) == len(_PARTS[0]):
@@ -214,7 +219,7 @@ def call_of(module: Any) -> OneCall | None:
 @functools.cache
 def sigmoids() -> torch.Tensor | None:
     """Those of all numbers of bfloat16; None if torch computes some otherwise that are no vector."""
-    every = every_bfloat()
+    every = every_half()
     table = torch.sigmoid(every)
     apart = torch.sigmoid(every.repeat_interleave(2)[::2])
     return table if torch.equal(table.nan_to_num(), apart.nan_to_num()) else None
@@ -232,17 +237,17 @@ def add_shared(program: Program, *places: Any) -> None:
 
 def gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """`act(gate) * up`, of tensors without gaps."""
-    if (kind := act_kind(act) or ()) not in _tables:
-        _tables[kind] = act(every_bfloat())
+    if (kind := act_kind(act, gate.dtype) or ()) not in _tables:
+        _tables[kind] = act(every_half(gate.dtype))
     out, count = torch.empty_like(gate), gate.numel()
-    program = Program.of(add_gate, 3, kind, count, threads_for(count))
+    program = Program.of(add_gate, 3, kind, count, threads_for(count), dtype=gate.dtype)
     program(gate.data_ptr(), up.data_ptr(), out.data_ptr())
     return out
 
 
-def has_every_gate(act: Any) -> bool:
-    """Whether an activation has the results of its table for all numbers."""
-    every = every_bfloat()
+def has_every_gate(act: Any, dtype: Any) -> bool:
+    """Whether an activation has the results of its table for all numbers of a dtype."""
+    every = every_half(dtype)
     gates = every[every.isfinite()]
     gates = gates[: len(gates) // MULTIPLE // 4 * MULTIPLE * 4].view(4, -1)
     return all(torch.equal(gated(act, gate, gate), act(gate) * gate) for gate in gates)
@@ -252,18 +257,18 @@ def _has_bits(module: nn.Module, form: ActKind) -> bool:
     """Whether a module has the results of its class, also for all values of its activation."""
     *linears, name = names_in(module)
     act: Any = module._modules[name]
-    random = RandomTensors()
+    random, dtype = RandomTensors(), form[0]
     parts, gates = dict[str, Any](), 2 // (len(linears) - 1)  # of gate and up in a matrix
     for linear in linears:
-        weight = random.normal(MULTIPLE * (gates if linear != linears[-1] else 1), MULTIPLE)
+        weight = random.normal(MULTIPLE * (gates if linear != linears[-1] else 1), MULTIPLE, dtype=dtype)
         parts[linear] = functools.partial(nn.functional.linear, weight=weight)
     *first, down = parts.values()
     like = trial_of(module, _modules={**parts, name: act})
     for rows in (1, 3, 100):
-        x = random.normal(1, rows, MULTIPLE) * 10.0 ** (rows % 3)
+        x = random.normal(1, rows, MULTIPLE, dtype=dtype) * 10.0 ** (rows % 3)
         expected = class_result(like, x)
         gate, up = torch.cat([part(x) for part in first], -1).chunk(2, -1)
         result = down(gated(act, gate.contiguous(), up.contiguous()))
         if not is_result(result, expected):
             return False
-    return has_every_gate(act)
+    return has_every_gate(act, dtype)

@@ -16,6 +16,7 @@ from rabbitllm.base.compiling import (
     floats_at,
     helper,
     integers_at,
+    shortened,
     to_array,
     wide,
     words_at,
@@ -30,14 +31,6 @@ _C6, _C5, _C4, _C3, _C2, _C1, _ = map(np.float32, POWERS_OF_2)
 _SMALL, _LEAST, _UNSURE = np.float32(2.0**-11), np.float32(-64), 32
 """Logits of which two may have one probability; the least logit, from the largest, whose exponential is no subnormal
 number; and units in the last place of a float32 that an exponential and two quotients may be off by."""
-
-
-@helper(forceinline=True)
-def nearest(bits):  # type: ignore[no-untyped-def]
-    """The bits of a float32 rounded to bfloat16, to nearest, ties to even; the lower half is left over."""
-    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
-        return np.uint32(0x7FC00000)
-    return np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
 
 
 @helper(forceinline=True)
@@ -62,14 +55,14 @@ def integers(address, count):  # type: ignore[no-untyped-def]
 def round_values(values):  # type: ignore[no-untyped-def]
     """Round float32 values in place to those of bfloat16."""
     for i in range(len(values)):
-        values[i] = float_of(nearest(bits_of(values[i])) & np.uint32(0xFFFF0000))
+        values[i] = wide(shortened(values[i]))
 
 
 @helper(forceinline=True)
 def store_rounded(values, results):  # type: ignore[no-untyped-def]
     """Write float32 values as bfloat16, rounded."""
     for i in range(len(values)):
-        results[i] = np.uint16(nearest(bits_of(values[i])) >> np.uint32(16))
+        results[i] = shortened(values[i])
 
 
 def rotate(data, start, end, parts):  # type: ignore[no-untyped-def]

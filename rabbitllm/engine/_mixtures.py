@@ -128,7 +128,9 @@ def mixture_call(module: Any) -> MixtureCall | None:
     if (routing := routing_in(module)) is None or not _names_in(module):
         return None
     kept = None if keeps_outputs() or takes_turns() else kept_experts(module._modules["experts"])
-    if kept is None or not kept.products or not (kept.stays or (kept.pooled is not None and kept.pooled.is_ready)):
+    if kept is None or kept.form.dtype is not torch.bfloat16:  # routers' products are those of bfloat16
+        return None
+    if not kept.products or not (kept.stays or (kept.pooled is not None and kept.pooled.is_ready)):
         return None
     notes = notes_on(module)
     call: MixtureCall | None = notes.get("mixture")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rabbitllm.base.programs import Place, Program, float_bits, prepared
+from rabbitllm.base.programs import HALVES, Place, Program, float_bits, prepared
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import (
     MAX_ELEMENTS,
@@ -26,13 +26,13 @@ from rabbitllm.engine._fusing import (
     threads_for,
     trial_of,
 )
-from rabbitllm.engine._gates import every_bfloat, table_of
+from rabbitllm.engine._gates import every_half, table_of
 from rabbitllm.engine._siblings import is_plain
 from rabbitllm.engine.transformers_api import ACT2FN
 
 LANES = 8, 16
 """Elements of the vectors that torch may add squares with."""
-_DTYPES = (torch.bfloat16, torch.float32)
+_DTYPES = frozenset({*HALVES, torch.float32})
 
 
 class NormForm(NamedTuple):
@@ -56,16 +56,16 @@ class NormForm(NamedTuple):
         rows: int | Place = 1,
         gate: Place | None = None,
         *,
-        is_bfloat: bool = True,
+        is_half: bool = True,
         is_mean: bool = True,
         threads: int = 1,
     ) -> None:
-        """Add the norm of rows to a program; of the mean of squares, or of their sum. A call may give the number of
-        rows that have neither parts nor a gate."""
+        """Add the norm of rows of its dtype, or of float32, to a program; of the mean of squares, or of their sum. A
+        call may give the number of rows that have neither parts nor a gate."""
         from rabbitllm.engine import _layer_kernels, _norm_kernels  # numba comes with it
 
         width, count = columns // self.groups, rows * self.groups if isinstance(rows, int) else rows
-        words: list[int | Place] = [x, weight, out, int(is_bfloat), count, width, self.lanes, float_bits(self.epsilon)]
+        words: list[int | Place] = [x, weight, out, int(is_half), count, width, self.lanes, float_bits(self.epsilon)]
         program.add(_norm_kernels.norm, [*words, width if is_mean else 1, self.kind, self.groups], threads)
         if self.activation is not None:
             assert gate is not None
@@ -150,16 +150,16 @@ def _has_rows(x: torch.Tensor) -> bool:
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, rows: int, form: NormForm, *gate: torch.Tensor) -> torch.Tensor:
     """What a norm computes of rows."""
-    out, numbers = torch.empty_like(x), (x.dtype is torch.bfloat16, rows, weight.shape[0], threads_for(x.numel()))
-    program = prepared(_add, 3 + len(gate), form, *numbers)
+    out, numbers = torch.empty_like(x), (x.dtype in HALVES, rows, weight.shape[0], threads_for(x.numel()))
+    program = prepared(_add, 3 + len(gate), form, *numbers, dtype=x.dtype)
     program(*[tensor.data_ptr() for tensor in (x, weight, out, *gate)])
     return out
 
 
 def _add(program: Program, x: Place, weight: Place, out: Place, *others: Any) -> None:
     """Add a norm to a program; the others are the place of a gate, if there is one, the form, and `_norm`'s numbers."""
-    *gate, form, is_bfloat, rows, columns, threads = others
-    form.add_to(program, columns, x, weight, out, rows, *gate, is_bfloat=is_bfloat, threads=threads)
+    *gate, form, is_half, rows, columns, threads = others
+    form.add_to(program, columns, x, weight, out, rows, *gate, is_half=is_half, threads=threads)
 
 
 def _right_form(module: Any, key: tuple[int, torch.dtype, NormForm]) -> NormForm | None:
@@ -175,12 +175,12 @@ def _right_form(module: Any, key: tuple[int, torch.dtype, NormForm]) -> NormForm
         samples.append((x, weight, rows, gate, result_of(with_weight(module, weight), x, *gate)))
 
     if form.activation is not None:
-        gates = every_bfloat()
+        gates = every_half()
         gates = gates[gates.isfinite()]
         rows = len(gates) // columns
         add(rows, 3, dtype, gates[: rows * columns].view(rows, columns))
     else:
-        for computed in _DTYPES:
+        for computed in (torch.bfloat16 if dtype is torch.float32 else dtype, torch.float32):
             for rows in (1, 3, max(MAX_ELEMENTS // columns // 2, 1), 2 * MAX_ELEMENTS // columns + 1):
                 add(rows, 10.0 ** (rows % 3), computed)
     for lanes, kind in itertools.product(LANES, KINDS):

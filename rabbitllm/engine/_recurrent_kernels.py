@@ -19,8 +19,8 @@ import numpy as np
 from numba import types
 from numba.core.extending import intrinsic
 
-from rabbitllm.base.compiling import bits_of, float_of, to_array, wide
-from rabbitllm.engine._layer_kernels import bfloats, floats, nearest, round_values, store_rounded
+from rabbitllm.base.compiling import float_of, shortened, to_array, wide
+from rabbitllm.engine._layer_kernels import bfloats, floats, round_values, store_rounded
 
 RUN = 16
 """Rows that are added in a run."""
@@ -95,7 +95,7 @@ def delta_step(data, start, end, parts):  # type: ignore[no-untyped-def]
 @numba.njit(inline="always")
 def _rounded(value):  # type: ignore[no-untyped-def]
     """The bits of a float32 as bfloat16."""
-    return np.uint16(nearest(bits_of(value)) >> np.uint32(16))
+    return shortened(value)
 
 
 @numba.njit(inline="always")

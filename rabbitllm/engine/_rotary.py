@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from rabbitllm.base.programs import Place, Program, prepared
+from rabbitllm.base.programs import HALVES, Place, Program, prepared
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import by_function, fuse, is_transformed, result_of, threads_for, with_globals
 from rabbitllm.engine._widened import PRODUCTS, wide_torch
@@ -97,7 +98,7 @@ def _rotated(ordinary: Callable[..., Any], *args: Any, **named: Any) -> Any:
         has_forms = has_forms and rotated % 2 == 0 and rotated <= width
         has_forms = has_forms and cos.shape == sin.shape == (1, q.shape[2], rotated)
         has_forms = has_forms and cos.is_contiguous() and sin.is_contiguous()
-        if has_forms and all(x.dtype is torch.bfloat16 and x.is_cpu for x in args):
+        if has_forms and q.dtype in HALVES and all(x.dtype is q.dtype and x.is_cpu for x in args):
             return _rotate(q, k, cos, sin)
     return ordinary(*args, **named)
 
@@ -107,7 +108,8 @@ def _rotate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rotated, (_, heads, tokens, width) = (q.clone(), k.clone()), q.shape
     angles = cos.shape[-1]
-    program = prepared(_add, 4, heads, k.shape[1], angles, width, tokens, angles, threads_for(q.numel()))
+    sizes = heads, k.shape[1], angles, width, tokens, angles, threads_for(q.numel())
+    program = prepared(_add, 4, *sizes, dtype=q.dtype)
     program(*(x.data_ptr() for x in (*rotated, cos, sin)))
     return rotated
 
@@ -122,9 +124,9 @@ def _add(program: Program, q: Place, k: Place, cos: Place, sin: Place, heads: in
 
 def _has_bits(ordinary: Callable[..., Any]) -> bool:
     random = RandomTensors()
-    for width, rotated in _WIDTHS:
+    for (width, rotated), dtype in itertools.product(_WIDTHS, HALVES):
         forms = (1, 4, 1, width), (1, 2, 1, width), (1, 1, rotated), (1, 1, rotated)
-        q, k, cos, sin = (random.normal(*form) for form in forms)
+        q, k, cos, sin = (random.normal(*form, dtype=dtype) for form in forms)
         expected = result_of(ordinary, q, k, cos, sin)
         if expected is None:  # it has other arguments, or rotates whole heads only
             return rotated < width

@@ -36,11 +36,11 @@ from rabbitllm.engine._gates import (
     ActKind,
     act_kind,
     add_gates_of_rows,
-    every_bfloat,
+    every_half,
     gated,
     has_every_gate,
 )
-from rabbitllm.engine._siblings import has_hooks, is_plain
+from rabbitllm.engine._siblings import dtype_of, has_hooks, is_plain
 from rabbitllm.engine.experts import ExpertStack, ResidentExperts
 from rabbitllm.engine.transformers_api import groups_experts
 from rabbitllm.engine.weight_tensors import QuantizedWeight
@@ -51,7 +51,6 @@ from rabbitllm.quant.products import MAX_GROUPED
 _MATRICES, _BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
 _OTHERS = 8
 """Experts that are entered with those that a token has used."""
-_WEIGHTS = torch.bfloat16, torch.float32
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32})
 _GRAIN = 1 << 15
 """Elements for which torch computes in a further thread (GRAIN_SIZE)."""
@@ -87,18 +86,24 @@ class _ExpertsForm:
         if (names != {*_MATRICES} and not is_biased) or module._buffers:
             return None
         act, limited = parts.get("act_fn"), (own.get("alpha"), own.get("limit"))
-        if parts.keys() == {"act_fn"} and (kind := act_kind(act)) is not None:
+        dtype = dtype_of(module._parameters[_MATRICES[0]])
+        if parts.keys() == {"act_fn"} and (kind := act_kind(act, dtype)) is not None:
             return cls(kind, (0.0, 0.0), bool(own.get("is_transposed")), is_biased)
-        if not parts and all(isinstance(number, int | float) for number in limited):
+        if not parts and dtype is torch.bfloat16 and all(isinstance(number, int | float) for number in limited):
             return cls(None, tuple(map(float, limited)), bool(own.get("is_transposed")), is_biased)  # type: ignore[arg-type]
         return None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of inputs and results."""
+        return torch.bfloat16 if self.act is None else self.act[0]
 
     def is_of(self, module: Any) -> bool:
         """Whether a module that had this form when the model was loaded has it still, and no hook sees its gates."""
         if self.act is None:
             return bool((module.alpha, module.limit) == self.limited)
         act = module._modules["act_fn"]
-        return act_kind(act) == self.act and not has_hooks(act)
+        return act_kind(act, self.dtype) == self.act and not has_hooks(act)
 
     def add_gates(self, program: Program, both: Place, out: Place, rows: int, width: int) -> None:
         """Add the activation of gates times factors to a program, for rows of both."""
@@ -123,7 +128,7 @@ class _ExpertsForm:
 @functools.cache
 def _pair_tables(alpha: float, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
     """What gates and factors become, by the numbers of `_ExpertsForm.limited`."""
-    every = every_bfloat()
+    every = every_half()
     gates = every.clamp(max=limit)
     return gates * torch.sigmoid(gates * alpha), every.clamp(-limit, limit) + 1
 
@@ -175,7 +180,7 @@ class _Expert(NamedTuple):
         kept: _Expert | None = gate_up.calls if is_coded else None
         if kept is not None and kept.matrices[0] is matrices[0] and kept.matrices[1] is matrices[1]:
             return kept
-        first, second = map(RoutedProduct.of, matrices)
+        first, second = (RoutedProduct.of(matrix, gate_up.dtype) for matrix in matrices)
         if first is None or second is None:
             return None
         words, most = array("q", [*first[1], *second[1]]), min(first[0].max_inputs, second[0].max_inputs)
@@ -186,17 +191,19 @@ class _Expert(NamedTuple):
 
 
 class _ExpertSums(NamedTuple):
-    """Sums of experts' results: the tokens, the experts of each, their width, and whether weights are float32."""
+    """Sums of experts' results: the tokens, the experts of each, their width, whether weights are float32, and the
+    dtype of results."""
 
     tokens: int
     used: int
     width: int
     is_wide: bool
+    dtype: torch.dtype
 
     def __call__(self, products: torch.Tensor, weights: torch.Tensor, places: array[int]) -> torch.Tensor:
         """They themselves, (tokens, width), for rows in some order, and the number of each expert's row in it."""
-        out = torch.empty(self.tokens, self.width, dtype=torch.bfloat16, device="cpu")
-        program = prepared(_add_sums, 4, self)
+        out = torch.empty(self.tokens, self.width, dtype=self.dtype, device="cpu")
+        program = prepared(_add_sums, 4, self, dtype=self.dtype)
         program(products.data_ptr(), weights.data_ptr(), places.buffer_info()[0], out.data_ptr())
         return out
 
@@ -217,7 +224,7 @@ def _forward(form: _ExpertsForm, module: Any, *args: Any, **named: Any) -> torch
     stacks = [stack_in(module._parameters.get(name)) for name in _MATRICES]
     if any(stack is None for stack in stacks):  # `in` would compare stacks
         return None
-    for compute in (_computed, _by_batches)[not is_few :] if is_plain(args[0]) else ():
+    for compute in (_computed, _by_batches)[not is_few :] if is_plain(args[0], form.dtype) else ():
         if (result := compute(form, module, stacks, *args)) is not None:
             return result
     if not is_few and not (is_ours and args[0].dtype is torch.bfloat16 and turned.is_faster()):
@@ -293,7 +300,8 @@ class KeptExperts:
         is_one = type(stack.supply) is PooledExperts and down.supply is stack.supply
         self.pooled: PooledExperts | None = stack.supply if is_one else None  # type: ignore[assignment]
         is_alike = stack.transposed is down.transposed and (form.is_turned or not stack.transposed)
-        self._is_fit = is_alike and stack.dtype is torch.bfloat16
+        # plain matrices of float16 have no kernel
+        self._is_fit = is_alike and stack.dtype is form.dtype and (stack.is_coded or form.dtype is torch.bfloat16)
         self._is_plain_turned = form.is_turned and not (stack.transposed or stack.is_coded)
         (self._count, *_), (hidden, width) = stack.shape, down.shape[1:]
         self._hidden, self._width = (width, hidden) if form.is_turned else (hidden, width)
@@ -313,14 +321,15 @@ class KeptExperts:
         key = x.shape, index.shape, weights.shape, weights.dtype, threads
         if key not in self._sums:
             tokens, used = index.shape
-            is_fit = x.shape == (tokens, self._hidden) and weights.shape == index.shape and weights.dtype in _WEIGHTS
             is_wide = weights.dtype is torch.float32
+            is_fit = x.shape == (tokens, self._hidden) and weights.shape == index.shape
+            is_fit = is_fit and (is_wide or weights.dtype is self.form.dtype)
             self._sums[key] = self.sums_of(tokens, used, is_wide, threads) if is_fit else None
         return self._sums[key]
 
     def sums_of(self, tokens: int, used: int, is_wide: bool, threads: int) -> _ExpertSums | None:
         """How the results of so many tokens are added; None if they are left to the class."""
-        sums = _ExpertSums(tokens, used, self._hidden, is_wide)
+        sums = _ExpertSums(tokens, used, self._hidden, is_wide, self.form.dtype)
         is_fit = self._is_fit and self._width % MULTIPLE == 0 and _is_even(tokens * used * self._width)
         return sums if is_fit and _adds_alike(sums, threads) else None
 
@@ -350,9 +359,9 @@ class KeptExperts:
     def add_to(
         self, program: Program, used: int, x: Place, chosen: list[Place], weights: Place, out: Place, biases: Place
     ) -> None:
-        """Add the weighted sum of a row's chosen experts to a program, in bfloat16; Python is asked before each of
+        """Add the weighted sum of a row's chosen experts to a program; Python is asked before each of
         several places of some of them. At the last place are the addresses of `biases`."""
-        sums, rows = _ExpertSums(1, used, self._hidden, False), self.place_of_rows
+        sums, rows = _ExpertSums(1, used, self._hidden, False, self.form.dtype), self.place_of_rows
         self._add(program, x, chosen, rows, out, weights, rows, biases, used, sums, True, True)
 
     def enter(
@@ -411,7 +420,7 @@ class KeptExperts:
 
     def program(self, rows: int, sums: _ExpertSums, is_whole: bool, has_one_input: bool) -> Program:
         """See `_add`, which gets the addresses of a call."""
-        return self._programs.of(self._add, 7, rows, sums, is_whole, has_one_input)
+        return self._programs.of(self._add, 7, rows, sums, is_whole, has_one_input, dtype=self.form.dtype)
 
     def step(self, numbers: Sequence[int], sums: _ExpertSums) -> tuple[list[int], Program] | None:
         """What the program of one token gets for these experts, in this order, and the program; None if not all are
@@ -461,7 +470,7 @@ def _computed(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: tor
     sums = kept.sums(x, index, weights, threads)
     if sums is None or not weights.is_contiguous() or not form.is_of(module):
         return None
-    if (biases := _biases_of(module, kept.biases)) is None:
+    if (biases := _biases_of(module, kept.biases, form.dtype)) is None:
         return None
     addresses = array("q", [bias.data_ptr() for bias in biases])
     used, rows = sums.used, sums.tokens * sums.used
@@ -503,15 +512,15 @@ def _biases_in(form: _ExpertsForm, stacks: Sequence[Any]) -> dict[str, tuple[int
     return dict(zip(_BIASES, shapes, strict=True)) if form.is_biased else {}
 
 
-def _biases_of(module: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Any] | None:
+def _biases_of(module: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> list[Any] | None:
     """The biases of all experts; None if they are others than `is_bias` says."""
     biases: list[Any] = [module._parameters.get(name) for name in shapes]
-    return biases if all(map(is_bias, biases, shapes.values())) else None
+    return biases if all(is_bias(*each, dtype) for each in zip(biases, shapes.values(), strict=True)) else None
 
 
-def is_bias(value: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter has values of bfloat16 in this shape that are plainly in memory."""
-    is_plain = type(value) is nn.Parameter and value.dtype is torch.bfloat16 and value.is_cpu
+def is_bias(value: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether a parameter has values of a dtype in this shape that are plainly in memory."""
+    is_plain = type(value) is nn.Parameter and value.dtype is dtype and value.is_cpu
     return is_plain and value.is_contiguous() and value.shape == shape
 
 
@@ -521,16 +530,17 @@ def _by_batches(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: t
     if any(not stack.is_coded or stack.supply.stays(stack.leaf) for stack in stacks):
         return None
     (first, last), (x, index, weights) = (stack.again(not form.is_turned) for stack in stacks), args
-    (tokens, used), flat, biases = index.shape, index.flatten(), _biases_of(module, _biases_in(form, stacks))
+    (tokens, used), flat = index.shape, index.flatten()
+    biases = _biases_of(module, _biases_in(form, stacks), form.dtype)
     if not (first.transposed and last.transposed and form.is_of(module)) or biases is None:
         return None
-    if x.dtype is not torch.bfloat16 or x.shape != (tokens, first.shape[1]) or weights.shape != index.shape:
+    if x.shape != (tokens, first.shape[1]) or weights.shape != index.shape:
         return None
     groups = dict[int, list[int]]()
     for row, number in enumerate(flat.tolist()):
         groups.setdefault(number, []).append(row)
     experts = sorted(groups)
-    if experts[0] < 0 or experts[-1] >= len(first) or weights.dtype not in _WEIGHTS:
+    if experts[0] < 0 or experts[-1] >= len(first) or weights.dtype not in (form.dtype, torch.float32):
         return None
     results = x.new_empty(tokens * used, last.shape[2])
     for batch in first.supply.batches(experts):
@@ -554,46 +564,49 @@ def _is_even(count: int) -> bool:
 def _adds_alike(sums: _ExpertSums, threads: int) -> bool:
     """Whether torch adds in this order: numbers of very different sizes, whose sums are mostly rounding."""
     random, shape = RandomTensors(), (sums.tokens, sums.used, sums.width)
-    values = (random.normal(*shape) * 2.0 ** random.integers(-12, 13, *shape, dtype=torch.int8)).bfloat16()
+    sizes = 2.0 ** random.integers(-12, 13, *shape, dtype=torch.int8)
+    values = (random.normal(*shape) * sizes).to(sums.dtype)
     values[:, -1] = -values[:, :-1].float().sum(1)
     values = values.roll(int(random.integers(0, sums.used)), 1)
-    weights = torch.ones(shape[:2], dtype=torch.float32 if sums.is_wide else torch.bfloat16, device="cpu")
-    expected = (values * weights.unsqueeze(-1)).sum(1).bfloat16()
+    weights = torch.ones(shape[:2], dtype=torch.float32 if sums.is_wide else sums.dtype, device="cpu")
+    expected = (values * weights.unsqueeze(-1)).sum(1).to(sums.dtype)
     places = array("q", range(sums.tokens * sums.used))
     return torch.equal(sums(values, weights, places), expected)
 
 
 def _has_bits(module: Any, form: _ExpertsForm) -> bool:
     """Whether a class has these results, with matrices in memory, and its activation those of its table."""
-    act, random = module._modules.get("act_fn"), RandomTensors()
+    act, random, own = module._modules.get("act_fn"), RandomTensors(), form.dtype
     hidden, width, experts = MULTIPLE, 2 * MULTIPLE, 4
-    first, last = random.normal(experts, 2 * width, hidden) / 4, random.normal(experts, hidden, width) / 4
-    biases = [random.normal(experts, size) / 4 for size in (2 * width, hidden)] if form.is_biased else []
+    shapes = (experts, 2 * width, hidden), (experts, hidden, width)
+    first, last = (random.normal(*shape, dtype=own) / 4 for shape in shapes)
+    biases = [random.normal(experts, size, dtype=own) / 4 for size in (2 * width, hidden)] if form.is_biased else []
     stacks = [stack.mT.contiguous() if form.is_turned else stack for stack in (first, last)]
     names = [*_MATRICES, *_BIASES][: 2 + len(biases)]
     parameters = {name: nn.Parameter(value) for name, value in zip(names, [*stacks, *biases], strict=True)}
     like = trial_of(module, _parameters=parameters)
     like.num_experts = experts
     like.config = SimpleNamespace(_experts_implementation="grouped_mm")
-    for index, dtype in (([[2, 0]], torch.bfloat16), ([[1, 3], [0, 2]], torch.float32)):
-        x, weights = random.normal(len(index), hidden), random.positive(len(index), 2, least=0, dtype=dtype)
+    for index, dtype in (([[2, 0]], own), ([[1, 3], [0, 2]], torch.float32)):
+        x = random.normal(len(index), hidden, dtype=own)
+        weights = random.positive(len(index), 2, least=0, dtype=dtype)
         expected = class_result(like, x, torch.tensor(index, device="cpu"), weights)
-        rows = [torch.empty(0, hidden, dtype=torch.bfloat16, device="cpu")]
+        rows = [torch.empty(0, hidden, dtype=own, device="cpu")]
         for token, chosen in enumerate(index):
             for expert in chosen:
                 both = x[token : token + 1] @ first[expert].T
                 product = form.gated(act, both + biases[0][expert] if biases else both) @ last[expert].T
                 rows.append(product + biases[1][expert] if biases else product)
-        sums = _ExpertSums(len(index), 2, hidden, dtype is torch.float32)
+        sums = _ExpertSums(len(index), 2, hidden, dtype is torch.float32, own)
         result = sums(torch.cat(rows), weights, array("q", range(2 * len(index))))
         if not is_result(result, expected):
             return False
-    return has_every_gate(act) if form.act is not None else _has_every_pair(form, module)
+    return has_every_gate(act, own) if form.act is not None else _has_every_pair(form, module)
 
 
 def _has_every_pair(form: _ExpertsForm, module: Any) -> bool:
     """Whether a class gates any pair as the tables do: each number once as a gate and once as a factor."""
-    every = every_bfloat()
+    every = every_half()
     every = every[every.isfinite()]
     both = torch.stack([every, every.flip(0)], 1).view(MULTIPLE, -1)
     return torch.equal(form.gated(None, both), module._apply_gate(both))

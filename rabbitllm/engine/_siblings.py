@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
+from rabbitllm.base.programs import HALVES
 from rabbitllm.engine._fusing import ROUNDING, are_watching, is_transformed
 from rabbitllm.engine.turns import takes_turns
 from rabbitllm.engine.weight_tensors import QuantizedWeight
@@ -32,7 +33,7 @@ MAX_UNUSED = 3
 """How often the result of a Linear may be left unused; then it is computed by its own calls alone."""
 _MOST_INPUTS = 48
 """Rows of input up to which any matrix is multiplied as integers."""
-_DTYPES = frozenset({torch.bfloat16, torch.float32})
+_DTYPES = frozenset({*HALVES, torch.float32})
 _PLAIN = "_plain_sibling"
 """The attribute of a Linear with the `Sibling` by which plain weights are multiplied."""
 _OF_CLASS = nn.Linear.forward
@@ -217,7 +218,7 @@ def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
     own, parameters = None if is_changed or is_transformed() else fused_weight(module), module._parameters
     is_ours = own is not None and type(input) is torch.Tensor and "bias" in parameters
     if is_ours and rounding is not None:
-        is_ours = is_plain(input)
+        is_ours = is_plain(input, rounding.dtype)
     elif is_ours and torch.is_grad_enabled():
         needs = input.requires_grad or parameters["bias"] is not None
         is_ours = not (needs or (type(own) is OwnWeight and parameters["weight"].requires_grad))
@@ -252,7 +253,8 @@ def fused_weight(linear: nn.Module) -> FusedWeight | None:
 
 def _rounding(linear: nn.Module, weight: QuantizedWeight, rounding: Any) -> OwnWeight | None:
     """The weight of a Linear that rounds its inputs; None if its settings are others now."""
-    if not rounding.is_of(linear) or not isinstance(weight.matrix, CodedMatrix):
+    rounding = rounding.now(linear)
+    if rounding is None or not isinstance(weight.matrix, CodedMatrix):
         return None
     own: OwnWeight | None = weight.rounding
     if own is None or own.matrix.rounding != rounding:
@@ -266,9 +268,15 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks or (hooks and are_watching(hooks.values())))
 
 
-def is_plain(x: Any) -> bool:
-    """Whether rows of bfloat16 on the CPU are given, no gradients are wanted, and no hook watches all modules."""
-    if type(x) is not torch.Tensor or x.dtype is not torch.bfloat16 or not x.is_cpu or not x.is_contiguous():
+def dtype_of(weight: Any) -> torch.dtype:
+    """The dtype with which programs may compute with a weight: its own, or bfloat16."""
+    dtype = getattr(weight, "dtype", None)
+    return dtype if dtype in HALVES else torch.bfloat16
+
+
+def is_plain(x: Any, dtype: torch.dtype = torch.bfloat16) -> bool:
+    """Whether rows of a dtype on the CPU are given, no gradients are wanted, and no hook watches all modules."""
+    if type(x) is not torch.Tensor or x.dtype is not dtype or not x.is_cpu or not x.is_contiguous():
         return False
     return not (torch.is_grad_enabled() or is_transformed() or _has_global_hook()) and x.numel() > 0
 

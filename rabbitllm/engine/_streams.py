@@ -23,7 +23,7 @@ from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._attention import MIXERS, LayerCalls, LayerPlaces, are_rows, form_of_mixer, mixer_calls, mixer_in
 from rabbitllm.engine._delta_layers import DeltaForm
 from rabbitllm.engine._fusing import Watch, class_result, form_in, fuse, is_result, kind_of, trial_of
-from rabbitllm.engine._gates import MULTIPLE, every_bfloat, sigmoids
+from rabbitllm.engine._gates import MULTIPLE, every_half, sigmoids
 from rabbitllm.engine._indexes import IndexedRow
 from rabbitllm.engine._mixtures import MixtureCall, mixture_call
 from rabbitllm.engine._norms import NormForm, norm_form, with_weight
@@ -131,7 +131,7 @@ def _order(count: int) -> torch.Tensor:
 @functools.cache
 def _tables(streams: int) -> tuple[torch.Tensor, torch.Tensor]:
     """For every number of bfloat16 what the first product becomes, and the number of a stream."""
-    every = every_bfloat() / streams
+    every = every_half() / streams
     return nn.functional.silu(every), 2 * torch.sigmoid(every)
 
 

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import operator
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -108,6 +109,7 @@ def _calls_of(layers: Sequence[nn.Module]) -> list[LayerCalls]:
     kinds = {of_layer.form: of_layer.form.is_recurrent for of_layer in calls}.values()
     is_whole = len(calls) == len(layers) > 1 and len({of_layer.columns for of_layer in calls}) == 1
     is_whole = is_whole and False in kinds and len({*kinds}) == len(kinds)
+    is_whole = is_whole and len({of_layer.form.dtype for of_layer in calls}) == 1
     return calls if is_whole and len({*_indices_of(layers)}) == len(layers) else []
 
 
@@ -242,7 +244,7 @@ class _Whole:
         if any(not can_grow(layer) or layer.keys is None or layer.keys.dim() != 4 for layer, _ in layers):
             raise NotTogetherError
         rooms = [room_for(layer, layer.keys.shape[2] + count) for layer, count in layers]
-        like = torch.bfloat16, x.device, 1, form.keys, form.width, form.width
+        like = form.dtype, x.device, 1, form.keys, form.width, form.width
         is_apart = len({*(id(layer) for layer, _ in layers), *map(id, rooms)}) == 2 * len(rooms)  # not a layer twice
         if not is_apart or any(room.form != like for room in rooms):
             raise NotTogetherError
@@ -268,7 +270,7 @@ class _Whole:
             *of_rooms,
             *of_rules,
         ]
-        program = self._programs.of(self._add, len(addresses), rows)
+        program = self._programs.of(self._add, len(addresses), rows, dtype=form.dtype)
         program(*addresses, asked=asked)
         while (number := left[0]) < 0:  # a mixture is left to its class
             out += self.mixtures[~number].by_class(normed)
@@ -285,11 +287,10 @@ class _Whole:
         if any(weight is None for weight in weights):
             return False
         places, mixtures = places_of(weights), self.mixtures.values()
-        if places != self._places or any(
-            each.places is not own for each, own in zip(mixtures, self._read, strict=True)
-        ):
+        if places != self._places or not all(map(operator.is_, (each.places for each in mixtures), self._read)):
             of_layers = weights[: len(self._sizes)]
-            if not are_rows(of_layers, self._sizes) or not all(each.follows(width) for each in mixtures):
+            are_ours = are_rows(of_layers, self._sizes, self._form.dtype)
+            if not are_ours or not all(each.follows(width) for each in mixtures):
                 return False
             self._places, self._addresses = places, [weight.data_ptr() for weight in of_layers]
             self._read = [each.places for each in mixtures]
@@ -349,12 +350,13 @@ def _groups(module: Any, names: frozenset[str]) -> tuple[int, ...]:
     layers, random, groups = [*module._modules["layers"]], RandomTensors(), tuple[int, ...]()
     of_layers = _calls_of(layers)
     form: Any = next(each.form for each in of_layers if not each.form.is_recurrent)
-    x, *results = (random.normal(1, 1, of_layers[0].columns) for _ in range(len(layers) + 1))
+    columns, count = of_layers[0].columns, len(layers) + 1
+    x, *results = (random.normal(1, 1, columns, dtype=form.dtype) for _ in range(count))
     last = list[torch.Tensor]()
     for is_least in (False, True):
         count = _least(groups) if is_least else len(layers)
         cache, calls = DynamicCache(config=module.config), list[tuple[int, tuple[Any, ...], dict[str, Any]]]()
-        past = torch.zeros(1, form.keys, _PAST, form.width, dtype=torch.bfloat16, device="cpu")
+        past = torch.zeros(1, form.keys, _PAST, form.width, dtype=form.dtype, device="cpu")
         for index, each in zip(_indices_of(layers), of_layers, strict=True):
             if not each.form.is_recurrent and result_of(cache.update, past, past, index) is None:
                 return ()

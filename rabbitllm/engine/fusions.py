@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
+from rabbitllm.base.programs import HALVES
 from rabbitllm.engine._activations import fuse_activations
 from rabbitllm.engine._attention import fuse_attention, fuse_layers, is_whole_layer
 from rabbitllm.engine._gates import fuse_gates
@@ -56,7 +56,7 @@ def layers_are_one_call(plan: LoadPlan) -> bool:
         and (placed.tier is Tier.RESIDENT or (placed.tier is Tier.PACKED and plan.sources[placed.unit].is_view))
         for placed in layers
     )
-    if plan.model.dtype != torch.bfloat16 or not stay:
+    if plan.model.dtype not in HALVES or not stay:
         return False
     for fuse_parts in (fuse_norms, fuse_recurrences, fuse_attention, fuse_gates, fuse_layers):
         fuse_parts(plan.model)

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 
-from rabbitllm.base.compiling import float_of, floats_at, to_array, words_at
+from rabbitllm.base.compiling import float_of, floats_at, to_array, wide, words_at
 from rabbitllm.quant import _vectors
 from rabbitllm.quant._kernel_interface import SEGMENT, Preparation
 from rabbitllm.quant._vectors import F32, HALF_BYTES, I8, I16, I32, ZERO_CODE, Emitter, every, features, number
@@ -110,12 +110,12 @@ TOGETHER = 2 if _vectors.lanes() == 16 and _vectors.multiplies_fours(16) else 1
 
 
 @_vectors.inlined
-def _widen(values, bits, x, is_bfloat, count):  # type: ignore[no-untyped-def]
-    """So many inputs as float32; `bits` are those of `values`."""
+def _widen(values, x, is_bfloat, count):  # type: ignore[no-untyped-def]
+    """So many inputs as float32."""
     if is_bfloat:
         words = to_array(words_at(x), count)
         for i in range(count):
-            bits[i] = np.int32(words[i]) << 16
+            values[i] = wide(words[i])
     else:
         singles = to_array(floats_at(x), count)
         for i in range(count):
@@ -153,7 +153,7 @@ def _segment(words, n, values, bits):  # type: ignore[no-untyped-def]
     """
     is_bfloat, steps = words[2], words[4]
     x = words[1] + (2 if is_bfloat else 4) * (n // steps * words[5] + n % steps * SEGMENT)
-    _widen(values, bits, x, is_bfloat, SEGMENT)
+    _widen(values, x, is_bfloat, SEGMENT)
     part = n % steps % TOGETHER
     together, before = min(TOGETHER, steps - n % steps + part), SEGMENT * (n - part)
     scales = to_array(floats_at(words[10] + before + _HALF * part), 8)
@@ -178,7 +178,7 @@ def round_inputs(data):  # type: ignore[no-untyped-def]
         x = words[1] + (2 if is_bfloat else 4) * (n // steps * row + n % steps * step)
         results = to_array(words_at(words[9] + 2 * step * n), step)
         others = to_array(floats_at(words[10] + 4 * floats_a_step * n), floats_a_step)
-        _widen(values, bits, x, is_bfloat, step)
+        _widen(values, x, is_bfloat, step)
         others[0] = scale = _round(values, bits, 0, step, _LARGEST_FLOAT)
         for g in range(floats_a_step - 1):
             others[1 + g] = np.float32(_sum(bits, g * group, (g + 1) * group)) * scale

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rabbitllm.base.openmp import torchs_team
-from rabbitllm.base.programs import Place, Program, Words
+from rabbitllm.base.programs import HALVES, Place, Program, Words
 from rabbitllm.quant import _kernels
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, CODES, INTEGERS, TURNED, Preparation
 from rabbitllm.quant.plain import matrix_of
@@ -34,10 +34,13 @@ class JointProduct:
         self.matrices = tuple(matrices)
         self._is_wide = tuple(is_wide)
         self.max_inputs = min(matrix.max_inputs for matrix in matrices)
-        self._widths = [matrix.method_for(1, torch.bfloat16)[1] for matrix in matrices]
-        self._rounds = any(matrix.rounding is not None for matrix in matrices)
-        is_any = {*self._widths} == {INTEGERS} and not self._rounds
-        self._dtypes = (torch.bfloat16, torch.float32) if is_any else (torch.bfloat16,)
+        rounded = {matrix.rounding.dtype for matrix in matrices if matrix.rounding is not None}
+        self._rounds, self._widths = bool(rounded), dict[torch.dtype, list[int]]()
+        for dtype in (*HALVES, torch.float32):
+            how = [matrix.method_for(1, dtype) for matrix in matrices]
+            is_fit = {method for method, _ in how} == {CODES} and rounded <= {dtype}
+            if is_fit and (dtype in HALVES or {width for _, width in how} == {INTEGERS}):
+                self._widths[dtype] = [width for _, width in how]
         self._columns: int = matrices[0].form.shape[1]
         self._rows = [matrix.form.shape[0] for matrix in matrices]
         self._programs: dict[tuple[int, torch.Size, torch.dtype], tuple[Program, list[torch.Tensor]]] = {}
@@ -57,10 +60,14 @@ class JointProduct:
             return None
         return cls(usable, is_wide)
 
+    def is_for(self, dtype: torch.dtype) -> bool:
+        """Whether inputs of a dtype are multiplied so."""
+        return dtype in self._widths
+
     def takes(self, x: torch.Tensor, rows: int) -> bool:
         """Whether it is meant for such inputs, so many rows."""
         is_by_row = rows == 1 or x.dim() == 3 or not self._rounds
-        return rows <= self.max_inputs and x.dtype in self._dtypes and is_by_row
+        return rows <= self.max_inputs and self.is_for(x.dtype) and is_by_row
 
     def __call__(self, x: torch.Tensor, rows: int) -> list[torch.Tensor]:
         """`x @ W.T` for each matrix, (..., N) of x's dtype or float32.
@@ -72,7 +79,9 @@ class JointProduct:
         key = torch.get_num_threads(), x.shape, x.dtype
         if (prepared := self._programs.get(key)) is None:
             program = Program.of(
-                lambda to, at, *results: self.add_to(to, rows, x.dtype, at, results), 1 + len(self._rows)
+                lambda to, at, *results: self.add_to(to, rows, x.dtype, at, results),
+                1 + len(self._rows),
+                dtype=x.dtype,
             )
             prepared = self._programs[key] = program, self._forms(x)
         program, forms = prepared
@@ -91,28 +100,29 @@ class JointProduct:
         """Add it to a program: for so many rows of a dtype at a place, with the results at others."""
         from rabbitllm.quant import joint_kernels  # numba comes with it
 
-        is_bfloat, columns, inputs = dtype == torch.bfloat16, self._columns, dict[Any, list[Place]]()
+        is_half, columns, inputs = dtype in HALVES, self._columns, dict[Any, list[Place]]()
         changed: dict[Any, Place] = {None: x}
-        operands = [matrix.operands(width) for matrix, width in zip(self.matrices, self._widths, strict=True)]
+        widths = self._widths[dtype]
+        operands = [matrix.operands(width) for matrix, width in zip(self.matrices, widths, strict=True)]
         nbytes = sum(count * row_bytes for count, (*_, row_bytes, _, _) in zip(self._rows, operands, strict=True))
         threads = _kernels.threads_for(CODES, nbytes)
         products, sums = list[int | Place](), list[Words]()
         for index, (matrix, (codes, scales, table, *sizes)) in enumerate(zip(self.matrices, operands, strict=True)):
-            width, rows_of, out = self._widths[index], self._rows[index], results[index]
+            width, rows_of, out = widths[index], self._rows[index], results[index]
             change = matrix.rounding if matrix.order is None else matrix.order.data_ptr()
             if change not in changed:
                 changed[change] = program.room(rows * columns * dtype.itemsize)
                 if isinstance(change, int):
-                    program.add(joint_kernels.reorder, [x, is_bfloat, rows, columns, change, changed[change]])
+                    program.add(joint_kernels.reorder, [x, is_half, rows, columns, change, changed[change]])
                 elif change is not None:
                     change.add_to(program, x, changed[change], rows, columns)
             how = matrix.preparation(width), change
             if how not in inputs:
                 prepare, numbers, input_bytes, other_bytes = how[0]
                 inputs[how] = [program.room(rows * input_bytes), program.room(rows * other_bytes)]
-                sizes_of_x = is_bfloat, rows, columns // numbers[0], columns
+                sizes_of_x = is_half, rows, columns // numbers[0], columns
                 program.add(prepare, [changed[change], *sizes_of_x, *numbers, *inputs[how]])
-            if is_bfloat and not self._is_wide[index]:
+            if is_half and not self._is_wide[index]:
                 out = program.room(4 * rows * rows_of)
                 sums.append([out, results[index], rows * rows_of])
             function, tile = _kernels.kernel(CODES, matrix.kernel, width)
@@ -145,9 +155,9 @@ class RoutedProduct:
     is_ordered: bool = False
 
     @classmethod
-    def of(cls, matrix: Any) -> tuple[RoutedProduct, tuple[int, ...]] | None:
-        """The product where matrices like this one, or like this plain weight, are chosen, and the words of this one;
-        None without a kernel for few inputs."""
+    def of(cls, matrix: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[RoutedProduct, tuple[int, ...]] | None:
+        """The product where matrices like this one, or like this plain weight, are chosen for inputs of a dtype, and
+        the words of this one; None without a kernel for few inputs."""
         if torchs_team() is None:
             return None
         if (turned := TurnedOperands.of(matrix)) is not None:
@@ -157,7 +167,7 @@ class RoutedProduct:
         matrix = matrix_of(matrix) if isinstance(matrix, torch.Tensor) else matrix
         if not isinstance(matrix, KernelMatrix) or isinstance(matrix, TurnedMatrix):
             return None
-        method, width = matrix.method_for(1, torch.bfloat16)
+        method, width = matrix.method_for(1, dtype)
         if method != CODES:
             return None
         codes, scales, table, *sizes = matrix.operands(width)
@@ -181,14 +191,13 @@ class RoutedProduct:
         """Add it to a program.
 
         Args:
-            rows: of all results, bfloat16 at `out`, or float32 if that `is_wide`.
-            x: bfloat16 rows of input.
+            rows: of all results, in the program's dtype at `out`, or float32 if that `is_wide`.
+            x: rows of input in the program's dtype.
             chosen: see `joint_kernels.ROUTED_WORDS`.
             sources: the number of each row's input, int64; 0 for the row's own; -1 if all have one input.
             number: of the matrix whose words a chosen one has: 0, 1, ...
         """
-        from rabbitllm.base.compiling import address_of  # numba comes with it
-        from rabbitllm.quant import joint_kernels
+        from rabbitllm.quant import joint_kernels  # numba comes with it
 
         team, (count, columns) = torchs_team(), self.shape
         assert team is not None
@@ -202,6 +211,6 @@ class RoutedProduct:
         if is_wide:
             words[3], words[6] = 0, out
         words += [function, team.address, threads, tile]
-        words += [address_of(prepare), columns, *numbers, input_bytes, other_bytes]
+        words += [program.compiled(prepare), columns, *numbers, input_bytes, other_bytes]
         words += [rounded, rows, count, number * len(ARGUMENTS)]
         program.add(joint_kernels.routed, words)

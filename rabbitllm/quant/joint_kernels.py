@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from rabbitllm.base.compiling import call_parts, floats_at, integers_at, shared, to_array, wide, words_at
+from rabbitllm.base.compiling import (
+    call_parts,
+    floats_at,
+    helper,
+    integers_at,
+    shared,
+    shortened,
+    to_array,
+    wide,
+    words_at,
+)
 from rabbitllm.base.openmp import PARTS
 from rabbitllm.base.parts import RUN
 from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK
-from rabbitllm.quant._vectors import emit_narrow, emitted
 
 PRODUCT_WORDS = 1 + BEFORE_WORK + len(ARGUMENTS)
 """The address of a kernel, and its int64s for one piece of work."""
 _EVEN, _ODD, _OUT, _TOKENS = (ARGUMENTS.index(name) for name in ("even", "odd", "out", "tokens"))
 
 
-_NARROW = emitted(emit_narrow, 16)
+@helper()
+def _narrow(source, target, count):  # type: ignore[no-untyped-def]
+    """Round float32 at an address to bfloat16 at another one."""
+    sums, results = to_array(floats_at(source), count), to_array(words_at(target), count)
+    for i in range(count):
+        results[i] = shortened(sums[i])
 
 
 def multiply(data, first, end, parts):  # type: ignore[no-untyped-def]
@@ -27,7 +41,7 @@ def multiply(data, first, end, parts):  # type: ignore[no-untyped-def]
 def narrow(data):  # type: ignore[no-untyped-def]
     """Round sums to bfloat16: after the own address those of sums and results, and their count."""
     words = to_array(data, 4)
-    _NARROW(words[1], words[2], words[3])
+    _narrow(words[1], words[2], words[3])
 
 
 ROUTED_WORDS, ROUNDING_WORDS = 24, 11
@@ -137,4 +151,4 @@ def routed(data):  # type: ignore[no-untyped-def]
         call_parts(head[9], work_at, 0, PARTS, PARTS)
     for i in range(count if head[4] != 0 else 0):
         begin, tokens = chosen[4 * i + 1], chosen[4 * i + 2]
-        _NARROW(sums + 4 * width * begin, head[4] + 2 * width * begin, tokens * width)
+        _narrow(sums + 4 * width * begin, head[4] + 2 * width * begin, tokens * width)

@@ -215,7 +215,14 @@ def _rows_at_a_time(form: Quantized, inputs: int, is_nested: bool) -> int:
 
 
 class InputRounding(Protocol):
-    """Rounds inputs of bfloat16 that lie without gaps; equal ones round alike."""
+    """Rounds inputs that lie without gaps; equal ones round alike.
+
+    Attributes:
+        dtype: of the inputs.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """The rounded inputs; of up to two dimensions all rows may be rounded together."""

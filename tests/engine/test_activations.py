@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from torch import nn
 from rabbitllm.engine import _activations
 from rabbitllm.engine._activations import Rounding, fuse_activations
 from rabbitllm.engine._fusing import MAX_ELEMENTS
-from rabbitllm.engine._gates import call_of
+from rabbitllm.engine._gates import call_of, every_half
 from tests.engine.test_recurrences import Operations
 from tests.support import quantized
 from tests.support.tiny_models import ALL, INPUT, load, split
 
 pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.bits
+FP4 = "strategy", "group_size", "scale_dtype"
 SETTINGS = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
 
 
@@ -31,12 +33,17 @@ def settings_of(kind: str, **others: Any) -> Any:
     return QuantizationArgs(**{**SETTINGS, "type": kind, **others})
 
 
-def expected_of(x: torch.Tensor, args: Any) -> torch.Tensor:
-    from compressed_tensors.quantization import QuantizationStatus
+def of_fp4() -> Any:
+    return settings_of("float", num_bits=4, dynamic="local", **{n: quantized.NVFP4[n] for n in FP4})
+
+
+def expected_of(x: torch.Tensor, args: Any, factor: float = 0.0) -> torch.Tensor:
+    return forward_quantize_of(_module(args, factor), x, args)
+
+
+def forward_quantize_of(module: Any, x: torch.Tensor, args: Any) -> torch.Tensor:
     from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 
-    module: Any = nn.Linear(1, 1)
-    module.quantization_status = QuantizationStatus.DECOMPRESSED
     return forward_quantize(module, x, "input", args)
 
 
@@ -63,12 +70,73 @@ def test_bits_of_compressed_tensors(kind: str, group: int) -> None:
     assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
 
 
-def _module(args: Any) -> Any:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1.0, 448 * 6 / 0.37, 3e5])
+@torch.no_grad()
+def test_bits_of_nvfp4(dtype: torch.dtype, factor: float) -> None:
+    """Every number of a dtype as the largest of its group, and midway between two codes; groups of zeros, and what is
+    infinite or no number."""
+    args = of_fp4()
+    rounding = Rounding.of(args, dtype, factor)
+    assert rounding is not None
+    assert rounding == replace(Rounding.of(args, dtype, 2.0), factor=factor)  # type: ignore[type-var]
+    assert _activations._has_bits(rounding, _module(args, 2.0))
+    every = every_half(dtype).view(1, -1, 1)
+    codes = torch.tensor([6, 5, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -0.0])
+    for x in (every * (codes / 6).to(dtype), torch.zeros(1, 2, 64, dtype=dtype), torch.randn(2, 64).to(dtype)):
+        result, expected = rounding.rounded(x), expected_of(x, args, factor)
+        assert torch.equal(result.isnan(), expected.isnan())
+        assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
+        signs = [each.signbit()[~each.isnan()] for each in (result, expected)]
+        assert torch.equal(*signs)
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_bits_of_published_scales(kind: str, dtype: torch.dtype) -> None:
+    """Of every number; a zero keeps its sign."""
+    args = settings_of(kind, strategy="tensor", dynamic=False)
+    every = every_half(dtype).view(1, -1, 64)
+    for scale in (0.02, 1.0, 5e-5):
+        value = torch.tensor([scale], dtype=dtype)
+        rounding, module = Rounding.of(args, dtype, float(value)), _module(args)
+        module.weight = nn.Parameter(module.weight.to(dtype))
+        module.input_scale = nn.Parameter(value)
+        assert rounding is not None
+        assert rounding.now(module) == rounding
+        assert _activations._has_bits(rounding, module)
+        result, expected = rounding.rounded(every), forward_quantize_of(module, every, args)
+        assert torch.equal(result.isnan(), expected.isnan())
+        assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
+        assert torch.equal(*(each.signbit()[~each.isnan()] for each in (result, expected)))
+        module.input_zero_point = nn.Parameter(torch.zeros(1, dtype=dtype))
+        assert rounding.now(module) is None
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+@pytest.mark.parametrize("group", [0, 16])
+@torch.no_grad()
+def test_bits_in_float16(kind: str, group: int) -> None:
+    args = settings_of(kind, **({"strategy": "group", "group_size": group} if group else {}))
+    rounding = Rounding.of(args, torch.float16)
+    assert rounding is not None
+    assert rounding != Rounding.of(args)
+    assert _activations._has_bits(rounding, _module(args))
+    for scale in (1e-7, 1e-3, 1, 6e4):
+        x = (torch.randn(2, 3, 64) * scale).half()
+        result, expected = rounding.rounded(x), expected_of(x, args)
+        assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
+
+
+def _module(args: Any, factor: float = 0.0) -> Any:
     from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
 
     module: Any = nn.Linear(1, 1)
     module.quantization_status = QuantizationStatus.DECOMPRESSED
     module.quantization_scheme = QuantizationScheme(targets=["Linear"], input_activations=args)
+    if factor:
+        module.input_global_scale = nn.Parameter(torch.tensor([factor]))
     return module
 
 
@@ -78,8 +146,9 @@ def _module(args: Any) -> Any:
         {"num_bits": 4},
         {"symmetric": False},
         {"strategy": "tensor"},
-        {"strategy": "tensor", "dynamic": False},
+        {"num_bits": 4, "strategy": "tensor", "dynamic": False},
         {"strategy": "tensor_group", "group_size": 16},
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"},
     ],
     ids=str,
 )
@@ -154,16 +223,20 @@ def test_the_linears_of_a_model(directory: Path, left: list[int]) -> None:
     assert len(left) == 1
 
 
-@pytest.mark.parametrize("scheme", ["W8A8", "FP8-dynamic", "FP8_BLOCK-dynamic"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8-dynamic", "FP8_BLOCK-dynamic", "NVFP4", "FP8-static"])
 @torch.no_grad()
-def test_layers_are_one_call_until_settings_change(tmp_path: Path, scheme: str, left: list[int]) -> None:
+def test_layers_are_one_call_until_settings_change(
+    tmp_path: Path, scheme: str, dtype: torch.dtype, left: list[int]
+) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    directory = split(quantized.build_compressed_tensors(tmp_path / "model", "llama", scheme, head_dim=32, **sizes))
+    build = quantized.build_compressed_tensors
+    directory = split(build(tmp_path / "model", "llama", scheme, dtype=dtype, head_dim=32, **sizes))
     plain, model, watched = plainly_loaded(directory), *(load(directory, ALL, exact=False) for _ in range(2))
     for layer in watched.model.layers:
         for linear in layer.mlp.gate_proj, layer.mlp.down_proj:
             linear.register_forward_hook(lambda *given: None)
-    parts = plain, model, watched
+    parts, limit = (plain, model, watched), 0.5 if scheme == "NVFP4" else 0.2  # of fewer codes
     caches = [part(INPUT).past_key_values for part in parts]
     left.clear()
 
@@ -179,11 +252,19 @@ def test_layers_are_one_call_until_settings_change(tmp_path: Path, scheme: str, 
     for _ in range(12):
         (expected, result, same), (many, few, _) = step()
         assert torch.equal(result, same)  # by the calls of an attention and of Linears
-        assert float((result - expected).norm() / expected.norm()) < 0.2
-    assert few < 20 < 200 < many
+        assert float((result - expected).norm() / expected.norm()) < limit
+    assert few < 20 < (60 if scheme == "FP8-static" else 200) < many
+    assert left == []
+    for part in parts:  # in place
+        for name, value in part.model.layers[0].mlp.up_proj.named_parameters():
+            if name.startswith("input"):
+                value.data.mul_(3)
+    expected, result, same = step()[0]
+    assert torch.equal(result, same)
+    assert float((result - expected).norm() / expected.norm()) < limit
     assert left == []
     for part in parts:  # in place, of all Linears
-        part.model.layers[0].mlp.up_proj.quantization_scheme.input_activations.num_bits = 4
+        part.model.layers[0].mlp.up_proj.quantization_scheme.input_activations.num_bits = 6
     many, few, _ = step()[1]
     assert abs(many - few) < 20
 

@@ -92,7 +92,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def attended(
     form: _AttentionForm, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    program, out, plain = Program(9), torch.empty_like(q), [_plain(keys), _plain(values)]
+    program, out, plain = Program(9), torch.empty_like(q), [_plain(each, q.dtype) for each in (keys, values)]
     of_heads = 0 if sinks is None else sinks.data_ptr()
     form.add_attention(program, program.address(0), program.address(1), 2, sinks=of_heads)
     program(q.data_ptr(), out.data_ptr(), *cached(*plain))

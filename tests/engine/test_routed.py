@@ -338,14 +338,15 @@ def test_an_activation_with_parts_or_of_two_tensors_is_left_to_the_class(act: nn
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("own", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("used", "width"), [(10, 2048), (3, 256), (1, 64), (10, 64), (20, 2048)])
-def test_sums_have_torchs_order_or_are_left_to_it(used: int, width: int) -> None:
+def test_sums_have_torchs_order_or_are_left_to_it(used: int, width: int, own: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    for is_wide, dtype in enumerate((torch.bfloat16, torch.float32)):
-        sums = _routed._ExpertSums(2, used, width, bool(is_wide))
-        products = (torch.randn(2 * used, width, generator=generator) * 1e3).bfloat16()
+    for is_wide, dtype in enumerate((own, torch.float32)):
+        sums = _routed._ExpertSums(2, used, width, bool(is_wide), own)
+        products = (torch.randn(2 * used, width, generator=generator) * 1e3).to(own)
         weights = torch.rand(2, used, generator=generator).to(dtype)
-        expected = (products.view(2, used, width) * weights.unsqueeze(-1)).sum(1).bfloat16()
+        expected = (products.view(2, used, width) * weights.unsqueeze(-1)).sum(1).to(own)
         result = sums(products.flip(0), weights, _routed.array("q", reversed(range(2 * used))))
         is_alike = _routed._adds_alike(sums, torch.get_num_threads())
         assert torch.equal(result, expected) or not is_alike

@@ -96,16 +96,18 @@ def test_exact_passes_have_the_bits_of_each_sequence_alone(folder: Path) -> None
         ("gemma3", "4bit", {"head_dim": 64, "sliding_window": 9}),
     ],
 )
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @torch.no_grad()
 def test_rows_of_all_sequences_are_one_call(
     tmp_path: Path,
     family: str,
     compression: str,
     settings: dict[str, Any],
+    dtype: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each has the bits of its steps alone; the second one has three rows, as of a draft."""
-    model = load(compressed(tmp_path, family, compression, **settings), exact=False)
+    model = load(compressed(tmp_path, family, compression, **settings), exact=False, dtype=dtype)
     whole, compute = list[torch.Size](), _whole_steps._Whole._compute
 
     def counted(self: Any, x: torch.Tensor, *args: Any, **named: Any) -> Any:

@@ -533,7 +533,7 @@ _CHANNEL = {"num_bits": 8, "symmetric": True, "strategy": "channel"}
 _TOKEN = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
 _TENSOR = {"num_bits": 8, "symmetric": True, "strategy": "tensor"}
 _BLOCK = {"strategy": "block", "block_structure": [16, 16]}
-_NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16} | {
+NVFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16} | {
     "scale_dtype": "torch.float8_e4m3fn"
 }
 _MX = {"type": "float", "symmetric": True, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
@@ -553,8 +553,8 @@ SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] =
     "W4A16-asymmetric": ("pack-quantized", {**INT4, "symmetric": False}, None),
     "W8A16-asymmetric": ("pack-quantized", {**_CHANNEL, "type": "int", "symmetric": False}, None),
     "INT8-asymmetric": ("int-quantized", {**_CHANNEL, "type": "int", "symmetric": False}, None),
-    "NVFP4A16": ("nvfp4-pack-quantized", _NVFP4, None),
-    "NVFP4": ("nvfp4-pack-quantized", _NVFP4, {**_NVFP4, "dynamic": "local"}),
+    "NVFP4A16": ("nvfp4-pack-quantized", NVFP4, None),
+    "NVFP4": ("nvfp4-pack-quantized", NVFP4, {**NVFP4, "dynamic": "local"}),
     "MXFP4A16": ("mxfp4-pack-quantized", {**_MX, "num_bits": 4}, None),
     "MXFP8A16": ("mxfp8-quantized", {**_MX, "num_bits": 8}, None),
 }
@@ -562,13 +562,20 @@ SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] =
 
 
 def build_compressed_tensors(
-    folder: Path, family: Any, scheme: str, *, shards: int = 1, packed: bool = True, **settings: Any
+    folder: Path,
+    family: Any,
+    scheme: str,
+    *,
+    shards: int = 1,
+    packed: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    **settings: Any,
 ) -> Path:
     """As llm-compressor publishes: every Linear but the head, experts too, compressed by compressed-tensors itself.
 
     Without `packed` only the config says so, and the package need not be there.
     """
-    build_checkpoint(folder, family, dtype=torch.bfloat16, **settings)
+    build_checkpoint(folder, family, dtype=dtype, **settings)
     form, weights, activations = SCHEMES[scheme]
     group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": activations, "format": form}
     config = {
