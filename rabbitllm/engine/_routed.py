@@ -442,13 +442,10 @@ class KeptExperts:
             yield left, experts
             return
         down, are_within = self.down, 0 <= left[0] <= left[-1] < self._count
-        while left:
-            filled, pending, others = stack.supply.order(left) if are_within else ([], [], left)
-            if others:
-                yield left, [None]
-                return
-            batch = [left[position] for position in filled or pending[:1]]
-            assert down is not None  # a parameter of the module
+        if not are_within or down is None or not (self.stays or down.supply is stack.supply):
+            yield left, [None]
+            return
+        for batch in stack.supply.batches(left):
             experts = [*self._each([stack, down], batch)]
             if experts[0] is not None:
                 self.products = experts[0].products
@@ -457,7 +454,6 @@ class KeptExperts:
                     if expert is not None:
                         self.experts.setdefault(number, expert)  # the address of the first one may be in use
             yield batch, experts
-            left = [expert for expert in left if expert not in batch]
 
 
 def _computed(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: torch.Tensor) -> torch.Tensor | None:
