@@ -668,11 +668,11 @@ def _groups(costs: Sequence[UnitCost]) -> Iterator[list[UnitCost]]:
 def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tuple[dict[str, Tier], int]:
     """A tier for each unit of a device, and the bytes that are left on it."""
     tiers = {cost.name: Tier.MAPPED if _is_mapped(cost, budget) else Tier.ROWS for cost in costs if cost.by_rows}
-    looked_up = {name: tier for name, tier in tiers.items() if tier is Tier.MAPPED}
+    looked_up: dict[str, Tier] = {name: tier for name, tier in tiers.items() if tier is Tier.MAPPED}
     for cost in [cost for cost in costs if tiers.get(cost.name) is Tier.ROWS and budget.is_host and not cost.is_view]:
         rest = ready_once(other for other in costs if other is not cost)
         if ready_once(costs) - rest >= LARGE_TABLE:  # not one that a tied head also needs
-            looked_up |= {cost.name: Tier.ROWS}
+            looked_up[cost.name] = Tier.ROWS
     need = ready_once(cost for cost in costs if cost.name not in looked_up)
     if need <= budget.nbytes:
         return dict.fromkeys((cost.name for cost in costs), Tier.RESIDENT) | looked_up, budget.nbytes - need
