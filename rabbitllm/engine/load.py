@@ -26,7 +26,6 @@ from rabbitllm.engine._weights import check_unused
 from rabbitllm.engine.devices import Device, budget_of, memory_explained, resolve_devices
 from rabbitllm.engine.expert_source import ExpertSource
 from rabbitllm.engine.experts import bind_experts, ranges_in_place
-from rabbitllm.engine.free_memory import trimming
 from rabbitllm.engine.fusions import fuse
 from rabbitllm.engine.heads import Heads, plan_heads
 from rabbitllm.engine.load_plan import (
@@ -102,8 +101,6 @@ def load_model(
     with memory_explained(chosen, limits, "loading"):  # no variable here keeps what is to be freed after an error
         model = _bound(planner, share, store, home, chosen, options)
     model.tokenizer = planner.tokenizer(home)
-    if (trim := trimming()) is not None:
-        trim()  # what reading a tokenizer leaves: 300 MB of Gemma's
     return model
 
 

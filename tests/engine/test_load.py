@@ -49,7 +49,7 @@ def test_memory_that_a_tokenizer_freed_is_returned(tmp_path: Path, monkeypatch: 
         stays.extend(blocks[::40])
         filled.append(psutil.Process().memory_info().rss)
 
-    monkeypatch.setattr(load_plan.LoadPlanner, "tokenizer", read)
+    monkeypatch.setattr(skeleton, "_tokenizer", read)
     load(directory)
     assert psutil.Process().memory_info().rss < filled[0] - 1500 * 30_000
     assert all(bool(block.all()) for block in stays)
