@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -185,7 +186,11 @@ def _rate(files: Sequence[str]) -> float:
     """Bytes a second that are read from these files, or from memory without any."""
     from benchmarks.lib import measure
 
-    return measure.read_speed([*map(Path, files)], PROBED_BYTES) if files else measure.memory_speed(PROBED_BYTES, 3)
+    if files:
+        return measure.read_speed([*map(Path, files)], PROBED_BYTES)
+    # in another process: the memory of this one is measured
+    program = f"from benchmarks.lib import measure; print(measure.memory_speed({PROBED_BYTES}, 3))"
+    return float(subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE).stdout)
 
 
 def _experts(model: Any) -> dict[str, Any]:

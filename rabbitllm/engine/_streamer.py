@@ -264,7 +264,7 @@ class Streamer:
         The forwards are replaced, since torch runs no hooks after a KeyboardInterrupt.
         """
         layers = {name for name, source in sources.items() if source.unit.is_layer}
-        absent = [placed.unit for placed in placement.units if placed.tier not in READY]
+        absent = [placed.unit for placed in placement.units if placed.tier not in READY and not placement.is_resident]
         around = {path for unit in absent if unit not in layers for path in _parent_paths(unit)}
         for name, module in self._model.named_modules():
             begins = isinstance(module, PreTrainedModel) and not layers.intersection(_parent_paths(name))

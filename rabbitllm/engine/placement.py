@@ -24,6 +24,8 @@ SLOTS = 2
 """Buffers of a device for streamed units: one in use and one that is being filled."""
 EXPERT_STAGING = 8
 """Staging buffers in host memory for experts of another device: one for each thread that reads."""
+LARGE_TABLE = 64 << 20
+"""Bytes from which an embedding is not made ready for its few rows on the host: these cost a token some 0.1 ms."""
 STAGING = 2
 """Staging buffers in host memory for streamed units of another device: one is filled, one is copied from."""
 
@@ -319,7 +321,9 @@ class Placement(Printed):
     @property
     def is_resident(self) -> bool:
         """Whether every unit is ready to use at any time, as in an ordinary model."""
-        return all(placed.tier in READY for placed in (*self.units, *self.experts))
+        ready, hosts = {*READY, Tier.ROWS}, self.hosts  # a host reads rows from memory that it maps
+        units = [placed.tier in (ready if placed.device in hosts else READY) for placed in self.units]
+        return all(units) and all(placed.tier in READY for placed in self.experts)
 
     @property
     def streamed_bytes(self) -> int:
@@ -555,7 +559,7 @@ def _placed(
         taken = max((cost.transit * cost.slot for cost in inside), default=0) + sum(cost.copy for cost in inside)
         tiers, free = _tiers(share, replace(budget, nbytes=budget.nbytes - taken), small_first)
         left.append(free)
-        tier = _experts_tier(inside, budget, free + taken, all(t in READY for t in tiers.values()))
+        tier = _experts_tier(inside, budget, free + taken, all(t in (*READY, Tier.ROWS) for t in tiers.values()))
         routed += [PlacedUnit(cost.name, budget.device, tier, cost.stored) for cost in inside]
         if inside and tier is Tier.ROUTED:
             pools.append(_pool(inside, budget, free))
@@ -663,11 +667,15 @@ def _groups(costs: Sequence[UnitCost]) -> Iterator[list[UnitCost]]:
 
 def _tiers(costs: Sequence[UnitCost], budget: Budget, small_first: bool) -> tuple[dict[str, Tier], int]:
     """A tier for each unit of a device, and the bytes that are left on it."""
-    need = ready_once(cost for cost in costs if not _is_mapped(cost, budget))
-    if need <= budget.nbytes:
-        ready = {cost.name: Tier.MAPPED if _is_mapped(cost, budget) else Tier.RESIDENT for cost in costs}
-        return ready, budget.nbytes - need
     tiers = {cost.name: Tier.MAPPED if _is_mapped(cost, budget) else Tier.ROWS for cost in costs if cost.by_rows}
+    looked_up: dict[str, Tier] = {name: tier for name, tier in tiers.items() if tier is Tier.MAPPED}
+    for cost in [cost for cost in costs if tiers.get(cost.name) is Tier.ROWS and budget.is_host and not cost.is_view]:
+        rest = ready_once(other for other in costs if other is not cost)
+        if ready_once(costs) - rest >= LARGE_TABLE:  # not one that a tied head also needs
+            looked_up[cost.name] = Tier.ROWS
+    need = ready_once(cost for cost in costs if cost.name not in looked_up)
+    if need <= budget.nbytes:
+        return dict.fromkeys((cost.name for cost in costs), Tier.RESIDENT) | looked_up, budget.nbytes - need
     # made ready once, since such a unit may be used outside its forward
     tiers |= {cost.name: Tier.RESIDENT for cost in costs if cost.must_stay}
     room = budget.nbytes - ready_once(cost for cost in costs if cost.must_stay)

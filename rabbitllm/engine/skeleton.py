@@ -19,6 +19,7 @@ from rabbitllm.base.transformers_version import installed_version
 from rabbitllm.checkpoints.checkpoint import has_vocabulary
 from rabbitllm.checkpoints.config import newer_transformers, picked_by, separate_settings
 from rabbitllm.engine._published import change_modules, check_method, drop_leftover_settings, settings_in
+from rabbitllm.engine.free_memory import trimming
 from rabbitllm.errors import (
     CorruptVocabularyError,
     IncompleteCheckpointError,
@@ -443,6 +444,9 @@ def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     except Exception as error:  # malformed files make transformers and tokenizers raise any error
         logger.warning("No tokenizer could be read from %s (%s); model.tokenizer is None.", folder, error_line(error))
         return None
+    finally:
+        if (trim := trimming()) is not None:
+            trim()  # holes of the heap: 300 MB of Gemma's
 
 
 def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:

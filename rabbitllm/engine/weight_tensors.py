@@ -224,6 +224,8 @@ def _embedding(input: Any, weight: Any, max_norm: Any = None, **options: Any) ->
     look_up = weight.look_up if isinstance(weight, AbsentWeight) else None
     if look_up is None or max_norm is not None or isinstance(input, WeightStandIn):
         return None
+    if input.numel() == 1:
+        return look_up(input.cpu().reshape(1).long()).view(*input.shape, -1)
     distinct, renumbered = torch.unique(input.cpu(), return_inverse=True)
     with torch.no_grad():
         return torch.nn.functional.embedding(renumbered.to(weight.device), look_up(distinct.long()))

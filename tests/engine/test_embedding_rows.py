@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from rabbitllm.engine import _embedding_rows
+from rabbitllm.engine import _embedding_rows, placement
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import AbsentWeight
 from rabbitllm.errors import IncompleteSplitError
@@ -118,6 +120,33 @@ def test_reads_of_a_lookup_are_one_batch(tmp_path: Path, monkeypatch: pytest.Mon
         read = [run for name, runs in events for run in runs if name == "begin"]
         assert sum(end - begin for begin, end in read) < table.weight.nbytes
     assert len(read) == 2  # rows 0 and 1 are in one page
+
+
+def test_a_large_table_is_dequantized_by_rows_though_all_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no memory, and the model is used as one whose weights are all in memory: a backward pass is allowed."""
+    directory = split(build_checkpoint(tmp_path / "model", "llama", tied=True), "4bit")
+    whole = load(directory, exact=False)  # its head is multiplied from the codes
+    nbytes = whole.get_input_embeddings().weight.nbytes
+    monkeypatch.setattr(placement, "LARGE_TABLE", nbytes // 2)
+    before = _storages()
+    model = load(directory, exact=False)
+    assert sum(_storages().values()) - sum(before.values()) < nbytes // 2
+    assert tiers(model)["model.embed_tokens"] is Tier.ROWS
+    assert tiers(load(directory))["model.embed_tokens"] is Tier.RESIDENT  # the head needs the matrix too
+    assert model.placement.is_resident
+    assert_same(run(model), run(whole))
+    model.enable_input_require_grads()
+    model(input_ids=INPUT, labels=INPUT).loss.backward()
+
+
+def _storages() -> dict[int, int]:
+    """Address -> bytes of all memory of tensors that is no mapped file."""
+    gc.collect()
+    ranges = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    files = [tuple(int(end, 16) for end in line[0].split("-")) for line in ranges if len(line) > 5 and "/" in line[5]]
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    found = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return {place: size for place, size in found.items() if not any(first <= place < end for first, end in files)}
 
 
 def test_table_is_unbound_between_calls(tmp_path: Path) -> None:

@@ -862,7 +862,7 @@ def decoding_waits(model: Any, gpu: FakeGpu) -> Counter[str]:
 
 @pytest.mark.parametrize("where", ["streamed", "pinned", "packed"])
 def test_decode_pass_waits_only_for_an_embedding_row(tmp_path: Path, where: str) -> None:
-    """Its number is fetched; the row, and its index in the rows that were read, are copied there."""
+    """Its number is fetched; the row is copied there."""
     folder = build_checkpoint(tmp_path / "model", "qwen2", dtype=torch.bfloat16, num_hidden_layers=6)
     directory, gpu = split(folder, "4bit"), FakeGpu(0)
     budget = bytes_when_made(load(directory)) - 1 if where == "packed" else 0
@@ -871,7 +871,7 @@ def test_decode_pass_waits_only_for_an_embedding_row(tmp_path: Path, where: str)
         waits = decoding_waits(model, gpu)
     tier = {"streamed": Tier.STREAMED, "pinned": Tier.PINNED, "packed": Tier.PACKED}[where]
     assert {tiers(model)[f"model.layers.{index}"] for index in range(6)} == {tier}
-    assert waits == {"a copy to the host": 1, "a copy from ordinary memory": 2}
+    assert waits == {"a copy to the host": 1, "a copy from ordinary memory": 1}
 
 
 @pytest.mark.parametrize("kernel", ["batched_mm", "grouped_mm"])
@@ -887,7 +887,7 @@ def test_layer_of_experts_waits_only_for_its_routing(tmp_path: Path, kernel: str
         waits = decoding_waits(model, gpu)
         result = run(model)
     assert_same(result, expected)
-    assert waits - Counter({"a copy to the host": 1, "a copy from ordinary memory": 2}) == {"a copy to the host": 5}
+    assert waits - Counter({"a copy to the host": 1, "a copy from ordinary memory": 1}) == {"a copy to the host": 5}
 
 
 @pytest.mark.parametrize("compression", [None, "4bit"])

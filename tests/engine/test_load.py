@@ -6,18 +6,20 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from rabbitllm import AutoModel
 from rabbitllm.engine import load_plan, skeleton
+from rabbitllm.engine.free_memory import trimming
 from rabbitllm.engine.load_plan import DISTINCT_ROWS, MAX_ROWS, fused_chooser, is_near
 from rabbitllm.quant import products
 from rabbitllm.quant.schemes import Quantized
 from tests.engine.test_fake_gpu import load_on
 from tests.support.builders import build_checkpoint
 from tests.support.fake_gpu import FakeGpu
-from tests.support.tiny_models import ALL, split
+from tests.support.tiny_models import ALL, load, split
 
 FORM = Quantized("4bit", (96, 128), "bfloat16")
 
@@ -34,6 +36,23 @@ def test_load_builds_the_skeleton_once(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(skeleton, "build_skeleton", count)
     AutoModel.from_pretrained(str(folder), device="cpu")
     assert len(built) == 1
+
+
+@pytest.mark.skipif(trimming() is None, reason="no glibc here")
+def test_memory_that_a_tokenizer_freed_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading one takes small blocks by the million, some of which stay, so that the others are holes of the heap."""
+    directory = split(build_checkpoint(tmp_path / "model", "llama"))
+    filled, stays = list[int](), list[torch.Tensor]()
+
+    def read(*args: Any) -> None:
+        blocks = [torch.ones(60_000, dtype=torch.uint8) for _ in range(1600)]
+        stays.extend(blocks[::40])
+        filled.append(psutil.Process().memory_info().rss)
+
+    monkeypatch.setattr(skeleton, "_tokenizer", read)
+    load(directory)
+    assert psutil.Process().memory_info().rss < filled[0] - 1500 * 30_000
+    assert all(bool(block.all()) for block in stays)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

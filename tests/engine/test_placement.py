@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from rabbitllm.engine import load_plan
 from rabbitllm.engine.placement import (
     EXPERT_STAGING,
+    LARGE_TABLE,
     READY,
     SLOTS,
     STAGING,
@@ -360,6 +361,31 @@ def test_quantized_embedding_is_read_by_rows() -> None:
     costs = [embed, *(layer(f"layers.{i}", 100, 400) for i in range(3))]
     assert tiers(place(costs, [Budget("cpu", 1600, True)]))["embed"] is Tier.RESIDENT
     assert tiers(place(costs, [Budget("cpu", 1599, True)]))["embed"] is Tier.ROWS
+
+
+@pytest.mark.parametrize(
+    ("ready", "is_host", "is_view", "expected"),
+    [
+        (LARGE_TABLE, True, False, Tier.ROWS),
+        (LARGE_TABLE - 1, True, False, Tier.RESIDENT),
+        (LARGE_TABLE, False, False, Tier.RESIDENT),
+        (LARGE_TABLE, True, True, Tier.MAPPED),
+    ],
+)
+def test_no_large_matrix_is_made_for_the_rows_of_a_token(
+    ready: int, is_host: bool, is_view: bool, expected: Tier
+) -> None:
+    """Also where everything fits; then the model is no less resident, and what is not made needs no memory."""
+    embed = replace(layer("embed", 100, ready, is_layer=False, by_rows=True), is_view=is_view)
+    costs = [embed, *(layer(f"layers.{i}", 100, 400) for i in range(3))]
+    placement = place(costs, [Budget("cpu" if is_host else "cuda:0", ready + 1200, is_host)])
+    assert tiers(placement) == {"embed": expected} | {f"layers.{i}": Tier.RESIDENT for i in range(3)}
+    assert placement.is_resident
+    shared = tied(replace(embed, ready=ready + 1), layer("head", 100, ready + 1, is_layer=False))
+    both = tiers(place(shared, [Budget("cpu" if is_host else "cuda:0", 4 * ready, is_host)]))
+    assert both["embed"] is (Tier.MAPPED if expected is Tier.MAPPED else Tier.RESIDENT)
+    least = place(costs, [Budget("cpu" if is_host else "cuda:0", 1200, is_host)])
+    assert (tiers(least)["layers.0"] is Tier.RESIDENT) == (expected is not Tier.RESIDENT)
 
 
 @pytest.mark.parametrize(("rooms", "counts"), [((1000, 1000), (4, 4)), ((3000, 1000), (6, 2)), ((0, 1000), (0, 8))])
