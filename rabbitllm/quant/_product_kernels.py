@@ -53,6 +53,10 @@ ROWS, CODE_ROWS = 4, max(lanes() // 8, 1)
 """Rows of the matrix for each load of an input, of a panel and by codes. More rows of codes are no faster in the cache,
 and read from memory they are slower: the processor's own prefetcher does not follow so many. AVX2 has too few registers
 for sums of two rows with several inputs."""
+LONG_BYTES = 6144
+"""Bytes of a row's codes from which one input, too, is loaded for two rows at a time: with 14,336 and 28,672 columns it
+no longer fits the smallest cache, and 4bit is read at 1.1 and 1.4 times the rate. Shorter rows are read one by one: of
+2,048 columns at 1 to 1.15 times the rate, 8bit of 768 at 1.18 times (Zen 4)."""
 NEAR_ROWS = 32
 """Rows whose codes stay in a core's cache until they are multiplied with all inputs."""
 TOKENS = 4
@@ -273,9 +277,9 @@ def add_columns(x, rows, out, begin, end):  # type: ignore[no-untyped-def]
 # uses is global. So each kernel is a template with a name and globals of its own.
 
 ONE: Any = None
-TALL = WIDE = SQUARE = LEAST = TILE = FILL = AT_ONCE = NBYTES = MAX_STEPS = STEP = ONE
+SHORT = TALL = WIDE = SQUARE = LEAST = TILE = FILL = AT_ONCE = NBYTES = MAX_STEPS = STEP = ONE
 NARROW = emitted(emit_narrow, 16)
-IN_PLACE, GROUP, TURN = False, 1, emitted(lambda emit, rows, panel, row_bytes: None, 8)
+IN_PLACE, IS_SHARED, GROUP, TURN = False, False, 1, emitted(lambda emit, rows, panel, row_bytes: None, 8)
 
 
 def _by_codes(data, start, end, parts):  # type: ignore[no-untyped-def]
@@ -283,7 +287,7 @@ def _by_codes(data, start, end, parts):  # type: ignore[no-untyped-def]
     words = pieces(data)
     for piece in range(BEFORE_WORK, len(words), PIECE_WORDS):
         work = arguments(words, piece)
-        tokens = work[9]
+        tokens, is_long = work[9], work[6] >= LONG_BYTES
         first, last = own_rows(words, start, end, parts, work[10])
         for top in range(first, last, NEAR_ROWS):
             bottom, token = min(top + NEAR_ROWS, last), 0
@@ -295,8 +299,10 @@ def _by_codes(data, start, end, parts):  # type: ignore[no-untyped-def]
                         SQUARE(*work, row, token)
                     elif is_wide:
                         WIDE(*work, row, token)
-                    elif is_tall:
+                    elif is_tall and (is_long or not IS_SHARED):
                         TALL(*work, row, token)
+                    elif is_tall:
+                        SHORT(*work, row, token)
                     else:
                         ONE(*work, row, token)
                     row += TILE if is_tall else 1
@@ -417,9 +423,10 @@ def code_kernel(
 ) -> Callable[[Any], None]:
     """The kernel by codes of steps that `make` returns for an emitter and the address of a table, with so many rows
     for each load of inputs; for `least`, see `LEAST_WIDE`."""
-    shapes = (1, 1, 1), (rows, ROWS, 1), (1, 1, TOKENS), (rows, ROWS, TOKENS)
-    single, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
-    return named(_by_codes, name, ONE=single, TALL=tall, WIDE=wide, SQUARE=square, LEAST=least, TILE=ROWS)
+    shapes = (1, 1, 1), (1, ROWS, 1), (rows, ROWS, 1), (1, 1, TOKENS), (rows, ROWS, TOKENS)
+    single, short, tall, wide, square = (_code_dot(make, width, *shape) for shape in shapes)
+    dots = {"ONE": single, "SHORT": short, "TALL": tall, "WIDE": wide, "SQUARE": square}
+    return named(_by_codes, name, LEAST=least, TILE=ROWS, IS_SHARED=rows > 1, **dots)
 
 
 def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:

@@ -90,7 +90,7 @@ def inputs(count: int, columns: int, dtype: torch.dtype = torch.float32) -> torc
 @needs_kernel
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 16, 17, 100])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 192), (37, 1024), (130, 4096), (64, 5120)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 192), (37, 1024), (130, 4096), (64, 5120), (37, 12352)])
 def test_any_number_of_inputs_and_rows(scheme: str, count: int, rows: int, columns: int) -> None:
     parts = matrix(scheme, rows, columns, dtype=torch.float32)
     x = inputs(count, columns)
