@@ -25,8 +25,8 @@ SLOTS = 2
 EXPERT_STAGING = 8
 """Staging buffers in host memory for experts of another device: one for each thread that reads."""
 LARGE_TABLE = 64 << 20
-"""Bytes from which an embedding is not made ready for its few rows on the host: a token of Gemma-3-270M takes 11 ms either
-way."""
+"""Bytes from which an embedding is not made ready for its few rows on the host. A token of Gemma-3-270M takes 11 ms
+either way."""
 STAGING = 2
 """Staging buffers in host memory for streamed units of another device: one is filled, one is copied from."""
 
