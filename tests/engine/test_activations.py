@@ -114,6 +114,18 @@ def test_bits_of_published_scales(kind: str, dtype: torch.dtype) -> None:
         assert rounding.now(module) is None
 
 
+@pytest.mark.parametrize("factor", [0.0, -1.0, torch.inf, torch.nan])
+def test_factors_by_which_nothing_is_divided_are_left_to_compressed_tensors(factor: float) -> None:
+    static = settings_of("float", strategy="tensor", dynamic=False)
+    for args, name in ((of_fp4(), "input_global_scale"), (static, "input_scale")):
+        dtype = torch.float32 if args is not static else torch.bfloat16
+        module = _module(args)
+        setattr(module, name, nn.Parameter(torch.tensor([factor], dtype=dtype)))
+        rounding = Rounding.of(args)
+        assert rounding is not None
+        assert rounding.now(module) is None
+
+
 @pytest.mark.parametrize("kind", ["int", "float"])
 @pytest.mark.parametrize("group", [0, 16])
 @torch.no_grad()
