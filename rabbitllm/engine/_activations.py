@@ -149,8 +149,9 @@ class Rounding:
 
 def _bytes_of(value: Any) -> bytes:
     """A parameter's first number, by no operation of torch, which would take longer than all else here; nothing of one
-    that is not in memory."""
-    return ctypes.string_at(value.data_ptr(), value.itemsize) if type(value) is nn.Parameter else b""
+    that is not in memory, whose address says nothing."""
+    is_here = type(value) is nn.Parameter and value.is_cpu and value.numel()
+    return ctypes.string_at(value.data_ptr(), value.itemsize) if is_here else b""
 
 
 def fuse_activations(model: nn.Module) -> int:
