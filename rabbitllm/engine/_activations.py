@@ -9,6 +9,7 @@ left to compressed-tensors.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -60,13 +61,13 @@ class Rounding:
         others."""
         settings = (args.type, args.num_bits, args.symmetric, args.strategy, args.dynamic, args.scale_dtype)
         if settings == ("float", 4, True, "tensor_group", "local", torch.float8_e4m3fn):
-            return cls(6.0, True, args.group_size, dtype, factor) if factor > 0 else None
+            return cls(6.0, True, args.group_size, dtype, factor) if 0 < factor < math.inf else None
         is_static = settings[3:5] == ("tensor", False)
         if args.type not in ("int", "float") or settings[1:3] + settings[5:] != (8, True, None):
             return None
         if not is_static and (args.strategy not in ("token", "group") or args.dynamic is not True):
             return None
-        if is_static and not factor > 0:
+        if is_static and not 0 < factor < math.inf:
             return None
         group = args.group_size if args.strategy == "group" else 0
         largest = 448.0 if args.type == "float" else 127.5
@@ -148,8 +149,9 @@ class Rounding:
 
 def _bytes_of(value: Any) -> bytes:
     """A parameter's first number, by no operation of torch, which would take longer than all else here; nothing of one
-    that is not in memory."""
-    return ctypes.string_at(value.data_ptr(), value.itemsize) if type(value) is nn.Parameter else b""
+    that is not in memory, whose address says nothing."""
+    is_here = type(value) is nn.Parameter and value.is_cpu and value.numel()
+    return ctypes.string_at(value.data_ptr(), value.itemsize) if is_here else b""
 
 
 def fuse_activations(model: nn.Module) -> int:

@@ -417,10 +417,14 @@ def _attend(query, cached, head, sink, runs, scores, powers, total):  # type: ig
             score = dot(query, bfloats(first + (token - begin) * cached[4], width), width)
             scores[token] = score
             most = max(most, score)
-            summed += score * np.float32(0)  # NaN for a score that is NaN or infinite
+            # NaN for a score that is NaN or infinite; -inf is one of a token that has no weight
+            summed += (score if score != np.float32(-np.inf) else np.float32(0)) * np.float32(0)
         begin = end
+    if most == np.float32(-np.inf):  # no token has any
+        total[:] = summed
+        return
     for token in range(tokens):
-        x = max(scores[token] - most, np.float32(-126))
+        x = max(scores[token] - most, np.float32(-127))  # less is 0, times which what is infinite is no number
         whole = np.floor(x + np.float32(0.5))
         powers[token] = float_of((np.int32(whole) + np.int32(127)) << np.int32(23))
         x -= whole

@@ -114,6 +114,29 @@ def test_bits_of_published_scales(kind: str, dtype: torch.dtype) -> None:
         assert rounding.now(module) is None
 
 
+@pytest.mark.parametrize("data", [torch.empty(0), torch.empty(1, device="meta")], ids=["empty", "meta"])
+def test_a_factor_that_has_left_memory_is_another_one(data: torch.Tensor) -> None:
+    module, rounding = _module(of_fp4(), 2.0), Rounding.of(of_fp4(), factor=2.0)
+    assert rounding is not None
+    (is_same,) = rounding.watches(module)
+    assert is_same()
+    module.input_global_scale = nn.Parameter(data)
+    assert not is_same()
+    assert _activations._bytes_of(module.input_global_scale) == b""  # not what memory without an address holds
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, torch.inf, torch.nan])
+def test_factors_by_which_nothing_is_divided_are_left_to_compressed_tensors(factor: float) -> None:
+    static = settings_of("float", strategy="tensor", dynamic=False)
+    for args, name in ((of_fp4(), "input_global_scale"), (static, "input_scale")):
+        dtype = torch.float32 if args is not static else torch.bfloat16
+        module = _module(args)
+        setattr(module, name, nn.Parameter(torch.tensor([factor], dtype=dtype)))
+        rounding = Rounding.of(args)
+        assert rounding is not None
+        assert rounding.now(module) is None
+
+
 @pytest.mark.parametrize("kind", ["int", "float"])
 @pytest.mark.parametrize("group", [0, 16])
 @torch.no_grad()

@@ -123,6 +123,27 @@ def test_attention_of_a_row(heads: int, keys: int, width: int) -> None:
     assert attended(form, torch.ones(1, heads, 1, width).bfloat16(), k, k)[0, 0].isnan().all()
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_what_is_infinitely_unlike_a_query_has_no_weight(tokens: int) -> None:
+    """As with torch: keys that exceed float16 are infinite. If there are no others the result is 0, or of the sink."""
+    q, sinks = torch.ones(1, 4, 1, 32).bfloat16(), torch.randn(4).bfloat16()
+    form, (k, v) = _AttentionForm(4, 2, 32, 32, 1.0), torch.randn(2, 1, 2, tokens, 32).bfloat16()
+    for end in (1, tokens):
+        k[:, :, :end, 3] = -torch.inf
+        expected = scaled_dot_product_attention(q, k, v, scale=1.0, enable_gqa=True)
+        assert expected.isfinite().all()
+        result, of_sinks = attended(form, q, k, v), attended(form, q, k, v, sinks)
+        assert (result - expected).float().norm() <= 2**-6 * expected.float().norm()
+        others = attended(form, q, k[:, :, end:], v[:, :, end:], sinks) if end < tokens else torch.zeros_like(q)
+        assert torch.equal(of_sinks, others)
+    k[0, 0, 0] = 0
+    k[0, 0, 1:] = 8  # of a weight that is 0 in float32
+    v[0, 0, 0, 5] = torch.inf
+    result = attended(form, q, k, v)[0, 0, 0]
+    assert result[5].isinf() if tokens == 1 else result[5].isnan()
+    assert result.isfinite().sum() == 31
+
+
 @torch.no_grad()
 def cached_logits(model: Any, steps: int = 12) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits of steps with given tokens, and the first keys and values; more tokens than a window has."""

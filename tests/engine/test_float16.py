@@ -68,7 +68,7 @@ def compressed(compression: str, family: str = "qwen3") -> Callable[[Path], tupl
 
 BUILDS: dict[str, tuple[Callable[[Path], tuple[Path, Path]], str | None, int]] = {
     "awq": (awq("llama", **SIZES), None, 20),
-    "awq-experts": (awq("qwen3_moe", **EXPERTS), None, 50),
+    "awq-experts": (awq("qwen3_moe", **EXPERTS), None, 40),
     "gptq": (gptq, None, 20),
     "8bit": (compressed("8bit"), "8bit", 20),
     "q8_0": (compressed("q8_0"), "q8_0", 20),
