@@ -539,8 +539,9 @@ class Streamer:
         def read(entry: ParameterEntry) -> torch.Tensor:
             return self._read_absent(source, device, entry, elsewhere=elsewhere, is_at_hand=is_at_hand)
 
-        form = functools.partial(ParameterEntry.placeholder, device=device.torch_device, read=read, **answers)
-        absent = [(entry, form(entry, is_at_hand=is_at_hand)) for entry in source.entries]
+        absent = [(entry, entry.placeholder(device.torch_device, read, **answers)) for entry in source.entries]
+        for _, placeholder in absent:
+            placeholder.is_at_hand = is_at_hand
 
         def unbind() -> None:
             for entry, placeholder in absent:

@@ -100,8 +100,6 @@ class ParameterEntry:
         read: Callable[[ParameterEntry], torch.Tensor],
         look_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
         by_pieces: Multiply | None = None,
-        *,
-        is_at_hand: bool = False,
     ) -> AbsentWeight:
         """A placeholder with the weight's device, dtype and shape, without memory and values.
 
@@ -110,11 +108,10 @@ class ParameterEntry:
             read: returns the weight, in the form of `bindable`; called when its values are read.
             look_up: of a table: distinct rising ids -> their rows.
             by_pieces: of a matrix that is read in pieces: multiplies with it.
-            is_at_hand: whether `read` returns it at any time.
         """
         is_parameter, form = isinstance(self.table[self.leaf], nn.Parameter), (self.shape, self.dtype, device)
         weight = AbsentWeight(lambda: read(self), *form, is_parameter=is_parameter, marks=self.marks)
-        weight.look_up, weight.by_pieces, weight.is_at_hand = look_up, by_pieces, is_at_hand
+        weight.look_up, weight.by_pieces = look_up, by_pieces
         return weight
 
 
