@@ -7,6 +7,7 @@ moved, cast or copied.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 from collections.abc import Iterator
@@ -422,7 +423,9 @@ class StreamedModel(_TransformersModel):
             rows = embedding.weight.shape[0]
             if round_up(rows if new_num_tokens is None else new_num_tokens, pad_to_multiple_of or 1) == rows:
                 return embedding
-            absent[0].sum()  # raises the error before anything is changed
+            for weight in absent:
+                weight.sum()  # raises the error before anything is changed
+            embedding.weight = copy.deepcopy(embedding.weight)  # transformers writes to it
         return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
 
     def save_pretrained(

@@ -8,6 +8,7 @@ Linear from its codes; any other operation uses a dequantized matrix, which is f
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -161,6 +162,8 @@ class AbsentWeight(WeightStandIn):
     """Of a table: distinct rising ids, int64 (n,) on the CPU -> their rows (n, width) on the weight's device."""
     by_pieces: Multiply | None = None
     """Of a Linear's matrix that is read in pieces."""
+    is_at_hand: bool = False
+    """Whether it can be read at any time: the weights of the model fit in memory. Its copies are ordinary weights."""
     _why = "it is read from the disk when its layer computes"
     _by_memory = _BY_MEMORY | _ADDRESSES
 
@@ -187,7 +190,10 @@ class AbsentWeight(WeightStandIn):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"AbsentWeight({tuple(self.shape)}, {self.dtype}, {self.device}, not in memory)"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentWeight:
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if self.is_at_hand:  # peft trains a copy
+            whole: torch.Tensor = copy.deepcopy(self.whole(), memo)
+            return whole.requires_grad_(self.requires_grad)
         copied = self.again()
         copied.__dict__.update(vars(self))
         copied.requires_grad_(self.requires_grad)

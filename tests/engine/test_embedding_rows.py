@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,29 @@ def test_a_large_table_is_dequantized_by_rows_though_all_fits(tmp_path: Path, mo
     assert_same(run(model), run(whole))
     model.enable_input_require_grads()
     model(input_ids=INPUT, labels=INPUT).loss.backward()
+
+
+def test_a_large_table_is_used_as_any_weight_where_all_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama"), "4bit")
+    whole = load(directory)
+    monkeypatch.setattr(placement, "LARGE_TABLE", 1)
+    model = load(directory)
+    assert tiers(model)["model.embed_tokens"] is Tier.ROWS
+    expected, embedding = whole.get_input_embeddings().weight, model.get_input_embeddings()
+    assert torch.equal(embedding.weight[5], expected[5])
+    assert torch.equal(model.state_dict()["model.embed_tokens.weight"] * 1, expected)
+    copied = copy.deepcopy(embedding)  # as peft makes one to train it
+    assert type(copied.weight) is nn.Parameter
+    copied(INPUT).sum().backward()
+    with torch.no_grad():
+        copied.weight -= copied.weight.grad
+    assert not torch.equal(copied.weight, expected)
+    assert torch.equal(embedding.weight[5], expected[5])
+    for each in (whole, model):
+        torch.manual_seed(0)
+        each.resize_token_embeddings(280)
+    assert_same(run(model), run(whole))
+    assert model.get_input_embeddings().weight.shape == (280, 64)
 
 
 def _storages() -> dict[int, int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from rabbitllm.base.programs import Program
-from rabbitllm.engine import _routed
+from rabbitllm.engine import _expert_pool, _routed
 from rabbitllm.engine._attention import relative_error
 from rabbitllm.engine._fusing import replace
 from rabbitllm.engine._gates import OneCall
@@ -28,6 +29,7 @@ from tests.engine.test_attention import GEMMA, PHI
 from tests.engine.test_siblings import SIZES, assert_same_logits, checkpoint
 from tests.support import quantized
 from tests.support.builders import build_checkpoint
+from tests.support.kernel_rows import plain_products as plain_products
 from tests.support.tiny_models import ALL, budget_that_keeps, load, split
 
 pytestmark = [pytest.mark.bits, pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used")]
@@ -90,6 +92,32 @@ def test_a_model_has_the_same_logits(
     assert len(steps) == 4 * layers
     assert set(steps) == {1} or kept != "resident"
     assert max(steps) <= 4  # those that arrive one after the other, and the sum
+
+
+@pytest.mark.usefixtures("plain_products")
+@torch.no_grad()
+def test_bits_of_few_tokens_do_not_depend_on_what_was_read_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that are in memory, and those that pass through it, are multiplied by the same kernels."""
+    monkeypatch.setattr(_expert_pool, "MAX_TRANSIT", 3)  # as of large experts: fewer than a text uses
+    settings: dict[str, Any] = {**MANY, "num_experts": 48, "shared_expert_intermediate_size": 256}
+    settings["layer_types"] = ["linear_attention", "full_attention"]
+    directory = checkpoint(tmp_path, "qwen3_next", None, **settings)
+    options: dict[str, Any] = {"exact": False, "fast_bfloat16": True}
+    budget, generator = budget_that_keeps(directory, 0.5, **options), torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 300, (1, 4), generator=generator) for _ in range(4)]
+    expected = [load(directory, budget, **options)(text).logits for text in texts]
+    model, others = load(directory, budget, **options), torch.randint(3, 300, (2, 1, 40), generator=generator)
+    (pool,) = model.streamer.pools.values()
+    assert 0 < pool.cache.slots < sum(source.experts for source in pool.sources)
+    for half, other in enumerate(others):
+        uses = {name: np.zeros_like(values) for name, values in pool.uses().items()}
+        for values in uses.values():
+            values[:, half::2] = 1e6  # they stay: of the others more are used than there is memory for
+        pool.warm(uses)
+        model(other)
+        assert all(torch.equal(model(text).logits, result) for text, result in zip(texts, expected, strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
