@@ -57,12 +57,14 @@ class BatchJournal:
         self.done = self.errors = 0
         self._weights: str | None = None
         self._offsets = array("q", [_ABSENT]) * lines
+        self._is_cut = False
         self._read_back()
         self.resumed = self.done
         self._log = durable.Log(path)
         try:
-            # writes of a killed process are visible but perhaps not durable; this also ends a truncated line
-            self._log.append("")
+            if self._is_cut:
+                self._log.append("")  # ends the truncated line, so that the next one is separate
+            self._log.sync()  # writes of a killed process are visible but perhaps not durable
         except BaseException:
             self._log.close()
             raise
@@ -176,6 +178,7 @@ class BatchJournal:
                     self.done += 1
                     self.errors += bool(entry.get("is_error"))
                 offset += len(line)
+                self._is_cut = not line.endswith(b"\n")
 
 
 def errors_of_finished(out: Path, head: Mapping[str, Any]) -> int | None:

@@ -273,6 +273,11 @@ class _Offer:
         return sum(tensor.nbytes for tensor in tensors_in(self.state))
 
 
+def why_not_kept(model: StreamedModel) -> str:
+    """Why a model's prompts cannot be kept on disk; "" if they can."""
+    return why_no_identity(model) if keeps(model) else "its KV caches do not go on with further tokens"
+
+
 class PromptCache:
     """The prefix cache on disk of one model.
 
@@ -293,8 +298,7 @@ class PromptCache:
     def __init__(
         self, model: StreamedModel, folder: Path, limit: int, is_idle: Callable[[], bool], stats: BatchStats
     ) -> None:
-        reason = why_no_identity(model) if keeps(model) else "its KV caches do not go on with further tokens"
-        if reason:
+        if reason := why_not_kept(model):
             raise OptionError(
                 f"The prompts of this {type(model).__name__} cannot be kept on disk: {reason}.",
                 "Leave the prompt cache out (--prompt-cache, Limits.prompt_bytes).",

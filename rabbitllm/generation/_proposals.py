@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from rabbitllm.generation._mtp import HeadTrack
 from rabbitllm.generation._rewind import Rewindable, takes_trees
 from rabbitllm.generation.kv_cache import Beside
+from rabbitllm.generation.transformers_api import Processors
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
@@ -149,7 +150,7 @@ class FromModel(Proposals):
         self._branches = branches
         self._computed: list[int] = []
         self._device = draft.device
-        self._processors = processors
+        self._processors = Processors(processors)
         self._samples = config.do_sample and not branches
         self._temperature = 1.0 if config.do_sample else _SHARPER
         ends = config.eos_token_id

@@ -32,7 +32,6 @@ from rabbitllm.engine.forwards import load_kernels
 from rabbitllm.engine.free_memory import keep_large_apart, trimming
 from rabbitllm.engine.kv_room import angles_change_after, has_states, keeps_every_token
 from rabbitllm.engine.placement import Placement
-from rabbitllm.errors import OptionError
 from rabbitllm.generation._cache_file import NO_MEMORY, TAIL_TOKENS, CacheFile
 from rabbitllm.generation._packed_batch import can_be_packed, shares_keys
 from rabbitllm.generation._prompt_cache import PromptCache
@@ -222,11 +221,6 @@ class CacheManager:
 
     def _prompts_for(self, model: StreamedModel, limits: Limits) -> PromptCache:
         """The prefix cache on disk."""
-        if limits.exact:
-            raise OptionError(
-                "The prompt cache shares prefixes among requests; exact=True computes each request by itself.",
-                "Leave --exact or --prompt-cache out.",
-            )
         folder = limits.prompt_folder or home() / PROMPTS_FOLDER
         return PromptCache(model, folder, limits.prompt_bytes, lambda: not self._running, self._totals)
 

@@ -564,13 +564,18 @@ class Limits:
     def __post_init__(self) -> None:
         """
         Raises:
-            OptionError: a number below its minimum, or a folder in which no file can be made.
+            OptionError: a number below its minimum, a folder that takes no file, or exact with a prompt cache.
         """
         check_counts(self, "running", "waiting", "cache_bytes", "chunk", "running_of_key", "waiting_of_key")
         for name in ("swap_bytes", "file_bytes", "prompt_bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise OptionError(f"{name}={value}; expected 0 or more.", "Use 0 for none.")
+        if self.exact and self.prompt_bytes:
+            raise OptionError(
+                "The prompt cache shares prefixes among requests; exact=True computes each request by itself.",
+                "Leave --exact or --prompt-cache out.",
+            )
         if self.swap_folder is not None and not (self.swap_folder.is_dir() and is_writable(self.swap_folder)):
             raise OptionError(
                 f"No swap file for KV caches can be created in {self.swap_folder}.",

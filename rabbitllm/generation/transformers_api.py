@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,7 +46,24 @@ def has_dynamic_cache(model: PreTrainedModel) -> bool:
     return bool(model._supports_default_dynamic_cache())
 
 
-class CheckedProcessors(LogitsProcessorList):  # type: ignore[misc]
+class Processors(LogitsProcessorList):  # type: ignore[misc]
+    """Processors of scores whose signatures are read once; transformers reads them for each token."""
+
+    def __init__(self, processors: Iterable[Callable[..., torch.Tensor]]) -> None:
+        super().__init__(processors)
+        self._are_plain = all(len(inspect.signature(processor.__call__).parameters) <= 2 for processor in self)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """As in transformers."""
+        if self._are_plain:
+            for processor in self:
+                scores = processor(input_ids, scores)
+        else:
+            scores = super().__call__(input_ids, scores, **kwargs)
+        return scores
+
+
+class CheckedProcessors(Processors):
     """Processors of scores whose result has a highest one: without, token 0 would be chosen."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:

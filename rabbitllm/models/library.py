@@ -23,9 +23,9 @@ from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, OptionError, RabbitLLMError, SplitMismatchError
 from rabbitllm.quant.schemes import COMPRESSIONS
 from rabbitllm.splitter import journal
-from rabbitllm.splitter.disk_sampler import disk_bytes
+from rabbitllm.splitter.disk_sampler import disk_bytes, occupied
 from rabbitllm.store import locations
-from rabbitllm.store.layer_file import DONE_SUFFIX, LAYER_SUFFIX
+from rabbitllm.store.layer_file import COPIES_NAME, DONE_SUFFIX, LAYER_SUFFIX
 from rabbitllm.store.locations import require_place, resolve_name, with_near_names
 from rabbitllm.store.manifest import (
     JOURNAL_NAME,
@@ -64,6 +64,7 @@ class SplitEntry:
         problem: damage found; None if none.
         legacy: whether RabbitLLM 1.1 made it.
         nbytes: bytes on the disk.
+        copies_bytes: those of copies that a model drafts with.
         gguf: "GGUF Q4_K_M" if it was made from such files; None if from others.
         changed_at: time of the last write to its manifest or journal, ISO 8601 with seconds.
     """
@@ -80,6 +81,7 @@ class SplitEntry:
     problem: str | None = None
     legacy: bool = False
     nbytes: int = 0
+    copies_bytes: int = 0
     changed_at: str = ""
     gguf: str | None = None
 
@@ -123,7 +125,9 @@ def look(folder: Path) -> SplitEntry | None:
     if record is not None and record.endswith(REMOVED_SUFFIX) and entry.source is not None:
         entry = replace(entry, state=HALF_REMOVED, problem=None)
     time = datetime.datetime.fromtimestamp(max(path.stat().st_mtime for path in changed)).astimezone()
-    return replace(entry, nbytes=disk_bytes(folder), changed_at=time.isoformat(timespec="seconds"))
+    copies = folder / COPIES_NAME
+    of_copies, changed_at = disk_bytes(copies) + occupied(copies), time.isoformat(timespec="seconds")
+    return replace(entry, nbytes=disk_bytes(folder), copies_bytes=of_copies, changed_at=changed_at)
 
 
 def _record_in(folder: Path) -> str | None:

@@ -15,6 +15,7 @@ from rabbitllm.auto_model import LoadRequest, prepare_with_draft
 from rabbitllm.base.openmp import computed, rest
 from rabbitllm.base.terminal import harmless, put_fact
 from rabbitllm.engine.free_memory import PROMISES, Promise
+from rabbitllm.generation._prompt_cache import why_not_kept
 from rabbitllm.generation.batch import Batch
 from rabbitllm.generation.memory import cache_share, weight_limits
 from rabbitllm.generation.request import (
@@ -168,6 +169,9 @@ class Service:
         if beside and not prepared.placement(run).stays:
             return None
         model = prepared.load(run, console)
+        if models > 1 and limits.prompt_bytes and (reason := why_not_kept(model)):  # the option is for the others
+            put_fact(console, "prompts", f"of {harmless(settings.name)} are not kept on disk: {reason}")
+            limits = replace(limits, prompt_bytes=0)
         batch = batch_of(model, replace(limits, draft=draft))
         folders = [
             path for path in (prepared.folder, prepared.config_folder, prepared.source.local) if path is not None

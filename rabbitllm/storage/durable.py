@@ -288,6 +288,11 @@ class Log:
         with _naming(self.path):
             while data:
                 data = data[os.write(self._descriptor, data) :]
+        self.sync()
+
+    def sync(self) -> None:
+        """Make earlier lines durable, those of another process too."""
+        with _naming(self.path):
             _announce(Step("sync", self.path))
             os.fsync(self._descriptor)
 

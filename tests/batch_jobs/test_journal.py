@@ -151,6 +151,18 @@ def test_truncated_or_corrupted_line_is_ignored(tmp_path: Path) -> None:
         out.unlink()
 
 
+def test_a_start_without_an_answer_writes_nothing(tmp_path: Path) -> None:
+    """But it syncs: what an earlier process wrote may not be on the disk yet."""
+    out = tmp_path / "out.jsonl"
+    steps: list[Step] = []
+    with opened(out, LINES, HEAD) as journal:
+        path, raw = journal.path, journal.path.read_bytes()
+    with durable.observe_steps(steps.append), opened(out, LINES, HEAD):
+        pass
+    assert path.read_bytes() == raw
+    assert [step.kind for step in steps if step.path == path] == ["sync"]
+
+
 def test_overwrite_is_needed_to_replace_an_output(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("mine")

@@ -133,6 +133,20 @@ def test_show_reports_whether_the_original_exists(folder: Path) -> None:
     assert "3 of its 3 shards not in" in entry["original"]
 
 
+def test_show_tells_copies_from_layer_files(folder: Path) -> None:
+    def fact(name: str) -> list[str]:
+        return re.findall(rf"^{name} +(\S.*)$", invoke("show", folder).stdout, re.MULTILINE)
+
+    invoke("pull", folder)
+    before = fact("layer files")
+    assert (len(before), fact("copies")) == (1, [])
+    copies = folder / "splitted_model" / "copies"
+    copies.mkdir()
+    (copies / "layers.0.Q4_K.safetensors").write_bytes(b"1" * (1 << 20))
+    assert fact("layer files") == before
+    assert re.fullmatch(r"1\.05 MB, for --draft self", *fact("copies"))
+
+
 def test_rm_lists_files_and_asks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     invoke("pull", folder)
     with pytest.raises(OptionError, match="no terminal"):

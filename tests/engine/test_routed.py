@@ -150,6 +150,28 @@ def test_an_expert_that_a_token_chooses_twice(tmp_path: Path, calls: list[tuple[
     assert calls == [(1, 1)] * 2
 
 
+@pytest.mark.parametrize("family", ["qwen3_next"])
+@pytest.mark.parametrize("fast", [None, True])
+@torch.no_grad()
+def test_bits_do_not_depend_on_which_experts_are_in_memory(tmp_path: Path, family: str, fast: bool | None) -> None:
+    """In bfloat16, whose experts in memory are multiplied where they are; `serve --exact` promises it."""
+    settings = {**FAMILIES[family][1], "head_dim": 64, "num_experts": 12, "num_local_experts": 12}
+    settings |= {"moe_intermediate_size": 512}
+    directory = checkpoint(tmp_path, family, None, **settings)
+    options = {"exact": False, "fast_bfloat16": fast}
+    nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    model = load(directory, nbytes // 2, **options)
+    assert any(0 < pool.slots < pool.experts for pool in model.placement.pools)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 250, (1, tokens), generator=generator) for tokens in (2, 3, 5, 7, 8, 11, 17, 40)]
+    first = [model(prompt).logits for prompt in prompts]
+    for index in torch.randperm(12 * len(prompts), generator=generator).tolist():
+        index %= len(prompts)
+        others = int(torch.randint(1, 13, (), generator=generator))
+        model(torch.randint(3, 250, (1, others), generator=generator))
+        assert torch.equal(model(prompts[index]).logits, first[index])
+
+
 @pytest.mark.parametrize(
     ("family", "budget"),
     [("qwen3_moe", 0), ("mixtral", 0), ("deepseek_v3", 0), ("gpt_oss", 8_000_000), ("awq", 0), ("gptq", 0)],

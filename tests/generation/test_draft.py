@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from rabbitllm import AutoModel
 from rabbitllm.errors import CheckpointError, OptionError
@@ -17,6 +18,7 @@ from rabbitllm.generation._width import Width
 from rabbitllm.generation.draft import Drafting, chosen_draft, prepare_draft
 from rabbitllm.generation.request import FinishReason, Request, Result, Sampling
 from rabbitllm.generation.session import Session, answer
+from rabbitllm.generation.transformers_api import CheckedProcessors
 from rabbitllm.telemetry.passes import FURTHER, Drafts
 from tests.chat.talkers import characters, parrot_folder, talker, talker_folder
 from tests.support.always_drafts import always_drafts  # noqa: F401  a fixture that applies by itself
@@ -107,6 +109,37 @@ def test_a_good_draft_saves_passes(folder: Path) -> None:
     model.profiler.clear()
     assert result.tokens == asked(model).tokens
     assert model.profiler.sums[FURTHER].passes == TOKENS - 1
+
+
+def test_signatures_of_processors_are_read_once_an_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, read = inspect.signature, list[object]()
+
+    def signature(function: Any) -> inspect.Signature:
+        if isinstance(getattr(function, "__self__", None), LogitsProcessor):
+            read.append(function)
+        return real(function)
+
+    monkeypatch.setattr(inspect, "signature", signature)
+    counts = set()
+    for tokens in (4, 20):
+        read.clear()
+        request = Request(PROMPT, tokens, Sampling(0.8, 0.9, seed=4, repetition_penalty=1.1))
+        assert len(answer(load(split(folder)), request, print, draft=load(split(folder))).tokens) == tokens
+        counts.add(len(read))
+    assert len(counts) == 1
+    assert counts != {0}
+
+
+def test_a_processor_with_further_arguments_is_called_as_by_transformers() -> None:
+    class Adds(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, bias: float) -> torch.Tensor:
+            return scores + bias
+
+    ids, scores = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 3)
+    for processors in (CheckedProcessors([Adds()]), LogitsProcessorList([Adds()])):
+        assert processors(ids, scores, bias=2.0).tolist() == [[3.0] * 3]
+        with pytest.raises(ValueError, match="required parameters"):
+            processors(ids, scores)
 
 
 def test_ngram_drafts_of_repetitive_text_save_passes(tmp_path: Path) -> None:

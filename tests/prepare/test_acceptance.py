@@ -306,6 +306,20 @@ def test_delete_original_checks_a_finished_split_first(checkpoint: Path) -> None
     assert sorted(checkpoint.glob("model-*.safetensors")) == before
 
 
+def a_pointer_as_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
+@pytest.mark.parametrize("fault", [a_tokenizer_of_wrong_types, a_pointer_as_tokenizer])
+def test_a_malformed_tokenizer_is_named_where_it_can_be_mended(checkpoint: Path, fault: Callable[[Path], None]) -> None:
+    """Not as the copy in the split directory, which is removed."""
+    fault(checkpoint)
+    with pytest.raises(CorruptVocabularyError) as refused:
+        AutoModel.from_pretrained(checkpoint, **LOAD)
+    assert str(checkpoint) in refused.value.problem
+    assert "splitted_model" not in refused.value.problem
+
+
 def test_finished_split_loads_with_any_tokenizer(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The weights are sound, and the caller may have another tokenizer."""
     AutoModel.from_pretrained(checkpoint, **LOAD)

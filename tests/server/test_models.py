@@ -111,6 +111,7 @@ def serving(
     keep_alive: float | None = None,
     before: Callable[[str], object] = lambda name: None,
     limits: Limits = LIMITS,
+    console: Console | None = None,
     **settings: Any,
 ) -> Iterator[Served]:
     """Serve models within so many bytes for the weights of all; `before` is called where one is loaded."""
@@ -119,8 +120,8 @@ def serving(
     def load(name: str, folder: Path, own: Settings, beside: Sequence[Service]) -> Service | None:
         before(name)
         request = LoadRequest.of(folder, device="cpu", max_memory=None if memory is None else {"cpu": memory})
-        console = Console(quiet=True)
-        service = Service.load(request, "auto", limits, own, console, metrics, len(folders), beside)
+        shown = console or Console(quiet=True)
+        service = Service.load(request, "auto", limits, own, shown, metrics, len(folders), beside)
         if service is not None:
             loads.append(name)
         return service
@@ -383,6 +384,21 @@ def test_a_model_that_leaves_writes_its_prompts(
         served.text("rabbit", prompt=PROMPT * 22)
         served.until(lambda states: states["rabbit"]["state"] == "not loaded")
         assert len(list(tmp_path.rglob("*.kv"))) == 2
+
+
+def test_a_model_whose_prompts_cannot_be_kept_is_served_without(folders: dict[str, Path], tmp_path: Path) -> None:
+    split(build_checkpoint(tmp_path / "mamba", FAMILIES["mamba2"], dtype=torch.float32))
+    limits = replace(LIMITS, prompt_bytes=1 << 30, prompt_folder=tmp_path / "prompts")
+    text = io.StringIO()
+    console = Console(file=text, width=200)
+    with serving({"rabbit": folders["rabbit"], "mamba": tmp_path / "mamba"}, limits=limits, console=console) as served:
+        assert served.text("mamba") == plain_text(tmp_path / "mamba", 8)
+        assert served.text("rabbit")
+        kept = {service.settings.name: service.batch.stats.prompt_limit_bytes for service in served.models.services}
+        assert kept == {"mamba": 0, "rabbit": 1 << 30}
+    said = " ".join(text.getvalue().split())
+    assert "prompts of mamba are not kept on disk: its KV caches do not go on with further tokens" in said
+    assert "of rabbit" not in said
 
 
 def test_a_model_that_cannot_be_loaded(folders: dict[str, Path], expected: dict[str, str], tmp_path: Path) -> None:
