@@ -442,7 +442,10 @@ class KeptExperts:
             yield left, experts
             return
         down, are_within = self.down, 0 <= left[0] <= left[-1] < self._count
-        if not are_within or down is None or not (self.stays or down.supply is stack.supply):
+        is_one = down is not None and down.supply is stack.supply
+        # what is coded has these bits by `_by_batches`, too, which reads none twice if there are too many rows
+        is_unknown = stack.is_coded and not self.products and not self.stays
+        if not are_within or down is None or not (self.stays or is_one) or (is_unknown and stack.supply.order(left)[2]):
             yield left, [None]
             return
         for batch in stack.supply.batches(left):
@@ -478,6 +481,9 @@ def _computed(form: _ExpertsForm, module: Any, stacks: Sequence[Any], *args: tor
     groups = dict[int, list[int]]()
     for row, number in enumerate(itertools.chain.from_iterable(index.tolist())):
         groups.setdefault(number, []).append(row)
+    # before any is read
+    if kept.products and max(map(len, groups.values())) > min(product.max_inputs for product in kept.products):
+        return None
     has_one_input = sums.tokens == 1 and len(groups) == rows  # an expert may be chosen twice, as by hashes
     places, out, results, begin = array("q", bytes(8 * rows)), torch.empty_like(x), None, 0
     for numbers, experts in kept.batches(stack, sorted(groups)):

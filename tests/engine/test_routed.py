@@ -150,15 +150,13 @@ def test_an_expert_that_a_token_chooses_twice(tmp_path: Path, calls: list[tuple[
     assert calls == [(1, 1)] * 2
 
 
-@pytest.mark.parametrize("family", ["qwen3_next"])
-@pytest.mark.parametrize("fast", [None, True])
 @torch.no_grad()
-def test_bits_do_not_depend_on_which_experts_are_in_memory(tmp_path: Path, family: str, fast: bool | None) -> None:
+def test_bits_do_not_depend_on_which_experts_are_in_memory(tmp_path: Path) -> None:
     """In bfloat16, whose experts in memory are multiplied where they are; `serve --exact` promises it."""
-    settings = {**FAMILIES[family][1], "head_dim": 64, "num_experts": 12, "num_local_experts": 12}
+    settings = {**FAMILIES["qwen3_next"][1], "head_dim": 64, "num_experts": 12, "num_local_experts": 12}
     settings |= {"moe_intermediate_size": 512}
-    directory = checkpoint(tmp_path, family, None, **settings)
-    options = {"exact": False, "fast_bfloat16": fast}
+    directory = checkpoint(tmp_path, "qwen3_next", None, **settings)
+    options = {"exact": False, "fast_bfloat16": None}
     nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     model = load(directory, nbytes // 2, **options)
     assert any(0 < pool.slots < pool.experts for pool in model.placement.pools)
