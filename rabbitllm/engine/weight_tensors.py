@@ -225,16 +225,46 @@ def _new_tensor(form: torch.Tensor, data: Any, **options: Any) -> torch.Tensor:
     return torch.empty(0, dtype=form.dtype, device=form.device).new_tensor(_whole(data), **options)
 
 
-def _embedding(input: Any, weight: Any, max_norm: Any = None, **options: Any) -> torch.Tensor | None:
+def _embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: Any = None,
+    norm_type: Any = None,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor | None:
     """The answer to `torch.nn.functional.embedding`, from the rows of a table that it needs."""
     look_up = weight.look_up if isinstance(weight, AbsentWeight) else None
-    if look_up is None or max_norm is not None or isinstance(input, WeightStandIn):
+    is_trained = look_up is not None and weight.is_at_hand and weight.requires_grad and torch.is_grad_enabled()
+    if look_up is None or max_norm is not None or isinstance(input, WeightStandIn) or (is_trained and sparse):
         return None
-    if input.numel() == 1:
-        return look_up(input.cpu().reshape(1).long()).view(*input.shape, -1)
-    distinct, renumbered = torch.unique(input.cpu(), return_inverse=True)
     with torch.no_grad():
-        return torch.nn.functional.embedding(renumbered.to(weight.device), look_up(distinct.long()))
+        if input.numel() == 1:
+            rows = look_up(input.cpu().reshape(1).long()).view(*input.shape, -1)
+        else:
+            distinct, renumbered = torch.unique(input.cpu(), return_inverse=True)
+            rows = torch.nn.functional.embedding(renumbered.to(weight.device), look_up(distinct.long()))
+    if not is_trained:
+        return rows
+    padding = -1 if padding_idx is None else padding_idx % len(weight)
+    return _Trained.apply(weight, rows, input, padding, scale_grad_by_freq)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Trained(torch.autograd.Function):
+    """Rows of a table that is at hand, with the gradient of torch's embedding for the whole of it."""
+
+    @staticmethod
+    def forward(context: Any, weight: AbsentWeight, rows: torch.Tensor, ids: torch.Tensor, *form: Any) -> torch.Tensor:
+        context.save_for_backward(ids)
+        context.form = len(weight), *form
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (ids,) = context.saved_tensors
+        gradient = torch.ops.aten.embedding_dense_backward(gradients[0].contiguous(), ids, *context.form)
+        return gradient, None, None, None, None
 
 
 def _linear_in_pieces(input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:

@@ -156,9 +156,15 @@ def test_a_large_table_is_used_as_any_weight_where_all_fits(tmp_path: Path, monk
         copied.weight -= copied.weight.grad
     assert not torch.equal(copied.weight, expected)
     assert torch.equal(embedding.weight[5], expected[5])
+    gradients = list[torch.Tensor]()
     for each in (whole, model):
+        weight = each.get_input_embeddings().weight.requires_grad_(True)
+        each.get_input_embeddings()(torch.tensor([[5, 9, 5]])).square().sum().backward()
+        gradients.append(weight.grad)
         torch.manual_seed(0)
         each.resize_token_embeddings(280)
+    assert torch.equal(*gradients)
+    assert gradients[0].any()
     assert_same(run(model), run(whole))
     assert model.get_input_embeddings().weight.shape == (280, 64)
 
