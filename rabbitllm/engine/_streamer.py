@@ -427,7 +427,7 @@ class Streamer:
         if tier is Tier.ROWS:
             rows = TableRows(source, self._store, device.torch_device)
             self.tables[unit.name] = rows
-            self._unbinding(source, device, is_at_hand=self._is_resident, look_up=rows)()
+            self._unbinding(source, device, look_up=rows)()
             if rows.others is not None:
                 if self._store.checks is not None:
                     compare(self._store.checks, rows.others.spans)
@@ -526,22 +526,16 @@ class Streamer:
         return time.perf_counter() - sum(pool.waited for pool in self.pools.values())
 
     def _unbinding(
-        self,
-        source: UnitSource,
-        device: Device,
-        *,
-        elsewhere: bool = False,
-        is_at_hand: bool = False,
-        **answers: Callable[..., torch.Tensor],
+        self, source: UnitSource, device: Device, *, elsewhere: bool = False, **answers: Callable[..., torch.Tensor]
     ) -> Callable[[], None]:
         """A function that replaces the weights of a unit by placeholders, with these answers."""
 
         def read(entry: ParameterEntry) -> torch.Tensor:
-            return self._read_absent(source, device, entry, elsewhere=elsewhere, is_at_hand=is_at_hand)
+            return self._read_absent(source, device, entry, elsewhere=elsewhere)
 
         absent = [(entry, entry.placeholder(device.torch_device, read, **answers)) for entry in source.entries]
         for _, placeholder in absent:
-            placeholder.is_at_hand = is_at_hand
+            placeholder.is_at_hand = self._is_at_hand(source)
 
         def unbind() -> None:
             for entry, placeholder in absent:
@@ -549,8 +543,12 @@ class Streamer:
 
         return unbind
 
+    def _is_at_hand(self, source: UnitSource) -> bool:
+        """Whether a unit is a table where all fits, whose weight is to be one like others."""
+        return self._is_resident and source.unit.name in self.tables
+
     def _read_absent(
-        self, source: UnitSource, device: Device, entry: ParameterEntry, *, elsewhere: bool, is_at_hand: bool
+        self, source: UnitSource, device: Device, entry: ParameterEntry, *, elsewhere: bool
     ) -> torch.Tensor:
         """The weight of a placeholder that is read outside its unit's own forward.
 
@@ -565,8 +563,8 @@ class Streamer:
                 with self._dequantizing(source):
                     weights = self._read[unit.name] = self._readable(source, device, memo)
             return weights[entry.target]
-        # where all fits, a table is a weight like others; some adapters are initialised from their base weights
-        if is_at_hand or (not elsewhere and called_by("peft")):
+        # some adapters are initialised from their base weights
+        if self._is_at_hand(source) or (not elsewhere and called_by("peft")):
             memo = ChainMap[str, dict[str, torch.Tensor]]({}, self._memos[device.name])
             return self._readable(source, device, memo, entry.target)[entry.target]
         why = "it is computed in each pass"

@@ -60,10 +60,8 @@ from rabbitllm.engine.units import (
 )
 from rabbitllm.engine.weight_tensors import StoredMatrix
 from rabbitllm.errors import (
-    CorruptVocabularyError,
     IncompleteCheckpointError,
     IncompleteSplitError,
-    InvalidIndexError,
     NotEnoughMemoryError,
     OptionError,
     RabbitLLMError,
@@ -319,12 +317,8 @@ class LoadPlanner:
         home = store.folder if (store.folder / "config.json").exists() else self._folder
         plan = self._planned(store, home, self._options)
         if self._tokenizer is None or self._tokenizer[0] != home:
-            try:
-                self._tokenizer = home, skeleton.check_tokenizer(home, self._options.trust_remote_code)
-            except (CorruptVocabularyError, InvalidIndexError):
-                # by the name of the file that can be mended: the copy leaves with the split directory
-                skeleton.check_tokenizer(self._folder, self._options.trust_remote_code)
-                raise
+            # errors name what can be mended: the copy leaves with the split directory
+            self._tokenizer = home, skeleton.check_tokenizer(home, self._options.trust_remote_code, self._folder)
         error = None if self._too_little == "ignore" else too_little_memory(plan, self._devices)
         if error is not None and self._too_little == "refuse":
             raise error

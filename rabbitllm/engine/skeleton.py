@@ -487,8 +487,15 @@ _PROCESSOR_TEMPLATE = "chat_template.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
-def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
+def check_tokenizer(
+    folder: Path, trust_remote_code: bool = False, original: Path | None = None
+) -> PreTrainedTokenizerBase | None:
     """Refuse a tokenizer with malformed files.
+
+    Args:
+        folder: of the files.
+        trust_remote_code: whether their code may run.
+        original: of those that they are copies of; an error names these.
 
     Returns:
         The tokenizer; None if there is none, or it needs a package or code, which is accepted.
@@ -496,6 +503,12 @@ def check_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrained
     Raises:
         CorruptVocabularyError: transformers cannot read or use it.
     """
+    if original is not None and original != folder:
+        try:
+            return check_tokenizer(folder, trust_remote_code)
+        except (CorruptVocabularyError, InvalidIndexError):
+            check_tokenizer(original, trust_remote_code)
+            raise
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:

@@ -230,9 +230,9 @@ def _embedding(
     weight: Any,
     padding_idx: int | None = None,
     max_norm: Any = None,
-    norm_type: Any = None,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
+    **others: Any,
 ) -> torch.Tensor | None:
     """The answer to `torch.nn.functional.embedding`, from the rows of a table that it needs."""
     look_up = weight.look_up if isinstance(weight, AbsentWeight) else None

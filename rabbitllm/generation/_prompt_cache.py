@@ -43,7 +43,7 @@ from transformers import DynamicCache, DynamicLayer
 
 from rabbitllm.base.forks import DaemonThread, own_lock
 from rabbitllm.base.rounding import round_up
-from rabbitllm.engine.identity import identity, why_no_identity
+from rabbitllm.engine.identity import identity
 from rabbitllm.engine.kv_room import is_indexed
 from rabbitllm.errors import OptionError
 from rabbitllm.generation.kv_cache import (
@@ -53,10 +53,10 @@ from rabbitllm.generation.kv_cache import (
     cache_layers,
     grows,
     is_nothing,
-    keeps,
     restore,
     saved,
     tensors_in,
+    why_not_kept,
 )
 from rabbitllm.storage import durable
 from rabbitllm.storage.durable import PART_SUFFIX
@@ -271,11 +271,6 @@ class _Offer:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in tensors_in(self.state))
-
-
-def why_not_kept(model: StreamedModel) -> str:
-    """Why a model's prompts cannot be kept on disk; "" if they can."""
-    return why_no_identity(model) if keeps(model) else "its KV caches do not go on with further tokens"
 
 
 class PromptCache:

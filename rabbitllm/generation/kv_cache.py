@@ -25,6 +25,7 @@ import torch
 from transformers import DynamicCache, DynamicLayer, GenerationMixin
 
 from rabbitllm.engine import kv_room
+from rabbitllm.engine.identity import why_no_identity
 from rabbitllm.engine.kv_room import (
     NEVER,
     GrowingCache,
@@ -554,6 +555,11 @@ def keeps(model: StreamedModel) -> bool:
         return False  # a snapshot has the layers of this host only
     continues = config.model_type in CONTINUING
     return all(can_be_cropped(layer) or (continues and has_states(layer)) for layer in layers)
+
+
+def why_not_kept(model: StreamedModel) -> str:
+    """Why a model's prompts cannot be kept on disk; "" if they can."""
+    return why_no_identity(model) if keeps(model) else "its KV caches do not go on with further tokens"
 
 
 def _continues(model: StreamedModel) -> bool:

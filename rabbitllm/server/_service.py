@@ -15,8 +15,8 @@ from rabbitllm.auto_model import LoadRequest, prepare_with_draft
 from rabbitllm.base.openmp import computed, rest
 from rabbitllm.base.terminal import harmless, put_fact
 from rabbitllm.engine.free_memory import PROMISES, Promise
-from rabbitllm.generation._prompt_cache import why_not_kept
 from rabbitllm.generation.batch import Batch
+from rabbitllm.generation.kv_cache import why_not_kept
 from rabbitllm.generation.memory import cache_share, weight_limits
 from rabbitllm.generation.request import (
     BatchStats,
