@@ -535,17 +535,13 @@ class Streamer:
 
         absent = [(entry, entry.placeholder(device.torch_device, read, **answers)) for entry in source.entries]
         for _, placeholder in absent:
-            placeholder.is_at_hand = self._is_at_hand(source)
+            placeholder.is_at_hand = self._is_resident and "look_up" in answers
 
         def unbind() -> None:
             for entry, placeholder in absent:
                 entry.set(placeholder)
 
         return unbind
-
-    def _is_at_hand(self, source: UnitSource) -> bool:
-        """Whether a unit is a table where all fits, whose weight is to be one like others."""
-        return self._is_resident and source.unit.name in self.tables
 
     def _read_absent(
         self, source: UnitSource, device: Device, entry: ParameterEntry, *, elsewhere: bool
@@ -563,8 +559,8 @@ class Streamer:
                 with self._dequantizing(source):
                     weights = self._read[unit.name] = self._readable(source, device, memo)
             return weights[entry.target]
-        # some adapters are initialised from their base weights
-        if self._is_at_hand(source) or (not elsewhere and called_by("peft")):
+        # where all fits, a table is like other weights; some adapters are initialised from their base weights
+        if (self._is_resident and unit.name in self.tables) or (not elsewhere and called_by("peft")):
             memo = ChainMap[str, dict[str, torch.Tensor]]({}, self._memos[device.name])
             return self._readable(source, device, memo, entry.target)[entry.target]
         why = "it is computed in each pass"
