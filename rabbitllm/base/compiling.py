@@ -18,6 +18,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import event
 from numba.core.caching import FunctionCache, NullCache
+from numba.core.codegen import get_host_cpu_features
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.extending import intrinsic
 
@@ -116,12 +118,57 @@ def _emit_short(builder: Any, value: Any) -> Any:
     return builder.trunc(builder.lshr(whole, ir.Constant(_I32, 16)), _I16)
 
 
+@functools.cache
+def features() -> frozenset[str]:
+    """The processor's features that numba compiles for, by LLVM's names; `NUMBA_CPU_FEATURES` replaces them.
+
+    LLVM ends the process if a kernel uses an instruction of another feature.
+    """
+    names: str | None = numba.config.CPU_FEATURES  # type: ignore[attr-defined]
+    if names is None:
+        names = str(get_host_cpu_features())  # type: ignore[no-untyped-call]
+    return frozenset(name[1:] for name in names.split(",") if name.startswith("+"))
+
+
+def _converts_halves() -> bool:
+    """Whether there are instructions for float16; else LLVM would call functions of a C compiler's library, which is
+    not there, and end the process."""
+    return "f16c" in features() or platform.machine().lower() in ("aarch64", "arm64")
+
+
 def _emit_wide_half(builder: Any, word: Any) -> Any:
-    return builder.fpext(builder.bitcast(word, ir.HalfType()), ir.FloatType())
+    if _converts_halves():
+        return builder.fpext(builder.bitcast(word, ir.HalfType()), ir.FloatType())
+    bits = builder.zext(word, _I32)
+    shifted = builder.shl(builder.and_(bits, ir.Constant(_I32, 0x7FFF)), ir.Constant(_I32, 13))
+    # with the other bias of float32, of numbers below the least normal one, too
+    value = builder.fmul(builder.bitcast(shifted, ir.FloatType()), ir.Constant(ir.FloatType(), 2.0**112))
+    is_finite = builder.icmp_unsigned("<", shifted, ir.Constant(_I32, 0x0F800000))
+    infinite = builder.or_(shifted, ir.Constant(_I32, 0x7F800000))
+    whole = builder.select(is_finite, builder.bitcast(value, _I32), infinite)
+    sign = builder.shl(builder.and_(bits, ir.Constant(_I32, 0x8000)), ir.Constant(_I32, 16))
+    return builder.bitcast(builder.or_(whole, sign), ir.FloatType())
 
 
 def _emit_short_half(builder: Any, value: Any) -> Any:
-    return builder.bitcast(builder.fptrunc(value, ir.HalfType()), _I16)
+    if _converts_halves():
+        return builder.bitcast(builder.fptrunc(value, ir.HalfType()), _I16)
+    bits = builder.bitcast(value, _I32)
+    rest = builder.and_(bits, ir.Constant(_I32, 0x7FFFFFFF))
+    odd = builder.and_(builder.lshr(rest, ir.Constant(_I32, 13)), ir.Constant(_I32, 1))
+    # the bias of float16, and what rounds to nearest, ties to even
+    biased = builder.add(builder.add(rest, ir.Constant(_I32, (-112 << 23) + 0xFFF)), odd)
+    normal = builder.lshr(biased, ir.Constant(_I32, 13))
+    # below the least normal number the sum with 0.5 has the bits that stay
+    summed = builder.fadd(builder.bitcast(rest, ir.FloatType()), ir.Constant(ir.FloatType(), 0.5))
+    small = builder.sub(builder.bitcast(summed, _I32), ir.Constant(_I32, 0x3F000000))
+    is_small = builder.icmp_unsigned("<", rest, ir.Constant(_I32, 113 << 23))
+    is_nan = builder.icmp_unsigned(">", rest, ir.Constant(_I32, 0x7F800000))
+    is_large = builder.icmp_unsigned(">=", rest, ir.Constant(_I32, 143 << 23))
+    large = builder.select(is_nan, ir.Constant(_I32, 0x7E00), ir.Constant(_I32, 0x7C00))
+    whole = builder.select(is_large, large, builder.select(is_small, small, normal))
+    sign = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 0x8000))
+    return builder.trunc(builder.or_(whole, sign), _I16)
 
 
 def _pointer(kind: Any, emitted: ir.Type) -> Any:

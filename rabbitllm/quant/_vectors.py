@@ -22,9 +22,9 @@ import numpy.typing as npt
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
-from numba.core.codegen import get_host_cpu_features
 from numba.core.extending import intrinsic
 
+from rabbitllm.base.compiling import features
 from rabbitllm.quant._kernel_interface import BFLOAT16, SEGMENT
 
 ZERO_CODE = 127
@@ -77,18 +77,6 @@ def _ramps(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
 NEAREST, NEAREST_BITS = float(3 << 22), 0x4B400000
 """A float32 that, added to one of less than 2**22, leaves the nearest integer in its last bits; and its own bits."""
 F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-
-
-@functools.cache
-def features() -> frozenset[str]:
-    """The processor's features that numba compiles for, by LLVM's names; `NUMBA_CPU_FEATURES` replaces them.
-
-    LLVM ends the process if a kernel uses an instruction of another feature.
-    """
-    names: str | None = numba.config.CPU_FEATURES  # type: ignore[attr-defined]
-    if names is None:
-        names = str(get_host_cpu_features())  # type: ignore[no-untyped-call]
-    return frozenset(name[1:] for name in names.split(",") if name.startswith("+"))
 
 
 def is_zen() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rabbitllm.engine._norms import fuse_norms
 from rabbitllm.engine.placement import Tier
 from rabbitllm.quant import _vectors
 from tests.engine.test_recurrences import Operations
-from tests.support import quantized
+from tests.support import fresh_process, quantized
 from tests.support.builders import build_checkpoint
 from tests.support.rounding import assert_as_near, exact_logits
 from tests.support.tiny_models import INPUT, assert_same, budget_that_keeps, dequantized, load, run, split, tiers
@@ -171,3 +172,49 @@ def test_functions_without_halves_are_the_same_for_both() -> None:
     assert in_float16(_layer_kernels.keep) is _layer_kernels.keep
     assert in_float16(_layer_kernels.add) is in_float16(_layer_kernels.add) is not _layer_kernels.add
     assert in_float16(in_float16(_layer_kernels.add)).__globals__["wide"] is not wide
+
+
+def test_a_processor_without_instructions_for_halves(tmp_path: Path) -> None:
+    """Their conversions have torch's bits; LLVM would end the process for those that it has no instructions for."""
+    directory = split(build_checkpoint(tmp_path / "model", "llama"), "4bit")
+    code = """
+import sys, numba, torch
+from pathlib import Path
+from rabbitllm.base import compiling
+from rabbitllm.engine._gates import every_half
+from tests.support.tiny_models import INPUT, load
+
+@numba.njit
+def convert(words, floats, back):
+    for i in range(len(words)):
+        floats[i] = widen(words[i])
+        back[i] = shorten(floats[i])
+
+@numba.njit
+def shortened(floats, out):
+    for i in range(len(floats)):
+        out[i] = shorten(floats[i])
+
+assert not compiling._converts_halves()
+widen, shorten = compiling._IN_FLOAT16[compiling.wide], compiling._IN_FLOAT16[compiling.shortened]
+every = every_half(torch.float16)
+floats, back = torch.empty(1 << 16), torch.empty(1 << 16, dtype=torch.float16)
+convert(every.view(torch.uint16).numpy(), floats.numpy(), back.view(torch.uint16).numpy())
+assert torch.equal(floats.nan_to_num(5), every.float().nan_to_num(5)), "widened"
+assert torch.equal(back.nan_to_num(5).view(torch.int16), every.nan_to_num(5).view(torch.int16)), "there and back"
+bits = torch.cat([torch.arange(0, 1 << 31, 4099), torch.arange(0x33000000, 0x39000000, 1025)])
+bits = torch.cat([bits, bits | 1 << 31, (every.float().view(torch.int32) + 0x1000).long()]).to(torch.int32)
+floats = bits.view(torch.float32)
+back = torch.empty(len(bits), dtype=torch.float16)
+shortened(floats.numpy(), back.view(torch.uint16).numpy())
+assert torch.equal(back.isnan(), floats.isnan()), "no number"
+same = back.view(torch.int16) == floats.half().view(torch.int16)
+assert bool((same | floats.isnan()).all()), "shortened"
+for dtype in ("bfloat16", "float16"):
+    with torch.inference_mode():
+        model = load(Path(sys.argv[1]), exact=False, dtype=dtype)
+        cache = model(INPUT).past_key_values
+        assert model(INPUT[:, :1], past_key_values=cache).logits.isfinite().all()
+"""
+    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
+    fresh_process.python(code, directory, env=environment)
