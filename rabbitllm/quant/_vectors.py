@@ -24,7 +24,7 @@ from numba import types
 from numba.core import cgutils
 from numba.core.extending import intrinsic
 
-from rabbitllm.base.compiling import features
+from rabbitllm.base.compiling import features as features  # others take it from here
 from rabbitllm.quant._kernel_interface import BFLOAT16, SEGMENT
 
 ZERO_CODE = 127
