@@ -13,8 +13,6 @@ _OF_HALVES, _OF_ONES, _OF_TWOS = np.float32(1 << 22), np.float32(1 << 23), np.fl
 """The same for multiples of a half, of 1 and of 2."""
 _LEAST_NORMAL, _LOST_BITS = 121 << 23, 20
 """The bits in float32 of the least number that float8_e4m3fn has with all its bits, and how many of them it lacks."""
-
-
 _LEAST_SCALE = np.float32(0.125)
 """The scale of a group of zeros by NVFP4, the least step of float8_e4m3fn at 1."""
 

@@ -248,10 +248,10 @@ def _embedding(
     if not is_trained:
         return rows
     padding = -1 if padding_idx is None else padding_idx % len(weight)
-    return _Trained.apply(weight, rows, input, padding, scale_grad_by_freq)  # type: ignore[no-any-return, no-untyped-call]
+    return _TrainableRows.apply(weight, rows, input, padding, scale_grad_by_freq)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Trained(torch.autograd.Function):
+class _TrainableRows(torch.autograd.Function):
     """Rows of a table that is at hand, with the gradient of torch's embedding for the whole of it."""
 
     @staticmethod
