@@ -81,10 +81,10 @@ def _runs(stored: StoredTensor, index: int, ids: torch.Tensor, step: int) -> Ite
     scheme = STORED[form.scheme] if form is not None else None
     if index >= (1 if scheme is not None and scheme.block_bytes else _BY_ROW):  # shared by all rows
         return iter([(part.offset, part.offset + part.nbytes)])
-    if not len(ids):
+    if not (count := ids.shape[0]):  # `len` of a tensor takes Python a microsecond, and ten after a token's weights
         return iter(())
     # of one row Python computes the same in a tenth of the time
-    first: Any = int(ids[0]) if len(ids) == 1 else ids.numpy().astype(np.int64)
+    first: Any = int(ids) if count == 1 else ids.numpy().astype(np.int64)
     nbytes = part.nbytes // stored.shape[0]
     last = first + 1
     if form is not None and scheme is not None:  # the blocks that its elements are in
@@ -92,7 +92,7 @@ def _runs(stored: StoredTensor, index: int, ids: torch.Tensor, step: int) -> Ite
         first, last = first * form.shape[1] // scheme.block, -(-last * form.shape[1] // scheme.block)
     begins = (part.offset + first * nbytes) // step * step
     ends = -(-(part.offset + last * nbytes) // step) * step
-    if len(ids) == 1:
+    if count == 1:
         return iter([(max(begins, part.offset), min(ends, part.offset + part.nbytes))])
     is_first = np.append(True, begins[1:] > ends[:-1])
     runs = np.stack([begins[is_first], ends[np.append(is_first[1:], True)]])
@@ -104,7 +104,7 @@ def check_rows(tables: Iterable[tuple[StoredTensor, torch.Tensor]], checks: chec
     """Compare rows of tables, and the stored parts that all rows share, with their checksums.
 
     Args:
-        tables: each with rows, integers (n,), rising; those out of range are skipped and left to the embedding.
+        tables: each with rows that it has, integers (n,), rising.
         checks: the checksums of its file, which may have none for parts of it.
 
     Raises:
@@ -113,9 +113,8 @@ def check_rows(tables: Iterable[tuple[StoredTensor, torch.Tensor]], checks: chec
     runs: dict[str, list[Iterator[tuple[int, int]]]] = {}
     for stored, ids in tables:
         if checks.by_block(stored.parts[0].file) and not checks.is_done(stored.parts[0].file):
-            valid = ids[(ids >= 0) & (ids < stored.shape[0])]
             for index, part in enumerate(stored.parts):
-                runs.setdefault(part.file, []).append(_runs(stored, index, valid, checksums.BLOCK_BYTES))
+                runs.setdefault(part.file, []).append(_runs(stored, index, ids, checksums.BLOCK_BYTES))
     for file, of_file in runs.items():
         checks.stored(file, ((begin, end - begin) for begin, end in itertools.chain(*of_file)))
 
@@ -156,10 +155,10 @@ class TableRows:
             IndexError: an id is out of range.
             IncompleteSplitError: a checksum differs.
         """
-        if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < self._begins[-1]:
+        if (count := ids.shape[0]) and not 0 <= int(ids[0]) <= int(ids[-1]) < self._begins[-1]:
             raise IndexError("index out of range in self")  # as torch's
         tables = [(self._stored[0], ids)]
-        if len(ids) and len(self._stored) > 1:
+        if count and len(self._stored) > 1:
             ends = torch.searchsorted(ids, torch.tensor(self._begins, device="cpu")).tolist()
             spans = zip(self._stored, self._begins, itertools.pairwise(ends), strict=False)
             tables = [(stored, ids[first:last] - begin) for stored, begin, (first, last) in spans if first < last]
@@ -172,8 +171,10 @@ class TableRows:
         for stored, local_ids in tables:
             form = stored.quantized
             widest = 1 if form is None else form.shape[1] + 2 * STORED[form.scheme].block
-            pieces += [self._rows(stored, batch) for batch in torch.split(local_ids, max(1, _ELEMENTS // widest))]
-        self.rows_read += len(ids)
+            most = max(1, _ELEMENTS // widest)
+            batches = torch.split(local_ids, most) if local_ids.shape[0] > most else [local_ids]
+            pieces += [self._rows(stored, batch) for batch in batches]
+        self.rows_read += count
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(self._device)
 
     def _bytes(self, part: TensorSpec) -> memoryview:
@@ -188,9 +189,9 @@ class TableRows:
         if form is None:
             rows = self._mapped(stored.parts[0]).view(stored.shape[0], -1).index_select(0, ids)
             return rows.view(torch_dtype(stored.parts[0].dtype)).to(self._dtype)
-        if not len(ids):
-            return torch.empty(0, form.shape[1], dtype=self._dtype, device="cpu")
-        count, width = len(ids), form.shape[1]
+        count, width = ids.shape[0], form.shape[1]
+        if not count:
+            return torch.empty(0, width, dtype=self._dtype, device="cpu")
         block, payload = STORED[form.scheme].block, self._mapped(stored.parts[0])
         if STORED[form.scheme].block_bytes:
             codes, some = payload.view(form.shape[0], -1).index_select(0, ids), replace(form, shape=(count, width))
@@ -198,6 +199,9 @@ class TableRows:
         scale_dtype = torch_dtype(stored.parts[1].dtype)
         scales = self._mapped(stored.parts[1]).view(-1, scale_dtype.itemsize)
         table, *nested = (self._mapped(part).clone().view(torch_dtype(part.dtype)) for part in stored.parts[2:5])
+        if width % block == 0 and form.offset is None:  # rows are whole blocks
+            codes, scales = (each.view(form.shape[0], -1).index_select(0, ids) for each in (payload, scales))
+            return dequantize(replace(form, shape=(count, width)), codes, scales.view(scale_dtype), table, self._dtype)
         # whole blocks around each row, as many for each: those beyond the last element are not used
         first, several = ids * width // block, 1 if block % width == 0 else -(-width // block) + bool(width % block)
         within = (first[:, None] + torch.arange(several, device="cpu")).clamp(max=len(scales) - 1)

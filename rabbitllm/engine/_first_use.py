@@ -175,10 +175,9 @@ def check_rows_before(embedding: nn.Module, stored: StoredTensor, checks: LayerC
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         ids = args[0] if args else next(iter(kwargs.values()))  # the name of a forward's first argument differs
-        is_ids = isinstance(ids, torch.Tensor) and not ids.is_floating_point()
-        check_rows(
-            [(stored, torch.unique(ids.cpu()) if is_ids else torch.arange(stored.shape[0], device="cpu"))], checks
-        )
+        is_ids, count = isinstance(ids, torch.Tensor) and not ids.is_floating_point(), stored.shape[0]
+        rows = torch.unique(ids.cpu()) if is_ids else torch.arange(count, device="cpu")
+        check_rows([(stored, rows[(rows >= 0) & (rows < count)])], checks)  # others are left to the embedding
         if all(checks.is_done(part.file) for part in stored.parts):
             handle.remove()
 
