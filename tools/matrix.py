@@ -57,6 +57,11 @@ SETS = (
     InstructionSet("sse4", (), _limited("default", "SSE41", "SSE4_2", "x86-64", "+sse4.2,+popcnt")),
     InstructionSet("avx2", ("avx2", "fma"), _limited("avx2", "AVX2", "AVX2", "haswell", _AVX2)),
     InstructionSet(
+        "avx2-vnni",
+        ("avx2", "fma", "avx_vnni"),
+        _limited("avx2", "AVX2_VNNI", "AVX2", "haswell", f"{_AVX2},+avxvnni"),
+    ),
+    InstructionSet(
         "avx512",
         ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"),
         _limited("avx512", "AVX512_CORE", "AVX512", "skylake-avx512", f"{_AVX2},{_AVX512}"),

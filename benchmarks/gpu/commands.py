@@ -24,8 +24,8 @@ Row = dict[str, Any]
 QUESTION = "What is the capital of France?"
 AT_ONCE = 10
 """Commands; each takes most of its time to import torch."""
-LIMIT = 60
-"""Seconds of a command."""
+LIMIT, REHEARSAL_LIMIT = 60, 1200
+"""Seconds of a command; in a rehearsal other work may have the processor, and the kernels are compiled first."""
 NOTHING = ("--max-memory", "cuda:0=0", "--max-memory", "cpu=0")
 
 
@@ -41,7 +41,7 @@ def commands(place: Place) -> Iterator[Row]:
     schemes = ("4bit", "8bit", "q4_k_m", "4bit-double")
     run = ("run", str(demo), QUESTION, "--max-new-tokens", "16", "--temperature", "0", *where)
     for scheme in ("none", "4bit"):
-        yield _ended(place, "pull", str(demo), "--compression", scheme)
+        yield ended(place, "pull", str(demo), "--compression", scheme)
     alike = {"resident": run, "streamed": (*run, *nothing), "no split": (*run, "--no-split")}
     alike |= {"n-grams": (*run, "--draft", "ngram", *nothing), "profile": (*run, "--stats", *nothing)}
     others: list[Sequence[str]] = [
@@ -59,8 +59,8 @@ def commands(place: Place) -> Iterator[Row]:
     if place.is_rehearsal:
         others = others[-4:-3]
     with ThreadPoolExecutor(2 if place.is_rehearsal else AT_ONCE) as pool:
-        futures = {pool.submit(_ended, place, *command): f"run, {name}" for name, command in alike.items()}
-        futures |= {pool.submit(_ended, place, *command): "" for command in others}
+        futures = {pool.submit(ended, place, *command): f"run, {name}" for name, command in alike.items()}
+        futures |= {pool.submit(ended, place, *command): "" for command in others}
         futures |= {pool.submit(_served, place, str(demo), *where, *nothing): ""}
         answers = list[str]()
         for future in as_completed(futures):
@@ -70,6 +70,11 @@ def commands(place: Place) -> Iterator[Row]:
                 row["command"] = name
             yield row
     yield {"places of weights": len(answers), "different answers": len({*answers}), "ok": len({*answers}) == 1}
+
+
+def _limit(place: Place) -> int:
+    """Seconds after which a command of this run is ended."""
+    return REHEARSAL_LIMIT if place.is_rehearsal else LIMIT
 
 
 def _command(*words: str) -> list[str]:
@@ -87,7 +92,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _ended(place: Place, *words: str) -> Row:
+def ended(place: Place, *words: str) -> Row:
     """The result of a command; of its errors the last lines."""
     begun = time.perf_counter()
     process = subprocess.Popen(
@@ -100,7 +105,7 @@ def _ended(place: Place, *words: str) -> Row:
         start_new_session=True,
     )
     try:
-        output, errors = process.communicate(timeout=LIMIT)
+        output, errors = process.communicate(timeout=_limit(place))
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGABRT)  # it says where each thread is
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -120,19 +125,19 @@ def _named(place: Place, words: Sequence[str]) -> str:
 
 def _served(place: Place, *words: str) -> Row:
     """Answers of a server to requests at once, of which two are streamed; then Ctrl-C."""
-    begun, log = time.perf_counter(), place.work / "serve.log"
+    begun, log, limit = time.perf_counter(), place.work / "serve.log", _limit(place)
     with log.open("w") as errors:
         server = subprocess.Popen(
             _command("serve", *words, "--port", "0"), stdout=errors, stderr=errors, env=_environment()
         )
     row: Row = {"command": _named(place, ("serve", *words))}
     try:
-        address = _address(log, server)
+        address = _address(log, server, limit)
         with ThreadPoolExecutor(8) as pool:
-            bodies = list(pool.map(lambda index: _asked(address, index), range(8)))
+            bodies = list(pool.map(lambda index: _asked(address, index, limit), range(8)))
         same = len(set(bodies)) == 1 and bool(bodies[0])
         server.send_signal(2)
-        status = server.wait(30)
+        status = server.wait(limit)
         row |= {"status": status, "seconds": time.perf_counter() - begun, "output": bodies[0]}
         return row | {"ok": same and status in (0, 130)}
     except Exception as error:
@@ -142,9 +147,9 @@ def _served(place: Place, *words: str) -> Row:
         server.kill()
 
 
-def _address(log: Path, server: subprocess.Popen[bytes]) -> str:
+def _address(log: Path, server: subprocess.Popen[bytes], limit: int) -> str:
     """Where a server listens, once it says so."""
-    end = time.monotonic() + LIMIT
+    end = time.monotonic() + limit
     while time.monotonic() < end and server.poll() is None:
         for word in log.read_text().split():
             if word.startswith("http://127.0.0.1:"):
@@ -153,13 +158,13 @@ def _address(log: Path, server: subprocess.Popen[bytes]) -> str:
     raise RuntimeError("the server did not start")
 
 
-def _asked(address: str, index: int) -> str:
+def _asked(address: str, index: int, limit: int) -> str:
     """The text of an answer."""
     body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8, "temperature": 0, "stream": index < 2}
     asked = urllib.request.Request(
         f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(asked, timeout=LIMIT) as answer:
+    with urllib.request.urlopen(asked, timeout=limit) as answer:
         content = answer.read().decode()
     if not body["stream"]:
         return str(json.loads(content)["choices"][0]["message"]["content"])

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import gpu
+from benchmarks.gpu import commands, gpu
+from benchmarks.gpu.child import Place
 from benchmarks.gpu.gpu import STEPS, Step, is_right, main, page, run
 from benchmarks.lib import peers
 from benchmarks.lib.process import REPOSITORY
@@ -151,6 +152,13 @@ def test_every_step_runs_on_the_device_of_the_tests(tmp_path: Path) -> None:
         assert found["error"] is None
         assert all(row.get("ok", True) for row in found["rows"])
         assert {key: sum(key in row for row in found["rows"]) for key in expected} == expected
+
+
+def test_a_slow_command_fails_on_the_device_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rehearsal shares its processor with other tests."""
+    monkeypatch.setattr(commands, "LIMIT", 0)
+    for is_rehearsal in (True, False):
+        assert commands.ended(Place(tmp_path, is_rehearsal), "--version")["ok"] is is_rehearsal
 
 
 EXPECTED = {

@@ -162,8 +162,8 @@ lacks = bfloat_products.widens()
 has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 print(lacks, "numba" in sys.modules, has)
 """
-    limited = {"ATEN_CPU_CAPABILITY": limit, "NUMBA_CPU_FEATURES": "+avx2,+avx,+fma,+f16c,+sse4.2,+ssse3,+popcnt"}
-    environment = {**os.environ, **(limited if limit else {})}
+    compiled = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+avx,+fma,+f16c,+sse4.2,+ssse3,+popcnt"}
+    environment = os.environ | ({"ATEN_CPU_CAPABILITY": limit, **compiled} if limit else {})
     ran = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
     lacks, has_numba, has = ran.stdout.split()
     if limit:
