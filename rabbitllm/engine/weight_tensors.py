@@ -122,8 +122,9 @@ class WeightStandIn(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         weight, options = args[0] if args else None, dict(kwargs or {})
-        if func._schema.is_mutable and any(isinstance(each, WeightStandIn) for each in _written(func, args, options)):
-            raise read_only(cls._why)
+        for target in _written(func, args, options) if func._schema.is_mutable else ():
+            if isinstance(target, WeightStandIn):
+                target._refuse_writing(torch.Tensor.copy_, [target], {})
         if isinstance(weight, WeightStandIn):
             if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # called by nn.Parameter
                 return weight.again()
@@ -247,7 +248,8 @@ def _embedding(
     """The answer to `torch.nn.functional.embedding`, from the rows of a table that it needs."""
     look_up = weight.look_up if isinstance(weight, AbsentWeight) else None
     is_trained = look_up is not None and weight.is_at_hand and weight.requires_grad and torch.is_grad_enabled()
-    is_of_ids = not isinstance(input, WeightStandIn) and input.dtype in (torch.int64, torch.int32)  # torch takes no others
+    # torch takes no other ids
+    is_of_ids = not isinstance(input, WeightStandIn) and input.dtype in (torch.int64, torch.int32)
     if look_up is None or max_norm is not None or not is_of_ids or (is_trained and sparse):
         return None
     with torch.no_grad():
