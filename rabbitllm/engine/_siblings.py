@@ -36,8 +36,8 @@ _MOST_INPUTS = 48
 _DTYPES = frozenset({*HALVES, torch.float32})
 _PLAIN = "_plain_sibling"
 """The attribute of a Linear with the `Sibling` by which plain weights are multiplied."""
-_OF_CLASS = nn.Linear.forward
-"""What `Sibling.install` replaces; a program may assign another one to the class."""
+_OF_CLASS, _OF_TORCH = nn.Linear.forward, nn.functional.linear
+"""What `Sibling.install` replaces, and the function that it calls; a program may assign others."""
 _MOST_PLACES = 8
 """Addresses of a Linear's weights of which something is kept."""
 _NONE = list[Any]()
@@ -212,7 +212,7 @@ class Sibling:
 
 
 def _forward(module: Any, input: torch.Tensor) -> torch.Tensor:
-    is_changed, rounding = type(module).forward is not _OF_CLASS, vars(module).get(ROUNDING)
+    is_changed, rounding = not _is_of_torch(module), vars(module).get(ROUNDING)
     if is_changed and rounding is None:
         return type(module).forward(module, input)  # type: ignore[no-any-return]
     own, parameters = None if is_changed or is_transformed() else fused_weight(module), module._parameters
@@ -311,8 +311,12 @@ def round_inputs(module: nn.Module, rounding: Any) -> None:
 
 def is_installed(module: nn.Module) -> bool:
     """Whether `Sibling.install` set its forward, and that of its class is the one that this replaces."""
-    forward = vars(module).get("forward")
-    return getattr(forward, "__func__", None) is _forward and type(module).forward is _OF_CLASS
+    return getattr(vars(module).get("forward"), "__func__", None) is _forward and _is_of_torch(module)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether its class computes what it did."""
+    return type(module).forward is _OF_CLASS and nn.functional.linear is _OF_TORCH
 
 
 def _finished(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rabbitllm.engine._fusing import is_transformed
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
@@ -107,7 +107,8 @@ class WeightStandIn(torch.Tensor):
             return result
         cls._refuse_writing(func, args, options)
         if func in cls._by_memory:
-            return func(args[0].whole(), *args[1:], **options)
+            whole = args[0].whole().detach().requires_grad_(args[0].requires_grad)
+            return func(whole, *args[1:], **options)
         if func in _ADDRESSES:
             raise AbsentWeightError(
                 f"The storage of a weight was requested, but the weight is not in memory as a matrix: {cls._why}.",
@@ -121,6 +122,9 @@ class WeightStandIn(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         weight, options = args[0] if args else None, dict(kwargs or {})
+        for target in _written(func, args, options) if func._schema.is_mutable else ():
+            if isinstance(target, WeightStandIn):
+                target._refuse_writing(torch.Tensor.copy_, [target], {})
         if isinstance(weight, WeightStandIn):
             if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # called by nn.Parameter
                 return weight.again()
@@ -136,6 +140,13 @@ class WeightStandIn(torch.Tensor):
             return func(*tree_map(_whole, args), **tree_map(_whole, options))
         with torch.inference_mode(False), torch.no_grad():  # no weight is made in that mode, so its views are not
             return func(*tree_map(_whole, args), **tree_map(_whole, options))
+
+
+def _written(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any]:
+    """What an operation writes to; optimizers pass lists."""
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | options
+    targets = (each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write)
+    return tree_leaves([named.get(name) for name in targets])
 
 
 def _whole(value: Any) -> Any:
@@ -237,7 +248,9 @@ def _embedding(
     """The answer to `torch.nn.functional.embedding`, from the rows of a table that it needs."""
     look_up = weight.look_up if isinstance(weight, AbsentWeight) else None
     is_trained = look_up is not None and weight.is_at_hand and weight.requires_grad and torch.is_grad_enabled()
-    if look_up is None or max_norm is not None or isinstance(input, WeightStandIn) or (is_trained and sparse):
+    # torch takes no other ids
+    is_of_ids = not isinstance(input, WeightStandIn) and input.dtype in (torch.int64, torch.int32)
+    if look_up is None or max_norm is not None or not is_of_ids or (is_trained and sparse):
         return None
     with torch.no_grad():
         if input.numel() == 1:

@@ -14,7 +14,7 @@ from torch import nn
 from rabbitllm.engine import _embedding_rows, placement
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.weight_tensors import AbsentWeight
-from rabbitllm.errors import IncompleteSplitError
+from rabbitllm.errors import IncompleteSplitError, ReadOnlyWeightError
 from rabbitllm.store import checksums
 from rabbitllm.store.layer_store import LayerStore
 from tests.support import quantized
@@ -177,6 +177,23 @@ def _storages() -> dict[int, int]:
     tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
     found = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return {place: size for place, size in found.items() if not any(first <= place < end for first, end in files)}
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([5.9]), torch.tensor([[5.2, 9.9]]), torch.tensor([True])])
+def test_ids_that_are_no_whole_numbers_are_refused(tmp_path: Path, ids: torch.Tensor) -> None:
+    directory = split(build_checkpoint(tmp_path / "model", "llama"), "4bit")
+    for model in (load(directory), by_rows(directory)):
+        with model.streamer.passing(), pytest.raises(RuntimeError, match="indices"):
+            model.get_input_embeddings()(ids)
+
+
+def test_rows_are_not_renormalized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch writes to a table whose rows have a maximum norm."""
+    directory = split(build_checkpoint(tmp_path / "model", "llama"), "4bit")
+    monkeypatch.setattr(placement, "LARGE_TABLE", 1)
+    weight = load(directory).get_input_embeddings().weight
+    with pytest.raises(ReadOnlyWeightError):
+        nn.functional.embedding(INPUT, weight, max_norm=0.1)
 
 
 def test_table_is_unbound_between_calls(tmp_path: Path) -> None:

@@ -220,6 +220,15 @@ def test_weights_can_be_pickled(attention: Any) -> None:
 
 
 @torch.no_grad()
+def test_a_function_in_place_of_torchs_is_called(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ordinary, x = nn.functional.linear, torch.randn(1, 1, 256, dtype=torch.bfloat16)
+    linears = attention.q_proj, attention.o_proj
+    expected = [linear(x) * 2 for linear in linears]
+    monkeypatch.setattr(nn.functional, "linear", lambda *args: ordinary(*args) * 2)
+    assert all(torch.equal(linear(x), doubled) for linear, doubled in zip(linears, expected, strict=True))
+
+
+@torch.no_grad()
 def test_torch_compile_gets_ordinary_linears(attention: Any) -> None:
     x = torch.randn(1, 1, 256, dtype=torch.bfloat16)
     assert torch.equal(torch.compile(attention.q_proj, backend="eager")(x), attention.q_proj(x))

@@ -57,6 +57,12 @@ def set_data(weight: Any) -> None:
     weight.data = torch.ones(tuple(weight.shape))
 
 
+def optimized(weight: Any, **how: bool) -> None:
+    trained = nn.Parameter(weight)
+    trained.grad = torch.ones(tuple(weight.shape), dtype=weight.dtype)
+    torch.optim.SGD([trained], **how).step()
+
+
 with_vectors = pytest.mark.skipif(not _vectors.lanes(), reason="no vectors of a kind that is used here")
 WRITES: list[Callable[[Any], Any]] = [
     add_in_place,
@@ -66,6 +72,9 @@ WRITES: list[Callable[[Any], Any]] = [
     lambda weight: weight.copy_(torch.zeros(tuple(weight.shape))),
     lambda weight: weight.data.fill_(0),
     lambda weight: torch.add(torch.ones(()), 1.0, out=weight),
+    lambda weight: torch._foreach_mul_([weight], 2.0),
+    lambda weight: optimized(weight, foreach=True),
+    lambda weight: optimized(weight, fused=True),
 ]
 
 
@@ -233,6 +242,14 @@ def test_operations_with_values_read_the_weight(asked: str) -> None:
         return
     assert type(actual) is type(expected)
     assert np.array_equal(np.asarray(_plain(actual)), np.asarray(_plain(expected)))
+
+
+def test_a_detached_weight_is_an_array_where_gradients_are_computed() -> None:
+    plain = torch.arange(12.0).view(SHAPE)
+    weight = absent(lambda: nn.Parameter(plain), torch.float32)
+    assert np.array_equal(np.asarray(weight.detach()), plain)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        np.asarray(weight)
 
 
 def _plain(value: Any) -> Any:
