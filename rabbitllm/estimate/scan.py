@@ -40,6 +40,12 @@ class SourceScan:
     options: SplitOptions
     refused: dict[str | None, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Take the config of a finished split where nothing else is left of the model."""
+        if self.checkpoint is None and not self.source.finished and self.manifests:
+            home = self.folders[next(iter(self.manifests))]
+            self.source = dataclasses.replace(self.source, config_folder=home, finished=True)
+
     @cached_property
     def folders(self) -> dict[str | None, Path]:
         """The split directories, existing or not, by compression; a single one if only a finished split exists."""

@@ -134,7 +134,7 @@ class ModelInput:
             return None
 
 
-_WITHOUT_DELETING = "Without sequential and delete_original the checkpoint is converted unchecked, and kept."
+_WITHOUT_DELETING = "Without sequential=True and delete_original=True the checkpoint is converted unchecked, and kept."
 
 
 @contextlib.contextmanager

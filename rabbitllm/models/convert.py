@@ -203,7 +203,8 @@ def convert(
 
         if sequential or delete_original:
             raise OptionError(
-                "sequential and delete_original apply only to safetensors.", "Remove these options, or use safetensors."
+                "sequential=True and delete_original=True apply only to safetensors.",
+                "Remove these options, or use safetensors.",
             )
         return convert_to_gguf(
             str(path_or_repo_id), target, outtype, access, max_disk=options.max_disk, min_free=options.min_free
@@ -221,10 +222,12 @@ def convert(
     options = replace(options, gguf_dtype=_DTYPES[outtype])  # the layers become a plain checkpoint
     if target.exists() and not target.is_dir():
         raise OptionError(f"{target} is a file; expected a folder.", _EMPTY_FOLDER)
-    if (split_folder := finished_split_of(str(path_or_repo_id))) is not None:
+    split_folder = finished_split_of(str(path_or_repo_id))
+    if split_folder is not None and (split_folder == expand(path_or_repo_id) or not _is_of_shards(target)):
         if sequential or delete_original:
             raise OptionError(
-                f"{split_folder} is a split directory; sequential and delete_original apply only to checkpoints.",
+                f"{split_folder} is a split directory; sequential=True and delete_original=True apply only to "
+                "checkpoints.",
                 "Remove these options; `rabbitllm rm` removes a split.",
             )
         if outtype != "auto":
@@ -281,6 +284,13 @@ def _convert_by_split(name: str, access: HubAccess, folder: Path, options: Split
     for own_work in works.values():
         _clear(own_work)
     return _conversion_of(folder, before=before)
+
+
+def _is_of_shards(folder: Path) -> bool:
+    """Whether a folder holds a conversion, finished or not, of shards, which it may have used up since."""
+    if (folder / INDEX_NAME).exists():
+        return origin_of(folder).kind != "split"
+    return any((folder / _work_name(dtype)).exists() for dtype in _DTYPES.values())
 
 
 def _is_of_a_split(name: str) -> bool:

@@ -176,7 +176,7 @@ def open_weights(source: Source, folders: Iterable[Path]) -> Checkpoint | None:
             absent.append(error)
             finished = finished or is_finished(folder)
     if not finished:
-        raise absent[0]
+        raise with_other_splits(absent[0], source)
     return None
 
 

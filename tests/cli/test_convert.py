@@ -264,6 +264,22 @@ def test_original_is_deleted_only_on_request(tmp_path: Path) -> None:
     assert convert(tmp_path / "alone.pth", tmp_path / "file", sequential=True).before
 
 
+def test_a_split_in_the_folder_does_not_hinder_the_same_call(tmp_path: Path) -> None:
+    folder, new = write_shards(tmp_path / "model", cut(llama_tensors(), 3)), tmp_path / "new"
+    split(folder, sequential=False)
+
+    def stop(number: int, step: Step) -> None:
+        if step.kind == "rename" and step.path.name == f"{INDEX_NAME}.part":
+            raise KeyboardInterrupt
+
+    with observe_ticks(Counter(stop)), pytest.raises(KeyboardInterrupt):
+        convert(folder, new, sequential=True)
+    assert not names_in(folder, "*.safetensors")
+    convert(folder, new, sequential=True)
+    check(new, llama_tensors())
+    assert convert(folder, new, sequential=True).before
+
+
 # what is refused
 
 

@@ -462,6 +462,20 @@ def test_split_directory_itself(folder: Path) -> None:
     assert "no route" not in text
 
 
+@pytest.mark.parametrize("source_format", ["folder", "gguf"])
+def test_folder_with_nothing_but_a_split(tmp_path: Path, source_format: str) -> None:
+    if source_format == "gguf":
+        source = write_gguf(tmp_path / "model.gguf")
+    else:
+        source = build_checkpoint(tmp_path / "model", "llama")
+    Call(str(source), str(tmp_path / "out"), compression="8bit", sequential=False).make()
+    forecast = plan(tmp_path / "out", device="cpu")
+    assert not forecast.warnings
+    assert [g.compression for g in forecast.generations if g.obstacle is None] == ["8bit"]
+    with pytest.raises(CheckpointNotFoundError, match=r"Load or resume that one: compression='8bit' in"):
+        rabbitllm.AutoModel.from_pretrained(tmp_path / "out", split=False, device="cpu")
+
+
 def test_deleted_single_file(tmp_path: Path) -> None:
     source = write_shards(tmp_path / "m", {SINGLE_NAME: llama_tensors()}, index=False)
     call = Call(str(source), compression="4bit")
