@@ -1,10 +1,9 @@
-"""`tokenizer.model`, the vocabulary that SentencePiece trains: pieces, specs and samples, fully checked.
+"""`tokenizer.model`, the vocabulary that SentencePiece trains: its pieces and specs, checked.
 
-Schema: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto, with its defaults. The
-library does the encoding; this module inspects a file, and refuses a malformed one before the library reads it. The
-library (0.2.3) checks pieces and the charsmap's lengths itself; earlier versions skip some checks, so each is made here
-first. The library accepts more: ids in the trainer spec outside the
-vocabulary, and everything that only `_protobuf.py` refuses.
+Schema: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto, with its defaults. Only what
+decides how text is encoded is read; options that document the training are skipped, and so is the content of a
+normaliser's compiled rule. The library (0.2.3) accepts more: ids in the trainer spec outside the vocabulary, and
+everything that only `_protobuf.py` refuses.
 
 A piece's id is its index in the file; pieces are in columns, since a quarter of a million objects would take more time
 and memory than the parsing. The size of a vocabulary is its number of pieces, as in the library;
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +33,6 @@ from rabbitllm.formats._protobuf import (
     numbered,
     read_fields,
     read_message,
-    read_text,
     schema_of,
     values_of,
 )
@@ -44,12 +41,8 @@ from rabbitllm.formats.bounded import is_lfs_pointer, read_vocabulary, short
 MAX_PIECES = 1 << 20
 """Limit of pieces. The largest published vocabulary has nine tenths of that (XLM-V, 901,629)."""
 _MAX_PIECE_FIELDS = 16
-_MAX_UNUSUAL_PIECES = 1 << 16
-"""Limit of pieces that take three times as long or more, so that no file takes seconds."""
 _MAX_OTHER_FIELDS = 1000
-_FLOAT = struct.Struct("<f")
 _PIECES_TAG = 0x0A
-_TEXT_TAG, _SCORE_TAG, _TYPE_TAG = 0x0A, 0x15, 0x18
 
 
 class PieceType(IntEnum):
@@ -63,7 +56,6 @@ class PieceType(IntEnum):
     BYTE = 6
 
 
-_TYPES = frozenset(PieceType)
 _RESERVED = frozenset({PieceType.UNKNOWN, PieceType.CONTROL, PieceType.BYTE})
 _PIECE = {
     1: SchemaField("piece", FieldKind.TEXT),
@@ -142,7 +134,6 @@ def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
     texts: list[bytes] = []
     scores, types = array("f"), bytearray()
     other_fields: list[FieldRead] = []
-    unusual = 0
     for entry in read_fields(data, 0, len(data)):
         tag, begin, end = entry
         if tag != _PIECES_TAG:
@@ -152,36 +143,13 @@ def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
             continue
         if len(texts) == MAX_PIECES:
             raise WireFormatError(f"it has more than {MAX_PIECES:,} pieces")
-        # Every known writer puts the text, the score and, unless it is the default, the type, in this order. Parsing
-        # that order directly takes a third of the time; any other layout is parsed generally.
-        size = data[begin + 1] if end - begin >= 7 else 0x80
-        score_at = begin + 3 + size
-        tail = end - score_at
-        if (
-            size < 0x80
-            and (tail == 4 or (tail == 6 and data[end - 2] == _TYPE_TAG and data[end - 1] in _TYPES))
-            and data[begin] == _TEXT_TAG
-            and data[score_at - 1] == _SCORE_TAG
-        ):
-            text = data[begin + 2 : score_at - 1]
-            if not text.isascii():
-                read_text(data, begin + 2, score_at - 1, "piece")
-            texts.append(text)
-            scores.append(_FLOAT.unpack_from(data, score_at)[0])
-            types.append(data[end - 1] if tail == 6 else PieceType.NORMAL)
-        else:
-            unusual += 1
-            if unusual > _MAX_UNUSUAL_PIECES:
-                raise WireFormatError(f"more than {_MAX_UNUSUAL_PIECES:,} pieces have an unusual layout")
-            piece = read_message(data, begin, end, _PIECE, _MAX_PIECE_FIELDS)
-            texts.append(piece.get("piece", "").encode())
-            scores.append(piece.get("score", 0.0))
-            types.append(piece.get("type", PieceType.NORMAL))
+        piece = read_message(data, begin, end, _PIECE, _MAX_PIECE_FIELDS)
+        texts.append(piece.get("piece", "").encode())
+        scores.append(piece.get("score", 0.0))
+        types.append(piece.get("type", PieceType.NORMAL))
     return Pieces(tuple(texts), scores, bytes(types)), other_fields
 
 
-_TRIE_BLOCK_BYTES = 1024
-"""The trie of a charsmap (https://github.com/s-yata/darts-clone) consists of blocks of 256 units of 4 bytes."""
 MAX_PIECE_BYTES = 7999
 """Limit of the library (0.2.3)."""
 _BYTE_PIECE = re.compile(rb"<0x[0-9A-F]{2}>")
@@ -241,48 +209,8 @@ def _check_byte_pieces(pieces: Pieces, byte_fallback: bool) -> None:
         raise ValueError(f"it has {len(indices)} byte pieces; byte_fallback needs 256")
 
 
-def check_charsmap(data: bytes, begin: int, end: int) -> None:
-    """Refuse a precompiled charsmap (bytes `begin` to `end` of `data`) in which a lookup could leave its bounds.
-
-    Layout (`Normalizer::DecodePrecompiledCharsMap`): 4 bytes little-endian size of the trie, the trie, replacement
-    texts that each end in a zero byte. A trie unit is a value (if bit 31 is set: an offset into the texts) or leads to
-    other units, by exclusive or with an offset and a byte of text; the library's lookup has no bounds checks. The
-    library (0.2.3) refuses some further charsmaps, whose lookups stay within bounds too.
-
-    Raises:
-        ValueError: a size that does not fit, texts without an end, a unit that leads out of bounds, a root that leads
-            nowhere.
-    """
-    size = end - begin
-    if not size:
-        return
-    if size <= 4:
-        raise ValueError(f"its charsmap at byte {begin:,} has {size} bytes; expected more than 4")
-    (trie_bytes,) = struct.unpack_from("<I", data, begin)
-    if 4 + trie_bytes >= size:
-        raise ValueError(f"its charsmap at byte {begin:,} has {size:,} bytes and declares a trie of {trie_bytes:,}")
-    if not trie_bytes or trie_bytes % _TRIE_BLOCK_BYTES:
-        raise ValueError(f"the trie of its charsmap has {trie_bytes:,} bytes; expected a multiple of 1,024")
-    if data[end - 1]:
-        raise ValueError(f"the texts of its charsmap do not end in a zero byte at {end - 1:,}")
-    texts_bytes = size - 4 - trie_bytes
-    count = trie_bytes // 4
-    for index, unit in enumerate(struct.unpack_from(f"<{count}I", data, begin + 4)):
-        if unit >> 31:
-            if unit & 0x7FFFFFFF >= texts_bytes:
-                raise ValueError(
-                    f"unit {index:,} of its charsmap points {unit & 0x7FFFFFFF:,} bytes into {texts_bytes:,}"
-                )
-        # counts are whole blocks of 256 units, so that the exclusive or with a byte of text stays within the block
-        elif index ^ ((unit >> 10) << ((unit & 0x200) >> 6)) >= count:
-            raise ValueError(f"unit {index:,} of its charsmap leads outside its {count:,} units")
-    (root,) = struct.unpack_from("<I", data, begin + 4)
-    if not root >> 10 or root & 0x3FF or root >> 31:
-        raise ValueError(f"the root of its charsmap is {root:#010x}; expected one that leads to other units")
-
-
 MAX_SPEC_BYTES = 4 << 20
-"""Limit of one spec with its charsmap, and of all samples. The library's own charsmaps have up to 0.4 MB."""
+"""Limit of one spec with its charsmap. The library's own charsmaps have up to 0.4 MB."""
 MAX_SPEC_FIELDS = 100_000
 _IDS = {"unk_id", "bos_id", "eos_id", "pad_id"}
 
@@ -298,53 +226,23 @@ class ModelType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
-    """The options of the trainer; fields are documented in the schema.
+    """The options of the trainer that decide how text is encoded, and the size that it was asked for.
 
-    Two of them affect encoding: `model_type` and `treat_whitespace_as_suffix`. `byte_fallback` makes unknown characters
-    byte pieces, and the four texts name the pieces with a special meaning. The others only document the training.
+    `byte_fallback` makes unknown characters byte pieces, and the four texts name the pieces with a special meaning.
     """
 
-    input: tuple[str, ...] = numbered(1, FieldKind.TEXT, (), repeated=True)
-    model_prefix: str = numbered(2, FieldKind.TEXT, "")
-    model_type: ModelType = numbered(3, FieldKind.INT32, ModelType.UNIGRAM, values=ModelType)  # noqa: RUF009 (an enumerator)
+    model_type: ModelType = numbered(3, FieldKind.INT32, ModelType.UNIGRAM, ModelType)  # noqa: RUF009 (an enumerator)
     vocab_size: int = numbered(4, FieldKind.INT32, 8000)
-    accept_language: tuple[str, ...] = numbered(5, FieldKind.TEXT, (), repeated=True)
-    self_test_sample_size: int = numbered(6, FieldKind.INT32, 0)
-    input_format: str = numbered(7, FieldKind.TEXT, "")
-    character_coverage: float = numbered(10, FieldKind.FLOAT, 0.9995)
-    input_sentence_size: int = numbered(11, FieldKind.UINT64, 0)
-    seed_sentencepiece_size: int = numbered(14, FieldKind.INT32, 1_000_000)
-    shrinking_factor: float = numbered(15, FieldKind.FLOAT, 0.75)
-    num_threads: int = numbered(16, FieldKind.INT32, 16)
-    num_sub_iterations: int = numbered(17, FieldKind.INT32, 2)
-    max_sentence_length: int = numbered(18, FieldKind.INT32, 4192)
-    shuffle_input_sentence: bool = numbered(19, FieldKind.BOOL, True)
-    max_sentencepiece_length: int = numbered(20, FieldKind.INT32, 16)
-    split_by_unicode_script: bool = numbered(21, FieldKind.BOOL, True)
-    split_by_whitespace: bool = numbered(22, FieldKind.BOOL, True)
-    split_by_number: bool = numbered(23, FieldKind.BOOL, True)
     treat_whitespace_as_suffix: bool = numbered(24, FieldKind.BOOL, False)
-    split_digits: bool = numbered(25, FieldKind.BOOL, False)
-    allow_whitespace_only_pieces: bool = numbered(26, FieldKind.BOOL, False)
-    control_symbols: tuple[str, ...] = numbered(30, FieldKind.TEXT, (), repeated=True)
-    user_defined_symbols: tuple[str, ...] = numbered(31, FieldKind.TEXT, (), repeated=True)
-    vocabulary_output_piece_score: bool = numbered(32, FieldKind.BOOL, True)
-    hard_vocab_limit: bool = numbered(33, FieldKind.BOOL, True)
-    use_all_vocab: bool = numbered(34, FieldKind.BOOL, False)
     byte_fallback: bool = numbered(35, FieldKind.BOOL, False)
-    required_chars: str = numbered(36, FieldKind.TEXT, "")
     unk_id: int = numbered(40, FieldKind.INT32, 0)
     bos_id: int = numbered(41, FieldKind.INT32, 1)
     eos_id: int = numbered(42, FieldKind.INT32, 2)
     pad_id: int = numbered(43, FieldKind.INT32, -1)
-    unk_surface: str = numbered(44, FieldKind.TEXT, " \u2047 ")
     unk_piece: str = numbered(45, FieldKind.TEXT, "<unk>")
     bos_piece: str = numbered(46, FieldKind.TEXT, "<s>")
     eos_piece: str = numbered(47, FieldKind.TEXT, "</s>")
     pad_piece: str = numbered(48, FieldKind.TEXT, "<pad>")
-    train_extremely_large_corpus: bool = numbered(49, FieldKind.BOOL, False)
-    pretokenization_delimiter: str = numbered(53, FieldKind.TEXT, "")
-    seed_sentencepieces_file: str = numbered(54, FieldKind.TEXT, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +255,6 @@ class NormalizerSpec:
         add_dummy_prefix: whether a space is put before the text.
         remove_extra_whitespaces: whether leading, trailing and repeated spaces are removed.
         escape_whitespaces: whether spaces become U+2581.
-        normalization_rule_tsv: the source of a custom rule.
     """
 
     name: str = numbered(1, FieldKind.TEXT, "")
@@ -365,15 +262,6 @@ class NormalizerSpec:
     add_dummy_prefix: bool = numbered(3, FieldKind.BOOL, True)
     remove_extra_whitespaces: bool = numbered(4, FieldKind.BOOL, True)
     escape_whitespaces: bool = numbered(5, FieldKind.BOOL, True)
-    normalization_rule_tsv: str = numbered(6, FieldKind.TEXT, "")
-
-
-@dataclass(frozen=True, slots=True)
-class PieceSample:
-    """A text and its pieces, separated by spaces, as the trainer's library split it."""
-
-    input: str = numbered(1, FieldKind.TEXT, "")
-    expected: str = numbered(2, FieldKind.TEXT, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +282,6 @@ class SentencePieceModel:
     trainer: TrainerSpec
     normalizer: NormalizerSpec
     denormalizer: NormalizerSpec | None
-    samples: tuple[PieceSample, ...]
 
     def special_ids(self) -> SpecialIds:
         """The results of the library's `unk_id()`, `bos_id()`, `eos_id()` and `pad_id()`.
@@ -418,14 +305,12 @@ class SentencePieceModel:
 
 _MODEL = {
     # only pieces of another wire type reach this, and are refused
-    1: SchemaField("pieces", FieldKind.SPAN, repeated=True),
+    1: SchemaField("pieces", FieldKind.SPAN),
     2: SchemaField("trainer_spec", FieldKind.SPAN),
     3: SchemaField("normalizer_spec", FieldKind.SPAN),
-    4: SchemaField("self_test_data", FieldKind.SPAN),
     5: SchemaField("denormalizer_spec", FieldKind.SPAN),
 }
-_TRAINER, _NORMALIZER, _SAMPLE = schema_of(TrainerSpec), schema_of(NormalizerSpec), schema_of(PieceSample)
-_SAMPLES = {1: SchemaField("samples", FieldKind.SPAN, repeated=True)}
+_TRAINER, _NORMALIZER = schema_of(TrainerSpec), schema_of(NormalizerSpec)
 
 
 def read_model(path: Path) -> SentencePieceModel:
@@ -463,13 +348,11 @@ def _parse(data: bytes) -> SentencePieceModel:
         if not -1 <= options[name] < len(pieces):
             raise ValueError(f"{name} is {options[name]:,}; expected -1 (none) or one of {len(pieces):,} pieces")
     denormalizer = specs.get("denormalizer_spec")
-    samples = _message(data, specs.get("self_test_data"), _SAMPLES).get("samples", ())
     return SentencePieceModel(
         pieces,
         trainer,
         _normalizer(data, specs.get("normalizer_spec")),
         denormalizer and _normalizer(data, denormalizer),
-        tuple(PieceSample(**_message(data, span, _SAMPLE)) for span in samples),
     )
 
 
@@ -480,7 +363,6 @@ def _message(data: bytes, span: tuple[int, int] | None, schema: Schema) -> dict[
 def _normalizer(data: bytes, span: tuple[int, int] | None) -> NormalizerSpec:
     options = _message(data, span, _NORMALIZER)
     begin, end = options.get("precompiled_charsmap_bytes", (0, 0))
-    check_charsmap(data, begin, end)
     return NormalizerSpec(**{**options, "precompiled_charsmap_bytes": end - begin})
 
 
