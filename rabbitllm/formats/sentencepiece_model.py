@@ -5,23 +5,19 @@ decides how text is encoded is read; options that document the training are skip
 normaliser's compiled rule. The library (0.2.3) accepts more: ids in the trainer spec outside the vocabulary, and
 everything that only `_protobuf.py` refuses.
 
-A piece's id is its index in the file; pieces are in columns, since a quarter of a million objects would take more time
-and memory than the parsing. The size of a vocabulary is its number of pieces, as in the library;
-`TrainerSpec.vocab_size` may differ. Independent of models and of encoding.
+The size of a vocabulary is its number of pieces, as in the library; `TrainerSpec.vocab_size` may differ. Independent of
+models and of encoding.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import repeat
-from operator import contains
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple
 
 from rabbitllm.errors import CorruptVocabularyError
 from rabbitllm.formats._protobuf import (
@@ -64,8 +60,7 @@ _PIECE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class VocabularyPiece:
+class VocabularyPiece(NamedTuple):
     """One entry of the vocabulary.
 
     Attributes:
@@ -80,59 +75,19 @@ class VocabularyPiece:
     score: float
     type: PieceType
 
-
-@dataclass(frozen=True, slots=True)
-class Pieces(Sequence[VocabularyPiece]):
-    """All pieces in the order of their ids, in columns.
-
-    Attributes:
-        texts: UTF-8.
-        scores: float32.
-        types: numbers of `PieceType`, a byte each.
-    """
-
-    texts: tuple[bytes, ...]
-    scores: array[float]
-    types: bytes
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    @overload
-    def __getitem__(self, index: int) -> VocabularyPiece: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[VocabularyPiece]: ...
-
-    def __getitem__(self, index: int | slice) -> VocabularyPiece | Sequence[VocabularyPiece]:
-        if isinstance(index, slice):
-            return [self[piece] for piece in range(*index.indices(len(self)))]
-        piece = range(len(self))[index]
-        return VocabularyPiece(piece, self.texts[piece].decode(), self.scores[piece], PieceType(self.types[piece]))
-
-    def is_reserved(self, index: int) -> bool:
-        """Whether a piece is unknown, control or byte: the library keeps these in a separate table."""
-        return self.types[index] in _RESERVED
-
-    def id_of(self, text: str) -> int | None:
-        """The id of a text, looked up as in the library: among the reserved pieces, then among the others."""
-        encoded, fallback = text.encode(), None
-        for index, piece in enumerate(self.texts):
-            if piece == encoded:
-                if self.is_reserved(index):
-                    return index
-                fallback = index
-        return fallback
+    @property
+    def is_reserved(self) -> bool:
+        """Whether it is unknown, control or byte: the library keeps these in a separate table."""
+        return self.type in _RESERVED
 
 
-def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
+def read_pieces(data: bytes) -> tuple[tuple[VocabularyPiece, ...], list[FieldRead]]:
     """The pieces of a serialised `ModelProto`, and its other fields.
 
     Raises:
         WireFormatError: a malformed field or piece; or a limit above is exceeded.
     """
-    texts: list[bytes] = []
-    scores, types = array("f"), bytearray()
+    pieces: list[VocabularyPiece] = []
     other_fields: list[FieldRead] = []
     for entry in read_fields(data, 0, len(data)):
         tag, begin, end = entry
@@ -141,21 +96,20 @@ def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
                 raise WireFormatError(f"more than {_MAX_OTHER_FIELDS:,} fields are not pieces")
             other_fields.append(entry)
             continue
-        if len(texts) == MAX_PIECES:
+        if len(pieces) == MAX_PIECES:
             raise WireFormatError(f"it has more than {MAX_PIECES:,} pieces")
         piece = read_message(data, begin, end, _PIECE, _MAX_PIECE_FIELDS)
-        texts.append(piece.get("piece", "").encode())
-        scores.append(piece.get("score", 0.0))
-        types.append(piece.get("type", PieceType.NORMAL))
-    return Pieces(tuple(texts), scores, bytes(types)), other_fields
+        text, score, piece_type = piece.get("piece", ""), piece.get("score", 0.0), piece.get("type", PieceType.NORMAL)
+        pieces.append(VocabularyPiece(len(pieces), text, score, piece_type))
+    return tuple(pieces), other_fields
 
 
 MAX_PIECE_BYTES = 7999
 """Limit of the library (0.2.3)."""
-_BYTE_PIECE = re.compile(rb"<0x[0-9A-F]{2}>")
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def check_pieces(pieces: Pieces, byte_fallback: bool, bpe: bool) -> None:
+def check_pieces(pieces: Sequence[VocabularyPiece], byte_fallback: bool, bpe: bool) -> None:
     """Refuse a vocabulary that the library could not use.
 
     The library checks scores, and that there is an ordinary piece, in unigram models only; here all models are checked,
@@ -165,48 +119,35 @@ def check_pieces(pieces: Pieces, byte_fallback: bool, bpe: bool) -> None:
         ValueError: a piece that is empty, too long, repeated or contains a zero byte; a score that is not finite; not
             exactly one unknown piece; no ordinary piece; byte pieces that are not the 256 of byte fallback.
     """
-    texts, scores, types = pieces.texts, pieces.scores, pieces.types  # loops run in C: there may be a million pieces
-    if not all(texts):
-        raise ValueError(f"piece {texts.index(b''):,} is empty")
-    if len(longest := max(texts, key=len, default=b"")) > MAX_PIECE_BYTES:
-        index = texts.index(longest)
-        raise ValueError(f"piece {index:,} has {len(longest):,} bytes; at most {MAX_PIECE_BYTES:,} are allowed")
-    if any(map(contains, texts, repeat(0))):
-        index = next(index for index, text in enumerate(texts) if 0 in text)
-        raise ValueError(f"piece {index:,} holds a zero byte; the library's tries end a piece there")
-    if not all(map(math.isfinite, scores)):
-        index = next(index for index, score in enumerate(scores) if not math.isfinite(score))
-        raise ValueError(f"piece {index:,} has score {scores[index]}; expected a finite number")
-    if (count := types.count(PieceType.UNKNOWN)) != 1:
+    # the library has two tables: a text may be in both, but once in each; in a BPE model only in one
+    first_by_text: dict[tuple[bool, str], int] = {}
+    for piece in pieces:
+        if not piece.text:
+            raise ValueError(f"piece {piece.id:,} is empty")
+        if (nbytes := len(piece.text.encode())) > MAX_PIECE_BYTES:
+            raise ValueError(f"piece {piece.id:,} has {nbytes:,} bytes; at most {MAX_PIECE_BYTES:,} are allowed")
+        if "\0" in piece.text:
+            raise ValueError(f"piece {piece.id:,} holds a zero byte; the library's tries end a piece there")
+        if not math.isfinite(piece.score):
+            raise ValueError(f"piece {piece.id:,} has score {piece.score}; expected a finite number")
+        first = first_by_text.setdefault((not bpe and piece.is_reserved, piece.text), piece.id)
+        if first != piece.id:
+            raise ValueError(f"pieces {first:,} and {piece.id:,} are both {short(piece.text)}")
+    if (count := sum(piece.type is PieceType.UNKNOWN for piece in pieces)) != 1:
         raise ValueError(f"it has {count:,} pieces of type unknown; expected exactly one")
-    if all(map(pieces.is_reserved, range(len(pieces)))):  # stops at the first that is not
+    if all(piece.is_reserved for piece in pieces):
         raise ValueError("it has only unknown, control and byte pieces, which no text is split into")
-    _check_unique(pieces, bpe)
-    _check_byte_pieces(pieces, byte_fallback)
+    _check_byte_pieces([piece for piece in pieces if piece.type is PieceType.BYTE], byte_fallback)
 
 
-def _check_unique(pieces: Pieces, bpe: bool) -> None:
-    """The library has two tables: a text may be in both, but once in each; in a BPE model only in one."""
-    if len(set(pieces.texts)) == len(pieces):
-        return
-    first_by_text: dict[tuple[bool, bytes], int] = {}
-    for index, text in enumerate(pieces.texts):
-        first = first_by_text.setdefault((not bpe and pieces.is_reserved(index), text), index)
-        if first != index:
-            raise ValueError(f"pieces {first:,} and {index:,} are both {short(text.decode())}")
-
-
-def _check_byte_pieces(pieces: Pieces, byte_fallback: bool) -> None:
-    indices = [index for index, piece_type in enumerate(pieces.types) if piece_type == PieceType.BYTE]
-    if indices and not byte_fallback:
-        raise ValueError(f"piece {indices[0]:,} is of type byte and the trainer spec has no byte_fallback")
-    for index in indices:
-        if not _BYTE_PIECE.fullmatch(pieces.texts[index]):
-            raise ValueError(
-                f"byte piece {index:,} is {short(pieces.texts[index].decode())}; expected <0x00> to <0xFF>"
-            )
-    if byte_fallback and len(indices) != 256:
-        raise ValueError(f"it has {len(indices)} byte pieces; byte_fallback needs 256")
+def _check_byte_pieces(pieces: Sequence[VocabularyPiece], byte_fallback: bool) -> None:
+    if pieces and not byte_fallback:
+        raise ValueError(f"piece {pieces[0].id:,} is of type byte and the trainer spec has no byte_fallback")
+    for piece in pieces:
+        if not _BYTE_PIECE.fullmatch(piece.text):
+            raise ValueError(f"byte piece {piece.id:,} is {short(piece.text)}; expected <0x00> to <0xFF>")
+    if byte_fallback and len(pieces) != 256:
+        raise ValueError(f"it has {len(pieces)} byte pieces; byte_fallback needs 256")
 
 
 MAX_SPEC_BYTES = 4 << 20
@@ -278,22 +219,27 @@ class SpecialIds:
 class SentencePieceModel:
     """A whole `tokenizer.model`. A spec that is absent has its defaults; an absent denormaliser is None."""
 
-    pieces: Pieces
+    pieces: tuple[VocabularyPiece, ...]
     trainer: TrainerSpec
     normalizer: NormalizerSpec
     denormalizer: NormalizerSpec | None
+
+    def id_of(self, text: str) -> int | None:
+        """The id of a text, looked up as in the library: among the reserved pieces, then among the others."""
+        same = [piece for piece in self.pieces if piece.text == text]
+        return next((piece.id for piece in same if piece.is_reserved), same[0].id if same else None)
 
     def special_ids(self) -> SpecialIds:
         """The results of the library's `unk_id()`, `bos_id()`, `eos_id()` and `pad_id()`.
 
         The library looks up the texts in the trainer spec, and ignores the ids there.
         """
-        unknown = self.pieces.types.index(PieceType.UNKNOWN)
+        unknown = next(piece.id for piece in self.pieces if piece.type is PieceType.UNKNOWN)
 
         def id_of(text: str, default: str, expected: PieceType) -> int:
-            piece = self.pieces.id_of(text or default)
+            piece = self.id_of(text or default)
             index = unknown if piece is None else piece
-            return index if self.pieces.types[index] == expected else -1
+            return index if self.pieces[index].type is expected else -1
 
         return SpecialIds(
             unk=id_of(self.trainer.unk_piece, "<unk>", PieceType.UNKNOWN),

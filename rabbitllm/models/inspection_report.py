@@ -208,7 +208,7 @@ def _vocabulary_record(model: SentencePieceModel) -> dict[str, Any]:
     denormalizer = model.denormalizer
     return {
         "piece_count": len(model.pieces),
-        "types": {PieceType(code).name.lower(): count for code, count in Counter(model.pieces.types).most_common()},
+        "types": {kind.name.lower(): count for kind, count in _types_of(model)},
         "special_ids": dataclasses.asdict(model.special_ids()),
         "trainer": {**dataclasses.asdict(model.trainer), "model_type": model.trainer.model_type.name.lower()},
         "normalizer": dataclasses.asdict(model.normalizer),
@@ -301,8 +301,7 @@ def runs(layers: Iterable[str]) -> list[str]:
 
 
 def _vocabulary_facts(model: SentencePieceModel) -> Iterator[tuple[str, str]]:
-    counts = Counter(model.pieces.types)
-    types = ", ".join(f"{count:,} {PieceType(code).name.lower()}" for code, count in counts.most_common())
+    types = ", ".join(f"{count:,} {kind.name.lower()}" for kind, count in _types_of(model))
     yield "pieces", f"{len(model.pieces):,}: {types.replace('_', ' ')}"
     ids = dataclasses.asdict(model.special_ids()).items()
     yield "special ids", ", ".join(f"{name} {token}" if token >= 0 else f"no {name}" for name, token in ids)
@@ -311,6 +310,10 @@ def _vocabulary_facts(model: SentencePieceModel) -> Iterator[tuple[str, str]]:
     yield "normaliser", _spec_text(model.normalizer)
     if model.denormalizer is not None:
         yield "denormaliser", _spec_text(model.denormalizer)
+
+
+def _types_of(model: SentencePieceModel) -> list[tuple[PieceType, int]]:
+    return Counter(piece.type for piece in model.pieces).most_common()
 
 
 def _spec_text(spec: TrainerSpec | NormalizerSpec) -> str:

@@ -139,7 +139,7 @@ def test_pieces_equal_those_of_the_library(trained: tuple[Path, dict[str, Any]])
         assert (entry.type is PieceType.CONTROL) == theirs.is_control(entry.id)
         assert (entry.type is PieceType.UNUSED) == theirs.is_unused(entry.id)
         assert (entry.type is PieceType.BYTE) == theirs.is_byte(entry.id)
-        assert ours.pieces.id_of(entry.text) == theirs.piece_to_id(entry.text) == entry.id
+        assert ours.id_of(entry.text) == theirs.piece_to_id(entry.text) == entry.id
     assert ours.special_ids() == SpecialIds(theirs.unk_id(), theirs.bos_id(), theirs.eos_id(), theirs.pad_id())
 
 
@@ -263,9 +263,9 @@ def test_piece_of_any_length(length: int) -> None:
 def test_text_in_both_tables_of_the_library() -> None:
     data = SOUND + piece("a", 0, 3) + piece("<s>", 0, 1)
     model, theirs = parse_model(data, "m"), library(data)
-    assert model.pieces.id_of("a") == theirs.piece_to_id("a") == 6
-    assert model.pieces.id_of("<s>") == theirs.piece_to_id("<s>") == 1
-    assert model.pieces.id_of("nowhere") is None
+    assert model.id_of("a") == theirs.piece_to_id("a") == 6
+    assert model.id_of("<s>") == theirs.piece_to_id("<s>") == 1
+    assert model.id_of("nowhere") is None
 
 
 @pytest.mark.parametrize(
