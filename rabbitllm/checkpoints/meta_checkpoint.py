@@ -122,21 +122,20 @@ def byte_letters() -> list[str]:
 
 def _from_pieces(model: SentencePieceModel, file: str, max_length: int) -> tuple[LlamaVocabulary, dict[str, bytes]]:
     _check_like_llama(model, file)
-    texts = [text.decode() for text in model.pieces.texts]
-    types = model.pieces.types
+    texts = [piece.text for piece in model.pieces]
     ids = {text: piece for piece, text in enumerate(texts)}
     if len(ids) != len(texts):
         raise _unlike_llama_error(file, "a text is both an ordinary and a special piece")
     special = model.special_ids()
     added = [
-        _added_token(piece, text, special=types[piece] != PieceType.USER_DEFINED)
-        for piece, text in enumerate(texts)
-        if types[piece] in (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
+        _added_token(piece.id, piece.text, special=piece.type is not PieceType.USER_DEFINED)
+        for piece in model.pieces
+        if piece.type in (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
     ]
-    ordinary = [piece for piece in range(len(texts)) if types[piece] == PieceType.NORMAL]
-    merged = {texts[piece]: piece for piece in ordinary}
+    ordinary = [piece for piece in model.pieces if piece.type is PieceType.NORMAL]
+    merged = {piece.text: piece.id for piece in ordinary}
     check_pair_bytes(merged, file)
-    order = sorted(ordinary, key=lambda piece: (-model.pieces.scores[piece], piece))
+    order = [piece.text for piece in sorted(ordinary, key=lambda piece: (-piece.score, piece.id))]
     parts = {
         "normalizer": {
             "type": "Sequence",
@@ -156,7 +155,7 @@ def _from_pieces(model: SentencePieceModel, file: str, max_length: int) -> tuple
             ],
         },
     }
-    unknown, pairs = texts[special.unk], list(_pairs([texts[piece] for piece in order], merged))
+    unknown, pairs = texts[special.unk], list(_pairs(order, merged))
     bpe = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True, "vocab": ids, "merges": pairs}
     vocabulary = LlamaVocabulary(False, len(texts), special.bos, (special.eos,))
     names = {"bos_token": texts[special.bos], "eos_token": texts[special.eos], "unk_token": unknown}

@@ -110,9 +110,9 @@ def predicts_further(layer: str, layers: int | None) -> bool:
     return match is not None and (match["index"] is None or (layers is not None and int(match["index"]) >= layers))
 
 
-def naming_for(family: str | None) -> LayerNaming | None:
-    """The registered patterns of a model type; None if it has none."""
-    return None if family is None else _registered.get(family)
+def naming_for(family: str | None) -> LayerNaming:
+    """The registered patterns of a model type, else `naming_by_block`."""
+    return _registered.get(family or "") or naming_by_block()
 
 
 def naming_by_block() -> LayerNaming:
@@ -138,11 +138,9 @@ def assign_layers(
         family: `model_type` of its config, if any.
         custom: the caller's own patterns.
     """
-    rules = custom or naming_for(family)
-    by_block = naming_by_block()
-    if rules is None:
+    if custom is None and family not in _registered:
         _warn_of_few_blocks(tensors, family)
-        rules = by_block
+    rules, by_block = custom or naming_for(family), naming_by_block()
     layers = {tensor: rules.find(tensor) for tensor in tensors}
     taken = {word for layer in layers.values() if layer is not None for word in (layer.id, layer.stem)}
     return _distinct_ids({tensor: layer or _unmatched(tensor, by_block, taken) for tensor, layer in layers.items()})

@@ -135,7 +135,6 @@ class DeviceExecutor:
 
     Attributes:
         pinned: its pinned host memory, with units; None if it shares host memory.
-        read_mode: how streamed units are read.
         scratch: bytes that the weights of a pass take besides those between two passes.
     """
 
@@ -143,7 +142,6 @@ class DeviceExecutor:
     loader: Loader | Uploader
     boundary: InputMover
     pinned: HostBuffers | None
-    read_mode: ReadMode
     scratch: int
     follower: dict[str, str] = field(default_factory=dict)
     previous: str | None = None
@@ -193,7 +191,7 @@ def device_executors(
             loader = Loader(moving, disk, device, profiler, buffers, SLOTS)
         follower = dict(zip(order, order[1:] + order[:1], strict=True))
         boundary = InputMover(device.torch_device)
-        executors[name] = DeviceExecutor(device, loader, boundary, pinned.get(name), read_mode, scratch, follower)
+        executors[name] = DeviceExecutor(device, loader, boundary, pinned.get(name), scratch, follower)
     return executors
 
 

@@ -34,7 +34,6 @@ class FieldKind(Enum):
 
     BOOL = "bool"
     INT32 = "int32"
-    UINT64 = "uint64"
     FLOAT = "float"
     TEXT = "string"
     SPAN = "bytes"  # or an embedded message: (first byte, byte after the last), not copied
@@ -54,13 +53,11 @@ class SchemaField:
     Attributes:
         name: its key in the result.
         kind: the Python type of its value.
-        repeated: whether it may be repeated; the result is then a tuple.
         values: its enumerators, if it is an enumeration (INT32).
     """
 
     name: str
     kind: FieldKind
-    repeated: bool = False
     values: type[IntEnum] | None = None
 
 
@@ -71,11 +68,9 @@ FieldRead = tuple[int, int, int]
 """A field as `read_fields` yields it."""
 
 
-def numbered(
-    number: int, kind: FieldKind, default: _Value, *, repeated: bool = False, values: type[IntEnum] | None = None
-) -> _Value:
+def numbered(number: int, kind: FieldKind, default: _Value, values: type[IntEnum] | None = None) -> _Value:
     """A dataclass field with its number in the message; `schema_of` collects them."""
-    entry: Any = field(default=default, metadata={"number": number, "slot": (kind, repeated, values)})
+    entry: Any = field(default=default, metadata={"number": number, "slot": (kind, values)})
     return entry  # type: ignore[no-any-return]
 
 
@@ -179,14 +174,10 @@ def values_of(data: bytes, fields_read: Iterable[FieldRead], schema: Schema) -> 
                 f"field {tag >> 3} ({slot.name}) before byte {after:,} has wire type {tag & 7}; "
                 f"expected {slot.kind.wire_type}"
             )
-        read = _value(data, value, after, slot)
-        if slot.repeated:
-            values.setdefault(slot.name, []).append(read)
-        elif slot.name in values:
+        if slot.name in values:
             raise WireFormatError(f"field {tag >> 3} ({slot.name}) before byte {after:,} appears twice")
-        else:
-            values[slot.name] = read
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        values[slot.name] = _value(data, value, after, slot)
+    return values
 
 
 def _at_most(limit: int, fields_read: Iterable[FieldRead], begin: int) -> Iterator[FieldRead]:
@@ -216,8 +207,6 @@ def _value(data: bytes, value: int, after: int, slot: SchemaField) -> Any:
         return value, after
     if kind is FieldKind.BOOL:
         return bool(value)
-    if kind is FieldKind.UINT64:
-        return value
     if kind is FieldKind.FLOAT:
         return _FLOAT.unpack_from(data, value)[0]
     if kind is FieldKind.TEXT:

@@ -1,29 +1,23 @@
-"""`tokenizer.model`, the vocabulary that SentencePiece trains: pieces, specs and samples, fully checked.
+"""`tokenizer.model`, the vocabulary that SentencePiece trains: its pieces and specs, checked.
 
-Schema: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto, with its defaults. The
-library does the encoding; this module inspects a file, and refuses a malformed one before the library reads it. The
-library (0.2.3) checks pieces and the charsmap's lengths itself; earlier versions skip some checks, so each is made here
-first. The library accepts more: ids in the trainer spec outside the
-vocabulary, and everything that only `_protobuf.py` refuses.
+Schema: https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto, with its defaults. Only what
+decides how text is encoded is read; options that document the training are skipped, and so is the content of a
+normaliser's compiled rule. The library (0.2.3) accepts more: ids in the trainer spec outside the vocabulary, and
+everything that only `_protobuf.py` refuses.
 
-A piece's id is its index in the file; pieces are in columns, since a quarter of a million objects would take more time
-and memory than the parsing. The size of a vocabulary is its number of pieces, as in the library;
-`TrainerSpec.vocab_size` may differ. Independent of models and of encoding.
+The size of a vocabulary is its number of pieces, as in the library; `TrainerSpec.vocab_size` may differ. Independent of
+models and of encoding.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import struct
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import repeat
-from operator import contains
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple
 
 from rabbitllm.errors import CorruptVocabularyError
 from rabbitllm.formats._protobuf import (
@@ -35,7 +29,6 @@ from rabbitllm.formats._protobuf import (
     numbered,
     read_fields,
     read_message,
-    read_text,
     schema_of,
     values_of,
 )
@@ -44,12 +37,8 @@ from rabbitllm.formats.bounded import is_lfs_pointer, read_vocabulary, short
 MAX_PIECES = 1 << 20
 """Limit of pieces. The largest published vocabulary has nine tenths of that (XLM-V, 901,629)."""
 _MAX_PIECE_FIELDS = 16
-_MAX_UNUSUAL_PIECES = 1 << 16
-"""Limit of pieces that take three times as long or more, so that no file takes seconds."""
 _MAX_OTHER_FIELDS = 1000
-_FLOAT = struct.Struct("<f")
 _PIECES_TAG = 0x0A
-_TEXT_TAG, _SCORE_TAG, _TYPE_TAG = 0x0A, 0x15, 0x18
 
 
 class PieceType(IntEnum):
@@ -63,7 +52,6 @@ class PieceType(IntEnum):
     BYTE = 6
 
 
-_TYPES = frozenset(PieceType)
 _RESERVED = frozenset({PieceType.UNKNOWN, PieceType.CONTROL, PieceType.BYTE})
 _PIECE = {
     1: SchemaField("piece", FieldKind.TEXT),
@@ -72,8 +60,7 @@ _PIECE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class VocabularyPiece:
+class VocabularyPiece(NamedTuple):
     """One entry of the vocabulary.
 
     Attributes:
@@ -88,61 +75,20 @@ class VocabularyPiece:
     score: float
     type: PieceType
 
-
-@dataclass(frozen=True, slots=True)
-class Pieces(Sequence[VocabularyPiece]):
-    """All pieces in the order of their ids, in columns.
-
-    Attributes:
-        texts: UTF-8.
-        scores: float32.
-        types: numbers of `PieceType`, a byte each.
-    """
-
-    texts: tuple[bytes, ...]
-    scores: array[float]
-    types: bytes
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    @overload
-    def __getitem__(self, index: int) -> VocabularyPiece: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[VocabularyPiece]: ...
-
-    def __getitem__(self, index: int | slice) -> VocabularyPiece | Sequence[VocabularyPiece]:
-        if isinstance(index, slice):
-            return [self[piece] for piece in range(*index.indices(len(self)))]
-        piece = range(len(self))[index]
-        return VocabularyPiece(piece, self.texts[piece].decode(), self.scores[piece], PieceType(self.types[piece]))
-
-    def is_reserved(self, index: int) -> bool:
-        """Whether a piece is unknown, control or byte: the library keeps these in a separate table."""
-        return self.types[index] in _RESERVED
-
-    def id_of(self, text: str) -> int | None:
-        """The id of a text, looked up as in the library: among the reserved pieces, then among the others."""
-        encoded, fallback = text.encode(), None
-        for index, piece in enumerate(self.texts):
-            if piece == encoded:
-                if self.is_reserved(index):
-                    return index
-                fallback = index
-        return fallback
+    @property
+    def is_reserved(self) -> bool:
+        """Whether it is unknown, control or byte: the library keeps these in a separate table."""
+        return self.type in _RESERVED
 
 
-def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
+def read_pieces(data: bytes) -> tuple[tuple[VocabularyPiece, ...], list[FieldRead]]:
     """The pieces of a serialised `ModelProto`, and its other fields.
 
     Raises:
         WireFormatError: a malformed field or piece; or a limit above is exceeded.
     """
-    texts: list[bytes] = []
-    scores, types = array("f"), bytearray()
+    pieces: list[VocabularyPiece] = []
     other_fields: list[FieldRead] = []
-    unusual = 0
     for entry in read_fields(data, 0, len(data)):
         tag, begin, end = entry
         if tag != _PIECES_TAG:
@@ -150,44 +96,20 @@ def read_pieces(data: bytes) -> tuple[Pieces, list[FieldRead]]:
                 raise WireFormatError(f"more than {_MAX_OTHER_FIELDS:,} fields are not pieces")
             other_fields.append(entry)
             continue
-        if len(texts) == MAX_PIECES:
+        if len(pieces) == MAX_PIECES:
             raise WireFormatError(f"it has more than {MAX_PIECES:,} pieces")
-        # Every known writer puts the text, the score and, unless it is the default, the type, in this order. Parsing
-        # that order directly takes a third of the time; any other layout is parsed generally.
-        size = data[begin + 1] if end - begin >= 7 else 0x80
-        score_at = begin + 3 + size
-        tail = end - score_at
-        if (
-            size < 0x80
-            and (tail == 4 or (tail == 6 and data[end - 2] == _TYPE_TAG and data[end - 1] in _TYPES))
-            and data[begin] == _TEXT_TAG
-            and data[score_at - 1] == _SCORE_TAG
-        ):
-            text = data[begin + 2 : score_at - 1]
-            if not text.isascii():
-                read_text(data, begin + 2, score_at - 1, "piece")
-            texts.append(text)
-            scores.append(_FLOAT.unpack_from(data, score_at)[0])
-            types.append(data[end - 1] if tail == 6 else PieceType.NORMAL)
-        else:
-            unusual += 1
-            if unusual > _MAX_UNUSUAL_PIECES:
-                raise WireFormatError(f"more than {_MAX_UNUSUAL_PIECES:,} pieces have an unusual layout")
-            piece = read_message(data, begin, end, _PIECE, _MAX_PIECE_FIELDS)
-            texts.append(piece.get("piece", "").encode())
-            scores.append(piece.get("score", 0.0))
-            types.append(piece.get("type", PieceType.NORMAL))
-    return Pieces(tuple(texts), scores, bytes(types)), other_fields
+        piece = read_message(data, begin, end, _PIECE, _MAX_PIECE_FIELDS)
+        text, score, piece_type = piece.get("piece", ""), piece.get("score", 0.0), piece.get("type", PieceType.NORMAL)
+        pieces.append(VocabularyPiece(len(pieces), text, score, piece_type))
+    return tuple(pieces), other_fields
 
 
-_TRIE_BLOCK_BYTES = 1024
-"""The trie of a charsmap (https://github.com/s-yata/darts-clone) consists of blocks of 256 units of 4 bytes."""
 MAX_PIECE_BYTES = 7999
 """Limit of the library (0.2.3)."""
-_BYTE_PIECE = re.compile(rb"<0x[0-9A-F]{2}>")
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def check_pieces(pieces: Pieces, byte_fallback: bool, bpe: bool) -> None:
+def check_pieces(pieces: Sequence[VocabularyPiece], byte_fallback: bool, bpe: bool) -> None:
     """Refuse a vocabulary that the library could not use.
 
     The library checks scores, and that there is an ordinary piece, in unigram models only; here all models are checked,
@@ -197,92 +119,39 @@ def check_pieces(pieces: Pieces, byte_fallback: bool, bpe: bool) -> None:
         ValueError: a piece that is empty, too long, repeated or contains a zero byte; a score that is not finite; not
             exactly one unknown piece; no ordinary piece; byte pieces that are not the 256 of byte fallback.
     """
-    texts, scores, types = pieces.texts, pieces.scores, pieces.types  # loops run in C: there may be a million pieces
-    if not all(texts):
-        raise ValueError(f"piece {texts.index(b''):,} is empty")
-    if len(longest := max(texts, key=len, default=b"")) > MAX_PIECE_BYTES:
-        index = texts.index(longest)
-        raise ValueError(f"piece {index:,} has {len(longest):,} bytes; at most {MAX_PIECE_BYTES:,} are allowed")
-    if any(map(contains, texts, repeat(0))):
-        index = next(index for index, text in enumerate(texts) if 0 in text)
-        raise ValueError(f"piece {index:,} holds a zero byte; the library's tries end a piece there")
-    if not all(map(math.isfinite, scores)):
-        index = next(index for index, score in enumerate(scores) if not math.isfinite(score))
-        raise ValueError(f"piece {index:,} has score {scores[index]}; expected a finite number")
-    if (count := types.count(PieceType.UNKNOWN)) != 1:
+    # the library has two tables: a text may be in both, but once in each; in a BPE model only in one
+    first_by_text: dict[tuple[bool, str], int] = {}
+    for piece in pieces:
+        if not piece.text:
+            raise ValueError(f"piece {piece.id:,} is empty")
+        if (nbytes := len(piece.text.encode())) > MAX_PIECE_BYTES:
+            raise ValueError(f"piece {piece.id:,} has {nbytes:,} bytes; at most {MAX_PIECE_BYTES:,} are allowed")
+        if "\0" in piece.text:
+            raise ValueError(f"piece {piece.id:,} holds a zero byte; the library's tries end a piece there")
+        if not math.isfinite(piece.score):
+            raise ValueError(f"piece {piece.id:,} has score {piece.score}; expected a finite number")
+        first = first_by_text.setdefault((not bpe and piece.is_reserved, piece.text), piece.id)
+        if first != piece.id:
+            raise ValueError(f"pieces {first:,} and {piece.id:,} are both {short(piece.text)}")
+    if (count := sum(piece.type is PieceType.UNKNOWN for piece in pieces)) != 1:
         raise ValueError(f"it has {count:,} pieces of type unknown; expected exactly one")
-    if all(map(pieces.is_reserved, range(len(pieces)))):  # stops at the first that is not
+    if all(piece.is_reserved for piece in pieces):
         raise ValueError("it has only unknown, control and byte pieces, which no text is split into")
-    _check_unique(pieces, bpe)
-    _check_byte_pieces(pieces, byte_fallback)
+    _check_byte_pieces([piece for piece in pieces if piece.type is PieceType.BYTE], byte_fallback)
 
 
-def _check_unique(pieces: Pieces, bpe: bool) -> None:
-    """The library has two tables: a text may be in both, but once in each; in a BPE model only in one."""
-    if len(set(pieces.texts)) == len(pieces):
-        return
-    first_by_text: dict[tuple[bool, bytes], int] = {}
-    for index, text in enumerate(pieces.texts):
-        first = first_by_text.setdefault((not bpe and pieces.is_reserved(index), text), index)
-        if first != index:
-            raise ValueError(f"pieces {first:,} and {index:,} are both {short(text.decode())}")
-
-
-def _check_byte_pieces(pieces: Pieces, byte_fallback: bool) -> None:
-    indices = [index for index, piece_type in enumerate(pieces.types) if piece_type == PieceType.BYTE]
-    if indices and not byte_fallback:
-        raise ValueError(f"piece {indices[0]:,} is of type byte and the trainer spec has no byte_fallback")
-    for index in indices:
-        if not _BYTE_PIECE.fullmatch(pieces.texts[index]):
-            raise ValueError(
-                f"byte piece {index:,} is {short(pieces.texts[index].decode())}; expected <0x00> to <0xFF>"
-            )
-    if byte_fallback and len(indices) != 256:
-        raise ValueError(f"it has {len(indices)} byte pieces; byte_fallback needs 256")
-
-
-def check_charsmap(data: bytes, begin: int, end: int) -> None:
-    """Refuse a precompiled charsmap (bytes `begin` to `end` of `data`) in which a lookup could leave its bounds.
-
-    Layout (`Normalizer::DecodePrecompiledCharsMap`): 4 bytes little-endian size of the trie, the trie, replacement
-    texts that each end in a zero byte. A trie unit is a value (if bit 31 is set: an offset into the texts) or leads to
-    other units, by exclusive or with an offset and a byte of text; the library's lookup has no bounds checks. The
-    library (0.2.3) refuses some further charsmaps, whose lookups stay within bounds too.
-
-    Raises:
-        ValueError: a size that does not fit, texts without an end, a unit that leads out of bounds, a root that leads
-            nowhere.
-    """
-    size = end - begin
-    if not size:
-        return
-    if size <= 4:
-        raise ValueError(f"its charsmap at byte {begin:,} has {size} bytes; expected more than 4")
-    (trie_bytes,) = struct.unpack_from("<I", data, begin)
-    if 4 + trie_bytes >= size:
-        raise ValueError(f"its charsmap at byte {begin:,} has {size:,} bytes and declares a trie of {trie_bytes:,}")
-    if not trie_bytes or trie_bytes % _TRIE_BLOCK_BYTES:
-        raise ValueError(f"the trie of its charsmap has {trie_bytes:,} bytes; expected a multiple of 1,024")
-    if data[end - 1]:
-        raise ValueError(f"the texts of its charsmap do not end in a zero byte at {end - 1:,}")
-    texts_bytes = size - 4 - trie_bytes
-    count = trie_bytes // 4
-    for index, unit in enumerate(struct.unpack_from(f"<{count}I", data, begin + 4)):
-        if unit >> 31:
-            if unit & 0x7FFFFFFF >= texts_bytes:
-                raise ValueError(
-                    f"unit {index:,} of its charsmap points {unit & 0x7FFFFFFF:,} bytes into {texts_bytes:,}"
-                )
-        # counts are whole blocks of 256 units, so that the exclusive or with a byte of text stays within the block
-        elif index ^ ((unit >> 10) << ((unit & 0x200) >> 6)) >= count:
-            raise ValueError(f"unit {index:,} of its charsmap leads outside its {count:,} units")
-    (root,) = struct.unpack_from("<I", data, begin + 4)
-    if not root >> 10 or root & 0x3FF or root >> 31:
-        raise ValueError(f"the root of its charsmap is {root:#010x}; expected one that leads to other units")
+def _check_byte_pieces(pieces: Sequence[VocabularyPiece], byte_fallback: bool) -> None:
+    if pieces and not byte_fallback:
+        raise ValueError(f"piece {pieces[0].id:,} is of type byte and the trainer spec has no byte_fallback")
+    for piece in pieces:
+        if not _BYTE_PIECE.fullmatch(piece.text):
+            raise ValueError(f"byte piece {piece.id:,} is {short(piece.text)}; expected <0x00> to <0xFF>")
+    if byte_fallback and len(pieces) != 256:
+        raise ValueError(f"it has {len(pieces)} byte pieces; byte_fallback needs 256")
 
 
 MAX_SPEC_BYTES = 4 << 20
-"""Limit of one spec with its charsmap, and of all samples. The library's own charsmaps have up to 0.4 MB."""
+"""Limit of one spec with its charsmap. The library's own charsmaps have up to 0.4 MB."""
 MAX_SPEC_FIELDS = 100_000
 _IDS = {"unk_id", "bos_id", "eos_id", "pad_id"}
 
@@ -298,53 +167,23 @@ class ModelType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
-    """The options of the trainer; fields are documented in the schema.
+    """The options of the trainer that decide how text is encoded, and the size that it was asked for.
 
-    Two of them affect encoding: `model_type` and `treat_whitespace_as_suffix`. `byte_fallback` makes unknown characters
-    byte pieces, and the four texts name the pieces with a special meaning. The others only document the training.
+    `byte_fallback` makes unknown characters byte pieces, and the four texts name the pieces with a special meaning.
     """
 
-    input: tuple[str, ...] = numbered(1, FieldKind.TEXT, (), repeated=True)
-    model_prefix: str = numbered(2, FieldKind.TEXT, "")
-    model_type: ModelType = numbered(3, FieldKind.INT32, ModelType.UNIGRAM, values=ModelType)  # noqa: RUF009 (an enumerator)
+    model_type: ModelType = numbered(3, FieldKind.INT32, ModelType.UNIGRAM, ModelType)  # noqa: RUF009 (an enumerator)
     vocab_size: int = numbered(4, FieldKind.INT32, 8000)
-    accept_language: tuple[str, ...] = numbered(5, FieldKind.TEXT, (), repeated=True)
-    self_test_sample_size: int = numbered(6, FieldKind.INT32, 0)
-    input_format: str = numbered(7, FieldKind.TEXT, "")
-    character_coverage: float = numbered(10, FieldKind.FLOAT, 0.9995)
-    input_sentence_size: int = numbered(11, FieldKind.UINT64, 0)
-    seed_sentencepiece_size: int = numbered(14, FieldKind.INT32, 1_000_000)
-    shrinking_factor: float = numbered(15, FieldKind.FLOAT, 0.75)
-    num_threads: int = numbered(16, FieldKind.INT32, 16)
-    num_sub_iterations: int = numbered(17, FieldKind.INT32, 2)
-    max_sentence_length: int = numbered(18, FieldKind.INT32, 4192)
-    shuffle_input_sentence: bool = numbered(19, FieldKind.BOOL, True)
-    max_sentencepiece_length: int = numbered(20, FieldKind.INT32, 16)
-    split_by_unicode_script: bool = numbered(21, FieldKind.BOOL, True)
-    split_by_whitespace: bool = numbered(22, FieldKind.BOOL, True)
-    split_by_number: bool = numbered(23, FieldKind.BOOL, True)
     treat_whitespace_as_suffix: bool = numbered(24, FieldKind.BOOL, False)
-    split_digits: bool = numbered(25, FieldKind.BOOL, False)
-    allow_whitespace_only_pieces: bool = numbered(26, FieldKind.BOOL, False)
-    control_symbols: tuple[str, ...] = numbered(30, FieldKind.TEXT, (), repeated=True)
-    user_defined_symbols: tuple[str, ...] = numbered(31, FieldKind.TEXT, (), repeated=True)
-    vocabulary_output_piece_score: bool = numbered(32, FieldKind.BOOL, True)
-    hard_vocab_limit: bool = numbered(33, FieldKind.BOOL, True)
-    use_all_vocab: bool = numbered(34, FieldKind.BOOL, False)
     byte_fallback: bool = numbered(35, FieldKind.BOOL, False)
-    required_chars: str = numbered(36, FieldKind.TEXT, "")
     unk_id: int = numbered(40, FieldKind.INT32, 0)
     bos_id: int = numbered(41, FieldKind.INT32, 1)
     eos_id: int = numbered(42, FieldKind.INT32, 2)
     pad_id: int = numbered(43, FieldKind.INT32, -1)
-    unk_surface: str = numbered(44, FieldKind.TEXT, " \u2047 ")
     unk_piece: str = numbered(45, FieldKind.TEXT, "<unk>")
     bos_piece: str = numbered(46, FieldKind.TEXT, "<s>")
     eos_piece: str = numbered(47, FieldKind.TEXT, "</s>")
     pad_piece: str = numbered(48, FieldKind.TEXT, "<pad>")
-    train_extremely_large_corpus: bool = numbered(49, FieldKind.BOOL, False)
-    pretokenization_delimiter: str = numbered(53, FieldKind.TEXT, "")
-    seed_sentencepieces_file: str = numbered(54, FieldKind.TEXT, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +196,6 @@ class NormalizerSpec:
         add_dummy_prefix: whether a space is put before the text.
         remove_extra_whitespaces: whether leading, trailing and repeated spaces are removed.
         escape_whitespaces: whether spaces become U+2581.
-        normalization_rule_tsv: the source of a custom rule.
     """
 
     name: str = numbered(1, FieldKind.TEXT, "")
@@ -365,15 +203,6 @@ class NormalizerSpec:
     add_dummy_prefix: bool = numbered(3, FieldKind.BOOL, True)
     remove_extra_whitespaces: bool = numbered(4, FieldKind.BOOL, True)
     escape_whitespaces: bool = numbered(5, FieldKind.BOOL, True)
-    normalization_rule_tsv: str = numbered(6, FieldKind.TEXT, "")
-
-
-@dataclass(frozen=True, slots=True)
-class PieceSample:
-    """A text and its pieces, separated by spaces, as the trainer's library split it."""
-
-    input: str = numbered(1, FieldKind.TEXT, "")
-    expected: str = numbered(2, FieldKind.TEXT, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,23 +219,27 @@ class SpecialIds:
 class SentencePieceModel:
     """A whole `tokenizer.model`. A spec that is absent has its defaults; an absent denormaliser is None."""
 
-    pieces: Pieces
+    pieces: tuple[VocabularyPiece, ...]
     trainer: TrainerSpec
     normalizer: NormalizerSpec
     denormalizer: NormalizerSpec | None
-    samples: tuple[PieceSample, ...]
+
+    def id_of(self, text: str) -> int | None:
+        """The id of a text, looked up as in the library: among the reserved pieces, then among the others."""
+        same = [piece for piece in self.pieces if piece.text == text]
+        return next((piece.id for piece in same if piece.is_reserved), same[0].id if same else None)
 
     def special_ids(self) -> SpecialIds:
         """The results of the library's `unk_id()`, `bos_id()`, `eos_id()` and `pad_id()`.
 
         The library looks up the texts in the trainer spec, and ignores the ids there.
         """
-        unknown = self.pieces.types.index(PieceType.UNKNOWN)
+        unknown = next(piece.id for piece in self.pieces if piece.type is PieceType.UNKNOWN)
 
         def id_of(text: str, default: str, expected: PieceType) -> int:
-            piece = self.pieces.id_of(text or default)
+            piece = self.id_of(text or default)
             index = unknown if piece is None else piece
-            return index if self.pieces.types[index] == expected else -1
+            return index if self.pieces[index].type is expected else -1
 
         return SpecialIds(
             unk=id_of(self.trainer.unk_piece, "<unk>", PieceType.UNKNOWN),
@@ -418,14 +251,12 @@ class SentencePieceModel:
 
 _MODEL = {
     # only pieces of another wire type reach this, and are refused
-    1: SchemaField("pieces", FieldKind.SPAN, repeated=True),
+    1: SchemaField("pieces", FieldKind.SPAN),
     2: SchemaField("trainer_spec", FieldKind.SPAN),
     3: SchemaField("normalizer_spec", FieldKind.SPAN),
-    4: SchemaField("self_test_data", FieldKind.SPAN),
     5: SchemaField("denormalizer_spec", FieldKind.SPAN),
 }
-_TRAINER, _NORMALIZER, _SAMPLE = schema_of(TrainerSpec), schema_of(NormalizerSpec), schema_of(PieceSample)
-_SAMPLES = {1: SchemaField("samples", FieldKind.SPAN, repeated=True)}
+_TRAINER, _NORMALIZER = schema_of(TrainerSpec), schema_of(NormalizerSpec)
 
 
 def read_model(path: Path) -> SentencePieceModel:
@@ -463,13 +294,11 @@ def _parse(data: bytes) -> SentencePieceModel:
         if not -1 <= options[name] < len(pieces):
             raise ValueError(f"{name} is {options[name]:,}; expected -1 (none) or one of {len(pieces):,} pieces")
     denormalizer = specs.get("denormalizer_spec")
-    samples = _message(data, specs.get("self_test_data"), _SAMPLES).get("samples", ())
     return SentencePieceModel(
         pieces,
         trainer,
         _normalizer(data, specs.get("normalizer_spec")),
         denormalizer and _normalizer(data, denormalizer),
-        tuple(PieceSample(**_message(data, span, _SAMPLE)) for span in samples),
     )
 
 
@@ -480,7 +309,6 @@ def _message(data: bytes, span: tuple[int, int] | None, schema: Schema) -> dict[
 def _normalizer(data: bytes, span: tuple[int, int] | None) -> NormalizerSpec:
     options = _message(data, span, _NORMALIZER)
     begin, end = options.get("precompiled_charsmap_bytes", (0, 0))
-    check_charsmap(data, begin, end)
     return NormalizerSpec(**{**options, "precompiled_charsmap_bytes": end - begin})
 
 

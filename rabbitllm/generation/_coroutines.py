@@ -58,21 +58,11 @@ def rowwise(module: nn.Module) -> RowKind | None:
     return RowKind.EXPERTS if is_routed(module) else None
 
 
-@dataclass(frozen=True, slots=True)
-class RowBatch:
-    """The rows of several calls.
-
-    Attributes:
-        args: arguments for one call with all rows.
-        parts: splits the result of that call into the result of each call.
-    """
-
-    args: tuple[torch.Tensor, ...]
-    parts: Callable[[Any], list[Any]]
-
-
-def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> RowBatch | None:
-    """One call with the rows of all calls; None if they cannot be joined.
+def joined(
+    kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+) -> tuple[tuple[torch.Tensor, ...], Callable[[Any], list[Any]]] | None:
+    """Arguments for one call with the rows of all calls, and what splits its result into that of each; None if they
+    cannot be joined.
 
     Args:
         kind: kind of the module.
@@ -83,7 +73,7 @@ def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
     if len(inputs) < len(calls) or any(not isinstance(tensor, torch.Tensor) for args in inputs for tensor in args):
         return None
     if len(inputs) == 1:
-        return RowBatch(inputs[0], lambda result: [result])
+        return inputs[0], lambda result: [result]
     inner = 0 if kind is RowKind.IDS else 1
     shapes = [args[0].shape[: args[0].dim() - inner] for args in inputs]
     rows = [[tensor.reshape(-1, *tensor.shape[tensor.dim() - inner :]) for tensor in args] for args in inputs]
@@ -98,7 +88,7 @@ def joined(kind: RowKind, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]
             for part, shape in zip(torch.split(result, lengths), shapes, strict=True)
         ]
 
-    return RowBatch(tuple(map(torch.cat, zip(*rows, strict=True))), parts)
+    return tuple(map(torch.cat, zip(*rows, strict=True))), parts
 
 
 # coroutines and their sync points ------------------------------------------------------------------------------------
@@ -378,15 +368,16 @@ class Coroutines:
         False, with nothing computed, if they cannot be joined at a unit: its hooks run once for all.
         """
         calls = [(coroutine.pending.args, coroutine.pending.kwargs) for coroutine in waiting]
-        batch = joined(point.kind, calls) if point.kind is not None else None
-        if batch is None and point.is_unit:
+        joint = joined(point.kind, calls) if point.kind is not None else None
+        if joint is None and point.is_unit:
             return False
-        if batch is None:
+        if joint is None:
             for coroutine in waiting:
                 self.resume(coroutine, coroutine.pending)
             return True
         try:
-            answers = batch.parts(called(point.module, *batch.args))
+            args, parts = joint
+            answers = parts(called(point.module, *args))
         except Exception:
             if len(waiting) == 1:
                 raise

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rabbitllm import prepare
 from rabbitllm.base.options import RunOptions, SplitOptions, expand
@@ -29,7 +28,7 @@ from rabbitllm.checkpoints.index import (
 )
 from rabbitllm.checkpoints.local import LocalCheckpoint
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME
-from rabbitllm.checkpoints.naming import LayerNaming, naming_by_block, naming_for
+from rabbitllm.checkpoints.naming import naming_for
 from rabbitllm.errors import (
     CheckpointNotFoundError,
     CorruptVocabularyError,
@@ -115,7 +114,7 @@ class ModelInput:
     def split(self, options: SplitOptions) -> None:
         """Make or resume its split in the work folder."""
         source = self._find()
-        naming = _naming(read_config(source.config_folder))
+        naming = naming_for(model_type_of(read_config(source.config_folder)))
         if not options.shards.deletes_original:
             prepare.ensure_split(source, options, naming=naming)
             return
@@ -206,7 +205,7 @@ class WeightsInput:
             checkpoint = self.open()
             if (manifest := read_manifest(self.split_folder)) is None:
                 config = read_config(self.path.parent)
-                split(SplitRequest(checkpoint, self.split_folder, config, options, _naming(config)))
+                split(SplitRequest(checkpoint, self.split_folder, config, options, naming_for(model_type_of(config))))
                 return
             clean_up(self.split_folder)
             if options.shards.deletes_rest:
@@ -245,11 +244,6 @@ class _OfOneFile(LocalCheckpoint):
 
     def sidecars(self) -> Mapping[str, Path]:
         return super().sidecars() if (self.folder / "config.json").exists() else {}
-
-
-def _naming(config: Mapping[str, Any]) -> LayerNaming:
-    """The layer naming; shards need no warning of modules outside of blocks."""
-    return naming_for(model_type_of(config)) or naming_by_block()
 
 
 def _refuse_one_of_several(folder: Path, name: str) -> None:

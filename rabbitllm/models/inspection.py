@@ -24,7 +24,7 @@ from rabbitllm.checkpoints.config import model_type_of, why_no_heads
 from rabbitllm.checkpoints.fetch import side_by_side
 from rabbitllm.checkpoints.hub import HubAccess
 from rabbitllm.checkpoints.index import WEIGHT_SUFFIXES, gguf_label, read_index
-from rabbitllm.checkpoints.naming import assign_layers, layer_order, naming_by_block, naming_for, predicts_further
+from rabbitllm.checkpoints.naming import assign_layers, layer_order, naming_for, predicts_further
 from rabbitllm.errors import CheckpointError, CheckpointNotFoundError, OptionError, RabbitLLMError
 from rabbitllm.formats.bounded import open_regular, read_json
 from rabbitllm.formats.pickle_reader import MAX_LISTED, MAX_PICKLE_BYTES, ListedOpcode, list_opcodes
@@ -329,7 +329,7 @@ def layers_of(names: Iterable[str], folder: Path) -> tuple[dict[str, str], tuple
     """The id of each tensor's layer, and all ids in the order of a pass; guessed if the folder's config names no
     known family."""
     family = model_type_of(config_of(folder))
-    assigned = assign_layers(list(names), family, naming_for(family) or naming_by_block())
+    assigned = assign_layers(list(names), family, naming_for(family))
     stems = {layer.id: layer.stem for layer in assigned.values()}
     ids = {tensor: layer.id for tensor, layer in assigned.items()}
     return ids, tuple(sorted(stems, key=lambda layer: layer_order(stems[layer])))

@@ -208,12 +208,11 @@ def _vocabulary_record(model: SentencePieceModel) -> dict[str, Any]:
     denormalizer = model.denormalizer
     return {
         "piece_count": len(model.pieces),
-        "types": {PieceType(code).name.lower(): count for code, count in Counter(model.pieces.types).most_common()},
+        "types": {kind.name.lower(): count for kind, count in _types_of(model)},
         "special_ids": dataclasses.asdict(model.special_ids()),
         "trainer": {**dataclasses.asdict(model.trainer), "model_type": model.trainer.model_type.name.lower()},
         "normalizer": dataclasses.asdict(model.normalizer),
         "denormalizer": None if denormalizer is None else dataclasses.asdict(denormalizer),
-        "samples": [dataclasses.asdict(sample) for sample in model.samples],
     }
 
 
@@ -302,8 +301,7 @@ def runs(layers: Iterable[str]) -> list[str]:
 
 
 def _vocabulary_facts(model: SentencePieceModel) -> Iterator[tuple[str, str]]:
-    counts = Counter(model.pieces.types)
-    types = ", ".join(f"{count:,} {PieceType(code).name.lower()}" for code, count in counts.most_common())
+    types = ", ".join(f"{count:,} {kind.name.lower()}" for kind, count in _types_of(model))
     yield "pieces", f"{len(model.pieces):,}: {types.replace('_', ' ')}"
     ids = dataclasses.asdict(model.special_ids()).items()
     yield "special ids", ", ".join(f"{name} {token}" if token >= 0 else f"no {name}" for name, token in ids)
@@ -312,26 +310,17 @@ def _vocabulary_facts(model: SentencePieceModel) -> Iterator[tuple[str, str]]:
     yield "normaliser", _spec_text(model.normalizer)
     if model.denormalizer is not None:
         yield "denormaliser", _spec_text(model.denormalizer)
-    if model.samples:
-        yield "samples", counted(len(model.samples), "text")
+
+
+def _types_of(model: SentencePieceModel) -> list[tuple[PieceType, int]]:
+    return Counter(piece.type for piece in model.pieces).most_common()
 
 
 def _spec_text(spec: TrainerSpec | NormalizerSpec) -> str:
     """The fields of a spec that differ from their defaults; the JSON has all of them."""
-    options = []
-    for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
-        if value != field.default and field.name != "model_type":
-            options.append(f"{field.name}={_value_text(value)}")
-    return ", ".join(options) if options else "all defaults"
-
-
-def _value_text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, tuple):
-        return f"[{_list_some([str(part) for part in value])}]"
-    return harmless(str(value), VALUE)
+    values = [(field, getattr(spec, field.name)) for field in dataclasses.fields(spec) if field.name != "model_type"]
+    texts = [f"{field.name}={harmless(str(value), VALUE)}" for field, value in values if value != field.default]
+    return ", ".join(texts) or "all defaults"
 
 
 def _shard_map_facts(index: ShardMap) -> Iterator[tuple[str, str]]:

@@ -359,15 +359,6 @@ class SchemeOption:
     loss: float
 
 
-@dataclass(frozen=True, slots=True)
-class _BitStep:
-    item: int
-    level: int
-    option: int
-    nbytes: int
-    rate: float
-
-
 def allocate(items: Sequence[Sequence[SchemeOption]], budget: int) -> tuple[int, ...] | None:
     """Select an option for each item, so that all keep within a budget and the sum of their losses is small. Pure.
 
@@ -409,21 +400,24 @@ def _in_order_of_gain(
         return None
     levels = [0] * len(items)
     steps = [step for item, hull in enumerate(hulls) for step in _steps(item, items[item], hull)]
-    for step in sorted(steps, key=lambda step: (-step.rate, step.item, step.level)):
-        if step.nbytes <= remaining and levels[step.item] == step.level:
-            selected[step.item] = step.option
-            levels[step.item] += 1
-            remaining -= step.nbytes
+    for _, item, level, option, nbytes in sorted(steps):
+        if nbytes <= remaining and levels[item] == level:
+            selected[item] = option
+            levels[item] += 1
+            remaining -= nbytes
     return tuple(selected)
 
 
-def _steps(item: int, options: Sequence[SchemeOption], hull: Sequence[int]) -> Iterator[_BitStep]:
-    """Yield the steps along a hull with their gain per byte, which despite rounding never rises from step to step."""
+def _steps(
+    item: int, options: Sequence[SchemeOption], hull: Sequence[int]
+) -> Iterator[tuple[float, int, int, int, int]]:
+    """Yield the steps along a hull: less the gain per byte, which despite rounding never rises from step to step; the
+    item, the number of the step, the option that it leads to, and the bytes that it takes."""
     rate = math.inf
     for level, (before, after) in enumerate(itertools.pairwise(hull)):
         nbytes = options[after].nbytes - options[before].nbytes
         rate = min(rate, (options[before].loss - options[after].loss) / nbytes)
-        yield _BitStep(item, level, after, nbytes, rate)
+        yield -rate, item, level, after, nbytes
 
 
 def _hull(options: Sequence[SchemeOption]) -> list[int]:

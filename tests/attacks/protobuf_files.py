@@ -66,7 +66,6 @@ DEEP = b""
 """One message in another, 5,000 times."""
 for _ in range(5_000):
     DEEP = span(1, DEEP)
-NULL_UNITS = [0] * 256
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
     # varints
@@ -145,31 +144,11 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "unk_id beyond the pieces": (SOUND + span(2, number(40, 6)), "unk_id is 6; expected -1 .* one of 6 pieces"),
     "eos_id of 2^31 - 1": (SOUND + span(2, number(42, (1 << 31) - 1)), "eos_id is 2,147,483,647"),
     "pad_id of -2": (SOUND + span(2, number(43, -2)), "pad_id is -2"),
-    # charsmaps
-    "charsmap of 4 bytes": (SOUND + span(3, span(2, bytes(4))), "has 4 bytes; expected more than 4"),
-    "trie longer than the charsmap": (
-        SOUND + span(3, span(2, struct.pack("<I", 100) + bytes(20))),
-        "declares a trie of 100",
-    ),
-    "trie of 4 GiB": (SOUND + span(3, span(2, b"\xff" * 20)), "declares a trie of 4,294,967,295"),
-    "trie and no texts": (SOUND + charsmap(NULL_UNITS, b""), "declares a trie of 1,024"),
-    "trie of no blocks": (SOUND + charsmap([]), "the trie of its charsmap has 0 bytes"),
-    "trie of half a block": (SOUND + charsmap([0] * 128), "the trie of its charsmap has 512 bytes"),
-    "texts without an end": (SOUND + charsmap(NULL_UNITS, b"x"), "do not end in a zero byte"),
-    "unit that leads outside": (SOUND + charsmap([0x100 << 10] * 256), "unit 0 of its charsmap leads outside its 256"),
-    "unit far outside": (SOUND + charsmap([0x1FFFFF << 10 | 0x200] * 256), "unit 0 of its charsmap leads outside"),
-    "value outside the texts": (SOUND + charsmap([0, 1 << 31 | 2] + [0] * 254), "unit 1 .* points 2 bytes into 2"),
-    "root that leads nowhere": (SOUND + charsmap(NULL_UNITS), "the root of its charsmap is 0x00000000; expected"),
-    "root that is a value": (SOUND + charsmap([1 << 31] + NULL_UNITS[1:]), "the root of its charsmap is 0x80000000"),
-    "root that has a byte of text": (SOUND + charsmap([1 << 10 | 97, *NULL_UNITS[1:]]), "charsmap is 0x00000461"),
-    "denormaliser's charsmap": (SOUND + span(5, span(2, bytes(20))), "the trie of its charsmap has 0 bytes"),
     # sizes
     "more other fields than any": (SOUND + number(200, 0) * 1001, "more than 1,000 fields are not pieces"),
     "trainer spec of 5 MB": (SOUND + span(2, span(200, bytes(5_000_000))), "trainer_spec has 5,000,00. bytes; at most"),
     "charsmap of 5 MB": (SOUND + charsmap([0] * 1_280_000), "normalizer_spec has .* bytes; at most"),
-    "a million empty samples": (SOUND + span(4, span(1, b"") * 1_000_000), "more than 100,000 fields"),
     "more pieces than any": (piece("a") * ((1 << 20) + 1), "more than 1,048,576 pieces"),
-    "unusual pieces": (span(1, span(1, "a")) * 65_537, "more than 65,536 pieces have an unusual layout"),
     # other files of this name
     "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "git-lfs pointer"),
     "tiktoken vocabulary": (b"IQ== 0\nIg== 1\n", "looks like a tiktoken vocabulary"),
@@ -205,6 +184,5 @@ ACCEPTED_BY_THE_LIBRARY = {
     "pad_id of -2",
     "more other fields than any",
     "trainer spec of 5 MB",
-    "a million empty samples",
 }
 """What sentencepiece 0.2.3 loads; each is stricter here on purpose."""

@@ -16,6 +16,7 @@ from rabbitllm.checkpoints.naming import (
     assign_layers,
     layer_order,
     naming,
+    naming_by_block,
     naming_for,
     register_layer_naming,
 )
@@ -147,7 +148,7 @@ def test_unusable_pattern(pattern: str, message: str) -> None:
     with pytest.raises(OptionError, match=message) as refused:
         register_layer_naming("mine", [pattern])
     assert repr(pattern) in str(refused.value)
-    assert naming_for("mine") is None
+    assert naming_for("mine") == naming_by_block()
 
 
 # Names that no pattern matches

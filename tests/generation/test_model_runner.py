@@ -61,9 +61,10 @@ def test_every_call_gets_its_own_rows_back(module: nn.Module) -> None:
     inputs = [torch.randint(0, 9, shape) if is_ids else torch.randn(*shape, 4) for shape in shapes]
     row_kind = rowwise(module)
     assert row_kind is not None
-    batch = joined(row_kind, [((rows,), {}) for rows in inputs])
-    assert batch is not None
-    for output, rows in zip(batch.parts(module(*batch.args)), inputs, strict=True):
+    joint = joined(row_kind, [((rows,), {}) for rows in inputs])
+    assert joint is not None
+    args, parts = joint
+    for output, rows in zip(parts(module(*args)), inputs, strict=True):
         torch.testing.assert_close(output, module(rows))
 
 
