@@ -183,9 +183,10 @@ class AutoModel:
             exact: dequantize quantized weights instead of multiplying by codes. Results have the bits of an
                 unquantized model with the dequantized weights; several times slower on the CPU. Without it, experts of
                 bfloat16 differ from transformers' in the last bits for few tokens (CPU).
-            fast_bfloat16: multiply bfloat16 by this package's kernel where it is faster than torch: all rows on CPUs
-                without native bfloat16, up to 4 rows with AVX512-BF16; and compute layers by calls of compiled code,
-                as with codes. Results differ in the last bits. None, as in the commands: on CPUs, not with `exact`.
+            fast_bfloat16: multiply bfloat16 and float16 by this package's kernel where it is faster than torch: all
+                rows on CPUs without instructions for the dtype, up to 4 with AVX512-BF16; and compute layers by calls
+                of compiled code, as with codes. Results differ in the last bits. None, as in the commands: on CPUs,
+                not with `exact`.
             verify_checksums: compare layer files with their checksums when this process first reads them.
             split: False reads the checkpoint's own shards and writes nothing; not with `compression`. An existing split
                 is still used.

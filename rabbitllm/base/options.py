@@ -168,8 +168,8 @@ class RunOptions:
         show_progress: a line during a slow pass.
         trust_remote_code: allow the model's own Python code.
         exact: compute with the matrices that 4bit and 8bit dequantize to, even if products with their codes are faster.
-        fast_bfloat16: multiply bfloat16 with a kernel of this package where it is faster than torch's; None: on a CPU,
-            and not with `exact`.
+        fast_bfloat16: multiply bfloat16 and float16 with a kernel of this package where it is faster than torch's;
+            None: on a CPU, and not with `exact`.
         verify_checksums: compare layer files with their checksums when they are first read.
         self_draft: keep copies of what is streamed in memory, at fewer bits, so that the model can be its own draft.
         heads: keep the checkpoint's heads for multi-token prediction in memory, for a draft; None for heads that can be

@@ -51,11 +51,12 @@ class Program:
         dtype: of `HALVES`: what they compute with where they are written for bfloat16.
 
     Attributes:
+        dtype: the same.
         ends: how many functions there were at the end of each `passing`.
     """
 
     def __init__(self, addresses: int, dtype: torch.dtype = torch.bfloat16) -> None:
-        self._addresses, self._dtype = addresses, dtype
+        self._addresses, self.dtype = addresses, dtype
         self._nbytes = self._used = 0
         self._steps: list[tuple[Callable[..., None] | None, Words, int]] = []
         self._words: array[int] | None = None
@@ -99,7 +100,7 @@ class Program:
         """The address of a function, compiled for the dtype."""
         from rabbitllm.base.compiling import address_of, in_float16  # numba comes with it
 
-        return address_of(in_float16(function) if self._dtype is torch.float16 else function)
+        return address_of(in_float16(function) if self.dtype is torch.float16 else function)
 
     def ask(self) -> None:
         """Add a step of Python: the next value of the iterator that a call is given, which calls no program."""

@@ -198,8 +198,8 @@ class ModelOptions:
         bool | None,
         rare_option(
             "--fast-bfloat16/--no-fast-bfloat16",
-            help="Use this package's bfloat16 kernel where it is faster than torch's; results differ in the last bits. "
-            "By default on CPUs.",
+            help="Use this package's kernels for bfloat16 and float16 where they are faster than torch's; results "
+            "differ in the last bits. By default on CPUs.",
         ),
     ] = None
 

@@ -30,6 +30,8 @@ _GLOBAL, _SCALE, _ZERO = "input_global_scale", "input_scale", "input_zero_point"
 _OF_MODULE = "quantization_scheme", "quantization_enabled", _GLOBAL, _ZERO
 _FACTORS = 1.0, 0.0123, 31337.0
 """Factors with which roundings are tried that have one."""
+_IN_POWERS = [("float", bits, True, "group", True, torch.uint8, 32) for bits in (8, 4)]
+"""The settings of MXFP8 and MXFP4."""
 _OF_SCHEME = "input_activations", "output_activations"
 """What says how a Linear rounds."""
 
@@ -40,20 +42,21 @@ class Rounding:
     or to FP4, with such scales that are rounded too.
 
     Attributes:
-        largest: the number of which a scale is the largest input's multiple.
-        is_float: whether codes are floats: float8_e4m3fn, or FP4; else int8.
+        largest: the number of which a scale is the largest input's multiple: 448 if codes are float8_e4m3fn, 6 if they
+            are FP4, 127.5 if they are int8.
         group: inputs with one scale; 0 for all of a token.
         dtype: of the inputs.
         factor: by NVFP4 the number that multiplies all scales; the scale itself if it is published; else 0.
         is_static: whether the scale is published, for all inputs.
+        in_powers: whether scales are powers of two, by MXFP8 and MXFP4.
     """
 
     largest: float
-    is_float: bool
     group: int = 0
     dtype: torch.dtype = torch.bfloat16
     factor: float = 0.0
     is_static: bool = False
+    in_powers: bool = False
 
     @classmethod
     def of(cls, args: Any, dtype: torch.dtype = torch.bfloat16, factor: float = 1.0) -> Rounding | None:
@@ -61,7 +64,9 @@ class Rounding:
         others."""
         settings = (args.type, args.num_bits, args.symmetric, args.strategy, args.dynamic, args.scale_dtype)
         if settings == ("float", 4, True, "tensor_group", "local", torch.float8_e4m3fn):
-            return cls(6.0, True, args.group_size, dtype, factor) if 0 < factor < math.inf else None
+            return cls(6.0, args.group_size, dtype, factor) if 0 < factor < math.inf else None
+        if (*settings, args.group_size) in _IN_POWERS:
+            return cls({8: 448.0, 4: 6.0}[args.num_bits], args.group_size, dtype, in_powers=True)
         is_static = settings[3:5] == ("tensor", False)
         if args.type not in ("int", "float") or settings[1:3] + settings[5:] != (8, True, None):
             return None
@@ -71,7 +76,7 @@ class Rounding:
             return None
         group = args.group_size if args.strategy == "group" else 0
         largest = 448.0 if args.type == "float" else 127.5
-        return cls(largest, args.type == "float", group, dtype, factor if is_static else 0.0, is_static)
+        return cls(largest, group, dtype, factor if is_static else 0.0, is_static)
 
     @property
     def named(self) -> str | None:
@@ -127,9 +132,11 @@ class Rounding:
         if self.named == _GLOBAL:
             program.add(kernels.round_groups, [*places, float_bits(self.factor)], threads)
             return
-        numbers = float_bits(self.largest), int(self.is_float), float_bits(torch.finfo(self.dtype).eps)
+        eps = torch.finfo(self.dtype).eps
         zero = -0.0 if self.is_static else 0.0  # which is added: a zero has no sign, but without a zero point
-        program.add(kernels.round_rows, [*places, *numbers, *map(float_bits, (self.factor, zero))], threads)
+        numbers = self.largest, 1.0 if self.in_powers else eps, self.factor, zero
+        quarter = round(1 / eps / 4) if self.in_powers else 0
+        program.add(kernels.round_rows, [*places, *map(float_bits, numbers), quarter], threads)
 
     def _factor_in(self, module: Any) -> float | None:
         """The factor that a module has now, 0 if none is needed; None if it has others, or it is not in memory as it is

@@ -217,9 +217,9 @@ def call_of(module: Any) -> OneCall | None:
 
 
 @functools.cache
-def sigmoids() -> torch.Tensor | None:
-    """Those of all numbers of bfloat16; None if torch computes some otherwise that are no vector."""
-    every = every_half()
+def sigmoids(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor | None:
+    """Those of all numbers of a dtype; None if torch computes some otherwise that are no vector."""
+    every = every_half(dtype)
     table = torch.sigmoid(every)
     apart = torch.sigmoid(every.repeat_interleave(2)[::2])
     return table if torch.equal(table.nan_to_num(), apart.nan_to_num()) else None
@@ -230,7 +230,7 @@ def add_shared(program: Program, *places: Any) -> None:
     their width."""
     from rabbitllm.engine import _layer_kernels  # numba comes with it
 
-    table = sigmoids()
+    table = sigmoids(program.dtype)
     assert table is not None
     program.add(_layer_kernels.add_gated, [table.data_ptr(), *places])
 

@@ -31,6 +31,9 @@ _C6, _C5, _C4, _C3, _C2, _C1, _ = map(np.float32, POWERS_OF_2)
 _SMALL, _LEAST, _UNSURE = np.float32(2.0**-11), np.float32(-64), 32
 """Logits of which two may have one probability; the least logit, from the largest, whose exponential is no subnormal
 number; and units in the last place of a float32 that an exponential and two quotients may be off by."""
+_APART, _LEAST_HALF = np.float32(2.0**-19), np.float32(2.0**-14)
+"""How far logits of float16 are apart that surely have two probabilities, as those of bfloat16 are that are not small;
+and the least number that has all bits of a float16."""
 
 
 @helper(forceinline=True)
@@ -278,10 +281,12 @@ def choose(data):  # type: ignore[no-untyped-def]
 
     After the own address those of the logits; of all experts' words, 0 for those that are not known; of the chosen ones
     (see `joint_kernels.ROUTED_WORDS`), of which there are none if torch is to choose; of their weights; and of what is
-    then 1. The number of experts and of those that are used, and whether weights add up to 1.
+    then 1. The number of experts and of those that are used, whether weights add up to 1, and how many bits of a
+    float32 the dtype lacks: 16, or 13 of float16, of which few are equal, and these are left to torch.
     """
-    words = to_array(data, 9)
-    count, used = words[6], words[7]
+    words = to_array(data, 10)
+    count, used, is_bfloat = words[6], words[7], words[9] == 16
+    middle, apart = np.int32(1) << np.int32(words[9] - 1), np.float32(0) if is_bfloat else _APART
     bits, values, order = bfloats(words[1], count), np.empty(count, np.float32), np.arange(count)
     of_experts, chosen, done = integers(words[2], count), integers(words[3], 1 + 4 * used), integers(words[5], 1)
     shares, rounded = np.empty(used, np.float64), np.empty(used, np.float32)
@@ -290,15 +295,15 @@ def choose(data):  # type: ignore[no-untyped-def]
         value = wide(bits[i])
         values[i], most, least = value, max(most, value), min(least, value)
         others += value * np.float32(0)
-        small += abs(value) < _SMALL
+        small += is_bfloat and abs(value) < _SMALL
     chosen[0] = done[0] = 0
     # others are NaN if a value is that, or infinite
     if others != 0 or small > 1 or least - most < _LEAST or not _select(values, order, used):
         return
     is_sure = others == 0
-    if used * 64 <= count or used > 17:  # torch sorts in other ways
+    if used * 64 <= count or used > 17 or not is_bfloat:  # torch sorts in other ways
         for i in range(1, count):
-            is_sure = is_sure and values[min(i, used) - 1] > values[i]
+            is_sure = is_sure and values[min(i, used) - 1] - values[i] > apart
     for rank in range(used):
         number, place = order[rank], 1 + 4 * rank
         shares[rank] = np.exp(np.float64(values[rank] - most))
@@ -312,8 +317,8 @@ def choose(data):  # type: ignore[no-untyped-def]
     for rank in range(used):
         rounded[rank] = shares[rank] / summed
     for rank in range(used):
-        distance = np.int32(bits_of(rounded[rank]) & np.uint32(0xFFFF)) - np.int32(0x8000)
-        is_sure = is_sure and abs(distance) > _UNSURE
+        distance = (np.int32(bits_of(rounded[rank])) & (2 * middle - 1)) - middle
+        is_sure = is_sure and abs(distance) > _UNSURE and (is_bfloat or rounded[rank] >= _LEAST_HALF)
     store_rounded(rounded, bfloats(words[4], used))
     chosen[0] = used if is_sure else 0
     done[0] = is_sure

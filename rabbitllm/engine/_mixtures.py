@@ -2,7 +2,7 @@
 
 It has the bits of the model's class, which is tried when a model is loaded, and experts that are equally probable are
 chosen in torch's order. The call leaves a token to the class where the last bits of torch's exponentials count: if a
-weight lies that near the middle of two numbers of bfloat16, for example; and if experts were not used before, or their
+weight lies that near the middle of two numbers of the dtype, for example; and if experts were not used before, or their
 checksums not compared. Where experts come and go, it asks Python for them: for those in memory, and behind their
 products for those that were read meanwhile. What comes after the chosen experts of a token that is left to the class,
 or of several, is one call if an expert is shared, also where the router is of another kind.
@@ -36,7 +36,7 @@ from rabbitllm.engine._fusing import (
 )
 from rabbitllm.engine._gates import MULTIPLE, OneCall, add_shared, call_of, is_one_call, names_in, sigmoids
 from rabbitllm.engine._routed import KeptExperts, facts_of_stacks, is_bias, kept_experts
-from rabbitllm.engine._siblings import has_hooks, is_plain
+from rabbitllm.engine._siblings import dtype_of, has_hooks, is_plain
 from rabbitllm.engine.forwards import has_row_product
 from rabbitllm.engine.transformers_api import function_tables, keeps_outputs
 from rabbitllm.engine.turns import takes_turns
@@ -57,26 +57,29 @@ class _Routing(NamedTuple):
         used: experts of a token; 0 if the router is left to its class.
         is_normed: whether their weights add up to 1.
         is_alone: whether the mixture returns its result alone, not with the router's weights.
+        dtype: of logits and weights.
     """
 
     kinds: object
     used: int
     is_normed: bool
     is_alone: bool = True
+    dtype: torch.dtype = torch.bfloat16
 
     def choice(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The chosen experts and their weights, both (tokens, used), for (tokens, experts), as torch computes them."""
         weights, index = torch.topk(torch.softmax(logits, -1, torch.float32), self.used)
         if self.is_normed:
             weights /= weights.sum(-1, keepdim=True)
-        return index, weights.bfloat16()
+        return index, weights.to(logits.dtype)
 
     def add_to(self, program: Program, *places: int | Place) -> None:
         """Add the choice to a program; for the places, after which comes the number of experts, see
         `_layer_kernels.choose`."""
         from rabbitllm.engine import _layer_kernels  # numba comes with it
 
-        program.add(_layer_kernels.choose, [*places, self.used, int(self.is_normed)])
+        lost = 16 if self.dtype is torch.bfloat16 else 13
+        program.add(_layer_kernels.choose, [*places, self.used, int(self.is_normed), lost])
 
 
 def fuse_mixtures(model: nn.Module) -> int:
@@ -106,9 +109,11 @@ def _router_in(module: nn.Module) -> Any:
 
 def _trial(module: Any, kinds: object) -> _Routing | None:
     """What a mixture's router makes of its logits; None if nothing of it is one call."""
-    if _has_shared(module) and not _has_shared_bits(module):
+    dtype = dtype_of(_router_in(module)._parameters.get("weight"))
+    if _has_shared(module) and not _has_shared_bits(module, dtype):
         return None
-    return _routing_of(module, kinds) or (_Routing(kinds, 0, False) if _has_shared(module) else None)
+    alone = _Routing(kinds, 0, False, dtype=dtype) if _has_shared(module) else None
+    return _routing_of(module, kinds, dtype) or alone
 
 
 def routing_in(module: nn.Module) -> _Routing | None:
@@ -128,7 +133,7 @@ def mixture_call(module: Any) -> MixtureCall | None:
     if (routing := routing_in(module)) is None or not _names_in(module):
         return None
     kept = None if keeps_outputs() or takes_turns() else kept_experts(module._modules["experts"])
-    if kept is None or kept.form.dtype is not torch.bfloat16:  # routers' products are those of bfloat16
+    if kept is None or kept.form.dtype is not routing.dtype:
         return None
     if not kept.products or not (kept.stays or (kept.pooled is not None and kept.pooled.is_ready)):
         return None
@@ -176,7 +181,8 @@ class MixtureCall:
         self._biases: list[Any] = [(gate._parameters, "bias", gate.weight.shape[:1])] if self._has_bias else []
         self._biases += [(experts._parameters, *bias) for bias in kept.biases.items()]
         self._known = array("q", [1]) * len(gate.weight)
-        self._products = [routed[0] for each in routers if (routed := RoutedProduct.of(each.weight)) is not None]
+        routed = (RoutedProduct.of(router.weight, routing.dtype) for router in routers)
+        self._products = [each[0] for each in routed if each is not None]
         self._programs, self._fits = Programs(), dict[int, bool]()
 
         parts = [(module, _names_in(module)[0]), *((experts, name) for name in experts._modules)]
@@ -201,7 +207,8 @@ class MixtureCall:
             return None
         out, weights = torch.empty_like(x), x.new_empty(1, self._routing.used)
         addresses = x.data_ptr(), out.data_ptr(), *[each.buffer_info()[0] for each in arrays], weights.data_ptr()
-        self._programs.of(self.add_to, len(addresses))(*addresses, asked=self.asked(*arrays))
+        program = self._programs.of(self.add_to, len(addresses), dtype=self._routing.dtype)
+        program(*addresses, asked=self.asked(*arrays))
         if self._routing.is_alone:
             return out if arrays[1][0] else self.by_class(x)
         if not arrays[1][0]:
@@ -226,11 +233,12 @@ class MixtureCall:
         if width != product.shape[1] or any(each.shape != (1, width) for each in others):
             return False
         if (places := places_of(weights)) != self.places:
-            routed = [RoutedProduct.of(each) for each in weights[: len(self._routers)]]
+            routed = [RoutedProduct.of(each, self._routing.dtype) for each in weights[: len(self._routers)]]
             if any(each is None or each[0] != own for each, own in zip(routed, self._products, strict=True)):
                 return False
             biases = weights[len(self._routers) :]
-            if not all(map(is_bias, biases, (shape for *_, shape in self._biases))):
+            dtype = self._routing.dtype
+            if not all(is_bias(bias, shape, dtype) for bias, (*_, shape) in zip(biases, self._biases, strict=True)):
                 return False
             # see `joint_kernels.ROUTED_WORDS`
             self._operands = [each[1] for each in routed if each]
@@ -252,7 +260,8 @@ class MixtureCall:
         operands, addresses = None, self._addresses
         if (router := self._kept.pooled.next_router) is not None:
             weight, bias = router
-            following, has_bias = RoutedProduct.of(weight), bias is not None and is_bias(bias, weight.shape[:1])
+            following, dtype = RoutedProduct.of(weight, self._routing.dtype), self._routing.dtype
+            has_bias = bias is not None and is_bias(bias, weight.shape[:1], dtype)
             if following is not None and following[0] == product and has_bias == self._has_bias:
                 operands = following[1]
                 addresses = [*addresses, bias.data_ptr()] if bias is not None else addresses
@@ -341,7 +350,7 @@ class MixtureCall:
 
 
 def _computed(routing: _Routing, module: Any, *args: Any, **named: Any) -> Any:
-    if len(args) != 1 or named or not is_plain(args[0]):
+    if len(args) != 1 or named or not is_plain(args[0], routing.dtype):
         return None
     if (call := mixture_call(module)) is not None and (result := call(args[0])) is not None:
         return result
@@ -360,7 +369,7 @@ def _after_experts(module: Any, rows: torch.Tensor) -> torch.Tensor | None:
         return None
     _, weights, index = router(x)
     others, gates = experts(x, index, weights), gate(x)
-    if is_plain(others) and is_plain(gates):
+    if is_plain(others, x.dtype) and is_plain(gates, x.dtype):
         return call.shared(x, gates, others).view(rows.shape)
     return (others + torch.sigmoid(gates) * shared(x)).view(rows.shape)  # type: ignore[no-any-return]
 
@@ -382,19 +391,20 @@ def _is_so(routing: _Routing, module: Any, kept: KeptExperts, shared: OneCall | 
 
 
 def _kinds(mixture: Any) -> object:
-    """Equal for mixtures that compute alike, with the same experts: the classes of them and their routers, and their
-    own numbers and texts, but whether they are in training, which neither asks."""
+    """Equal for mixtures that compute alike, with the same experts: the classes of them and their routers, the dtype of
+    these, and their own numbers and texts, but whether they are in training, which neither asks."""
     router = _router_in(mixture)
     values = (vars(part).items() for part in (mixture, router))
     numbers = [sorted((n, v) for n, v in own if isinstance(v, int | float | str) and n != "training") for own in values]
-    return type(mixture), type(router), *mixture._modules, *router._parameters, *itertools.chain.from_iterable(numbers)
+    classes = type(mixture), type(router), dtype_of(router._parameters.get("weight"))
+    return *classes, *mixture._modules, *router._parameters, *itertools.chain.from_iterable(numbers)
 
 
-def _has_shared_bits(module: Any) -> bool:
+def _has_shared_bits(module: Any, dtype: torch.dtype) -> bool:
     """Whether a mixture's class adds `others + sigmoid(gates) * terms`, and calls its parts so."""
     random, width, rows = RandomTensors(), MULTIPLE, 3
-    x, others, result = (random.normal(rows, width) for _ in range(3))
-    gates, routing = random.normal(rows, 1) * 4, (object(), object(), object())
+    x, others, result = (random.normal(rows, width, dtype=dtype) for _ in range(3))
+    gates, routing = random.normal(rows, 1, dtype=dtype) * 4, (object(), object(), object())
 
     def part(answer: Any, *expected: object) -> Callable[..., Any]:
         """What returns an answer, but None for another input than x, or for others after it than expected."""
@@ -402,33 +412,34 @@ def _has_shared_bits(module: Any) -> bool:
 
     answers = part(routing), part(others, *reversed(routing[1:])), part(result), part(gates)
     expected = class_result(trial_of(module, _modules=dict(zip(_SHARED, answers, strict=True))), x[None])
-    if sigmoids() is None:
+    if sigmoids(dtype) is None:
         return False
     out = torch.empty_like(x)
-    Program.of(add_shared, 4, rows, width)(*(tensor.data_ptr() for tensor in (result, gates, others, out)))
+    Program.of(add_shared, 4, rows, width, dtype=dtype)(*(tensor.data_ptr() for tensor in (result, gates, others, out)))
     return is_result(out[None], expected)
 
 
-def _routing_of(module: Any, kinds: object) -> _Routing | None:
+def _routing_of(module: Any, kinds: object, dtype: torch.dtype) -> _Routing | None:
     """What the class of a router computes, if that of its mixture hands it to the experts and returns their results."""
     router, random, seen = _router_in(module), RandomTensors(), list[Any]()
     used, weight = vars(router).get("top_k"), router._parameters.get("weight")
     is_known = {*router._parameters} in ({"weight"}, {"weight", "bias"}) and not (router._buffers or router._modules)
     if not is_known or None in router._parameters.values() or not isinstance(used, int) or not 0 < used < len(weight):
         return None
-    routings = [_Routing(kinds, used, is_normed) for is_normed in (True, False)]
+    routings = [_Routing(kinds, used, is_normed, dtype=dtype) for is_normed in (True, False)]
 
     def experts(value: torch.Tensor, *choice: torch.Tensor) -> torch.Tensor:
         seen.append(choice)
         return value.flip(-1)
 
-    parameters = {name: nn.Parameter(random.normal(*own.shape)) for name, own in router._parameters.items()}
+    shapes = {name: own.shape for name, own in router._parameters.items()}
+    parameters = {name: nn.Parameter(random.normal(*shape, dtype=dtype)) for name, shape in shapes.items()}
     like = trial_of(router, _parameters=parameters)
     parts = {_names_in(module)[0]: functools.partial(type(router).forward, like), "experts": experts}
     if _has_shared(module):  # which adds nothing here
         parts |= {"shared_expert": torch.zeros_like, "shared_expert_gate": lambda value: value[..., :1]}
     for scale in (0.01, 0.03, 0.1, 0.3):
-        x = random.normal(1, 1, weight.shape[1]) * scale
+        x = random.normal(1, 1, weight.shape[1], dtype=dtype) * scale
         logits = nn.functional.linear(x[0], like.weight, like._parameters.get("bias"))
         result = class_result(trial_of(module, _modules=parts), x)
         is_alone = type(result) is not tuple
@@ -447,13 +458,13 @@ def _routing_of(module: Any, kinds: object) -> _Routing | None:
 def _chooses_alike(routing: _Routing, experts: int) -> bool:
     """Whether a call chooses the experts of torch, also among many that are equally probable, and their weights."""
     random, known, compared = RandomTensors(), torch.arange(1, experts + 1, device="cpu"), 0
-    program = Program.of(routing.add_to, 5, experts)
+    program = Program.of(routing.add_to, 5, experts, dtype=routing.dtype)
     for turn in range(32):
         # many are equal, or few; none of those is near 0, where a call leaves the choice to torch
-        equal = (2 * random.integers(-16, 17, 1, experts, dtype=torch.int8) + 1).bfloat16() / 8
-        logits = equal if turn % 2 else 2 * random.normal(1, experts)
+        equal = (2 * random.integers(-16, 17, 1, experts, dtype=torch.int8) + 1).to(routing.dtype) / 8
+        logits = equal if turn % 2 else 2 * random.normal(1, experts, dtype=routing.dtype)
         done, chosen = (torch.empty(n, dtype=torch.int64, device="cpu") for n in (1, 1 + 4 * routing.used))
-        weights = torch.empty(1, routing.used, dtype=torch.bfloat16, device="cpu")
+        weights = torch.empty(1, routing.used, dtype=routing.dtype, device="cpu")
         program(*(tensor.data_ptr() for tensor in (logits, known, chosen, weights, done)))
         index, expected = routing.choice(logits)
         if done and not (torch.equal(chosen[4::4][None], index) and torch.equal(weights, expected)):

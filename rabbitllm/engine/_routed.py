@@ -136,8 +136,8 @@ def _pair_tables(alpha: float, limit: float) -> tuple[torch.Tensor, torch.Tensor
 def fuse_experts(model: nn.Module, *, prompts: bool = False) -> int:
     """Let modules of experts whose activation is reproduced compute few tokens by one call.
 
-    It is used while their matrices are multiplied by their codes, or are bfloat16, without gradients, and no hook sees
-    what is within.
+    It is used while their matrices are multiplied by their codes, or are bfloat16, or are float16 and `prompts` is
+    true, without gradients, and no hook sees what is within.
 
     Args:
         prompts: also those of prompts by the fastest products of bfloat16, whose results differ in rounding.
@@ -300,8 +300,9 @@ class KeptExperts:
         is_one = type(stack.supply) is PooledExperts and down.supply is stack.supply
         self.pooled: PooledExperts | None = stack.supply if is_one else None  # type: ignore[assignment]
         is_alike = stack.transposed is down.transposed and (form.is_turned or not stack.transposed)
-        # plain matrices of float16 have no kernel
-        self._is_fit = is_alike and stack.dtype is form.dtype and (stack.is_coded or form.dtype is torch.bfloat16)
+        # those that are plain and float16 have torch's bits otherwise
+        is_ours = stack.is_coded or form.dtype is torch.bfloat16 or form.is_fast
+        self._is_fit = is_alike and stack.dtype is form.dtype and is_ours
         self._is_plain_turned = form.is_turned and not (stack.transposed or stack.is_coded)
         (self._count, *_), (hidden, width) = stack.shape, down.shape[1:]
         self._hidden, self._width = (width, hidden) if form.is_turned else (hidden, width)

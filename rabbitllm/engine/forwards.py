@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rabbitllm.base.programs import HALVES
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.engine._fusing import (
     ROUNDING,
@@ -256,7 +257,7 @@ def load_kernels(model: PreTrainedModel) -> bool:
 
     Call it before the first request, and before free memory is measured.
     """
-    return model.dtype == torch.bfloat16 and bfloat_products.max_rows() > 0
+    return model.dtype in HALVES and bfloat_products.max_rows() > 0
 
 
 class _Functional:

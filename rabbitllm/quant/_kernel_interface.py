@@ -32,8 +32,9 @@ PAIRS = 32
 """Value of `width` for kernels that multiply pairs of bfloat16, inputs and the values of FP8 (VDPBF16PS)."""
 BYTE_WIDTH, WORD_WIDTH, BYTE_STEP = 128, 256, 32
 """Values of `width` by `BYTES`, for codes and inputs of one byte and of two, and the elements of their steps."""
-BFLOAT16 = "bfloat16"
-"""The scheme of a plain matrix of bfloat16, whose codes are its values."""
+BFLOAT16, FLOAT16 = "bfloat16", "float16"
+PLAIN = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+"""Dtype -> the scheme of a plain matrix, whose codes are its values."""
 SEGMENT = 64
 """Codes of all schemes but blocks that are summed before their scale is applied."""
 BEFORE_WORK = 2

@@ -34,7 +34,17 @@ from llvmlite import ir
 
 from rabbitllm.base.compiling import compiled, floats_at, to_array, wide, words_at
 from rabbitllm.quant._integers import OWN_STEPS, TOGETHER, CodeSteps
-from rabbitllm.quant._kernel_interface import ARGUMENTS, BEFORE_WORK, BFLOAT16, BFLOATS, NUMBERS, PANELS, TURNED
+from rabbitllm.quant._kernel_interface import (
+    ARGUMENTS,
+    BEFORE_WORK,
+    BFLOAT16,
+    BFLOATS,
+    FLOAT16,
+    NUMBERS,
+    PANELS,
+    PLAIN,
+    TURNED,
+)
 from rabbitllm.quant._vectors import (
     CODEBOOKS,
     F32,
@@ -79,7 +89,7 @@ INPUT_BYTES = 1 << 17
 """Bytes of the inputs that are processed together, which fit a core's cache beside the panel."""
 SUMMED, DECODED = 4096, 8
 """Columns whose sums stay in the cache while rows of a turned matrix are added, and rows that are decoded at a time."""
-STEP_BYTES = {"4bit": 1, "8bit": 2, BFLOAT16: 4}
+STEP_BYTES = {"4bit": 1, "8bit": 2, BFLOAT16: 4, FLOAT16: 4}
 """Scheme -> bytes of two codes, of which a panel's step has as many pairs as a vector has lanes."""
 PIECE_WORDS = len(ARGUMENTS)
 
@@ -188,8 +198,8 @@ stack_panel: Any = on_stack(PANEL_ROWS * PANEL_COLUMNS * 4)
 
 
 def _fill(scheme: str, width: int) -> Any:
-    """An intrinsic that decodes a part of one row of the matrix, to bfloat16, or `BFLOAT16` to float32."""
-    step_bytes, is_coded = width * STEP_BYTES[scheme], scheme != BFLOAT16
+    """An intrinsic that decodes a part of one row of the matrix, to bfloat16, or plain values to float32."""
+    step_bytes, is_coded = width * STEP_BYTES[scheme], scheme not in PLAIN.values()
     nbytes = step_size(BFLOATS if is_coded else PANELS, width)
 
     def fill(emit, codes, scales, table, panel, row_bytes, all_steps, shift, row, first, steps):  # type: ignore[no-untyped-def]
@@ -218,7 +228,7 @@ def _fill(scheme: str, width: int) -> Any:
 def _panel_dot(width: int, rows: int, tokens: int, scheme: str | None = None) -> Any:
     """An intrinsic that multiplies `rows` consecutive rows of a panel by `tokens` consecutive inputs.
 
-    Values of `scheme`, `BFLOAT16`, are widened in registers: then the matrix itself is the panel.
+    Plain values of a `scheme` are widened in registers: then the matrix itself is the panel.
     """
 
     def dot(emit, panel, inputs, out, steps, panel_bytes, input_bytes, all_rows, left):  # type: ignore[no-untyped-def]
@@ -448,14 +458,14 @@ def code_kernel(
 
 
 def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
-    """The kernel of a method and a scheme of ours or `BFLOAT16`, with so many lanes; by codes `INTEGERS` of ours, and
-    `NUMBERS` of `BFLOAT16` alone, in the order of its steps."""
+    """The kernel of a method and a scheme of ours or of `PLAIN`, with so many lanes; by codes `INTEGERS` of ours, and
+    `NUMBERS` of plain values alone, in the order of its steps."""
     name = f"{method}_{scheme}_{width}"
     if method in (BFLOATS, NUMBERS):
         return rows_kernel(name, _fill(scheme, width), step_size(method, width))
     if method == TURNED:
         return named(_by_turned, name, FILL=_fill(scheme, width), STEP=2 * width, IN_PLACE=scheme == BFLOAT16)
-    if scheme == BFLOAT16:
+    if scheme in PLAIN.values():
         fill, dot, tile = _fill(scheme, width), functools.partial(_panel_dot, width), (ROWS, PANEL_TOKENS[width])
         if method == PANELS:
             return panel_kernel(name, fill, dot, tile, step_size(PANELS, width))

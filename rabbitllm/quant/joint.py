@@ -56,9 +56,8 @@ class JointProduct:
         columns = {matrix.form.shape[1] for matrix in usable}
         if len(usable) < len(matrices) or len(columns) > 1 or torchs_team() is None:
             return None
-        if any(matrix.method_for(1, torch.bfloat16)[0] != CODES for matrix in usable):
-            return None
-        return cls(usable, is_wide)
+        product = cls(usable, is_wide)
+        return product if product._widths else None
 
     def is_for(self, dtype: torch.dtype) -> bool:
         """Whether inputs of a dtype are multiplied so."""

@@ -85,6 +85,17 @@ def widen_inputs(data):  # type: ignore[no-untyped-def]
             odds[i] = wide(bfloats[2 * i + 1]) if is_bfloat else singles[2 * i + 1]
 
 
+def widen_in_order(data):  # type: ignore[no-untyped-def]
+    """The same of the program's dtype alone, in the order of the inputs."""
+    words = to_array(data, ROUNDING_WORDS)
+    columns = words[4] * words[6]
+    for row in range(words[3]):
+        x = to_array(words_at(words[1] + 2 * row * words[5]), columns)
+        widened = to_array(floats_at(words[9] + 4 * row * columns), columns)
+        for i in range(columns):
+            widened[i] = wide(x[i])
+
+
 def reorder(data):  # type: ignore[no-untyped-def]
     """Rows of inputs in an order: after the own address that of x; whether it is bfloat16, else float32; rows, columns;
     and the addresses of the input of each column, int64, and of the results."""

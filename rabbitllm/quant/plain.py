@@ -1,4 +1,4 @@
-"""A plain matrix of bfloat16, multiplied where it lies, as one more of those that our kernels multiply."""
+"""A plain matrix of bfloat16 or float16, multiplied where it lies, as one more of those that our kernels multiply."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rabbitllm.quant import bfloat_products
-from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, DEQUANTIZED, PANELS, InputRows, Preparation
+from rabbitllm.quant._kernel_interface import BFLOAT16, CODES, DEQUANTIZED, PANELS, PLAIN, InputRows, Preparation
 from rabbitllm.quant.products import KernelMatrix
 
 
@@ -25,8 +25,7 @@ class PlainMatrix(KernelMatrix):
         form: its shape.
     """
 
-    __slots__ = "_address", "_size", "_stride", "_weight", "form"
-    kernel = BFLOAT16
+    __slots__ = "_address", "_dtype", "_size", "_stride", "_weight", "form", "kernel"
 
     @property
     def max_inputs(self) -> int:  # type: ignore[override]
@@ -35,13 +34,14 @@ class PlainMatrix(KernelMatrix):
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.form, self._weight, self._address = PlainForm(tuple(weight.shape)), weakref.ref(weight), weight.data_ptr()
-        self._size, self._stride = weight.shape, weight.stride()
+        self._size, self._stride, self._dtype = weight.shape, weight.stride(), weight.dtype
+        self.kernel = PLAIN[weight.dtype]
 
     def is_of(self, weight: Any) -> bool:
         """Whether it is the matrix of a weight, too: one that lies there in this form."""
         if type(weight) not in (torch.nn.Parameter, torch.Tensor) or weight.data_ptr() != self._address:
             return False
-        if weight.dtype is not torch.bfloat16 or weight.shape != self._size or weight.stride() != self._stride:
+        if weight.dtype is not self._dtype or weight.shape != self._size or weight.stride() != self._stride:
             return False
         if self._weight() is not weight:  # a streamed one, which is another tensor in each pass
             self._weight = weakref.ref(weight)
@@ -52,7 +52,7 @@ class PlainMatrix(KernelMatrix):
         return 0 if weight is None or weight.is_inference() else weight._version
 
     def method_for(self, count: int, dtype: torch.dtype) -> tuple[str, int]:
-        if dtype != torch.bfloat16 or count > bfloat_products.max_rows():
+        if dtype != self._dtype or count > bfloat_products.max_rows_of(dtype):
             return DEQUANTIZED, 0
         from rabbitllm.quant import _vectors  # numba comes with it
 
@@ -61,7 +61,8 @@ class PlainMatrix(KernelMatrix):
     def preparation(self, width: int) -> Preparation:
         from rabbitllm.quant import joint_kernels  # numba comes with it
 
-        return Preparation(joint_kernels.widen_inputs, (2 * width, 1, 0), 4 * self.form.shape[1])
+        widen = joint_kernels.widen_inputs if self.kernel == BFLOAT16 else joint_kernels.widen_in_order
+        return Preparation(widen, (2 * width, 1, 0), 4 * self.form.shape[1])
 
     def inputs(self, width: int, x: torch.Tensor) -> InputRows:
         return InputRows(bfloat_products.widened(width, x))

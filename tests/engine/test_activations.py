@@ -91,6 +91,30 @@ def test_bits_of_nvfp4(dtype: torch.dtype, factor: float) -> None:
         assert torch.equal(*signs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [4, 8])
+@torch.no_grad()
+def test_bits_of_mx(dtype: torch.dtype, bits: int) -> None:
+    """Every number of a dtype, infinite ones too, as the largest of its group. A group with what is no number has
+    that: there torch's other results depend on which bits it has."""
+    args = settings_of("float", num_bits=bits, strategy="group", group_size=32, scale_dtype="torch.uint8")
+    rounding = Rounding.of(args, dtype)
+    assert rounding is not None
+    assert _activations._has_bits(rounding, _module(args))
+    every = every_half(dtype).view(1, -1, 1)
+    sizes = torch.cat([torch.tensor([1.0]), torch.rand(15) + 1e-3, -torch.logspace(-3, 0, 16)])
+    halves = torch.tensor([5, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25, 0.2]) / 4
+    for x in (every * sizes.to(dtype), every * torch.cat([halves, -halves]).repeat(2).to(dtype), torch.zeros(3, 64)):
+        result, expected = rounding.rounded(x.to(dtype)), expected_of(x.to(dtype), args)
+        assert torch.equal(result.isnan(), expected.isnan())
+        assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
+        assert torch.equal(*(each.signbit()[~each.isnan()] for each in (result, expected)))
+    x[:, 40] = torch.nan
+    assert rounding.rounded(x.to(dtype))[:, 40].isnan().all()
+    others = settings_of("float", num_bits=bits, strategy="group", group_size=16, scale_dtype="torch.uint8")
+    assert Rounding.of(others, dtype) is None  # whose scales are no powers
+
+
 @pytest.mark.parametrize("kind", ["int", "float"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
@@ -247,7 +271,9 @@ def test_the_linears_of_a_model(directory: Path, left: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("scheme", ["W8A8", "FP8-dynamic", "FP8_BLOCK-dynamic", "NVFP4", "FP8-static"])
+@pytest.mark.parametrize(
+    "scheme", ["W8A8", "FP8-dynamic", "FP8_BLOCK-dynamic", "NVFP4", "FP8-static", "MXFP4", "MXFP8"]
+)
 @torch.no_grad()
 def test_layers_are_one_call_until_settings_change(
     tmp_path: Path, scheme: str, dtype: torch.dtype, left: list[int]
@@ -259,7 +285,7 @@ def test_layers_are_one_call_until_settings_change(
     for layer in watched.model.layers:
         for linear in layer.mlp.gate_proj, layer.mlp.down_proj:
             linear.register_forward_hook(lambda *given: None)
-    parts, limit = (plain, model, watched), 0.5 if scheme == "NVFP4" else 0.2  # of fewer codes
+    parts, limit = (plain, model, watched), 0.5 if "FP4" in scheme else 0.2  # of fewer codes
     caches = [part(INPUT).past_key_values for part in parts]
     left.clear()
 

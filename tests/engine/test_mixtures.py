@@ -25,7 +25,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssML
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
 
 from rabbitllm.base.programs import Program
-from rabbitllm.engine import _fusing, _layer_kernels, _mixtures, _routed
+from rabbitllm.engine import _fusing, _mixtures, _routed
 from rabbitllm.engine._attention import relative_error
 from rabbitllm.engine._expert_pool import ExpertPool
 from rabbitllm.engine._mixtures import MixtureCall
@@ -471,16 +471,17 @@ def test_routers_of_compressed_models_use_the_kernel_by_default(tmp_path: Path, 
 
 @pytest.mark.parametrize("is_normed", [True, False])
 @pytest.mark.parametrize(("experts", "used"), [(128, 8), (512, 10), (24, 3), (60, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
-def test_experts_and_weights_are_torch_s(experts: int, used: int, is_normed: bool) -> None:
-    routing, program = _mixtures._Routing(None, used, is_normed), Program(5)
-    known = torch.arange(1, experts + 1)
-    program.add(_layer_kernels.choose, [*(program.address(index) for index in range(5)), experts, used, is_normed])
+def test_experts_and_weights_are_torch_s(dtype: torch.dtype, experts: int, used: int, is_normed: bool) -> None:
+    """Logits of float16 that are equal, or nearly so, are left to torch, as weights are below its normal numbers."""
+    routing = _mixtures._Routing(None, used, is_normed, dtype=dtype)
+    program, known = Program.of(routing.add_to, 5, experts, dtype=dtype), torch.arange(1, experts + 1)
     sure, ties = dict.fromkeys((False, True), 0), 0
     for seed in range(1000):
         random = torch.Generator().manual_seed(seed)
-        logits = (torch.randn(1, experts, generator=random) * 2.0 ** (seed % 8 - 3)).bfloat16()
-        chosen, weights = torch.zeros(1 + 4 * used, dtype=torch.int64), torch.zeros(1, used).bfloat16()
+        logits = (torch.randn(1, experts, generator=random) * 2.0 ** (seed % 8 - 3)).to(dtype)
+        chosen, weights = torch.zeros(1 + 4 * used, dtype=torch.int64), torch.zeros(1, used, dtype=dtype)
         done = torch.zeros(1, dtype=torch.int64)
         program(*(tensor.data_ptr() for tensor in (logits, known, chosen, weights, done)))
         expected = routing.choice(logits)
@@ -495,8 +496,8 @@ def test_experts_and_weights_are_torch_s(experts: int, used: int, is_normed: boo
             assert alike or not is_normed
         ordered = torch.softmax(logits, -1, torch.float32)[0].sort(descending=True).values[: used + 1]
         ties += bool(done and (ordered.diff() == 0).any())
-    assert sure[True] > 700
-    assert ties > 10 or used == 1
+    assert sure[True] > (700 if dtype is torch.bfloat16 else 500)
+    assert ties > 10 or used == 1 or dtype is torch.float16
 
 
 class _Reversed(_mixtures._Routing):
@@ -508,17 +509,17 @@ class _Reversed(_mixtures._Routing):
 
 
 @pytest.mark.parametrize(("experts", "used"), [(16, 2), (128, 8), (256, 8), (512, 8), (512, 10)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
-def test_the_trial_compares_choices_among_any_number_of_experts(experts: int, used: int) -> None:
-    assert _mixtures._chooses_alike(_mixtures._Routing(None, used, True), experts)
-    assert not _mixtures._chooses_alike(_Reversed(None, used, True), experts)
+def test_the_trial_compares_choices_among_any_number_of_experts(dtype: torch.dtype, experts: int, used: int) -> None:
+    assert _mixtures._chooses_alike(_mixtures._Routing(None, used, True, dtype=dtype), experts)
+    assert not _mixtures._chooses_alike(_Reversed(None, used, True, dtype=dtype), experts)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_logits_that_are_no_numbers_are_left_to_torch(value: float) -> None:
-    program, logits = Program(5), torch.arange(16.0).bfloat16()
+    program, logits = Program.of(_mixtures._Routing(None, 2, True).add_to, 5, 16), torch.arange(16.0).bfloat16()
     logits[5], known, weights = value, torch.ones(16, dtype=torch.int64), torch.ones(2)
-    program.add(_layer_kernels.choose, [*(program.address(index) for index in range(5)), 16, 2, 1])
     chosen, done = torch.ones(9, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
     program(*(tensor.data_ptr() for tensor in (logits, known, chosen, weights, done)))
     assert not done

@@ -33,17 +33,21 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bfloat_products, "max_rows", lambda: ALL_ROWS)
 
 
-def some(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+def some(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+EITHER = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 @pytest.mark.parametrize("width", OF_EACH_WIDTH)
 @settings(max_examples=draws(80), deadline=None)
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 40), st.integers(0, 1 << 30), st.sampled_from([1, 3]))
+@EITHER
 def test_any_number_of_rows_inputs_and_columns(
-    width: int, tokens: int, rows: int, steps: int, seed: int, threads: int
+    width: int, dtype: torch.dtype, tokens: int, rows: int, steps: int, seed: int, threads: int
 ) -> None:
-    x, weight = some(tokens, steps * 2 * width, seed), some(rows, steps * 2 * width, seed + 1)
+    x, weight = some(tokens, steps * 2 * width, seed, dtype), some(rows, steps * 2 * width, seed + 1, dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -53,9 +57,10 @@ def test_any_number_of_rows_inputs_and_columns(
 
 
 @pytest.mark.parametrize("width", OF_EACH_WIDTH)
-def test_a_row_has_the_same_bits_in_any_batch(width: int) -> None:
+@EITHER
+def test_a_row_has_the_same_bits_in_any_batch(width: int, dtype: torch.dtype) -> None:
     """Also where a row takes several panels, and inputs are more than are multiplied together."""
-    x, weight = some(MAX_INPUTS + 7, 5632), some(_product_kernels.PANEL_ROWS + 7, 5632, 1)
+    x, weight = some(MAX_INPUTS + 7, 5632, 0, dtype), some(_product_kernels.PANEL_ROWS + 7, 5632, 1, dtype)
     together = times(width, x, weight)
     assert_products(together, x, weight)
     for begin in (0, 1, 16, MAX_INPUTS - 1, MAX_INPUTS):
@@ -77,10 +82,12 @@ def test_own_threads_give_the_same_bits(width: int, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("count", [1, MAX_INPUTS, MAX_INPUTS + 1])
-def test_a_layer_rounds_once(kernel: None, count: int) -> None:
-    x, weight, bias = some(count, 256), some(96, 256, 1), some(1, 96, 2)[0]
+@EITHER
+def test_a_layer_rounds_once(kernel: None, dtype: torch.dtype, count: int) -> None:
+    x, weight, bias = some(count, 256, 0, dtype), some(96, 256, 1, dtype), some(1, 96, 2, dtype)[0]
     result = linear(x, weight, bias)
-    assert result.dtype == torch.bfloat16
+    assert result.dtype == dtype
+    assert_products(linear(x, weight, None), x, weight)
     assert_products(result, x, weight, bias)
     assert torch.equal(result, linear(x.view(1, count, 256), weight, bias)[0])
 
@@ -116,6 +123,8 @@ def test_unsupported_tensors_are_multiplied_by_torch(kernel: None) -> None:
     x, weight = some(2, 128), some(8, 128)
     assert multiplies(x, weight)
     assert multiplies(x, torch.nn.Parameter(weight, requires_grad=False))
+    assert multiplies(x.half(), weight.half())
+    assert not multiplies(x.half(), weight)
     assert not multiplies(x.float(), weight)
     assert not multiplies(x, weight.float())
     assert not multiplies(x, weight[:, ::2])
@@ -150,6 +159,8 @@ def test_the_number_of_rows_depends_on_the_instructions(
     weight = some(8, 128)
     counts = 1, AMX_ROWS, AMX_ROWS + 1, FEW_ROWS, FEW_ROWS + 1
     assert [multiplies(some(count, 128), weight) for count in counts] == [rows >= count for count in counts]
+    halves = multiplies(some(FEW_ROWS + 1, 128, 0, torch.float16), weight.half())
+    assert halves is (rows == ALL_ROWS or "avx512fp16" not in here)
 
 
 @pytest.mark.parametrize("limit", ["avx2", pytest.param("", marks=pytest.mark.long)])

@@ -131,7 +131,7 @@ def test_float8_takes_bfloat16(name: str, threads: int) -> None:
 def test_rounded_inputs(scheme: str, threads: int) -> None:
     """Rows of three dimensions are rounded each by itself, as `linear` does, for those matrices that say so."""
     plain = coded_matrix(scheme, 70, COLUMNS)
-    roundings = Rounding(127.5, is_float=False), Rounding(448.0, is_float=True, group=128), None
+    roundings = Rounding(127.5), Rounding(448.0, group=128), None
     matrices = [dataclasses.replace(plain, rounding=rounding) for rounding in roundings]
     product = JointProduct.of([*matrices, matrices[0]], [False] * 4)
     assert product is not None

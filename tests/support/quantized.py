@@ -557,6 +557,8 @@ SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any] | None]] =
     "NVFP4": ("nvfp4-pack-quantized", NVFP4, {**NVFP4, "dynamic": "local"}),
     "MXFP4A16": ("mxfp4-pack-quantized", {**_MX, "num_bits": 4}, None),
     "MXFP8A16": ("mxfp8-quantized", {**_MX, "num_bits": 8}, None),
+    "MXFP4": ("mxfp4-pack-quantized", {**_MX, "num_bits": 4}, {**_MX, "num_bits": 4, "dynamic": True}),
+    "MXFP8": ("mxfp8-quantized", {**_MX, "num_bits": 8}, {**_MX, "num_bits": 8, "dynamic": True}),
 }
 """Name -> format, weights, activations, as compressed-tensors' config has them."""
 
