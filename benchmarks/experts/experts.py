@@ -74,7 +74,7 @@ NEEDED_BYTES = {"full": 26 * 1000**3, "medium": 3 * 1000**3, "tiny": 300 * 1000*
 SHAPES_NEED_BYTES = {**NEEDED_BYTES, "full": 30 * 1000**3}
 """Checkpoint, layer files of one kind, and llama.cpp's files."""
 WHOLE_NEEDS = 2.1
-"""Times what it takes at 4bit: layer files, llama.cpp's file, and two shards."""
+"""Times what it takes at 4bit: layer files, llama.cpp's file, and two shards. MXFP4 is there once more."""
 PROMPT_TOKENS = {"full": 16, WHOLE: 16, "medium": 16, "tiny": 6}
 TOPICS = 4
 """Each has a request that warms up, and one that is measured."""
@@ -249,13 +249,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit("--whole needs --shapes, and no --scale.")
     scale = f"{options.shapes}-{WHOLE if options.whole else options.scale}" if options.shapes else options.scale
     at_4bit = published.checkpoint(model_of(scale), 1).nbytes_4bit if options.shapes else 0
+    is_published_at_4bit = SCALES[scale].kind == "gpt-oss"
     needed = SHAPES_NEED_BYTES if options.shapes else NEEDED_BYTES
-    needed = {**needed, **({"full": round(WHOLE_NEEDS * at_4bit)} if options.whole else {})}
+    needed = {**needed, **({"full": round((WHOLE_NEEDS + is_published_at_4bit) * at_4bit)} if options.whole else {})}
     name = f"moe-{options.shapes}{'-whole' * options.whole}" if options.shapes else "moe"
     command_line.settle(options, name, needed)
     command_line.check_tokens(options)
     work, folder = options.work_dir, options.work_dir / f"moe-run-{scale}"
-    is_published_at_4bit = SCALES[scale].kind == "gpt-oss"
     if options.shapes:
         options.only = [OURS[not is_published_at_4bit], *(row for row in options.only if row in OF_SHAPES)]
     else:
@@ -273,9 +273,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.whole and not workload.files(row).exists():
             if row in OURS:
                 split_whole(scale, RUNNERS[row], workload.files(row), work)
-            else:
-                llama.built(work, "llama-server")
-                llama.write_file(workload.checkpoint, workload.files(row), "MXFP4" if is_published_at_4bit else "Q4_0")
+                return
+            llama.built(work, "llama-server")
+            if not is_published_at_4bit:
+                llama.write_file(workload.checkpoint, workload.files(row), "Q4_0")
+                return
+            plain = workload.files(row).with_name("plain")  # MXFP4, which this project does not export
+            convert = [sys.executable, "-m", "rabbitllm", "convert", str(workload.checkpoint), "--output", str(plain)]
+            run_tool(convert, f"rabbitllm convert of {scale} failed")
+            llama.write_by_llama_cpp(plain, workload.files(row), work)
+            shutil.rmtree(plain)
             return
         if row not in OF_SHAPES:
             prepare_files(RUNNERS[row], checkpoint, workload.files(row), work, f"moe-{row}-files")
