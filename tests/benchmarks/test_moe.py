@@ -157,6 +157,8 @@ def test_a_limit_has_the_rates_of_its_run() -> None:
     assert limit is not None
     assert limit.disk.median == 10
     assert [limit.seconds(run) for run in runs] == [10.0, 5.0, 4.0]
+    without_cap = MoeRun("a", 0, step_seconds=[1.0, 1.0], step_bytes=[60, 80], disk_speed=10.0, memory_speed=1e3)
+    assert limit.seconds(without_cap) == 7.0
     assert moe_report.Limit.of([], 1) is None
 
 
