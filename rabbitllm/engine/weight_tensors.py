@@ -127,7 +127,8 @@ class WeightStandIn(torch.Tensor):
                 target._refuse_writing(torch.Tensor.copy_, [target], {})
         if isinstance(weight, WeightStandIn):
             if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # called by nn.Parameter
-                return weight.again()
+                with torch.inference_mode(weight.is_inference()):  # as torch expects it
+                    return weight.again()
             if func is torch.ops.aten.is_pinned.default:
                 return False
             if func.__name__.startswith("new_") or func.__name__.partition(".")[0].endswith("_like"):
