@@ -145,7 +145,7 @@ class WeightStandIn(torch.Tensor):
 
 def _written(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any]:
     """What an operation writes to; optimizers pass lists."""
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | options
+    named = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **options}
     targets = (each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write)
     return tree_leaves([named.get(name) for name in targets])
 
