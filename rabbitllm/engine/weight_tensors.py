@@ -127,7 +127,8 @@ class WeightStandIn(torch.Tensor):
                 target._refuse_writing(torch.Tensor.copy_, [target], {})
         if isinstance(weight, WeightStandIn):
             if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # called by nn.Parameter
-                return weight.again()
+                with torch.inference_mode(weight.is_inference()):  # as torch expects it
+                    return weight.again()
             if func is torch.ops.aten.is_pinned.default:
                 return False
             if func.__name__.startswith("new_") or func.__name__.partition(".")[0].endswith("_like"):
@@ -144,7 +145,7 @@ class WeightStandIn(torch.Tensor):
 
 def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
     """What an operation writes to; optimizers pass lists."""
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | options
+    named = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **options}
     targets = (each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write)
     return tree_leaves([named.get(name) for name in targets])
 

@@ -32,6 +32,7 @@ from rabbitllm.formats.sentencepiece_model import SentencePieceModel, read_model
 from rabbitllm.formats.shard_header import HEAD_BYTES, TORCH, Weights, read_shard_header, recognise
 from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec, is_contiguous
 from rabbitllm.formats.torch_file import PICKLE, TorchTensor, pickle_of, read_legacy_torch, read_torch_zip
+from rabbitllm.models._conversion_input import finished_split_of
 from rabbitllm.splitter.plan import tensors_by_shard
 from rabbitllm.splitter.request import require_shards
 from rabbitllm.store.layer_store import LayerStore, StoredTensor
@@ -426,9 +427,10 @@ def _of_stored(tensor: StoredTensor, layer: str) -> TensorInfo:
 def _look_at_checkpoint(name: str, revision: str | None) -> Inspection:
     spec = prepare.ModelSpec(name, access=HubAccess(revision))
     source = prepare.find(spec, only_look=True)
-    checkpoint = prepare.open_weights(source, [source.split_folder])
+    split_folder = finished_split_of(name) or source.split_folder
+    checkpoint = prepare.open_weights(source, [split_folder])
     if checkpoint is None:
-        return _look_at_split(source.split_folder)
+        return _look_at_split(split_folder)
     shards = checkpoint.index.shards
     results = dict(zip(shards, side_by_side(lambda s: _metadata(checkpoint, s), shards, HEADER_THREADS), strict=True))
     metadata = {shard: result for shard, result in results.items() if isinstance(result, ShardMetadata)}

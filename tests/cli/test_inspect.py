@@ -24,6 +24,7 @@ from tests.frozen.support.command_line import Ran, rabbitllm
 from tests.support.builders import INDEX_NAME, cut, llama_tensors, write_shards
 from tests.support.commands import invoke
 from tests.support.fresh_process import python
+from tests.support.gguf_files import write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.local_hub import LocalHub
 from tests.support.published import write_llama_2_vocabulary, write_llama_2_weights
@@ -199,6 +200,19 @@ def test_a_split_directory_of_rabbitllm_1_1(how: str) -> None:
     assert parsed["format"] == f"a split directory, {'uncompressed' if how == 'none' else how}, RabbitLLM 1.1's"
     assert (parsed["tensor_count"], parsed["parameters"]) == (27, 94_784)
     assert parsed["layers"] == ["embed_tokens", "layers.0", "layers.1", "norm", "lm_head"]
+
+
+@pytest.mark.parametrize("source_format", ["folder", "gguf"])
+def test_a_folder_with_nothing_but_splits(tmp_path: Path, source_format: str) -> None:
+    """The most exact one."""
+    if source_format == "gguf":
+        source = write_gguf(tmp_path / "model.gguf")
+    else:
+        source = write_shards(tmp_path / "model", cut(llama_tensors(hidden=128), 2))
+    for compression in ("4bit", "8bit"):
+        Call(str(source), str(tmp_path / "out"), compression=compression, sequential=False).make()
+    parsed = record(tmp_path / "out")
+    assert parsed["format"].startswith("a split directory, 8bit, of model")
 
 
 def test_an_unfinished_split(tmp_path: Path) -> None:

@@ -371,6 +371,18 @@ def test_other_operations_get_the_matrix() -> None:
         assert torch.equal(copied * 1, plain)
 
 
+@pytest.mark.parametrize("detach", [torch.Tensor.detach, lambda weight: weight.data, nn.Parameter])
+def test_weights_are_detached_in_inference_mode(tmp_path: Path, detach: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    value = torch.arange(12.0).view(SHAPE)
+    model = load(split(build_checkpoint(tmp_path / "model", "qwen3_moe")), 0)
+    experts = next(weight for weight in model.parameters() if isinstance(weight, ExpertStack))
+    for weight, expected in ((absent(lambda: value, torch.float32), value), (experts, experts * 1)):
+        with torch.inference_mode():
+            detached = detach(weight)
+            assert torch.equal(detached * 1, expected)
+            assert torch.equal(detach(detached) * 1, expected)
+
+
 @with_vectors
 @pytest.mark.parametrize("view", [torch.t, lambda weight: weight.expand(2, -1, -1), lambda weight: weight[1]])
 @torch.inference_mode()
