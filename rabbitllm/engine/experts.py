@@ -277,7 +277,7 @@ class ChosenExperts(WeightStandIn):
             self.copies = self.stack.copied(self.stack.supply.numbers(self.numbers))
         return self.copies
 
-    def again(self) -> torch.Tensor:  # type: ignore[override]
+    def again(self) -> torch.Tensor:
         """The copies: what is written to them through one object is seen through the other."""
         return self.whole()
 

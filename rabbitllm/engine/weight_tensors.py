@@ -153,7 +153,7 @@ class WeightStandIn(torch.Tensor):
 
 def _written(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> list[Any]:
     """What an operation writes to; optimizers pass lists."""
-    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | options
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(options)
     targets = (each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write)
     return tree_leaves([named.get(name) for name in targets])
 
@@ -182,7 +182,7 @@ def _storage(values: Any) -> object:
     return values.untyped_storage()._cdata if type(values) in (torch.Tensor, torch.nn.Parameter) else object()
 
 
-def view_of(weight: WeightStandIn, values: torch.Tensor) -> torch.Tensor:
+def view_of(weight: Any, values: torch.Tensor) -> torch.Tensor:
     """Values in memory that were read from a weight: a `WeightView` if what is written to them would be lost."""
     return values if weight._why is None or isinstance(values, WeightStandIn) else WeightView(values, weight)
 
