@@ -26,7 +26,7 @@ from rabbitllm.engine.expert_source import ExpertParameter, ExpertPart, ExpertSo
 from rabbitllm.engine.placement import ExpertCost, Placement, Tier
 from rabbitllm.engine.prefetch import HostBuffers
 from rabbitllm.engine.span_reader import FileSpan, ReadMode, SpanReader
-from rabbitllm.engine.weight_tensors import QuantizedWeight, WeightStandIn
+from rabbitllm.engine.weight_tensors import QuantizedWeight, WeightStandIn, WeightView, view_of
 from rabbitllm.errors import AbsentWeightError
 from rabbitllm.quant.products import GroupedProduct, KernelMatrix
 from rabbitllm.store.layer_file import TENSOR_ALIGNMENT
@@ -262,9 +262,7 @@ class ChosenExperts(WeightStandIn):
     stack: ExpertStack
     numbers: torch.Tensor
     copies: torch.Tensor | None = None
-    _by_memory = WeightStandIn._by_memory | {
-        *(torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__)
-    }
+    _by_memory = WeightView._by_memory
 
     @staticmethod
     def __new__(cls, stack: ExpertStack, numbers: torch.Tensor) -> ChosenExperts:
@@ -279,13 +277,9 @@ class ChosenExperts(WeightStandIn):
             self.copies = self.stack.copied(self.stack.supply.numbers(self.numbers))
         return self.copies
 
-    def again(self) -> torch.Tensor:  # type: ignore[override]
+    def again(self) -> torch.Tensor:
         """The copies: what is written to them through one object is seen through the other."""
         return self.whole()
-
-    @classmethod
-    def _refuse_writing(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        pass
 
 
 def _bmm(input: Any, mat2: Any, **more: Any) -> torch.Tensor | None:
@@ -326,7 +320,7 @@ def _getitem(stack: Any, index: Any) -> Any:
 def _expert_weight(stack: ExpertStack, expert: int) -> torch.Tensor:
     if not -stack.shape[0] <= expert < stack.shape[0]:
         raise IndexError(f"index {expert} is out of bounds for {stack.shape[0]} experts")
-    return next(stack.each([expert % stack.shape[0]]))
+    return view_of(stack, next(stack.each([expert % stack.shape[0]])))
 
 
 def _transpose(stack: Any, first: int, second: int) -> Any:

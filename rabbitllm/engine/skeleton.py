@@ -442,7 +442,10 @@ def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     try:
         return _tokenizer(folder, trust_remote_code)
     except Exception as error:  # malformed files make transformers and tokenizers raise any error
-        logger.warning("No tokenizer could be read from %s (%s); model.tokenizer is None.", folder, error_line(error))
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        has_files = has_vocabulary(names) or "tokenizer_config.json" in names
+        why = error_line(error) if has_files else "there is no vocabulary, such as tokenizer.json or tokenizer.model"
+        logger.warning("No tokenizer could be read from %s (%s); model.tokenizer is None.", folder, why)
         return None
     finally:
         if (trim := trimming()) is not None:

@@ -1,19 +1,21 @@
 """Tensors that stand for weights: placeholders of those that are not in memory, and quantized matrices.
 
 Neither can be written to: merging an adapter, loading other weights or initialising again would be lost with the next
-pass, or have no effect, without an error. So functions that write are refused, by name. Reading a weight that is not in
-memory makes the weight itself, or is refused too. `torch.nn.functional.linear` multiplies the quantized weight of a
-Linear from its codes; any other operation uses a dequantized matrix, which is freed after it.
+pass, or have no effect, without an error. So functions that write are refused, also through a view. Reading a weight
+that is not in memory makes the weight itself, or is refused too. `torch.nn.functional.linear` multiplies the quantized
+weight of a Linear from its codes; any other operation uses a dequantized matrix, which is freed after it.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -41,6 +43,8 @@ def _writes_to_the_first(func: Callable[..., Any]) -> bool:
 _BY_MEMORY = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__})
 """Functions that read a tensor's memory directly; all others read it through operations."""
 _ADDRESSES = frozenset({torch.Tensor.data_ptr, torch.Tensor.storage})
+_WITH_MEMORY = "deepcopy", "reduce_ex", "repr", "format"
+"""Methods of tensors that have a storage."""
 
 
 def read_only(why: str) -> ReadOnlyWeightError:
@@ -48,7 +52,8 @@ def read_only(why: str) -> ReadOnlyWeightError:
     return ReadOnlyWeightError(
         f"A weight of this model cannot be written to: {why}.",
         "Leave an adapter unmerged: then it changes no weights. To merge it, or to change weights, load the model "
-        "uncompressed and with enough max_memory for all of it, or with transformers itself.",
+        "uncompressed and with enough max_memory for all of it, or with transformers itself. A copy of some values, "
+        "weight[...].clone(), can be written to.",
     )
 
 
@@ -63,8 +68,10 @@ class WeightStandIn(torch.Tensor):
     meta ids returns garbage without an error.
     """
 
-    _why: str
-    """Why it cannot be written to, for messages."""
+    _why: str | None = None
+    """Why it cannot be written to, for messages; None if it can."""
+    is_at_hand: bool = False
+    """Whether it can be read at any time: the weights of the model fit in memory. Its copies are ordinary weights."""
     _answers: Mapping[Any, Callable[..., Any]]
     """Function of torch -> one with the same arguments, which returns None for those that it does not answer."""
     _by_memory = _BY_MEMORY
@@ -77,7 +84,7 @@ class WeightStandIn(torch.Tensor):
         """The weight as an ordinary tensor."""
         raise NotImplementedError
 
-    def again(self) -> WeightStandIn:
+    def again(self) -> torch.Tensor:
         """Another object for the same weight."""
         raise NotImplementedError
 
@@ -85,13 +92,6 @@ class WeightStandIn(torch.Tensor):
     def _operation(cls, func: Any, args: tuple[Any, ...]) -> Any:
         """The result of an operation of torch inside of others; None if it gets the whole weight."""
         return None
-
-    @classmethod
-    def _refuse_writing(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise `ReadOnlyWeightError` for a function of torch that would write to a weight of this kind."""
-        target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))  # torch.nn.init passes it by name
-        if (isinstance(target, cls) and _writes_to_the_first(func)) or isinstance(kwargs.get("out"), cls):
-            raise read_only(cls._why)
 
     @classmethod
     def __torch_function__(
@@ -105,10 +105,15 @@ class WeightStandIn(torch.Tensor):
         answer = cls._answers.get(func)
         if answer is not None and (result := answer(*args, **options)) is not None:
             return result
-        cls._refuse_writing(func, args, options)
+        if _writes_to_the_first(func):  # torch.nn.init passes it by name
+            _refuse(args[0] if args else options.get("tensor", options.get("input")))
+        _refuse(options.get("out"))
         if func in cls._by_memory:
             whole = args[0].whole().detach().requires_grad_(args[0].requires_grad)
-            return func(whole, *args[1:], **options)
+            result = func(whole, *args[1:], **options)
+            if isinstance(result, np.ndarray) and result.base is not None and args[0]._why:
+                result.flags.writeable = False
+            return result
         if func in _ADDRESSES:
             raise AbsentWeightError(
                 f"The storage of a weight was requested, but the weight is not in memory as a matrix: {cls._why}.",
@@ -121,10 +126,12 @@ class WeightStandIn(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if torch.is_inference_mode_enabled():  # no weight is made in that mode, so its views are not
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         weight, options = args[0] if args else None, dict(kwargs or {})
         for target in _written(func, args, options) if func._schema.is_mutable else ():
-            if isinstance(target, WeightStandIn):
-                target._refuse_writing(torch.Tensor.copy_, [target], {})
+            _refuse(target)
         if isinstance(weight, WeightStandIn):
             if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # called by nn.Parameter
                 with torch.inference_mode(weight.is_inference()):  # as torch expects it
@@ -137,10 +144,12 @@ class WeightStandIn(torch.Tensor):
         result = cls._operation(func, args)
         if result is not None:
             return result
-        if not torch.is_inference_mode_enabled():
-            return func(*tree_map(_whole, args), **tree_map(_whole, options))
-        with torch.inference_mode(False), torch.no_grad():  # no weight is made in that mode, so its views are not
-            return func(*tree_map(_whole, args), **tree_map(_whole, options))
+        values = tree_map(_whole, args)
+        result = func(*values, **tree_map(_whole, options))
+        if not func.is_view or values[0] is weight:
+            return result
+        of = _storage(values[0])  # what may be a view of it may be a copy, too
+        return tree_map(lambda each: view_of(weight, each) if _storage(each) == of else each, result)
 
 
 def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
@@ -152,6 +161,57 @@ def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[
 
 def _whole(value: Any) -> Any:
     return value.whole() if isinstance(value, WeightStandIn) else value
+
+
+def _refuse(target: Any) -> None:
+    """
+    Raises:
+        ReadOnlyWeightError: a function would write to a weight that cannot be written to.
+    """
+    if not isinstance(target, WeightStandIn) or target._why is None:
+        return
+    if target.is_at_hand:
+        raise ReadOnlyWeightError(
+            "A weight of this model cannot be written to: its rows are read when they are looked up.",
+            "Set a copy in its place before a program trains it or merges an adapter into it: "
+            "module.weight = torch.nn.Parameter(module.weight.clone()).",
+        )
+    raise read_only(target._why)
+
+
+def _storage(values: Any) -> object:
+    return values.untyped_storage()._cdata if type(values) in (torch.Tensor, torch.nn.Parameter) else object()
+
+
+def view_of(weight: Any, values: torch.Tensor) -> torch.Tensor:
+    """Values in memory that were read from a weight: a `WeightView` if what is written to them would be lost."""
+    return values if weight._why is None or isinstance(values, WeightStandIn) else WeightView(values, weight)
+
+
+class WeightView(WeightStandIn):
+    """A view of values that were read from a weight: an ordinary tensor that cannot be written to.
+
+    Args:
+        plain: the values.
+        of: the weight, or another view.
+    """
+
+    plain: torch.Tensor
+    _by_memory = _BY_MEMORY | _ADDRESSES | {getattr(torch.Tensor, f"__{name}__") for name in _WITH_MEMORY}
+
+    @staticmethod
+    def __new__(cls, plain: torch.Tensor, of: WeightStandIn) -> WeightView:
+        view: WeightView = torch.Tensor._make_subclass(cls, plain)
+        view.plain, view._why, view.is_at_hand = plain, of._why, of.is_at_hand
+        return view
+
+    def whole(self) -> torch.Tensor:
+        """The values."""
+        return self.plain
+
+    def again(self) -> WeightView:
+        """Another view of the same values."""
+        return WeightView(self.plain, self)
 
 
 Multiply: TypeAlias = Callable[[torch.Tensor, Callable[..., torch.Tensor]], torch.Tensor]
@@ -174,8 +234,6 @@ class AbsentWeight(WeightStandIn):
     """Of a table: distinct rising ids, int64 (n,) on the CPU -> their rows (n, width) on the weight's device."""
     by_pieces: Multiply | None = None
     """Of a Linear's matrix that is read in pieces."""
-    is_at_hand: bool = False
-    """Whether it can be read at any time: the weights of the model fit in memory. Its copies are ordinary weights."""
     _why = "it is read from the disk when its layer computes"
     _by_memory = _BY_MEMORY | _ADDRESSES
 
@@ -224,13 +282,13 @@ class AbsentWeight(WeightStandIn):
     def again(self) -> AbsentWeight:
         """Another object for the same weight, not a parameter, as from `detach`."""
         weight = AbsentWeight(self._read, self.shape, self.dtype, self.device, is_parameter=False)
-        weight.look_up, weight.by_pieces = self.look_up, self.by_pieces
+        weight.look_up, weight.by_pieces, weight.is_at_hand = self.look_up, self.by_pieces, self.is_at_hand
         return weight
 
 
 def _clone(*args: Any, **options: Any) -> None:
     if called_by("peft"):  # it clones the weights that it will merge into
-        AbsentWeight._refuse_writing(torch.Tensor.copy_, args, {})
+        _refuse(args[0])
 
 
 def _new_tensor(form: torch.Tensor, data: Any, **options: Any) -> torch.Tensor:
@@ -436,7 +494,19 @@ def _matmul(input: Any = None, weight: Any = None, **options: Any) -> torch.Tens
     return None if torch.is_grad_enabled() and input.requires_grad else matrix.times(input)
 
 
+def _product_of_views(product: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The answer to a product: that of the values, without an operation's detour; None if gradients are needed."""
+    views = [each for each in (*args, *options.values()) if isinstance(each, WeightView)]
+    if torch.is_grad_enabled() and any(view.requires_grad for view in views):
+        return None
+    args, options = tree_map(lambda each: each.plain if isinstance(each, WeightView) else each, (args, options))
+    return product(*args, **options)
+
+
 _PRODUCTS = torch.mm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__
+WeightView._answers = {
+    product: functools.partial(_product_of_views, product) for product in (torch.nn.functional.linear, *_PRODUCTS)
+}
 QuantizedWeight._answers = {torch.nn.functional.linear: _linear, **dict.fromkeys(_PRODUCTS, _matmul)}
 
 

@@ -169,6 +169,25 @@ def test_a_large_table_is_used_as_any_weight_where_all_fits(tmp_path: Path, monk
     assert model.get_input_embeddings().weight.shape == (280, 64)
 
 
+def test_a_large_table_is_trained_as_its_refusal_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "LARGE_TABLE", 1)
+    model = load(split(build_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16)), dtype="float32")
+    module = model.get_input_embeddings()
+
+    def trained() -> torch.Tensor:
+        optimizer = torch.optim.SGD(model.get_input_embeddings().parameters(), lr=0.1)
+        loss: torch.Tensor = model(input_ids=INPUT, labels=INPUT).loss
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for write in (trained, lambda: module.weight[5].detach().zero_(), module.weight.data.zero_):
+        with pytest.raises(ReadOnlyWeightError, match=r"nn\.Parameter\(module\.weight\.clone\(\)\)"):
+            write()
+    module.weight = nn.Parameter(module.weight.clone())
+    assert trained() > trained()
+
+
 def _storages() -> dict[int, int]:
     """Address -> bytes of all memory of tensors that is no mapped file."""
     gc.collect()

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from rabbitllm.engine import units
 from rabbitllm.engine.experts import ExpertStack
 from rabbitllm.engine.placement import Tier
-from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight
+from rabbitllm.engine.weight_tensors import AbsentWeight, QuantizedWeight, WeightView
 from rabbitllm.errors import AbsentWeightError, ReadOnlyWeightError
 from rabbitllm.quant import _vectors, products
 from rabbitllm.quant.products import Matrix
@@ -78,13 +78,92 @@ WRITES: list[Callable[[Any], Any]] = [
 ]
 
 
+def add_to_the_transposed(weight: Any) -> None:
+    turned = weight.T if weight.dim() == 2 else weight.mT
+    turned += 1
+
+
+def set_in_an_item(weight: Any) -> None:
+    weight[0][1] = 5
+
+
+def set_data_of_an_item(weight: Any) -> None:
+    weight[0].data = torch.ones(tuple(weight.shape[1:]))
+
+
+VIEW_WRITES: list[Callable[[Any], Any]] = [
+    add_to_the_transposed,
+    set_in_an_item,
+    set_data_of_an_item,
+    lambda weight: weight[0].fill_(1),
+    lambda weight: weight.data[0].zero_(),
+    lambda weight: weight.detach()[1:].detach().zero_(),
+    lambda weight: weight.view(-1).add_(1),
+    lambda weight: weight.view(torch.uint8).zero_(),
+    lambda weight: weight.split(2)[0].copy_(weight[:2]),
+    lambda weight: weight.unbind()[0].zero_(),
+    lambda weight: list(weight)[1].flatten()[2:].index_fill_(0, torch.tensor([0]), 1),
+    lambda weight: nn.init.zeros_(weight[0]),
+    lambda weight: nn.functional.relu(weight[0], inplace=True),
+    lambda weight: torch.add(weight, 1.0, out=weight.view(weight.shape)),
+    lambda weight: torch._foreach_mul_([weight[0]], 2.0),
+    lambda weight: optimized(weight[0], foreach=True),
+]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("write", VIEW_WRITES)
+def test_writing_to_a_view_of_an_absent_weight_is_refused(write: Callable[[Any], Any], mode: Any) -> None:
+    weight = absent(lambda: torch.ones(SHAPE, dtype=torch.bfloat16))
+    with mode(), pytest.raises(ReadOnlyWeightError, match="read from the disk when its layer computes"):
+        write(weight)
+
+
+def test_arrays_of_a_weight_are_read_only() -> None:
+    weight = absent(lambda: torch.ones(SHAPE), torch.float32, is_parameter=False)
+    for array in (weight.numpy(), weight[0].numpy(), np.asarray(weight.T)):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 2
+    np.asarray(weight, dtype=np.float64)[0] = 2  # a copy
+
+
+def test_a_copy_of_a_view_can_be_written_to() -> None:
+    weight = absent(lambda: torch.ones(SHAPE), torch.float32)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for copied in (
+                weight[0].clone(),
+                copy.deepcopy(weight.detach()[0]),
+                weight.T.contiguous(),
+                weight[0].half(),
+                weight[torch.tensor([0, 2])],
+                weight[0] * 1,
+                torch.load(saved(weight.detach()[0]), weights_only=True),
+            ):
+                assert type(copied.zero_()) is torch.Tensor
+            assert repr(weight.detach()[0]) == repr(torch.ones(4))
+            assert f"{weight[0, 0]:.1f}" == "1.0"
+            assert bool((weight == 1).all())
+
+
+def test_products_of_views_have_gradients() -> None:
+    plain = nn.Parameter(torch.arange(12.0).view(SHAPE))
+    weight = absent(lambda: plain, torch.float32)
+    for each in (plain, weight):
+        x = torch.ones(2, 3, requires_grad=True)
+        (
+            nn.functional.linear(x, each.T) + x @ each[:] + nn.functional.linear(x[:, :2], each[:2].T)
+        ).square().sum().backward()
+    assert torch.equal(plain.grad, weight.grad)
+
+
 @pytest.mark.parametrize("write", WRITES)
 def test_writing_to_an_absent_weight_is_refused(write: Callable[[Any], Any]) -> None:
     with torch.no_grad(), pytest.raises(ReadOnlyWeightError, match="read from the disk when its layer computes"):
         write(absent())
 
 
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", [*WRITES, *VIEW_WRITES])
 @pytest.mark.parametrize(
     ("family", "compression", "budget", "name", "weight_type"),
     [
@@ -224,6 +303,8 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "rows one by one": lambda w: list(w),
     "compared": lambda w: torch.equal(w, w),
     "a view": lambda w: w.view(-1),
+    "a product of a view": lambda w: torch.ones(2, 3, dtype=w.dtype) @ w.view(SHAPE),
+    "a view's address": lambda w: w[1].data_ptr(),
     "inside another function": lambda w: torch.einsum("ij,kj->ik", w, w),
     "dlpack": lambda w: torch.from_dlpack(w.detach().float()),
 }
@@ -237,10 +318,10 @@ def test_operations_with_values_read_the_weight(asked: str) -> None:
             READS[asked](absent())
     with torch.no_grad():
         expected, actual = READS[asked](plain), READS[asked](absent(read=lambda: nn.Parameter(plain)))
-    if asked == "an address":
+    if "address" in asked:
         assert actual == expected
         return
-    assert type(actual) is type(expected)
+    assert type(actual) is type(expected) or isinstance(actual, WeightView)
     assert np.array_equal(np.asarray(_plain(actual)), np.asarray(_plain(expected)))
 
 
