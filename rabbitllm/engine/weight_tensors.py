@@ -130,6 +130,8 @@ class WeightStandIn(torch.Tensor):
             with torch.inference_mode(False), torch.no_grad():
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         weight, options = args[0] if args else None, dict(kwargs or {})
+        if func is torch.ops.aten.set_.source_Tensor and weight is args[1]:  # a parametrization sets it to itself
+            return weight
         for target in _written(func, args, options) if func._schema.is_mutable else ():
             _refuse(target)
         if isinstance(weight, WeightStandIn):
