@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from rabbitllm.engine.streamed_model import StreamedModel
 
-_SET_IT = "Set its path with --against (against= in Python)."
+_SET_IT = "Set its path, as in against='FOLDER'."
 SHARE = 3
 """By default 1 / `SHARE` of free memory is for the weights of each model. A pass reads each weight once, so resident
 weights gain nothing. The rest is for waiting micro-batches."""
@@ -62,7 +62,7 @@ def compared_spec(spec: ModelSpec, *, alone: bool) -> ModelSpec:
         if manifest is None or manifest.compression is None:
             raise QualityError(
                 f"{spec.name} is not compressed; the default comparison is with the uncompressed model.",
-                "Set --compression, e.g. 4bit, or a model to compare with: --against (against= in Python).",
+                "Set one, as in compression='4bit', or a model to compare with, as in against='FOLDER'.",
             )
     return replace(spec, compression=chosen)
 

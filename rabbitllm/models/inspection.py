@@ -425,12 +425,12 @@ def _of_stored(tensor: StoredTensor, layer: str) -> TensorInfo:
 
 
 def _look_at_checkpoint(name: str, revision: str | None) -> Inspection:
-    spec = prepare.ModelSpec(name, access=HubAccess(revision))
-    source = prepare.find(spec, only_look=True)
-    split_folder = finished_split_of(name) or source.split_folder
-    checkpoint = prepare.open_weights(source, [split_folder])
-    if checkpoint is None:
+    if (split_folder := finished_split_of(name)) is not None:
         return _look_at_split(split_folder)
+    source = prepare.find(prepare.ModelSpec(name, access=HubAccess(revision)), only_look=True)
+    checkpoint = prepare.open_weights(source, [source.split_folder])
+    if checkpoint is None:
+        return _look_at_split(source.split_folder)
     shards = checkpoint.index.shards
     results = dict(zip(shards, side_by_side(lambda s: _metadata(checkpoint, s), shards, HEADER_THREADS), strict=True))
     metadata = {shard: result for shard, result in results.items() if isinstance(result, ShardMetadata)}

@@ -188,6 +188,7 @@ def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, FolderLock]:
 
     Raises:
         CheckpointNotFoundError: there are none.
+        MissingShardError: one is missing.
         InUseError: another process is deleting them.
         HubError: they cannot be fetched.
         DiskFullError: the disk of the hub cache is full.
@@ -203,8 +204,14 @@ def whole_checkpoint(source: Source) -> tuple[LocalCheckpoint, FolderLock]:
         raise CheckpointNotFoundError(
             f"{source.name} has no original checkpoint, which split=False needs.", "Remove split=False."
         )
-    lock = folder_lock.shared(folder, FolderKind.SOURCE)
-    return LocalCheckpoint(folder, entry=entry), lock
+    lock, checkpoint = folder_lock.shared(folder, FolderKind.SOURCE), LocalCheckpoint(folder, entry=entry)
+    missing = [path for shard in checkpoint.index.shards if not (path := folder / shard).exists()]
+    if missing:
+        lock.close()
+        problem = f"{missing[0]} is missing; the index names it."
+        error = MissingShardError(problem, "Restore the file, or download the checkpoint again.")
+        raise with_other_splits(error, source)
+    return checkpoint, lock
 
 
 def open_folder(

@@ -22,7 +22,6 @@ from rabbitllm.checkpoints.index import MODEL_DTYPES, SAFETENSORS_SUFFIX, dtype_
 from rabbitllm.errors import (
     CorruptShardError,
     IncompleteSplitError,
-    MissingShardError,
     RabbitLLMError,
     UnreadableFormatError,
 )
@@ -284,18 +283,12 @@ class UnsplitStore(MappedWeights):
     def __init__(self, checkpoint: LocalCheckpoint) -> None:
         """
         Raises:
-            MissingShardError: a shard is missing.
             UnreadableFormatError: a tensor is in pieces, so the checkpoint has to be split first.
             CheckpointError: see `read_shard_header`.
         """
         super().__init__(checkpoint.folder, checkpoint.label)
         for shard in checkpoint.index.shards:
-            path = self.path(shard)
-            if not path.exists():
-                raise MissingShardError(
-                    f"{path} is missing; the index names it.", "Restore the file, or download the checkpoint again."
-                )
-            self._headers[shard] = checkpoint.taken_from(shard, read_shard_header(path, shard))
+            self._headers[shard] = checkpoint.taken_from(shard, read_shard_header(self.path(shard), shard))
         last = {spec.name: shard for shard in sorted(self._headers) for spec in self._headers[shard].tensors}
         owner = {**last, **checkpoint.index.weight_map}  # as a split takes them
         for shard, header in self._headers.items():

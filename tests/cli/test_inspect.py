@@ -215,6 +215,14 @@ def test_a_folder_with_nothing_but_splits(tmp_path: Path, source_format: str) ->
     assert parsed["format"].startswith("a split directory, 8bit, of model")
 
 
+def test_a_split_that_has_used_up_the_shards(tmp_path: Path) -> None:
+    """Their index is left."""
+    folder = write_shards(tmp_path / "model", cut(llama_tensors(hidden=128), 2))
+    Call(str(folder), compression="4bit", sequential=True).make()
+    assert (folder / "model.safetensors.index.json").exists()
+    assert record(folder)["format"].startswith("a split directory, 4bit, of model")
+
+
 def test_an_unfinished_split(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "model", cut(llama_tensors(), 3))
     split_folder = interrupted(Call(str(folder)))

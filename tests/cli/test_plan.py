@@ -21,7 +21,7 @@ import rabbitllm
 from rabbitllm.base.terminal import size, size_rounded_up
 from rabbitllm.checkpoints import local
 from rabbitllm.checkpoints.hub import FIRST_READ_BYTES
-from rabbitllm.errors import CheckpointNotFoundError, NotEnoughSpaceException, OptionError
+from rabbitllm.errors import CheckpointNotFoundError, MissingShardError, NotEnoughSpaceException, OptionError
 from rabbitllm.estimate.report import show
 from rabbitllm.estimate.split_estimate import FETCHED_BYTES, ROUTES, CompressionEstimate, Route, SplitEstimate
 from rabbitllm.splitter.disk_budget import on_disk
@@ -474,6 +474,13 @@ def test_folder_with_nothing_but_a_split(tmp_path: Path, source_format: str) -> 
     assert [g.compression for g in forecast.generations if g.obstacle is None] == ["8bit"]
     with pytest.raises(CheckpointNotFoundError, match=r"Load or resume that one: compression='8bit' in"):
         rabbitllm.AutoModel.from_pretrained(tmp_path / "out", split=False, device="cpu")
+
+
+def test_shards_that_a_split_has_used_up_cannot_be_loaded(tmp_path: Path) -> None:
+    source = write_shards(tmp_path / "model", cut(llama_tensors(hidden=128), 2))
+    Call(str(source), compression="8bit").make()
+    with pytest.raises(MissingShardError, match=r"Load or resume that one: compression='8bit' in"):
+        rabbitllm.AutoModel.from_pretrained(source, split=False, device="cpu")
 
 
 def test_deleted_single_file(tmp_path: Path) -> None:

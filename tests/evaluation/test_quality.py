@@ -70,7 +70,7 @@ def test_an_uncompressed_model_is_not_compared_with_itself(checkpoint: Path) -> 
     for name in (checkpoint, split(checkpoint)):
         with pytest.raises(QualityError, match="the default comparison is with the uncompressed model") as refused:
             quality(name, **FEW)
-        assert "--compression" in refused.value.remedy
+        assert "compression=" in refused.value.remedy
     assert quality(checkpoint, checkpoint, **FEW).summary.divergence.largest == 0
 
 
