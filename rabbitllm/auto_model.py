@@ -446,8 +446,8 @@ def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *
     # a device that does not exist is refused before a request to the hub
     devices = prepare.devices_of(run) if loads else None
     source = prepare.find(request.spec, only_look=split is None)
-    if split is None and not source.finished and source.entry is None:  # those of an entry are opened for its config
-        prepare.open_weights(source, [source.split_folder])
+    if split is None and not source.finished and source.repository is None and source.entry is None:
+        prepare.open_weights(source, [source.split_folder])  # names a split where a folder has nothing else
     if split is not None and source.finished and not loads:  # without a check, which would import torch
         options = prepare.with_memory(split, run)
         return Prepared(request, source, None, None, prepare.ensure_split(source, options, executor=executor))

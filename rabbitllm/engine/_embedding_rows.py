@@ -81,7 +81,7 @@ def _runs(stored: StoredTensor, index: int, ids: torch.Tensor, step: int) -> Ite
     scheme = STORED[form.scheme] if form is not None else None
     if index >= (1 if scheme is not None and scheme.block_bytes else _BY_ROW):  # shared by all rows
         return iter([(part.offset, part.offset + part.nbytes)])
-    if not (count := ids.shape[0]):  # `len` of a tensor takes Python a microsecond, and ten after a token's weights
+    if not (count := ids.shape[0]):  # `len` of a tensor takes Python a microsecond
         return iter(())
     # of one row Python computes the same in a tenth of the time
     first: Any = int(ids) if count == 1 else ids.numpy().astype(np.int64)

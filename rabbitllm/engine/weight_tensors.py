@@ -136,8 +136,7 @@ class WeightStandIn(torch.Tensor):
             _refuse(target)
         if isinstance(weight, WeightStandIn):
             if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):  # called by nn.Parameter
-                with torch.inference_mode(weight.is_inference()):  # as torch expects it
-                    return weight.again()
+                return weight.again()
             if func is torch.ops.aten.is_pinned.default:
                 return False
             if func.__name__.startswith("new_") or func.__name__.partition(".")[0].endswith("_like"):
@@ -166,9 +165,10 @@ def _whole(value: Any) -> Any:
 
 
 def _refuse(target: Any) -> None:
-    """
+    """Refuse to write to a weight.
+
     Raises:
-        ReadOnlyWeightError: a function would write to a weight that cannot be written to.
+        ReadOnlyWeightError: it cannot be written to.
     """
     if not isinstance(target, WeightStandIn) or target._why is None:
         return
@@ -182,6 +182,7 @@ def _refuse(target: Any) -> None:
 
 
 def _storage(values: Any) -> object:
+    """Equal for tensors in the same memory; equal to nothing for what is no ordinary tensor."""
     return values.untyped_storage()._cdata if type(values) in (torch.Tensor, torch.nn.Parameter) else object()
 
 

@@ -68,7 +68,7 @@ LONG_BYTES = 6144
 no longer fits the smallest cache, and 4bit is read at 1.1 and 1.4 times the rate. Shorter rows are read one by one: of
 2,048 columns at 1 to 1.15 times the rate, 8bit of 768 at 1.18 times (Zen 4)."""
 LONG_ROW = 16384
-"""Bytes of a row of bfloat16 from which one input is loaded for `ROWS` rows: of 14,336 columns they are read at 1.2
+"""Bytes of a row of plain values from which one input is loaded for `ROWS` rows: of 14,336 columns they are read at 1.2
 times the rate of one row, of 768 to 4,096 at 0.7 to 0.8 times, of 8,192 alike (Zen 5; AVX2 0.75 to 0.9)."""
 NEAR_ROWS = 32
 """Rows whose codes stay in a core's cache until they are multiplied with all inputs."""
