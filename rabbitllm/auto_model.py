@@ -383,7 +383,7 @@ class Prepared:
 
         run = self.request.run if run is None else run
         status = console.status(self.request.loading) if console is not None else contextlib.nullcontext()
-        with status, self._opened(run) as (store, home, *holders):
+        with status, self.opened(run) as (store, home, *holders):
 
             def load_part(share: PartChooser | None = None) -> StreamedModel:
                 part = load.load_model(store, run, home, self._devices, share, self._planner)
@@ -406,11 +406,11 @@ class Prepared:
         from rabbitllm.engine.devices import resolve_devices
         from rabbitllm.engine.load_plan import make_load_plan
 
-        with self._opened(run) as (store, home, *_):
+        with self.opened(run) as (store, home, *_):
             return make_load_plan(store, run, home, resolve_devices(run.device, run.max_memory)).placement
 
     @contextlib.contextmanager
-    def _opened(self, run: RunOptions) -> Iterator[tuple[Any, ...]]:
+    def opened(self, run: RunOptions) -> Iterator[tuple[Any, ...]]:
         """Yield the weights, the folder of config and tokenizer, and what holds both for a model: a lock, and files."""
         if self.folder is not None:
             with prepare.read_lock(self.folder) as lock:
@@ -462,8 +462,8 @@ def prepare_model(request: LoadRequest, executor: ShardExecutor | None = None, *
         if split is not None:
             options = prepare.with_memory(split, run, devices)
             profile = prepare.ensure_split(source, options, executor=executor, accept=planner)
-        elif not source.finished:
-            prepare.check_before_fetching(source, planner)
+        elif not source.finished and source.repository is not None:
+            prepare.check_from_headers(source, None, planner)
     return Prepared(request, source, devices, planner, profile)
 
 
@@ -556,8 +556,7 @@ def prepare_with_draft(request: LoadRequest, draft: Any, console: Console | None
 
             check_folders(*(source.config_folder for source in sources))
         draft = load(draft, console)
-    run = replace(request.run, heads=None if draft == "auto" else draft == "mtp", self_draft=draft == "self")
-    return prepare_model(replace(request, run=run)), draft
+    return prepare_model(replace(request, run=request.run.drafted(draft))), draft
 
 
 def check_unsplit(options: SplitOptions) -> None:

@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -192,6 +192,10 @@ class RunOptions:
     verify_checksums: bool = True
     self_draft: bool = False
     heads: bool | None = False
+
+    def drafted(self, draft: Any) -> RunOptions:
+        """The options with what a draft needs: "auto", "mtp" or "self"; a draft model needs nothing."""
+        return replace(self, heads=None if draft == "auto" else draft == "mtp", self_draft=draft == "self")
 
     def __post_init__(self) -> None:
         """

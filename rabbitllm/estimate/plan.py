@@ -105,8 +105,8 @@ def plan(
     of_auto = prepare.with_memory(replace(request.split, compression=AUTO), run_options)  # it is planned, too
     options = replace(of_auto, compression=request.split.compression)
     rate = None if bandwidth is None else _given_rate(bandwidth)
-    source = prepare.find(request.spec, only_look=True)
-    scan = SourceScan(source, request.spec, options)
+    scan = SourceScan(request.spec, options)
+    source = scan.source
 
     from rabbitllm.estimate.predict import generations  # imports transformers, which takes seconds
 

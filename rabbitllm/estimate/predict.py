@@ -122,7 +122,7 @@ class _DraftEstimator:
         self._draft = draft
         self._name = draft if isinstance(draft, str) else draft.spec.name
         self._source = source
-        self._own_source = None if isinstance(draft, str) else prepare.find(draft.spec, only_look=True)
+        self._scan = None if isinstance(draft, str) else SourceScan(draft.spec, draft.split or SplitOptions())
         self._home = home
         self._machine = machine
 
@@ -191,9 +191,8 @@ class _DraftEstimator:
             RabbitLLMError: it cannot be loaded, does not fit in memory, or has another vocabulary.
         """
         assert isinstance(self._draft, LoadRequest)
-        assert self._own_source is not None
-        spec, split, run = self._draft.spec, self._draft.split, self._draft.run
-        scan = SourceScan(self._own_source, spec, split or SplitOptions())
+        assert self._scan is not None
+        scan, spec, run = self._scan, self._draft.spec, self._draft.run
         check_folders(self._source.config_folder, scan.source.config_folder)
         if (store := _store(scan, spec.compression)) is None:
             raise OptionError(

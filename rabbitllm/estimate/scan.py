@@ -26,22 +26,25 @@ from rabbitllm.store.manifest import AUTO, JOURNAL_NAME, SPLITS, Manifest, is_fi
 
 @dataclass
 class SourceScan:
-    """A source and its split directories, read once.
+    """A source and its split directories, found and read once.
 
     Attributes:
-        source: the result of `prepare.find`.
         spec: the model as it was named.
         options: the caller's.
+        source: the result of `prepare.find`; where only finished splits are left of a model, with the config of one.
         refused: why loading would refuse a split, by compression; filled in before `feasible` is used.
     """
 
-    source: prepare.Source
     spec: prepare.ModelSpec
     options: SplitOptions
     refused: dict[str | None, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Take the config of a finished split where nothing else is left of the model."""
+        """
+        Raises:
+            RabbitLLMError: there is no such model.
+        """
+        self.source = prepare.find(self.spec, only_look=True)
         if self.checkpoint is None and not self.source.finished and self.manifests:
             home = self.folders[next(iter(self.manifests))]
             self.source = dataclasses.replace(self.source, config_folder=home, finished=True)

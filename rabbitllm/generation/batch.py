@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,6 +44,25 @@ logger = logging.getLogger(__name__)
 _DEFAULT = Limits()
 
 
+def check_runs(model: Any) -> None:
+    """Refuse a model, loaded or not, whose requests cannot be answered together.
+
+    Raises:
+        OptionError: see `Batch`; memory is not looked at.
+    """
+    check_generates(model)
+    if model.config.is_encoder_decoder:
+        raise OptionError("The model has an encoder; requests need a decoder-only model.", "Use a causal model.")
+    layers = layer_configs(model.config.get_text_config(decoder=True))
+    if any(getattr(layer, "hidden_size", None) is None for layer in layers):
+        raise OptionError(
+            f"A {type(model).__name__} has no single decoder whose sizes tell the memory of a request.",
+            "Call model.generate.",
+        )
+    end_tokens(model)  # refuses a model without a tokenizer
+    check_options(model)
+
+
 class Batch:
     """Answers requests on one model, all in the same passes.
 
@@ -61,17 +80,7 @@ class Batch:
     """
 
     def __init__(self, model: StreamedModel, limits: Limits = _DEFAULT) -> None:
-        check_generates(model)
-        if model.config.is_encoder_decoder:
-            raise OptionError("The model has an encoder; requests need a decoder-only model.", "Use a causal model.")
-        layers = layer_configs(model.config.get_text_config(decoder=True))
-        if any(getattr(layer, "hidden_size", None) is None for layer in layers):
-            raise OptionError(
-                f"A {type(model).__name__} has no single decoder whose sizes tell the memory of a request.",
-                "Call model.generate.",
-            )
-        end_tokens(model)  # refuses a model without a tokenizer
-        check_options(model)
+        check_runs(model)
         self.error: BaseException | None = None
         self._model = model
         self._limits = limits

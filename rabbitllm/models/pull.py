@@ -188,8 +188,8 @@ def dry_run(request: LoadRequest) -> DryRun:
 
     assert request.split is not None
     options = prepare.with_memory(request.split, request.run)
-    source = prepare.find(request.spec, only_look=True)
-    scan = SourceScan(source, request.spec, options)
+    scan = SourceScan(request.spec, options)
+    source = scan.source
     compression = options.compression if options.compression in scan.folders else next(iter(scan.folders))
     if compression in scan.plans and compression not in scan.manifests:
         try:

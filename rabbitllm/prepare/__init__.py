@@ -19,8 +19,8 @@ from rabbitllm.prepare._finding import (
 )
 from rabbitllm.prepare._make import (
     acceptance,
-    check_before_fetching,
     check_finished,
+    check_from_headers,
     devices_of,
     ensure_split,
     finish_repair,
@@ -36,8 +36,8 @@ __all__ = [
     "SmallFiles",
     "Source",
     "acceptance",
-    "check_before_fetching",
     "check_finished",
+    "check_from_headers",
     "config_folder",
     "config_of",
     "devices_of",

@@ -340,14 +340,15 @@ def ensure_split(
         return profiler
 
 
-def check_before_fetching(source: Source, accept: Acceptance) -> None:
-    """Call `accept`, which may raise, with the planned files of a repository, before its shards are fetched."""
-    if source.repository is None:
-        return
-    remote = HubCheckpoint(source.repository)
-    config = config_of(source.config_folder, remote)
-    plan = plan_split(SplitRequest(remote, source.split_folder, config, SplitOptions()))
-    accept(PlannedFiles(plan, source.split_folder))
+def check_from_headers(source: Source, options: SplitOptions | None, accept: Acceptance) -> None:
+    """Call `accept`, which may raise, with planned files, before a shard is fetched or split; None: without a split."""
+    if options is not None:
+        _refuse_to_quantize_again(source, options)
+    earlier = journal.replay(folder := source.split_folder) if options is not None else None
+    chosen = options or SplitOptions()
+    checkpoint = _open_checkpoint(source, chosen).with_dtype(chosen.gguf_dtype)
+    request = SplitRequest(checkpoint, folder, config_of(source.config_folder, checkpoint), chosen)
+    accept(PlannedFiles(plan_split(request) if earlier is None else earlier.plan, folder))
 
 
 def lock_source(source: Source, options: SplitOptions, *, by_executor: bool = False) -> FolderLock:

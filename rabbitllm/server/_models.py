@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE = 300.0
 """By default a model of several is unloaded after so many seconds without a request."""
+CLOSE_SECONDS = 0.02
+"""Seconds between two looks at whether all requests are answered."""
 SCOPE_KEY = "rabbitllm.model"
 """Key of the model that a request uses in its ASGI scope."""
 _Done = TypeVar("_Done")
@@ -241,7 +243,12 @@ class Models:
         self.is_closing = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._refuse_waiters)
-        threads = [DaemonThread(service.batch.close, "close", seconds) for service in self.services]
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        # a batch that is open yet answers those that first compute without it: log probabilities of their prompts
+        while any(entry.users for entry in self.entries) and time.monotonic() < end:
+            time.sleep(CLOSE_SECONDS)
+        left = None if seconds is None else max(end - time.monotonic(), 0.0)
+        threads = [DaemonThread(service.batch.close, "close", left) for service in self.services]
         for thread in threads:
             thread.start()
         for thread in threads:

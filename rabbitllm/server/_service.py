@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,11 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
+from rabbitllm import prepare
 from rabbitllm.auto_model import LoadRequest, prepare_with_draft
-from rabbitllm.base.openmp import computed, rest
+from rabbitllm.base.openmp import rest
 from rabbitllm.base.terminal import harmless, put_fact
 from rabbitllm.engine.free_memory import PROMISES, Promise
-from rabbitllm.generation.batch import Batch
+from rabbitllm.engine.heads import plan_heads
+from rabbitllm.engine.load_plan import LoadPlanner
+from rabbitllm.errors import RabbitLLMError, system_errors_by_name
+from rabbitllm.generation.batch import Batch, check_runs
+from rabbitllm.generation.draft import check_goes_back
 from rabbitllm.generation.kv_cache import why_not_kept
 from rabbitllm.generation.memory import cache_share, weight_limits
 from rabbitllm.generation.request import (
@@ -35,11 +41,13 @@ from rabbitllm.server._metrics import Metrics
 from rabbitllm.server._reranking import RankingRecipe, Reranker, ranking_recipe
 from rabbitllm.server._tools import is_known
 from rabbitllm.server.answers import TokenTexts
-from rabbitllm.server.embeddings import Embedder, recipe_in
+from rabbitllm.server.embeddings import Embedder, recipe_in, to_its_end
 from rabbitllm.server.requests import CheckedCall
 from rabbitllm.server.settings import Settings
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from rabbitllm.engine.streamed_model import StreamedModel
 
 
@@ -77,6 +85,39 @@ class EmbeddingsOnly:
 def batch_of(model: StreamedModel, limits: Limits) -> Batch | EmbeddingsOnly:
     """A batch for a model; one that refuses all requests if the model generates no text."""
     return Batch(model, limits) if model.can_generate() else EmbeddingsOnly(model)
+
+
+@system_errors_by_name()
+def skeleton_of(request: LoadRequest, draft: str | None) -> PreTrainedModel:
+    """A model without weights, with its tokenizer; of a split or a download that is not made yet, as planned.
+
+    Args:
+        request: the model, its split and its run.
+        draft: its draft, which is no other model.
+
+    Raises:
+        RabbitLLMError: as `prepare_with_draft` and `Prepared.load`, as far as headers and small files tell it.
+    """
+    source = prepare.find(request.spec, only_look=True)
+    with contextlib.ExitStack() as held:
+        if source.finished or (request.split is None and source.repository is None):
+            prepared = prepare_with_draft(request, draft)[0]
+            run, devices = prepared.request.run, prepare.devices_of(prepared.request.run)
+            store, home, *_ = held.enter_context(prepared.opened(run))
+            planner = LoadPlanner(run, devices, home)
+            planner(store)
+        else:
+            run = request.run.drafted(draft)
+            devices = prepare.devices_of(run)
+            options = None if request.split is None else prepare.with_memory(request.split, run, devices)
+            planner = held.enter_context(prepare.acceptance(source, run, devices, too_little="refuse"))
+            prepare.check_from_headers(source, options, planner)
+            store, home = planner.store, held.enter_context(prepare.config_folder(source))
+        plan = planner.take(store, home, run)
+        if run.heads:
+            plan_heads(plan, store, home, run, devices)
+        plan.model.tokenizer = planner.tokenizer(home)
+        return plan.model
 
 
 class Service:
@@ -126,6 +167,7 @@ class Service:
         # the first call may change a tokenizer's settings, which must not happen while another thread decodes
         self.tokenizer("a")
         self._encoder = ThreadPoolExecutor(1, "rabbitllm-tokenizer")
+        self._lock = asyncio.Lock()
         self._promise: Promise | None = None
 
     @classmethod
@@ -191,6 +233,23 @@ class Service:
             service.put_tools(console, f"of {harmless(settings.name)} ")
         return service
 
+    @classmethod
+    def check(cls, request: LoadRequest, draft: Any, settings: Settings) -> None:
+        """Check a model that is loaded later: what headers and small files tell. Nothing is split, fetched or loaded.
+
+        Raises:
+            RabbitLLMError: as `load`; it names the model.
+        """
+        try:
+            model: Any = skeleton_of(request, draft)
+            if model.can_generate():
+                check_runs(model)
+            if draft not in (None, "auto"):
+                check_goes_back(model)
+            ChatTemplate(model).thinking(settings.thinking)
+        except RabbitLLMError as error:
+            raise type(error)(f"{harmless(settings.name)}: {error.problem}", error.remedy) from error
+
     def put_tools(self, console: Console, whose: str = "") -> None:
         """Say so if the template takes tools, and shows calls in a form that is not read; `whose` calls they are."""
         template = self.template
@@ -217,10 +276,11 @@ class Service:
 
     async def prompt_logprobs(self, call: CheckedCall) -> dict[tuple[int, ...], list[TokenLogprob]]:
         """Prompt -> the log probabilities of its tokens, for the prompts of a call that need them."""
-        return {
-            ids: await asyncio.to_thread(computed, token_logprobs, self.model, ids, call.top_logprobs or 0)
-            for ids in dict.fromkeys(call.scored)
-        }
+        scored = dict[tuple[int, ...], list[TokenLogprob]]()
+        for ids in dict.fromkeys(call.scored):
+            async with self._lock:
+                scored[ids] = await to_its_end(token_logprobs, self.model, ids, call.top_logprobs or 0)
+        return scored
 
     async def encoded(self, work: Callable[[], _Result]) -> _Result:
         """Use the tokenizer in its thread, so that a long prompt does not block the event loop."""

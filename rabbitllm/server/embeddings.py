@@ -183,9 +183,22 @@ async def in_passes(
     """What is computed of each input, in passes over some of them; cancellation takes effect between two passes."""
     outputs: dict[int, _Output] = {}
     for group in passes:
-        of_group = await asyncio.to_thread(computed, compute, [inputs[index] for index in group])
+        of_group = await to_its_end(compute, [inputs[index] for index in group])
         outputs |= zip(group, of_group, strict=True)
     return [outputs[index] for index in range(len(inputs))]
+
+
+async def to_its_end(compute: Callable[..., _Output], *arguments: Any) -> _Output:
+    """The result of a pass in a thread.
+
+    Cancellation waits for the end of the pass: until then the request uses the model, and the lock that it holds keeps
+    those behind it from beginning passes that nothing can stop.
+    """
+    running = asyncio.ensure_future(asyncio.to_thread(computed, compute, *arguments))
+    try:
+        return await asyncio.shield(running)
+    finally:
+        await asyncio.gather(running, return_exceptions=True)
 
 
 def checked_embedding(

@@ -366,7 +366,7 @@ def serve_models(
     grace: float | None,
     keep_alive: float | None = None,
 ) -> int | None:
-    """Serve models until a signal arrives. A single one is loaded first, several when requests name them.
+    """Serve models until a signal arrives. A single one is loaded first, several are checked, and loaded on request.
 
     Args:
         requests: name in requests -> the model, its split and its run.
@@ -395,6 +395,9 @@ def serve_models(
     loaders = [loader(name, request) for name, request in requests.items()]
     address, only_here = address_of(listening), is_local(listening)
     if len(loaders) > 1:
+        with console.status("checking the models …"):
+            for (own, _), request in zip(loaders, requests.values(), strict=True):
+                Service.check(request, draft, own)
         kept = KEEP_ALIVE if keep_alive is None else keep_alive
         models = Models(loaders, metrics, kept, limits.running + limits.waiting)
         return serve(models, listening, grace, lambda: put_names(console, models, address, kept, is_local=only_here))

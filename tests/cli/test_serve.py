@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from rabbitllm.cli import exit_codes
-from rabbitllm.errors import OptionError
+from rabbitllm.errors import OptionError, RabbitLLMError
 from tests.support.commands import invoke
 from tests.support.demo_models import demo_model, endless_model
 from tests.support.mtp_heads import build_with_head, make_predictable
@@ -255,6 +255,43 @@ def test_options_of_one_model_are_refused_for_several(
     with pytest.raises(OptionError) as refused:
         invoke("serve", "model", *options, "--port", "0")
     assert problem in refused.value.problem
+
+
+def damaged(folder: Path, what: str) -> Path:
+    """The bundled model, which lacks something."""
+    demo_model(folder)
+    if what == "shard":
+        max(folder.glob("*.safetensors")).unlink()
+    elif what == "tokenizer":
+        (folder / "tokenizer.json").unlink()
+    elif what == "config":
+        (folder / "config.json").write_text("{")
+    return folder
+
+
+@pytest.mark.parametrize("options", [[], ["--no-split"], ["--compression", "8bit"]])
+@pytest.mark.parametrize(
+    ("what", "option", "problem"),
+    [
+        ("shard", [], "model-00012-of-00012.safetensors"),
+        ("tokenizer", [], "has no tokenizer"),
+        ("config", [], "not a valid JSON file"),
+        ("", ["--thinking"], "does not read enable_thinking"),
+        ("", ["--draft", "mtp"], "has no usable heads"),
+        ("", ["--draft", "self", "--max-memory", "cpu=0"], "lacking for the smallest ones"),
+    ],
+)
+def test_each_of_several_models_is_checked_at_the_start(
+    what: str, option: list[str], problem: str, options: list[str], tmp_path: Path
+) -> None:
+    """From headers and small files: nothing is split."""
+    folders = {"a": demo_model(tmp_path / "sound"), "b": damaged(tmp_path / "folder", what)}
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    models = [f"{name}={folder}" for name, folder in folders.items()]
+    with pytest.raises(RabbitLLMError, match=problem) as refused:
+        invoke("serve", *models, "--port", "0", "--device", "cpu", *option, *options)
+    assert refused.value.problem.startswith("b: " if what else "a: ")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 @pytest.mark.long

@@ -70,6 +70,13 @@ class Running:
             return client.post(path, json=body)
 
 
+def until(true: Any) -> None:
+    limit = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
 @contextlib.contextmanager
 def in_a_thread(models: Models, listening: socket.socket, grace: float | None = 30.0) -> Iterator[Server]:
     """A server in a thread of its own, for as long as the context lasts."""

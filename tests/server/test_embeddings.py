@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import math
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,9 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rabbitllm.server import server
 from rabbitllm.server.embeddings import MAX_TOKENS, PoolingRecipe, groups, recipe_in
-from tests.server.serving import NAME, PATIENT, Running, running
+from tests.server.serving import NAME, PATIENCE, PATIENT, Running, running, until
 from tests.support.builders import COMMON, build_checkpoint, make_tokenizer
 from tests.support.rounding import assert_as_near
 from tests.support.tiny_models import split
@@ -226,6 +230,80 @@ def test_embeddings_are_computed_during_generations(served: Running) -> None:
     for thread in asking:
         thread.join()
     assert texts == [expected] * 3
+
+
+@contextlib.contextmanager
+def held(served: Running, begins: Callable[[], object]) -> Iterator[threading.Event]:
+    """A model whose passes say that they begin, and wait until they are let go."""
+    goes_on = threading.Event()
+
+    def wait(*_: Any) -> None:
+        begins()
+        goes_on.wait(PATIENCE)
+
+    hook = served.model.base_model.norm.register_forward_pre_hook(wait)
+    try:
+        yield goes_on
+    finally:
+        goes_on.set()
+        hook.remove()
+
+
+SCORED = {"prompt": TEXTS[0], "echo": True, "logprobs": 1, "temperature": 0}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": TEXTS[0]}),
+        ("/v1/rerank", {"query": TEXTS[0], "documents": [TEXTS[2]]}),
+        ("/v1/completions", {**SCORED, "max_tokens": 0}),
+    ],
+)
+def test_only_a_begun_pass_is_computed_for_clients_that_left(served: Running, path: str, body: dict[str, Any]) -> None:
+    """Until its end the request uses the model, which nothing may unload, and those behind it begin no passes."""
+    passes, entry = list[int](), served.models.entries[0]
+    with held(served, lambda: passes.append(1)) as goes_on:
+        clients = []
+        for users in (1, 2, 3):
+            clients.append(http.client.HTTPConnection("127.0.0.1", served.port))
+            clients[-1].request("POST", path, json.dumps(body))
+            until(lambda users=users: entry.users == users and passes)
+        for client in clients:
+            client.close()
+            time.sleep(0.2)  # the next one would begin its pass
+        until(lambda: entry.users <= 1)
+        assert entry.users == 1
+        goes_on.set()
+        assert served.post(path, body).status_code == 200
+    assert len(passes) == 2
+    until(lambda: entry.users == 0)
+
+
+def test_shutdown_lets_requests_finish_that_no_batch_computes(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the grace period, too; the second one needs the batch after its log probabilities."""
+    monkeypatch.setattr(server, "FLUSH_SECONDS", 1.0)
+    split_folder = split(checkpoint)
+    with running(split_folder, recipe=recipe_in(split_folder), grace=PATIENCE) as served:
+        begun, answers = threading.Semaphore(0), list[Any]()
+        asking = [
+            threading.Thread(target=lambda path=path, body=body: answers.append(served.post(path, body)))
+            for path, body in (("/v1/embeddings", {"input": "x"}), ("/v1/completions", {**SCORED, "max_tokens": 2}))
+        ]
+        with held(served, begun.release):
+            for thread in asking:
+                thread.start()
+            begun.acquire()
+            until(lambda: served.models.entries[0].users == 2)
+            served.server.end()
+            time.sleep(2)  # longer than clients have to read answers
+            with served.http as client:
+                assert client.get("/health").json()["status"] == "shutting down"
+        for thread in asking:
+            thread.join()
+        assert [answer.status_code for answer in answers] == [200, 200]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from rabbitllm.server.embeddings import checked_embedding
 from rabbitllm.server.requests import checked_completion
 from rabbitllm.server.schemas import ChatBody, CompletionBody, Embedding
 from rabbitllm.server.server import Connection
-from tests.server.serving import LIMITS, NAME, PATIENCE, Running, running
+from tests.server.serving import LIMITS, NAME, PATIENCE, Running, running, until
 from tests.support.builders import build_checkpoint
 from tests.support.call_counts import counted_calls
 from tests.support.draws import draws
@@ -52,13 +52,6 @@ def harmless(text: str) -> None:
     assert str(Path(__file__).parents[2]) not in text
     assert "/tmp" not in text
     assert ".py" not in text
-
-
-def until(true: Any) -> None:
-    limit = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
 
 
 def posted(path: str, body: Any) -> bytes:

@@ -373,7 +373,7 @@ FAMILIES = ["llama", "gemma3", "gpt_oss", "qwen3_moe", "opt", "mamba2", "t5"]
 
 def planned(folder: Path, compression: str | None) -> PlannedFiles:
     spec = prepare.ModelSpec(str(folder), compression)
-    survey = SourceScan(prepare.find(spec, only_look=True), spec, SplitOptions(compression))
+    survey = SourceScan(spec, SplitOptions(compression))
     assert not survey.folders[compression].exists()
     return PlannedFiles(survey.plans[compression], survey.folders[compression])
 
