@@ -1,8 +1,7 @@
 """Finds the source that the user named and its split directory, which may not exist yet, and opens its weights.
 
-Makes at most one request to the hub, and none for weights; one more for the index of a new commit with the shards of an
-earlier split. If the hub may not be used or does not answer, local files are used. Reads headers, indexes and configs;
-the engine interprets the config.
+Makes at most one request to the hub, and one for the index of a new commit; if the hub may not be used or does not
+answer, local files are used. Reads headers, indexes and configs; the engine interprets the config.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rabbitllm.checkpoints.hub import (
     open_repository,
 )
 from rabbitllm.checkpoints.hub_cache import snapshot_of
-from rabbitllm.checkpoints.index import META_PARAMETERS, gguf_entry, gguf_named, is_gguf_file, is_index, is_meta
+from rabbitllm.checkpoints.index import META_PARAMETERS, gguf_entry, gguf_named, is_gguf_file, is_meta
 from rabbitllm.checkpoints.local import LocalCheckpoint, begins_with_any, entry_in, is_writable
 from rabbitllm.checkpoints.meta_checkpoint import CONFIG_NAME, names_a_model
 from rabbitllm.checkpoints.naming import naming_by_block
@@ -524,19 +523,10 @@ def _same_weights(target: Path, repository: HubRepository, compression: str | No
         made_from = manifest.source if manifest is not None else earlier.plan.source if earlier is not None else None
         if made_from is None or entry not in (None, *made_from.fingerprints):
             continue
-        if not made_from.differs_from(identity_now(repository, made_from)):
+        if not made_from.differs_from(repository.identity_against(made_from)):
             logger.info("Commit %s has the weights of the split in %s.", repository.commit, folder)
             return folder
     return target
-
-
-def identity_now(repository: HubRepository, made_from: SourceIdentity) -> SourceIdentity:
-    """The identity of a repository to compare with that of a split; at another commit, of all shards in its index."""
-    identity = repository.identity_of(made_from.fingerprints)
-    is_settled = repository.commit == made_from.commit or made_from.differs_from(identity) is not None
-    if is_settled or not is_index(repository.entry()):
-        return identity
-    return repository.identity_of(HubCheckpoint(repository).index.shards)
 
 
 def _replay(folder: Path) -> journal.Replay | None:

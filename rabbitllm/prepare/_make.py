@@ -38,7 +38,6 @@ from rabbitllm.prepare._finding import (
     Source,
     config_folder,
     config_of,
-    identity_now,
     is_complete,
     open_folder,
     refuse_another,
@@ -185,7 +184,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     if is_writable(source.split_folder):
         clean_up(source.split_folder)
     if source.repository is not None:
-        refuse_another(source, manifest, identity_now(source.repository, manifest.source))
+        refuse_another(source, manifest, source.repository.identity_against(manifest.source))
     checkpoint = _remaining_checkpoint(source, manifest, options)
     if checkpoint is None:
         return
