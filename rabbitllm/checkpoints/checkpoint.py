@@ -165,7 +165,7 @@ class SourceIdentity:
     def differs_from(self, other: SourceIdentity) -> str | None:
         """Reason text if `other` is another source; None if it may be the same.
 
-        Shards that only one side has do not count: a source that is used up has none left.
+        A source that is used up has none of the recorded shards left; it has no further ones either.
         """
         if self.kind != other.kind:  # their fingerprints are not comparable
             return f"it was made from {_KINDS[self.kind]}, not from {_KINDS[other.kind]}"
@@ -177,6 +177,8 @@ class SourceIdentity:
                 return f"its commit is {self.commit}, not {other.commit}"
         for shard, fingerprint in other.fingerprints.items():
             recorded = self.fingerprints.get(shard)
+            if recorded is None and self.fingerprints:
+                return f"it has a further shard, {shard}"
             comparable = recorded is not None and recorded.split(":")[0] == fingerprint.split(":")[0]
             if comparable and recorded != fingerprint:
                 return f"its shard {shard} has other contents"

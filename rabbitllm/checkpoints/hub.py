@@ -250,6 +250,14 @@ class HubRepository:
         fingerprints = {name: self.files[name].fingerprint for name in shards if name in self.files}
         return SourceIdentity("hub", self.repo_id, self.commit, fingerprints)
 
+    def identity_against(self, made_from: SourceIdentity) -> SourceIdentity:
+        """The identity to compare with that of a split; at another commit, of all shards in the index."""
+        identity = self.identity_of(made_from.fingerprints)
+        is_settled = self.commit == made_from.commit or made_from.differs_from(identity) is not None
+        if is_settled or not is_index(self.entry()):
+            return identity
+        return self.identity_of(HubCheckpoint(self).index.shards)
+
     def staged(self, name: str) -> Path:
         """The staging path of a fetched shard; never its final name, since it is hashed again before it is trusted."""
         return self.staging / staged_name(name)

@@ -1,7 +1,7 @@
 """Finds the source that the user named and its split directory, which may not exist yet, and opens its weights.
 
-Makes at most one request to the hub, and none for weights; if the hub may not be used or does not answer, local files
-are used. Reads headers, indexes and configs; the engine interprets the config.
+Makes at most one request to the hub, and one for the index of a new commit; if the hub may not be used or does not
+answer, local files are used. Reads headers, indexes and configs; the engine interprets the config.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def config_of(config_folder: Path, checkpoint: Checkpoint | None = None) -> Mapp
 
 
 def find(spec: ModelSpec, *, only_look: bool = False) -> Source:
-    """Find the source and its split directory; one request at most for a repository, none for weights.
+    """Find the source and its split directory; few requests for a repository, none for weights.
 
     Args:
         spec: the model.
@@ -523,7 +523,7 @@ def _same_weights(target: Path, repository: HubRepository, compression: str | No
         made_from = manifest.source if manifest is not None else earlier.plan.source if earlier is not None else None
         if made_from is None or entry not in (None, *made_from.fingerprints):
             continue
-        if not made_from.differs_from(repository.identity_of(made_from.fingerprints)):
+        if not made_from.differs_from(repository.identity_against(made_from)):
             logger.info("Commit %s has the weights of the split in %s.", repository.commit, folder)
             return folder
     return target

@@ -184,7 +184,7 @@ def check_finished(source: Source, options: SplitOptions, accept: Acceptance | N
     if is_writable(source.split_folder):
         clean_up(source.split_folder)
     if source.repository is not None:
-        refuse_another(source, manifest, source.repository.identity_of(manifest.source.fingerprints))
+        refuse_another(source, manifest, source.repository.identity_against(manifest.source))
     checkpoint = _remaining_checkpoint(source, manifest, options)
     if checkpoint is None:
         return

@@ -43,6 +43,7 @@ from rabbitllm.storage import durable
 from rabbitllm.storage.files import file_opener
 from rabbitllm.store.manifest import (
     JOURNAL_NAME,
+    MANIFEST_NAME,
     SPLIT_DIRECTORY,
     SPLITS,
     directory_name,
@@ -328,7 +329,7 @@ def _gguf_model_in(folder: Path) -> str:
     """The GGUF model with which a folder begins, or whose splits are all that is left; "" if that is not one model.
 
     A snapshot of the hub cache is named as its repository is. A folder whose other weights a split has used up still
-    means these.
+    means these; and one with an unfinished split of a GGUF model that model, also if other weights came into it since.
     """
     if is_begun(folder) or is_legacy(folder) or hub_cache.snapshot_of(folder) is not None:
         return ""
@@ -336,10 +337,12 @@ def _gguf_model_in(folder: Path) -> str:
         entry = entry_in(folder)
     except CheckpointNotFoundError:
         entry = ""
-    if entry and not is_gguf_file(folder / entry):
-        return ""
     made_from = {split.name: _shards_of(split) for split in folder.glob(f"{SPLIT_DIRECTORY}*")}
-    own = (shards for name, shards in made_from.items() if not name.startswith(f"{SPLIT_DIRECTORY}-"))
+    own = [shards for name, shards in made_from.items() if not name.startswith(f"{SPLIT_DIRECTORY}-")]
+    if entry and not is_gguf_file(folder / entry):
+        begun = {name: shards for name, shards in made_from.items() if not (folder / name / MANIFEST_NAME).exists()}
+        models = {gguf_stem(first) for shards in begun.values() for first in gguf_models(shards)}
+        return models.pop() if len(models) == 1 and not any(own) else ""
     if any(shards and not gguf_models(shards) and entry not in shards for shards in own):
         return ""
     if entry:

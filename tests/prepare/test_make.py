@@ -281,6 +281,27 @@ def test_unfinished_split_is_resumed_after_a_commit_with_the_same_weights(
     assert local_hub.downloads("model-00001-of-00003.safetensors") == 0
 
 
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_commit_with_a_further_shard_is_split(
+    repository: Path, tmp_path: Path, local_hub: LocalHub, is_finished: bool
+) -> None:
+    """A commit that adds a shard, such as the layer for further tokens, has the earlier shards unchanged."""
+    call = Call(REPO)
+    folder = call.make() if is_finished else interrupted(call)
+    split(REPO, tmp_path / "splits")
+    grown = shutil.copytree(repository, tmp_path / "grown")
+    index = json.loads((grown / INDEX_NAME).read_text())
+    write_shards(grown, {"model-mtp.safetensors": {"model.layers.9.mlp.up_proj.weight": torch.ones(64, 64)}})
+    index["weight_map"]["model.layers.9.mlp.up_proj.weight"] = "model-mtp.safetensors"
+    (grown / INDEX_NAME).write_text(json.dumps(index))
+    local_hub.add_revision(REPO, "main", grown)
+    made = call.make()
+    assert made != folder
+    assert (made / "model.layers.9.safetensors").exists()
+    with pytest.raises(SplitMismatchError, match="its commit is"):
+        split(REPO, tmp_path / "splits")
+
+
 def test_saving_path_is_the_same_after_a_commit_with_the_same_weights(
     repository: Path, tmp_path: Path, local_hub: LocalHub
 ) -> None:

@@ -416,6 +416,21 @@ def test_original_with_other_samples(model: Path) -> None:
     assert f"load {folder}" in error.remedy
 
 
+@pytest.mark.parametrize("is_finished", [False, True])
+@pytest.mark.parametrize("delete", [False, True])
+def test_original_with_a_further_shard(tmp_path: Path, is_finished: bool, delete: bool) -> None:
+    """Its tensors were left out of a split that counted as complete."""
+    tensors = llama_tensors(layers=4)
+    parts = cut(tensors, 4)
+    model = write_shards(tmp_path / "model", dict([*parts.items()][:3]))
+    call = Call(str(model), sequential=not is_finished, delete_original=delete and not is_finished)
+    call.make() if is_finished else interrupted(call)
+    write_shards(model, dict([*parts.items()][3:]))
+    index = {name: shard for shard, names in parts.items() for name in names}
+    (model / INDEX_NAME).write_text(json.dumps({"weight_map": index}))
+    refused(dataclasses.replace(call, delete_original=delete), "it has a further shard, model-00004-of-00004.safet")
+
+
 def test_repair_refuses_an_edited_original(model: Path) -> None:
     folder = Call(str(model), sequential=False).make()
     manifest = read_manifest(folder)

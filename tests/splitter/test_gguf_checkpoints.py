@@ -22,7 +22,7 @@ from tests.support.crashes import KILLED, CrashServer
 from tests.support.gguf_files import CONVERTED, write_converted, write_gguf
 from tests.support.hub_fixtures import HubEnvironment
 from tests.support.scenes import sample
-from tests.support.splitting import Call, contents, layer_files, names_in, split, steps_of
+from tests.support.splitting import Call, contents, interrupted, layer_files, names_in, split, steps_of
 
 REPO = "acme/tiny"
 FILES = 3
@@ -126,6 +126,18 @@ def test_folder_of_used_up_weights_does_not_mean_another_file_in_it(
         split(folder, compression="8bit")
     assert split(folder / "other.gguf").name == "splitted_model-other"
     assert call.make() == made
+
+
+def test_unfinished_folder_does_not_mean_other_weights_that_came_into_it(
+    tmp_path: Path, expected: dict[str | None, dict[str, bytes]]
+) -> None:
+    """The same call again was a split of these, and deleted them."""
+    write_gguf(tmp_path / "m.gguf", files=FILES)
+    begun = interrupted(Call(str(tmp_path)))
+    write_shards(tmp_path, {SINGLE_NAME: llama_tensors()}, index=False)
+    assert split(tmp_path) == begun
+    assert layer_files(begun) == expected[None]
+    assert (tmp_path / SINGLE_NAME).exists()
 
 
 def test_set_of_which_a_link_is_left_is_not_needed_again(tmp_path: Path) -> None:
