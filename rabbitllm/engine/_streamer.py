@@ -280,7 +280,7 @@ class Streamer:
                 return ordinary(module, *args, **kwargs)
             with self.passing(), torch.no_grad():
                 output = ordinary(module, *args, **kwargs)
-            return untrainable(output, training=module.training)
+            return untrainable(output, (*args, *kwargs.values()), training=module.training)
 
         setattr(forward, AROUND, self._as_a_pass)
         return forward

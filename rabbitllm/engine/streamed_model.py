@@ -224,7 +224,7 @@ class StreamedModel(_TransformersModel):
                 return self._finite(self._pass(*args, **kwargs))
         with self.streamer.passing(), torch.no_grad():
             output = self._finite(self._pass(*args, **kwargs))
-        return untrainable(output, training=self.training)
+        return untrainable(output, (*args, *kwargs.values()), training=self.training)
 
     def _finite(self, output: Any) -> Any:
         """The output, unless its last logits show that float16 has overflowed.

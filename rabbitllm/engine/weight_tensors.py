@@ -376,17 +376,19 @@ class _Untrainable(torch.autograd.Function):
         )
 
 
-def untrainable(output: Any, *, training: bool) -> Any:
+def untrainable(output: Any, inputs: Sequence[Any], *, training: bool) -> Any:
     """The output of a pass without gradients, whose loss refuses a backward pass with an `AbsentWeightError`.
 
-    In training mode all other tensors refuse it too.
+    In training mode, or where an input wants a gradient, all other tensors refuse it too.
 
     Args:
         output: of a forward, changed in place where that is possible.
+        inputs: arguments of the forward.
         training: whether the model is in training mode.
     """
     if not torch.is_grad_enabled():
         return output
+    training = training or any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
 
     def refusing(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.is_inference() or not value.is_floating_point():

@@ -131,6 +131,9 @@ def test_a_streamed_model_says_that_it_cannot_be_trained(split_folder: Path, tmp
     refused(model(input_ids=INPUT, labels=INPUT).loss.backward)
     refused(lambda: model.forward(INPUT, labels=INPUT).loss.backward())
     assert not model(INPUT).logits.requires_grad  # as it was: many call it without no_grad, and take the numbers
+    wanted = model.get_input_embeddings()(INPUT).detach().requires_grad_()  # a soft prompt, an attribution
+    refused(lambda: model(inputs_embeds=wanted).logits.sum().backward())
+    refused(lambda: (model.forward(inputs_embeds=wanted)[0].sum() + wanted.sum()).backward())
     model.train()
     refused(lambda: model(INPUT).logits.sum().backward())
     refused(lambda: model(INPUT, return_dict=False)[0].sum().backward())
