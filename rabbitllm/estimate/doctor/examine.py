@@ -466,26 +466,22 @@ def advise(machine: MachineInfo, needed: int) -> tuple[Advice, ...]:
         machine: results of the probes.
         needed: bytes of disk that the smallest model takes.
     """
-    items = [*_of_packages(machine), *_of_transformers(machine), *_of_disks(machine, needed), *_of_memory(machine)]
+    items = [*_of_packages(machine), *_of_disks(machine, needed), *_of_memory(machine)]
     items += [*_of_gpus(machine), *_of_processor(machine), *_of_hub(machine), *_of_rates(machine)]
     return tuple(sorted(items, key=lambda advice: not advice.essential))
 
 
 def _of_packages(machine: MachineInfo) -> Iterator[Advice]:
     for package in machine.packages:
+        if package.name == "transformers" and package.sound and newer_than_tested():
+            text = f"transformers {package.found} is newer than the tested versions ({' to '.join(TRANSFORMERS)})"
+            checks = "The parts that RabbitLLM uses are checked here, unless --quick is given, and at the first load"
+            yield Advice(False, f"{text}. {checks}. If a model fails:", f"pip install {shlex.quote(TESTED)}")
         if package.sound or (package.optional and package.found is None):
             continue
         name = TESTED if package.name == "transformers" and package.fits else package.name + package.wanted
         command = f"pip install --upgrade {shlex.quote(name)}"
         yield Advice(package.essential, f"{_state_of(package)} It is for {package.brings}.", command)
-
-
-def _of_transformers(machine: MachineInfo) -> Iterator[Advice]:
-    for package in machine.packages:
-        if package.name == "transformers" and package.sound and newer_than_tested():
-            text = f"transformers {package.found} is newer than the tested versions ({' to '.join(TRANSFORMERS)})"
-            checks = "The parts that RabbitLLM uses are checked here, unless --quick is given, and at the first load"
-            yield Advice(False, f"{text}. {checks}. If a model fails:", f"pip install {shlex.quote(TESTED)}")
 
 
 def _state_of(package: Package) -> str:
