@@ -471,10 +471,7 @@ the first kind the recurrence starts anew, with others only its steps are limite
 _TESTED_STATES = (
     CONTINUING
     | BY_ROWS
-    | {
-        *("bamba", "deepseek_v4", "inkling2_loop_text", "lara_mini", "mamba2", "minimax"),
-        *("rwkv", "xlstm"),
-    }
+    | {*("bamba", "deepseek_v4", "inkling2_loop_text", "lara_mini", "mamba2", "minimax"), *("rwkv", "xlstm")}
 )
 """Model types whose states can be put back, each with a test in `tests/generation/test_rewind.py`.
 
