@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare
+from rabbitllm.base.grouping import summed
 from rabbitllm.base.options import expand
 from rabbitllm.base.rounding import round_up
 from rabbitllm.base.terminal import listed
@@ -438,9 +439,7 @@ def file_type_of(tensors: Iterable[TensorInFile]) -> int:
     """llama.cpp's number of the type that most bytes of a file have (`LlamaFileType`)."""
     import gguf
 
-    sizes: dict[str, int] = {}
-    for tensor in tensors:
-        sizes[tensor.kind.name] = sizes.get(tensor.kind.name, 0) + tensor.nbytes * (len(tensor.shape) > 1)
+    sizes = summed((tensor.kind.name, tensor.nbytes * (len(tensor.shape) > 1)) for tensor in tensors)
     largest = max(sizes, key=lambda name: sizes[name], default="F32")
     names = {member.name: int(member) for member in gguf.LlamaFileType}
     candidates = (f"ALL_{largest}", f"MOSTLY_{largest}", f"MOSTLY_{largest}_M", f"MOSTLY_{largest}_MOE")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from rabbitllm.base.forks import DaemonThread, fulfil
+from rabbitllm.base.grouping import grouped
 from rabbitllm.base.terminal import size, speed
 from rabbitllm.base.transformers_version import TESTED, newer_than_tested, version_of
 from rabbitllm.engine.free_memory import available_ram, group_limits, has_nvidia_driver, process_limits
@@ -270,9 +271,7 @@ def probe_folders(host: Host | None = None, mounts: Path = Path("/proc/self/moun
         (TEMPORARY, Path(tempfile.gettempdir())),
         *(("Kaggle", path) for path in (KAGGLE_TMP, KAGGLE_WORKING) if path.exists()),
     ]
-    uses: dict[Path, list[str]] = {}
-    for use, path in named:
-        uses.setdefault(path.expanduser().absolute(), []).append(use)
+    uses = grouped((path.expanduser().absolute(), use) for use, path in named)
     kinds = file_systems(mounts)
     return tuple(folder_of(tuple(folder_uses), path, kinds, host) for path, folder_uses in uses.items())
 
