@@ -427,12 +427,9 @@ class _Metadata:
             writer.close()
             head = path.read_bytes()
         alignment = writer.data_alignment
-        offset = round_up(len(head), alignment)
-        offsets = []
-        for tensor in tensors:
-            offsets.append(offset)
-            offset += round_up(tensor.nbytes, alignment)
-        return head, offsets, offset
+        sizes = (round_up(tensor.nbytes, alignment) for tensor in tensors)
+        *offsets, end = itertools.accumulate(sizes, initial=round_up(len(head), alignment))
+        return head, offsets, end
 
 
 def file_type_of(tensors: Iterable[TensorInFile]) -> int:
