@@ -68,8 +68,7 @@ class ModuleSlots:
     @property
     def worth(self) -> Values:
         """The worth of each expert: a mean of its averages over both spans."""
-        weighed: Values = self.uses.T @ _WEIGHTS
-        return weighed
+        return self.uses.T @ _WEIGHTS
 
     @property
     def best(self) -> Numbers:

@@ -287,8 +287,7 @@ class Beside:
 
 def beside_of(cache: Any) -> Beside | None:
     """What a draft keeps beside a cache."""
-    beside: Beside | None = getattr(cache, "beside", None)
-    return beside
+    return getattr(cache, "beside", None)
 
 
 # prefixes ------------------------------------------------------------------------------------------------------------
@@ -390,8 +389,7 @@ def restore(cache: Any, attributes: Saved, length: int) -> None:
 
 def layers_of(cache: Any) -> Sequence[CacheLayerMixin]:
     """The layers of a cache of transformers; none if there is no such cache."""
-    layers: Sequence[CacheLayerMixin] = getattr(cache, "layers", ())
-    return layers
+    return getattr(cache, "layers", ())
 
 
 def _held(cache: Any) -> dict[Any, Any]:
