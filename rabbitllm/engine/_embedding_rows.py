@@ -129,6 +129,7 @@ class TableRows:
 
     Attributes:
         others: the parameters of the unit besides the table, which stay bound; None if there are none.
+        rows_read: the number of rows that were read so far.
     """
 
     def __init__(self, source: UnitSource, store: WeightFiles, device: torch.device) -> None:
@@ -142,6 +143,7 @@ class TableRows:
         self._dtype = recipe.dtype or job.entries[0][1].dtype
         self._store = store
         self._device = device
+        self.rows_read = 0
         for stored in self._stored:
             for part in stored.parts[:_BY_ROW]:
                 expect_random_reads(self._bytes(part))
@@ -172,6 +174,7 @@ class TableRows:
             most = max(1, _ELEMENTS // widest)
             batches = torch.split(local_ids, most) if local_ids.shape[0] > most else [local_ids]
             pieces += [self._rows(stored, batch) for batch in batches]
+        self.rows_read += count
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(self._device)
 
     def _bytes(self, part: TensorSpec) -> memoryview:
