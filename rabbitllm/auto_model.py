@@ -336,6 +336,7 @@ class LoadRequest:
         return replace(self, split=None)
 
 
+@dataclass(frozen=True)
 class Prepared:
     """A model whose weights can be loaded: its split directory is whole, or its checkpoint was found.
 
@@ -345,22 +346,18 @@ class Prepared:
         devices: the devices to run it on; None for those that the request names.
         planner: has checked it, and keeps the plan of its layer files; None if nothing was checked.
         profile: of the split; empty where nothing was split.
-
-    Attributes:
-        folder: its split directory; None if its checkpoint is read as it is.
     """
 
-    def __init__(
-        self,
-        request: LoadRequest,
-        source: prepare.Source,
-        devices: Sequence[Device] | None,
-        planner: LoadPlanner | None,
-        profile: Profiler,
-    ) -> None:
-        self.request, self.source, self.profile = request, source, profile
-        self.folder = source.split_folder if request.split is not None or source.finished else None
-        self._devices, self._planner = devices, planner
+    request: LoadRequest
+    source: prepare.Source
+    devices: Sequence[Device] | None
+    planner: LoadPlanner | None
+    profile: Profiler
+
+    @property
+    def folder(self) -> Path | None:
+        """Its split directory; None if its checkpoint is read as it is."""
+        return self.source.split_folder if self.request.split is not None or self.source.finished else None
 
     @property
     def config_folder(self) -> Path:
@@ -386,7 +383,7 @@ class Prepared:
         with status, self.opened(run) as (store, home, *holders):
 
             def load_part(share: PartChooser | None = None) -> StreamedModel:
-                part = load.load_model(store, run, home, self._devices, share, self._planner)
+                part = load.load_model(store, run, home, self.devices, share, self.planner)
                 part.profiler.before = (self.profile, *part.profiler.before)
                 return part
 
@@ -414,7 +411,7 @@ class Prepared:
         """Yield the weights, the folder of config and tokenizer, and what holds both for a model: a lock, and files."""
         if self.folder is not None:
             with prepare.read_lock(self.folder) as lock:
-                store = None if self._planner is None else self._planner.store
+                store = None if self.planner is None else self.planner.store
                 if not (isinstance(store, LayerStore) and run.verify_checksums and store.is_current()):
                     store = LayerStore(self.folder, verify_checksums=run.verify_checksums)
                 yield store, self.config_folder, lock

@@ -167,12 +167,7 @@ def _pass_of(total: PassSums) -> str:
 
 
 def finish_note(
-    result: Result,
-    max_tokens: int,
-    limits: ModelLimits | None = None,
-    *,
-    raw: bool = False,
-    less_thinking: str = "",
+    result: Result, max_tokens: int, limits: ModelLimits | None = None, *, raw: bool = False, less_thinking: str = ""
 ) -> Text | None:
     """A remark on how the answer ended; None for a normal end.
 

@@ -6,6 +6,7 @@ __all__ = [
     "compiling",
     "contexts",
     "forks",
+    "grouping",
     "interrupts",
     "logs",
     "openmp",

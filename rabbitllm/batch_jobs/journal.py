@@ -20,6 +20,7 @@ import os
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,7 @@ class BatchJournal:
             self._log.append("\n".join(lines))
         except OSError as error:
             raise _write_error(error, self.path) from error
-        offsets = []
-        for line in lines:
-            offsets.append(self._end)
-            self._end += len(line.encode()) + 1
+        *offsets, self._end = accumulate((len(line.encode()) + 1 for line in lines), initial=self._end)
         return offsets
 
     def close(self) -> None:

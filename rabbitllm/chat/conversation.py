@@ -78,10 +78,6 @@ class Conversation:
         """A copy without its first `count` exchanges."""
         return replace(self, exchanges=self.exchanges[count:])
 
-    def without_last(self) -> Conversation:
-        """A copy without its last exchange."""
-        return replace(self, exchanges=self.exchanges[:-1])
-
     def emptied(self) -> Conversation:
         """The system prompt alone."""
         return replace(self, exchanges=())
@@ -209,17 +205,16 @@ def _message(message: Any, where: str) -> tuple[str, str, bool, str]:
     for name, text in (("content", content), (REASONING, reasoning)):
         if not isinstance(text, str):
             raise ChatFileError(f"The {name} in {where} is of type {type(text).__name__}; expected text.", _REMEDY)
-    if not isinstance(stopped, bool):
-        raise ChatFileError(
-            f'"stopped" in {where} is of type {type(stopped).__name__}; expected true or false.', _REMEDY
-        )
-    for name, text in (("content", content), (REASONING, reasoning)):
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:  # "\ud800" is valid JSON, but tokenizers refuse it
             raise ChatFileError(
                 f"The {name} in {where} has a lone surrogate, which is not a character.", _REMEDY
             ) from None
+    if not isinstance(stopped, bool):
+        raise ChatFileError(
+            f'"stopped" in {where} is of type {type(stopped).__name__}; expected true or false.', _REMEDY
+        )
     return role, content, stopped, reasoning
 
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import attrgetter
 from pathlib import Path
@@ -239,6 +239,7 @@ def standard_streams() -> ChatStreams:
     )
 
 
+@dataclass(eq=False)
 class ChatLoop:
     """Runs a conversation.
 
@@ -251,25 +252,15 @@ class ChatLoop:
         with_stats: whether to show statistics after each answer.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        streams: ChatStreams,
-        model: str,
-        conversation: Conversation,
-        sampling: str = "",
-        *,
-        with_stats: bool = False,
-    ) -> None:
-        self._session = session
-        self._streams = streams
-        self._model = model
-        self._answers: list[Result] = []
-        self._failed = False
-        self._pictures: tuple[MediaFile, ...] = ()
-        self._sampling = sampling
-        self._with_stats = with_stats
-        self.conversation = conversation
+    session: Session
+    streams: ChatStreams
+    model: str
+    conversation: Conversation
+    sampling: str = ""
+    with_stats: bool = field(default=False, kw_only=True)
+    _answers: list[Result] = field(default_factory=list, init=False)
+    _failed: bool = field(default=False, init=False)
+    _pictures: tuple[MediaFile, ...] = field(default=(), init=False)
 
     def run(self, in_place: dict[str, int] | None = None) -> bool:
         """Run until the input ends or /exit; returns whether there were no errors.
@@ -278,20 +269,20 @@ class ChatLoop:
             in_place: see `show_stats`.
         """
         self._in_place = in_place or {}
-        if self._streams.interactive:
+        if self.streams.interactive:
             self._note(_FIRST_LINE)
-            self._note(f"sampling: {self._sampling}")
-        for remark in self._session.remarks:
+            self._note(f"sampling: {self.sampling}")
+        for remark in self.session.remarks:
             self._note(remark)
         while True:
             try:
-                message = read_message(self._streams.read_line)
+                message = read_message(self.streams.read_line)
             except EOFError:
-                if self._streams.interactive:
+                if self.streams.interactive:
                     self._put("\n")
                 break
             except KeyboardInterrupt:
-                if not self._streams.interactive:
+                if not self.streams.interactive:
                     raise
                 self._put("\n")
                 self._note(HOW_TO_LEAVE)
@@ -304,7 +295,7 @@ class ChatLoop:
             except BrokenPipeError:  # the reader has closed the pipe
                 raise
             except (OSError, RuntimeError, MemoryError) as error:  # includes torch's out-of-memory errors
-                self._session.forget()
+                self.session.forget()
                 self._refuse(
                     f"{type(error).__name__}: {harmless(str(error), 500)}\n  What to do: /save writes the conversation."
                 )
@@ -315,7 +306,7 @@ class ChatLoop:
         command = command_of(message) if "\n" not in message else None
         if command is not None:
             self._execute(command)
-        elif message.strip() == "exit" and self._streams.interactive:
+        elif message.strip() == "exit" and self.streams.interactive:
             return False
         elif message.strip():
             self._ask(message.strip())
@@ -324,7 +315,7 @@ class ChatLoop:
     def _ask(self, question: str) -> None:
         """Answer a question, which goes with the pictures that wait for it."""
         question = question.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-        printer = AnswerPrinter(self._streams.notes, self._streams.answers)
+        printer = AnswerPrinter(self.streams.notes, self.streams.answers)
         with _interruptible() as stopped, self._waiting() as (at_unit, begin):
             came = False
 
@@ -343,14 +334,14 @@ class ChatLoop:
             pictures, self._pictures = self._pictures, ()
             messages = self.conversation.messages(question, pictures)
             try:
-                answer = self._session.answer(messages, write, stopped=stopped, at_unit=at_unit, think=think)
+                answer = self.session.answer(messages, write, stopped=stopped, at_unit=at_unit, think=think)
             finally:
                 printer.end()
-        if not came and not self._streams.interactive:  # each message gets a line
+        if not came and not self.streams.interactive:  # each message gets a line
             self._put("\n")
         self._answers.append(answer)
         is_stopped = answer.finish is FinishReason.CANCELLED
-        context = self._session.context
+        context = self.session.context
         is_full = context is not None and answer.prompt_tokens + len(answer.tokens) >= context
         if is_stopped and not answer.text:
             begin_of = "answer" if answer.reasoning else "first token"
@@ -361,7 +352,7 @@ class ChatLoop:
         if is_stopped:
             self._note("stopped; the partial answer stays in the conversation")
         elif answer.is_cut_off_in_thoughts:
-            less = self._session.template.less_thinking
+            less = self.session.template.less_thinking
             self._note(thoughts_note(len(answer.tokens), less, is_full=is_full))
         elif answer.finish is FinishReason.LENGTH and is_full:
             self._note(
@@ -371,9 +362,9 @@ class ChatLoop:
             self._note(f"ended after {counted(len(answer.tokens), 'token')}, the limit of --max-new-tokens")
         elif not answer.text:
             self._note("the model gave an empty answer")
-        if self._with_stats:
-            show_stats(self._streams.notes, [answer], self._session, self._in_place)
-        if self._streams.interactive:
+        if self.with_stats:
+            show_stats(self.streams.notes, [answer], self.session, self._in_place)
+        if self.streams.interactive:
             self._put("\n")
 
     def _execute(self, command: Command) -> None:
@@ -381,14 +372,14 @@ class ChatLoop:
             case "/help":
                 self._help()
             case "/stats":
-                show_stats(self._streams.notes, self._answers, self._session, self._in_place)
+                show_stats(self.streams.notes, self._answers, self.session, self._in_place)
             case "/thoughts":
                 exchanges, answers = self.conversation.exchanges, self._answers
                 last = answers[-1] if answers else exchanges[-1] if exchanges else None
                 self._note(disarmed(last.reasoning if last else "") or "there are no thoughts")
             case "/reset":
                 self.conversation = self.conversation.emptied()
-                self._session.forget()
+                self.session.forget()
                 kept = ", kept the system prompt" if self.conversation.system else ""
                 self._note(f"removed all exchanges{kept}")
             case "/drop":
@@ -404,7 +395,7 @@ class ChatLoop:
                 self._system(command.argument)
             case "/save":
                 path = _path(command.argument)
-                write_chat(path, SavedChat(self._model, self.conversation))
+                write_chat(path, SavedChat(self.model, self.conversation))
                 self._note(f"wrote {counted(len(self.conversation.exchanges), 'exchange')} to {harmless(str(path))}")
             case "/image":
                 self._attach(_path(command.argument))
@@ -414,9 +405,9 @@ class ChatLoop:
     def _help(self) -> None:
         for name, (argument, does) in COMMANDS.items():
             usage = f"{name} {argument.strip('[]')}"
-            put_fact(self._streams.notes, usage if len(usage) < LABEL else name, does)
-        put_fact(self._streams.notes, QUOTES, f"starts a message of several lines; it ends with {QUOTES}")
-        put_fact(self._streams.notes, "Ctrl-C", "stops an answer; its text stays in the conversation")
+            put_fact(self.streams.notes, usage if len(usage) < LABEL else name, does)
+        put_fact(self.streams.notes, QUOTES, f"starts a message of several lines; it ends with {QUOTES}")
+        put_fact(self.streams.notes, "Ctrl-C", "stops an answer; its text stays in the conversation")
 
     def _system(self, text: str) -> None:
         if text:
@@ -430,11 +421,11 @@ class ChatLoop:
         if not before.exchanges:
             raise ChatError("There is no exchange yet.", "Ask a question first.")
         last = before.exchanges[-1]
-        self.conversation = before.without_last()
+        self.conversation = replace(before, exchanges=before.exchanges[:-1])
         if not retries:
             self._note(f"removed the last exchange; {len(self.conversation.exchanges):,} left")
             return
-        if not self._session.sampling.samples:
+        if not self.session.sampling.samples:
             self._note("the temperature is 0, so the answer changes only by rounding; /temperature 0.7 varies it")
         waiting, self._pictures = self._pictures, last.pictures
         try:
@@ -446,9 +437,9 @@ class ChatLoop:
                 self._note("the earlier answer stays in the conversation")
 
     def _temperature(self, argument: str) -> None:
-        sampling = self._session.sampling
+        sampling = self.session.sampling
         if argument:
-            self._session.sampling = sampling = replace(sampling, temperature=temperature_of(argument))
+            self.session.sampling = sampling = replace(sampling, temperature=temperature_of(argument))
         shown = f"{sampling.temperature or 0:g}" if sampling.samples else "0 (greedy)"
         if sampling.samples and sampling.temperature is None:
             shown = "that of the model"
@@ -458,7 +449,7 @@ class ChatLoop:
         picture = media_file("image", path)
         read_picture(picture.data, picture.name)  # says now if it is damaged
         has_others = self._pictures or any(exchange.pictures for exchange in self.conversation.exchanges)
-        if self._session.drafts and not has_others:
+        if self.session.drafts and not has_others:
             self._note("drafts are not used in a conversation with pictures")
         self._pictures = (*self._pictures, picture)
         self._note(f"{harmless(str(path))} goes with the next message")
@@ -467,15 +458,15 @@ class ChatLoop:
         saved = read_chat(path)
         self.conversation = saved.conversation
         count = counted(len(saved.conversation.exchanges), "exchange")
-        model = f" with {harmless(saved.model)}" if saved.model != self._model else ""
+        model = f" with {harmless(saved.model)}" if saved.model != self.model else ""
         self._note(f"loaded {count}{model} from {harmless(str(path))}")
 
     def _put(self, text: str) -> None:
-        self._streams.answers.write(text)
-        self._streams.answers.flush()
+        self.streams.answers.write(text)
+        self.streams.answers.flush()
 
     def _note(self, text: str, style: str = "dim") -> None:
-        notes = self._streams.notes
+        notes = self.streams.notes
         notes.print(Text(text, style), soft_wrap=not notes.is_terminal)
 
     def _refuse(self, text: str) -> None:
@@ -485,11 +476,11 @@ class ChatLoop:
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[tuple[Callable[[int, int], None], Callable[[], None]]]:
         """Show the progress of the first pass; yields callbacks for each of its units and for the first text."""
-        status = self._streams.notes.status("")
+        status = self.streams.notes.status("")
         began = time.monotonic()
 
         def at_unit(done: int, units: int) -> None:
-            if self._streams.interactive and time.monotonic() - began > PATIENCE:
+            if self.streams.interactive and time.monotonic() - began > PATIENCE:
                 status.update(f"[dim]reading the question: {done} of {units} layers[/]")
                 status.start()  # this and `stop` do nothing the second time
 

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rabbitllm.base.grouping import grouped
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.errors import OptionError
 
@@ -170,9 +171,7 @@ def _warn_of_few_blocks(tensors: Sequence[str], family: str | None) -> None:
 def _distinct_ids(assigned: dict[str, LayerName]) -> dict[str, LayerName]:
     """Use the stem as id where two stems share an id (`model.norm` and `norm`), until no two do."""
     while True:
-        stems: dict[str, set[str]] = {}
-        for layer in assigned.values():
-            stems.setdefault(layer.id, set()).add(layer.stem)
+        stems = grouped((layer.id, layer.stem) for layer in {*assigned.values()})
         if all(len(sharing) == 1 for sharing in stems.values()):
             return assigned
         assigned = {

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -30,9 +30,6 @@ from rabbitllm.cli.arguments import (
     with_model_options,
 )
 from rabbitllm.cli.help import answer_option
-
-if TYPE_CHECKING:
-    from rabbitllm.engine.streamed_model import StreamedModel
 
 
 @with_model_options()
@@ -140,7 +137,9 @@ def run_command(
         )
     printer.end()
     if as_json:
-        put_json(answer_record(model, result, load_seconds, _where(loaded, request.spec.compression)))
+        device, dtype = str(loaded.device), str(loaded.dtype).removeprefix("torch.")
+        where = {"compression": request.spec.compression, "folder": loaded.name_or_path}
+        put_json(answer_record(model, result, load_seconds, {"device": device, "dtype": dtype, **where}))
     template = ChatTemplate(loaded)
     ended = finish_note(result, max_tokens, limits, raw=raw and template.is_there, less_thinking=template.less_thinking)
     if ended is not None and not as_json:
@@ -149,13 +148,3 @@ def run_command(
         put_statistics(errors, result, load_seconds, loaded.profiler.sums, sampling.words(recommended))
     if result.finish is FinishReason.CANCELLED:
         raise typer.Exit(exit_codes.INTERRUPTED)
-
-
-def _where(model: StreamedModel, compression: str | None) -> dict[str, Any]:
-    """The options of the run, for `--json`."""
-    return {
-        "device": str(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "compression": compression,
-        "folder": model.name_or_path,
-    }

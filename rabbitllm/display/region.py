@@ -288,11 +288,9 @@ class Content(Protocol):
 
     def rows(self, width: int) -> Sequence[Row]:
         """At most four rows of at most `width` columns."""
-        ...
 
     def line(self) -> str:
         """The same content as one plain line."""
-        ...
 
 
 class LinePace:

@@ -68,8 +68,7 @@ class ModuleSlots:
     @property
     def worth(self) -> Values:
         """The worth of each expert: a mean of its averages over both spans."""
-        weighed: Values = self.uses.T @ _WEIGHTS
-        return weighed
+        return self.uses.T @ _WEIGHTS
 
     @property
     def best(self) -> Numbers:
@@ -1028,7 +1027,6 @@ def read_uses(path: Path, sources: Sequence[ExpertSource]) -> dict[str, Values]:
         uses[source.name] = np.frombuffer(file.bytes_of(spec), "<f8").reshape(shape).astype(np.float64)
         if not (np.isfinite(uses[source.name]).all() and (uses[source.name] >= 0).all()):
             raise OptionError(
-                f"Invalid use counts for {source.name} in {path}.",
-                "Write the file again with save_expert_use.",
+                f"Invalid use counts for {source.name} in {path}.", "Write the file again with save_expert_use."
             )
     return uses

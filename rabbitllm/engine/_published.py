@@ -329,15 +329,12 @@ def work_bytes(converter: WeightTransform, elements: int) -> int:
     """Bytes that a quantizer's conversion into matrices of so many elements takes at most besides these."""
     from rabbitllm.engine import _published_conversions
 
-    is_published = any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
-    return _published_conversions.work_bytes(elements) if is_published else 0
+    return _published_conversions.work_bytes(elements) if loads(converter) else 0
 
 
-def loads(converter: WeightTransform | None, quantizer: HfQuantizer | None) -> bool:
+def loads(converter: WeightTransform | None) -> bool:
     """Whether a conversion is a quantizer's, which gets its tensors in their stored dtype."""
-    if quantizer is None or converter is None:
-        return False
-    return any(getattr(operation, "hf_quantizer", None) for operation in converter.operations)
+    return any(getattr(operation, "hf_quantizer", None) for operation in getattr(converter, "operations", ()))
 
 
 def for_many_passes(converter: WeightTransform) -> Any:

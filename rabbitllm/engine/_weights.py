@@ -320,7 +320,7 @@ def _recipe(
     transformers applies a quantizer's conversion to every tensor with a matching name. It returns a tensor without
     further stored parts (such as scales) unchanged, so such a tensor has no conversion.
     """
-    if not _published.loads(converter, quantizer):
+    if converter is None or not _published.loads(converter):
         if quantizer is not None and _published.is_dequantized(quantizer):
             _published.check_plain(expected[key], [stored[name] for _, name in sources])
         return Recipe(key, (key,), sources, converter, expected[key].dtype)

@@ -21,6 +21,7 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
+from rabbitllm.base.grouping import grouped
 from rabbitllm.base.rounding import round_up
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine._published import BY_MATRIX
@@ -229,11 +230,8 @@ def _leaf(
     recipe = weights.recipes.get(entry.target)
     if recipe is None or entry.shape[0] != experts:
         return None
-    by_pattern: dict[str, list[str]] = {}
-    for pattern, name in recipe.sources:
-        by_pattern.setdefault(pattern, []).append(name)
     blocks = []
-    for pattern, names in by_pattern.items():
+    for pattern, names in grouped(recipe.sources).items():
         block = _block(pattern, [tensors[name] for name in names], experts)
         if block is None:
             return None

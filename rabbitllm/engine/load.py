@@ -227,7 +227,7 @@ def _adapt_modules(plan: LoadPlan, store: WeightFiles, by_name: Mapping[str, Dev
     multiplied = [(job.recipe, bool(job.quantized)) for source in plan.sources.values() for job in source.jobs]
     leaves = (leaf for source in plan.experts for leaf in source.leaves.values())
     multiplied += [(leaf.recipe, leaf.matrix_type is not None) for leaf in leaves]
-    coded = [is_coded for recipe, is_coded in multiplied if _published.loads(recipe.converter, plan.quantizer)]
+    coded = [is_coded for recipe, is_coded in multiplied if _published.loads(recipe.converter)]
     _published.warn_of_dequantizing(plan.quantizer, store.folder, model.dtype, devices, coded)
     on_cpu = any(device.shares_host_memory for device in devices)
     fast = options.fast_bfloat16

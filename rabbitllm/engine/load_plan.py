@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from rabbitllm.base.collection import uncollected
+from rabbitllm.base.grouping import summed
 from rabbitllm.base.options import RunOptions
 from rabbitllm.base.random_tensors import RandomTensors
 from rabbitllm.base.terminal import size
@@ -115,12 +116,10 @@ def unit_costs(
     With `choosers` (see `LoadPlan`) the memory of its use is the largest on any of their devices. `kind` is the type of
     blocks of copies, if there are any.
     """
-    routed: dict[str, int] = {}
+    routed = summed((expert.unit, expert.stored_bytes) for expert in experts)
     # in the plan of a large model one source stands for many layers, which share no tensors
     distinct = {id(source): {job.recipe.key for job in source.jobs} for source in sources.values()}
     shared = {key for key, count in Counter(chain.from_iterable(distinct.values())).items() if count > 1}
-    for expert in experts:
-        routed[expert.unit] = routed.get(expert.unit, 0) + expert.stored_bytes
     embedding, tables = input_embedding(model), find_tables(model)
     costs = []
     for name, source in sources.items():

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from rabbitllm.base.grouping import grouped
 from rabbitllm.base.rounding import round_up
 from rabbitllm.base.terminal import Printed, aligned, size
 from rabbitllm.display import tier_picture
@@ -208,9 +209,7 @@ class TierContent:
 
 def tier_contents(placed: Iterable[PlacedUnit]) -> tuple[TierContent, ...]:
     """Units and bytes by device and tier, in the order in which these occur."""
-    nbytes: dict[tuple[str, Tier], list[int]] = {}
-    for unit in placed:
-        nbytes.setdefault((unit.device, unit.tier), []).append(unit.counted)
+    nbytes = grouped(((unit.device, unit.tier), unit.counted) for unit in placed)
     return tuple(TierContent(device, tier.value, len(sizes), sum(sizes)) for (device, tier), sizes in nbytes.items())
 
 
@@ -380,10 +379,8 @@ class Placement(Printed):
     def bars(self) -> tuple[Bar, ...]:
         """The stored bytes of each unit by their location, in the order of a pass."""
         hosts, shares = self.hosts, {pool.device: pool.shares for pool in self.pools}
-        experts: dict[str, list[PlacedUnit]] = {}
         units = {placed.unit for placed in self.units}
-        for placed in self.experts:
-            experts.setdefault(enclosing(placed.unit, units) or placed.unit, []).append(placed)
+        experts = grouped((enclosing(placed.unit, units) or placed.unit, placed) for placed in self.experts)
         bars = []
         for placed in self.units:
             parts: Counter[str] = Counter({_LABELS[placed.tier][placed.device in hosts]: placed.counted})

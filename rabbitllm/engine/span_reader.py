@@ -28,6 +28,7 @@ from typing import Protocol
 import numpy as np
 
 from rabbitllm.base.forks import Workers, direct_read
+from rabbitllm.base.grouping import grouped
 from rabbitllm.base.rounding import round_up
 from rabbitllm.formats.tensor_spec import TensorSpec
 from rabbitllm.storage.files import PositionalFile, leaves_descriptors, page_aligned
@@ -263,10 +264,7 @@ def compare(checks: LayerChecks, runs: Iterable[FileSpan | TensorSpec]) -> None:
     Raises:
         IncompleteSplitError: a checksum differs.
     """
-    ranges: dict[str, list[tuple[int, int]]] = {}
-    for run in runs:
-        ranges.setdefault(run.file, []).append((run.offset, run.nbytes))
-    for file, spans in ranges.items():
+    for file, spans in grouped((run.file, (run.offset, run.nbytes)) for run in runs).items():
         checks.stored(file, spans)
 
 

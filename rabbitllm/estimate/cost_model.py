@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rabbitllm.base.grouping import grouped
 from rabbitllm.checkpoints.config import picked_by
 from rabbitllm.engine.placement import HOOKED, Copies, Placement, Tier, TierContent
 from rabbitllm.engine.published_codes import CodedRecipe
@@ -411,9 +412,7 @@ def by_copies(
 
 def experts_of(work: Iterable[RoutedWork]) -> tuple[Experts, ...]:
     """Sum up the modules of each device and tier."""
-    groups: dict[tuple[str, Tier], list[RoutedWork]] = {}
-    for routed in work:
-        groups.setdefault((routed.device, routed.tier), []).append(routed)
+    groups = grouped(((routed.device, routed.tier), routed) for routed in work)
     return tuple(
         Experts(
             device=device,

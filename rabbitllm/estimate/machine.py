@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -297,20 +298,13 @@ def _token_seconds(layers: int, device: Device) -> tuple[float, int]:
 # Reading and copying
 
 
-class _ByPath:
-    """Files whose names are their paths, for `SpanReader`."""
-
-    def path(self, file: str) -> Path:
-        return Path(file)
-
-
 def read_rate(files: Sequence[Path], mode: ReadMode) -> tuple[float | None, int]:
     """Measure the bytes per second of reading pieces that are spread over files; return them and the bytes read.
 
     From the disk, or in `THROUGH_THE_CACHE` from the page cache, which keeps the pieces afterwards. None if the files
     cannot be read in this mode, or not at all.
     """
-    store = _ByPath()
+    store: Any = SimpleNamespace(path=Path)  # files whose names are their paths
     reader = SpanReader(store, mode)
     try:
         pieces = [

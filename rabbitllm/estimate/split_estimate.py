@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rabbitllm.base.forks import DaemonThread
+from rabbitllm.base.grouping import grouped, summed
 from rabbitllm.base.options import BIG_LAYER_BYTES
 from rabbitllm.base.plain_json import plain
 from rabbitllm.checkpoints.config import quantized_as, text_config
@@ -101,8 +102,8 @@ def anatomy_of(plan: SplitPlan, config: Mapping[str, Any]) -> Anatomy:
         tensors=len(specs),
         parameters=sum(spec.elements for spec in specs if is_floating(spec)),
         tied_embeddings=_is_tied(specs, config),
-        never_compressed=_grouped((why, spec) for spec in specs if (why := why_never_compressed(spec)) is not None),
-        not_floating=_grouped((spec.dtype, spec) for spec in specs if not is_floating(spec)),
+        never_compressed=_groups((why, spec) for spec in specs if (why := why_never_compressed(spec)) is not None),
+        not_floating=_groups((spec.dtype, spec) for spec in specs if not is_floating(spec)),
         empty=sum(not spec.elements for spec in specs),
         scalars=sum(spec.shape == () for spec in specs),
         layers_over_shards=sum(shards > 1 for shards in spread),
@@ -133,10 +134,8 @@ def why_never_compressed(spec: TensorSpec) -> str | None:
     return "convolution" if "conv" in spec.name.lower() else "state-space decay"
 
 
-def _grouped(specs: Iterable[tuple[str, TensorSpec]]) -> tuple[TensorGroup, ...]:
-    groups: dict[str, list[int]] = {}
-    for name, spec in specs:
-        groups.setdefault(name, []).append(spec.nbytes)
+def _groups(specs: Iterable[tuple[str, TensorSpec]]) -> tuple[TensorGroup, ...]:
+    groups = grouped((name, spec.nbytes) for name, spec in specs)
     tensor_groups = (TensorGroup(name, len(sizes), sum(sizes)) for name, sizes in groups.items())
     return tuple(sorted(tensor_groups, key=lambda group: (-group.total_bytes, group.what)))
 
@@ -155,9 +154,7 @@ def big_layers(plan: SplitPlan) -> tuple[str, ...]:
 
 def commonest_dtype(plan: SplitPlan) -> str | None:
     """Return the dtype of most of the bytes that compression quantizes; None if there are none."""
-    sums: dict[str, int] = {}
-    for spec in filter(is_compressible, plan.tensors):
-        sums[spec.dtype] = sums.get(spec.dtype, 0) + spec.nbytes
+    sums = summed((spec.dtype, spec.nbytes) for spec in filter(is_compressible, plan.tensors))
     return max(sums, key=sums.__getitem__, default=None)
 
 

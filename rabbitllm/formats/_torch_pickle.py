@@ -186,11 +186,6 @@ def _tensor(arguments: tuple[Any, ...], dtype: object, metadata: object) -> Pick
     return PickledTensor(storage, dtype, first, shape, strides)
 
 
-def _rebuild_tensor(arguments: tuple[Any, ...]) -> PickledTensor:
-    """storage, first element, shape, strides."""
-    return _rebuild_tensor_v2((*arguments, False, None))
-
-
 def _rebuild_tensor_v2(arguments: tuple[Any, ...]) -> PickledTensor:
     """storage, first element, shape, strides, requires_grad, hooks, [metadata]."""
     storage = arguments[0]
@@ -312,7 +307,7 @@ _CALLS: Mapping[str, _Call | None] = {
     "torch.device": _taking(1, 2, _device),
     "torch.Tensor": None,
     "torch.nn.parameter.Parameter": None,
-    "torch._utils._rebuild_tensor": _taking(4, 4, _rebuild_tensor),
+    "torch._utils._rebuild_tensor": _taking(4, 4, lambda arguments: _rebuild_tensor_v2((*arguments, False, None))),
     "torch._utils._rebuild_tensor_v2": _taking(6, 7, _rebuild_tensor_v2),
     "torch._utils._rebuild_tensor_v3": _taking(7, 8, _rebuild_tensor_v3),
     "torch._utils._rebuild_parameter": _taking(3, 4, _rebuild_parameter),

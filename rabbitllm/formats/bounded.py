@@ -217,15 +217,12 @@ def open_regular(path: Path, refusal: Callable[[str], Exception]) -> BinaryIO:
         ValueError: it is not a valid path.
     """
     with contextlib.suppress(IsADirectoryError):
-        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+        flag = getattr(os, "O_NONBLOCK", 0)
+        file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | flag))  # noqa: SIM115
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return file
         file.close()
     raise refusal("is not a regular file")
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_regular(path: Path, limit: int, refusal: Callable[[str], Exception]) -> bytes:

@@ -397,8 +397,7 @@ def list_opcodes(data: bytes, file: str, begin: int = 0) -> Iterator[ListedOpcod
             depth += opcode.name == "MARK"
     except (ValueError, OverflowError) as error:
         raise CorruptShardError(
-            f"The pickle of {file} cannot be listed beyond byte {position:,}: {str(error)[:200]}.",
-            COPY_AGAIN,
+            f"The pickle of {file} cannot be listed beyond byte {position:,}: {str(error)[:200]}.", COPY_AGAIN
         ) from None
 
 

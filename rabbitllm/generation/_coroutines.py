@@ -25,6 +25,7 @@ from greenlet import getcurrent, greenlet
 from torch import nn
 from transformers import Conv1D
 
+from rabbitllm.base.grouping import grouped
 from rabbitllm.engine.expert_finding import is_routed
 from rabbitllm.engine.forwards import RowProducts
 from rabbitllm.engine.pass_line import pass_input_of
@@ -349,9 +350,7 @@ class Coroutines:
 
     def compute(self, waiting: Sequence[Coroutine]) -> None:
         """Compute the calls at the sync point where most of the coroutines wait."""
-        by_point: dict[int, list[Coroutine]] = {}
-        for coroutine in waiting:
-            by_point.setdefault(id(coroutine.pending.point), []).append(coroutine)
+        by_point = grouped((id(coroutine.pending.point), coroutine) for coroutine in waiting)
         here = max(by_point.values(), key=len)
         point = here[0].pending.point
         assert point is not None

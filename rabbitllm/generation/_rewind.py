@@ -171,11 +171,7 @@ class Rewindable:
         arguments: dict[str, Any] = {name: tensor[..., :length] for name, tensor in self._arguments.items()}
         arguments[self._traits.argument] = self.cache
         inputs = self._model.prepare_inputs_for_generation(
-            ids,
-            next_sequence_length=rows,
-            is_first_iteration=is_first,
-            use_cache=True,
-            **arguments,
+            ids, next_sequence_length=rows, is_first_iteration=is_first, use_cache=True, **arguments
         )
         if "logits_to_keep" in self._traits.takes:
             inputs["logits_to_keep"] = count  # some models set another number

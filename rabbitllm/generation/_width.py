@@ -85,7 +85,8 @@ class Costs:
         self.since_plain = self.since_plain + 1 if has_draft else 0
         if seconds is not None:
             self.plain += not has_draft
-            self._passes.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append((self._count, rows, seconds))
+            bucket = (rows - 1).bit_length()  # 1, 2, 3 and 4, 5 to 8, ... rows
+            self._passes.setdefault(bucket, deque(maxlen=_KEPT)).append((self._count, rows, seconds))
             self._points = ()
 
     def learn_draft(self, drafted: int, seconds: float, lacks: int) -> None:
@@ -317,11 +318,6 @@ def costs_of(model: StreamedModel, draft: StreamedModel | str) -> Costs:
     own = 0 if isinstance(draft, str) else sum(placed.stored for placed in draft.placement.units)
     row = _ROW if model.device.type == "cpu" else _ROW / 8
     return Costs(row * used / (used + _DISK * moved), own / (used + _DISK * moved))
-
-
-def _bucket(rows: int) -> int:
-    """1, 2, 3 and 4, 5 to 8, ... rows."""
-    return (rows - 1).bit_length()
 
 
 def _level(sure: float) -> int:

@@ -287,8 +287,7 @@ class Beside:
 
 def beside_of(cache: Any) -> Beside | None:
     """What a draft keeps beside a cache."""
-    beside: Beside | None = getattr(cache, "beside", None)
-    return beside
+    return getattr(cache, "beside", None)
 
 
 # prefixes ------------------------------------------------------------------------------------------------------------
@@ -390,8 +389,7 @@ def restore(cache: Any, attributes: Saved, length: int) -> None:
 
 def layers_of(cache: Any) -> Sequence[CacheLayerMixin]:
     """The layers of a cache of transformers; none if there is no such cache."""
-    layers: Sequence[CacheLayerMixin] = getattr(cache, "layers", ())
-    return layers
+    return getattr(cache, "layers", ())
 
 
 def _held(cache: Any) -> dict[Any, Any]:
@@ -471,10 +469,7 @@ the first kind the recurrence starts anew, with others only its steps are limite
 _TESTED_STATES = (
     CONTINUING
     | BY_ROWS
-    | {
-        *("bamba", "deepseek_v4", "inkling2_loop_text", "lara_mini", "mamba2", "minimax"),
-        *("rwkv", "xlstm"),
-    }
+    | {*("bamba", "deepseek_v4", "inkling2_loop_text", "lara_mini", "mamba2", "minimax"), *("rwkv", "xlstm")}
 )
 """Model types whose states can be put back, each with a test in `tests/generation/test_rewind.py`.
 

@@ -151,7 +151,8 @@ def cost_of_a_pass(config: PretrainedConfig, itemsize: int) -> PassCost:
 def _cost_by(config: PretrainedConfig, itemsize: int) -> PassCost:
     """The cost according to the config of a layer."""
     hidden: int = config.hidden_size
-    wide = _wide(config, hidden)
+    sizes = getattr(config, "intermediate_size", None) or 4 * hidden
+    wide = max([sizes] if isinstance(sizes, int) else sizes)  # of any layer's feed-forward network
     heads: int = getattr(config, "num_attention_heads", None) or 1
     head = getattr(config, "head_dim", None) or hidden // heads
     queries = heads * head
@@ -204,12 +205,6 @@ def repeated_bytes(config: PretrainedConfig, itemsize: int, tokens: int) -> int:
         if (getattr(layer, "num_key_value_heads", None) or heads) < heads:
             queries.append(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads))
     return 2 * itemsize * max(queries) * tokens
-
-
-def _wide(config: PretrainedConfig, hidden: int) -> int:
-    """The width of the widest feed-forward network in any layer."""
-    sizes = getattr(config, "intermediate_size", None) or 4 * hidden
-    return max([sizes] if isinstance(sizes, int) else sizes)
 
 
 PREFETCH_SHARE = 8

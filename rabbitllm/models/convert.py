@@ -387,8 +387,7 @@ def _join_split(split_folder: Path, named: Path, folder: Path) -> Conversion:
     before = (folder / INDEX_NAME).exists()
     if before and (why := origin_of(folder).differs_from(identity)) is not None:
         raise SplitMismatchError(
-            f"{folder} holds the conversion of another model than {split_folder}: {why}.",
-            ANOTHER_FOLDER,
+            f"{folder} holds the conversion of another model than {split_folder}: {why}.", ANOTHER_FOLDER
         )
     left = [folder / name for name in (checkpoint_folder.WORK_NAME, checkpoint_folder.LOCK_NAME)]
     if not before or any(path.exists() for path in left):

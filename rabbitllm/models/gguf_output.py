@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rabbitllm import prepare
+from rabbitllm.base.grouping import summed
 from rabbitllm.base.options import expand
 from rabbitllm.base.rounding import round_up
 from rabbitllm.base.terminal import listed
@@ -426,21 +427,16 @@ class _Metadata:
             writer.close()
             head = path.read_bytes()
         alignment = writer.data_alignment
-        offset = round_up(len(head), alignment)
-        offsets = []
-        for tensor in tensors:
-            offsets.append(offset)
-            offset += round_up(tensor.nbytes, alignment)
-        return head, offsets, offset
+        sizes = (round_up(tensor.nbytes, alignment) for tensor in tensors)
+        *offsets, end = itertools.accumulate(sizes, initial=round_up(len(head), alignment))
+        return head, offsets, end
 
 
 def file_type_of(tensors: Iterable[TensorInFile]) -> int:
     """llama.cpp's number of the type that most bytes of a file have (`LlamaFileType`)."""
     import gguf
 
-    sizes: dict[str, int] = {}
-    for tensor in tensors:
-        sizes[tensor.kind.name] = sizes.get(tensor.kind.name, 0) + tensor.nbytes * (len(tensor.shape) > 1)
+    sizes = summed((tensor.kind.name, tensor.nbytes * (len(tensor.shape) > 1)) for tensor in tensors)
     largest = max(sizes, key=lambda name: sizes[name], default="F32")
     names = {member.name: int(member) for member in gguf.LlamaFileType}
     candidates = (f"ALL_{largest}", f"MOSTLY_{largest}", f"MOSTLY_{largest}_M", f"MOSTLY_{largest}_MOE")

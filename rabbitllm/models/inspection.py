@@ -31,7 +31,7 @@ from rabbitllm.formats.pickle_reader import MAX_LISTED, MAX_PICKLE_BYTES, Listed
 from rabbitllm.formats.sentencepiece_model import SentencePieceModel, read_model
 from rabbitllm.formats.shard_header import HEAD_BYTES, TORCH, Weights, read_shard_header, recognise
 from rabbitllm.formats.tensor_spec import LeftOut, TensorSpec, is_contiguous
-from rabbitllm.formats.torch_file import PICKLE, TorchTensor, pickle_of, read_legacy_torch, read_torch_zip
+from rabbitllm.formats.torch_file import PICKLE, pickle_of, read_legacy_torch, read_torch_zip
 from rabbitllm.models._conversion_input import finished_split_of
 from rabbitllm.splitter.plan import tensors_by_shard
 from rabbitllm.splitter.request import require_shards
@@ -315,12 +315,14 @@ def _read(path: Path, form: Weights | WeightlessFile) -> Content:
     if form in TORCH:
         read = read_torch_zip(path) if form is Weights.TORCH_ZIP else read_legacy_torch(path)
         layers, order = layers_of((tensor.name for tensor in read.tensors), path.parent)
-        return Tensors(
-            tuple(_of_torch(tensor, layers[tensor.name], zipped=form is Weights.TORCH_ZIP) for tensor in read.tensors),
-            order,
-            left_out=read.left_out,
-            left_tensors=read.left_tensors,
+        lead = "data/" if form is Weights.TORCH_ZIP else ""
+        tensors = tuple(
+            TensorInfo(
+                *(t.name, t.dtype, t.shape, t.strides, t.offset, t.nbytes), layers[t.name], t.file, lead + t.storage
+            )
+            for t in read.tensors
         )
+        return Tensors(tensors, order, left_out=read.left_out, left_tensors=read.left_tensors)
     header = read_shard_header(path)
     layers, order = layers_of((spec.name for spec in header.tensors), path.parent)
     return Tensors(tuple(of_spec(spec, layers[spec.name]) for spec in header.tensors), order, header.metadata)
@@ -351,11 +353,6 @@ def of_spec(spec: TensorSpec, layer: str) -> TensorInfo:
     if spec.blocks is not None:
         dtype, nbytes = spec.blocks.kind.name, spec.blocks.nbytes
     return TensorInfo(spec.name, dtype, spec.shape, strides, spec.offset, nbytes, layer, spec.file)
-
-
-def _of_torch(t: TorchTensor, layer: str, *, zipped: bool) -> TensorInfo:
-    storage = f"data/{t.storage}" if zipped else t.storage
-    return TensorInfo(t.name, t.dtype, t.shape, t.strides, t.offset, t.nbytes, layer, t.file, storage)
 
 
 HEADER_THREADS = 8

@@ -122,22 +122,10 @@ def _tensors(content: Tensors) -> _Listing[TensorInfo]:
         return (harmless(t.name), t.dtype, *numbers, harmless(t.layer), last)[: len(columns)]
 
     def record(t: TensorInfo) -> dict[str, Any]:
-        lists = {"shape": [*t.shape], "stride": [*t.strides]}
-        return {key: getattr(t, name) for key, name in _TENSOR_KEYS.items()} | lists
+        form = {"name": t.name, "dtype": t.dtype, "shape": [*t.shape], "stride": [*t.strides]}
+        return form | {"offset": t.offset, "bytes": t.nbytes, "layer": t.layer, "file": t.file, "storage": t.storage}
 
     return _Listing("tensor", content.tensors, lambda t: t.name, columns, row, record)
-
-
-_TENSOR_KEYS = {
-    **{name: name for name in ("name", "dtype", "shape")},
-    "stride": "strides",
-    "offset": "offset",
-    "bytes": "nbytes",
-    "layer": "layer",
-    "file": "file",
-    "storage": "storage",
-}
-"""Key of a tensor's JSON -> attribute."""
 
 
 def _pieces(model: SentencePieceModel) -> _Listing[VocabularyPiece]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rabbitllm.base.grouping import grouped
 from rabbitllm.engine import skeleton
 from rabbitllm.engine.placement import SLOTS
 from rabbitllm.engine.units import Unit, UnitSource
@@ -81,10 +82,8 @@ def find_stack(model: StreamedModel, sources: Mapping[str, UnitSource]) -> Stack
     Raises:
         HostsError: it cannot be spread; names the model type and the reason.
     """
-    stacks: dict[str, list[UnitSource]] = {}
-    for source in sources.values():
-        if source.unit.is_layer:
-            stacks.setdefault(source.unit.name.rpartition(".")[0], []).append(source)
+    layers = [source for source in sources.values() if source.unit.is_layer]
+    stacks = grouped((layer.unit.name.rpartition(".")[0], layer) for layer in layers)
     if model.config.is_encoder_decoder or not stacks:
         raise _refusal(model, "it has an encoder" if stacks else "it has no layers that are called one after the other")
     largest = max(stacks.values(), key=lambda layers: sum(source.stored_bytes for source in layers))

@@ -72,11 +72,6 @@ def step_bytes(width: int) -> int:
     return STEP * SIZES[width] + 4 * 4
 
 
-def rows_of_tile() -> int:
-    """Rows of the matrix that are computed together."""
-    return VECTORS * _vectors.lanes()
-
-
 def kernel(method: str, scheme: str, width: int) -> Callable[[Any], None]:
     """As `_product_kernels.kernel`, by `BYTES`, of a width of `SIZES`; the scheme is one that has it, or `INPUTS`."""
     lanes, size, nbytes = _vectors.lanes(), SIZES[width], step_bytes(width)

@@ -73,7 +73,7 @@ def threads_for(method: str, nbytes: int) -> int:
 def kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, int]:
     """The address of a kernel, and the rows that it computes together."""
     from rabbitllm.base.compiling import address_of  # numba comes with it, which takes a second
-    from rabbitllm.quant import _block_kernels, _byte_kernels, _code_kernels, _product_kernels
+    from rabbitllm.quant import _block_kernels, _byte_kernels, _code_kernels, _product_kernels, _vectors
 
     if isinstance(scheme, CodeKernel):
         function = _code_kernels.kernel(method, scheme, width)
@@ -81,7 +81,7 @@ def kernel(method: str, scheme: str | CodeKernel, width: int) -> tuple[int, int]
         function = _byte_kernels.kernel(method, scheme, width)
     else:
         function = (_block_kernels if scheme in BLOCK_TYPES else _product_kernels).kernel(method, scheme, width)
-    tiles = {BYTES: _byte_kernels.rows_of_tile(), TURNED: SEGMENT}
+    tiles = {BYTES: _byte_kernels.VECTORS * _vectors.lanes(), TURNED: SEGMENT}
     return address_of(function), tiles.get(method, _product_kernels.ROWS)
 
 

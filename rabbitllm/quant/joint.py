@@ -78,9 +78,7 @@ class JointProduct:
         key = torch.get_num_threads(), x.shape, x.dtype
         if (prepared := self._programs.get(key)) is None:
             program = Program.of(
-                lambda to, at, *results: self.add_to(to, rows, x.dtype, at, results),
-                1 + len(self._rows),
-                dtype=x.dtype,
+                lambda to, at, *results: self.add_to(to, rows, x.dtype, at, results), 1 + len(self._rows), dtype=x.dtype
             )
             prepared = self._programs[key] = program, self._forms(x)
         program, forms = prepared

@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rabbitllm.auto_model import LoadRequest
@@ -149,6 +149,7 @@ class _LineWorker:
     unanswered: dict[int, Item] | None = None
 
 
+@dataclass(eq=False)
 class RayAnswers:
     """The workers of one batch. The process must be connected to the cluster.
 
@@ -160,23 +161,15 @@ class RayAnswers:
         report: called with messages for the user.
     """
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        job: WorkerJob,
-        worker: type[Any] = Answerer,
-        check: Callable[[WorkerInfo], None] = lambda about: None,
-        report: Callable[[str], None] = say,
-    ) -> None:
-        self._pool = pool
-        self._job = job
-        self._class = worker
-        self._check = check
-        self._report = report
-        self._reported_at = float("-inf")
-        self._workers: list[_LineWorker] = []
-        self._about: WorkerInfo | None = None
-        self._lost = 0
+    pool: WorkerPool
+    job: WorkerJob
+    worker: type[Any] = Answerer
+    check: Callable[[WorkerInfo], None] = lambda about: None
+    report: Callable[[str], None] = say
+    _reported_at: float = field(default=float("-inf"), init=False)
+    _workers: list[_LineWorker] = field(default_factory=list, init=False)
+    _about: WorkerInfo | None = field(default=None, init=False)
+    _lost: int = field(default=0, init=False)
 
     def answered(self, chunks: Sequence[Sequence[int]], item: Callable[[int], Item]) -> Generator[list[BatchAnswer]]:
         """Answers to lines, in groups that are complete at the same time.
@@ -193,7 +186,7 @@ class RayAnswers:
 
         waiting = deque(list(chunk) for chunk in chunks)
         try:
-            for _ in range(min(self._pool.workers, len(waiting))):
+            for _ in range(min(self.pool.workers, len(waiting))):
                 self._workers.append(self._start_worker())
             while waiting or any(worker.unanswered for worker in self._workers):
                 for worker in self._workers:
@@ -213,8 +206,8 @@ class RayAnswers:
     def _start_worker(self) -> _LineWorker:
         import ray
 
-        options = {"num_cpus": self._pool.cpus, "num_gpus": self._pool.gpus, "scheduling_strategy": "SPREAD"}
-        actor = ray.remote(self._class).options(max_restarts=0, **options).remote(self._job)
+        options = {"num_cpus": self.pool.cpus, "num_gpus": self.pool.gpus, "scheduling_strategy": "SPREAD"}
+        actor = ray.remote(self.worker).options(max_restarts=0, **options).remote(self.job)
         return _LineWorker(actor, time.monotonic(), actor.__ray_ready__.remote(), actor.ready.remote())
 
     def _report_unplaced(self) -> None:
@@ -231,7 +224,7 @@ class RayAnswers:
         if late and now - self._reported_at >= REPEAT_SECONDS:
             self._reported_at = now
             cluster: Any = ray  # its functions are untyped
-            self._report(wait_notice(self._pool, len(late), cluster.cluster_resources(), cluster.available_resources()))
+            self.report(wait_notice(self.pool, len(late), cluster.cluster_resources(), cluster.available_resources()))
 
     def _handle_report(self, worker: _LineWorker, waiting: deque[list[int]]) -> Generator[list[BatchAnswer]]:
         """Handle a report of a worker: that it is ready, some answers, the end of its chunk, or its loss."""
@@ -278,7 +271,7 @@ class RayAnswers:
 
     def _compare(self, about: WorkerInfo) -> None:
         if self._about is None:
-            self._check(about)
+            self.check(about)
             self._about = about
         elif (why := about.differs_from(self._about)) is not None:
             raise ClusterError(

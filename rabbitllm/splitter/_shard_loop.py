@@ -78,10 +78,7 @@ class Completion:
             self._first_seen.setdefault(layer, time.perf_counter())
 
     def complete(
-        self,
-        completed: Iterable[str],
-        targets: dict[str, FillTarget],
-        stored: TensorSums,
+        self, completed: Iterable[str], targets: dict[str, FillTarget], stored: TensorSums
     ) -> dict[str, tuple[PartSums, ...]]:
         """Sync and close the files that a shard was moved into, and rename those of layers that are complete with it.
 
@@ -335,11 +332,7 @@ class ShardLoop:
             self._complete(shard, checksums, targets, layers)
 
     def _complete(
-        self,
-        shard: PlannedShard,
-        checksums: ShardChecksums,
-        targets: dict[str, FillTarget],
-        closed: Sequence[str] = (),
+        self, shard: PlannedShard, checksums: ShardChecksums, targets: dict[str, FillTarget], closed: Sequence[str] = ()
     ) -> None:
         """Complete layers with a shard whose bytes are written, and journal it; `closed` are its other layers."""
         source_crc = self._source_checksum(shard, checksums)  # before a layer with data of it gets its name

@@ -14,6 +14,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from rabbitllm.base.collection import uncollected
+from rabbitllm.base.grouping import grouped, summed
 from rabbitllm.base.options import SplitOptions
 from rabbitllm.base.terminal import size
 from rabbitllm.checkpoints.index import natural_key
@@ -136,18 +137,14 @@ def groups(
             and shared ones each have the weight of a dense layer's matrix.
         heads: names of those for multi-token prediction.
     """
-    by_group: dict[str, list[TensorSpec]] = {}
-    compressible = [spec for spec in tensors if is_compressible(spec)]
-    for spec in sorted(compressible, key=lambda spec: natural_key(spec.name)):
-        by_group.setdefault(_group_name(spec.name), []).append(spec)
+    compressible = sorted(filter(is_compressible, tensors), key=lambda spec: natural_key(spec.name))
+    by_group = grouped((_group_name(spec.name), spec) for spec in compressible)
     roles = {name: role_of(members[0].name) for name, members in by_group.items()}
     has_head = "head" in roles.values()
     layers = {layer for spec in compressible if (layer := _layer_index(spec.name)) is not None}
     depth = max(layers) + 1 if layers else 1
     computed = {name: _elements_a_token(members, experts_a_token) for name, members in by_group.items()}
-    of_layer: dict[tuple[int | None, str], list[str]] = {}
-    for name in by_group:
-        of_layer.setdefault((_layer_index(name), roles[name]), []).append(name)
+    of_layer = grouped(((_layer_index(name), roles[name]), name) for name in by_group)
     scheme_groups = []
     for name, members in by_group.items():
         role = roles[name]
@@ -238,10 +235,7 @@ class _SharedSizes:
 
     def of(self, layer: _Layer) -> EstimatedFile:
         """Return the sizes of a layer of the kind."""
-        shard_bytes: dict[str, int] = {}
-        for index, nbytes in self.tensor_bytes:
-            shard = layer.specs[index].file
-            shard_bytes[shard] = shard_bytes.get(shard, 0) + nbytes
+        shard_bytes = summed((layer.specs[index].file, nbytes) for index, nbytes in self.tensor_bytes)
         scratch = self.sizes.scratch_bytes - _last_filling(self.filling, layer)
         return dataclasses.replace(self.sizes, shard_bytes=shard_bytes, scratch_bytes=scratch)
 

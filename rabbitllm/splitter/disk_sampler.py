@@ -56,7 +56,7 @@ class DiskSampler:
 
         self._process = psutil.Process()
         self._memory_at_start = self._max_memory = anonymous_bytes(self._process)
-        self._tell(self._sample())  # so the first check raises on a disk that is too full at the start
+        self._sample()  # so the first check raises on a disk that is too full at the start
         self._thread.start()
         return self
 
@@ -66,7 +66,7 @@ class DiskSampler:
         self._stop.set()
         self._thread.join()
         self._next_disk = 0.0
-        self._tell(self._sample())
+        self._sample()
 
     def check(self) -> None:
         """Stop a split whose disk is running out, while there is still room to stop cleanly.
@@ -90,13 +90,10 @@ class DiskSampler:
     def _sample_on(self) -> None:
         while not self._stop.wait(self._interval):
             with contextlib.suppress(Exception):  # of a listener, or without a free descriptor: the next one may go on
-                self._tell(self._sample())
+                self._sample()
 
-    def _tell(self, seen: DiskSampled | None) -> None:
-        if seen is not None:
-            tell(seen)
-
-    def _sample(self) -> DiskSampled | None:
+    def _sample(self) -> None:
+        """Take a sample, and tell the disk use, unless it was summed a short time ago."""
         free = 0
         with contextlib.suppress(OSError):  # the folder may appear and disappear
             free = shutil.disk_usage(existing(self._folder)).free
@@ -104,7 +101,7 @@ class DiskSampler:
         self._max_memory = max(self._max_memory, anonymous_bytes(self._process))
         start = time.perf_counter()
         if start < self._next_disk:
-            return None
+            return
         cpu_start = time.thread_time()
         in_use = disk_bytes(self._folder)
         self.max_disk_bytes = max(self.max_disk_bytes, in_use)
@@ -112,7 +109,7 @@ class DiskSampler:
         # CPU time, not wall time: on a busy machine most of that is spent waiting to be scheduled
         self._next_disk = end + max((time.thread_time() - cpu_start) / DISK_SHARE, end - start)
         limit = in_use + max(free - self._min_free, 0)
-        return DiskSampled(in_use, limit if self._max_disk is None else min(limit, self._max_disk))
+        tell(DiskSampled(in_use, limit if self._max_disk is None else min(limit, self._max_disk)))
 
 
 def anonymous_bytes(process: Any) -> int:

@@ -123,7 +123,6 @@ class ShardExecutor(Protocol):
         Raises:
             ClusterError: a worker does not see them, or has another version of this package; nothing was touched.
         """
-        ...
 
     def filled(
         self,
@@ -140,7 +139,6 @@ class ShardExecutor(Protocol):
             began: called with each shard when it begins.
             watch: called often; may raise to stop.
         """
-        ...
 
 
 LAST_CHUNK_SECONDS = 0.5
@@ -161,11 +159,9 @@ class IncomingShard(Protocol):
             StartedOverError: see there.
             HubError, MissingShardError, CorruptShardError: it cannot be fetched or found.
         """
-        ...
 
     def whole(self) -> Path:
         """Wait until all of it is there and verified; raises the same errors."""
-        ...
 
 
 class _LocalShard:

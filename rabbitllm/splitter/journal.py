@@ -341,20 +341,10 @@ def _encode_tensor(tensor: TensorSpec) -> list[object]:
 def _decode_tensor(shard: str, content: list[Any]) -> TensorSpec:
     name, dtype, shape, offset, nbytes, *optional = content
     strides, view, cut, stored = (*optional, None, None, None, None)[:4]
-    return TensorSpec(
-        name,
-        dtype,
-        tuple(shape),
-        shard,
-        offset,
-        nbytes,
-        None if strides is None else tuple(strides),
-        None if view is None else tuple(view),
-        None if cut is None else TensorPiece(cut[0], tuple(cut[1]), cut[2], cut[3]),
-        None
-        if stored is None
-        else StoredBlocks(TENSOR_TYPES[stored[0]], stored[1], ValueChange(stored[2]), *stored[3:]),
-    )
+    strides, view = (None if part is None else tuple(part) for part in (strides, view))
+    piece = None if cut is None else TensorPiece(cut[0], tuple(cut[1]), *cut[2:])
+    blocks = stored and StoredBlocks(TENSOR_TYPES[stored[0]], stored[1], ValueChange(stored[2]), *stored[3:])
+    return TensorSpec(name, dtype, tuple(shape), shard, offset, nbytes, strides, view, piece, blocks)
 
 
 def _decode(content: dict[str, Any]) -> tuple[SplitPlan, str | None]:

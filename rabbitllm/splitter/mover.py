@@ -156,14 +156,7 @@ class Mover:
         fitted: whether scales of 4bit are fitted to their blocks.
     """
 
-    def __init__(
-        self,
-        threads: int,
-        profiler: Profiler,
-        watch: Callable[[], None],
-        *,
-        fitted: bool = False,
-    ) -> None:
+    def __init__(self, threads: int, profiler: Profiler, watch: Callable[[], None], *, fitted: bool = False) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="split")
         self._threads = threads
         self._fitted = fitted

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rabbitllm.base.collection import uncollected
+from rabbitllm.base.grouping import grouped
 from rabbitllm.base.options import ShardPolicy
 from rabbitllm.checkpoints.checkpoint import FileStat, ShardMetadata, SourceIdentity, has_digest
 from rabbitllm.checkpoints.index import CheckpointIndex, dtype_without_config, index_of
@@ -265,12 +266,10 @@ def tensors_by_shard(index: CheckpointIndex, metadata: Iterable[ShardMetadata]) 
     last = {tensor.name: shard.name for shard in metadata for tensor in shard.header.tensors}
     owner = {**last, **index.weight_map}
     chosen: dict[str, tuple[TensorSpec, ...]] = {}
-    promised: dict[str, set[str]] = {}
-    for name, holder in index.weight_map.items():
-        promised.setdefault(holder, set()).add(name)
+    promised = grouped((holder, name) for name, holder in index.weight_map.items())
     for shard in metadata:
         chosen[shard.name] = tuple(t for t in shard.header.tensors if owner[t.name] == shard.name)
-        absent = sorted(promised.get(shard.name, set()) - {t.name for t in chosen[shard.name]})
+        absent = sorted({*promised.get(shard.name, ())} - {t.name for t in chosen[shard.name]})
         if absent:
             raise InvalidIndexError(
                 f"The index puts {absent[0]!r}{f' and {len(absent) - 1} more' if len(absent) > 1 else ''} into "

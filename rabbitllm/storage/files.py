@@ -338,19 +338,15 @@ class Reopenable(Protocol):
     @property
     def is_settled(self) -> bool:
         """Whether it can be closed now without losing data."""
-        ...
 
     def reopen(self) -> None:
         """Open it. Called while it is closed, by one thread at a time."""
-        ...
 
     def settle(self) -> None:
         """Make closing safe. Called while it is open; other threads may use it meanwhile."""
-        ...
 
     def release(self) -> None:
         """Close it. Called while no thread uses it."""
-        ...
 
 
 class OpenFiles:

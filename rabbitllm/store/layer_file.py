@@ -31,6 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
+from rabbitllm.base.grouping import summed
 from rabbitllm.base.rounding import round_up
 from rabbitllm.checkpoints.index import natural_key
 from rabbitllm.checkpoints.naming import LayerName
@@ -369,9 +370,7 @@ def lay_out(
             "Remove compression.",
         )
     end = begins[-1] + ordered[-1].nbytes if ordered else len(header)
-    shard_bytes: dict[str, int] = {}
-    for form in incoming:
-        shard_bytes[form.source.file] = shard_bytes.get(form.source.file, 0) + form.nbytes
+    shard_bytes = summed((form.source.file, form.nbytes) for form in incoming)
     layout = LayerLayout(layer, incoming, tuple(ordered), len(header), offsets, end, shard_bytes)
     doubled = [form for form in (*whole, *(tensor.whole for tensor in joined)) if form.scheme == DOUBLE]
     return _with_scratch(layout, joined, doubled) if joined or doubled else layout

@@ -131,11 +131,9 @@ class WeightFiles(Protocol):
 
     def mapped(self, file: str) -> MappedFile:
         """A file, mapped."""
-        ...
 
     def path(self, file: str) -> Path:
         """A file's path."""
-        ...
 
 
 class MappedWeights:

@@ -23,6 +23,7 @@ import re
 from pathlib import Path
 from typing import TypeVar
 
+from rabbitllm.base.grouping import grouped
 from rabbitllm.base.options import expand
 from rabbitllm.checkpoints import hub_cache
 from rabbitllm.checkpoints.index import (
@@ -427,10 +428,8 @@ def similar_names(name: str) -> tuple[str, ...]:
         weights = [file for file in siblings if file.name.lower().endswith(WEIGHT_SUFFIXES) and file.is_file()]
         files = {file.name.lower(): str(file) for file in weights}
     lowered = name.lower()
-    by_part: dict[str, list[str]] = {}
-    for local_name in names:
-        for part in {local_name.lower(), local_name.lower().rpartition("/")[2]}:
-            by_part.setdefault(part, []).append(local_name)
+    parts = ((part, name) for name in names for part in {name.lower(), name.lower().rpartition("/")[2]})
+    by_part = grouped(parts)
     similar = [
         local_name
         for part in {lowered: None, lowered.rpartition("/")[2]: None}

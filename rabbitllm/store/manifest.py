@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rabbitllm.base.grouping import grouped
 from rabbitllm.checkpoints.checkpoint import SourceIdentity
 from rabbitllm.checkpoints.index import model_dtype
 from rabbitllm.errors import IncompleteSplitError, InvalidIndexError, SplitMismatchError
@@ -64,9 +65,7 @@ class BitAllocation:
 
     def as_json(self) -> dict[str, Any]:
         """For `json.dumps`: names by scheme."""
-        names: dict[str, list[str]] = {}
-        for name, scheme in self.schemes.items():
-            names.setdefault(scheme, []).append(name)
+        names = grouped((scheme, name) for name, scheme in self.schemes.items())
         return {"max_disk": self.max_disk, "memory": self.memory, "schemes": names}
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from rabbitllm.base.forks import DaemonThread, fulfil
+from rabbitllm.base.grouping import grouped
 from rabbitllm.base.terminal import size, speed
 from rabbitllm.base.transformers_version import TESTED, newer_than_tested, version_of
 from rabbitllm.engine.free_memory import available_ram, group_limits, has_nvidia_driver, process_limits
@@ -270,9 +271,7 @@ def probe_folders(host: Host | None = None, mounts: Path = Path("/proc/self/moun
         (TEMPORARY, Path(tempfile.gettempdir())),
         *(("Kaggle", path) for path in (KAGGLE_TMP, KAGGLE_WORKING) if path.exists()),
     ]
-    uses: dict[Path, list[str]] = {}
-    for use, path in named:
-        uses.setdefault(path.expanduser().absolute(), []).append(use)
+    uses = grouped((path.expanduser().absolute(), use) for use, path in named)
     kinds = file_systems(mounts)
     return tuple(folder_of(tuple(folder_uses), path, kinds, host) for path, folder_uses in uses.items())
 
@@ -466,26 +465,22 @@ def advise(machine: MachineInfo, needed: int) -> tuple[Advice, ...]:
         machine: results of the probes.
         needed: bytes of disk that the smallest model takes.
     """
-    items = [*_of_packages(machine), *_of_transformers(machine), *_of_disks(machine, needed), *_of_memory(machine)]
+    items = [*_of_packages(machine), *_of_disks(machine, needed), *_of_memory(machine)]
     items += [*_of_gpus(machine), *_of_processor(machine), *_of_hub(machine), *_of_rates(machine)]
     return tuple(sorted(items, key=lambda advice: not advice.essential))
 
 
 def _of_packages(machine: MachineInfo) -> Iterator[Advice]:
     for package in machine.packages:
+        if package.name == "transformers" and package.sound and newer_than_tested():
+            text = f"transformers {package.found} is newer than the tested versions ({' to '.join(TRANSFORMERS)})"
+            checks = "The parts that RabbitLLM uses are checked here, unless --quick is given, and at the first load"
+            yield Advice(False, f"{text}. {checks}. If a model fails:", f"pip install {shlex.quote(TESTED)}")
         if package.sound or (package.optional and package.found is None):
             continue
         name = TESTED if package.name == "transformers" and package.fits else package.name + package.wanted
         command = f"pip install --upgrade {shlex.quote(name)}"
         yield Advice(package.essential, f"{_state_of(package)} It is for {package.brings}.", command)
-
-
-def _of_transformers(machine: MachineInfo) -> Iterator[Advice]:
-    for package in machine.packages:
-        if package.name == "transformers" and package.sound and newer_than_tested():
-            text = f"transformers {package.found} is newer than the tested versions ({' to '.join(TRANSFORMERS)})"
-            checks = "The parts that RabbitLLM uses are checked here, unless --quick is given, and at the first load"
-            yield Advice(False, f"{text}. {checks}. If a model fails:", f"pip install {shlex.quote(TESTED)}")
 
 
 def _state_of(package: Package) -> str:
