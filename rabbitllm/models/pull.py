@@ -253,7 +253,8 @@ def show_pulled(pulled: Pulled, request: LoadRequest, console: Console) -> None:
     how = entry.form
     state = "is ready; it was complete already" if pulled.before else "is ready"
     put(console, Text(f"{pulled.name}, {how}, {state}", "bold green"))
-    put_fact(console, "layer files", f"{entry.layers}, {size(entry.nbytes - entry.copies_bytes)} in {entry.folder}")
+    put_fact(console, "folder", str(entry.folder))
+    put_fact(console, "layer files", f"{entry.layers}; the folder has {size(entry.nbytes - entry.copies_bytes)}")
     if pulled.shards is not None:
         put_fact(console, "original", _ORIGINALS[pulled.shards].format(pulled.shards_at))
     if not pulled.before:
