@@ -53,6 +53,12 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, str]] = {
     "offload_small_layers_use_cpu_cache": (True, "the page cache serves that purpose"),
 }
 """Arguments of RabbitLLM 1.1 that are accepted and ignored: default, and reason."""
+FLAGS = (
+    *("profiling_mode", "prefetching", "prefetch_pin_memory", "delete_original", "show_layer_progress"),
+    *("offload_small_layers", "sequential_shard_processing", "local_files_only", "trust_remote_code", "exact"),
+    *("fast_bfloat16", "verify_checksums", "fit_scales", "verify_source", "split"),
+)
+"""Arguments that are True or False: Python takes a text such as "no" for true."""
 _OF_DRAFTS = ("show_progress", "trust_remote_code", "verify_checksums", "fast_bfloat16")
 """Options that a draft model has from its model."""
 DELETING = ("sequential_shard_processing", "delete_original")
@@ -150,9 +156,9 @@ class AutoModel:
             profiling_mode: record where time is spent; see `model.profiler`.
             compression: "8bit", "4bit", "4bit-double", "auto" or None; or blocks of llama.cpp, for the CPU: "q8_0",
                 "q6_k", "q5_k", "q4_k", "iq4_xs", "q4_0", "q3_k", "q2_k", and its mixtures "q5_k_m" and "q4_k_m".
-                "4bit-double" also quantizes the scales. "auto" chooses None, "8bit" or "4bit-double" for each tensor:
-                the least expected loss that fits `max_disk` (or the free disk) and, if all weights can stay in memory,
-                `max_memory` (or the free memory).
+                "4bit-double" also quantizes the scales. "auto" chooses None or blocks for each tensor, on a
+                GPU None, "8bit" or "4bit-double": the least expected loss that fits `max_disk` (or the free disk) and,
+                if all weights can stay in memory, `max_memory` (or the free memory).
             token: access token for the hub.
             hf_token: another name of `token`.
             prefetching: read the next layer while the current one computes.
@@ -219,7 +225,10 @@ class AutoModel:
         for name, (default, instead) in WITHOUT_EFFECT.items():
             if arguments[name] != default:
                 logger.warning("%s has no effect: %s.", name, instead)
-        check_flag(split, "split")
+        for name in FLAGS:
+            check_flag(arguments[name], name)
+        if cache_layers is not None and (not hasattr(cache_layers, "__index__") or cache_layers < 0):
+            raise OptionError(f"cache_layers={cache_layers!r} is not a number of layers.", "Use 0 or more, or None.")
         request = LoadRequest.of(
             path_or_repo_id if pretrained_model_name_or_path is None else pretrained_model_name_or_path,
             compression,
@@ -312,6 +321,11 @@ class LoadRequest:
             OptionError: an option is invalid, or two contradict each other; or there is no name.
         """
         check_model(name)
+        of_types = {"revision": (revision, (str,)), "token": (token, (str, bool)), "hosts": (hosts, (Hosts,))}
+        for option, (value, types) in of_types.items():
+            if value is not None and not isinstance(value, types):
+                names = " or ".join(expected.__name__ for expected in types)
+                raise OptionError(f"The argument {option} is of type {type(value).__name__}; expected {names}.")
         compression = check_split(compression)
         cache = None if cache_dir is None else expand(cache_dir, "cache_dir")
         saving_path = None if folder is None else expand(folder, "layer_shards_saving_path")

@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -196,9 +196,11 @@ class RunOptions:
     def __post_init__(self) -> None:
         """
         Raises:
-            OptionError: two options that contradict each other, or a text such as "no" that would allow code.
+            OptionError: two options that contradict each other, or a text such as "no" as a truth value.
         """
-        check_flag(self.trust_remote_code, "trust_remote_code")
+        for option in fields(self):
+            if isinstance(option.default, bool):
+                check_flag(getattr(self, option.name), option.name)
         if self.exact and self.fast_bfloat16:
             raise OptionError(
                 "exact=True requires the bits of transformers; fast_bfloat16=True changes the last bits.",
