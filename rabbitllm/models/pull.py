@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import enum
 import shlex
-from collections.abc import Callable
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
