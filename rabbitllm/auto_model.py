@@ -17,7 +17,7 @@ from rabbitllm.base.options import (
     RunOptions,
     ShardPolicy,
     SplitOptions,
-    check_flag,
+    check_arguments,
     check_model,
     expand,
     explain_unknown,
@@ -53,12 +53,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, str]] = {
     "offload_small_layers_use_cpu_cache": (True, "the page cache serves that purpose"),
 }
 """Arguments of RabbitLLM 1.1 that are accepted and ignored: default, and reason."""
-FLAGS = (
-    *("profiling_mode", "prefetching", "prefetch_pin_memory", "delete_original", "show_layer_progress"),
-    *("offload_small_layers", "sequential_shard_processing", "local_files_only", "trust_remote_code", "exact"),
-    *("fast_bfloat16", "verify_checksums", "fit_scales", "verify_source", "split"),
-)
-"""Arguments that are True or False: Python takes a text such as "no" for true."""
 _OF_DRAFTS = ("show_progress", "trust_remote_code", "verify_checksums", "fast_bfloat16")
 """Options that a draft model has from its model."""
 DELETING = ("sequential_shard_processing", "delete_original")
@@ -225,10 +219,7 @@ class AutoModel:
         for name, (default, instead) in WITHOUT_EFFECT.items():
             if arguments[name] != default:
                 logger.warning("%s has no effect: %s.", name, instead)
-        for name in FLAGS:
-            check_flag(arguments[name], name)
-        if cache_layers is not None and (not hasattr(cache_layers, "__index__") or cache_layers < 0):
-            raise OptionError(f"cache_layers={cache_layers!r} is not a number of layers.", "Use 0 or more, or None.")
+        check_arguments(arguments)
         request = LoadRequest.of(
             path_or_repo_id if pretrained_model_name_or_path is None else pretrained_model_name_or_path,
             compression,
@@ -321,11 +312,6 @@ class LoadRequest:
             OptionError: an option is invalid, or two contradict each other; or there is no name.
         """
         check_model(name)
-        of_types = {"revision": (revision, (str,)), "token": (token, (str, bool)), "hosts": (hosts, (Hosts,))}
-        for option, (value, types) in of_types.items():
-            if value is not None and not isinstance(value, types):
-                names = " or ".join(expected.__name__ for expected in types)
-                raise OptionError(f"The argument {option} is of type {type(value).__name__}; expected {names}.")
         compression = check_split(compression)
         cache = None if cache_dir is None else expand(cache_dir, "cache_dir")
         saving_path = None if folder is None else expand(folder, "layer_shards_saving_path")

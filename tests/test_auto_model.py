@@ -19,7 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rabbitllm import AutoModel, batch, lazy_load, plan, quality, split_and_save_layers
-from rabbitllm.auto_model import DELETING, ELSEWHERE, FLAGS, WITHOUT_EFFECT
+from rabbitllm.auto_model import DELETING, ELSEWHERE, WITHOUT_EFFECT
+from rabbitllm.base.options import FLAGS
 from rabbitllm.engine.devices import _warn_of_no_cuda
 from rabbitllm.engine.placement import Tier
 from rabbitllm.engine.streamed_model import StreamedModel
